@@ -1,0 +1,117 @@
+"""One prompt to one `Generation`: the call that notebooks and the command line make."""
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+
+import numpy as np
+
+from specnb.decode import loop
+from specnb.decode.sampling import Chooser, Draws, Sampling
+from specnb.decode.stopping import Stopping, StopRules
+from specnb.draft.base import Drafter
+from specnb.draft.load import load_drafter
+from specnb.errors import InputError
+from specnb.lm import chat
+from specnb.lm.base import LanguageModel
+from specnb.lm.load import load
+from specnb.prompts import Prompt
+from specnb.records import Generation, Round
+
+PromptLike = str | Prompt | Sequence[int] | Sequence[chat.Message]
+
+
+def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
+    """Token ids of a prompt: text as it is, messages through the model's chat template, ids untouched.
+
+    An empty text begins with the model's BOS token, where it has one.
+    """
+    if isinstance(prompt, Prompt):
+        prompt = prompt.messages_as_dicts() if prompt.messages else prompt.text
+    if isinstance(prompt, str):
+        ids = target.encode(prompt)
+        return tuple(ids) or ((target.vocab.bos,) if target.vocab.bos is not None else ())
+    if prompt and isinstance(prompt[0], dict):
+        return tuple(target.encode(chat.render(target.vocab, prompt)))
+    return tuple(int(token) for token in prompt)
+
+
+def generate(
+    target: LanguageModel | str,
+    prompt: PromptLike,
+    *,
+    drafter: Drafter | str | None = None,
+    k: int = 4,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    rule: str = "token",
+    stop: Sequence[str] = (),
+    ignore_eog: bool = False,
+    strict: bool = False,
+) -> Generation:
+    """Generate after `prompt` with `target`; with a `drafter`, speculatively, `k` drafts a round.
+
+    `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also "lookup" and "self").
+    What is opened here is closed here. A draft model that cannot be loaded is left out, and the record says so
+    in `fallback`, unless `strict`. `rule` is token, block or typical (lossy). `seed` makes draws repeatable.
+
+    Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
+    """
+    if k < 0:
+        raise InputError(f"k must be 0 or more, got {k}")
+    sampling = Sampling(temperature, top_k, top_p)
+    verify = loop.rule_named(rule, sampling)
+    rules = StopRules(max_new_tokens, tuple(stop), ignore_eog)
+    opened: list[LanguageModel | Drafter] = []
+    try:
+        if isinstance(target, str):
+            target = load(target)
+            opened.append(target)
+        fallback = None
+        if isinstance(drafter, str):
+            drafter, fallback = load_drafter(drafter, target, strict=strict)
+            opened += [drafter] if drafter else []
+        ids = prompt_ids(target, prompt)
+        stopping = Stopping(rules, target.vocab)
+        chooser = Chooser(sampling, Draws(np.random.default_rng(seed)))
+        if drafter is None:
+            rounds = loop.autoregressive(target, ids, chooser=chooser, stopping=stopping)
+        else:
+            rounds = loop.speculative(target, drafter, ids, k=k, chooser=chooser, stopping=stopping, rule=verify)
+        made, wall_s, prefill_s = _timed(target, ids, drafter, rounds)
+        tokens = tuple(token for r in made for token in r.committed_ids)
+        return Generation(
+            prompt_id=prompt.id if isinstance(prompt, Prompt) else "",
+            category=prompt.category if isinstance(prompt, Prompt) else "",
+            target=target.name,
+            drafter=drafter.name if drafter else "",
+            rule=("greedy" if sampling.greedy else rule) if drafter else "",
+            k=k if drafter else 0,
+            temperature=temperature,
+            seed=seed,
+            lossless=not (drafter and rule in loop.LOSSY),
+            prompt_ids=ids,
+            token_ids=tokens,
+            text=stopping.cut(target.vocab.decode(t for t in tokens if t not in target.vocab.eog)),
+            rounds=made,
+            wall_s=wall_s,
+            prefill_s=prefill_s,
+            stop_reason=stopping.reason,
+            fallback=fallback,
+        )
+    finally:
+        for thing in opened:
+            thing.close()
+
+
+def _timed(
+    target: LanguageModel, ids: tuple[int, ...], drafter: Drafter | None, rounds: Iterator[Round]
+) -> tuple[tuple[Round, ...], float, float]:
+    """Run prefill and rounds; the rounds, all seconds, and those of the prefill."""
+    began = perf_counter()
+    loop.prefill(target, ids, drafter)
+    prefilled = perf_counter()
+    made = tuple(rounds)
+    return made, perf_counter() - began, prefilled - began

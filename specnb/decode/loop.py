@@ -1,0 +1,194 @@
+"""The two loops: plain decoding, and speculative decoding.
+
+Both work on ids, yield one `Round` a cycle, and keep one invariant between cycles: the target's state holds every
+token so far but the newest, which the next forward feeds. They know nothing of backends, text or drafters' kinds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from time import perf_counter
+
+import numpy as np
+
+from specnb.decode import accept
+from specnb.decode.accept import Acceptance
+from specnb.decode.sampling import Chooser, Sampling
+from specnb.decode.stopping import Stopping
+from specnb.draft.base import Drafter, Proposal, TokenView
+from specnb.errors import CapacityError, InputError, NonFiniteLogits
+from specnb.lm.base import LanguageModel
+from specnb.records import Round
+
+Rule = Callable[[np.ndarray, Proposal, Chooser], Acceptance]
+"""Target logits `(k + 1, vocab)`, the proposal, the chooser -> what is kept."""
+
+
+class _LazyRows:
+    """Probability rows of the target, each computed when it is first asked for."""
+
+    def __init__(self, logits: np.ndarray, sampling: Sampling) -> None:
+        self._logits, self._sampling = logits, sampling
+        self._rows: dict[int, np.ndarray] = {}
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index not in self._rows:
+            self._rows[index] = self._sampling.probabilities(self._logits[index])
+        return self._rows[index]
+
+
+def _verify_tokens(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+    rows = _LazyRows(logits, chooser.sampling)
+    if proposal.q_draft is None:
+        return accept.point_mass(rows, proposal.ids, chooser.draws)
+    return accept.token_verification(rows, proposal.q_draft, proposal.ids, chooser.draws)
+
+
+def _verify_block(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+    rows = _LazyRows(logits, chooser.sampling)
+    if proposal.q_draft is None:  # for point masses the block rule is no better: it keeps each x with p(x) as well
+        return accept.point_mass(rows, proposal.ids, chooser.draws)
+    return accept.block_verification(rows, proposal.q_draft, proposal.ids, chooser.draws)
+
+
+def _typical(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+    return accept.typical(_LazyRows(logits, chooser.sampling), proposal.ids, chooser.draws)
+
+
+def _greedy(logits: np.ndarray, proposal: Proposal, _chooser: Chooser) -> Acceptance:
+    return accept.greedy(logits, proposal.ids)
+
+
+RULES: dict[str, Rule] = {"token": _verify_tokens, "block": _verify_block, "typical": _typical}
+"""Verification rules at temperature > 0, by name. At temperature 0 `token` and `block` are the greedy rule."""
+
+LOSSY = frozenset({"typical"})
+
+
+def rule_named(name: str, sampling: Sampling) -> Rule:
+    """The rule that `name` means under these settings. Raises InputError for an unknown name."""
+    if name not in RULES:
+        raise InputError(f"unknown verification rule {name!r}; known: {', '.join(RULES)}")
+    if name in LOSSY and sampling.greedy:
+        raise InputError(f"the rule {name!r} needs a temperature above 0: at 0 the greedy rule is used")
+    return _greedy if sampling.greedy else RULES[name]
+
+
+def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter | None = None) -> None:
+    """Make the invariant true for a prompt: all of it but the last token is in the target's state.
+
+    Raises InputError (empty prompt), CapacityError (prompt longer than the context).
+    """
+    if len(prompt_ids) == 0:
+        raise InputError("the prompt has no tokens, and the model no BOS token to begin with: give at least one token")
+    if len(prompt_ids) > target.caps.n_ctx:
+        raise CapacityError(
+            f"the prompt has {len(prompt_ids)} tokens, but {target.name} holds {target.caps.n_ctx}: "
+            "shorten it or load the model with a larger n_ctx"
+        )
+    target.reset()
+    if len(prompt_ids) > 1:
+        target.forward(prompt_ids[:-1], n_logits=0)
+    if drafter is not None:
+        drafter.start(TokenView(list(prompt_ids)))
+
+
+def autoregressive(
+    target: LanguageModel, prompt_ids: Sequence[int], *, chooser: Chooser, stopping: Stopping
+) -> Iterator[Round]:
+    """Plain decoding, one token a forward, after `prefill`. Every round has k = 0."""
+    tokens = list(prompt_ids)
+    for index in count():
+        if stopping.reason or _out_of_context(target, tokens, stopping):
+            return
+        began = perf_counter()
+        logits = target.forward(tokens[-1:])
+        verified = perf_counter()
+        with _located(target, tokens):
+            token, _ = chooser.pick(logits[0])
+        committed = stopping.admit((token,))
+        tokens.extend(committed)
+        verify_s, other_s = verified - began, perf_counter() - verified
+        yield Round(index, 0, 0, (), committed, (), 0.0, verify_s, 0.0, other_s, verify_s, 1)
+
+
+def speculative(
+    target: LanguageModel,
+    drafter: Drafter,
+    prompt_ids: Sequence[int],
+    *,
+    k: int,
+    chooser: Chooser,
+    stopping: Stopping,
+    rule: Rule,
+) -> Iterator[Round]:
+    """Speculative decoding with draft length `k`, after `prefill`: draft, verify in ONE forward, commit, rewind.
+
+    Leviathan et al. 2211.17192. With a lossless rule the tokens are those of `autoregressive` (greedy), or follow
+    the same distribution.
+    """
+    tokens = list(prompt_ids)  # ours: the caller's list is never touched, and drafters see it read-only
+    view = TokenView(tokens)
+    for index in count():
+        if stopping.reason or _out_of_context(target, tokens, stopping):
+            return
+        # a round commits up to k + 1 tokens: no drafts beyond the length limit, the context or the widest forward
+        limit = min(k, stopping.remaining - 1, target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
+        began = perf_counter()
+        with _located(target, tokens, drafting=True):
+            proposal = drafter.propose(view, limit, chooser) if limit > 0 else Proposal(())
+        drafted = perf_counter()
+        logits = target.forward([tokens[-1], *proposal.ids])
+        verified = perf_counter()
+        with _located(target, tokens):
+            n_accepted, next_id, accept_prob = rule(logits, proposal, chooser)
+        committed = stopping.admit((*proposal.ids[:n_accepted], next_id))
+        tokens.extend(committed)
+        accepted_at = perf_counter()
+        # The target holds the old tokens and all drafts. Keep the committed ones but the newest, so that its state
+        # is again "tokens so far, less one"; the drafter does the same with its own.
+        target.rewind(target.n_past - (len(tokens) - 1))
+        drafter.commit(view)
+        rewound = perf_counter()
+        yield Round(
+            index=index,
+            k=len(proposal.ids),
+            n_accepted=min(n_accepted, len(committed)),  # fewer when generation ended inside the accepted drafts
+            draft_ids=proposal.ids,
+            committed_ids=committed,
+            accept_prob=accept_prob,
+            draft_s=drafted - began,
+            verify_s=verified - drafted,
+            rewind_s=rewound - accepted_at,
+            other_s=accepted_at - verified,
+            forward_s=verified - drafted + proposal.forward_s,
+            width=1 + len(proposal.ids),
+        )
+
+
+def _out_of_context(target: LanguageModel, tokens: list[int], stopping: Stopping) -> bool:
+    """End the generation when the next forward would not fit; says so in `stopping.reason`."""
+    if len(tokens) > target.caps.n_ctx:
+        stopping.reason = "context"
+    return stopping.reason is not None
+
+
+class _located:
+    """Adds position and layer to a NonFiniteLogits that passes through (a class: cheaper than a generator)."""
+
+    def __init__(self, target: LanguageModel, tokens: list[int], drafting: bool = False) -> None:
+        self._target, self._tokens, self._drafting = target, tokens, drafting
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if not isinstance(error, NonFiniteLogits):
+            return
+        where = f"after {len(self._tokens)} tokens"
+        if self._drafting:
+            raise NonFiniteLogits(f"while drafting, {where}: {error}. The draft model is broken or overflows") from error
+        layer = self._target.locate_nonfinite(self._tokens)
+        source = f"the first module with a non-finite output is {layer}" if layer else "this engine shows no layers"
+        raise NonFiniteLogits(
+            f"{self._target.name}, {where}: {error}; {source}. Try dtype=float32 or check the weights"
+        ) from error

@@ -1,0 +1,112 @@
+"""From a row of logits to a token: temperature, top-k, top-p, and the random draws.
+
+Rows are float64. Nothing is papered over: a row with NaN or +inf, or without a finite entry, raises. -inf is a
+legal "never". Ties go to the lowest id, everywhere.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from specnb.errors import InputError, NonFiniteLogits
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings that turn logits into the distribution that is sampled. `temperature` 0 means greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= 100:
+            raise InputError(f"temperature must be 0 (greedy) to 100, got {self.temperature}")
+        if self.top_k < 0:
+            raise InputError(f"top_k must be 0 (off) or more, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p must be above 0 and at most 1 (off), got {self.top_p}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probabilities(self, logits: np.ndarray) -> np.ndarray:
+        """The float64 row `(vocab,)` that is sampled from, summing to 1: temperature, then top-k, then top-p.
+
+        Greedy settings give the point mass on the argmax. Raises NonFiniteLogits.
+        """
+        best = argmax(logits)
+        if self.greedy:
+            row = np.zeros(len(logits))
+            row[best] = 1.0
+            return row
+        row = logits.astype(np.float64)
+        row -= row[best]
+        row /= self.temperature
+        np.exp(row, out=row)
+        if self.top_k and self.top_k < len(row):
+            row = _keep(row, _descending(row)[: self.top_k])
+        if self.top_p < 1:
+            order = _descending(row)
+            mass = np.cumsum(row[order])
+            # the smallest set whose mass reaches top_p; it always holds the best token
+            row = _keep(row, order[: 1 + int(np.searchsorted(mass, self.top_p * mass[-1]))])
+        return row / row.sum()
+
+
+def argmax(logits: np.ndarray) -> int:
+    """Index of the largest logit, the lowest id among equals. Raises NonFiniteLogits.
+
+    numpy's argmax stops at the first NaN and at +inf, so one look at the winner finds every bad row.
+    """
+    best = int(np.argmax(logits))
+    if not np.isfinite(logits[best]):
+        raise NonFiniteLogits(f"the row of logits has {logits[best]} at token {best} as its largest entry")
+    return best
+
+
+def _descending(row: np.ndarray) -> np.ndarray:
+    return np.argsort(-row, kind="stable")
+
+
+def _keep(row: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    kept = np.zeros_like(row)
+    kept[ids] = row[ids]
+    return kept
+
+
+class Draws:
+    """The random decisions of one generation, from an explicit generator.
+
+    Every rule draws through these two, so a test can put an enumerator in their place and weigh all outcomes.
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+
+    def bernoulli(self, probability: float) -> bool:
+        """True with `probability`."""
+        return bool(self._rng.random() < probability)
+
+    def categorical(self, weights: np.ndarray) -> int:
+        """An index with probability proportional to `weights (n,)`, which need not sum to 1."""
+        edges = np.cumsum(weights)
+        index = int(np.searchsorted(edges, self._rng.random() * edges[-1], side="right"))
+        # rounding may point past the last entry; step back to one that has weight
+        return index if index < len(edges) else int(np.flatnonzero(weights)[-1])
+
+
+class Chooser:
+    """Picks tokens for a drafter or for plain decoding: settings and draws together (see `draft.base.Picker`)."""
+
+    def __init__(self, sampling: Sampling, draws: Draws) -> None:
+        self.sampling = sampling
+        self.draws = draws
+
+    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None]:
+        """A token and the float64 row it was drawn from; no row when greedy."""
+        if self.sampling.greedy:
+            return argmax(logits), None
+        row = self.sampling.probabilities(logits)
+        return self.draws.categorical(row), row

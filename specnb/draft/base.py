@@ -1,0 +1,73 @@
+"""The interface of whatever proposes tokens. Knows nothing about verification."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, overload
+
+import numpy as np
+
+
+class Proposal(NamedTuple):
+    """Drafted tokens for one round.
+
+    `ids` holds up to k tokens. `q_draft (len(ids), vocab)` float64 are the rows they were sampled from, or None
+    for a deterministic drafter (lookup, argmax): then each id stands for a point mass, and is verified as one.
+    `forward_s` seconds were spent in the drafter's own model.
+    """
+
+    ids: tuple[int, ...]
+    q_draft: np.ndarray | None = None
+    forward_s: float = 0.0
+
+
+class Picker(Protocol):
+    """Chooses a token from a row of logits with the sampling settings and the random stream of this generation."""
+
+    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None]:
+        """A token and the float64 row `(vocab,)` it was drawn from; None for the row when the choice is greedy."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes tokens that may follow; keeps whatever state it needs in step with the tokens that became true."""
+
+    name: str
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """Forget everything and take `tokens` as the prompt."""
+        ...
+
+    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+        """Up to `k` tokens to follow `tokens`, which cannot be changed; step j sees its own j-1 drafts."""
+        ...
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """`tokens` (the whole sequence) are now true: drop the drafts that are not among them."""
+        ...
+
+    def close(self) -> None:
+        """Free what the drafter opened."""
+        ...
+
+
+class TokenView(Sequence[int]):
+    """The tokens so far, read-only.
+
+    Drafters get this view instead of the loop's list, so that none can append to the caller's tokens: that
+    mistake makes every later round continue from a corrupted sequence ("HelloHello").
+    """
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        found = self._tokens[index]
+        return tuple(found) if isinstance(index, slice) else found
+
+    def __len__(self) -> int:
+        return len(self._tokens)

@@ -1,0 +1,48 @@
+"""Prompt lookup: propose what followed the same words last time. No model, no cost worth measuring.
+
+The longest match wins, and among equally long ones the most recent (transformers takes the first one it finds,
+llama-cpp-python the oldest). Unlike a rescan, a hashed index makes a token cost O(1) amortised at any length.
+"""
+
+from collections.abc import Sequence
+
+from specnb.draft.base import Picker, Proposal
+from specnb.errors import InputError
+
+
+class LookupDrafter:
+    """Copies from the tokens so far, after the last occurrence of their last n tokens, n from `n_max` to `n_min`."""
+
+    def __init__(self, n_max: int = 3, n_min: int = 1) -> None:
+        if not 1 <= n_min <= n_max <= 64:
+            raise InputError(f"lookup needs 1 <= n_min <= n_max <= 64, got n_min={n_min}, n_max={n_max}")
+        self.name = f"lookup(n={n_min}..{n_max})"
+        self._sizes = range(n_max, n_min - 1, -1)
+        self._next_of: dict[tuple[int, ...], int] = {}
+        self._indexed = 0
+
+    def start(self, tokens: Sequence[int]) -> None:
+        self._next_of.clear()
+        self._indexed = 0
+        self.commit(tokens)
+
+    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+        end = len(tokens)
+        for n in self._sizes:
+            begin = self._next_of.get(tuple(tokens[end - n : end])) if n <= end else None
+            if begin is not None:
+                # A copy may run into itself, as in LZ77: a text of period p goes on with period p.
+                period = end - begin
+                return Proposal(tuple(tokens[begin + j % period] for j in range(k)))
+        return Proposal(())
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        # Index the n-grams that end before the last token: each needs a token that follows it.
+        for end in range(max(self._indexed, 1), len(tokens)):
+            for n in self._sizes:
+                if n <= end:
+                    self._next_of[tuple(tokens[end - n : end])] = end
+        self._indexed = len(tokens)
+
+    def close(self) -> None:
+        self._next_of.clear()

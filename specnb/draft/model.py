@@ -1,0 +1,63 @@
+"""A smaller language model as drafter (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
+
+It keeps its own state. A drafted token is never evaluated twice: after a round the state is rewound to the last
+token that became true, and the next round feeds what is missing, one token, or two after a fully accepted round
+(the last draft was sampled, but never fed).
+"""
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+
+from specnb.draft.base import Picker, Proposal
+from specnb.lm.base import LanguageModel
+
+
+class ModelDrafter:
+    """Drafts by sampling (or, greedy, by argmax) from `model`, one token at a time."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.name = model.name
+        self._fed: list[int] = []  # drafts in the model's state, after its n_past - len(_fed) true tokens
+
+    def start(self, tokens: Sequence[int]) -> None:
+        self.model.reset()
+        self._fed = []
+        room = self.model.caps.n_ctx
+        if 1 < len(tokens) <= room:
+            self.model.forward(tokens[:-1], n_logits=0)
+
+    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+        # A shorter context than the target's ends drafting, not the generation: without room there is no proposal.
+        k = min(k, self.model.caps.n_ctx - len(tokens) + 1)
+        if k < 1:
+            return Proposal(())
+        ids: list[int] = []
+        rows: list[np.ndarray] = []
+        forward_s = 0.0
+        feed: Sequence[int] = tokens[self.model.n_past :]
+        for _ in range(k):
+            began = perf_counter()
+            logits = self.model.forward(feed, n_logits=1)
+            forward_s += perf_counter() - began
+            token, row = rng.pick(logits[0])
+            ids.append(token)
+            if row is not None:
+                rows.append(row)
+            feed = (token,)
+        self._fed = ids[:-1]
+        return Proposal(tuple(ids), np.stack(rows) if rows else None, forward_s)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        true = self.model.n_past - len(self._fed)
+        kept = 0
+        # the newest token stays out of the state, so that the next propose has something to feed
+        while kept < len(self._fed) and true + kept < len(tokens) - 1 and tokens[true + kept] == self._fed[kept]:
+            kept += 1
+        self.model.rewind(len(self._fed) - kept)
+        self._fed = []
+
+    def close(self) -> None:
+        self.model.close()

@@ -1,0 +1,43 @@
+"""A coarser copy of the target as its own drafter: same tokenizer by construction, no training, no download."""
+
+import os
+from pathlib import Path
+
+from filelock import FileLock
+
+from specnb.errors import InputError
+from specnb.lm import binding, zoo
+from specnb.lm.load import ModelSpec, local_file, parse
+from specnb.paths import cache_dir
+from specnb.provenance import file_digest
+
+
+def requantised_copy(target: str, type_name: str = "q4_0") -> str:
+    """Name of a copy of `target` with weights of `type_name` (see `specnb.lm.binding.FILE_TYPES`), made if need be.
+
+    Raises InputError when the target is no GGUF (its weights cannot be requantised here) or the type is unknown.
+    """
+    spec = parse(target)
+    if type_name not in binding.FILE_TYPES:
+        raise InputError(f"unknown weight type {type_name!r}; known: {', '.join(binding.FILE_TYPES)}")
+    if spec.where == "hf":
+        raise InputError(
+            f"{target!r} is a transformers model and cannot be requantised here: give a .gguf target, "
+            "or a smaller model with --draft, or --drafter lookup"
+        )
+    if spec.where == "zoo":
+        return f"{zoo.parse(spec.source)[0].name}:{type_name}"
+    return str(_requantised_file(spec, type_name))
+
+
+def _requantised_file(spec: ModelSpec, type_name: str) -> Path:
+    source = local_file(spec)
+    folder = cache_dir() / "requantised"
+    folder.mkdir(parents=True, exist_ok=True)
+    dest = folder / f"{source.stem}-{file_digest(source)[:16]}.{type_name}.gguf"
+    with FileLock(f"{dest}.lock"):
+        if not dest.is_file():
+            partial = dest.with_suffix(".part")
+            binding.requantize(source, partial, type_name)
+            os.replace(partial, dest)
+    return dest

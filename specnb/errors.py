@@ -1,0 +1,49 @@
+"""Errors a user can act on. Each carries the offending value and the remedy in its message.
+
+Everything the package raises on purpose is a `SpecnbError`; the command line prints it as one line and exits
+with 2. Anything else that escapes is a bug and keeps its traceback.
+"""
+
+
+class SpecnbError(Exception):
+    """Base of all errors that specnb raises on purpose."""
+
+
+class InputError(SpecnbError, ValueError):
+    """A parameter, a file or a name that cannot be used as given."""
+
+
+class FetchError(SpecnbError, RuntimeError):
+    """A model file could not be fetched or does not have the pinned digest."""
+
+
+class LoadError(SpecnbError, RuntimeError):
+    """A model could not be opened by the engine that was asked for."""
+
+
+class MemoryShortError(LoadError):
+    """Weights, state and margin do not fit the free memory of the device."""
+
+
+class EngineError(SpecnbError, RuntimeError):
+    """The engine failed during a forward; the state is what it was before."""
+
+
+class VocabularyMismatch(SpecnbError, ValueError):
+    """Draft and target tokens do not mean the same text."""
+
+
+class CapacityError(SpecnbError, ValueError):
+    """More tokens than the context of the model holds."""
+
+
+class RewindError(SpecnbError, RuntimeError):
+    """The model cannot forget that many tokens exactly."""
+
+
+class NonFiniteLogits(SpecnbError, FloatingPointError):
+    """A row of logits holds NaN or +inf, or has no finite entry; it is never replaced by another row."""
+
+
+class NotebookFailed(SpecnbError, RuntimeError):
+    """A notebook run ended with an error; the partial notebook and the outcome record were written."""

@@ -1,0 +1,107 @@
+"""The one interface that decoding sees: tokens in, logits out, and an exact way back.
+
+A `LanguageModel` is a state (the tokens it was fed) and a forward. It knows nothing of drafting or sampling.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from specnb.errors import CapacityError, InputError, RewindError
+from specnb.lm.vocab import Vocabulary
+
+RewindKind = Literal["crop", "none"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do with a model, so that callers need not ask for its class.
+
+    `rewind` says how the state goes back (`crop`: entries are dropped; `none`: it cannot, `rewind_reason` says
+    why) and `rewind_depth` how many tokens at most. `max_width` is the widest single forward, `n_ctx` the most
+    tokens the state holds, `lossless_dtype` is True where widths 1 and n differ by float32 rounding only.
+    """
+
+    engine: str
+    device: str
+    dtype: str
+    n_ctx: int
+    max_width: int
+    rewind: RewindKind
+    rewind_depth: int
+    rewind_reason: str = ""
+    lossless_dtype: bool = False
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """Logits of a causal language model over a state of `n_past` tokens."""
+
+    name: str
+    vocab: Vocabulary
+    caps: Capabilities
+    n_past: int
+
+    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        """Append `ids` to the state; return float32 logits `(n_logits, vocab)` of the last `n_logits` ids.
+
+        `n_logits` None means every id; 0 computes no logits (prefill). The returned array is the caller's.
+        Raises InputError (unknown id, empty ids), CapacityError (state would exceed n_ctx).
+        """
+        ...
+
+    def rewind(self, n: int) -> None:
+        """Forget the last `n` tokens, exactly: afterwards the model is as if it never had them.
+
+        Raises RewindError, changing nothing, when that cannot be done exactly.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Forget everything."""
+        ...
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of `text`; `special` recognises control tokens written in it and adds BOS where the model does."""
+        ...
+
+    def locate_nonfinite(self, ids: Sequence[int]) -> str:
+        """Name of the first module whose output is NaN or Inf when `ids` are fed; "" when the engine cannot tell."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory; the model cannot be used afterwards."""
+        ...
+
+
+def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None) -> int:
+    """Validate the arguments of `forward` before an engine sees them; returns the number of logits rows.
+
+    The engines would abort the process or fail deep inside on these; here each is one clear error.
+    """
+    if len(ids) == 0:
+        raise InputError(f"forward of {model.name} needs at least one token id, got none")
+    lowest, highest = min(ids), max(ids)
+    if lowest < 0 or highest >= model.vocab.size:
+        bad = lowest if lowest < 0 else highest
+        raise InputError(f"token id {bad} is outside the vocabulary of {model.name} (0..{model.vocab.size - 1})")
+    if model.n_past + len(ids) > model.caps.n_ctx:
+        raise CapacityError(
+            f"{model.name} holds {model.caps.n_ctx} tokens; {model.n_past} in the state and {len(ids)} more do not "
+            f"fit. Load it with a larger n_ctx (for example n_ctx={2 * model.caps.n_ctx}) or shorten the prompt"
+        )
+    rows = len(ids) if n_logits is None else n_logits
+    if not 0 <= rows <= len(ids):
+        raise InputError(f"n_logits is {n_logits}, but {len(ids)} ids are fed: 0..{len(ids)} rows can be asked for")
+    return rows
+
+
+def check_rewind(model: LanguageModel, n: int) -> None:
+    """Refuse a rewind that the state does not hold or the engine cannot do exactly."""
+    if not 0 <= n <= model.n_past:
+        raise RewindError(f"cannot rewind {n} tokens of {model.name}: its state holds {model.n_past}")
+    if n > model.caps.rewind_depth:
+        why = model.caps.rewind_reason or f"its limit is {model.caps.rewind_depth}"
+        raise RewindError(f"cannot rewind {n} tokens of {model.name}: {why}")

@@ -1,0 +1,157 @@
+"""llama.cpp's C interface, opened once: the only module that imports llama_cpp.
+
+Its log lines go to the Python logger `specnb.llama_cpp` instead of stderr. Function names are llama.h's.
+"""
+
+import ctypes
+import logging
+from collections import deque
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from specnb.errors import InputError, LoadError
+from specnb.lm.vocab import Vocabulary
+
+# ggml's levels. Its warnings greet every load ("n_ctx < n_ctx_train"); they are news for a reader of logs, not of notebooks.
+LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.ERROR, 4: logging.DEBUG}
+CONTINUE = 5
+
+VOCAB_KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
+
+FILE_TYPES = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q2_k": 10, "q3_k_m": 12,
+    "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32,
+}  # fmt: skip
+"""Weight types that `requantize` writes, with llama.cpp's number (LLAMA_FTYPE_*)."""
+
+
+class Library(NamedTuple):
+    """The binding, the last error lines, and the log callback (a collected callback would crash the next log line)."""
+
+    api: ModuleType
+    errors: deque[str]
+    log_callback: object
+
+
+@cache
+def library() -> Library:
+    """Import llama_cpp, route its logs, start its backend. Raises LoadError with the remedy when it is not there."""
+    try:
+        import llama_cpp
+        import llama_cpp.llama_cpp as api
+    except (ImportError, OSError, RuntimeError) as error:
+        raise LoadError(
+            f"llama-cpp-python cannot be imported ({error}). Install it as requirements.txt does, "
+            "or use the torch engine: add ?backend=hf to the model name"
+        ) from error
+    logger = logging.getLogger("specnb.llama_cpp")
+    errors: deque[str] = deque(maxlen=5)
+    level = logging.DEBUG
+    pending = ""
+
+    def receive(ggml_level: int, text: bytes, _user_data: object) -> None:
+        nonlocal level, pending
+        if ggml_level != CONTINUE:
+            level = LEVELS.get(ggml_level, logging.DEBUG)
+        pending += text.decode("utf-8", errors="replace")
+        *lines, pending = pending.split("\n")
+        for line in lines:
+            logger.log(level, "%s", line)
+            if level == logging.ERROR and line.strip():
+                errors.append(line.strip())
+
+    callback = llama_cpp.llama_log_callback(receive)
+    api.llama_log_set(callback, ctypes.c_void_p(0))
+    api.llama_backend_init()
+    return Library(api, errors, callback)
+
+
+def metadata(model: object, key: str) -> str | None:
+    """One scalar of the GGUF header, as text."""
+    buffer = ctypes.create_string_buffer(512)
+    n = library().api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return None if n < 0 else buffer.value.decode("utf-8", errors="replace")
+
+
+def vocabulary(model: object) -> Vocabulary:
+    """Read the vocabulary of an opened model through llama.cpp (about 50 ms for 50,000 ids)."""
+    api = library().api
+    vocab = api.llama_model_get_vocab(model)
+    size = api.llama_vocab_n_tokens(vocab)
+    buffer = ctypes.create_string_buffer(1024)
+
+    def piece(token: int) -> bytes:
+        n = api.llama_token_to_piece(vocab, token, buffer, len(buffer), 0, True)
+        if n < 0:  # longer than the buffer; llama.cpp returns the length needed
+            large = ctypes.create_string_buffer(-n)
+            n = api.llama_token_to_piece(vocab, token, large, -n, 0, True)
+            return large.raw[:n]
+        return buffer.raw[:n]
+
+    def optional(token: int) -> int | None:
+        return token if token >= 0 else None
+
+    template = api.llama_model_chat_template(model, None)
+    return Vocabulary(
+        pieces=tuple(piece(i) for i in range(size)),
+        kind=VOCAB_KINDS.get(api.llama_vocab_type(vocab), "unknown"),
+        pre=metadata(model, "tokenizer.ggml.pre") or "",
+        bos=optional(api.llama_vocab_bos(vocab)),
+        eos=optional(api.llama_vocab_eos(vocab)),
+        eog=frozenset(i for i in range(size) if api.llama_vocab_is_eog(vocab, i)),
+        special=frozenset(i for i in range(size) if api.llama_vocab_is_control(vocab, i)),
+        add_bos=api.llama_vocab_get_add_bos(vocab),
+        chat_template=template.decode("utf-8", errors="replace") if template else None,
+    )
+
+
+def end_of_generation(gguf: Path) -> frozenset[int]:
+    """The ids that end a generation, as llama.cpp derives them from a GGUF header (nothing else is read)."""
+    api = library().api
+    params = api.llama_model_default_params()
+    params.vocab_only = True
+    model = api.llama_model_load_from_file(str(gguf).encode(), params)
+    if not model:
+        raise LoadError(
+            f"llama.cpp cannot read the header of {gguf}: {'; '.join(library().errors) or 'no reason given'}"
+        )
+    try:
+        return vocabulary(model).eog
+    finally:
+        api.llama_model_free(model)
+
+
+def tokenize(model: object, text: str, *, special: bool) -> list[int]:
+    """Token ids of `text` (llama_tokenize)."""
+    api = library().api
+    vocab = api.llama_model_get_vocab(model)
+    raw = text.encode("utf-8")
+    size = len(raw) + 8  # a token has at least one byte; BOS, EOS and a leading space may be added
+    out = (api.llama_token * size)()
+    n = api.llama_tokenize(vocab, raw, len(raw), out, size, special, special)
+    if n < 0:
+        raise InputError(f"llama.cpp cannot tokenize this text of {len(raw)} bytes (it asks for {-n} tokens)")
+    return list(out[:n])
+
+
+def requantize(source: Path, dest: Path, type_name: str, *, threads: int = 0) -> None:
+    """Write a copy of the GGUF `source` to `dest` with weights of `type_name` (see FILE_TYPES).
+
+    Going down from an already quantised file adds its error to the new one's: a draft or a reference made this
+    way differs from one made from the original weights. Raises InputError, LoadError.
+    """
+    if type_name not in FILE_TYPES:
+        raise InputError(f"unknown weight type {type_name!r}; known: {', '.join(FILE_TYPES)}")
+    if not source.is_file():
+        raise InputError(f"no such file to requantise: {source}")
+    lib = library()
+    params = lib.api.llama_model_quantize_default_params()
+    params.ftype = FILE_TYPES[type_name]
+    params.nthread = threads
+    params.allow_requantize = True
+    lib.errors.clear()
+    code = lib.api.llama_model_quantize(str(source).encode(), str(dest).encode(), ctypes.byref(params))
+    if code != 0:
+        raise LoadError(f"llama.cpp could not requantise {source.name} to {type_name}: {'; '.join(lib.errors) or code}")

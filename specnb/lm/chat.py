@@ -1,0 +1,49 @@
+"""Chat templates: messages to the text that a chat model was trained on. One renderer for both engines."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TypedDict
+
+from specnb.errors import InputError
+from specnb.lm.vocab import Vocabulary
+
+
+class Message(TypedDict):
+    """One turn: role is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str):
+    # A template comes with a downloaded model: it runs in jinja's sandbox, as in transformers.
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+
+    def raise_exception(message: str) -> None:
+        raise InputError(f"the chat template refuses these messages: {message}")
+
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(template)
+
+
+def render(vocab: Vocabulary, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    """The text to encode for `messages`, ending where the assistant's answer begins.
+
+    Raises InputError when the model has no chat template or the template refuses the messages.
+    """
+    if not vocab.chat_template:
+        raise InputError("this model has no chat template: pass plain text instead of messages")
+    from jinja2.exceptions import TemplateError
+
+    text_of = {"bos_token": vocab.bos, "eos_token": vocab.eos}
+    tokens = {name: "" if i is None else vocab.pieces[i].decode("utf-8", "replace") for name, i in text_of.items()}
+    try:
+        return _compiled(vocab.chat_template).render(
+            messages=list(messages), add_generation_prompt=add_generation_prompt, **tokens
+        )
+    except TemplateError as error:
+        raise InputError(f"the chat template of this model cannot be rendered: {error}") from error

@@ -1,0 +1,216 @@
+"""A causal LM of transformers, run by torch through our own loop: `generate` is never called.
+
+The state is a KV cache that keeps every position, so that a rewind of any depth is exact (also for models with
+sliding windows: the mask, not the cache, forgets). `position_ids` are always passed; several model families
+count from 0 when they are not.
+"""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from specnb.errors import InputError
+from specnb.lm import hf_files
+from specnb.lm.base import Capabilities, check_forward, check_rewind
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PREFILL_WIDTH = 512
+FIRST_ROOM = 256
+
+
+class KeptPastLayer(DynamicLayer):
+    """KV of one layer, `(batch, kv_heads, length, head_dim)`, in a buffer that doubles when it is full.
+
+    transformers' own layer copies the whole cache at every step (torch.cat); here a step writes its new rows in
+    place, and a crop only moves the end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._length = 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self._length + key_states.shape[-2]
+        if self.keys.numel() == 0 or end > self.keys.shape[-2]:
+            self.keys = self._grown(self.keys, key_states, end)
+            self.values = self._grown(self.values, value_states, end)
+        self.keys[:, :, self._length : end] = key_states
+        self.values[:, :, self._length : end] = value_states
+        self._length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _grown(self, old: torch.Tensor, new: torch.Tensor, end: int) -> torch.Tensor:
+        batch, heads, _, dim = new.shape
+        room = new.new_zeros(batch, heads, max(FIRST_ROOM, 2 * end), dim)
+        if self._length:
+            room[:, :, : self._length] = old[:, :, : self._length]
+        return room
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` positions (transformers counts them negative)."""
+        self._length -= abs(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self._length = 0
+
+
+class HfModel:
+    """transformers behind the LanguageModel interface. Make one with `HfModel.open`."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str, n_ctx: int = 0
+    ) -> None:
+        self.name = name
+        self.n_past = 0
+        config = model.config.get_text_config(decoder=True)
+        self.vocab = hf_files.vocabulary(tokenizer, config, model.generation_config)
+        self._model, self._tokenizer = model.eval(), tokenizer
+        self._reason = _why_not_croppable(model)
+        self._cache = self._new_cache()
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        limit = getattr(config, "max_position_embeddings", None) or n_ctx or 4096
+        if n_ctx > limit:
+            raise InputError(f"n_ctx is {n_ctx}, but {name} knows {limit} positions")
+        parameter = next(model.parameters())
+        self._device = parameter.device
+        depth = 0 if self._reason else (n_ctx or limit)
+        self.caps = Capabilities(
+            engine="torch",
+            device=str(parameter.device),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            n_ctx=n_ctx or limit,
+            max_width=n_ctx or limit,
+            rewind="none" if self._reason else "crop",
+            rewind_depth=depth,
+            rewind_reason=self._reason,
+            lossless_dtype=parameter.dtype == torch.float32,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        source: Path | str,
+        *,
+        name: str | None = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        n_ctx: int = 0,
+        threads: int = 0,
+        revision: str = "main",
+    ) -> "HfModel":
+        """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
+
+        `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: what the
+        model knows); `threads` for torch (0: left alone; the setting is torch's and holds for the process).
+
+        Raises InputError (bad option), LoadError (not a model, not fetchable), MemoryShortError.
+        """
+        if dtype not in DTYPES:
+            raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise InputError(f"device {device!r} was asked for, but torch sees no CUDA device; use device=cpu")
+        if threads < 0 or n_ctx < 0:
+            raise InputError(f"threads and n_ctx must be 0 or more, got {threads} and {n_ctx}")
+        if threads:
+            torch.set_num_threads(threads)
+        folder = hf_files.local_or_hub(source)
+        model, tokenizer = hf_files.load(folder, dtype=DTYPES[dtype], device=device, n_ctx=n_ctx, revision=revision)
+        return cls(model, tokenizer, name=name or str(source), n_ctx=n_ctx)
+
+    @torch.inference_mode()
+    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        rows = check_forward(self, ids, n_logits)
+        head, tail = ids[: len(ids) - rows], ids[len(ids) - rows :]
+        for start in range(0, len(head), PREFILL_WIDTH):
+            # ids that need no logits go first and in pieces; the last piece joins the tail when both are short
+            piece = head[start : start + PREFILL_WIDTH]
+            if rows and start + PREFILL_WIDTH >= len(head) and len(piece) + rows <= PREFILL_WIDTH:
+                tail = [*piece, *tail]
+                break
+            self._step(piece, 1)
+        if not rows:
+            return np.empty((0, self.vocab.size), dtype=np.float32)
+        return self._step(tail, rows)[0].float().cpu().numpy()
+
+    def _step(self, ids: Sequence[int], keep: int) -> torch.Tensor:
+        """One forward; logits `(1, keep, vocab)` in the model's dtype."""
+        n = len(ids)
+        out = self._model(
+            input_ids=torch.tensor([list(ids)], device=self._device),
+            position_ids=torch.arange(self.n_past, self.n_past + n, device=self._device)[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            **({"logits_to_keep": keep} if self._keeps_logits else {}),
+        )
+        self.n_past += n
+        return out.logits[:, -keep:]
+
+    def rewind(self, n: int) -> None:
+        check_rewind(self, n)
+        if n:
+            self._cache.crop(-n)
+            self.n_past -= n
+
+    def reset(self) -> None:
+        self._cache = self._new_cache()
+        self.n_past = 0
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        if self._tokenizer is None:
+            raise InputError(f"{self.name} was opened without a tokenizer: pass token ids")
+        return self._tokenizer(text, add_special_tokens=special, split_special_tokens=not special).input_ids
+
+    def close(self) -> None:
+        self._model = self._cache = None
+
+    @torch.inference_mode()
+    def locate_nonfinite(self, ids: Sequence[int]) -> str:
+        """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite.
+
+        Leaves the state alone.
+        """
+        found: list[str] = []
+
+        def watch(name: str):
+            def hook(_module: torch.nn.Module, _inputs: object, output: object) -> None:
+                first = output[0] if isinstance(output, tuple) and output else output
+                if not found and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
+                    found.append(name)
+
+            return hook
+
+        hooks = [module.register_forward_hook(watch(name)) for name, module in self._model.named_modules() if name]
+        try:
+            positions = torch.arange(len(ids), device=self._device)[None]
+            tokens = torch.tensor([list(ids)], device=self._device)
+            self._model(input_ids=tokens, position_ids=positions, past_key_values=self._new_cache(), use_cache=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found[0] if found else ""
+
+    def _new_cache(self) -> Cache:
+        if self._reason:
+            return DynamicCache(config=self._model.config)
+        layers = len(DynamicCache(config=self._model.config).layers)
+        return Cache(layers=[KeptPastLayer() for _ in range(layers)])
+
+
+def _why_not_croppable(model: PreTrainedModel) -> str:
+    """Why this model's state cannot go back by dropping entries; "" when it can."""
+    if getattr(model, "_is_stateful", False):
+        return f"{type(model).__name__} has recurrent layers, whose state keeps no past to go back to"
+    exact = (DynamicLayer, DynamicSlidingWindowLayer)
+    other = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers if type(layer) not in exact}
+    return f"its cache holds {', '.join(sorted(other))}, which cannot be cropped exactly" if other else ""

@@ -1,0 +1,114 @@
+"""From the name a user writes to an opened model.
+
+smollm2-135m                        zoo, in llama.cpp as shipped
+smollm2-135m:f16                    zoo, requantised here
+smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantised into torch
+model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
+./folder     hf:ORG/NAME            transformers
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from specnb.errors import InputError
+from specnb.lm import zoo
+from specnb.lm.base import LanguageModel
+
+BACKENDS = ("llama", "hf")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A parsed model name: where it is (`zoo`, `gguf` or `hf`), which engine opens it, and the engine's options."""
+
+    text: str
+    where: str
+    source: str
+    backend: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse(name: str, **options: Any) -> ModelSpec:
+    """Split `NAME?option=value&…`; keyword options win over those in the name. Touches no file but to see folders.
+
+    Raises InputError for unknown backends and for names that are neither zoo, file, folder nor hub id.
+    """
+    source, _, query = str(name).partition("?")
+    try:
+        merged: dict[str, Any] = dict(parse_qsl(query, strict_parsing=True)) if query else {}
+    except ValueError as error:
+        raise InputError(
+            f"cannot read the options {query!r} of {name!r}; write NAME?backend=hf&dtype=float32"
+        ) from error
+    merged |= options
+    where = _where(source)
+    backend = merged.pop("backend", None) or ("hf" if where == "hf" else "llama")
+    if backend not in BACKENDS:
+        raise InputError(f"unknown backend {backend!r} in {name!r}; known: {', '.join(BACKENDS)}")
+    if where == "hf" and backend == "llama":
+        raise InputError(f"{name!r} is a transformers model; llama.cpp opens .gguf files only")
+    return ModelSpec(str(name), where, source.removeprefix("hf:"), backend, merged)
+
+
+def _where(source: str) -> str:
+    if zoo.is_zoo_name(source):
+        return "zoo"
+    if source.endswith(".gguf"):
+        return "gguf"
+    if source.startswith("hf:") or Path(source).expanduser().is_dir():
+        return "hf"
+    zoo.parse(source)  # raises with the names that are close
+    raise InputError(f"{source!r} is no zoo name, .gguf file, folder or hf:ORG/NAME")
+
+
+def local_file(spec: ModelSpec) -> Path | None:
+    """The GGUF behind a name, fetched or derived if need be; None for transformers models."""
+    if spec.where == "zoo":
+        return zoo.path(spec.source)
+    return Path(spec.source).expanduser() if spec.where == "gguf" else None
+
+
+def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
+    """Open a model by name (see the module's text); `options` go to the engine's `open`.
+
+    Raises InputError (name, option), FetchError (zoo file not to be had), LoadError, MemoryShortError.
+    """
+    spec = parse(str(name_or_path), **options)
+    source = local_file(spec) or spec.source
+    opener = _opener(spec.backend)
+    return opener(source, name=spec.text, **_typed(opener, spec))
+
+
+def _opener(backend: str) -> Callable[..., LanguageModel]:
+    # engines are imported when they are asked for: each works without the other
+    if backend == "hf":
+        from specnb.lm.hf import HfModel
+
+        return HfModel.open
+    from specnb.lm.gguf import GgufModel
+
+    return GgufModel.open
+
+
+def _typed(opener: Callable[..., LanguageModel], spec: ModelSpec) -> dict[str, Any]:
+    """The options with the types that the engine's `open` states; values from a name arrive as text."""
+    known = {n: p for n, p in inspect.signature(opener).parameters.items() if p.kind is p.KEYWORD_ONLY and n != "name"}
+    typed = {}
+    for key, value in spec.options.items():
+        if key not in known:
+            raise InputError(f"{spec.text!r}: {spec.backend} has no option {key!r}; known: backend, {', '.join(known)}")
+        typed[key] = _convert(value, type(known[key].default), key)
+    return typed
+
+
+def _convert(value: Any, to: type, key: str) -> Any:
+    if not isinstance(value, str) or to is str:
+        return value
+    try:
+        return {"true": True, "1": True, "false": False, "0": False}[value.lower()] if to is bool else to(value)
+    except (KeyError, ValueError) as error:
+        raise InputError(f"option {key}={value!r} is not a {to.__name__}") from error

@@ -1,0 +1,144 @@
+"""Will it fit? Asked before a model is loaded: weights + state + margin against the free memory of the device.
+
+Running out while loading kills the process (or the machine swaps for minutes); a refusal beforehand is an error that
+the caller can act on: generate with the target alone, take a smaller context or a smaller quantisation.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from specnb.errors import InputError, MemoryShortError
+from specnb.provenance import cgroup_folders, read_text
+
+MIN_MARGIN_BYTES = 256 << 20
+MARGIN_SHARE = 0.05
+NO_LIMIT_BYTES = 1 << 60
+"""Version 1 control groups write "no limit" as a number near 2**63."""
+CUDA = re.compile(r"cuda(?::(\d+))?")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes a model takes: weights, state (KV cache, recurrent state) and a margin for work buffers.
+
+    `margin_bytes` is `max(256 MiB, 5 % of the weights)` if not given. Raises InputError for a negative part.
+    """
+
+    weights_bytes: int
+    state_bytes: int
+    margin_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.margin_bytes is None:
+            object.__setattr__(self, "margin_bytes", default_margin_bytes(self.weights_bytes))
+        for name in ("weights_bytes", "state_bytes", "margin_bytes"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} is {getattr(self, name)}: a number of bytes is zero or more")
+
+    @property
+    def total(self) -> int:
+        """Weights, state and margin together, bytes."""
+        return self.weights_bytes + self.state_bytes + self.margin_bytes
+
+
+def default_margin_bytes(weights_bytes: int) -> int:
+    """Room for activations and work buffers: `max(256 MiB, 5 % of the weights)`."""
+    return max(MIN_MARGIN_BYTES, math.ceil(MARGIN_SHARE * weights_bytes))
+
+
+def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: float) -> int:
+    """Bytes of the key and value cache of an attention model for `n_ctx` positions.
+
+    `bytes_per_value` is 4 for float32, 2 for float16 and bfloat16, 34/32 for q8_0. Raises InputError unless every
+    argument is greater than zero.
+    """
+    values = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "n_ctx": n_ctx}
+    for name, value in {**values, "bytes_per_value": bytes_per_value}.items():
+        if not value > 0:
+            raise InputError(f"{name} is {value}: it must be greater than zero")
+    return math.ceil(2 * math.prod(values.values()) * bytes_per_value)
+
+
+def require(need: Need, *, device: str, what: str, free: int | None = None) -> int:
+    """The free bytes of `device` if `need` fits there; `what` names the model in the error.
+
+    `free` replaces the measured number (bytes). Raises MemoryShortError with every number and the remedy, and
+    InputError for a device that is not there.
+    """
+    free = free_bytes(device) if free is None else free
+    if need.total <= free:
+        return free
+    parts = (need.weights_bytes, need.state_bytes, need.margin_bytes)
+    weights, state, margin = (human_bytes(part) for part in parts)
+    raise MemoryShortError(
+        f"{what} does not fit on {device}: it needs {human_bytes(need.total)} (weights {weights} + state {state} + "
+        f"margin {margin}), {human_bytes(free)} is free, {human_bytes(need.total - free)} short; use a smaller context "
+        "(n_ctx), a smaller quantisation, or the target alone without a draft model"
+    )
+
+
+def free_bytes(device: str = "cpu") -> int:
+    """Bytes that can still be taken on `cpu`, `cuda` or `cuda:N` without swapping or being killed.
+
+    For the CPU: what the system calls available, bounded by every memory limit of the control group. For CUDA: what
+    the driver reports free and what torch holds in its cache without using it. Raises InputError for another device
+    and for one that is not there.
+    """
+    device = str(device)
+    if device == "cpu":
+        return _free_ram_bytes()
+    if match := CUDA.fullmatch(device):
+        return _free_vram_bytes(device, int(match[1]) if match[1] else None)
+    raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
+
+
+def human_bytes(n_bytes: float) -> str:
+    """`n_bytes` for people, in powers of 1024: "812 B", "256.0 MiB", "1.42 GiB"."""
+    size, sign = abs(n_bytes), "-" if n_bytes < 0 else ""
+    if size < 1024:
+        return f"{sign}{size:.0f} B"
+    unit = min(int(math.log2(size) // 10), 4)
+    digits = 2 if unit >= 3 else 1
+    return f"{sign}{size / 1024**unit:.{digits}f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"
+
+
+def _free_ram_bytes() -> int:
+    import psutil
+
+    rooms = (_cgroup_room_bytes(folder) for folder in cgroup_folders("memory"))
+    return min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)])
+
+
+def _cgroup_room_bytes(folder: Path) -> int | None:
+    """Limit minus use of one control group (version 2 or 1), never below 0; None where it sets no limit."""
+    limits = _numbers(folder, "memory.max", "memory.high", "memory.limit_in_bytes")
+    limit = min(limits, default=NO_LIMIT_BYTES)
+    if limit >= NO_LIMIT_BYTES:
+        return None
+    used = max(_numbers(folder, "memory.current", "memory.usage_in_bytes"), default=0)
+    # The use counts file pages that the kernel drops on demand, among them the model file just written or read.
+    pairs = (line.split() for line in read_text(folder / "memory.stat").splitlines())
+    stat = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+    reclaimable = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+    return max(0, limit - max(0, used - reclaimable))
+
+
+def _numbers(folder: Path, *names: str) -> list[int]:
+    """Numbers in small kernel files; those that are absent or say "max" are left out."""
+    texts = (read_text(folder / name).strip() for name in names)
+    return [int(text) for text in texts if text.isdigit()]
+
+
+def _free_vram_bytes(device: str, index: int | None) -> int:
+    import torch
+
+    if not torch.cuda.is_available() or (index or 0) >= torch.cuda.device_count():
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise InputError(
+            f"device {device!r} is not there (torch {torch.__version__} sees {seen} CUDA devices); use cpu"
+        )
+    index = torch.cuda.current_device() if index is None else index
+    free, _ = torch.cuda.mem_get_info(index)
+    return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)

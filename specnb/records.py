@@ -1,0 +1,177 @@
+"""Round, Generation, RunRecord: the only data schema. Every table and figure is a query over these.
+
+The grain is one `Round`: one cycle draft -> verify -> commit. Names are the field's (see the glossary in
+`specnb/__init__.py`); units sit in names (`_s` seconds).
+"""
+
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA_VERSION = 1
+
+StopReason = Literal["eog", "length", "stop_string", "context"]
+
+
+class Round(NamedTuple):
+    """One cycle draft -> verify -> commit. A plain decoding step is a round with k = 0.
+
+    `n_accepted` of `k` drafted tokens were kept; `committed_ids` holds them and the correction or bonus token,
+    cut where generation ended inside the block. `accept_prob[j]` is the probability with which the rule would
+    accept draft j given that it was reached (greedy: 0 or 1). `width` is the number of tokens in the target call.
+    `draft_s + verify_s + rewind_s + other_s` is the wall time of the round; `forward_s` is the part of it that
+    was spent inside model forwards, the target's and the drafter's.
+    """
+
+    index: int
+    k: int
+    n_accepted: int
+    draft_ids: tuple[int, ...]
+    committed_ids: tuple[int, ...]
+    accept_prob: tuple[float, ...]
+    draft_s: float
+    verify_s: float
+    rewind_s: float
+    other_s: float
+    forward_s: float
+    width: int
+
+
+class Summary(BaseModel):
+    """What one generation comes to. Ratios are None where their denominator is zero."""
+
+    model_config = ConfigDict(frozen=True)
+
+    n_tokens: int = Field(description="generated tokens, the end-of-generation token included")
+    n_rounds: int
+    total_draft_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float | None = Field(description="accepted_tokens / total_draft_tokens")
+    tau: float | None = Field(description="mean committed tokens per target call, the extra token included")
+    tokens_per_s: float | None = Field(description="n_tokens / (wall_s - prefill_s)")
+    estimated_speedup: float | None = Field(
+        description="tau * T(1) / (mean round time), T(1) from the baseline; tau itself when no baseline was timed"
+    )
+    wall_s: float
+    prefill_s: float
+    draft_s: float
+    verify_s: float
+    rewind_s: float
+    other_s: float
+    overhead_share: float | None = Field(
+        description="share of the decoding time (wall_s - prefill_s) that is not a model forward"
+    )
+    stop_reason: StopReason
+    fallback: str | None
+
+
+class Generation(BaseModel):
+    """One prompt, its generated tokens and every round that made them.
+
+    `token_ids` are the generated ids only. `wall_s` runs from the first prefill token to the last commit and
+    contains `prefill_s`. `lossless` is False when a lossy rule (typical acceptance) was used. `fallback` says why
+    a drafter that was asked for was not used.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt_id: str = ""
+    category: str = ""
+    target: str = ""
+    drafter: str = ""
+    rule: str = ""
+    k: int = 0
+    temperature: float = 0.0
+    seed: int = 0
+    lossless: bool = True
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str = ""
+    rounds: tuple[Round, ...]
+    wall_s: float
+    prefill_s: float = 0.0
+    stop_reason: StopReason
+    fallback: str | None = None
+
+    @model_validator(mode="after")
+    def _rounds_make_the_tokens(self) -> "Generation":
+        committed = tuple(token for r in self.rounds for token in r.committed_ids)
+        if committed != self.token_ids:
+            raise ValueError(f"rounds commit {len(committed)} tokens, token_ids holds {len(self.token_ids)} others")
+        return self
+
+    @property
+    def total_draft_tokens(self) -> int:
+        return sum(r.k for r in self.rounds)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(r.n_accepted for r in self.rounds)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        drafted = self.total_draft_tokens
+        return self.accepted_tokens / drafted if drafted else None
+
+    @property
+    def tau(self) -> float | None:
+        return len(self.token_ids) / len(self.rounds) if self.rounds else None
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds after prefill."""
+        return self.wall_s - self.prefill_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return len(self.token_ids) / self.decode_s if self.decode_s > 0 else None
+
+    def summary(self, step_s: float | None = None) -> Summary:
+        """Counts, ratios and the time split.
+
+        `step_s` is T(1), seconds of one plain decoding step of the same target; with it `estimated_speedup` counts
+        what drafting and wider verification cost, without it the estimate is tau, the bound for free drafts.
+        """
+        tau, n_rounds = self.tau, len(self.rounds)
+        speedup = tau
+        if tau is not None and step_s is not None and self.decode_s > 0:
+            speedup = tau * step_s / (self.decode_s / n_rounds)
+        forward_s = sum(r.forward_s for r in self.rounds)
+        return Summary(
+            n_tokens=len(self.token_ids),
+            n_rounds=n_rounds,
+            total_draft_tokens=self.total_draft_tokens,
+            accepted_tokens=self.accepted_tokens,
+            acceptance_rate=self.acceptance_rate,
+            tau=tau,
+            tokens_per_s=self.tokens_per_s,
+            estimated_speedup=speedup,
+            wall_s=self.wall_s,
+            prefill_s=self.prefill_s,
+            draft_s=sum(r.draft_s for r in self.rounds),
+            verify_s=sum(r.verify_s for r in self.rounds),
+            rewind_s=sum(r.rewind_s for r in self.rounds),
+            other_s=sum(r.other_s for r in self.rounds),
+            overhead_share=1 - forward_s / self.decode_s if self.decode_s > 0 else None,
+            stop_reason=self.stop_reason,
+            fallback=self.fallback,
+        )
+
+
+class RunRecord(BaseModel):
+    """One run of one experiment: what was asked, where, and everything that was generated."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    experiment: str
+    params: dict[str, Any]
+    provenance: dict[str, Any]
+    started: datetime
+    ended: datetime
+    generations: tuple[Generation, ...] = ()
+    measurements: dict[str, Any] = Field(default_factory=dict, description="what is not a generation: cost curves, c")
+    status: Literal["completed", "failed"] = "completed"
+    error: str | None = None

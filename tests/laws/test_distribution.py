@@ -1,0 +1,237 @@
+"""The law of sampling: speculative output has the target's distribution, by exact enumeration of the shipped loop."""
+
+import numpy as np
+import pytest
+
+from specnb.decode import accept, loop
+from specnb.decode.sampling import Chooser, Sampling
+from specnb.decode.stopping import Stopping, StopRules
+from specnb.draft.base import Proposal
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.lm import toy
+from tests.laws.enumerate import distribution, total_variation
+
+PROMPT = (0, 1, 0)
+SETTINGS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.6),
+    Sampling(temperature=1.3, top_k=2),
+    Sampling(temperature=1.0, top_p=0.8),
+]
+
+
+def plain_law(target, sampling, n, prompt=PROMPT):
+    def program(draws):
+        stopping = Stopping(StopRules(n), target.vocab)
+        loop.prefill(target, prompt)
+        rounds = loop.autoregressive(target, prompt, chooser=Chooser(sampling, draws), stopping=stopping)
+        return tuple(t for r in rounds for t in r.committed_ids)
+
+    return distribution(program)
+
+
+def speculative_law(target, drafter, sampling, n, k, rule="token", prompt=PROMPT):
+    def program(draws):
+        stopping = Stopping(StopRules(n), target.vocab)
+        loop.prefill(target, prompt, drafter)
+        rounds = loop.speculative(
+            target,
+            drafter,
+            prompt,
+            k=k,
+            chooser=Chooser(sampling, draws),
+            stopping=stopping,
+            rule=loop.rule_named(rule, sampling),
+        )
+        return tuple(t for r in rounds for t in r.committed_ids)
+
+    return distribution(program)
+
+
+def closed_form_law(target, sampling, n, prompt=PROMPT):
+    """Without any loop: products of the model's own rows."""
+    law = {(): 1.0}
+    for _ in range(n):
+        longer = {}
+        for tokens, weight in law.items():
+            if tokens and tokens[-1] in target.vocab.eog:
+                longer[tokens] = weight
+                continue
+            target.reset()
+            row = sampling.probabilities(target.forward([*prompt, *tokens], n_logits=1)[0])
+            longer |= {(*tokens, i): weight * p for i, p in enumerate(row) if p > 0}
+        law = longer
+    return law
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_plain_decoding_follows_the_closed_form(sampling):
+    target = toy.markov(3, order=2, seed=1, eog=frozenset({2}))
+    assert total_variation(plain_law(target, sampling, 3), closed_form_law(target, sampling, 3)) < 1e-9
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_model_drafter_keeps_the_law(rule, sampling, seed):
+    target = toy.markov(3, order=2, seed=seed)
+    drafter = ModelDrafter(toy.markov(3, order=1, seed=100 + seed))
+    law = speculative_law(target, drafter, sampling, n=3, k=2, rule=rule)
+    assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_three_drafts_a_round_keep_the_law(rule):
+    sampling = Sampling(temperature=1.0)
+    target = toy.markov(3, order=2, seed=7)
+    drafter = ModelDrafter(toy.markov(3, order=1, seed=8))
+    law = speculative_law(target, drafter, sampling, n=4, k=3, rule=rule)
+    assert total_variation(law, closed_form_law(target, sampling, 4)) < 1e-9
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_lookup_keeps_the_law(rule, sampling):
+    target = toy.markov(3, order=2, seed=3)
+    law = speculative_law(target, LookupDrafter(), sampling, n=4, k=3, rule=rule)
+    assert total_variation(law, closed_form_law(target, sampling, 4)) < 1e-9
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_end_of_generation_inside_a_block_keeps_the_law(rule):
+    sampling = Sampling(temperature=1.0)
+    target = toy.markov(3, order=2, seed=5, eog=frozenset({2}))
+    drafter = ModelDrafter(toy.markov(3, order=1, seed=6))
+    law = speculative_law(target, drafter, sampling, n=3, k=2, rule=rule)
+    assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
+
+
+def test_a_drafter_with_other_sampling_settings_keeps_the_law():
+    """q may be any distribution, as long as the drafts were drawn from it."""
+
+    class Flatter(ModelDrafter):
+        def propose(self, tokens, k, rng):
+            return super().propose(tokens, k, Chooser(Sampling(temperature=3.0), rng.draws))
+
+    sampling = Sampling(temperature=0.7)
+    target = toy.markov(3, order=2, seed=11)
+    law = speculative_law(target, Flatter(toy.markov(3, seed=12)), sampling, n=3, k=2)
+    assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
+
+
+def expected_tokens(rule, target, drafter, sampling, k):
+    """Mean committed tokens of the first round, exactly."""
+
+    def program(draws):
+        stopping = Stopping(StopRules(k + 1), target.vocab)
+        loop.prefill(target, PROMPT, drafter)
+        rounds = loop.speculative(
+            target, drafter, PROMPT, k=k, chooser=Chooser(sampling, draws), stopping=stopping,
+            rule=loop.rule_named(rule, sampling),
+        )  # fmt: skip
+        return len(next(rounds).committed_ids)
+
+    return sum(n * p for n, p in distribution(program).items())
+
+
+def test_block_verification_never_commits_fewer_tokens():
+    sampling = Sampling(temperature=1.0)
+    gains = []
+    for seed in range(10):
+        target = toy.markov(3, order=2, seed=seed)
+        drafter = ModelDrafter(toy.markov(3, order=1, seed=50 + seed))
+        token, block = (expected_tokens(rule, target, drafter, sampling, 3) for rule in ("token", "block"))
+        gains.append(block - token)
+    assert min(gains) > -1e-12 and max(gains) > 0.01
+
+
+def test_the_accept_probability_is_the_overlap():
+    """E[min(1, p/q)] over the draft's law is sum min(p, q) = 1 - TV(p, q) (Leviathan et al., theorem 3.5)."""
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.ones(5), size=2)
+    seen = {x: accept.token_verification(np.stack([p, p]), q[None], (x,), _Always()).accept_prob[0] for x in range(5)}
+    assert sum(q[x] * seen[x] for x in range(5)) == pytest.approx(np.minimum(p, q).sum(), abs=1e-12)
+
+
+class _Always:
+    def bernoulli(self, probability):
+        return True
+
+    def categorical(self, weights):
+        return int(np.argmax(weights))
+
+
+# --- the same check fails on rules with a planted fault -------------------------------------------------------------
+
+
+def _residual_forgotten(p_target, q_draft, draft_ids, draws):
+    """After a rejection draws from p instead of norm(max(p - q, 0))."""
+    for i, x in enumerate(draft_ids):
+        if not draws.bernoulli(min(1.0, p_target[i][x] / q_draft[i][x])):
+            return accept.Acceptance(i, draws.categorical(p_target[i]), ())
+    return accept.Acceptance(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), ())
+
+
+def _bonus_from_the_row_before(p_target, q_draft, draft_ids, draws):
+    kept = accept.token_verification(p_target, q_draft, draft_ids, draws)
+    if kept.n_accepted < len(draft_ids):
+        return kept
+    return accept.Acceptance(kept.n_accepted, draws.categorical(p_target[len(draft_ids) - 1]), ())
+
+
+def _shortest_prefix_first(p_target, q_draft, draft_ids, draws):
+    """Block verification that stops at the first failing test, as token verification does."""
+    weight, kept = 1.0, 0
+    for i, x in enumerate(draft_ids):
+        weight = min(1.0, weight * p_target[i][x] / q_draft[i][x])
+        if not draws.bernoulli(weight):
+            break
+        kept = i + 1
+    if kept == len(draft_ids):
+        return accept.Acceptance(kept, draws.categorical(p_target[kept]), ())
+    return accept.Acceptance(kept, draws.categorical(np.maximum(p_target[kept] - q_draft[kept], 0.0)), ())
+
+
+
+
+@pytest.mark.parametrize("faulty", [_residual_forgotten, _bonus_from_the_row_before, _shortest_prefix_first])
+def test_planted_faults_in_a_rule_break_the_law(faulty):
+    sampling = Sampling(temperature=1.0)
+    target = toy.markov(3, order=2, seed=0)
+    drafter = ModelDrafter(toy.markov(3, order=1, seed=100))
+
+    def rule(logits, proposal, chooser):
+        rows = np.stack([chooser.sampling.probabilities(row) for row in logits])
+        q = proposal.q_draft if proposal.q_draft is not None else np.empty((0, 3))
+        return faulty(rows, q, proposal.ids, chooser.draws)
+
+    def program(draws):
+        stopping = Stopping(StopRules(3), target.vocab)
+        loop.prefill(target, PROMPT, drafter)
+        rounds = loop.speculative(
+            target, drafter, PROMPT, k=2, chooser=Chooser(sampling, draws), stopping=stopping, rule=rule
+        )
+        return tuple(t for r in rounds for t in r.committed_ids)
+
+    assert total_variation(distribution(program), closed_form_law(target, sampling, 3)) > 0.005
+
+
+def test_verifying_an_argmax_draft_with_p_over_q_breaks_the_law():
+    class ArgmaxWithSoftmax(ModelDrafter):
+        def propose(self, tokens, k, rng):
+            logits = self.model.forward(tokens[self.model.n_past :], n_logits=1)[0]
+            return Proposal((int(np.argmax(logits)),), rng.sampling.probabilities(logits)[None])
+
+    sampling = Sampling(temperature=1.0)
+    target = toy.markov(3, order=2, seed=0)
+    law = speculative_law(target, ArgmaxWithSoftmax(toy.markov(3, seed=100)), sampling, n=2, k=1)
+    assert total_variation(law, closed_form_law(target, sampling, 2)) > 0.005
+
+
+def test_typical_acceptance_is_lossy_and_says_so():
+    sampling = Sampling(temperature=1.0)
+    target = toy.markov(3, order=2, seed=0)
+    law = speculative_law(target, ModelDrafter(toy.markov(3, seed=100)), sampling, n=3, k=2, rule="typical")
+    assert total_variation(law, closed_form_law(target, sampling, 3)) > 0.005
+    assert "typical" in loop.LOSSY
