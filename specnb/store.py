@@ -59,14 +59,13 @@ def run_folder(results: Path, experiment: str, run_id: str) -> Path:
     for what, name in (("experiment", experiment), ("run_id", run_id)):
         if not NAME.fullmatch(name):
             raise InputError(
-                f"{what} {name!r} cannot name a folder: use 1 to 128 of the letters A-Z a-z 0-9 . _ -, "
-                "the first a letter or digit"
+                f"{what} {name!r} cannot name a folder: use up to 128 of A-Z a-z 0-9 . _ -, no . _ - first"
             )
     return Path(results) / experiment / run_id
 
 
 def save(record: RunRecord, results: Path | None = None) -> Path:
-    """Write `record` and return its folder; an older record of the same run is replaced in one step.
+    """Write `record` and return its folder; an older record of the same run is replaced.
 
     Without `results` (or with `results_dir()`) a notebook that runs headless writes into the folder of its own run,
     `$SPECNB_RUN_FOLDER`, beside the executed notebook; a second record of another name goes into a folder below it.
@@ -92,8 +91,8 @@ def load(folder: Path) -> RunRecord:
     document = _read_json(Path(folder) / "run.json")
     path = Path(folder) / "rounds.parquet"
     data = _read_bytes(path)
-    expected = document.pop("rounds_parquet", {})
-    if hashlib.sha256(data).hexdigest() != expected.get("sha256"):
+    expected = document.pop("rounds_parquet", None)
+    if not isinstance(expected, dict) or hashlib.sha256(data).hexdigest() != expected.get("sha256"):
         raise InputError(f"{path} is not the file that run.json was written with: damaged or mixed up; run it again")
     generations = document.get("generations")
     if not isinstance(generations, list) or not all(isinstance(g, dict) for g in generations):
@@ -121,11 +120,8 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
     import duckdb
 
     results = results_dir() if results is None else Path(results)
-    folders = sorted(
-        path.parent
-        for path in results.rglob("run.json")
-        if not any(part.startswith(".") for part in path.relative_to(results).parts)
-    )
+    found = sorted(path.relative_to(results).parent for path in results.rglob("run.json"))
+    folders = [results / path for path in found if not any(part.startswith(".") for part in path.parts)]
     if not folders:
         raise InputError(f"no records in {results}: make some with `specnb run`, or name another results folder")
     runs, generations = _tables(folders)

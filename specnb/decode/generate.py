@@ -26,7 +26,7 @@ def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
     An empty text begins with the model's BOS token, where it has one.
     """
     if isinstance(prompt, Prompt):
-        prompt = prompt.messages_as_dicts() if prompt.messages else prompt.text
+        prompt = [m.model_dump() for m in prompt.messages] if prompt.messages else prompt.text
     if isinstance(prompt, str):
         ids = target.encode(prompt)
         return tuple(ids) or ((target.vocab.bos,) if target.vocab.bos is not None else ())

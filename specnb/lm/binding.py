@@ -14,8 +14,9 @@ from typing import NamedTuple
 from specnb.errors import InputError, LoadError
 from specnb.lm.vocab import Vocabulary
 
-# ggml's levels. Its warnings greet every load ("n_ctx < n_ctx_train"); they are news for a reader of logs, not of notebooks.
-LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.ERROR, 4: logging.DEBUG}
+# ggml.h's levels debug, info, warn, error (the binding's own comments number them otherwise). Its warnings greet
+# every load ("n_ctx < n_ctx_train"): they are for readers of logs, not of notebooks.
+LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
 CONTINUE = 5
 
 VOCAB_KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}

@@ -63,9 +63,7 @@ def download(url: str, dest: Path, *, sha256: str, max_bytes: int = MAX_BYTES, p
                 failures, best = (0 if size_of(part) >= best + CHUNK_BYTES else failures + 1), max(best, size_of(part))
                 if failures > len(PAUSES_S):
                     kind = FetchError if best else Unreachable
-                    kept = (
-                        f"{size_of(part)} bytes are kept in {part} for the next try" if best else "nothing was received"
-                    )
+                    kept = f"{size_of(part)} bytes are kept in {part}" if best else "nothing was received"
                     raise kind(f"cannot download {url}: {error}; {kept}") from error
                 log.info("download of %s: %s; trying again", url, error)
                 time.sleep(PAUSES_S[max(failures - 1, 0)])
@@ -93,6 +91,7 @@ def _receive(url: str, part: Path, max_bytes: int, bar: tqdm) -> None:
         expected = offset + int(length) if length.isdecimal() else None
         bar.reset(expected)
         bar.n = bar.initial = offset
+        bar.refresh()
         got = offset
         with part.open("ab" if offset else "wb") as out:
             while got <= max_bytes and (expected or 0) <= max_bytes and (chunk := _read(response)):

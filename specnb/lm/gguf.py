@@ -72,14 +72,14 @@ class GgufModel:
         name = name or path.name
         weights = path.stat().st_size
         if not gpu_layers:
-            require(Need(weights_bytes=weights), what=name)
+            require(Need(weights, 0), device="cpu", what=name)
         model = _open_model(path, gpu_layers)
         try:
             dtype = _weight_type(model)
             kv = kv or ("f32" if dtype == "f32" else "f16")
             n_ctx = n_ctx or min(binding.library().api.llama_model_n_ctx_train(model), DEFAULT_N_CTX)
             if not gpu_layers:
-                require(Need(weights_bytes=weights, state_bytes=_state_bytes(model, n_ctx, kv)), what=name)
+                require(Need(weights, _state_bytes(model, n_ctx, kv)), device="cpu", what=name)
             context = _open_context(model, n_ctx, kv, threads or available_cores(), flash_attention)
         except BaseException:
             binding.library().api.llama_model_free(model)
@@ -206,10 +206,12 @@ def _open_context(model: object, n_ctx: int, kv: str, threads: int, flash_attent
 def _state_bytes(model: object, n_ctx: int, kv: str) -> int:
     """Bytes of the KV cache; 0 for models without attention, whose state is small."""
     api = binding.library().api
-    heads = max(1, api.llama_model_n_head(model))
+    heads, kv_heads = api.llama_model_n_head(model), api.llama_model_n_head_kv(model)
+    if heads < 1 or kv_heads < 1:
+        return 0
     return kv_bytes(
         n_layers=api.llama_model_n_layer(model),
-        n_kv_heads=api.llama_model_n_head_kv(model),
+        n_kv_heads=kv_heads,
         head_dim=api.llama_model_n_embd(model) // heads,
         n_ctx=n_ctx,
         bytes_per_value=KV_TYPES[kv][1],

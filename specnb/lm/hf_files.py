@@ -91,17 +91,15 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
     width = torch.finfo(dtype).bits // 8
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", 0) or 1
-    need = Need(
-        weights_bytes=width * sum(p.numel() for p in skeleton.parameters()),
-        state_bytes=kv_bytes(
-            n_layers=getattr(text, "num_hidden_layers", 0),
-            n_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads,
-            n_ctx=n_ctx or min(getattr(text, "max_position_embeddings", 4096), 4096),
-            bytes_per_value=width,
-        ),
+    state = kv_bytes(
+        n_layers=getattr(text, "num_hidden_layers", 1),
+        n_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads),
+        n_ctx=n_ctx or min(getattr(text, "max_position_embeddings", 4096), 4096),
+        bytes_per_value=width,
     )
-    require(need, device=device, what=what)
+    weights = width * sum(p.numel() for p in skeleton.parameters())
+    require(Need(weights, state), device=device, what=what)
 
 
 def dequantised(gguf: Path) -> Path:
@@ -160,7 +158,7 @@ def vocabulary(
     state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     added = {i: token for i, token in tokenizer.added_tokens_decoder.items()}
     to_bytes = _piece_reader(state)
-    size = max(config.vocab_size, len(tokenizer))
+    size = config.vocab_size  # the width of the logits; a tokenizer may know fewer ids, or more
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     pieces = [
         str(added[i]).encode() if i in added else to_bytes(name) if name is not None else b""
@@ -168,7 +166,7 @@ def vocabulary(
     ]
     probe = tokenizer("x").input_ids
     return Vocabulary(
-        pieces=tuple(pieces) + (b"",) * (size - len(pieces)),
+        pieces=tuple(pieces[:size]) + (b"",) * (size - len(pieces)),
         kind=str(state.get("model", {}).get("type", "unknown")).lower(),
         pre=str((state.get("pre_tokenizer") or {}).get("type", "")).lower(),
         bos=tokenizer.bos_token_id,

@@ -14,8 +14,6 @@ from specnb.provenance import cgroup_folders, read_text
 
 MIN_MARGIN_BYTES = 256 << 20
 MARGIN_SHARE = 0.05
-NO_LIMIT_BYTES = 1 << 60
-"""Version 1 control groups write "no limit" as a number near 2**63."""
 CUDA = re.compile(r"cuda(?::(\d+))?")
 
 
@@ -27,7 +25,7 @@ class Need:
     """
 
     weights_bytes: int
-    state_bytes: int
+    state_bytes: int = 0
     margin_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -51,17 +49,17 @@ def default_margin_bytes(weights_bytes: int) -> int:
 def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: float) -> int:
     """Bytes of the key and value cache of an attention model for `n_ctx` positions.
 
-    `bytes_per_value` is 4 for float32, 2 for float16 and bfloat16, 34/32 for q8_0. Raises InputError unless every
-    argument is greater than zero.
+    `bytes_per_value` is 4 for float32, 2 for float16 and bfloat16, 34/32 for q8_0. Zero layers or heads (a
+    model without attention) give 0. Raises InputError for a negative argument.
     """
     values = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "n_ctx": n_ctx}
     for name, value in {**values, "bytes_per_value": bytes_per_value}.items():
-        if not value > 0:
-            raise InputError(f"{name} is {value}: it must be greater than zero")
+        if not value >= 0:
+            raise InputError(f"{name} is {value}: it must be zero or more")
     return math.ceil(2 * math.prod(values.values()) * bytes_per_value)
 
 
-def require(need: Need, *, device: str, what: str, free: int | None = None) -> int:
+def require(need: Need, *, what: str, device: str = "cpu", free: int | None = None) -> int:
     """The free bytes of `device` if `need` fits there; `what` names the model in the error.
 
     `free` replaces the measured number (bytes). Raises MemoryShortError with every number and the remedy, and
@@ -114,15 +112,15 @@ def _free_ram_bytes() -> int:
 def _cgroup_room_bytes(folder: Path) -> int | None:
     """Limit minus use of one control group (version 2 or 1), never below 0; None where it sets no limit."""
     limits = _numbers(folder, "memory.max", "memory.high", "memory.limit_in_bytes")
-    limit = min(limits, default=NO_LIMIT_BYTES)
-    if limit >= NO_LIMIT_BYTES:
+    if not limits:
         return None
     used = max(_numbers(folder, "memory.current", "memory.usage_in_bytes"), default=0)
     # The use counts file pages that the kernel drops on demand, among them the model file just written or read.
     pairs = (line.split() for line in read_text(folder / "memory.stat").splitlines())
     stat = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
     reclaimable = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-    return max(0, limit - max(0, used - reclaimable))
+    # "no limit" is no file or "max" in version 2 and a number near 2**63 in version 1: more room than there is memory
+    return max(0, min(limits) - max(0, used - reclaimable))
 
 
 def _numbers(folder: Path, *names: str) -> list[int]:

@@ -1,0 +1,295 @@
+"""Runs notebooks headless, each in a kernel of its own, and tells the truth about how it went.
+
+`run_notebook` executes a copy of a notebook through papermill and writes, into `results/<notebook>/<run_id>/`,
+`notebook.ipynb` (saved after every cell) and `outcome.json` (last). papermill's own metadata is not asked how it
+went: after a timeout or a dead kernel it calls every cell completed.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from specnb import store
+from specnb.book.kernel import kernel_manager
+from specnb.book.notebook import Source, find_notebook, notebooks, parse_parameters, read_notebook, resolve
+from specnb.book.outcome import Outcome, Problem, read_outcome
+from specnb.errors import InputError
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+    from papermill.engines import NotebookExecutionManager
+
+__all__ = [
+    "Outcome",
+    "Problem",
+    "find_notebook",
+    "notebooks",
+    "parse_parameters",
+    "read_outcome",
+    "run_notebook",
+]
+
+START_TIMEOUT_S = 60
+IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
+MESSAGE_CHARS = 2000
+KERNEL_LOG = "kernel.log"
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+def run_notebook(
+    notebook: Path,
+    params: Mapping[str, Any] = _NONE,
+    *,
+    results: Path,
+    timeout_s: int | None = None,
+    progress: bool = True,
+) -> Outcome:
+    """Run `notebook` with `params` in place of its defaults; the outcome says whether it completed.
+
+    The kernel is this very Python, its working folder that of the notebook; `SPECNB_RESULTS` and
+    `SPECNB_RUN_FOLDER` in its environment lead `store.save` to the folder of this run. `timeout_s` bounds each
+    cell. A kernel that dies before its first reply is started once more. An earlier record in the folder stays
+    until the notebook saves a new one. Raises InputError (and runs nothing) for a notebook, parameter or timeout
+    that cannot be used, or while another process runs the same notebook with the same parameters.
+    """
+    if timeout_s is not None and (type(timeout_s) is not int or timeout_s < 1):
+        raise InputError(f"timeout_s is {timeout_s!r}: give whole seconds from 1, or None for no limit")
+    source = read_notebook(Path(notebook).absolute())
+    given, resolved = resolve(source, params)
+    results = Path(results).absolute()
+    run_id = store.run_id(source.path.stem, resolved)
+    folder = store.run_folder(results, source.path.stem, run_id)
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / "notebook.ipynb"
+    with _alone_in(folder):
+        (folder / "outcome.json").unlink(missing_ok=True)
+        nb = _prepared(source, given, output)
+        own = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder)}
+        launch = {"env": {**os.environ, **own}, "cwd": str(source.path.parent)}
+        started, clock = datetime.now(UTC), time.perf_counter()
+        try:
+            with _kernel_log(folder) as log:
+                launch |= {"stdout": log, "stderr": log}
+                problem = _execute(nb, source, output, launch, timeout_s=timeout_s, progress=progress)
+        except BaseException as error:  # a bug, a full disk, Ctrl-C: recorded below, then on its way
+            problem = Problem(kind=type(error).__name__, message=_short(str(error)))
+            raise
+        finally:
+            outcome = Outcome(
+                notebook=source.path.name,
+                notebook_sha256=source.sha256,
+                run_id=run_id,
+                params=resolved,
+                status="completed" if problem is None else "failed",
+                error=problem,
+                started=started,
+                ended=datetime.now(UTC),
+                duration_s=time.perf_counter() - clock,
+                kernel_starts=nb.metadata.papermill.get("kernel_starts", 0),
+                output=output,
+            )
+            _save(nb, output)
+            store.write_atomic(folder / "outcome.json", (outcome.model_dump_json(indent=1) + "\n").encode())
+    return outcome
+
+
+def __getattr__(name: str) -> Any:
+    """`SpecnbEngine`, made when asked for.
+
+    papermill loads this module, for its entry point, while papermill is itself half imported; a class statement
+    with a papermill base at module level would make one of the two import orders fail.
+    """
+    if name != "SpecnbEngine":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import papermill.engines  # noqa: F401  comes back here through the entry point, so before the class is made
+
+    return _engine_class()
+
+
+@cache
+def _engine_class() -> type:
+    from papermill.engines import NBClientEngine
+
+    class SpecnbEngine(NBClientEngine):
+        """papermill engine `specnb`: this Python, private sockets, no widget state, one retry of a stillborn kernel."""
+
+        @classmethod
+        def execute_managed_notebook(cls, nb_man: "NotebookExecutionManager", kernel_name: str, **options: Any) -> None:
+            _execute_managed(nb_man, kernel_name, **options)
+
+    return SpecnbEngine
+
+
+@cache
+def _manager_class() -> type:
+    from papermill.engines import NotebookExecutionManager
+
+    class AtomicManager(NotebookExecutionManager):
+        """Saves in one step: papermill truncates the file first, and changes the working folder of the process."""
+
+        def save(self, **kwargs: Any) -> None:
+            _save(self.nb, Path(self.output_path))
+            self.last_save_time = self.now()
+
+    return AtomicManager
+
+
+def _execute_managed(
+    nb_man: "NotebookExecutionManager",
+    kernel_name: str,
+    *,
+    start_timeout: int = START_TIMEOUT_S,
+    execution_timeout: int | None = None,
+    launch: Mapping[str, Any] = _NONE,
+    input_path: str | None = None,
+    **options: Any,
+) -> None:
+    """Run the cells. `launch` (env, cwd, stdout, stderr) is for the kernel's process alone, this one keeps its own."""
+    from nbclient.exceptions import DeadKernelError
+    from papermill.clientwrap import PapermillNotebookClient
+
+    for attempt in (1, 2):
+        replied: list[bool] = []
+        nb_man.nb.metadata.papermill["kernel_starts"] = attempt
+        with kernel_manager(kernel_name) as manager:
+            client = PapermillNotebookClient(
+                nb_man,
+                km=manager,
+                kernel_name=kernel_name,
+                startup_timeout=start_timeout,
+                timeout=execution_timeout,
+                iopub_timeout=IOPUB_TIMEOUT_S,
+                store_widget_state=False,
+                on_notebook_start=lambda notebook, replied=replied: replied.append(True),
+                **options,
+            )
+            try:
+                client.execute(cleanup_kc=True, **launch)
+                return
+            except RuntimeError as error:
+                if replied:
+                    raise
+                stillborn = error
+    raise DeadKernelError(f"no kernel came up in two attempts: {stillborn}") from stillborn
+
+
+def _execute(
+    nb: "NotebookNode",
+    source: Source,
+    output: Path,
+    launch: Mapping[str, Any],
+    *,
+    timeout_s: int | None,
+    progress: bool,
+) -> Problem | None:
+    """Run `nb` in place, saving it after every cell; the problem that ended it, None where it completed."""
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+
+    manager = _manager_class()(nb, output_path=str(output), progress_bar=progress)
+    manager.notebook_start()
+    stopped = None
+    try:
+        _execute_managed(manager, "python3", execution_timeout=timeout_s, launch=launch)
+    except CellTimeoutError as error:
+        stopped = Problem(kind="CellTimeoutError", message=" ".join(str(error).splitlines()[:2]))
+    except DeadKernelError as error:
+        advice = f"out of memory, or a crash in native code: read {KERNEL_LOG}, if there is one, and run `specnb check`"
+        stopped = Problem(kind="DeadKernelError", message=f"{_short(str(error))} ({advice})")
+    finally:
+        manager.cleanup_pbar()
+        manager.notebook_complete()
+    if stopped is not None and not _blame_running_cell(nb, stopped):
+        return stopped
+    return _marked_problem(nb, source)
+
+
+def _prepared(source: Source, given: Mapping[str, Any], output: Path) -> "NotebookNode":
+    """A copy of the notebook as papermill wants it, with the given parameters put in."""
+    from papermill.execute import prepare_notebook_metadata, remove_error_markers
+    from papermill.iorw import load_notebook_node
+    from papermill.parameterize import parameterize_notebook
+
+    nb = load_notebook_node(source.nb)
+    if given:
+        nb = parameterize_notebook(nb, dict(given), kernel_name="python3", language="python")
+    return remove_error_markers(prepare_notebook_metadata(nb, str(source.path), str(output)))
+
+
+def _blame_running_cell(nb: "NotebookNode", stopped: Problem) -> bool:
+    """Put into the cell that was running what papermill leaves out when the kernel, not the cell, fails.
+
+    False where no cell had started.
+    """
+    from nbformat.v4 import new_output
+
+    begun = [index for index, cell in enumerate(nb.cells) if cell.metadata.papermill.get("start_time")]
+    if not begun:
+        return False
+    cell = nb.cells[begun[-1]]
+    cell.metadata.papermill.update(status="failed", exception=True)
+    error = new_output("error", ename=stopped.kind, evalue=stopped.message, traceback=[stopped.message])
+    # before the KeyboardInterrupt that stopping the kernel may have left: the first error counts
+    cell.outputs = sorted([error, *cell.get("outputs", [])], key=lambda each: each.output_type == "error")
+    for later in nb.cells[begun[-1] + 1 :]:
+        later.metadata.papermill["status"] = "pending"
+    nb.metadata.papermill["exception"] = True
+    return True
+
+
+def _marked_problem(nb: "NotebookNode", source: Source) -> Problem | None:
+    """The error that a cell of `nb` holds, if any; papermill's red markers are put at it."""
+    from papermill.exceptions import PapermillExecutionError
+    from papermill.execute import raise_for_execution_errors
+
+    executed = list(nb.cells)
+    try:
+        raise_for_execution_errors(nb, None)
+    except PapermillExecutionError as error:
+        places = {cell.id: index for index, cell in enumerate(source.nb.cells)}
+        cell = places.get(executed[error.cell_index].id)
+        return Problem(kind=error.ename, message=_short(error.evalue), cell=cell)
+    return None
+
+
+@contextmanager
+def _kernel_log(folder: Path) -> Iterator[BinaryIO]:
+    """A file for what the kernel's process says outside its cells, last words above all; removed when empty."""
+    path = folder / KERNEL_LOG
+    try:
+        with path.open("wb") as file:
+            yield file
+    finally:
+        if not path.stat().st_size:
+            path.unlink()
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise InputError(f"{folder} is in use: the same notebook runs there with the same parameters; wait") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _save(nb: "NotebookNode", path: Path) -> None:
+    import nbformat
+
+    store.write_atomic(path, (nbformat.writes(nb) + "\n").encode())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MESSAGE_CHARS else f"{text[:MESSAGE_CHARS]} … ({len(text)} characters)"

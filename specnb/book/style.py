@@ -1,0 +1,40 @@
+"""One look for every figure: a plotly template with colours, dashes and markers that differ without colour."""
+
+import plotly.graph_objects as go
+
+# Okabe & Ito's colours, told apart by colour-blind readers
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
+MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid")
+
+
+def template() -> go.layout.Template:
+    """The template that every figure of the suite carries; nothing is registered globally."""
+    axis = {
+        "showline": True, "linecolor": "#444", "ticks": "outside", "tickcolor": "#444", "gridcolor": "#e6e6e6",
+        "zeroline": False, "title": {"standoff": 10},
+    }  # fmt: skip
+    return go.layout.Template(
+        layout={
+            "font": {"family": "DejaVu Sans, Liberation Sans, Arial, sans-serif", "size": 13, "color": "#222"},
+            "title": {"x": 0.0, "xref": "paper", "xanchor": "left", "font": {"size": 16}},
+            "colorway": COLOURS,
+            "plot_bgcolor": "white",
+            "paper_bgcolor": "white",
+            "xaxis": axis,
+            "yaxis": axis,
+            "legend": {"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top"},
+            "margin": {"l": 70, "r": 20, "t": 70, "b": 60},
+            "width": 960,
+            "height": 480,
+        }
+    )
+
+
+def series(index: int) -> dict[str, dict]:
+    """Line and marker of the index-th series: colour, dash and shape change together."""
+    at = index % len(COLOURS)
+    return {
+        "line": {"color": COLOURS[at], "dash": DASHES[at], "width": 2},
+        "marker": {"color": COLOURS[at], "symbol": MARKERS[at], "size": 9},
+    }

@@ -1,0 +1,101 @@
+"""Records to tidy tables. Each function takes records or frames and returns a DataFrame; nothing is shown here."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from specnb.errors import InputError
+from specnb.measure.cost import CostCurve
+from specnb.measure.ksweep import baseline_of
+from specnb.measure.stats import bootstrap, rate, rate_ratio
+from specnb.records import Generation, RunRecord
+
+ALL = "all"
+
+
+def k_sweep(record: RunRecord, *, level: float = 0.95, pooled: bool = True) -> pd.DataFrame:
+    """One row per category, temperature and K; K = 0 is the baseline. `pooled` adds rows over all categories.
+
+    Columns: category, temperature, k, tokens_per_s, drafted, accepted, acceptance_rate, tau, speedup with low and
+    high (bootstrap over prompts, paired with the baseline on the same prompt; decoding time without prefill),
+    identical (greedy runs whose tokens equal the baseline's; None when sampling), n_prompts.
+    """
+    made = record.generations
+    groups: dict[tuple[str, float, int], list[Generation]] = {}
+    for g in made:
+        for category in (g.category, ALL) if pooled else (g.category,):
+            groups.setdefault((category, g.temperature, g.k), []).append(g)
+    if not groups:
+        raise InputError(f"run {record.run_id} of {record.experiment} holds no generations")
+    order = list(dict.fromkeys([*(g.category for g in made), ALL]))
+    keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1], key[2]))
+    return pd.DataFrame([_k_row(key, groups[key], made, level) for key in keys])
+
+
+def _k_row(key: tuple[str, float, int], group: list[Generation], made: Sequence[Generation], level: float) -> dict:
+    category, temperature, k = key
+    bases = [baseline_of(tuple(made), g) for g in group]
+    rows = [(len(g.token_ids), g.decode_s, len(b.token_ids), b.decode_s) for g, b in zip(group, bases, strict=True)]
+    speedup = bootstrap(rows, rate_ratio, level=level)
+    drafted, accepted = (sum(getattr(g, n) for g in group) for n in ("total_draft_tokens", "accepted_tokens"))
+    return {
+        "category": category,
+        "temperature": temperature,
+        "k": k,
+        "tokens_per_s": rate(np.asarray(rows)[:, :2]),
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "tau": sum(len(g.token_ids) for g in group) / sum(len(g.rounds) for g in group),
+        "speedup": speedup.value,
+        "low": speedup.low,
+        "high": speedup.high,
+        "identical": sum(g.token_ids == b.token_ids for g, b in zip(group, bases, strict=True))
+        if not temperature
+        else None,
+        "n_prompts": len(group),
+    }
+
+
+def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
+    """The fastest K of each category and temperature (0: plain decoding was fastest)."""
+    at = sweep.groupby(["category", "temperature"], sort=False)["speedup"].idxmax()
+    return sweep.loc[at, ["category", "temperature", "k", "speedup", "low", "high", "tau"]].reset_index(drop=True)
+
+
+def verify_cost(record: RunRecord) -> pd.DataFrame:
+    """The measured verify cost curve: width, median_s, ratio to width 1."""
+    curve = CostCurve.model_validate(record.measurements["verify_curve"])
+    return pd.DataFrame(
+        {"width": curve.widths, "median_s": curve.median_s, "ratio": [curve.ratio(n) for n in curve.widths]}
+    )
+
+
+def time_split(record: RunRecord) -> pd.DataFrame:
+    """Share of decoding time spent drafting, verifying, rewinding and otherwise, and outside forwards, by K."""
+    rows = []
+    for k in sorted({g.k for g in record.generations}):
+        group = [g for g in record.generations if g.k == k]
+        total = sum(g.decode_s for g in group)
+        parts = {n: sum(getattr(r, f"{n}_s") for g in group for r in g.rounds) for n in ("draft", "verify", "rewind")}
+        forward = sum(r.forward_s for g in group for r in g.rounds)
+        shares = {n: s / total for n, s in parts.items()}
+        rows.append({"k": k, **shares, "other": 1 - sum(shares.values()), "overhead": 1 - forward / total})
+    return pd.DataFrame(rows)
+
+
+def checks(record: RunRecord) -> pd.DataFrame:
+    """What must hold on every machine: greedy runs equal the baseline or fork at a near-tie; the counts add up."""
+    made = record.generations
+    greedy = [g for g in made if g.k and not g.temperature]
+    forks = record.measurements["forks"]
+    per_round = all(len(r.committed_ids) <= r.n_accepted + 1 and r.n_accepted <= r.k for g in made for r in g.rounds)
+    rows = [
+        ("greedy runs equal to the baseline, or forked at a near-tie", len(greedy),
+         sum(g.token_ids == baseline_of(made, g).token_ids for g in greedy) + sum(f["near_tie"] for f in forks)),
+        ("runs of which every round commits at most n_accepted + 1 tokens", len(made), len(made) if per_round else 0),
+        ("baselines with tau = 1", sum(g.k == 0 for g in made), sum(g.k == 0 and g.tau == 1 for g in made)),
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=["check", "of", "hold"])
+    return frame.assign(ok=frame["of"] == frame["hold"])

@@ -1,0 +1,202 @@
+"""The command line: a thin shell over the package. The only module that prints.
+
+Every command has `--json`: one JSON document on stdout, with the records' field names. Progress goes to stderr.
+Exit codes: 0 done, 1 something that was run failed, 2 wrong input.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from specnb.errors import InputError, SpecnbError
+
+app = typer.Typer(
+    name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
+models_app = typer.Typer(help="The zoo: models that run without a hub.", invoke_without_command=True)
+app.add_typer(models_app, name="models")
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+
+
+def main() -> None:
+    """Entry point: errors made on purpose become one line and exit code 2."""
+    try:
+        app()
+    except SpecnbError as error:
+        print(f"specnb: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, ensure_ascii=False))
+
+
+def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console().print(table)
+
+
+@app.command()
+def run(
+    notebooks: Annotated[list[str] | None, typer.Argument(help="names or paths; none: all, in order")] = None,
+    parameter: Annotated[
+        list[str] | None, typer.Option("-p", "--parameter", help="NAME VALUE (or NAME=VALUE), repeatable", metavar="NAME VALUE")
+    ] = None,
+    results: Annotated[Path | None, typer.Option(help="folder of records [results/]")] = None,
+    timeout_s: Annotated[int | None, typer.Option(help="seconds a cell may take")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run notebooks headless into results/; exit code 1 if one failed."""
+    from specnb import store
+    from specnb.book import engine
+    from specnb.lm import zoo
+
+    given = engine.parse_parameters(_pairs(parameter or []))
+    paths = [engine.find_notebook(n) for n in notebooks] if notebooks else engine.notebooks()
+    if given and len(paths) > 1:
+        raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
+    zoo.path("smollm2-135m")  # fetched here, where its progress can be seen
+    outcomes = [
+        engine.run_notebook(path, given, results=results or store.results_dir(), timeout_s=timeout_s, progress=not as_json)
+        for path in paths
+    ]
+    if as_json:
+        _print_json([outcome.model_dump(mode="json") for outcome in outcomes])
+    else:
+        rows = [[o.notebook, o.status, f"{o.duration_s:.1f}", o.run_id, str(o.output)] for o in outcomes]
+        _print_table("runs", ["notebook", "status", "seconds", "run", "output"], rows)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            print(f"specnb: {outcome.notebook}: {outcome.error.kind}: {outcome.error.message}", file=sys.stderr)
+    raise typer.Exit(1 if any(o.status != "completed" for o in outcomes) else 0)
+
+
+def _pairs(words: list[str]) -> list[tuple[str, str]]:
+    for word in words:
+        if "=" not in word:
+            raise InputError(f"-p takes a name and a value, got only {word!r}")
+    return [tuple(word.split("=", 1)) for word in words]
+
+
+@app.command()
+def generate(
+    target: Annotated[str, typer.Option(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?backend=hf&…")],
+    prompt: Annotated[str | None, typer.Option(help="text to continue")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="file whose text is to be continued")] = None,
+    draft: Annotated[str | None, typer.Option(help="draft model")] = None,
+    drafter: Annotated[str | None, typer.Option(help="drafter without a model of its own: lookup or self")] = None,
+    k: Annotated[int, typer.Option("--k", help="draft length")] = 4,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
+    seed: Annotated[int, typer.Option(help="of the random draws")] = 0,
+    rule: Annotated[str, typer.Option(help="verification at temperature > 0: token, block, typical (lossy)")] = "token",
+    stop: Annotated[list[str] | None, typer.Option(help="stop string, repeatable")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the model's chat template")] = False,
+    ignore_eog: Annotated[bool, typer.Option("--ignore-eog", help="go on after end-of-generation tokens")] = False,
+    baseline: Annotated[bool, typer.Option("--baseline", help="decode plainly too, and compare")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="fail if the drafter cannot be loaded")] = False,
+    as_json: Json = False,
+) -> None:
+    """Generate once, speculatively if a drafter is given."""
+    from specnb.measure.pair import run_pair
+
+    if draft and drafter:
+        raise InputError(f"give --draft or --drafter, not both (got {draft!r} and {drafter!r})")
+    text = _prompt_text(prompt, prompt_file)
+    result = run_pair(
+        target,
+        draft or drafter,
+        [{"role": "user", "content": text}] if chat else text,
+        with_baseline=baseline,
+        strict=strict,
+        k=k,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        rule=rule,
+        stop=stop or (),
+        ignore_eog=ignore_eog,
+    )
+    if as_json:
+        _print_json(result.model_dump(mode="json"))
+        return
+    print(result.generation.text)
+    facts = [[name, _shown(value)] for name, value in result.summary.model_dump().items() if value is not None]
+    _print_table(f"{result.generation.target}, {result.generation.drafter or 'no drafter'}", ["", ""], facts)
+
+
+def _prompt_text(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise InputError("give the prompt with --prompt or with --prompt-file")
+    if prompt is not None:
+        return prompt
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the prompt from {file}: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@models_app.callback()
+def models(context: typer.Context, as_json: Json = False) -> None:
+    """List the zoo: source, size, licence, present or not."""
+    if context.invoked_subcommand:
+        return
+    from specnb.lm import zoo
+    from specnb.lm.memory import human_bytes
+
+    rows = zoo.status()
+    if as_json:
+        _print_json([{**vars(row), "path": str(row.path)} for row in rows])
+        return
+    shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), "yes" if r.present else "no"] for r in rows]
+    _print_table("zoo", ["name", "source", "licence", "size", "present"], shown)
+
+
+@models_app.command("fetch")
+def fetch(
+    name: Annotated[str, typer.Argument(help="zoo name, such as smollm2-135m or smollm2-135m:q8_0")] = "smollm2-135m",
+    as_json: Json = False,
+) -> None:
+    """Fetch (or make) a model and print where it is."""
+    from specnb.lm import zoo
+
+    path = zoo.path(name)
+    print(json.dumps({"name": name, "path": str(path), "n_bytes": path.stat().st_size}) if as_json else path)
+
+
+@app.command()
+def check(
+    decode: Annotated[bool, typer.Option(help="decode one token with the real model (fetches it)")] = True,
+    as_json: Json = False,
+) -> None:
+    """Check every prerequisite and name the fix for what is missing; exit code 1 if something is."""
+    from specnb import doctor
+
+    findings = doctor.diagnose(decode=decode)
+    if as_json:
+        _print_json([finding._asdict() for finding in findings])
+    else:
+        mark = {True: "ok", False: "MISSING", None: "warning"}
+        rows = [[mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in findings]
+        _print_table("check", ["", "what", "found"], rows)
+    raise typer.Exit(0 if doctor.all_ok(findings) else 1)

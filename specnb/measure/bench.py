@@ -1,0 +1,97 @@
+"""Side-by-side timing: the same prompts through several methods, interleaved, with intervals over prompts."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from specnb.errors import InputError
+from specnb.measure.stats import bootstrap, rate, rate_ratio
+from specnb.records import Generation
+
+Method = Callable[[Any], Generation | Sequence[int]]
+"""A prompt -> a Generation, or the generated ids of a foreign method, whose wall time is then taken here."""
+
+
+class Timed(NamedTuple):
+    """One run of one method on one prompt; `wall_s` is the whole call, prefill included."""
+
+    method: str
+    prompt: int
+    repeat: int
+    n_tokens: int
+    wall_s: float
+    token_ids: tuple[int, ...]
+    generation: Generation | None
+
+
+def interleaved(methods: Mapping[str, Method], prompts: Sequence[Any], *, repeats: int = 1) -> Iterator[Timed]:
+    """Run every method on every prompt; the order rotates, so that drift and cache warmth fall on all alike.
+
+    The first prompt is run once by every method beforehand, uncounted.
+    """
+    if not methods or not prompts or repeats < 1:
+        raise InputError(f"nothing to time: {len(methods)} methods, {len(prompts)} prompts, {repeats} repeats")
+    for run in methods.values():
+        run(prompts[0])
+    names = list(methods)
+    for repeat in range(repeats):
+        for at, prompt in enumerate(prompts):
+            shift = (at + repeat) % len(names)
+            for name in names[shift:] + names[:shift]:
+                began = perf_counter()
+                result = methods[name](prompt)
+                wall_s = perf_counter() - began
+                generation = result if isinstance(result, Generation) else None
+                ids = tuple(generation.token_ids if generation else result)
+                yield Timed(name, at, repeat, len(ids), wall_s, ids, generation)
+
+
+def compare(
+    methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: str, repeats: int = 1, level: float = 0.95
+) -> pd.DataFrame:
+    """Time `methods` on `prompts` against `baseline`, one of them; one row a method.
+
+    Columns: method, tokens_per_s, speedup with low and high (bootstrap over prompts, paired with the baseline on
+    the same prompt), tau and acceptance_rate where the method is ours, identical (prompts whose tokens equal the
+    baseline's), n_prompts.
+    """
+    if baseline not in methods:
+        raise InputError(f"the baseline {baseline!r} is not among the methods: {', '.join(methods)}")
+    runs = list(interleaved(methods, prompts, repeats=repeats))
+    return pd.DataFrame([_row(name, baseline, runs, level) for name in methods])
+
+
+def _row(name: str, baseline: str, runs: list[Timed], level: float) -> dict[str, Any]:
+    mine, base = _by_prompt(runs, name), _by_prompt(runs, baseline)
+    rows = [(*_total(mine[p]), *_total(base[p])) for p in mine]
+    speedup = bootstrap(rows, rate_ratio, level=level)
+    made = [r.generation for r in runs if r.method == name and r.generation]
+    drafted = sum(g.total_draft_tokens for g in made)
+    rounds = sum(len(g.rounds) for g in made)
+    return {
+        "method": name,
+        "tokens_per_s": rate(np.asarray(rows)[:, :2]),
+        "speedup": speedup.value,
+        "low": speedup.low,
+        "high": speedup.high,
+        "tau": sum(len(g.token_ids) for g in made) / rounds if rounds else None,
+        "acceptance_rate": sum(g.accepted_tokens for g in made) / drafted if drafted else None,
+        "identical": sum(mine[p][0].token_ids == base[p][0].token_ids for p in mine),
+        "n_prompts": len(mine),
+    }
+
+
+def _by_prompt(runs: list[Timed], method: str) -> dict[int, list[Timed]]:
+    found: dict[int, list[Timed]] = {}
+    for run in runs:
+        if run.method == method:
+            found.setdefault(run.prompt, []).append(run)
+    return found
+
+
+def _total(runs: list[Timed]) -> tuple[float, float]:
+    """Tokens and the median wall time of one prompt's repeats."""
+    return float(runs[0].n_tokens), float(np.median([r.wall_s for r in runs]))

@@ -1,0 +1,95 @@
+"""What a forward costs: T(n), the seconds of one target forward on n new tokens, and c = T_draft(1) / T_target(1).
+
+The curve T(n)/T(1) decides whether speculation can pay at all: a round costs k draft steps and T(k + 1), a plain
+step T(1). On memory-bound hardware it is nearly flat; on two cores with 4-bit weights it is not.
+"""
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from specnb.errors import InputError
+from specnb.lm.base import LanguageModel
+
+WIDTHS = (1, 2, 3, 5, 9, 17)
+
+
+class CostCurve(BaseModel):
+    """Median seconds of a forward for each measured width, after `context` tokens; every repeat in `samples_s`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    context: int
+    widths: tuple[int, ...]
+    samples_s: tuple[tuple[float, ...], ...]
+
+    @property
+    def median_s(self) -> tuple[float, ...]:
+        return tuple(float(np.median(s)) for s in self.samples_s)
+
+    def seconds(self, n: float) -> float:
+        """T(n), linear between measured widths and beyond the last one (by its last slope)."""
+        widths, medians = self.widths, self.median_s
+        if n > widths[-1] and len(widths) > 1:
+            slope = (medians[-1] - medians[-2]) / (widths[-1] - widths[-2])
+            return medians[-1] + max(0.0, slope) * (n - widths[-1])
+        return float(np.interp(n, widths, medians))
+
+    def ratio(self, n: float) -> float:
+        """The verify cost T(n)/T(1)."""
+        return self.seconds(n) / self.seconds(1)
+
+
+def verify_curve(
+    model: LanguageModel, *, widths: Sequence[int] = WIDTHS, context: int = 256, repeats: int = 7, seed: int = 0
+) -> CostCurve:
+    """Measure T(n) of `model`, widths interleaved in random order so that drift of the machine hits all alike.
+
+    Two warm-up forwards a width are not counted. The model is reset before and after.
+
+    Raises InputError when context and widths do not fit the model.
+    """
+    widths = tuple(sorted(set(widths)))
+    if not widths or widths[0] != 1:
+        raise InputError(f"widths must contain 1, the plain step, got {widths}")
+    if context < 1 or context + widths[-1] > model.caps.n_ctx or widths[-1] > model.caps.max_width:
+        raise InputError(f"{context} tokens and a forward of {widths[-1]} do not fit {model.name} ({model.caps.n_ctx})")
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, model.vocab.size, context + widths[-1]).tolist()
+    model.reset()
+    model.forward(ids[:context], n_logits=0)
+    samples: dict[int, list[float]] = {n: [] for n in widths}
+    for repeat in range(-2, repeats):
+        for n in rng.permutation(widths).tolist():
+            began = perf_counter()
+            model.forward(ids[context : context + n])
+            took = perf_counter() - began
+            model.rewind(n)
+            if repeat >= 0:
+                samples[n].append(took)
+    model.reset()
+    return CostCurve(
+        model=model.name, context=context, widths=widths, samples_s=tuple(tuple(samples[n]) for n in widths)
+    )
+
+
+def draft_cost(target: CostCurve, drafter: CostCurve) -> float:
+    """c: one draft step in units of one plain target step."""
+    return drafter.seconds(1) / target.seconds(1)
+
+
+def expected_tokens(alpha: Sequence[float]) -> float:
+    """Mean tokens a round commits when draft j is accepted with alpha[j] given that j-1 were: 1 + sum of products."""
+    return 1.0 + float(np.cumprod(alpha).sum()) if len(alpha) else 1.0
+
+
+def predicted_speedup(alpha: Sequence[float], curve: CostCurve, c: float) -> float:
+    """Tokens a second over plain decoding, for draft length K = len(alpha): E[tokens] / (K c + T(K + 1)/T(1)).
+
+    Leviathan et al. 2211.17192, theorem 3.8, with the measured cost curve in place of T(K + 1) = T(1).
+    """
+    k = len(alpha)
+    return expected_tokens(alpha) / (k * c + curve.ratio(k + 1))

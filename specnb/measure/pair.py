@@ -1,0 +1,83 @@
+"""One prompt, speculatively and plainly, side by side: what `specnb generate` prints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specnb.decode.generate import PromptLike, generate
+from specnb.draft.load import load_drafter
+from specnb.lm.base import LanguageModel
+from specnb.lm.load import load
+from specnb.measure.fork import Fork, explain_fork
+from specnb.records import Generation, Summary
+
+
+class PairSummary(Summary):
+    """The generation's summary, and how it compares with the baseline (None without one).
+
+    `speedup` is the ratio of the tokens_per_s of one run each: for a measurement with an interval run a sweep.
+    `fork` is given when greedy tokens differ: where, by how much, and whether it is a near-tie.
+    """
+
+    speedup: float | None = None
+    identical: bool | None = Field(default=None, description="tokens equal the baseline's")
+    fork: Fork | None = None
+
+
+class Pair(BaseModel):
+    """A generation, its baseline if one was asked for, and the comparison."""
+
+    model_config = ConfigDict(frozen=True)
+
+    generation: Generation
+    baseline: Generation | None = None
+    summary: PairSummary
+
+
+def run_pair(
+    target_name: str,
+    drafter_name: str | None,
+    prompt: PromptLike,
+    *,
+    with_baseline: bool = False,
+    strict: bool = False,
+    **settings: Any,
+) -> Pair:
+    """Load the models, generate (warm-up of 4 tokens first, uncounted), and compare with plain decoding.
+
+    `settings` are those of `specnb.generate`. Raises what that and `specnb.load` raise.
+    """
+    target = load(target_name)
+    drafter = None
+    try:
+        drafter, fallback = load_drafter(drafter_name, target, strict=strict) if drafter_name else (None, None)
+        for warm in (drafter, None) if with_baseline else (drafter,):
+            generate(target, prompt, drafter=warm, **{**settings, "max_new_tokens": min(4, settings["max_new_tokens"])})
+        baseline = generate(target, prompt, **settings) if with_baseline else None
+        made = generate(target, prompt, drafter=drafter, **settings)
+        made = made.model_copy(update={"fallback": fallback})
+        return Pair(generation=made, baseline=baseline, summary=_summary(target, made, baseline, settings))
+    finally:
+        if drafter is not None:
+            drafter.close()
+        target.close()
+
+
+def _summary(
+    target: LanguageModel, made: Generation, baseline: Generation | None, settings: Mapping[str, Any]
+) -> PairSummary:
+    if baseline is None:
+        return PairSummary(**made.summary().model_dump())
+    step_s = baseline.decode_s / len(baseline.rounds) if baseline.rounds else None
+    identical = made.token_ids == baseline.token_ids
+    fork = None
+    if not identical and made.temperature == 0:
+        fork = explain_fork(target, made.prompt_ids, baseline.token_ids, made.token_ids, width=made.k + 1)
+    rates = made.tokens_per_s, baseline.tokens_per_s
+    return PairSummary(
+        **made.summary(step_s).model_dump(),
+        speedup=rates[0] / rates[1] if all(rates) else None,
+        identical=identical,
+        fork=fork,
+    )

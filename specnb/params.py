@@ -1,0 +1,76 @@
+"""What a notebook may be told: one frozen, validated model per notebook.
+
+The field names and defaults are those of the notebook's `parameters` cell (a test compares them), so the slider,
+papermill and a plain call go through the same checks.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from specnb.errors import InputError
+
+
+class Params(BaseModel):
+    """Base of all parameter models: no unknown names, no silent change of a value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def from_cell(cls, names: Mapping[str, Any]) -> Self:
+        """Build from the notebook's `globals()`: takes the fields, ignores everything else.
+
+        Raises InputError that names each bad value.
+        """
+        missing = [name for name in cls.model_fields if name not in names]
+        if missing:
+            raise InputError(f"the parameters cell does not define {', '.join(missing)}")
+        return cls.checked(**{name: names[name] for name in cls.model_fields})
+
+    @classmethod
+    def checked(cls, **values: Any) -> Self:
+        """Validate; one readable InputError instead of pydantic's report."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            told = "; ".join(
+                f"{'.'.join(str(part) for part in e['loc']) or 'parameters'} = {e.get('input')!r}: {e['msg']}"
+                for e in error.errors()
+            )
+            raise InputError(f"parameters of {cls.__name__}: {told}") from error
+
+
+class KSweepParams(Params):
+    """Notebook 01: which draft length K pays, per temperature and content?
+
+    Each prompt is generated plainly and with every K, interleaved, at every temperature.
+    """
+
+    target: str = "smollm2-135m?backend=hf"
+    drafter: str = "lookup"
+    ks: list[int] = Field(default=[1, 2, 4, 8, 12], min_length=1, max_length=64)
+    temperatures: list[float] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
+    categories: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
+    prompts_per_category: int = Field(default=2, ge=1, le=1000)
+    max_new_tokens: int = Field(default=48, ge=1, le=100_000)
+    rule: str = "token"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @field_validator("ks")
+    @classmethod
+    def _draft_lengths(cls, ks: list[int]) -> list[int]:
+        if any(not 1 <= k <= 256 for k in ks):
+            raise ValueError("each K must be 1 to 256; the baseline (no drafts) always runs beside them")
+        if len(set(ks)) != len(ks):
+            raise ValueError("a K is listed twice")
+        return sorted(ks)
+
+    @field_validator("temperatures")
+    @classmethod
+    def _temperatures(cls, temperatures: list[float]) -> list[float]:
+        if any(not 0 <= t <= 100 for t in temperatures):
+            raise ValueError("each temperature must be 0 (greedy) to 100")
+        if len(set(temperatures)) != len(temperatures):
+            raise ValueError("a temperature is listed twice")
+        return temperatures

