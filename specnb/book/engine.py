@@ -39,6 +39,8 @@ START_TIMEOUT_S = 60
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
 MESSAGE_CHARS = 2000
 KERNEL_LOG = "kernel.log"
+# ipykernel else passes it through a pipe to a thread of its own, where the last words of a crash are lost
+NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -71,7 +73,7 @@ def run_notebook(
     with _alone_in(folder):
         (folder / "outcome.json").unlink(missing_ok=True)
         nb = _prepared(source, given, output)
-        own = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder)}
+        own = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         launch = {"env": {**os.environ, **own}, "cwd": str(source.path.parent)}
         started, clock = datetime.now(UTC), time.perf_counter()
         try:
@@ -196,7 +198,9 @@ def _execute(
     manager.notebook_start()
     stopped = None
     try:
-        _execute_managed(manager, "python3", execution_timeout=timeout_s, launch=launch)
+        _execute_managed(
+            manager, "python3", execution_timeout=timeout_s, launch=launch, extra_arguments=[NATIVE_OUTPUT_TO_LOG]
+        )
     except CellTimeoutError as error:
         stopped = Problem(kind="CellTimeoutError", message=" ".join(str(error).splitlines()[:2]))
     except DeadKernelError as error:
@@ -260,7 +264,7 @@ def _marked_problem(nb: "NotebookNode", source: Source) -> Problem | None:
 
 @contextmanager
 def _kernel_log(folder: Path) -> Iterator[BinaryIO]:
-    """A file for what the kernel's process says outside its cells, last words above all; removed when empty."""
+    """A file for what native code and the kernel itself print, last words above all; removed when empty."""
     path = folder / KERNEL_LOG
     try:
         with path.open("wb") as file:

@@ -58,11 +58,11 @@ def problems(path: Path, classes: ModuleType | None = None) -> list[str]:
         if len(data) > MAX_BYTES:
             return [f"has {path.stat().st_size} bytes, the limit is {MAX_BYTES}: smaller figures, no widget state"]
         raw = json.loads(data)
-        nb = nbformat.v4.reads_json(data.decode())
         found = list(_format_problems(raw))
+        nb = None if found else nbformat.v4.reads_json(data.decode())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return [f"is not a notebook: {error!r}"]
-    if found:
+    if nb is None:
         return found
     checks = (_metadata, _counts, _outputs, _size, _functions, _paths, _nbval)
     found = [problem for check in checks for problem in check(nb)]

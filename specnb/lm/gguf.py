@@ -56,7 +56,8 @@ class GgufModel:
 
         `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available);
         `kv` type of the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `fixed_width` pads every
-        forward of 2..fixed_width tokens to that width, so that all of them run the same kernels (0: off).
+        shorter forward to that many tokens, so that all run the same kernels and plain decoding equals verification
+        bit for bit, at the price of T(fixed_width) a plain step (0: off).
 
         Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
@@ -101,8 +102,7 @@ class GgufModel:
     def _decode(self, ids: Sequence[int], n_logits: int, out: np.ndarray) -> None:
         """One llama_decode; fills `out (n_logits, vocab)`."""
         n = len(ids)
-        pad = self._fixed_width - n if 1 < n < self._fixed_width else 0
-        pad = min(pad, self.caps.n_ctx - self.n_past - n)
+        pad = min(max(0, self._fixed_width - n), self.caps.n_ctx - self.n_past - n)
         width = n + pad
         token, position, wants = self._fields
         token[:n] = ids

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specnb.errors import InputError
 from specnb.lm import hf_files
+from specnb.lm.hf_attention import LANES, use_rowwise
 from specnb.lm.base import Capabilities, check_forward, check_rewind
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,7 +49,7 @@ class KeptPastLayer(DynamicLayer):
 
     def _grown(self, old: torch.Tensor, new: torch.Tensor, end: int) -> torch.Tensor:
         batch, heads, _, dim = new.shape
-        room = new.new_zeros(batch, heads, max(FIRST_ROOM, 2 * end), dim)
+        room = new.new_zeros(batch, heads, max(FIRST_ROOM, -(-2 * end // LANES) * LANES), dim)
         if self._length:
             room[:, :, : self._length] = old[:, :, : self._length]
         return room
@@ -69,7 +70,13 @@ class HfModel:
     """transformers behind the LanguageModel interface. Make one with `HfModel.open`."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str, n_ctx: int = 0
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        n_ctx: int = 0,
+        exact: bool = True,
     ) -> None:
         self.name = name
         self.n_past = 0
@@ -77,6 +84,7 @@ class HfModel:
         self.vocab = hf_files.vocabulary(tokenizer, config, model.generation_config)
         self._model, self._tokenizer = model.eval(), tokenizer
         self._reason = _why_not_croppable(model)
+        self._rowwise = exact and not self._reason and use_rowwise(model)
         self._cache = self._new_cache()
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         limit = getattr(config, "max_position_embeddings", None) or n_ctx or 4096
@@ -107,12 +115,15 @@ class HfModel:
         device: str = "cpu",
         n_ctx: int = 0,
         threads: int = 0,
+        exact: bool = True,
         revision: str = "main",
     ) -> "HfModel":
         """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: what the
-        model knows); `threads` for torch (0: left alone; the setting is torch's and holds for the process).
+        model knows); `threads` for torch (0: left alone; the setting is torch's and holds for the process); `exact` makes
+        bfloat16 and float16 on a CPU give a token the same logits at every width (see `hf_attention`; false:
+        transformers' own attention, a little faster).
 
         Raises InputError (bad option), LoadError (not a model, not fetchable), MemoryShortError.
         """
@@ -126,7 +137,7 @@ class HfModel:
             torch.set_num_threads(threads)
         folder = hf_files.local_or_hub(source)
         model, tokenizer = hf_files.load(folder, dtype=DTYPES[dtype], device=device, n_ctx=n_ctx, revision=revision)
-        return cls(model, tokenizer, name=name or str(source), n_ctx=n_ctx)
+        return cls(model, tokenizer, name=name or str(source), n_ctx=n_ctx, exact=exact)
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
@@ -145,6 +156,15 @@ class HfModel:
 
     def _step(self, ids: Sequence[int], keep: int) -> torch.Tensor:
         """One forward; logits `(1, keep, vocab)` in the model's dtype."""
+        if self._rowwise and len(ids) == 1:
+            # torch's product for one row rounds otherwise than that for two or more: a single step takes two
+            logits = self._forward([ids[0], ids[0]], 2)[:, :1]
+            self._cache.crop(-1)
+            self.n_past -= 1
+            return logits
+        return self._forward(ids, keep)
+
+    def _forward(self, ids: Sequence[int], keep: int) -> torch.Tensor:
         n = len(ids)
         out = self._model(
             input_ids=torch.tensor([list(ids)], device=self._device),

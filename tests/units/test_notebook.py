@@ -154,9 +154,12 @@ def test_a_notebook_without_parameters_resolves_to_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"3", b"{}", b'{"nbformat": 4}', b'{"nbformat": 99, "nbformat_minor": 0, "cells": []}']
-    + [b"\xff", b"[" * 100_000, b'{"nbformat":4,"nbformat_minor":5,"metadata":{},"cells":[3]}']
-    + [b'{"nbformat":4,"nbformat_minor":5,"metadata":{"kernelspec":3},"cells":[]}'],
+    [
+        *(b"", b"{", b"[]", b"3", b"{}", b"\xff", b"[" * 100_000),
+        *(b'{"nbformat": 4}', b'{"nbformat": 99, "nbformat_minor": 0, "cells": []}'),
+        b'{"nbformat":4,"nbformat_minor":5,"metadata":{},"cells":[3]}',
+        b'{"nbformat":4,"nbformat_minor":5,"metadata":{"kernelspec":3},"cells":[]}',
+    ],
 )
 def test_what_is_not_a_notebook_gives_one_error_that_names_it(tmp_path, content):
     path = tmp_path / "bad.ipynb"

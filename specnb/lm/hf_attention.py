@@ -1,0 +1,83 @@
+"""Attention that gives a token the same bits whether it is fed alone or in a block.
+
+In bfloat16 on a CPU, torch's matrix products compute a row alike for any number of rows from two up; its attention
+kernel does not, and in a type with 8 bits of precision that moves logits by tenths and flips near-ties between
+plain decoding and verification. Here every token of a short block is a batch entry of its own: one query row
+against the keys, with a mask that ends at itself. Keys are padded to a multiple of LANES, so that every sum over
+them runs in the same order; masked entries add exact zeros. Tests compare the bits, benchmarks the price.
+"""
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+NAME = "specnb_rows"
+LANES = 64
+"""Keys are padded to a multiple of this many: more than any vector register or unrolled loop of the kernel takes."""
+ALIGNED = 8
+"""Query rows a call is filled up to; 8 rows make every thread's scratch a multiple of 64 bytes."""
+MAX_ROWS = 64
+"""Longer blocks are prefill, which plain and speculative decoding do alike."""
+
+
+def rowwise_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query `(1, heads, n, dim)`, key and value `(1, kv_heads, length, dim)`.
+
+    Returns `(1, n, heads, dim)`.
+    """
+    _, heads, n, dim = query.shape
+    if n > MAX_ROWS:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    kv_heads, padded = key.shape[1], attention_mask.shape[-1]
+    key, value = (_longer(x, padded).expand(n, -1, -1, -1) for x in (key, value))
+    # The heads that share keys and values become rows of one query: nothing is repeated in memory. Zero rows fill
+    # up to ALIGNED, because the kernel's scratch buffers lie one behind the other, a thread each, and its rounding
+    # depends on their alignment, that is on which thread a token falls to.
+    shared = heads // kv_heads
+    rows = query.new_zeros(n, kv_heads, -(-shared // ALIGNED) * ALIGNED, dim)
+    rows[:, :, :shared] = query[0].transpose(0, 1).reshape(n, kv_heads, shared, dim)
+    out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
+    return out[:, :, :shared].reshape(1, n, heads, dim), None
+
+
+def rowwise_mask(q_length: int, kv_length: int, dtype: torch.dtype, **kwargs: object) -> torch.Tensor | None:
+    """transformers' mask interface: `(n, 1, 1, padded)`, 0 where token i of the block may look, else -inf."""
+    if q_length > MAX_ROWS:
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, dtype=dtype, **kwargs)
+    padded = -(-kv_length // LANES) * LANES
+    last = torch.arange(kv_length - q_length, kv_length).view(-1, 1, 1, 1)
+    hidden = torch.arange(padded).view(1, 1, 1, -1) > last
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _longer(x: torch.Tensor, length: int) -> torch.Tensor:
+    """`x (1, heads, n, dim)` seen with `length` positions: the cache's buffer goes on behind it (hf.KeptPastLayer)."""
+    return x.as_strided((*x.shape[:2], length, x.shape[3]), x.stride())
+
+
+def use_rowwise(model: PreTrainedModel) -> bool:
+    """Switch `model` to row-wise attention where that makes widths agree; says whether it did.
+
+    Only for reduced precision on a CPU, and for models whose layers all attend to the whole past.
+    """
+    parameter = next(model.parameters())
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    plain = kinds == {"full_attention"} and not windowed and config._attn_implementation == "sdpa"
+    if parameter.dtype == torch.float32 or parameter.device.type != "cpu" or not plain:
+        return False
+    # both registries take the same function again without harm
+    AttentionInterface.register(NAME, rowwise_attention)
+    AttentionMaskInterface.register(NAME, rowwise_mask)
+    model.set_attn_implementation(NAME)
+    return True

@@ -1,0 +1,172 @@
+"""The law of greedy decoding on closed-form models: speculative output equals plain output, token for token."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specnb.decode.generate import generate
+from specnb.draft.base import Proposal
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.errors import NonFiniteLogits
+from specnb.lm import toy
+
+DRAFTERS = {
+    "lookup": lambda seed: LookupDrafter(),
+    "same model": lambda seed: ModelDrafter(toy.markov(5, order=2, seed=seed)),
+    "other model": lambda seed: ModelDrafter(toy.markov(5, order=1, seed=seed + 1)),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@given(
+    seed=st.integers(0, 10_000),
+    k=st.integers(0, 9),
+    n=st.integers(0, 60),
+    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    eog=st.sets(st.integers(0, 4), max_size=2),
+)
+@settings(max_examples=60, deadline=None)
+def test_speculative_equals_plain(name, seed, k, n, prompt, eog):
+    target = toy.markov(5, order=2, seed=seed, eog=frozenset(eog))
+    plain = generate(target, prompt, max_new_tokens=n)
+    speculative = generate(target, prompt, drafter=DRAFTERS[name](seed), k=k, max_new_tokens=n)
+    assert speculative.token_ids == plain.token_ids
+    assert speculative.stop_reason == plain.stop_reason
+    assert target.n_past == len(prompt) + len(plain.token_ids) - 1
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_rounds_account_for_every_token(name):
+    target = toy.markov(5, order=2, seed=4)
+    made = generate(target, [0, 1], drafter=DRAFTERS[name](4), k=4, max_new_tokens=41)
+    assert len(made.token_ids) == 41
+    for r in made.rounds:
+        assert r.k <= 4 and r.width == r.k + 1 and len(r.draft_ids) == r.k
+        assert len(r.committed_ids) == r.n_accepted + 1
+        assert r.committed_ids[: r.n_accepted] == r.draft_ids[: r.n_accepted]
+        assert len(r.accept_prob) == min(r.k, r.n_accepted + 1)
+
+
+def test_a_perfect_drafter_commits_k_plus_one_tokens_a_round():
+    target = toy.cyclic(7)
+    made = generate(target, [0], drafter=ModelDrafter(toy.cyclic(7)), k=4, max_new_tokens=50)
+    assert made.token_ids == tuple((i + 1) % 7 for i in range(50))
+    assert made.acceptance_rate == 1.0 and made.tau == 5.0
+
+
+def test_a_drafter_never_evaluates_a_token_twice():
+    """After a fully accepted round two tokens are missing (the last draft and the bonus); after a rejection one is."""
+    fed: list[int] = []
+
+    class Counting(toy.ToyLM):
+        def forward(self, ids, n_logits=None):
+            fed.append(len(ids))
+            return super().forward(ids, n_logits)
+
+    draft = toy.cyclic(7)
+    draft.__class__ = Counting
+    generate(toy.cyclic(7), [0], drafter=ModelDrafter(draft), k=3, max_new_tokens=12)
+    assert fed == [1, 1, 1, 2, 1, 1, 2, 1, 1]
+
+
+# --- three published faults, each shown by a variant that has it ----------------------------------------------------
+
+
+def test_a_drafter_cannot_change_the_tokens():
+    """ "HelloHello": drafting appended to the caller's tokens. Here it gets a view without any way to do so."""
+
+    class Appending(LookupDrafter):
+        def propose(self, tokens, k, rng):
+            tokens.append(0)
+            return super().propose(tokens, k, rng)
+
+    class Assigning(LookupDrafter):
+        def propose(self, tokens, k, rng):
+            tokens[-1] = 0
+            return super().propose(tokens, k, rng)
+
+    prompt = [0, 1, 2]
+    with pytest.raises(AttributeError, match="append"):
+        generate(toy.cyclic(5), prompt, drafter=Appending(), k=2, max_new_tokens=8)
+    with pytest.raises(TypeError, match="item assignment"):
+        generate(toy.cyclic(5), prompt, drafter=Assigning(), k=2, max_new_tokens=8)
+    generate(toy.cyclic(5), prompt, drafter=LookupDrafter(), k=2, max_new_tokens=8)
+    assert prompt == [0, 1, 2]
+
+
+def test_what_a_shared_list_would_do(monkeypatch):
+    """The faulty variant of the above: hand out the list itself, and the output is no longer the target's."""
+    monkeypatch.setattr("specnb.decode.loop.TokenView", lambda tokens: tokens)
+
+    class Appending(LookupDrafter):
+        def propose(self, tokens, k, rng):
+            tokens.append(tokens[-1])
+            return Proposal(())
+
+    corrupted = generate(toy.cyclic(5), [0, 1, 2], drafter=Appending(), k=2, max_new_tokens=6, ignore_eog=True)
+    assert corrupted.token_ids != generate(toy.cyclic(5), [0, 1, 2], max_new_tokens=6).token_ids
+
+
+def test_each_draft_sees_the_drafts_before_it():
+    """The wrong cure drafts all K tokens from the same input, and so the same token K times."""
+
+    class SameInput(ModelDrafter):
+        def propose(self, tokens, k, rng):
+            ids = []
+            for _ in range(k):
+                self.model.reset()
+                ids.append(rng.pick(self.model.forward(tokens[:], n_logits=1)[0])[0])
+            return Proposal(tuple(ids))
+
+        def commit(self, tokens):
+            self.model.reset()
+
+    def first_round(drafter):
+        return generate(toy.cyclic(7), [0, 1], drafter=drafter, k=4, max_new_tokens=20).rounds[0]
+
+    right, wrong = first_round(ModelDrafter(toy.cyclic(7))), first_round(SameInput(toy.cyclic(7)))
+    assert right.draft_ids == (2, 3, 4, 5) and right.n_accepted == 4
+    assert wrong.draft_ids == (2, 2, 2, 2) and wrong.n_accepted == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafter", [None, "lookup"])
+def test_bad_logits_stop_the_run_with_their_place(bad, temperature, drafter):
+    """A softmax that hides NaN behind a uniform row would go on with random text."""
+
+    def logits_of(prefix):
+        row = np.zeros(4)
+        row[(prefix[-1] + 1) % 4] = 4.0
+        if len(prefix) >= 6:
+            row[2] = bad
+        return row
+
+    target = toy.ToyLM(logits_of, toy.letters(4))
+    with pytest.raises(NonFiniteLogits, match=r"after \d tokens.*logits_of"):
+        generate(target, [0, 1, 2], drafter=LookupDrafter() if drafter else None, k=2, temperature=temperature)
+
+
+def test_what_a_uniform_fallback_would_do():
+    """The faulty variant: the run ends well, with tokens that no model chose."""
+    from specnb.decode.sampling import Sampling
+
+    class Hiding(Sampling):
+        def probabilities(self, logits):
+            return np.full(len(logits), 1 / len(logits)) if np.isnan(logits).any() else super().probabilities(logits)
+
+    row = np.array([np.nan, 1.0, 2.0])
+    assert Hiding(temperature=1.0).probabilities(row).tolist() == [1 / 3] * 3
+    with pytest.raises(NonFiniteLogits):
+        Sampling(temperature=1.0).probabilities(row)
+
+
+def test_bad_logits_of_the_draft_model_are_named_as_such():
+    def broken(prefix):
+        return np.full(5, np.nan)
+
+    drafter = ModelDrafter(toy.ToyLM(broken, toy.letters(5)))
+    with pytest.raises(NonFiniteLogits, match="while drafting"):
+        generate(toy.cyclic(5), [0], drafter=drafter, k=2)
