@@ -24,7 +24,8 @@ from importlib import import_module
 from typing import Any
 
 # Eager: a later import of the submodule would put the module in the place of the function.
-from specnb.prompts import Prompt, prompts
+from specnb.prompts import Prompt as Prompt
+from specnb.prompts import prompts as prompts
 
 _WHERE = {
     "load": "specnb.lm.load",

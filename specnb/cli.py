@@ -52,7 +52,8 @@ def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 def run(
     notebooks: Annotated[list[str] | None, typer.Argument(help="names or paths; none: all, in order")] = None,
     parameter: Annotated[
-        list[str] | None, typer.Option("-p", "--parameter", help="NAME VALUE (or NAME=VALUE), repeatable", metavar="NAME VALUE")
+        list[str] | None,
+        typer.Option("-p", "--parameter", help="NAME VALUE (or NAME=VALUE), repeatable", metavar="NAME VALUE"),
     ] = None,
     results: Annotated[Path | None, typer.Option(help="folder of records [results/]")] = None,
     timeout_s: Annotated[int | None, typer.Option(help="seconds a cell may take")] = None,
@@ -69,7 +70,9 @@ def run(
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
     zoo.path("smollm2-135m")  # fetched here, where its progress can be seen
     outcomes = [
-        engine.run_notebook(path, given, results=results or store.results_dir(), timeout_s=timeout_s, progress=not as_json)
+        engine.run_notebook(
+            path, given, results=results or store.results_dir(), timeout_s=timeout_s, progress=not as_json
+        )
         for path in paths
     ]
     if as_json:

@@ -15,12 +15,16 @@ def speedup_over_k(sweep: pd.DataFrame, *, title: str = "Speed-up over plain dec
     drawn = sweep[sweep["k"] > 0]
     temperatures = sorted(drawn["temperature"].unique())
     titles = [f"temperature {t:g}" + (" (greedy)" if t == 0 else "") for t in temperatures]
-    figure = make_subplots(cols=len(temperatures), rows=1, shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.04)
+    figure = make_subplots(
+        cols=len(temperatures), rows=1, shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.04
+    )
     for column, temperature in enumerate(temperatures, start=1):
         panel = drawn[drawn["temperature"] == temperature]
         for index, (category, line) in enumerate(panel.groupby("category", sort=False)):
             figure.add_trace(_speedup_trace(str(category), line, index, legend=column == 1), row=1, col=column)
-    figure.add_hline(y=1.0, line={"color": "#222", "width": 1}, annotation_text="break-even", annotation_position="bottom right")
+    figure.add_hline(
+        y=1.0, line={"color": "#222", "width": 1}, annotation_text="break-even", annotation_position="bottom right"
+    )
     figure.update_xaxes(title_text="draft length K (tokens)", tickvals=sorted(drawn["k"].unique()))
     figure.update_yaxes(title_text="speed-up (plain decoding = 1)", col=1)
     figure.update_yaxes(rangemode="tozero")
@@ -32,10 +36,12 @@ def _speedup_trace(category: str, line: pd.DataFrame, index: int, *, legend: boo
         x=line["k"].tolist(),
         y=line["speedup"].tolist(),
         error_y={
-            "type": "data", "symmetric": False, "thickness": 1,
+            "type": "data",
+            "symmetric": False,
+            "thickness": 1,
             "array": (line["high"] - line["speedup"]).tolist(),
             "arrayminus": (line["speedup"] - line["low"]).tolist(),
-        },  # fmt: skip
+        },
         customdata=line[["tokens_per_s", "accepted", "drafted", "tau"]].to_numpy().tolist(),
         hovertemplate=(
             "K = %{x}<br>speed-up %{y:.2f}<br>%{customdata[0]:.1f} tokens/s<br>"
@@ -55,13 +61,20 @@ def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.
     seconds = [[1000 * s] for s in curve["median_s"]]
     figure = go.Figure(
         go.Scatter(
-            x=widths, y=ratios, customdata=seconds, mode="lines+markers", name="measured",
-            hovertemplate="n = %{x}<br>T(n)/T(1) = %{y:.2f}<br>%{customdata[0]:.1f} ms", **series(0),
-        )  # fmt: skip
+            x=widths,
+            y=ratios,
+            customdata=seconds,
+            mode="lines+markers",
+            name="measured",
+            hovertemplate="n = %{x}<br>T(n)/T(1) = %{y:.2f}<br>%{customdata[0]:.1f} ms",
+            **series(0),
+        )
     )
     ends = [widths[0], widths[-1]]
     for index, (name, ys) in enumerate({"free width": [1, 1], "n single steps": ends}.items(), start=2):
-        figure.add_trace(go.Scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"], hoverinfo="skip"))
+        figure.add_trace(
+            go.Scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"], hoverinfo="skip")
+        )
     figure.update_xaxes(title_text="tokens in one target forward, n", type="log", tickvals=widths)
     figure.update_yaxes(title_text="T(n) / T(1)", type="log", tickvals=[1, 2, 4, 8, 16, 32])
     return figure.update_layout(template=template(), title_text=title)

@@ -85,6 +85,8 @@ def normalise(path: Path) -> bool:
     for cell in nb.cells:
         for key in CELL_LEFTOVERS:
             cell.metadata.pop(key, None)
+        if not cell.metadata.get("tags", True):
+            del cell.metadata["tags"]  # papermill gives every cell an empty list
     data = (nbformat.writes(nb).rstrip("\n") + "\n").encode()
     if data == path.read_bytes():
         return False

@@ -41,9 +41,7 @@ def greedy(logits: np.ndarray, draft_ids: Sequence[int]) -> Acceptance:
     return Acceptance(len(draft_ids), argmax(logits[len(draft_ids)]), tuple(tested))
 
 
-def token_verification(
-    p_target: Rows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws
-) -> Acceptance:
+def token_verification(p_target: Rows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
     """Rejection sampling token by token: keep x with min(1, p(x)/q(x)), else draw from norm(max(p - q, 0)).
 
     Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. `q_draft (k, vocab)` are the rows that the
@@ -75,9 +73,7 @@ def point_mass(p_target: Rows, draft_ids: Sequence[int], draws: Draws) -> Accept
     return Acceptance(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), tuple(tested))
 
 
-def block_verification(
-    p_target: Rows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws
-) -> Acceptance:
+def block_verification(p_target: Rows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
     """Verify the block as a whole: never fewer expected tokens than `token_verification`, same law.
 
     Sun et al. 2403.10444, algorithm 2: w_i = min(1, w_{i-1} p(x_i)/q(x_i)) is the weight with which the first i

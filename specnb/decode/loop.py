@@ -186,7 +186,9 @@ class _located:
             return
         where = f"after {len(self._tokens)} tokens"
         if self._drafting:
-            raise NonFiniteLogits(f"while drafting, {where}: {error}. The draft model is broken or overflows") from error
+            raise NonFiniteLogits(
+                f"while drafting, {where}: {error}. The draft model is broken or overflows"
+            ) from error
         layer = self._target.locate_nonfinite(self._tokens)
         source = f"the first module with a non-finite output is {layer}" if layer else "this engine shows no layers"
         raise NonFiniteLogits(

@@ -1,6 +1,5 @@
 """A coarser copy of the target as its own drafter: same tokenizer by construction, no training, no download."""
 
-import os
 from pathlib import Path
 
 from filelock import FileLock
@@ -39,5 +38,5 @@ def _requantised_file(spec: ModelSpec, type_name: str) -> Path:
         if not dest.is_file():
             partial = dest.with_suffix(".part")
             binding.requantize(source, partial, type_name)
-            os.replace(partial, dest)
+            partial.replace(dest)
     return dest

@@ -6,6 +6,8 @@ Its log lines go to the Python logger `specnb.llama_cpp` instead of stderr. Func
 import ctypes
 import logging
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -108,20 +110,20 @@ def vocabulary(model: object) -> Vocabulary:
     )
 
 
-def end_of_generation(gguf: Path) -> frozenset[int]:
-    """The ids that end a generation, as llama.cpp derives them from a GGUF header (nothing else is read)."""
-    api = library().api
-    params = api.llama_model_default_params()
+@contextmanager
+def header(gguf: Path) -> Iterator[object]:
+    """A GGUF opened for its vocabulary only: no weights are read. For `vocabulary` and `tokenize`."""
+    lib = library()
+    params = lib.api.llama_model_default_params()
     params.vocab_only = True
-    model = api.llama_model_load_from_file(str(gguf).encode(), params)
+    lib.errors.clear()
+    model = lib.api.llama_model_load_from_file(str(gguf).encode(), params)
     if not model:
-        raise LoadError(
-            f"llama.cpp cannot read the header of {gguf}: {'; '.join(library().errors) or 'no reason given'}"
-        )
+        raise LoadError(f"llama.cpp cannot read the header of {gguf}: {'; '.join(lib.errors) or 'no reason given'}")
     try:
-        return vocabulary(model).eog
+        yield model
     finally:
-        api.llama_model_free(model)
+        lib.api.llama_model_free(model)
 
 
 def tokenize(model: object, text: str, *, special: bool) -> list[int]:

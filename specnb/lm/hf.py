@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specnb.errors import InputError
 from specnb.lm import hf_files
-from specnb.lm.hf_attention import LANES, use_rowwise
 from specnb.lm.base import Capabilities, check_forward, check_rewind
+from specnb.lm.hf_attention import LANES, use_rowwise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PREFILL_WIDTH = 512
@@ -121,7 +121,8 @@ class HfModel:
         """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: what the
-        model knows); `threads` for torch (0: left alone; the setting is torch's and holds for the process); `exact` makes
+        model knows); `threads` for torch (0: left alone; the setting is torch's and holds for the process);
+        `exact` makes
         bfloat16 and float16 on a CPU give a token the same logits at every width (see `hf_attention`; false:
         transformers' own attention, a little faster).
 

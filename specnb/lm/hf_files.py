@@ -1,16 +1,9 @@
-"""From a folder, a hub id or a GGUF file to a torch module, its tokenizer and its vocabulary.
-
-A GGUF is dequantised once into a cached safetensors folder (values exact in float32); later loads take a second.
-"""
+"""From a folder, a hub id or a GGUF file to a torch module, its tokenizer and its vocabulary."""
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,16 +14,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.utils import logging as hf_logging
 
-from specnb.errors import InputError, LoadError
+from specnb.errors import InputError
+from specnb.lm.dequantise import UNUSABLE, dequantised, load_error, quiet
 from specnb.lm.memory import Need, kv_bytes, require
 from specnb.lm.vocab import Vocabulary
-from specnb.paths import cache_dir
-from specnb.provenance import file_digest
-
-# what transformers and huggingface_hub raise for a missing, unreachable, gated or broken model
-UNUSABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError)
 
 
 def local_or_hub(source: Path | str) -> str:
@@ -56,21 +44,11 @@ def load(
     try:
         config = AutoConfig.from_pretrained(source, revision=revision)
         _check_memory(config, dtype, device, n_ctx, source)
-        with _quiet():
+        with quiet():
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, revision=revision)
     except UNUSABLE as error:
-        raise _load_error(source, error) from error
+        raise load_error(source, error) from error
     return model.to(device), _tokenizer(source, revision)
-
-
-def _load_error(source: str, error: Exception) -> Exception:
-    if isinstance(error, LoadError):
-        return error
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return LoadError(
-        f"transformers cannot load {source!r}: {first}. Give a local folder with config.json, weights and "
-        "tokenizer, a .gguf file, or a hub id that this machine can reach"
-    )
 
 
 def _tokenizer(source: str, revision: str) -> PreTrainedTokenizerBase | None:
@@ -81,7 +59,7 @@ def _tokenizer(source: str, revision: str) -> PreTrainedTokenizerBase | None:
     try:
         return AutoTokenizer.from_pretrained(source, revision=revision)
     except UNUSABLE as error:
-        raise _load_error(source, error) from error
+        raise load_error(source, error) from error
 
 
 def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, what: str) -> None:
@@ -102,49 +80,6 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
     require(Need(weights, state), device=device, what=what)
 
 
-def dequantised(gguf: Path) -> Path:
-    """Cached folder with the float32 weights and the tokenizer of a GGUF file; made on first use."""
-    folder = cache_dir() / "dequantised" / f"{gguf.stem}-{file_digest(gguf)[:16]}"
-    done = folder / "config.json"
-    if done.is_file():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not done.is_file():
-            _dequantise(gguf, folder)
-    return folder
-
-
-def _dequantise(gguf: Path, folder: Path) -> None:
-    partial = folder.with_name(folder.name + ".part")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    except UNUSABLE as error:
-        raise _load_error(str(gguf), error) from error
-    # The tensors are plain float32 now; transformers refuses to save a model that still says it is quantised.
-    model.hf_quantizer, model.is_quantized = None, False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.generation_config.eos_token_id = _end_of_generation(gguf, model.config)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-
-
-def _end_of_generation(gguf: Path, config: PretrainedConfig) -> list[int] | int | None:
-    """The full end set of the file as llama.cpp derives it, so that both engines stop at the same tokens."""
-    from specnb.lm import binding
-
-    try:
-        return sorted(binding.end_of_generation(gguf)) or config.eos_token_id
-    except LoadError:  # torch alone is installed: the header's own EOS is what there is
-        return config.eos_token_id
-
-
 def vocabulary(
     tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig, generation: GenerationConfig | None
 ) -> Vocabulary:
@@ -156,7 +91,7 @@ def vocabulary(
     if tokenizer is None:
         return Vocabulary(tuple(b"<%d>" % i for i in range(config.vocab_size)), kind="none", eog=frozenset(eog))
     state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
-    added = {i: token for i, token in tokenizer.added_tokens_decoder.items()}
+    added = dict(tokenizer.added_tokens_decoder.items())
     to_bytes = _piece_reader(state)
     size = config.vocab_size  # the width of the logits; a tokenizer may know fewer ids, or more
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
@@ -194,17 +129,3 @@ def _piece_reader(state: dict):
         return name.replace("\u2581", " ").encode()
 
     return sentencepiece
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars and no chatter of transformers while it loads; the user's own settings come back afterwards."""
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()

@@ -50,7 +50,10 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
         experiment=EXPERIMENT,
         params=dumped,
         provenance=provenance(
-            seeds={"seed": params.seed}, models=_models(params), prompts_digest=digest(chosen), extra=_conditions(target)
+            seeds={"seed": params.seed},
+            models=_models(params),
+            prompts_digest=digest(chosen),
+            extra=_conditions(target),
         ),
         started=started,
         ended=datetime.now(UTC),
@@ -77,9 +80,7 @@ def _generations(
         for at, prompt in enumerate(chosen):
             for k in ks[at % len(ks) :] + ks[: at % len(ks)]:
                 progress(done, total, f"{prompt.id}, temperature {temperature}, K {k}")
-                yield generate(
-                    target, prompt, drafter=drafter if k else None, k=k, temperature=temperature, **common
-                )
+                yield generate(target, prompt, drafter=drafter if k else None, k=k, temperature=temperature, **common)
                 done += 1
     progress(total, total, "done")
 
@@ -91,7 +92,9 @@ def _costs(target: LanguageModel, drafter: Drafter, k_max: int) -> dict[str, Any
     curve = verify_curve(target, widths=widths, context=context)
     c = 0.0
     if isinstance(drafter, ModelDrafter):
-        c = draft_cost(curve, verify_curve(drafter.model, widths=(1,), context=min(context, drafter.model.caps.n_ctx // 2)))
+        c = draft_cost(
+            curve, verify_curve(drafter.model, widths=(1,), context=min(context, drafter.model.caps.n_ctx // 2))
+        )
     return {"verify_curve": curve.model_dump(mode="json"), "c": c}
 
 

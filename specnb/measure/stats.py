@@ -1,4 +1,4 @@
-"""Medians, ratios and their bootstrap intervals. Prompts are the unit that is resampled: runs on one prompt are alike."""
+"""Ratios and their bootstrap intervals. Prompts are the unit that is resampled: runs on one prompt are alike."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -193,8 +193,6 @@ def _shortest_prefix_first(p_target, q_draft, draft_ids, draws):
     return accept.Acceptance(kept, draws.categorical(np.maximum(p_target[kept] - q_draft[kept], 0.0)), ())
 
 
-
-
 @pytest.mark.parametrize("faulty", [_residual_forgotten, _bonus_from_the_row_before, _shortest_prefix_first])
 def test_planted_faults_in_a_rule_break_the_law(faulty):
     sampling = Sampling(temperature=1.0)

@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +13,7 @@ from nbval.plugin import get_sanitize_patterns
 from pydantic import BaseModel
 
 from specnb.book import hygiene
+from specnb.book.engine import run_notebook
 from specnb.errors import InputError
 from specnb.paths import project_dir
 
@@ -54,7 +57,8 @@ def clean() -> nbformat.NotebookNode:
 
     def code(count, source, output=None, tags=()):
         cell = new_code_cell(source, execution_count=count, outputs=[output] if output else [], id=f"cell-{count}")
-        cell.metadata.tags = list(tags)
+        if tags:
+            cell.metadata.tags = list(tags)
         return cell
 
     figure = {
@@ -270,6 +274,7 @@ def executed() -> nbformat.NotebookNode:
         cell.metadata.papermill = {"status": "completed"}
     nb.cells[2].metadata.update(execution={"iopub.status.busy": "now"}, collapsed=False)
     nb.cells[2].metadata.tags = ["keep"]
+    nb.cells[3].metadata.tags = []
     return nb
 
 
@@ -305,6 +310,34 @@ def test_a_write_that_fails_leaves_the_notebook_alone(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         hygiene.normalise(path)
     assert path.read_bytes() == before
+
+
+def test_a_headless_run_normalised_is_fit_to_be_committed(tmp_path):
+    nb = clean()
+    sources = ["import time", "print(k, '/home/' + 'me/x', f'{time.perf_counter():.3f} s')", "k * 2"]
+    nb.cells[2:] = [new_code_cell(source) for source in sources]
+    path = write(tmp_path, nb)
+    outcome = run_notebook(path, results=tmp_path / "results", progress=False)
+    assert hygiene.problems(outcome.output, CLASSES) != []
+    hygiene.normalise(outcome.output)
+    (problem,) = hygiene.problems(outcome.output, CLASSES)  # the one this test puts there, for the sanitize file
+    assert "cell 3: holds an absolute path" in problem
+    command = [
+        "--nbval",
+        "--nbval-sanitize-with",
+        str(SHELF / "sanitize.cfg"),
+        "--nbval-current-env",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), *command, str(outcome.output)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout
 
 
 SANITIZE = get_sanitize_patterns((SHELF / "sanitize.cfg").read_text(encoding="utf-8"))

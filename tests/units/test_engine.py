@@ -270,7 +270,7 @@ def test_the_same_run_twice_at_once_is_refused(run, tmp_path):
                 time.sleep(0.05)
             assert not list(tmp_path.glob("results/01_test/*/outcome.json"))
             with pytest.raises(InputError, match="is in use"):
-                run_notebook(tmp_path / "book" / "01_test.ipynb", results=tmp_path / "results", progress=False)
+                run(wait, timeout_s=20)
         finally:
             go.touch()
         assert first.result().status == "completed"

@@ -1,0 +1,60 @@
+"""Shared by all tests: results and figures go to a temporary folder, and each model is opened once a session."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from specnb.lm.base import LanguageModel
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels of notebook tests inherit the environment, so this holds for them too."""
+    base = tmp_path_factory.mktemp("written")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECNB_RESULTS", str(base / "results"))
+        patch.setenv("SPECNB_FIGURES", str(base / "figures"))
+        yield
+
+
+@pytest.fixture(scope="session")
+def opened() -> Iterator["Opened"]:
+    models = Opened()
+    yield models
+    models.close()
+
+
+class Opened:
+    """Real models by name, opened on first use; the last three stay open (each takes up to 0.6 GB)."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, LanguageModel] = {}
+
+    def __call__(self, name: str) -> LanguageModel:
+        from specnb import load
+
+        if name not in self._models:
+            while len(self._models) >= 3:
+                self._models.pop(next(iter(self._models))).close()
+            self._models[name] = load(name)
+        else:
+            self._models[name] = self._models.pop(name)
+        return self._models[name]
+
+    def close(self) -> None:
+        for model in self._models.values():
+            model.close()
+        self._models.clear()
+
+
+@pytest.fixture(scope="session")
+def without_hub() -> Iterator[None]:
+    """No test reaches for a model hub."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+def pytest_report_header() -> str:
+    return f"specnb cache: {os.environ.get('SPECNB_CACHE', 'default')}"

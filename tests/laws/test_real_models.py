@@ -1,0 +1,169 @@
+"""The laws on the real model, in both engines: speculative equals plain, rewind equals never having gone ahead."""
+
+import numpy as np
+import pytest
+
+from specnb.decode.generate import generate
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.lm.vocab import first_difference
+from specnb.measure.fork import explain_fork
+from specnb.prompts import prompts
+
+pytestmark = pytest.mark.model
+
+FLOAT32 = ["smollm2-135m:f32", "smollm2-135m?backend=hf"]
+REDUCED = ["smollm2-135m", "smollm2-135m:f16", "smollm2-135m?backend=hf&dtype=bfloat16"]
+DRAFT = "smollm2-135m:q4_0"
+N = 256
+PROMPT = prompts("edit")[0]
+
+
+@pytest.fixture(scope="module")
+def plain(opened):
+    """256 plain greedy tokens a target, made once."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = generate(opened(name), PROMPT, max_new_tokens=N, ignore_eog=True)
+        return made[name]
+
+    return of
+
+
+def speculative(opened, name, drafter, k, **settings):
+    made = ModelDrafter(opened(DRAFT)) if drafter == "model" else LookupDrafter()
+    options = {"max_new_tokens": N, "ignore_eog": True} | settings
+    return generate(opened(name), PROMPT, drafter=made, k=k, **options)
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("drafter", ["lookup", "model"])
+@pytest.mark.parametrize("name", FLOAT32)
+def test_float32_speculative_equals_plain(opened, plain, name, drafter, k):
+    made = speculative(opened, name, drafter, k)
+    assert len(made.token_ids) == N
+    assert made.token_ids == plain(name).token_ids
+    assert made.accepted_tokens > 0 or drafter == "lookup"
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "model"])
+@pytest.mark.parametrize("name", REDUCED)
+def test_reduced_precision_forks_only_at_near_ties(opened, plain, name, drafter, record_property):
+    made = speculative(opened, name, drafter, 4)
+    fork = explain_fork(opened(name), made.prompt_ids, plain(name).token_ids, made.token_ids, width=5)
+    record_property("fork", None if fork is None else fork.model_dump_json())
+    assert fork is None or fork.near_tie, f"forked away from a clear winner: {fork}"
+
+
+def test_self_draft_is_a_coarser_copy_of_the_target(opened):
+    from specnb.draft.load import load_drafter
+
+    target = opened("smollm2-135m:f16")
+    drafter = load_drafter("self", target, strict=True).drafter
+    made = generate(target, PROMPT, drafter=drafter, k=4, max_new_tokens=48)
+    base = generate(target, PROMPT, max_new_tokens=48)
+    drafter.close()
+    assert made.drafter == "smollm2-135m:q4_0" and made.acceptance_rate > 0.3
+    fork = explain_fork(target, made.prompt_ids, base.token_ids, made.token_ids, width=5)
+    assert fork is None or fork.near_tie
+
+
+@pytest.mark.parametrize("name", FLOAT32 + REDUCED)
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_rewind_equals_never_having_gone_ahead(opened, name, n):
+    model = opened(name)
+    ids = model.encode(PROMPT.messages[0].content)[:80]
+    model.reset()
+    model.forward(ids[:60], n_logits=0)
+    expected = model.forward(ids[60:70])
+    model.reset()
+    model.forward(ids[:60], n_logits=0)
+    model.forward(ids[70 : 70 + n])
+    model.rewind(n)
+    assert model.n_past == 60
+    again = model.forward(ids[60:70])
+    np.testing.assert_array_equal(again, expected)
+
+
+def test_a_planted_rewind_fault_is_seen(opened, monkeypatch):
+    """A rewind that forgets one token too few leaves the law above broken."""
+    model = opened("smollm2-135m?backend=hf")
+    ids = model.encode(PROMPT.messages[0].content)[:80]
+    model.reset()
+    model.forward(ids[:60], n_logits=0)
+    expected = model.forward(ids[60:70])
+    model.reset()
+    model.forward(ids[:60], n_logits=0)
+    model.forward(ids[70:73])
+    model._cache.crop(-2)
+    model.n_past -= 3
+    assert np.abs(model.forward(ids[60:70]) - expected).max() > 0.01
+
+
+def test_bfloat16_on_a_cpu_gives_a_token_the_same_bits_at_every_width(opened):
+    model = opened("smollm2-135m?backend=hf&dtype=bfloat16")
+    ids = model.encode(PROMPT.messages[0].content)[:100]
+
+    def rows(width):
+        model.reset()
+        model.forward(ids[:60], n_logits=0)
+        return np.concatenate([model.forward(ids[i : i + width]) for i in range(60, 100, width)])
+
+    single = rows(1)
+    for width in (2, 3, 5, 9, 16):
+        np.testing.assert_array_equal(rows(width), single, err_msg=f"width {width}")
+
+
+def test_both_engines_read_the_same_model(opened):
+    """Same vocabulary, same token ids, and in float32 the same logits up to rounding."""
+    llama, torch = (opened(name) for name in FLOAT32)
+    assert first_difference(llama.vocab, torch.vocab) is None
+    assert llama.vocab.eog == torch.vocab.eog
+    for prompt in prompts(limit=20):
+        text = prompt.text or prompt.messages[-1].content
+        assert llama.encode(text) == torch.encode(text)
+    ids = llama.encode(PROMPT.messages[0].content)[:64]
+    logits = []
+    for model in (llama, torch):
+        model.reset()
+        logits.append(model.forward(ids))
+    np.testing.assert_allclose(logits[0], logits[1], atol=2e-3)
+
+
+def test_blocks_and_prefill_agree_with_single_steps(opened):
+    """n_logits and the width of forwards change no logits beyond float32 rounding."""
+    for name in FLOAT32:
+        model = opened(name)
+        ids = model.encode(PROMPT.messages[0].content)[:40]
+        model.reset()
+        whole = model.forward(ids)
+        model.reset()
+        steps = np.concatenate([model.forward([i]) for i in ids])
+        np.testing.assert_allclose(steps, whole, atol=2e-3)
+        model.reset()
+        np.testing.assert_allclose(model.forward(ids, n_logits=3), whole[-3:], atol=2e-3)
+
+
+def test_fixed_width_makes_widths_equal_bit_for_bit(opened):
+    model = opened("smollm2-135m?fixed_width=6")
+    ids = model.encode(PROMPT.messages[0].content)[:60]
+
+    def rows(width):
+        model.reset()
+        model.forward(ids[:30], n_logits=0)
+        return np.concatenate([model.forward(ids[i : i + width]) for i in range(30, 60, width)])
+
+    single = rows(1)
+    for width in (2, 3, 5, 6):
+        np.testing.assert_array_equal(rows(width), single, err_msg=f"width {width}")
+
+
+def test_sampling_with_one_seed_repeats(opened):
+    runs = [
+        speculative(opened, "smollm2-135m", "model", 3, temperature=0.8, seed=5, max_new_tokens=24).token_ids
+        for _ in range(2)
+    ]
+    other = speculative(opened, "smollm2-135m", "model", 3, temperature=0.8, seed=6, max_new_tokens=24).token_ids
+    assert runs[0] == runs[1] != other
