@@ -47,13 +47,14 @@ class KSweepParams(Params):
     Each prompt is generated plainly and with every K, interleaved, at every temperature.
     """
 
-    target: str = "smollm2-135m?backend=hf"
+    target: str = "smollm2-135m"
+    backend: str = Field(default="hf", pattern="^(hf|llama|)$")
     drafter: str = "lookup"
-    ks: list[int] = Field(default=[1, 2, 4, 8, 12], min_length=1, max_length=64)
+    ks: list[int] = Field(default=[2, 4, 8, 12], min_length=1, max_length=64)
     temperatures: list[float] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
     categories: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
     prompts_per_category: int = Field(default=2, ge=1, le=1000)
-    max_new_tokens: int = Field(default=48, ge=1, le=100_000)
+    max_new_tokens: int = Field(default=32, ge=1, le=100_000)
     rule: str = "token"
     seed: int = Field(default=0, ge=0, lt=2**63)
 

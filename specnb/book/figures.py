@@ -22,9 +22,10 @@ def speedup_over_k(sweep: pd.DataFrame, *, title: str = "Speed-up over plain dec
         panel = drawn[drawn["temperature"] == temperature]
         for index, (category, line) in enumerate(panel.groupby("category", sort=False)):
             figure.add_trace(_speedup_trace(str(category), line, index, legend=column == 1), row=1, col=column)
-    figure.add_hline(
-        y=1.0, line={"color": "#222", "width": 1}, annotation_text="break-even", annotation_position="bottom right"
-    )
+    figure.add_hline(y=1.0, line={"color": "#222", "width": 1})
+    # named in the legend, where it cannot lie across the data
+    line = {"color": "#222", "width": 1}
+    figure.add_trace(go.Scatter(x=[None], y=[None], mode="lines", line=line, name="break-even"), row=1, col=1)
     figure.update_xaxes(title_text="draft length K (tokens)", tickvals=sorted(drawn["k"].unique()))
     figure.update_yaxes(title_text="speed-up (plain decoding = 1)", col=1)
     figure.update_yaxes(rangemode="tozero")

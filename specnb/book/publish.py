@@ -28,7 +28,7 @@ from plotly.offline import get_plotlyjs
 
 from specnb.errors import InputError
 from specnb.paths import project_dir
-from specnb.provenance import canonical_json
+from specnb.provenance import canonical_json, json_digest
 from specnb.records import RunRecord
 from specnb.store import write_atomic
 
@@ -98,14 +98,14 @@ def publish(
     folder = figures_dir() if folder is None else Path(folder)
     title = plain_text(figure.layout.title.text) or name
     caption = caption_of(title, record)
-    digest = hashlib.sha256(figure.to_json(engine="json").encode()).hexdigest()
+    digest = json_digest(json.loads(figure.to_json(engine="json")))  # keys sorted: plotly changes their order
     keys = {"name": name, "experiment": record.experiment, "run_id": record.run_id, "figure_sha256": digest}
     mark = canonical_json(keys)
     document = {"schema_version": SCHEMA_VERSION, **keys, "title": title, "caption": caption, "status": record.status}
     document |= {"params": record.params, "provenance": record.provenance}
     document["table"] = None if table is None else _table_facts(table)
     document = {key: json.loads(canonical_json(value)) for key, value in document.items()}
-    sized = go.Figure(figure).update_layout(width=width, height=height)
+    sized = go.Figure(figure.to_dict()).update_layout(width=width, height=height)
     contents, skipped = render(sized, mark, scale)
     contents["html"] = _page(sized, name, title, caption, mark)
     try:
@@ -209,7 +209,7 @@ async def _shoot(spec: dict, options: dict[str, dict], mark: str, made: dict[str
                 made[suffix] = finish[suffix](await browser.calc_fig(spec, {"format": suffix, **option}), mark)
             except Exception as error:
                 made[suffix] = _reason(error)
-    except asyncio.CancelledError:  # kaleido's word for a browser that is gone
+    except (Exception, asyncio.CancelledError):  # the latter is kaleido's word for a browser that is gone
         return
     finally:
         timer.cancel()
@@ -230,7 +230,7 @@ def _kill(browser: Any) -> None:
 
 def _reason(error: Exception) -> str:
     """One line for the sidecar; paths of this machine stay out of it."""
-    if type(error).__name__ in ("BrowserFailedError", "BrowserClosedError", "ChannelClosedError"):
+    if type(error).__name__ in ("BrowserClosedError", "ChannelClosedError", "ProcessLookupError"):
         return BROWSER_ENDED
     detail = getattr(error, "strerror", str(error)) or f"no answer within {RENDER_S:g} s"  # a TimeoutError has no text
     return f"the export failed ({type(error).__name__}: {' '.join(detail.split())[:200]}): see `specnb check`"

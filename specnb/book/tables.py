@@ -59,9 +59,15 @@ def _k_row(key: tuple[str, float, int], group: list[Generation], made: Sequence[
 
 
 def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
-    """The fastest K of each category and temperature (0: plain decoding was fastest)."""
-    at = sweep.groupby(["category", "temperature"], sort=False)["speedup"].idxmax()
-    return sweep.loc[at, ["category", "temperature", "k", "speedup", "low", "high", "tau"]].reset_index(drop=True)
+    """The fastest K > 0 of each category and temperature, and whether it beats plain decoding.
+
+    verdict: `pays` when the whole interval is above 1, `does not pay` when it is below, else `undecided`.
+    """
+    drafting = sweep[sweep["k"] > 0]
+    at = drafting.groupby(["category", "temperature"], sort=False)["speedup"].idxmax()
+    best = drafting.loc[at, ["category", "temperature", "k", "speedup", "low", "high", "tau"]].reset_index(drop=True)
+    verdict = np.select([best["low"] > 1, best["high"] < 1], ["pays", "does not pay"], "undecided")
+    return best.assign(verdict=verdict)
 
 
 def verify_cost(record: RunRecord) -> pd.DataFrame:

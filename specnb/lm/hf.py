@@ -122,9 +122,8 @@ class HfModel:
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: what the
         model knows); `threads` for torch (0: left alone; the setting is torch's and holds for the process);
-        `exact` makes
-        bfloat16 and float16 on a CPU give a token the same logits at every width (see `hf_attention`; false:
-        transformers' own attention, a little faster).
+        `exact` makes bfloat16 and float16 on a CPU give a token the same logits at every width (see
+        `hf_attention`; false: transformers' own attention, a little faster).
 
         Raises InputError (bad option), LoadError (not a model, not fetchable), MemoryShortError.
         """

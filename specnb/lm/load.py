@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from specnb.errors import InputError
 from specnb.lm import zoo
@@ -23,7 +23,10 @@ BACKENDS = ("llama", "hf")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A parsed model name: where it is (`zoo`, `gguf` or `hf`), which engine opens it, and the engine's options."""
+    """A parsed model name: where it is (`zoo`, `gguf` or `hf`), which engine opens it, and the engine's options.
+
+    `text` is the name with all options that were given, however they were given.
+    """
 
     text: str
     where: str
@@ -46,12 +49,18 @@ def parse(name: str, **options: Any) -> ModelSpec:
         ) from error
     merged |= options
     where = _where(source)
-    backend = merged.pop("backend", None) or ("hf" if where == "hf" else "llama")
+    backend = merged.pop("backend", None) or _default_backend(where)
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r} in {name!r}; known: {', '.join(BACKENDS)}")
     if where == "hf" and backend == "llama":
         raise InputError(f"{name!r} is a transformers model; llama.cpp opens .gguf files only")
-    return ModelSpec(str(name), where, source.removeprefix("hf:"), backend, merged)
+    said = ({} if backend == _default_backend(where) else {"backend": backend}) | merged
+    text = f"{source}?{urlencode(said)}" if said else source
+    return ModelSpec(text, where, source.removeprefix("hf:"), backend, merged)
+
+
+def _default_backend(where: str) -> str:
+    return "hf" if where == "hf" else "llama"
 
 
 def _where(source: str) -> str:

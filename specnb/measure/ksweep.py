@@ -33,7 +33,7 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
     """
     started = datetime.now(UTC)
     chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
-    target = load(params.target)
+    target = load(params.target, **_engine(params))
     drafter: Drafter | None = None
     try:
         drafter = load_drafter(params.drafter, target, strict=True).drafter
@@ -116,6 +116,11 @@ def _forks(target: LanguageModel, made: tuple[Generation, ...]) -> Iterator[dict
         fork = explain_fork(target, one.prompt_ids, base.token_ids, one.token_ids, width=one.k + 1)
         if fork is not None:
             yield {"prompt_id": one.prompt_id, "k": one.k, **fork.model_dump(mode="json")}
+
+
+def _engine(params: KSweepParams) -> dict[str, str]:
+    """The backend as an option of `load`; empty leaves the choice to the target's name."""
+    return {"backend": params.backend} if params.backend else {}
 
 
 def _models(params: KSweepParams) -> list[dict[str, Any]]:

@@ -195,7 +195,7 @@ DEFECTS = {
     "path in output": (output_edit("saved to /tmp/pytest-1/x\n"), "cell 3: holds an absolute path"),
     "path of a variable": (output_edit("PATH=/usr/bin:/bin"), "cell 3: holds an absolute path"),
     "path in json": (
-        cell_edit(4, outputs=[new_output("display_data", {"application/vnd.plotly.v1+json": {"a": "/work/x"}})]),
+        cell_edit(4, outputs=[new_output("display_data", {"application/vnd.plotly.v1+json": {"a": "/srv/x"}})]),
         "cell 4: holds an absolute path",
     ),
     "file url": (output_edit("file:///x"), "cell 3: holds an absolute path"),
