@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
 from specnb.errors import InputError, SpecnbError
 
@@ -23,20 +24,41 @@ app = typer.Typer(
 models_app = typer.Typer(help="The zoo: models that run without a hub.", invoke_without_command=True)
 app.add_typer(models_app, name="models")
 
+PARAMETER = ("-p", "--parameter")
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
 def main() -> None:
     """Entry point: errors made on purpose become one line and exit code 2."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal's encoding lacks
     try:
         app()
     except SpecnbError as error:
-        print(f"specnb: {error}", file=sys.stderr)
+        print(f"specnb: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(2)
 
 
+class _TakesPairs(TyperCommand):
+    """A command whose `-p` takes two words, NAME VALUE; typer knows options of two words, but not lists of them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _with_pairs_joined(args))
+
+
+def _with_pairs_joined(words: list[str]) -> list[str]:
+    """`-p NAME VALUE` as `-p NAME=VALUE`, which may also be written; a name that has no value is left alone."""
+    rest, joined = list(words), []
+    while rest:
+        joined.append(rest.pop(0))
+        if joined[-1] in PARAMETER and rest:
+            name = rest.pop(0)
+            has_value = rest and "=" not in name and rest[0] not in PARAMETER
+            joined.append(f"{name}={rest.pop(0)}" if has_value else name)
+    return joined
+
+
 def _print_json(document: Any) -> None:
-    print(json.dumps(document, ensure_ascii=False))
+    print(json.dumps(document))  # ASCII: a pipe may have an encoding that lacks what a model writes
 
 
 def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -48,12 +70,12 @@ def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console().print(table)
 
 
-@app.command()
+@app.command(cls=_TakesPairs)
 def run(
     notebooks: Annotated[list[str] | None, typer.Argument(help="names or paths; none: all, in order")] = None,
     parameter: Annotated[
         list[str] | None,
-        typer.Option("-p", "--parameter", help="NAME VALUE (or NAME=VALUE), repeatable", metavar="NAME VALUE"),
+        typer.Option(*PARAMETER, help="NAME VALUE (or NAME=VALUE), repeatable", metavar="NAME VALUE"),
     ] = None,
     results: Annotated[Path | None, typer.Option(help="folder of records [results/]")] = None,
     timeout_s: Annotated[int | None, typer.Option(help="seconds a cell may take")] = None,
@@ -66,6 +88,8 @@ def run(
 
     given = engine.parse_parameters(_pairs(parameter or []))
     paths = [engine.find_notebook(n) for n in notebooks] if notebooks else engine.notebooks()
+    if not paths:
+        raise InputError("there are no notebooks in the checkout to run: give the path of one")
     if given and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
     zoo.path("smollm2-135m")  # fetched here, where its progress can be seen

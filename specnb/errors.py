@@ -41,6 +41,10 @@ class RewindError(SpecnbError, RuntimeError):
     """The model cannot forget that many tokens exactly."""
 
 
+class StateError(SpecnbError, RuntimeError):
+    """A model's state is not the one this generation left it in: something else used the model in between."""
+
+
 class NonFiniteLogits(SpecnbError, FloatingPointError):
     """A row of logits holds NaN or +inf, or has no finite entry; it is never replaced by another row."""
 

@@ -4,10 +4,11 @@ The field names and defaults are those of the notebook's `parameters` cell (a te
 papermill and a plain call go through the same checks.
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from specnb.errors import InputError
 
@@ -15,7 +16,7 @@ from specnb.errors import InputError
 class Params(BaseModel):
     """Base of all parameter models: no unknown names, no silent change of a value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @classmethod
     def from_cell(cls, names: Mapping[str, Any]) -> Self:
@@ -35,7 +36,7 @@ class Params(BaseModel):
             return cls(**values)
         except ValidationError as error:
             told = "; ".join(
-                f"{'.'.join(str(part) for part in e['loc']) or 'parameters'} = {e.get('input')!r}: {e['msg']}"
+                f"{'.'.join(str(part) for part in e['loc']) or 'parameters'} = {e.get('input')!r:.200}: {e['msg']}"
                 for e in error.errors()
             )
             raise InputError(f"parameters of {cls.__name__}: {told}") from error
@@ -49,13 +50,14 @@ class KSweepParams(Params):
 
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
+    dtype: str = Field(default="bfloat16", pattern="^(float32|bfloat16|float16|)$")
     drafter: str = "lookup"
     ks: list[int] = Field(default=[2, 4, 8, 12], min_length=1, max_length=64)
     temperatures: list[float] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
     categories: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
-    prompts_per_category: int = Field(default=2, ge=1, le=1000)
-    max_new_tokens: int = Field(default=32, ge=1, le=100_000)
-    rule: str = "token"
+    prompts_per_category: int = Field(default=5, ge=1, le=1000)
+    max_new_tokens: int = Field(default=24, ge=1, le=100_000)
+    rule: Literal["token", "block", "typical"] = "token"
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     @field_validator("ks")
@@ -63,8 +65,6 @@ class KSweepParams(Params):
     def _draft_lengths(cls, ks: list[int]) -> list[int]:
         if any(not 1 <= k <= 256 for k in ks):
             raise ValueError("each K must be 1 to 256; the baseline (no drafts) always runs beside them")
-        if len(set(ks)) != len(ks):
-            raise ValueError("a K is listed twice")
         return sorted(ks)
 
     @field_validator("temperatures")
@@ -72,6 +72,19 @@ class KSweepParams(Params):
     def _temperatures(cls, temperatures: list[float]) -> list[float]:
         if any(not 0 <= t <= 100 for t in temperatures):
             raise ValueError("each temperature must be 0 (greedy) to 100")
-        if len(set(temperatures)) != len(temperatures):
-            raise ValueError("a temperature is listed twice")
         return temperatures
+
+    @field_validator("ks", "temperatures", "categories")
+    @classmethod
+    def _no_repeats(cls, values: list) -> list:
+        """The same generation twice would count as two prompts, and make intervals too narrow."""
+        twice = [value for value, times in Counter(values).items() if times > 1]
+        if twice:
+            raise ValueError(f"{twice[0]!r} is listed twice")
+        return values
+
+    @model_validator(mode="after")
+    def _typical_needs_sampling(self) -> Self:
+        if self.rule == "typical" and 0 in self.temperatures:
+            raise ValueError("the rule typical needs temperatures above 0: at 0 the greedy rule is used")
+        return self

@@ -130,7 +130,7 @@ def cpu_facts() -> dict[str, Any]:
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
-        "quota_cores": _quota_cores(),
+        "quota_cores": quota_cores(),
     }
 
 
@@ -170,7 +170,7 @@ def read_text(file: Path) -> str:
     return ""
 
 
-def _quota_cores() -> float | None:
+def quota_cores() -> float | None:
     """Cores the control group grants, the smallest along the path; None where there is no limit."""
     quotas = []
     for folder in cgroup_folders("cpu"):

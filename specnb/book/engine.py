@@ -74,6 +74,8 @@ def run_notebook(
         (folder / "outcome.json").unlink(missing_ok=True)
         nb = _prepared(source, given, output)
         own = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
+        if given:  # published figures are those of the default parameters; others stay with their run
+            own["SPECNB_FIGURES"] = str(folder / "figures")
         launch = {"env": {**os.environ, **own}, "cwd": str(source.path.parent)}
         started, clock = datetime.now(UTC), time.perf_counter()
         try:

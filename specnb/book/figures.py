@@ -5,31 +5,39 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.style import series, template
+from specnb.errors import InputError
 
 
 def speedup_over_k(sweep: pd.DataFrame, *, title: str = "Speed-up over plain decoding") -> go.Figure:
     """Speed-up over draft length K, one panel a temperature, one line a category, with the break-even line at 1.
 
     `sweep` is `tables.k_sweep`; bars are its intervals. K = 0, the baseline, is the line at 1 and not drawn.
+    Raises InputError when nothing is left to draw.
     """
     drawn = sweep[sweep["k"] > 0]
+    if drawn.empty:
+        raise InputError("there is no row with K > 0 to draw: run the sweep with at least one K")
     temperatures = sorted(drawn["temperature"].unique())
+    categories = drawn["category"].unique().tolist()  # a category looks the same in every panel
     titles = [f"temperature {t:g}" + (" (greedy)" if t == 0 else "") for t in temperatures]
     figure = make_subplots(
         cols=len(temperatures), rows=1, shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.04
     )
     for column, temperature in enumerate(temperatures, start=1):
         panel = drawn[drawn["temperature"] == temperature]
-        for index, (category, line) in enumerate(panel.groupby("category", sort=False)):
-            figure.add_trace(_speedup_trace(str(category), line, index, legend=column == 1), row=1, col=column)
+        for category, line in panel.groupby("category", sort=False):
+            first = not any(trace.name == category for trace in figure.data)
+            trace = _speedup_trace(str(category), line, categories.index(category), legend=first)
+            figure.add_trace(trace, row=1, col=column)
     figure.add_hline(y=1.0, line={"color": "#222", "width": 1})
     # named in the legend, where it cannot lie across the data
     line = {"color": "#222", "width": 1}
     figure.add_trace(go.Scatter(x=[None], y=[None], mode="lines", line=line, name="break-even"), row=1, col=1)
     figure.update_xaxes(title_text="draft length K (tokens)", tickvals=sorted(drawn["k"].unique()))
-    figure.update_yaxes(title_text="speed-up (plain decoding = 1)", col=1)
+    figure.update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
     figure.update_yaxes(rangemode="tozero")
-    return figure.update_layout(template=template(), title_text=title)
+    lossy = "" if drawn.get("lossless", pd.Series([True])).all() else " (lossy: not the target's distribution)"
+    return figure.update_layout(template=template(), title_text=title + lossy)
 
 
 def _speedup_trace(category: str, line: pd.DataFrame, index: int, *, legend: bool) -> go.Scatter:

@@ -198,26 +198,26 @@ async def _shoot(spec: dict, options: dict[str, dict], mark: str, made: dict[str
     if not path or not Path(path).is_file():  # asked here: a Kaleido that finds none leaves five threads behind
         made |= dict.fromkeys(options, NO_BROWSER)
         return
-    finish = {"svg": finish_svg, "png": finish_png}
     browser = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
-    # Not wait_for: kaleido awaits the browser while it cleans up too, so only the end of a hung one ends the wait.
-    timer = asyncio.get_running_loop().call_later(EXPORT_S, _kill, browser)
+    # Not wait_for: kaleido awaits the browser while it cleans up too, so a hung one has to be ended first.
+    for step, limit_s in ((_draw(browser, spec, options, mark, made), EXPORT_S), (browser.close(), CLOSE_S)):
+        done, _ = await asyncio.wait({asyncio.gather(step, return_exceptions=True)}, timeout=limit_s)
+        if not done:
+            _kill(browser)
+    _kill(browser)
+
+
+async def _draw(browser: Any, spec: dict, options: dict[str, dict], mark: str, made: dict[str, bytes | str]) -> None:
+    finish = {"svg": finish_svg, "png": finish_png}
     try:
         await browser.open()
-        for suffix, option in options.items():
-            try:
-                made[suffix] = finish[suffix](await browser.calc_fig(spec, {"format": suffix, **option}), mark)
-            except Exception as error:
-                made[suffix] = _reason(error)
-    except (Exception, asyncio.CancelledError):  # the latter is kaleido's word for a browser that is gone
+    except Exception:  # whatever it says: no image is made
         return
-    finally:
-        timer.cancel()
-        timer = asyncio.get_running_loop().call_later(CLOSE_S, _kill, browser)
-        with contextlib.suppress(Exception, asyncio.CancelledError):
-            await browser.close()
-        timer.cancel()
-        _kill(browser)
+    for suffix, option in options.items():
+        try:
+            made[suffix] = finish[suffix](await browser.calc_fig(spec, {"format": suffix, **option}), mark)
+        except Exception as error:
+            made[suffix] = _reason(error)
 
 
 def _kill(browser: Any) -> None:

@@ -18,8 +18,9 @@ def k_sweep(record: RunRecord, *, level: float = 0.95, pooled: bool = True) -> p
     """One row per category, temperature and K; K = 0 is the baseline. `pooled` adds rows over all categories.
 
     Columns: category, temperature, k, tokens_per_s, drafted, accepted, acceptance_rate, tau, speedup with low and
-    high (bootstrap over prompts, paired with the baseline on the same prompt; decoding time without prefill),
-    identical (greedy runs whose tokens equal the baseline's; None when sampling), n_prompts.
+    high (decoding time without prefill; bootstrap over prompts, paired with the baseline on the same prompt, none
+    for fewer than `stats.FEWEST` prompts), wall_speedup (prefill included, the drafter's too), identical (greedy
+    runs whose tokens equal the baseline's; None when sampling), lossless, n_prompts.
     """
     made = record.generations
     groups: dict[tuple[str, float, int], list[Generation]] = {}
@@ -38,6 +39,7 @@ def _k_row(key: tuple[str, float, int], group: list[Generation], made: Sequence[
     bases = [baseline_of(tuple(made), g) for g in group]
     rows = [(len(g.token_ids), g.decode_s, len(b.token_ids), b.decode_s) for g, b in zip(group, bases, strict=True)]
     speedup = bootstrap(rows, rate_ratio, level=level)
+    whole = [(len(g.token_ids), g.wall_s, len(b.token_ids), b.wall_s) for g, b in zip(group, bases, strict=True)]
     drafted, accepted = (sum(getattr(g, n) for g in group) for n in ("total_draft_tokens", "accepted_tokens"))
     return {
         "category": category,
@@ -51,9 +53,11 @@ def _k_row(key: tuple[str, float, int], group: list[Generation], made: Sequence[
         "speedup": speedup.value,
         "low": speedup.low,
         "high": speedup.high,
+        "wall_speedup": rate_ratio(np.asarray(whole, dtype=float)),
         "identical": sum(g.token_ids == b.token_ids for g, b in zip(group, bases, strict=True))
         if not temperature
         else None,
+        "lossless": all(g.lossless for g in group),
         "n_prompts": len(group),
     }
 
@@ -61,9 +65,12 @@ def _k_row(key: tuple[str, float, int], group: list[Generation], made: Sequence[
 def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
     """The fastest K > 0 of each category and temperature, and whether it beats plain decoding.
 
-    verdict: `pays` when the whole interval is above 1, `does not pay` when it is below, else `undecided`.
+    verdict: `pays` when the whole interval is above 1, `does not pay` when it is below, else `undecided`. The K was
+    chosen on the same prompts, so its speed-up flatters a little: confirm it on others.
     """
     drafting = sweep[sweep["k"] > 0]
+    if drafting.empty:
+        raise InputError("there is no row with K > 0: run the sweep with at least one K")
     at = drafting.groupby(["category", "temperature"], sort=False)["speedup"].idxmax()
     best = drafting.loc[at, ["category", "temperature", "k", "speedup", "low", "high", "tau"]].reset_index(drop=True)
     verdict = np.select([best["low"] > 1, best["high"] < 1], ["pays", "does not pay"], "undecided")

@@ -1,19 +1,23 @@
 """One prompt to one `Generation`: the call that notebooks and the command line make."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import index
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 
 from specnb.decode import loop
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.decode.stopping import Stopping, StopRules
+from specnb.decode.stopping import Stopping, StopRules, require_text
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
+from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import chat
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
+from specnb.lm.vocab import require_same
 from specnb.prompts import Prompt
 from specnb.records import Generation, Round
 
@@ -23,23 +27,30 @@ PromptLike = str | Prompt | Sequence[int] | Sequence[chat.Message]
 def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
     """Token ids of a prompt: text as it is, messages through the model's chat template, ids untouched.
 
-    An empty text begins with the model's BOS token, where it has one.
+    An empty text begins with the model's BOS token, where it has one. Raises InputError for anything else.
     """
     if isinstance(prompt, Prompt):
         prompt = [m.model_dump() for m in prompt.messages] if prompt.messages else prompt.text
     if isinstance(prompt, str):
-        ids = target.encode(prompt)
-        return tuple(ids) or ((target.vocab.bos,) if target.vocab.bos is not None else ())
-    if prompt and isinstance(prompt[0], dict):
-        return tuple(target.encode(chat.render(target.vocab, prompt)))
-    return tuple(int(token) for token in prompt)
+        require_text(prompt, "the prompt")
+        return tuple(target.encode(prompt)) or ((target.vocab.bos,) if target.vocab.bos is not None else ())
+    if len(prompt) and isinstance(prompt[0], Mapping):
+        text = chat.render(target.vocab, prompt)
+        require_text(text, "the chat prompt")
+        ids = tuple(target.encode(text))
+        # many templates write the BOS token that encode adds as well; trained on one, models go wrong with two
+        return ids[1:] if target.vocab.add_bos and ids[:2] == (target.vocab.bos,) * 2 else ids
+    try:
+        return tuple(index(token) for token in prompt)
+    except TypeError as error:
+        raise InputError(f"a prompt is text, messages or token ids (int), got {prompt!r:.200}") from error
 
 
 def generate(
-    target: LanguageModel | str,
+    target: LanguageModel | str | Path,
     prompt: PromptLike,
     *,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | LanguageModel | str | None = None,
     k: int = 4,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -47,7 +58,7 @@ def generate(
     max_new_tokens: int = 128,
     seed: int = 0,
     rule: str = "token",
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     ignore_eog: bool = False,
     strict: bool = False,
 ) -> Generation:
@@ -59,20 +70,22 @@ def generate(
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
     """
-    if k < 0:
-        raise InputError(f"k must be 0 or more, got {k}")
+    for name, value in (("k", k), ("seed", seed)):
+        if value < 0:
+            raise InputError(f"{name} must be 0 or more, got {value}")
     sampling = Sampling(temperature, top_k, top_p)
     verify = loop.rule_named(rule, sampling)
-    rules = StopRules(max_new_tokens, tuple(stop), ignore_eog)
+    rules = StopRules(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eog)
     opened: list[LanguageModel | Drafter] = []
     try:
-        if isinstance(target, str):
+        if isinstance(target, str | Path):
             target = load(target)
             opened.append(target)
         fallback = None
         if isinstance(drafter, str):
             drafter, fallback = load_drafter(drafter, target, strict=strict)
             opened += [drafter] if drafter else []
+        drafter = _fitting(target, drafter)
         ids = prompt_ids(target, prompt)
         stopping = Stopping(rules, target.vocab)
         chooser = Chooser(sampling, Draws(np.random.default_rng(seed)))
@@ -104,6 +117,24 @@ def generate(
     finally:
         for thing in opened:
             thing.close()
+
+
+def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> Drafter | None:
+    """The drafter, checked against the target before the first token; an opened model becomes one."""
+    if drafter is None:
+        return None
+    if target.caps.rewind == "none":
+        raise InputError(
+            f"{target.name} cannot verify drafts, for it cannot go back: {target.caps.rewind_reason}. "
+            "Generate without a drafter"
+        )
+    if isinstance(drafter, LanguageModel):
+        drafter = ModelDrafter(drafter)
+    if getattr(drafter, "model", None) is target:
+        raise InputError(f"{target.name} cannot be its own drafter: it has one state. Load it a second time")
+    if drafter.vocab is not None:
+        require_same(target.vocab, drafter.vocab, names=(target.name, drafter.name))
+    return drafter
 
 
 def _timed(

@@ -15,7 +15,7 @@ from specnb.decode.accept import Acceptance
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.decode.stopping import Stopping
 from specnb.draft.base import Drafter, Proposal, TokenView
-from specnb.errors import CapacityError, InputError, NonFiniteLogits
+from specnb.errors import CapacityError, InputError, NonFiniteLogits, StateError
 from specnb.lm.base import LanguageModel
 from specnb.records import Round
 
@@ -100,10 +100,11 @@ def autoregressive(
     for index in count():
         if stopping.reason or _out_of_context(target, tokens, stopping):
             return
+        _require_state(target, tokens)
         began = perf_counter()
         logits = target.forward(tokens[-1:])
         verified = perf_counter()
-        with _located(target, tokens):
+        with _located(target, tokens, logits):
             token, _ = chooser.pick(logits[0])
         committed = stopping.admit((token,))
         tokens.extend(committed)
@@ -134,12 +135,13 @@ def speculative(
         # a round commits up to k + 1 tokens: no drafts beyond the length limit, the context or the widest forward
         limit = min(k, stopping.remaining - 1, target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
         began = perf_counter()
-        with _located(target, tokens, drafting=True):
-            proposal = drafter.propose(view, limit, chooser) if limit > 0 else Proposal(())
+        with _located(target, tokens):
+            proposal = _proposed(drafter, view, limit, chooser)
         drafted = perf_counter()
+        _require_state(target, tokens)
         logits = target.forward([tokens[-1], *proposal.ids])
         verified = perf_counter()
-        with _located(target, tokens):
+        with _located(target, [*tokens, *proposal.ids], logits):
             n_accepted, next_id, accept_prob = rule(logits, proposal, chooser)
         committed = stopping.admit((*proposal.ids[:n_accepted], next_id))
         tokens.extend(committed)
@@ -155,7 +157,7 @@ def speculative(
             n_accepted=min(n_accepted, len(committed)),  # fewer when generation ended inside the accepted drafts
             draft_ids=proposal.ids,
             committed_ids=committed,
-            accept_prob=accept_prob,
+            accept_prob=accept_prob[: len(committed)],  # those that the generation reached
             draft_s=drafted - began,
             verify_s=verified - drafted,
             rewind_s=rewound - accepted_at,
@@ -165,6 +167,14 @@ def speculative(
         )
 
 
+def _proposed(drafter: Drafter, view: TokenView, limit: int, chooser: Chooser) -> Proposal:
+    """Up to `limit` drafts; more than that would be recorded under a wrong K, or overrun the context."""
+    proposal = drafter.propose(view, limit, chooser) if limit > 0 else Proposal(())
+    if len(proposal.ids) > max(limit, 0):
+        raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, but was asked for {limit}")
+    return proposal
+
+
 def _out_of_context(target: LanguageModel, tokens: list[int], stopping: Stopping) -> bool:
     """End the generation when the next forward would not fit; says so in `stopping.reason`."""
     if len(tokens) > target.caps.n_ctx:
@@ -172,11 +182,24 @@ def _out_of_context(target: LanguageModel, tokens: list[int], stopping: Stopping
     return stopping.reason is not None
 
 
-class _located:
-    """Adds position and layer to a NonFiniteLogits that passes through (a class: cheaper than a generator)."""
+def _require_state(target: LanguageModel, tokens: list[int]) -> None:
+    """The loops' invariant, checked each round: another user of the model would silently change the output."""
+    if target.n_past != len(tokens) - 1:
+        raise StateError(
+            f"the state of {target.name} holds {target.n_past} tokens, but this generation left {len(tokens) - 1} "
+            "there: the model was used by another generation, or by the drafter. Load it once for each"
+        )
 
-    def __init__(self, target: LanguageModel, tokens: list[int], drafting: bool = False) -> None:
-        self._target, self._tokens, self._drafting = target, tokens, drafting
+
+class _located:
+    """Adds position and layer to a NonFiniteLogits that passes through (a class: cheaper than a generator).
+
+    `fed` are the tokens whose last forward gave `logits`, a row for each of the last of them; without logits the
+    drafter was at work.
+    """
+
+    def __init__(self, target: LanguageModel, fed: list[int], logits: np.ndarray | None = None) -> None:
+        self._target, self._fed, self._logits = target, fed, logits
 
     def __enter__(self) -> None:
         return None
@@ -184,13 +207,14 @@ class _located:
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if not isinstance(error, NonFiniteLogits):
             return
-        where = f"after {len(self._tokens)} tokens"
-        if self._drafting:
-            raise NonFiniteLogits(
-                f"while drafting, {where}: {error}. The draft model is broken or overflows"
-            ) from error
-        layer = self._target.locate_nonfinite(self._tokens)
-        source = f"the first module with a non-finite output is {layer}" if layer else "this engine shows no layers"
+        if self._logits is None:
+            where = f"while drafting, after {len(self._fed)} tokens"
+            raise NonFiniteLogits(f"{where}: {error}. The draft model is broken or overflows") from error
+        bad = ~np.isfinite(self._logits.max(axis=1))
+        tokens = self._fed[: len(self._fed) - len(bad) + int(np.argmax(bad)) + 1]
+        layer = self._target.locate_nonfinite(tokens)
+        source = f"the first module with a non-finite output is {layer}" if layer else "no module can be named here"
         raise NonFiniteLogits(
-            f"{self._target.name}, {where}: {error}; {source}. Try dtype=float32 or check the weights"
+            f"{self._target.name}, after {len(tokens)} tokens: {error}; {source}. "
+            "Try dtype=float32 or check the weights"
         ) from error

@@ -45,13 +45,13 @@ class Sampling:
         row -= row[best]
         row /= self.temperature
         np.exp(row, out=row)
-        if self.top_k and self.top_k < len(row):
-            row = _keep(row, _descending(row)[: self.top_k])
-        if self.top_p < 1:
-            order = _descending(row)
+        if self.top_p < 1 or 0 < self.top_k < len(row):
+            # ranked by logits, not by the row: exp gives 1.0 for several of them when they are close
+            order = _descending(logits)[: self.top_k or None]
             mass = np.cumsum(row[order])
             # the smallest set whose mass reaches top_p; it always holds the best token
-            row = _keep(row, order[: 1 + int(np.searchsorted(mass, self.top_p * mass[-1]))])
+            nucleus = 1 + int(np.searchsorted(mass, self.top_p * mass[-1])) if self.top_p < 1 else len(order)
+            row = _keep(row, order[:nucleus])
         return row / row.sum()
 
 

@@ -24,6 +24,17 @@ class StopRules:
             raise InputError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
         if any(not s for s in self.stop_strings):
             raise InputError("a stop string must not be empty")
+        for s in self.stop_strings:
+            require_text(s, "a stop string")
+
+
+def require_text(text: str, what: str) -> None:
+    """Refuse half a surrogate pair, which has no bytes; a command line gives it for bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise InputError(f"{what} holds {half!a}, which is no text in UTF-8: write whole characters") from error
 
 
 class Stopping:
@@ -54,7 +65,7 @@ class Stopping:
         if token in self._vocab.eog and not self._rules.ignore_eog:
             return "eog"
         if self._strings:
-            piece = self._vocab.piece(token)
+            piece = b"" if token in self._vocab.eog else self._vocab.piece(token)  # an ignored end is not shown
             self._text += piece
             reach = len(piece) + max(len(s) for s in self._strings)
             if any(s in self._text[-reach:] for s in self._strings):

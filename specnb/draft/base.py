@@ -5,6 +5,8 @@ from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 
+from specnb.lm.vocab import Vocabulary
+
 
 class Proposal(NamedTuple):
     """Drafted tokens for one round.
@@ -31,6 +33,8 @@ class Drafter(Protocol):
     """Proposes tokens that may follow; keeps whatever state it needs in step with the tokens that became true."""
 
     name: str
+    vocab: Vocabulary | None
+    """Of the model that drafts, to be compared with the target's; None when only the target's own tokens are copied."""
 
     def start(self, tokens: Sequence[int]) -> None:
         """Forget everything and take `tokens` as the prompt."""

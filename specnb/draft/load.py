@@ -7,7 +7,7 @@ from specnb.draft.base import Drafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.draft.selfdraft import requantised_copy
-from specnb.errors import InputError, LoadError
+from specnb.errors import FetchError, InputError, LoadError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.vocab import require_same
@@ -23,7 +23,7 @@ class LoadedDrafter(NamedTuple):
 def model_drafter(name: str, target: LanguageModel, **options: Any) -> ModelDrafter:
     """Open the draft model `name` and compare its vocabulary with the target's before the first token.
 
-    Raises VocabularyMismatch, InputError, LoadError, MemoryShortError.
+    Raises VocabularyMismatch, InputError, FetchError, LoadError, MemoryShortError.
     """
     model = load(name, **options)
     try:
@@ -51,15 +51,15 @@ KINDS: dict[str, Callable[..., Drafter]] = {"lookup": _lookup_drafter, "self": _
 def load_drafter(what: str, target: LanguageModel, *, strict: bool = False, **options: Any) -> LoadedDrafter:
     """A drafter for `target`: one of KINDS, or the name of a draft model.
 
-    A draft model that cannot be loaded or does not fit the memory is no reason to lose the generation: the result
-    then has no drafter and says why, unless `strict`. A wrong name, a wrong option or another vocabulary is a
-    mistake, and always raises.
+    A draft model that cannot be fetched or loaded, or does not fit the memory, is no reason to lose the generation:
+    the result then has no drafter and says why, unless `strict`. A wrong name, a wrong option or another vocabulary
+    is a mistake, and always raises.
     """
     try:
         if what in KINDS:
             return LoadedDrafter(KINDS[what](target, **options))
         return LoadedDrafter(model_drafter(what, target, **options))
-    except LoadError as error:
+    except (LoadError, FetchError) as error:
         if strict:
             raise
         return LoadedDrafter(None, f"{type(error).__name__}: {error}")

@@ -13,6 +13,8 @@ from specnb.errors import InputError
 class LookupDrafter:
     """Copies from the tokens so far, after the last occurrence of their last n tokens, n from `n_max` to `n_min`."""
 
+    vocab = None
+
     def __init__(self, n_max: int = 3, n_min: int = 1) -> None:
         if not 1 <= n_min <= n_max <= 64:
             raise InputError(f"lookup needs 1 <= n_min <= n_max <= 64, got n_min={n_min}, n_max={n_max}")

@@ -20,6 +20,7 @@ class ModelDrafter:
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
         self.name = model.name
+        self.vocab = model.vocab
         self._fed: list[int] = []  # drafts in the model's state, after its n_past - len(_fed) true tokens
 
     def start(self, tokens: Sequence[int]) -> None:

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from filelock import FileLock
-
 from specnb.errors import InputError
 from specnb.lm import binding, zoo
+from specnb.lm.download import locked
 from specnb.lm.load import ModelSpec, local_file, parse
 from specnb.paths import cache_dir
 from specnb.provenance import file_digest
@@ -14,7 +13,8 @@ from specnb.provenance import file_digest
 def requantised_copy(target: str, type_name: str = "q4_0") -> str:
     """Name of a copy of `target` with weights of `type_name` (see `specnb.lm.binding.FILE_TYPES`), made if need be.
 
-    Raises InputError when the target is no GGUF (its weights cannot be requantised here) or the type is unknown.
+    Raises InputError when the target is no GGUF (its weights cannot be requantised here) or the type is unknown,
+    LoadError or FetchError when the copy cannot be made or written.
     """
     spec = parse(target)
     if type_name not in binding.FILE_TYPES:
@@ -31,12 +31,13 @@ def requantised_copy(target: str, type_name: str = "q4_0") -> str:
 
 def _requantised_file(spec: ModelSpec, type_name: str) -> Path:
     source = local_file(spec)
-    folder = cache_dir() / "requantised"
-    folder.mkdir(parents=True, exist_ok=True)
-    dest = folder / f"{source.stem}-{file_digest(source)[:16]}.{type_name}.gguf"
-    with FileLock(f"{dest}.lock"):
+    dest = cache_dir() / "requantised" / f"{source.stem}-{file_digest(source)[:16]}.{type_name}.gguf"
+    with locked(dest):
         if not dest.is_file():
             partial = dest.with_suffix(".part")
-            binding.requantize(source, partial, type_name)
-            partial.replace(dest)
+            try:
+                binding.requantize(source, partial, type_name)
+                partial.replace(dest)
+            finally:
+                partial.unlink(missing_ok=True)
     return dest

@@ -3,9 +3,9 @@
 A `LanguageModel` is a state (the tokens it was fed) and a forward. It knows nothing of drafting or sampling.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,7 +21,8 @@ class Capabilities:
 
     `rewind` says how the state goes back (`crop`: entries are dropped; `none`: it cannot, `rewind_reason` says
     why) and `rewind_depth` how many tokens at most. `max_width` is the widest single forward, `n_ctx` the most
-    tokens the state holds, `lossless_dtype` is True where widths 1 and n differ by float32 rounding only.
+    tokens the state holds. `lossless_dtype` is True where widths 1 and n differ by float32 rounding only, and up to
+    `same_bits_up_to` tokens they do not differ at all. `details` are the engine's settings, for the record.
     """
 
     engine: str
@@ -33,6 +34,8 @@ class Capabilities:
     rewind_depth: int
     rewind_reason: str = ""
     lossless_dtype: bool = False
+    same_bits_up_to: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -83,7 +86,10 @@ def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None
     """
     if len(ids) == 0:
         raise InputError(f"forward of {model.name} needs at least one token id, got none")
-    lowest, highest = min(ids), max(ids)
+    found = np.asarray(ids)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise InputError(f"forward of {model.name} takes a flat list of whole token ids, got {ids!r:.80}")
+    lowest, highest = int(found.min()), int(found.max())
     if lowest < 0 or highest >= model.vocab.size:
         bad = lowest if lowest < 0 else highest
         raise InputError(f"token id {bad} is outside the vocabulary of {model.name} (0..{model.vocab.size - 1})")

@@ -5,6 +5,7 @@ Its log lines go to the Python logger `specnb.llama_cpp` instead of stderr. Func
 
 import ctypes
 import logging
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ def library() -> Library:
             "or use the torch engine: add ?backend=hf to the model name"
         ) from error
     logger = logging.getLogger("specnb.llama_cpp")
+    logger.addHandler(logging.NullHandler())  # else Python itself writes errors that nobody listens to, to stderr
     errors: deque[str] = deque(maxlen=5)
     level = logging.DEBUG
     pending = ""
@@ -79,10 +81,16 @@ def metadata(model: object, key: str) -> str | None:
 
 
 def vocabulary(model: object) -> Vocabulary:
-    """Read the vocabulary of an opened model through llama.cpp (about 50 ms for 50,000 ids)."""
+    """Read the vocabulary of an opened model through llama.cpp (about 50 ms for 50,000 ids).
+
+    Raises LoadError for a file that holds none.
+    """
     api = library().api
     vocab = api.llama_model_get_vocab(model)
     size = api.llama_vocab_n_tokens(vocab)
+    if api.llama_vocab_type(vocab) == 0:
+        # llama.cpp ends the process when a vocabulary of this kind is asked for a piece
+        raise LoadError("this GGUF holds no vocabulary (its tokenizer.ggml.model names none): convert it again")
     buffer = ctypes.create_string_buffer(1024)
 
     def piece(token: int) -> bytes:
@@ -117,7 +125,7 @@ def header(gguf: Path) -> Iterator[object]:
     params = lib.api.llama_model_default_params()
     params.vocab_only = True
     lib.errors.clear()
-    model = lib.api.llama_model_load_from_file(str(gguf).encode(), params)
+    model = lib.api.llama_model_load_from_file(os.fsencode(gguf), params)
     if not model:
         raise LoadError(f"llama.cpp cannot read the header of {gguf}: {'; '.join(lib.errors) or 'no reason given'}")
     try:
@@ -130,13 +138,26 @@ def tokenize(model: object, text: str, *, special: bool) -> list[int]:
     """Token ids of `text` (llama_tokenize)."""
     api = library().api
     vocab = api.llama_model_get_vocab(model)
-    raw = text.encode("utf-8")
+    try:
+        raw = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"this text cannot be tokenized: {error}") from error
     size = len(raw) + 8  # a token has at least one byte; BOS, EOS and a leading space may be added
     out = (api.llama_token * size)()
     n = api.llama_tokenize(vocab, raw, len(raw), out, size, special, special)
     if n < 0:
         raise InputError(f"llama.cpp cannot tokenize this text of {len(raw)} bytes (it asks for {-n} tokens)")
     return list(out[:n])
+
+
+def unspellable(vocab: Vocabulary, text: str) -> str | None:
+    """A character of `text` that has no token and whose bytes have none, or None.
+
+    On such a character llama.cpp's sentencepiece code throws through its C interface, which ends the process.
+    """
+    known = set(vocab.pieces)
+    raw = ((c, c.encode("utf-8", "replace")) for c in set(text))
+    return next((c for c, b in raw if b not in known and any(bytes([x]) not in known for x in b)), None)
 
 
 def requantize(source: Path, dest: Path, type_name: str, *, threads: int = 0) -> None:
@@ -155,6 +176,6 @@ def requantize(source: Path, dest: Path, type_name: str, *, threads: int = 0) ->
     params.nthread = threads
     params.allow_requantize = True
     lib.errors.clear()
-    code = lib.api.llama_model_quantize(str(source).encode(), str(dest).encode(), ctypes.byref(params))
+    code = lib.api.llama_model_quantize(os.fsencode(source), os.fsencode(dest), ctypes.byref(params))
     if code != 0:
         raise LoadError(f"llama.cpp could not requantise {source.name} to {type_name}: {'; '.join(lib.errors) or code}")

@@ -1,6 +1,7 @@
 """Chat templates: messages to the text that a chat model was trained on. One renderer for both engines."""
 
 from collections.abc import Sequence
+from datetime import datetime
 from functools import lru_cache
 from typing import TypedDict
 
@@ -27,6 +28,7 @@ def _compiled(template: str):
         raise InputError(f"the chat template refuses these messages: {message}")
 
     environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
 
 
@@ -37,13 +39,14 @@ def render(vocab: Vocabulary, messages: Sequence[Message], *, add_generation_pro
     """
     if not vocab.chat_template:
         raise InputError("this model has no chat template: pass plain text instead of messages")
-    from jinja2.exceptions import TemplateError
-
     text_of = {"bos_token": vocab.bos, "eos_token": vocab.eos}
     tokens = {name: "" if i is None else vocab.pieces[i].decode("utf-8", "replace") for name, i in text_of.items()}
     try:
         return _compiled(vocab.chat_template).render(
             messages=list(messages), add_generation_prompt=add_generation_prompt, **tokens
         )
-    except TemplateError as error:
-        raise InputError(f"the chat template of this model cannot be rendered: {error}") from error
+    except InputError:
+        raise
+    except Exception as error:  # a template is a program: it may divide by zero or recurse without end
+        what = str(error) or type(error).__name__
+        raise InputError(f"the chat template of this model cannot be rendered: {what}") from error

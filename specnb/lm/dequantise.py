@@ -4,10 +4,13 @@ Every value of a GGUF is exact in float32. What transformers' conversion leaves 
 of end tokens is put back from the header, so that both engines read the same model.
 """
 
+import json
+import math
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -16,16 +19,21 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from specnb.errors import LoadError
+from specnb.errors import LoadError, SpecnbError
 from specnb.lm import binding
+from specnb.lm.download import need_space
+from specnb.lm.memory import Need, require
 from specnb.paths import cache_dir
 from specnb.provenance import file_digest
 
-UNUSABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError)
-"""What transformers and huggingface_hub raise for a missing, unreachable, gated or broken model."""
-
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Pre-tokenizers (`tokenizer.ggml.pre`) that part every digit first; transformers 5.23 converts them without that."""
+
+CONVERSION = 1
+"""Part of the folder's name: raise it when `_complete` changes, and older folders are made again."""
+
+NOTE = "specnb.json"
+"""Written last into a folder; without it the folder is not finished."""
 
 PROBES = (
     "a).\n\n1. b",
@@ -38,15 +46,42 @@ PROBES = (
 
 def dequantised(gguf: Path) -> Path:
     """Cached folder with the float32 weights and the tokenizer of a GGUF file; made on first use."""
-    folder = cache_dir() / "dequantised" / f"{gguf.stem}-{file_digest(gguf)[:16]}"
-    done = folder / "config.json"
-    if done.is_file():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not done.is_file():
-            _dequantise(gguf, folder)
+    made_by = f"{CONVERSION}-{version('transformers')}" + ("" if _llama_here() else "-without-llama")
+    folder = cache_dir() / "dequantised" / f"{gguf.stem}-{file_digest(gguf)[:16]}-{made_by}"
+    note = folder / NOTE
+    if not note.is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not note.is_file():
+                _check_room(gguf)
+                _dequantise(gguf, folder)
+    if differs := json.loads(note.read_text(encoding="utf-8"))["tokenizer_differs_on"]:
+        warnings.warn(
+            f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp: the engines will "
+            "see different prompts; pass token ids to compare them",
+            stacklevel=2,
+        )
     return folder
+
+
+def _llama_here() -> bool:
+    try:
+        binding.library()
+    except LoadError:
+        return False
+    return True
+
+
+def _check_room(gguf: Path) -> None:
+    """Memory for the float32 weights, twice while they are written, and disk for them."""
+    from gguf import GGUFReader
+
+    try:
+        n = sum(math.prod(int(d) for d in tensor.shape) for tensor in GGUFReader(gguf).tensors)
+    except Exception as error:
+        raise load_error(str(gguf), error) from error
+    require(Need(8 * n, 0), device="cpu", what=f"{gguf.name} as float32")
+    need_space(cache_dir(), 4 * n)
 
 
 def _dequantise(gguf: Path, folder: Path) -> None:
@@ -54,27 +89,34 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with quiet():
-            model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                gguf.parent,
+                gguf_file=gguf.name,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report
+            )
+            refuse_missing(str(gguf), report)
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
             # The tensors are plain float32 now; transformers refuses to save a model that says it is quantised.
             model.hf_quantizer, model.is_quantized = None, False
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config
-            _complete(gguf, model, tokenizer)
+            differs = _complete(gguf, model, tokenizer) if _llama_here() else []
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
-    except UNUSABLE as error:
+    except Exception as error:
         raise load_error(str(gguf), error) from error
+    (partial / NOTE).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
 
-def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Put back what the conversion leaves out: the full end-of-generation set, and single digits."""
-    try:
-        binding.library()
-    except LoadError:  # without llama.cpp the header's own end token, which transformers reads, is what there is
-        return
+def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Put back what the conversion leaves out: the full end-of-generation set, and single digits.
+
+    Returns the probes that the two tokenizers still split differently.
+    """
     with binding.header(gguf) as header:
         vocab = binding.vocabulary(header)
         model.generation_config.eos_token_id = sorted(vocab.eog) or None
@@ -82,22 +124,35 @@ def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizer
             byte_level = tokenizer.backend_tokenizer.pre_tokenizer
             digits = pre_tokenizers.Digits(individual_digits=True)
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-        differ = [t for t in PROBES if binding.tokenize(header, t, special=True) != tokenizer(t).input_ids]
-    if differ:
-        warnings.warn(
-            f"{gguf.name}: transformers' tokenizer (pre-tokenizer {vocab.pre!r}) splits {differ[0]!r} otherwise than "
-            "llama.cpp: the engines will see different prompts; pass token ids to compare them",
-            stacklevel=2,
+        texts = [t for t in PROBES if not binding.unspellable(vocab, t)]
+        return [t for t in texts if binding.tokenize(header, t, special=True) != tokenizer(t).input_ids]
+
+
+def refuse_missing(source: str, report: Mapping[str, Collection[str]]) -> None:
+    """Refuse weights that the files do not hold: transformers would leave them random and go on.
+
+    `report` is `from_pretrained`'s loading info. Raises LoadError naming the first of them.
+    """
+    missing = sorted(report["missing_keys"]) + sorted(name for name, *_shapes in report["mismatched_keys"])
+    if missing:
+        raise LoadError(
+            f"{source!r} lacks {len(missing)} of the model's weights in the shape of its config (the first: "
+            f"{missing[0]}): the download is incomplete, or config.json belongs to another model"
         )
 
 
 def load_error(source: str, error: Exception) -> Exception:
-    """One readable LoadError for whatever transformers raised; our own errors pass."""
-    if isinstance(error, LoadError):
+    """One readable LoadError for whatever transformers, the hub or safetensors raised; our own errors pass.
+
+    Broken files make them raise nearly any class.
+    """
+    if isinstance(error, SpecnbError):
         return error
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+    # a first line that ends with a colon announces the reason
+    reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
     return LoadError(
-        f"transformers cannot load {source!r}: {first}. Give a local folder with config.json, weights and "
+        f"transformers cannot load {source!r}: {reason}. Give a local folder with config.json, weights and "
         "tokenizer, a .gguf file, or a hub id that this machine can reach"
     )
 

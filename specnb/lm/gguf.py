@@ -6,7 +6,11 @@ only by rounding: llama.cpp uses other kernels for one token than for several.
 """
 
 import ctypes
+import math
+import os
+import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +20,15 @@ from specnb.errors import EngineError, InputError, LoadError, RewindError
 from specnb.lm import binding
 from specnb.lm.base import Capabilities, check_forward, check_rewind
 from specnb.lm.memory import Need, kv_bytes, require
+from specnb.provenance import quota_cores
 
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2)}
 """KV cache types: ggml's number and bytes per value."""
 
 DEFAULT_N_CTX = 4096
 MAX_BATCH = 512
+LIMITS = {"n_ctx": 2**31 - 1 - MAX_BATCH, "threads": 512, "gpu_layers": 2**31 - 1, "fixed_width": MAX_BATCH}
+"""Of the options: positions and layers are 32-bit integers in llama.cpp, and far more threads crash it."""
 
 
 class GgufModel:
@@ -36,8 +43,13 @@ class GgufModel:
         self._api, self._model, self._context = api, model, context
         self._memory = api.llama_get_memory(context)
         self._fixed_width = fixed_width
-        self._batch = api.llama_batch_init(caps.max_width, 0, 1)
-        self._fields = _batch_views(self._batch, caps.max_width)
+        self._lacks_bytes = self.vocab.kind == "spm" and not {bytes([b]) for b in range(256)} <= set(self.vocab.pieces)
+        room = max(caps.max_width, fixed_width)
+        self._batch = api.llama_batch_init(room, 0, 1)
+        self._fields = _batch_views(self._batch, room)
+        # a notebook cell that is run again drops its model without closing it
+        self._free = weakref.finalize(self, _free, self._batch, context, model)
+        self._free.atexit = False
 
     @classmethod
     def open(
@@ -65,44 +77,66 @@ class GgufModel:
         _check_file(path)
         if kv and kv not in KV_TYPES:
             raise InputError(f"unknown kv type {kv!r}; known: {', '.join(KV_TYPES)}")
-        if min(n_ctx, threads, gpu_layers, fixed_width) < 0 or fixed_width > MAX_BATCH:
-            raise InputError(
-                f"n_ctx, threads, gpu_layers and fixed_width must be 0 or more (fixed_width at most {MAX_BATCH}); "
-                f"got {n_ctx}, {threads}, {gpu_layers}, {fixed_width}"
-            )
+        asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers, "fixed_width": fixed_width}
+        for option, value in asked.items():
+            if not 0 <= value <= LIMITS[option]:
+                raise InputError(f"{option} is {value}: it must be 0 to {LIMITS[option]}")
+        if gpu_layers and not binding.library().api.llama_supports_gpu_offload():
+            raise InputError(f"gpu_layers is {gpu_layers}, but this llama.cpp is built without a GPU; use gpu_layers=0")
         name = name or path.name
         weights = path.stat().st_size
         if not gpu_layers:
             require(Need(weights, 0), device="cpu", what=name)
         model = _open_model(path, gpu_layers)
+        context = None
         try:
             dtype = _weight_type(model)
             kv = kv or ("f32" if dtype == "f32" else "f16")
             n_ctx = n_ctx or min(binding.library().api.llama_model_n_ctx_train(model), DEFAULT_N_CTX)
+            # padding lies beyond the context that the caller sees, so that the last forward is padded too
+            room = n_ctx + fixed_width
             if not gpu_layers:
-                require(Need(weights, _state_bytes(model, n_ctx, kv)), device="cpu", what=name)
-            context = _open_context(model, n_ctx, kv, threads or available_cores(), flash_attention)
+                require(Need(weights, _state_bytes(model, room, kv)), device="cpu", what=name)
+            if fixed_width and _recurrent(model):
+                raise InputError(f"{name} has recurrent layers: padding cannot be taken back, use fixed_width=0")
+            settings = {
+                "threads": threads or available_cores(),
+                "kv": kv,
+                "flash_attention": flash_attention,
+                "fixed_width": fixed_width,
+            }
+            context = _open_context(model, room, kv, settings["threads"], flash_attention)
+            # flash attention rounds to 16 bits inside, for every type of cache
+            exact = dtype == kv == "f32" and not flash_attention
+            caps = _capabilities(model, context, n_ctx, dtype, "gpu" if gpu_layers else "cpu")
+            caps = replace(caps, lossless_dtype=exact, same_bits_up_to=fixed_width, details=settings)
+            return cls(model, context, name=name, caps=caps, fixed_width=fixed_width)
         except BaseException:
+            if context is not None:
+                binding.library().api.llama_free(context)
             binding.library().api.llama_model_free(model)
             raise
-        caps = _capabilities(model, context, dtype, kv, "cuda" if gpu_layers else "cpu")
-        return cls(model, context, name=name, caps=caps, fixed_width=fixed_width)
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        rows = check_forward(self, ids, n_logits)
+        self._require_open()
+        rows, before = check_forward(self, ids, n_logits), self.n_past
         out = np.empty((rows, self.vocab.size), dtype=np.float32)
         first_row = len(ids) - rows  # ids before it need no logits
-        for start in range(0, len(ids), self.caps.max_width):
-            part = ids[start : start + self.caps.max_width]
-            wanted = min(len(part), max(0, start + len(part) - first_row))
-            done = max(0, start - first_row)
-            self._decode(part, wanted, out[done : done + wanted])
+        try:
+            for start in range(0, len(ids), self.caps.max_width):
+                part = ids[start : start + self.caps.max_width]
+                wanted = min(len(part), max(0, start + len(part) - first_row))
+                done = max(0, start - first_row)
+                self._decode(part, wanted, out[done : done + wanted])
+        except BaseException:  # an interrupt too: whole or partial pieces may be stored already
+            self._go_back(before)
+            raise
         return out
 
     def _decode(self, ids: Sequence[int], n_logits: int, out: np.ndarray) -> None:
         """One llama_decode; fills `out (n_logits, vocab)`."""
         n = len(ids)
-        pad = min(max(0, self._fixed_width - n), self.caps.n_ctx - self.n_past - n)
+        pad = max(0, self._fixed_width - n)
         width = n + pad
         token, position, wants = self._fields
         token[:n] = ids
@@ -114,8 +148,6 @@ class GgufModel:
         self._batch.n_tokens = width
         code = self._api.llama_decode(self._context, self._batch)
         if code != 0:
-            # whole or partial ubatches may have been stored: drop them, so that the state is what n_past says
-            self._api.llama_memory_seq_rm(self._memory, 0, self.n_past, -1)
             raise EngineError(f"llama.cpp could not decode {n} tokens of {self.name} at position {self.n_past}: {code}")
         if n_logits:
             # llama.cpp's buffer is overwritten by its next call: copy the rows out
@@ -126,7 +158,15 @@ class GgufModel:
             raise RewindError(f"llama.cpp did not remove {pad} padding tokens of {self.name}")
         self.n_past += n
 
+    def _go_back(self, n: int) -> None:
+        """The state of the first `n` tokens again; a recurrent state cannot go back and is emptied."""
+        if self._api.llama_memory_seq_rm(self._memory, 0, n, -1):
+            self.n_past = n
+        else:
+            self.reset()
+
     def rewind(self, n: int) -> None:
+        self._require_open()
         check_rewind(self, n)
         if n == 0:
             return
@@ -135,23 +175,35 @@ class GgufModel:
         self.n_past -= n
 
     def reset(self) -> None:
+        self._require_open()
         self._api.llama_memory_clear(self._memory, False)
         self.n_past = 0
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
+        self._require_open()
+        if self._lacks_bytes and (missing := binding.unspellable(self.vocab, text)):
+            raise InputError(f"the tokenizer of {self.name} has neither a token for {missing!r} nor for its bytes")
         return binding.tokenize(self._model, text, special=special)
 
-    def close(self) -> None:
+    def _require_open(self) -> None:
+        # llama.cpp would end the process on a freed context
         if self._context is None:
-            return
-        self._api.llama_batch_free(self._batch)
-        self._api.llama_free(self._context)
-        self._api.llama_model_free(self._model)
+            raise InputError(f"{self.name} was closed: load it again")
+
+    def close(self) -> None:
+        self._free()
         self._context = self._model = None
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         """llama.cpp shows no intermediate values here: always ""."""
         return ""
+
+
+def _free(batch: object, context: object, model: object) -> None:
+    api = binding.library().api
+    api.llama_batch_free(batch)
+    api.llama_free(context)
+    api.llama_model_free(model)
 
 
 def available_cores() -> int:
@@ -161,7 +213,7 @@ def available_cores() -> int:
         allowed = len(psutil.Process().cpu_affinity())
     except AttributeError:  # macOS has no affinity
         allowed = physical
-    return max(1, min(physical, allowed))
+    return max(1, min(physical, allowed, math.ceil(quota_cores() or physical)))
 
 
 def _check_file(path: Path) -> None:
@@ -178,7 +230,7 @@ def _open_model(path: Path, gpu_layers: int) -> object:
     params = lib.api.llama_model_default_params()
     params.n_gpu_layers = gpu_layers
     lib.errors.clear()
-    model = lib.api.llama_model_load_from_file(str(path).encode(), params)
+    model = lib.api.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise LoadError(f"llama.cpp cannot open {path}: {'; '.join(lib.errors) or 'it gives no reason'}")
     return model
@@ -200,6 +252,9 @@ def _open_context(model: object, n_ctx: int, kv: str, threads: int, flash_attent
     context = lib.api.llama_init_from_model(model, params)
     if not context:
         raise LoadError(f"llama.cpp cannot make a context of {n_ctx} tokens: {'; '.join(lib.errors) or 'no reason'}")
+    if not lib.api.llama_get_memory(context) or lib.api.llama_model_has_encoder(model):
+        lib.api.llama_free(context)
+        raise LoadError("this model is an encoder, not a causal language model: it predicts no next token")
     return context
 
 
@@ -224,11 +279,15 @@ def _weight_type(model: object) -> str:
     return names.get(number, f"ftype{number}" if number else "unknown")
 
 
-def _capabilities(model: object, context: object, dtype: str, kv: str, device: str) -> Capabilities:
+def _recurrent(model: object) -> bool:
     api = binding.library().api
-    n_ctx, reason = api.llama_n_ctx(context), ""
-    if api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model):
-        reason = "it has recurrent layers, whose state keeps no past to go back to"
+    return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
+
+
+def _capabilities(model: object, context: object, n_ctx: int, dtype: str, device: str) -> Capabilities:
+    """`n_ctx` as the caller knows it: llama.cpp rounds a context up."""
+    api = binding.library().api
+    reason = "it has recurrent layers, whose state keeps no past to go back to" if _recurrent(model) else ""
     return Capabilities(
         engine="llama.cpp",
         device=device,
@@ -238,7 +297,6 @@ def _capabilities(model: object, context: object, dtype: str, kv: str, device: s
         rewind="none" if reason else "crop",
         rewind_depth=0 if reason else n_ctx,
         rewind_reason=reason,
-        lossless_dtype=dtype == "f32" and kv == "f32",
     )
 
 

@@ -7,6 +7,7 @@ count from 0 when they are not.
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,10 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from specnb.errors import InputError
-from specnb.lm import hf_files
+from specnb.errors import EngineError, InputError, SpecnbError
+from specnb.lm import hf_files, hf_state
 from specnb.lm.base import Capabilities, check_forward, check_rewind
-from specnb.lm.hf_attention import LANES, use_rowwise
+from specnb.lm.hf_attention import LANES, MAX_ROWS, use_rowwise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PREFILL_WIDTH = 512
@@ -57,6 +58,10 @@ class KeptPastLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self._length
 
+    def keep(self, length: int) -> None:
+        """Forget what lies behind the first `length` positions."""
+        self._length = min(self._length, length)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` positions (transformers counts them negative)."""
         self._length -= abs(tokens_to_remove)
@@ -83,27 +88,31 @@ class HfModel:
         config = model.config.get_text_config(decoder=True)
         self.vocab = hf_files.vocabulary(tokenizer, config, model.generation_config)
         self._model, self._tokenizer = model.eval(), tokenizer
+        self._state_argument = hf_state.argument(model)
         self._reason = _why_not_croppable(model)
         self._rowwise = exact and not self._reason and use_rowwise(model)
         self._cache = self._new_cache()
+        self._one_by_one = False
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        limit = getattr(config, "max_position_embeddings", None) or n_ctx or 4096
-        if n_ctx > limit:
-            raise InputError(f"n_ctx is {n_ctx}, but {name} knows {limit} positions")
+        n_ctx = hf_files.context(model.config, n_ctx, name)
+        self._last = n_ctx - 1
         parameter = next(model.parameters())
         self._device = parameter.device
-        depth = 0 if self._reason else (n_ctx or limit)
         self.caps = Capabilities(
             engine="torch",
             device=str(parameter.device),
             dtype=str(parameter.dtype).removeprefix("torch."),
-            n_ctx=n_ctx or limit,
-            max_width=n_ctx or limit,
+            n_ctx=n_ctx,
+            max_width=n_ctx,
             rewind="none" if self._reason else "crop",
-            rewind_depth=depth,
+            rewind_depth=0 if self._reason else n_ctx,
             rewind_reason=self._reason,
             lossless_dtype=parameter.dtype == torch.float32,
+            details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
         )
+        self._one_by_one = hf_state.doubtful(model) and hf_state.blocks_forget(self)
+        if self._rowwise and hf_state.same_bits(self):
+            self.caps = replace(self.caps, same_bits_up_to=MAX_ROWS)
 
     @classmethod
     def open(
@@ -120,8 +129,8 @@ class HfModel:
     ) -> "HfModel":
         """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
 
-        `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: what the
-        model knows); `threads` for torch (0: left alone; the setting is torch's and holds for the process);
+        `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the
+        model's own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process);
         `exact` makes bfloat16 and float16 on a CPU give a token the same logits at every width (see
         `hf_attention`; false: transformers' own attention, a little faster).
 
@@ -139,9 +148,27 @@ class HfModel:
         model, tokenizer = hf_files.load(folder, dtype=DTYPES[dtype], device=device, n_ctx=n_ctx, revision=revision)
         return cls(model, tokenizer, name=name or str(source), n_ctx=n_ctx, exact=exact)
 
-    @torch.inference_mode()
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        rows = check_forward(self, ids, n_logits)
+        self._require_open()
+        rows, before = check_forward(self, ids, n_logits), self.n_past
+        try:
+            return self._run(list(ids), rows)
+        except Exception as error:
+            self._go_back(before)
+            if isinstance(error, SpecnbError):
+                raise
+            raise EngineError(f"torch failed on {len(ids)} ids of {self.name} at position {before}: {error}") from error
+        except BaseException:  # an interrupt leaves some layers longer than others
+            self._go_back(before)
+            raise
+
+    @torch.inference_mode()
+    def _run(self, ids: list[int], rows: int) -> np.ndarray:
+        if self._one_by_one:
+            # the first block sees no state and may be wide
+            pieces = [[token] for token in ids] if self.n_past else [ids]
+            logits = torch.cat([self._step(piece, len(piece) if rows else 1) for piece in pieces], dim=1)
+            return logits[0, logits.shape[1] - rows :].float().cpu().numpy()
         head, tail = ids[: len(ids) - rows], ids[len(ids) - rows :]
         for start in range(0, len(head), PREFILL_WIDTH):
             # ids that need no logits go first and in pieces; the last piece joins the tail when both are short
@@ -167,29 +194,47 @@ class HfModel:
     def _forward(self, ids: Sequence[int], keep: int) -> torch.Tensor:
         n = len(ids)
         out = self._model(
-            input_ids=torch.tensor([list(ids)], device=self._device),
-            position_ids=torch.arange(self.n_past, self.n_past + n, device=self._device)[None],
-            past_key_values=self._cache,
+            input_ids=torch.tensor([list(ids)], dtype=torch.long, device=self._device),
+            # the second token of a doubled step may lie behind the last position that the model knows
+            position_ids=torch.arange(self.n_past, self.n_past + n, device=self._device).clamp(max=self._last)[None],
             use_cache=True,
+            **{self._state_argument: self._cache},
             **({"logits_to_keep": keep} if self._keeps_logits else {}),
         )
         self.n_past += n
         return out.logits[:, -keep:]
 
+    def _go_back(self, n: int) -> None:
+        """The state of the first `n` tokens again; one that cannot be cropped is emptied."""
+        if self._reason:
+            return self.reset()
+        for layer in self._cache.layers:
+            layer.keep(n)
+        self.n_past = n
+
+    def _require_open(self) -> None:
+        if self._model is None:
+            raise InputError(f"{self.name} was closed: load it again")
+
     def rewind(self, n: int) -> None:
+        self._require_open()
         check_rewind(self, n)
         if n:
             self._cache.crop(-n)
             self.n_past -= n
 
     def reset(self) -> None:
+        self._require_open()
         self._cache = self._new_cache()
         self.n_past = 0
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:
             raise InputError(f"{self.name} was opened without a tokenizer: pass token ids")
-        return self._tokenizer(text, add_special_tokens=special, split_special_tokens=not special).input_ids
+        try:
+            return self._tokenizer(text, add_special_tokens=special, split_special_tokens=not special).input_ids
+        except TypeError as error:  # what the tokenizers library raises for half a surrogate pair
+            raise InputError(f"this text cannot be tokenized: {text!r:.80}") from error
 
     def close(self) -> None:
         self._model = self._cache = None
@@ -213,8 +258,9 @@ class HfModel:
         hooks = [module.register_forward_hook(watch(name)) for name, module in self._model.named_modules() if name]
         try:
             positions = torch.arange(len(ids), device=self._device)[None]
-            tokens = torch.tensor([list(ids)], device=self._device)
-            self._model(input_ids=tokens, position_ids=positions, past_key_values=self._new_cache(), use_cache=True)
+            tokens = torch.tensor([list(ids)], dtype=torch.long, device=self._device)
+            state = {self._state_argument: self._new_cache()}
+            self._model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -46,7 +46,7 @@ def rowwise_attention(
     rows = query.new_zeros(n, kv_heads, -(-shared // ALIGNED) * ALIGNED, dim)
     rows[:, :, :shared] = query[0].transpose(0, 1).reshape(n, kv_heads, shared, dim)
     out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
-    return out[:, :, :shared].reshape(1, n, heads, dim), None
+    return out[:, :, :shared].reshape(1, n, heads, -1), None
 
 
 def rowwise_mask(q_length: int, kv_length: int, dtype: torch.dtype, **kwargs: object) -> torch.Tensor | None:
@@ -60,8 +60,17 @@ def rowwise_mask(q_length: int, kv_length: int, dtype: torch.dtype, **kwargs: ob
 
 
 def _longer(x: torch.Tensor, length: int) -> torch.Tensor:
-    """`x (1, heads, n, dim)` seen with `length` positions: the cache's buffer goes on behind it (hf.KeptPastLayer)."""
-    return x.as_strided((*x.shape[:2], length, x.shape[3]), x.stride())
+    """`x (1, heads, n, dim)` with `length` positions: seen in the cache's buffer (hf.KeptPastLayer), else padded.
+
+    In the buffer every head has room behind its last position, so nothing is copied. Models that put keys together
+    after the cache (latent attention) bring tensors without such room.
+    """
+    _, heads, n, _ = x.shape
+    per_head, per_row = x.stride(1), x.stride(2)
+    last = x.storage_offset() + (heads - 1) * per_head + length * per_row
+    if per_head >= length * per_row and last <= x.untyped_storage().nbytes() // x.element_size():
+        return x.as_strided((1, heads, length, x.shape[3]), x.stride())
+    return torch.nn.functional.pad(x, (0, 0, 0, length - n))
 
 
 def use_rowwise(model: PreTrainedModel) -> bool:
@@ -80,4 +89,4 @@ def use_rowwise(model: PreTrainedModel) -> bool:
     AttentionInterface.register(NAME, rowwise_attention)
     AttentionMaskInterface.register(NAME, rowwise_mask)
     model.set_attn_implementation(NAME)
-    return True
+    return config._attn_implementation == NAME  # some families keep their own

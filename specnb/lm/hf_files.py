@@ -1,6 +1,7 @@
 """From a folder, a hub id or a GGUF file to a torch module, its tokenizer and its vocabulary."""
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -15,15 +16,26 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from specnb.errors import InputError
-from specnb.lm.dequantise import UNUSABLE, dequantised, load_error, quiet
+from specnb.errors import InputError, LoadError
+from specnb.lm.dequantise import dequantised, load_error, quiet, refuse_missing
 from specnb.lm.memory import Need, kv_bytes, require
 from specnb.lm.vocab import Vocabulary
+
+DEFAULT_N_CTX = 4096
+MAX_LAYERS = 10_000
+"""A config may ask for any number, and each takes a while to count, even without memory."""
+
+BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def local_or_hub(source: Path | str) -> str:
     """A folder to load from (a GGUF is dequantised into one), or a hub id left as it is."""
-    path = Path(source).expanduser()
+    if not str(source).strip():
+        raise InputError("the model name is empty: give a folder, hf:ORG/NAME or a .gguf file")
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:  # ~ of an unknown user
+        raise InputError(f"no such model folder: {source} ({error})") from error
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"no such model file: {path}")
@@ -42,13 +54,23 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Check the memory, then load weights and tokenizer. A folder without a tokenizer gives None for it."""
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision)
+        # a repository's own code is never run: without the refusal transformers asks at the keyboard
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         _check_memory(config, dtype, device, n_ctx, source)
         with quiet():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, revision=revision)
-    except UNUSABLE as error:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype,
+                revision=revision,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report
+            )
+        refuse_missing(source, report)
+        model = model.to(device)
+    except Exception as error:
         raise load_error(source, error) from error
-    return model.to(device), _tokenizer(source, revision)
+    return model, _tokenizer(source, revision)
 
 
 def _tokenizer(source: str, revision: str) -> PreTrainedTokenizerBase | None:
@@ -57,23 +79,33 @@ def _tokenizer(source: str, revision: str) -> PreTrainedTokenizerBase | None:
     if folder.is_dir() and not any((folder / name).exists() for name in names):
         return None
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision)
-    except UNUSABLE as error:
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except Exception as error:
         raise load_error(source, error) from error
+
+
+def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
+    """Tokens of context: as asked, else the model's own, at most 4096. InputError for more than the model knows."""
+    known = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or max(n_ctx, DEFAULT_N_CTX)
+    if n_ctx > known:
+        raise InputError(f"n_ctx is {n_ctx}, but {name} knows {known} positions")
+    return n_ctx or min(known, DEFAULT_N_CTX)
 
 
 def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, what: str) -> None:
     """Count parameters on the meta device (no memory), then ask for weights + state + margin."""
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    width = torch.finfo(dtype).bits // 8
     text = config.get_text_config(decoder=True)
+    if getattr(text, "num_hidden_layers", 1) > MAX_LAYERS:
+        raise LoadError(f"{what}: its config.json asks for {text.num_hidden_layers} layers, more than {MAX_LAYERS}")
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    width = torch.finfo(dtype).bits // 8
     heads = getattr(text, "num_attention_heads", 0) or 1
     state = kv_bytes(
         n_layers=getattr(text, "num_hidden_layers", 1),
         n_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads),
-        n_ctx=n_ctx or min(getattr(text, "max_position_embeddings", 4096), 4096),
+        n_ctx=context(config, n_ctx, what),
         bytes_per_value=width,
     )
     weights = width * sum(p.numel() for p in skeleton.parameters())
@@ -94,14 +126,14 @@ def vocabulary(
     added = dict(tokenizer.added_tokens_decoder.items())
     to_bytes = _piece_reader(state)
     size = config.vocab_size  # the width of the logits; a tokenizer may know fewer ids, or more
-    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    names = tokenizer.convert_ids_to_tokens(list(range(size)))  # None for ids that it does not know
     pieces = [
         str(added[i]).encode() if i in added else to_bytes(name) if name is not None else b""
         for i, name in enumerate(names)
     ]
     probe = tokenizer("x").input_ids
     return Vocabulary(
-        pieces=tuple(pieces[:size]) + (b"",) * (size - len(pieces)),
+        pieces=tuple(pieces),
         kind=str(state.get("model", {}).get("type", "unknown")).lower(),
         pre=str((state.get("pre_tokenizer") or {}).get("type", "")).lower(),
         bos=tokenizer.bos_token_id,
@@ -124,7 +156,7 @@ def _piece_reader(state: dict):
         return lambda name: bytes(alphabet[c] for c in name) if all(c in alphabet for c in name) else name.encode()
 
     def sentencepiece(name: str) -> bytes:
-        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        if BYTE_PIECE.fullmatch(name):
             return bytes([int(name[3:5], 16)])
         return name.replace("\u2581", " ").encode()
 

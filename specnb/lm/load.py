@@ -42,7 +42,7 @@ def parse(name: str, **options: Any) -> ModelSpec:
     """
     source, _, query = str(name).partition("?")
     try:
-        merged: dict[str, Any] = dict(parse_qsl(query, strict_parsing=True)) if query else {}
+        merged: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) if query else {}
     except ValueError as error:
         raise InputError(
             f"cannot read the options {query!r} of {name!r}; write NAME?backend=hf&dtype=float32"
@@ -68,17 +68,27 @@ def _where(source: str) -> str:
         return "zoo"
     if source.endswith(".gguf"):
         return "gguf"
-    if source.startswith("hf:") or Path(source).expanduser().is_dir():
+    if source.startswith("hf:") or _is_folder(source):
         return "hf"
     zoo.parse(source)  # raises with the names that are close
     raise InputError(f"{source!r} is no zoo name, .gguf file, folder or hf:ORG/NAME")
+
+
+def _is_folder(source: str) -> bool:
+    try:
+        return bool(source) and Path(source).expanduser().is_dir()
+    except (OSError, RuntimeError):  # a name too long for the file system, ~ of an unknown user
+        return False
 
 
 def local_file(spec: ModelSpec) -> Path | None:
     """The GGUF behind a name, fetched or derived if need be; None for transformers models."""
     if spec.where == "zoo":
         return zoo.path(spec.source)
-    return Path(spec.source).expanduser() if spec.where == "gguf" else None
+    try:
+        return Path(spec.source).expanduser() if spec.where == "gguf" else None
+    except RuntimeError as error:  # ~ of an unknown user
+        raise InputError(f"no such model file: {spec.source} ({error})") from error
 
 
 def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
@@ -115,9 +125,11 @@ def _typed(opener: Callable[..., LanguageModel], spec: ModelSpec) -> dict[str, A
 
 
 def _convert(value: Any, to: type, key: str) -> Any:
-    if not isinstance(value, str) or to is str:
+    if isinstance(value, to) or (to is int and hasattr(value, "__index__")):
         return value
     try:
+        if not isinstance(value, str):
+            raise ValueError(f"{value!r} is a {type(value).__name__}")
         return {"true": True, "1": True, "false": False, "0": False}[value.lower()] if to is bool else to(value)
     except (KeyError, ValueError) as error:
         raise InputError(f"option {key}={value!r} is not a {to.__name__}") from error

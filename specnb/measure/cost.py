@@ -52,33 +52,48 @@ def verify_curve(
 
     Raises InputError when context and widths do not fit the model.
     """
+    return verify_costs(model, None, widths=widths, context=context, repeats=repeats, seed=seed)[0]
+
+
+def verify_costs(
+    target: LanguageModel,
+    draft: LanguageModel | None,
+    *,
+    widths: Sequence[int] = WIDTHS,
+    context: int = 256,
+    repeats: int = 7,
+    seed: int = 0,
+) -> tuple[CostCurve, float]:
+    """The target's curve and c, T_draft(1) / T_target(1), measured in turn (0 without a draft model)."""
     widths = tuple(sorted(set(widths)))
     if not widths or widths[0] != 1:
         raise InputError(f"widths must contain 1, the plain step, got {widths}")
-    if context < 1 or context + widths[-1] > model.caps.n_ctx or widths[-1] > model.caps.max_width:
-        raise InputError(f"{context} tokens and a forward of {widths[-1]} do not fit {model.name} ({model.caps.n_ctx})")
+    if repeats < 1:
+        raise InputError(f"repeats must be 1 or more, got {repeats}")
+    steps = [(target, n) for n in widths] + ([(draft, 1)] if draft is not None else [])
     rng = np.random.default_rng(seed)
-    ids = rng.integers(0, model.vocab.size, context + widths[-1]).tolist()
-    model.reset()
-    model.forward(ids[:context], n_logits=0)
-    samples: dict[int, list[float]] = {n: [] for n in widths}
+    for model, n in steps:
+        if context < 1 or context + n > model.caps.n_ctx or n > model.caps.max_width:
+            raise InputError(f"{context} tokens and a forward of {n} do not fit {model.name} ({model.caps.n_ctx})")
+    ids = rng.integers(0, min(m.vocab.size for m, _ in steps), context + widths[-1]).tolist()
+    for model in {id(m): m for m, _ in steps}.values():
+        model.reset()
+        model.forward(ids[:context], n_logits=0)
+    samples: list[list[float]] = [[] for _ in steps]
     for repeat in range(-2, repeats):
-        for n in rng.permutation(widths).tolist():
+        for at in rng.permutation(len(steps)).tolist():
+            model, n = steps[at]
             began = perf_counter()
             model.forward(ids[context : context + n])
             took = perf_counter() - began
             model.rewind(n)
             if repeat >= 0:
-                samples[n].append(took)
-    model.reset()
-    return CostCurve(
-        model=model.name, context=context, widths=widths, samples_s=tuple(tuple(samples[n]) for n in widths)
-    )
-
-
-def draft_cost(target: CostCurve, drafter: CostCurve) -> float:
-    """c: one draft step in units of one plain target step."""
-    return drafter.seconds(1) / target.seconds(1)
+                samples[at].append(took)
+    for model, _ in steps:
+        model.reset()
+    timed = tuple(tuple(s) for s in samples[: len(widths)])
+    curve = CostCurve(model=target.name, context=context, widths=widths, samples_s=timed)
+    return curve, float(np.median(samples[-1])) / curve.seconds(1) if draft is not None else 0.0
 
 
 def expected_tokens(alpha: Sequence[float]) -> float:

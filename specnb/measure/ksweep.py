@@ -1,23 +1,24 @@
 """The K sweep: every prompt plainly and with every K, live, interleaved. The measurement behind notebook 01."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from specnb.decode.generate import generate
+from specnb.decode.generate import generate, prompt_ids
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
-from specnb.errors import InputError
+from specnb.errors import CapacityError, InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, local_file, parse
-from specnb.measure.cost import WIDTHS, draft_cost, verify_curve
+from specnb.measure.cost import WIDTHS, verify_costs
 from specnb.measure.fork import explain_fork
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, digest, prompts
 from specnb.provenance import file_digest, provenance
 from specnb.records import Generation, RunRecord
-from specnb.store import run_id
+from specnb.store import run_id, save
 
 EXPERIMENT = "01_k_sweep"
 
@@ -28,22 +29,44 @@ Progress = Callable[[int, int, str], None]
 def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
     """Run the sweep; the record holds every generation, the verify cost curve, c, and the forks that were found.
 
-    Raises what `specnb.load` and `generate` raise. A draft model that cannot be loaded ends the run: a sweep
-    without its drafter answers nothing.
+    Raises what `specnb.load` and `generate` raise; prompts are checked before anything is timed. What was generated
+    before an error or an interrupt is saved, as a record whose status is failed. A draft model that cannot be loaded
+    ends the run: a sweep without its drafter answers nothing.
     """
     started = datetime.now(UTC)
     chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
     target = load(params.target, **_engine(params))
     drafter: Drafter | None = None
+    made: list[Generation] = []
+    measurements: dict[str, Any] = {}
     try:
         drafter = load_drafter(params.drafter, target, strict=True).drafter
-        measurements = _costs(target, drafter, max(params.ks))
-        made = tuple(_generations(params, target, drafter, chosen, progress or _silent))
+        _check_prompts(target, chosen, params.max_new_tokens)
+        measurements |= _costs(target, drafter, max(params.ks))
+        _generate_all(params, target, drafter, chosen, progress or _silent, made)
         measurements["forks"] = list(_forks(target, made))
+        return _record(params, chosen, target, drafter, started, made, measurements)
+    except BaseException as error:
+        if made:
+            save(_record(params, chosen, target, drafter, started, made, measurements, error=error))
+        raise
     finally:
         if drafter is not None:
             drafter.close()
         target.close()
+
+
+def _record(
+    params: KSweepParams,
+    chosen: list[Prompt],
+    target: LanguageModel,
+    drafter: Drafter,
+    started: datetime,
+    made: list[Generation],
+    measurements: dict[str, Any],
+    *,
+    error: BaseException | None = None,
+) -> RunRecord:
     dumped = params.model_dump(mode="json")
     return RunRecord(
         run_id=run_id(EXPERIMENT, dumped),
@@ -51,54 +74,71 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
         params=dumped,
         provenance=provenance(
             seeds={"seed": params.seed},
-            models=_models(params),
+            models=_models(target, drafter),
             prompts_digest=digest(chosen),
-            extra=_conditions(target),
+            extra={"target": asdict(target.caps)},
         ),
         started=started,
         ended=datetime.now(UTC),
-        generations=made,
+        generations=tuple(made),
         measurements=measurements,
+        status="completed" if error is None else "failed",
+        error=None if error is None else f"{type(error).__name__}: {error}",
     )
+
+
+def _check_prompts(target: LanguageModel, chosen: list[Prompt], max_new_tokens: int) -> None:
+    """Every prompt can be encoded and fits with its answer: told now rather than an hour later."""
+    for prompt in chosen:
+        try:
+            n = len(prompt_ids(target, prompt))
+        except InputError as error:
+            raise InputError(f"prompt {prompt.id} cannot be used with {target.name}: {error}") from error
+        if n + max_new_tokens > target.caps.n_ctx:
+            raise CapacityError(
+                f"prompt {prompt.id} has {n} tokens; with {max_new_tokens} new ones it exceeds the {target.caps.n_ctx} "
+                f"of {target.name}: load it with a larger n_ctx"
+            )
 
 
 def _silent(_done: int, _total: int, _what: str) -> None:
     return None
 
 
-def _generations(
-    params: KSweepParams, target: LanguageModel, drafter: Drafter, chosen: list[Prompt], progress: Progress
-) -> Iterator[Generation]:
-    """Baseline (k = 0) and every K on each prompt and temperature; the order rotates from prompt to prompt."""
+def _generate_all(
+    params: KSweepParams,
+    target: LanguageModel,
+    drafter: Drafter,
+    chosen: list[Prompt],
+    progress: Progress,
+    made: list[Generation],
+) -> None:
+    """Append to `made` the baseline (k = 0) and every K on each prompt and temperature, the order rotating."""
     ks = [0, *params.ks]
     total = len(ks) * len(chosen) * len(params.temperatures)
     common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed, "rule": params.rule}
+    warm = common | {"max_new_tokens": 8, "temperature": params.temperatures[0]}
     for k in (0, max(ks)):  # warm-up, not recorded
-        generate(target, chosen[0], drafter=drafter if k else None, k=k, **(common | {"max_new_tokens": 8}))
-    done = 0
+        generate(target, chosen[0], drafter=drafter if k else None, k=k, **warm)
     for temperature in params.temperatures:
         for at, prompt in enumerate(chosen):
             for k in ks[at % len(ks) :] + ks[: at % len(ks)]:
-                progress(done, total, f"{prompt.id}, temperature {temperature}, K {k}")
-                yield generate(target, prompt, drafter=drafter if k else None, k=k, temperature=temperature, **common)
-                done += 1
+                progress(len(made), total, f"{prompt.id}, temperature {temperature}, K {k}")
+                drafting = drafter if k else None
+                made.append(generate(target, prompt, drafter=drafting, k=k, temperature=temperature, **common))
     progress(total, total, "done")
 
 
 def _costs(target: LanguageModel, drafter: Drafter, k_max: int) -> dict[str, Any]:
-    """The verify cost curve up to k_max + 1 and, for a draft model, c."""
-    context = min(256, target.caps.n_ctx // 2)
+    """The verify cost curve up to k_max + 1 and, for a draft model, c, measured in turn with it."""
+    draft = drafter.model if isinstance(drafter, ModelDrafter) else None
+    room = [m.caps.n_ctx // 2 for m in (target, draft) if m is not None]
     widths = sorted({n for n in WIDTHS if n <= k_max} | {1, k_max + 1})
-    curve = verify_curve(target, widths=widths, context=context)
-    c = 0.0
-    if isinstance(drafter, ModelDrafter):
-        c = draft_cost(
-            curve, verify_curve(drafter.model, widths=(1,), context=min(context, drafter.model.caps.n_ctx // 2))
-        )
+    curve, c = verify_costs(target, draft, widths=widths, context=min(256, *room))
     return {"verify_curve": curve.model_dump(mode="json"), "c": c}
 
 
-def baseline_of(made: tuple[Generation, ...], one: Generation) -> Generation:
+def baseline_of(made: Sequence[Generation], one: Generation) -> Generation:
     """The plain generation of the same prompt and temperature. Raises InputError when the record has none."""
     key = (one.prompt_id, one.temperature)
     found = next((g for g in made if g.k == 0 and (g.prompt_id, g.temperature) == key), None)
@@ -107,7 +147,7 @@ def baseline_of(made: tuple[Generation, ...], one: Generation) -> Generation:
     return found
 
 
-def _forks(target: LanguageModel, made: tuple[Generation, ...]) -> Iterator[dict[str, Any]]:
+def _forks(target: LanguageModel, made: Sequence[Generation]) -> Iterator[dict[str, Any]]:
     """Each greedy generation that differs from its baseline, with margin and noise at the first difference."""
     for one in made:
         if one.temperature > 0 or one.k == 0:
@@ -123,17 +163,16 @@ def _engine(params: KSweepParams) -> dict[str, str]:
     return {"backend": params.backend} if params.backend else {}
 
 
-def _models(params: KSweepParams) -> list[dict[str, Any]]:
+def _models(target: LanguageModel, drafter: Drafter) -> list[dict[str, Any]]:
     """Names and file digests of what was run; a transformers model is named by its folder or hub id only."""
-    names = {"target": params.target}
-    if params.drafter not in ("lookup", "self"):
-        names["drafter"] = params.drafter
+    names = {"target": target.name} | ({"drafter": drafter.name} if isinstance(drafter, ModelDrafter) else {})
     files = {role: local_file(parse(name)) for role, name in names.items()}
     return [
         {"role": role, "id": names[role], "sha256": file_digest(file) if file else None} for role, file in files.items()
     ]
 
 
-def _conditions(target: LanguageModel) -> dict[str, Any]:
-    caps = target.caps
-    return {"engine": caps.engine, "device": caps.device, "dtype": caps.dtype, "n_ctx": caps.n_ctx}
+def _engine(params: KSweepParams) -> dict[str, str]:
+    """Options of `load`; what is empty is left to the target's name. llama.cpp's weights have their own type."""
+    asked = {"backend": params.backend, "dtype": params.dtype if params.backend == "hf" else ""}
+    return {key: value for key, value in asked.items() if value}

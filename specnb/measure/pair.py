@@ -12,6 +12,8 @@ from specnb.lm.load import load
 from specnb.measure.fork import Fork, explain_fork
 from specnb.records import Generation, Summary
 
+WARM_UP_TOKENS = 4
+
 
 class PairSummary(Summary):
     """The generation's summary, and how it compares with the baseline (None without one).
@@ -53,7 +55,7 @@ def run_pair(
     try:
         drafter, fallback = load_drafter(drafter_name, target, strict=strict) if drafter_name else (None, None)
         for warm in (drafter, None) if with_baseline else (drafter,):
-            generate(target, prompt, drafter=warm, **{**settings, "max_new_tokens": min(4, settings["max_new_tokens"])})
+            generate(target, prompt, drafter=warm, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
         baseline = generate(target, prompt, **settings) if with_baseline else None
         made = generate(target, prompt, drafter=drafter, **settings)
         made = made.model_copy(update={"fallback": fallback})

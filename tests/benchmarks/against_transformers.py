@@ -38,7 +38,9 @@ def methods(dtype: str, k: int, n: int) -> dict[str, Callable[[Prompt], object]]
         def run(prompt: Prompt) -> list[int]:
             ids = torch.tensor([prompt_ids(ours, prompt)])
             mask = torch.ones_like(ids)
-            out = theirs.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=n, pad_token_id=2, **options)
+            out = theirs.generate(
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=n, pad_token_id=2, **options
+            )
             return out[0, ids.shape[1] :].tolist()
 
         return run
@@ -66,16 +68,16 @@ def main() -> None:
     made = methods(given.dtype, given.k, given.tokens)
     frames = {"all": compare(made, chosen, baseline="transformers generate", repeats=given.repeats)}
     lookups = {name: run for name, run in made.items() if "lookup" in name}
-    frames["lookup against lookup"] = compare(
-        lookups, chosen, baseline=next(iter(lookups)), repeats=given.repeats
-    )
+    frames["lookup against lookup"] = compare(lookups, chosen, baseline=next(iter(lookups)), repeats=given.repeats)
     if given.json:
         tables = {name: json.loads(frame.to_json(orient="records")) for name, frame in frames.items()}
         print(json.dumps({"settings": vars(given), "provenance": provenance(), "tables": tables}))
         return
     with pd.option_context("display.width", 200, "display.max_columns", 20):
         for name, frame in frames.items():
-            print(f"{name} ({given.dtype}, {torch.get_num_threads()} threads)\n{frame.round(3).to_string(index=False)}\n")
+            print(
+                f"{name} ({given.dtype}, {torch.get_num_threads()} threads)\n{frame.round(3).to_string(index=False)}\n"
+            )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.errors import NonFiniteLogits, RewindError
+from specnb.errors import NonFiniteLogits, StateError
 from specnb.lm import toy
 
 DRAFTERS = {
@@ -105,7 +105,7 @@ def test_what_a_shared_list_would_do(monkeypatch):
             tokens.append(tokens[-1])
             return Proposal(())
 
-    with pytest.raises(RewindError, match="cannot rewind -1"):
+    with pytest.raises(StateError, match="this generation left . there"):
         generate(toy.cyclic(5), [0, 1, 2], drafter=Appending(), k=2, max_new_tokens=6)
 
 

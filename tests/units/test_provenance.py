@@ -234,7 +234,7 @@ def test_quota_of_cores(tmp_path, monkeypatch, files, cores):
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
     monkeypatch.setattr(prov, "cgroup_folders", lambda controller: [tmp_path])
-    assert prov._quota_cores() == cores
+    assert prov.quota_cores() == cores
 
 
 # canonical JSON

@@ -393,7 +393,7 @@ def test_bytes_that_are_no_image_are_refused():
 
 
 @needs_posix
-@pytest.mark.parametrize("script", ["exit 1", "exec cat", "echo nonsense >&1; exec sleep 100"])
+@pytest.mark.parametrize("script", ["exit 1", "exec cat", "trap '' TERM; echo nonsense; while :; do sleep 1; done"])
 def test_a_browser_that_ends_or_hangs_is_a_reason_and_leaves_nothing(
     script, false_browser, monkeypatch, nothing_left, tmp_path
 ):
@@ -402,7 +402,7 @@ def test_a_browser_that_ends_or_hangs_is_a_reason_and_leaves_nothing(
     monkeypatch.setattr(module, "CLOSE_S", 1.0)
     start = time.monotonic()
     done = publish(figure_of(), "speed", record_of(), folder=tmp_path / "out")
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 12  # 4 s, and room for a busy machine; kaleido alone takes more
     assert [file.name for file in done.files] == ["speed.html", "speed.json"]
     assert set(done.skipped) == {"svg", "png"} and all("BROWSER_PATH" in reason for reason in done.skipped.values())
     assert str(tmp_path) not in (tmp_path / "out" / "speed.json").read_text()

@@ -1,0 +1,108 @@
+"""The law of replay: one recording gives the rounds that live speculative decoding takes, for every K."""
+
+import numpy as np
+import pytest
+
+from specnb.decode.generate import generate
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.lm import toy
+from specnb.measure import replay
+from specnb.measure.replay import Recording, fixed_k, record
+from specnb.prompts import prompts
+
+PROMPT = [0, 1, 2, 0, 1]
+
+
+def counts_of(made):
+    return len(made.rounds), made.total_draft_tokens, made.accepted_tokens
+
+
+def drafter_named(name, seed):
+    if name == "lookup":
+        return LookupDrafter()
+    return ModelDrafter(toy.markov(4, order=1, seed=seed + 1) if name == "other" else toy.markov(4, order=2, seed=seed))
+
+
+@pytest.mark.parametrize("name", ["lookup", "other", "same"])
+@pytest.mark.parametrize("eog", [frozenset(), frozenset({3})])
+@pytest.mark.parametrize("seed", range(6))
+def test_greedy_replay_equals_live_integer_for_integer(name, eog, seed):
+    target = toy.markov(4, order=2, seed=seed, eog=eog)
+    for n in (1, 2, 30):
+        ((_, (recording,)),) = record(target, [drafter_named(name, seed)], [PROMPT], k_max=24, max_new_tokens=n)
+        for k in range(1, 25):
+            live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=k, max_new_tokens=n)
+            replayed = fixed_k(recording, k)
+            assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts_of(live), (n, k)
+
+
+@pytest.mark.parametrize("name", ["lookup", "other"])
+@pytest.mark.parametrize("k", [1, 3])
+def test_sampled_replay_is_the_mean_of_live_runs(name, k):
+    """300 live runs of 20 tokens against the mean over recordings of as many plain runs: same law, so same mean."""
+    target = toy.markov(4, order=2, seed=3)
+    live, replayed = [], []
+    for seed in range(300):
+        made = generate(
+            target, PROMPT, drafter=drafter_named(name, 3), k=k, max_new_tokens=20, temperature=1.0, seed=seed
+        )
+        live.append(len(made.rounds))
+        ((_, (recording,)),) = record(
+            target, [drafter_named(name, 3)], [PROMPT], temperature=1.0, max_new_tokens=20, seed=10_000 + seed
+        )
+        replayed.append(fixed_k(recording, k).rounds)
+    spread = np.hypot(np.std(live) / np.sqrt(len(live)), np.std(replayed) / np.sqrt(len(replayed)))
+    assert abs(np.mean(live) - np.mean(replayed)) < 2.576 * spread
+
+
+def planted(recording: Recording, k: int, fault: str) -> float:
+    """`fixed_k` by hand with an off-by-one: the rounds it then counts."""
+    i = rounds = 0
+    while i < recording.n_tokens:
+        chances = recording.keep[i][: min(k, recording.offered[i])]
+        kept = next((j for j, chance in enumerate(chances) if not chance), len(chances))
+        rounds += 1
+        if fault == "no bonus":
+            i += kept + (kept < len(chances)) or 1
+        elif fault == "no correction":
+            i += kept or 1
+        else:
+            i += kept + 1
+    return rounds
+
+
+def test_planted_off_by_ones_are_seen():
+    target = toy.markov(4, order=2, seed=1)
+    ((_, (recording,)),) = record(target, [drafter_named("same", 1)], [PROMPT], max_new_tokens=30)
+    ((_, (other,)),) = record(target, [drafter_named("other", 1)], [PROMPT], max_new_tokens=30)
+    live = [
+        len(generate(target, PROMPT, drafter=drafter_named(n, 1), k=4, max_new_tokens=30).rounds)
+        for n in ("same", "other")
+    ]
+    assert [planted(recording, 4, ""), planted(other, 4, "")] == live
+    assert planted(recording, 4, "no bonus") != live[0]
+    assert planted(other, 4, "no correction") != live[1]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["smollm2-135m:f32", "smollm2-135m?backend=hf"])
+def test_greedy_replay_equals_live_on_the_real_model(opened, name):
+    target = opened(name)
+    prompt = prompts("edit")[1]
+    drafters = {"lookup": LookupDrafter(), "model": ModelDrafter(opened("smollm2-135m:q4_0"))}
+    ((_, recordings),) = record(target, list(drafters.values()), [prompt], max_new_tokens=48)
+    for recording, drafter in zip(recordings, drafters.values(), strict=True):
+        for k in (1, 2, 5, 8, 13, 24):
+            live = generate(target, prompt, drafter=drafter, k=k, max_new_tokens=48)
+            replayed = fixed_k(recording, k)
+            assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts_of(live), (drafter.name, k)
+
+
+def test_a_drafter_that_samples_by_itself_is_refused():
+    class Sampler(LookupDrafter):
+        def propose(self, tokens, k, rng):
+            return super().propose(tokens, k, rng)._replace(ids=(rng.pick(np.zeros(4))[0],))
+
+    with pytest.raises(replay.InputError, match="only draft models"):
+        list(record(toy.markov(4), [Sampler()], [PROMPT], max_new_tokens=4))

@@ -1,0 +1,297 @@
+"""The command line: exit codes, one line for a mistake, one JSON document on stdout, words to parameters."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import nbformat
+import pytest
+from typer.testing import CliRunner
+
+from specnb import cli
+from specnb.book import engine
+from specnb.book.outcome import Outcome, Problem
+from specnb.draft import load as draft_load
+from specnb.errors import LoadError
+from specnb.lm import toy, zoo
+from specnb.lm.vocab import Vocabulary
+from specnb.measure import pair
+
+
+@pytest.fixture
+def specnb(monkeypatch, capsys):
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["specnb", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def process(*words, **env):
+    command = [sys.executable, "-c", "from specnb.cli import main; main()", *words]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=120)
+
+
+def is_mistake(result, *parts):
+    """Exit code 2, nothing on stdout, one line on stderr that holds `parts`."""
+    code, out, err = result
+    assert code == 2 and out == "" and err.startswith("specnb: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert "Traceback" not in err and all(part in err for part in parts), err
+
+
+# --- generate -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """Toys by name in place of real models."""
+    made = {"five": lambda: toy.cyclic(5), "draft": lambda: toy.cyclic(5), "other": lambda: toy.cyclic(6)}
+
+    def load(name, **options):
+        if name == "damaged":
+            raise LoadError("damaged.gguf is no model,\nor half of one")
+        return made[name]()
+
+    monkeypatch.setattr(pair, "load", load)
+    monkeypatch.setattr(draft_load, "load", load)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--draft", "draft", "--drafter", "lookup"], ["--draft or --drafter, not both", "'draft' and 'lookup'"]),
+        (["--k", "-1"], ["k must be 0 or more, got -1"]),
+        (["--rule", "tree"], ["unknown verification rule 'tree'"]),
+        (["--temperature", "-1"], ["temperature must be 0", "-1.0"]),
+        (["--draft", "other"], ["disagree on what token id 5 means"]),
+        (["--draft", "damaged", "--strict"], ["damaged.gguf is no model, or half of one"]),
+        (["--stop", "\udcff"], ["no text in UTF-8"]),
+        (["--chat"], ["no chat template"]),
+    ],
+    ids=lambda x: " ".join(x).encode("ascii", "replace").decode(),
+)
+def test_wrong_words_for_generate_are_one_line(specnb, models, words, parts):
+    is_mistake(specnb("generate", "--target", "five", "--prompt", "ab", *words), *parts)
+
+
+@pytest.mark.parametrize("words", [[], ["--prompt", "ab", "--prompt-file", "x"]], ids=["none", "both"])
+def test_a_prompt_comes_from_one_place(specnb, models, words):
+    is_mistake(specnb("generate", "--target", "five", *words), "--prompt or with --prompt-file")
+
+
+def test_an_unknown_target_names_what_is_known(specnb):
+    is_mistake(specnb("generate", "--target", "smolm2-135m", "--prompt", "x"), "smolm2-135m", "did you mean smollm2")
+
+
+def test_a_prompt_from_a_file(specnb, models, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("abc")
+    code, out, _ = specnb("generate", "--target", "five", "--prompt-file", str(file), "--json")
+    assert code == 0 and json.loads(out)["generation"]["prompt_ids"] == [0, 1, 2]
+    file.write_bytes(b"\xff\xfe")
+    for path in (file, tmp_path, tmp_path / "absent"):
+        is_mistake(specnb("generate", "--target", "five", "--prompt-file", str(path)), "cannot read the prompt from")
+
+
+def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb, models):
+    words = ["--target", "five", "--draft", "draft", "--k", "3", "--prompt", "ab", "--max-new-tokens", "10"]
+    code, out, err = specnb("generate", *words, "--baseline", "--json")
+    document = json.loads(out)
+    assert code == 0 and err == "" and out.count("\n") == 1 and list(document) == ["generation", "baseline", "summary"]
+    assert document["generation"]["token_ids"] == document["baseline"]["token_ids"] == [2, 3, 4, 0, 1] * 2
+    assert document["generation"]["k"] == 3 and document["baseline"]["k"] == 0
+    summary = document["summary"]
+    assert summary["identical"] is True and summary["speedup"] > 0 and summary["fork"] is None
+    assert summary["acceptance_rate"] == 1.0 and summary["total_draft_tokens"] > 0 and summary["n_tokens"] == 10
+    assert not {"tau", "tokens_per_s", "estimated_speedup", "accepted_tokens", "overhead_share"} - set(summary)
+
+
+def test_without_a_baseline_there_is_nothing_to_compare(specnb, models):
+    _, out, _ = specnb("generate", "--target", "five", "--drafter", "lookup", "--prompt", "ab", "--json")
+    document = json.loads(out)
+    assert document["baseline"] is None and document["summary"]["identical"] is None
+    assert document["generation"]["drafter"] == "lookup(n=1..3)"
+
+
+def test_a_draft_model_that_cannot_be_loaded_is_in_the_record(specnb, models):
+    code, out, _ = specnb(
+        "generate", "--target", "five", "--draft", "damaged", "--prompt", "ab", "--baseline", "--json"
+    )
+    document = json.loads(out)
+    assert code == 0 and document["generation"]["fallback"].startswith("LoadError: damaged.gguf")
+    assert document["summary"]["fallback"] == document["generation"]["fallback"] and document["summary"]["identical"]
+
+
+def test_sampling_words_reach_the_record(specnb, models):
+    words = ["--temperature", "0.5", "--seed", "7", "--stop", "d", "--stop", "e", "--ignore-eog"]
+    _, out, _ = specnb("generate", "--target", "five", "--prompt", "ab", *words, "--json")
+    made = json.loads(out)["generation"]
+    assert (made["temperature"], made["seed"], made["stop_reason"], made["text"]) == (0.5, 7, "stop_string", "c")
+
+
+def test_without_json_the_text_and_a_table_are_printed(specnb, models):
+    code, out, _ = specnb("generate", "--target", "five", "--prompt", "ab", "--max-new-tokens", "3")
+    assert code == 0 and out.startswith("cde\n") and "n_tokens" in out and "no drafter" in out
+
+
+def test_what_the_terminal_cannot_show_is_no_crash(monkeypatch, models):
+    """A stdout in ASCII, and a vocabulary beyond it; JSON is ASCII in any case."""
+    greek = toy.ToyLM(toy.cyclic(2)._logits_of, Vocabulary(("α".encode(), b"b"), bos=0))
+    monkeypatch.setattr(pair, "load", lambda name: greek)
+    for words in (["--json"], []):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+        monkeypatch.setattr(sys, "argv", ["specnb", "generate", "--target", "x", "--prompt", "", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        sys.stdout.flush()
+        assert not ended.value.code and b"\\u03b1" in sys.stdout.buffer.getvalue()
+
+
+# --- run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(monkeypatch, tmp_path):
+    """Stands for the engine: notes what is run with which parameters; notebooks named bad* fail."""
+    noted = []
+
+    def run_notebook(path, params, **options):
+        noted.append((Path(path).stem, dict(params)))
+        bad = Path(path).stem.startswith("bad")
+        now = datetime(2026, 1, 1, tzinfo=UTC)
+        return Outcome(
+            notebook=Path(path).name, notebook_sha256="0", run_id="r", params=dict(params), started=now, ended=now,
+            status="failed" if bad else "completed", error=Problem(kind="KeyError", message="'x'") if bad else None,
+            duration_s=1.0, kernel_starts=1, output=tmp_path / "notebook.ipynb",
+        )  # fmt: skip
+
+    monkeypatch.setattr(engine, "run_notebook", run_notebook)
+    monkeypatch.setattr(engine, "find_notebook", Path)
+    monkeypatch.setattr(engine, "notebooks", lambda: [Path("01_a.ipynb"), Path("02_b.ipynb")])
+    monkeypatch.setattr(zoo, "path", lambda name, **_: tmp_path)
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("words", "params"),
+    [
+        (["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m"], {"ks": [2, 4], "target": "smollm2-135m"}),
+        (["-p", "ks=[2,4]", "--parameter", "target", "x=y"], {"ks": [2, 4], "target": "x=y"}),
+        (["--parameter=seed=3", "-prule=block"], {"seed": 3, "rule": "block"}),
+        (["-p", "seed", "-1"], {"seed": -1}),
+        (["-p", "target", ""], {"target": ""}),
+        (["-p", "target", "m.gguf?backend=hf&dtype=bfloat16"], {"target": "m.gguf?backend=hf&dtype=bfloat16"}),
+        ([], {}),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_parameters_are_two_words_or_one(specnb, runs, words, params, place):
+    code, _, _ = specnb("run", *(["01_a", *words] if place == "before" else [*words, "01_a"]), "--json")
+    assert code == 0 and runs == [("01_a", params)]
+
+
+@pytest.mark.parametrize("words", [["-p", "ks"], ["-p", "ks", "-p", "seed", "3"]], ids=" ".join)
+def test_a_parameter_without_a_value_is_a_mistake(specnb, runs, words):
+    is_mistake(specnb("run", "01_a", *words), "-p takes a name and a value, got only 'ks'")
+    assert runs == []
+
+
+def test_a_parameter_given_twice_is_a_mistake(specnb, runs):
+    is_mistake(specnb("run", "01_a", "-p", "k", "1", "-p", "k=2"), "parameter 'k' is given twice")
+
+
+def test_no_name_runs_all_in_order_and_takes_no_parameters(specnb, runs):
+    assert specnb("run")[0] == 0 and [name for name, _ in runs] == ["01_a", "02_b"]
+    is_mistake(specnb("run", "-p", "k", "1"), "-p is for one notebook, but 2 are to run")
+
+
+def test_nothing_to_run_is_a_mistake_and_no_success(specnb, runs, monkeypatch):
+    monkeypatch.setattr(engine, "notebooks", lambda: [])
+    is_mistake(specnb("run"), "no notebooks")
+
+
+def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs):
+    code, out, err = specnb("run", "01_a", "bad_one", "02_b", "--json")
+    assert code == 1 and [o["status"] for o in json.loads(out)] == ["completed", "failed", "completed"]
+    assert err == "specnb: bad_one: KeyError: 'x'\n"
+    assert specnb("run", "01_a", "bad_one")[0] == 1
+
+
+def test_an_unknown_notebook_lists_those_there_are(specnb, monkeypatch):
+    monkeypatch.setattr(zoo, "path", lambda name: pytest.fail("fetched a model"))
+    is_mistake(specnb("run", "99_nothing"), "no notebook '99_nothing'", "01_k_sweep")
+
+
+@pytest.mark.model
+def test_a_notebook_really_runs_with_the_parameters_given(tmp_path):
+    nb = nbformat.v4.new_notebook()
+    cell = nbformat.v4.new_code_cell('ks: list[int] = [1]\ntarget: str = "x"', metadata={"tags": ["parameters"]})
+    nb.cells = [cell, nbformat.v4.new_code_cell("print(ks, target)")]
+    nbformat.write(nb, tmp_path / "01_t.ipynb")
+    words = ["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m", "--results", str(tmp_path / "results")]
+    done = process("run", str(tmp_path / "01_t.ipynb"), *words, "--json")
+    (outcome,) = json.loads(done.stdout)
+    assert done.returncode == 0 and outcome["params"] == {"ks": [2, 4], "target": "smollm2-135m"}
+    assert "[2, 4] smollm2-135m" in Path(outcome["output"]).read_text()
+
+
+# --- models, check, and the process itself --------------------------------------------------------------------------
+
+
+def test_the_zoo_as_json_and_as_a_table(specnb, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
+    code, out, _ = specnb("models", "--json")
+    rows = json.loads(out)
+    assert code == 0 and rows[0]["name"] == "smollm2-135m" and rows[0]["present"] is False
+    assert set(rows[0]) == {"name", "source", "licence", "n_bytes", "present", "path"}
+    code, out, _ = specnb("models")
+    assert code == 0 and "Apache-2.0" in out
+
+
+def test_an_unknown_model_to_fetch_is_a_mistake(specnb):
+    is_mistake(specnb("models", "fetch", "smollm3"), "smollm3")
+
+
+def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch):
+    from specnb import doctor
+
+    for ok, expected in ((True, 0), (None, 0), (False, 1)):
+        monkeypatch.setattr(doctor, "diagnose", lambda decode, ok=ok: [doctor.Finding("x", ok, "found", "do this")])
+        code, out, _ = specnb("check", "--json")
+        assert code == expected
+        assert json.loads(out) == [{"name": "x", "ok": ok, "detail": "found", "fix": "do this"}]
+        assert "do this" in specnb("check")[1]
+
+
+def test_unknown_words_show_the_usage_and_exit_with_two():
+    for words in (["generat"], ["generate", "--targett", "x"], ["models", "get"], ["generate"]):
+        result = CliRunner().invoke(cli.app, words)
+        assert result.exit_code == 2 and "Usage" in result.output
+
+
+def test_a_mistake_in_a_real_process_is_one_line_and_no_traceback():
+    done = process("generate", "--target", "five", "--draft", "a", "--drafter", "b", "--prompt", "x")
+    is_mistake((done.returncode, done.stdout, done.stderr), "not both")
+
+
+def test_json_in_a_real_process_is_the_only_thing_on_stdout(tmp_path):
+    done = process("models", "--json", SPECNB_CACHE=str(tmp_path))
+    assert done.returncode == 0 and len(json.loads(done.stdout)) > 5 and done.stdout.count("\n") == 1
+
+
+@pytest.mark.model
+def test_the_main_promise_in_a_real_process():
+    words = ["--target", "smollm2-135m", "--drafter", "lookup", "--k", "8", "--baseline", "--max-new-tokens", "24"]
+    done = process("generate", *words, "--prompt", "one two three one two three one two", "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == 0 and len(document["generation"]["token_ids"]) > 0
+    assert document["summary"]["identical"] or document["summary"]["fork"]["near_tie"]

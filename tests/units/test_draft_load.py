@@ -1,0 +1,225 @@
+"""From a name to a drafter: vocabularies are compared, what cannot be loaded is a recorded fallback."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specnb.decode.generate import generate
+from specnb.draft import load as module
+from specnb.draft import selfdraft
+from specnb.draft.load import load_drafter, model_drafter
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.draft.selfdraft import requantised_copy
+from specnb.errors import FetchError, InputError, LoadError, MemoryShortError, VocabularyMismatch
+from specnb.lm import binding, toy
+
+
+class Opening:
+    """Stands for `specnb.load`: gives a toy model, or raises; remembers what was asked and closed."""
+
+    def __init__(self, monkeypatch, model=None, error=None):
+        self.model, self.error, self.asked, self.closed = model, error, [], 0
+        monkeypatch.setattr(module, "load", self)
+
+    def __call__(self, name, **options):
+        self.asked.append((name, options))
+        if self.error:
+            raise self.error
+        self.model.close = self._close
+        return self.model
+
+    def _close(self):
+        self.closed += 1
+
+
+def with_pieces(*pieces):
+    model = toy.cyclic(len(pieces))
+    model.vocab = replace(model.vocab, pieces=pieces)
+    model.name = "other"
+    return model
+
+
+# --- the vocabulary -------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_model_with_the_targets_vocabulary_is_taken(monkeypatch):
+    opening = Opening(monkeypatch, toy.cyclic(5))
+    made = load_drafter("small.gguf", toy.cyclic(5), n_ctx=64)
+    assert isinstance(made.drafter, ModelDrafter) and made.drafter.model is opening.model and made.fallback is None
+    assert opening.asked == [("small.gguf", {"n_ctx": 64})] and opening.closed == 0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ((b"a", b"b", b"d", b"c", b"e"), "token id 2 means: b'c' against b'd'"),
+        ((b"a", b"b", b"c", b"d"), "token id 4 means: b'e' against no such id"),
+        ((b"a", b"b", b"c", b"d", b"e", b"f"), "token id 5 means: no such id against b'f'"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_another_vocabulary_always_raises_with_both_pieces_and_the_id(monkeypatch, pieces, message, strict):
+    opening = Opening(monkeypatch, with_pieces(*pieces))
+    with pytest.raises(VocabularyMismatch, match=message) as caught:
+        load_drafter("other", toy.cyclic(5), strict=strict)
+    assert opening.closed == 1, "the draft model is freed"
+    assert "cyclic(size=5) and other disagree" in str(caught.value) and "--drafter lookup" in str(caught.value)
+
+
+def test_generation_never_begins_with_another_vocabulary(monkeypatch):
+    Opening(monkeypatch, with_pieces(b"a", b"b", b"d", b"c", b"e"))
+    target = toy.cyclic(5)
+    target.forward = lambda *_: pytest.fail("a token was fed")
+    with pytest.raises(VocabularyMismatch):
+        generate(target, "ab", drafter="other")
+
+
+def test_a_model_that_cannot_go_back_cannot_draft(monkeypatch):
+    model = toy.cyclic(5)
+    model.caps = replace(model.caps, rewind="none", rewind_depth=0, rewind_reason="it has recurrent layers")
+    opening = Opening(monkeypatch, model)
+    with pytest.raises(InputError, match="cannot draft: it has recurrent layers"):
+        model_drafter("mamba", toy.cyclic(5))
+    assert opening.closed == 1
+
+
+# --- fallback, and what is no reason for one ------------------------------------------------------------------------
+
+FAILURES = [LoadError("x.gguf is damaged"), MemoryShortError("needs 9 GB, 2 GB are free"), FetchError("no network")]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda e: type(e).__name__)
+def test_a_draft_model_that_cannot_be_had_is_a_fallback_that_says_why(monkeypatch, error):
+    Opening(monkeypatch, error=error)
+    made = load_drafter("x", toy.cyclic(5))
+    assert made.drafter is None and made.fallback == f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda e: type(e).__name__)
+def test_strict_raises_instead(monkeypatch, error):
+    Opening(monkeypatch, error=error)
+    with pytest.raises(type(error), match=str(error)):
+        load_drafter("x", toy.cyclic(5), strict=True)
+    with pytest.raises(type(error), match=str(error)):
+        generate(toy.cyclic(5), "ab", drafter="x", strict=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_generation_goes_on_with_the_target_alone_and_the_record_says_so(monkeypatch, temperature):
+    Opening(monkeypatch, error=MemoryShortError("needs 9 GB"))
+    settings = {"max_new_tokens": 12, "temperature": temperature, "seed": 3}
+    made = generate(toy.markov(5), "ab", drafter="x", k=4, **settings)
+    plain = generate(toy.markov(5), "ab", **settings)
+    assert made.fallback == "MemoryShortError: needs 9 GB" and plain.fallback is None
+    assert made.token_ids == plain.token_ids and made.total_draft_tokens == 0
+    assert made.model_dump()["fallback"] == made.summary().fallback
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["no-such-model", "smollm2-135m:q9", "nowhere/nothing"])
+def test_unknown_names_raise(name, strict):
+    with pytest.raises(InputError, match=r"unknown|no zoo name"):
+        load_drafter(name, toy.cyclic(5), strict=strict)
+
+
+def test_a_file_that_is_no_gguf_is_a_fallback_and_one_that_is_not_there_a_mistake(tmp_path):
+    damaged = tmp_path / "x.gguf"
+    damaged.write_bytes(b"<!DOCTYPE html>")
+    made = load_drafter(str(damaged), toy.cyclic(5))
+    assert made.drafter is None and "is not a GGUF file" in made.fallback
+    with pytest.raises(InputError, match="no such model file"):
+        load_drafter(str(tmp_path / "y.gguf"), toy.cyclic(5))
+
+
+# --- lookup and self ------------------------------------------------------------------------------------------------
+
+
+def test_lookup_needs_no_model(monkeypatch):
+    Opening(monkeypatch, error=AssertionError("a model was loaded"))
+    made = load_drafter("lookup", toy.cyclic(5), n_max=5, n_min=2)
+    assert isinstance(made.drafter, LookupDrafter) and made.drafter.name == "lookup(n=2..5)"
+    with pytest.raises(InputError, match="n_max=0"):
+        load_drafter("lookup", toy.cyclic(5), n_max=0)
+
+
+def named(name):
+    model = toy.cyclic(5)
+    model.name = name
+    return model
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m:f16", "smollm2-135m?backend=hf&dtype=bfloat16"])
+def test_self_of_a_zoo_model_is_its_coarser_copy(monkeypatch, name):
+    opening = Opening(monkeypatch, toy.cyclic(5))
+    load_drafter("self", named(name))
+    load_drafter("self", named(name), type_name="q2_k")
+    assert [asked for asked, _ in opening.asked] == ["smollm2-135m:q4_0", "smollm2-135m:q2_k"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_self_of_a_transformers_model_gives_the_remedy(tmp_path, strict):
+    for name in ("hf:ORG/NAME", str(tmp_path)):
+        with pytest.raises(InputError, match=r"cannot be requantised here.*--draft, or --drafter lookup"):
+            load_drafter("self", named(name), strict=strict)
+
+
+def test_an_unknown_weight_type_lists_the_known_ones():
+    with pytest.raises(InputError, match="unknown weight type 'q4_x'; known: f32, f16, q4_0"):
+        requantised_copy("smollm2-135m", "q4_x")
+
+
+class Requantising:
+    """Stands for llama.cpp's quantiser: copies, or fails after having written half."""
+
+    def __init__(self, monkeypatch, tmp_path, error=None):
+        self.calls, self.error = 0, error
+        monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(selfdraft.binding, "requantize", self)
+
+    def __call__(self, source, dest, type_name):
+        self.calls += 1
+        dest.write_bytes(source.read_bytes()[:4])
+        if self.error:
+            raise self.error
+        dest.write_bytes(source.read_bytes() + type_name.encode())
+
+
+def test_a_copy_of_a_file_is_made_once_for_each_content_and_type(monkeypatch, tmp_path):
+    made, source = Requantising(monkeypatch, tmp_path), tmp_path / "m.gguf"
+    source.write_bytes(b"GGUF one")
+    first = requantised_copy(str(source))
+    assert Path(first).read_bytes() == b"GGUF oneq4_0" and first.endswith(".q4_0.gguf")
+    assert requantised_copy(f"{source}?backend=hf") == first and made.calls == 1
+    assert requantised_copy(str(source), "q8_0") != first and made.calls == 2
+    source.write_bytes(b"GGUF two!")
+    assert requantised_copy(str(source)) != first and made.calls == 3
+
+
+@pytest.mark.parametrize("error", [LoadError("cannot quantise"), OSError("disk full"), KeyboardInterrupt()])
+def test_a_copy_that_fails_leaves_nothing_half_made(monkeypatch, tmp_path, error):
+    made, source = Requantising(monkeypatch, tmp_path, error), tmp_path / "m.gguf"
+    source.write_bytes(b"GGUF one")
+    with pytest.raises((LoadError, FetchError, KeyboardInterrupt)):
+        requantised_copy(str(source))
+    assert not [p for p in (tmp_path / "cache" / "requantised").iterdir() if p.suffix != ".lock"]
+    made.error = None
+    assert Path(requantised_copy(str(source))).read_bytes() == b"GGUF oneq4_0"
+
+
+@pytest.mark.model
+def test_a_real_file_is_requantised_and_drafts_for_it(monkeypatch, opened, tmp_path):
+    from specnb.lm import zoo
+
+    source = tmp_path / "own.gguf"
+    source.symlink_to(zoo.path("smollm2-135m"))
+    monkeypatch.setattr(selfdraft, "cache_dir", lambda: tmp_path)
+    copied = Path(requantised_copy(str(source), "q8_0"))
+    assert copied.stat().st_size > source.stat().st_size
+    with binding.header(copied) as header:
+        assert binding.vocabulary(header).digest == opened("smollm2-135m").vocab.digest
+    drafter = model_drafter(str(copied), opened("smollm2-135m"))
+    made = generate(opened("smollm2-135m"), "The capital of France is", drafter=drafter, k=3, max_new_tokens=12)
+    drafter.close()
+    assert made.acceptance_rate > 0.5

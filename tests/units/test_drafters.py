@@ -1,0 +1,255 @@
+"""Drafters by themselves: lookup against a brute-force search, and the state of a model drafter after every round."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specnb.decode.sampling import Chooser, Draws, Sampling
+from specnb.draft.base import Proposal, TokenView
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.errors import InputError
+from specnb.lm import toy
+
+TOKENS = st.lists(st.integers(0, 3), max_size=40)
+SIZES = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted)
+
+
+def chooser(temperature=0.0, seed=0):
+    return Chooser(Sampling(temperature), Draws(np.random.default_rng(seed)))
+
+
+def lookup(tokens, n_min=1, n_max=3, k=4):
+    drafter = LookupDrafter(n_max, n_min)
+    drafter.start(TokenView(list(tokens)))
+    return drafter.propose(TokenView(list(tokens)), k, chooser()).ids
+
+
+def brute_force(tokens, n_min, n_max, k):
+    """The longest of the last n tokens that occurred before, at its most recent place, copied on token by token."""
+    for n in range(n_max, n_min - 1, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if n <= len(tokens) and tokens[end - n : end] == tokens[len(tokens) - n :]:
+                grown = list(tokens)
+                for j in range(k):
+                    grown.append(grown[end + j])
+                return tuple(grown[len(tokens) :])
+    return ()
+
+
+# --- lookup ---------------------------------------------------------------------------------------------------------
+
+
+@given(tokens=TOKENS, sizes=SIZES, k=st.integers(1, 12))
+@settings(max_examples=300)
+def test_lookup_is_the_longest_then_most_recent_match(tokens, sizes, k):
+    assert lookup(tokens, *sizes, k) == brute_force(tokens, *sizes, k)
+
+
+@given(tokens=TOKENS, parts=st.lists(st.integers(0, 6), max_size=30), sizes=SIZES, k=st.integers(1, 6))
+def test_lookup_indexed_in_any_portions_finds_the_same(tokens, parts, sizes, k):
+    grown = []
+    view, drafter = TokenView(grown), LookupDrafter(sizes[1], sizes[0])
+    drafter.start(view)
+    for size in [*parts, len(tokens)]:
+        grown.extend(tokens[len(grown) : len(grown) + size])
+        drafter.commit(view)
+        drafter.commit(view)  # told the same tokens again, it stays as it is
+        assert drafter.propose(view, k, chooser()) == Proposal(brute_force(grown, *sizes, k))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "drafts"),
+    [
+        ([1, 2, 3, 9, 1, 2], 3, (3, 9, 1)),
+        ([1, 2, 7, 1, 2, 8, 1, 2], 1, (8,)),  # most recent, not first
+        ([1, 2, 7, 5, 2, 8, 1, 2], 1, (7,)),  # longest before most recent
+        ([1, 1], 5, (1, 1, 1, 1, 1)),  # copies that run into themselves, as in LZ77
+        ([4, 1, 2, 1, 2], 5, (1, 2, 1, 2, 1)),
+        ([1, 2, 3], 4, ()),
+        ([1], 4, ()),
+        ([], 4, ()),
+    ],
+)
+def test_lookup_by_hand(tokens, k, drafts):
+    assert lookup(tokens, k=k) == drafts
+
+
+def test_start_forgets_the_prompt_before():
+    drafter = LookupDrafter()
+    drafter.start(TokenView([1, 2, 3, 1, 2]))
+    other = TokenView([5, 1, 2])
+    drafter.start(other)
+    assert drafter.propose(other, 3, chooser()).ids == ()
+    drafter.close()
+    assert drafter.propose(other, 3, chooser()).ids == ()
+
+
+class Counted(TokenView):
+    """Counts the tokens that are read."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, tokens):
+        super().__init__(tokens)
+        self.read = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+class CountedDict(dict):
+    def __init__(self):
+        self.calls = 0
+
+    def __setitem__(self, key, value):
+        self.calls += 1
+        super().__setitem__(key, value)
+
+    def get(self, key, default=None):
+        self.calls += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("length", [100, 1000, 10_000])
+def test_work_per_token_is_the_same_at_any_length(length):
+    """Three sizes: three entries made and at most three looked up a token, whatever came before."""
+    tokens = np.random.default_rng(0).integers(0, 30, length).tolist()
+    grown = []
+    view, drafter = Counted(grown), LookupDrafter(3, 1)
+    drafter._next_of = CountedDict()
+    drafter.start(view)
+    for token in tokens:
+        grown.append(token)
+        drafter.commit(view)
+        drafter.propose(view, 2, chooser())
+    assert drafter._next_of.calls <= 6 * length
+    assert view.read <= (2 * (1 + 2 + 3) + 2) * length
+
+
+@pytest.mark.parametrize(("n_max", "n_min"), [(0, 0), (1, 2), (65, 1), (3, 0), (-1, -2)])
+def test_bad_sizes_are_refused(n_max, n_min):
+    with pytest.raises(InputError, match=f"n_min={n_min}, n_max={n_max}"):
+        LookupDrafter(n_max, n_min)
+
+
+# --- a model as drafter ---------------------------------------------------------------------------------------------
+
+
+class Fed(toy.ToyLM):
+    """Remembers how many tokens each forward fed."""
+
+    widths: list[int]
+
+    def forward(self, ids, n_logits=None):
+        self.widths.append(len(ids))
+        return super().forward(ids, n_logits)
+
+
+def draft_model(seed=0, n_ctx=4096):
+    model = toy.markov(4, order=2, seed=seed)
+    model.__class__, model.widths = Fed, []
+    model.caps = replace(model.caps, n_ctx=n_ctx)
+    return model
+
+
+def fresh_greedy(tokens, k, seed, n_ctx=4096):
+    """What the drafter must propose: k greedy steps from scratch, as far as the context goes."""
+    model, grown = toy.markov(4, order=2, seed=seed), list(tokens)
+    for _ in range(min(k, n_ctx - len(tokens) + 1)):
+        model.reset()
+        grown.append(int(np.argmax(model.forward(grown, n_logits=1)[0])))
+    return tuple(grown[len(tokens) :])
+
+
+ROUND = st.tuples(st.integers(0, 5), st.integers(0, 6), st.integers(0, 3), st.booleans())
+
+
+@given(
+    prompt=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    rounds=st.lists(ROUND, max_size=8),
+    seed=st.integers(0, 99),
+    n_ctx=st.sampled_from([3, 9, 20, 4096]),
+)
+@settings(max_examples=200)
+def test_after_any_round_the_drafter_goes_on_from_the_true_tokens(prompt, rounds, seed, n_ctx):
+    """Rounds of every kind: k, how many drafts are kept, the token that follows, and whether the end cut it off."""
+    tokens = list(prompt)
+    view, model = TokenView(tokens), draft_model(seed, n_ctx)
+    drafter = ModelDrafter(model)
+    drafter.start(view)
+    for k, kept, following, cut in rounds:
+        proposal = drafter.propose(view, k, chooser()) if k else Proposal(())
+        assert proposal.ids == fresh_greedy(tokens, k, seed, n_ctx) and proposal.q_draft is None
+        committed = [*proposal.ids[:kept], following]
+        tokens += committed[: max(1, len(committed) - 1)] if cut else committed
+        drafter.commit(view)
+        assert model._ids == tokens[: model.n_past] and model.n_past < len(tokens)
+
+
+@given(rounds=st.lists(ROUND, min_size=1, max_size=8), seed=st.integers(0, 99))
+def test_what_was_fed_and_became_true_is_not_fed_again(rounds, seed):
+    tokens = [0, 1, 2]
+    view, model = TokenView(tokens), draft_model(seed)
+    drafter = ModelDrafter(model)
+    drafter.start(view)
+    for k, kept, following, _ in rounds:
+        missing = len(tokens) - model.n_past
+        model.widths.clear()
+        ids = drafter.propose(view, k, chooser()).ids if k else ()
+        assert model.widths == [missing, *[1] * (k - 1)][:k]
+        kept = min(kept, len(ids))
+        fed = len(tokens) + len(ids) - 1 if ids else model.n_past
+        tokens += [*ids[:kept], following]
+        drafter.commit(view)
+        assert model.n_past == min(fed, len(tokens) - 1)
+
+
+def test_rows_are_those_the_drafts_were_drawn_from():
+    tokens, model = [0, 1], draft_model(3)
+    drafter = ModelDrafter(model)
+    drafter.start(TokenView(tokens))
+    made = drafter.propose(TokenView(tokens), 3, chooser(0.8, seed=4))
+    draws, grown = chooser(0.8, seed=4), list(tokens)
+    for j in range(3):
+        model.reset()
+        token, row = draws.pick(model.forward(grown, n_logits=1)[0])
+        assert made.ids[j] == token
+        np.testing.assert_array_equal(made.q_draft[j], row)
+        grown.append(token)
+    assert made.q_draft.shape == (3, 4) and made.q_draft.dtype == np.float64
+
+
+def test_a_prompt_beyond_its_context_is_no_draft_and_no_error():
+    model = draft_model(n_ctx=4)
+    drafter, view = ModelDrafter(model), TokenView([0, 1, 2, 3, 0])
+    drafter.start(view)
+    assert drafter.propose(view, 3, chooser()) == Proposal(()) and model.widths == []
+    drafter.commit(view)
+    drafter.start(TokenView([0, 1]))  # the next prompt fits
+    assert len(drafter.propose(TokenView([0, 1]), 9, chooser()).ids) == 3
+
+
+def test_start_forgets_drafts_that_were_never_committed():
+    model = draft_model(5)
+    drafter = ModelDrafter(model)
+    drafter.start(TokenView([0, 1, 2]))
+    drafter.propose(TokenView([0, 1, 2]), 4, chooser())
+    drafter.start(TokenView([3, 1]))
+    assert drafter.propose(TokenView([3, 1]), 4, chooser()).ids == fresh_greedy([3, 1], 4, 5)
+
+
+def test_forward_seconds_are_the_models_own(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("specnb.draft.model.perf_counter", lambda: now[0])
+    model = draft_model()
+    forward = model.forward
+    model.forward = lambda *a, **k: (now.__setitem__(0, now[0] + 2), forward(*a, **k))[1]
+    drafter = ModelDrafter(model)
+    drafter.start(TokenView([0, 1]))
+    assert drafter.propose(TokenView([0, 1]), 3, chooser()).forward_s == 6

@@ -1,0 +1,129 @@
+"""Where two greedy runs part: a tie within the rounding noise, or a clear winner and so a fault."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specnb.lm import toy
+from specnb.measure.fork import explain_fork, first_fork
+
+
+class Noisy(toy.ToyLM):
+    """In a forward of more than one token the logit of token 2 is off by `noise`, as sums in another order are."""
+
+    noise = 0.0
+
+    def forward(self, ids, n_logits=None):
+        self.widths = [*getattr(self, "widths", []), len(ids)]
+        logits = super().forward(ids, n_logits)
+        if len(ids) > 1 and len(logits):
+            logits[:, 2] += self.noise
+        return logits
+
+
+def near(gap, noise, at=4, *, float32=False):
+    """Token 1 always wins by far, but after `at` tokens tokens 2 and 3 lead, `gap` apart, by 5 over the rest."""
+
+    def logits_of(prefix):
+        return np.array([0, 0, 5 + gap, 5, 0] if len(prefix) == at else [0, 9, 0, 0, 0], dtype=float)
+
+    model = Noisy(logits_of, toy.letters(5))
+    model.noise = noise
+    model.caps = replace(model.caps, lossless_dtype=float32)
+    return model
+
+
+PROMPT = (0, 0)
+PLAIN, OTHER = (1, 1, 2, 1), (1, 1, 3, 1)  # part at position 2, chosen after 4 tokens
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
+def test_the_first_fork_by_definition(a, b):
+    at = first_fork(a, b)
+    if at is None:
+        assert a[: len(b)] == b[: len(a)]
+    else:
+        assert a[:at] == b[:at] and a[at] != b[at]
+
+
+@pytest.mark.parametrize(("a", "b"), [(PLAIN, PLAIN), (PLAIN, PLAIN[:2]), ((), PLAIN), ((), ())])
+def test_equal_runs_and_prefixes_have_no_fork(a, b):
+    model = near(0.0, 0.0)
+    assert explain_fork(model, PROMPT, a, b, width=4) is None
+    assert model.n_past == 0 and not hasattr(model, "widths")
+
+
+def test_a_clear_winner_is_no_near_tie():
+    fork = explain_fork(near(gap=0.5, noise=0.1), PROMPT, PLAIN, OTHER, width=3)
+    assert (fork.position, fork.token_ids, fork.near_tie) == (2, (2, 3), False)
+    assert fork.margin == pytest.approx(0.5) and fork.noise == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("gap", "tie"), [(0.0, True), (0.125, True), (0.25, True), (0.375, False)])
+def test_a_near_tie_is_a_margin_of_at_most_twice_the_noise(gap, tie):
+    """Both candidates may move, in opposite directions, by the noise."""
+    assert explain_fork(near(gap, noise=0.125), PROMPT, PLAIN, OTHER, width=3).near_tie is tie
+
+
+def test_without_noise_only_an_exact_tie_passes():
+    assert explain_fork(near(0.0, 0.0), PROMPT, PLAIN, OTHER, width=3).near_tie
+    assert not explain_fork(near(0.125, 0.0), PROMPT, PLAIN, OTHER, width=3).near_tie
+
+
+@pytest.mark.parametrize(("float32", "limit"), [(True, 0.005), (False, 0.5)])
+@pytest.mark.parametrize(("times", "tie"), [(0.9, True), (1.1, False)])
+def test_a_block_forward_that_is_plainly_wrong_does_not_excuse_itself(float32, limit, times, tie):
+    """Rounding moves a logit by a share of its row's range (here 5): a thousandth in float32, a tenth in less."""
+    fork = explain_fork(near(0.0, limit * times, float32=float32), PROMPT, PLAIN, OTHER, width=3)
+    assert fork.noise == pytest.approx(limit * times, rel=1e-3)
+    assert fork.noise_share == pytest.approx(limit * times / 5, rel=1e-3)
+    assert fork.margin == 0 and fork.near_tie is tie
+
+
+def test_margin_does_not_depend_on_which_run_comes_first():
+    forks = [explain_fork(near(0.5, 0.1), PROMPT, *runs, width=3) for runs in ((PLAIN, OTHER), (OTHER, PLAIN))]
+    assert forks[0].margin == forks[1].margin and forks[0].token_ids == forks[1].token_ids[::-1]
+
+
+def test_noise_counts_on_the_whole_way_to_the_fork_and_not_beyond():
+    """A difference in an earlier row may have moved the state; what comes after the fork has no part in it."""
+    model = near(0.5, 0.0)
+    forward = model.forward
+
+    def off_after(length, ids, n_logits=None):
+        start, logits = model.n_past, forward(ids, n_logits)
+        if len(ids) > 1 and start < length <= start + len(logits):
+            logits[length - start - 1] += 0.3
+        return logits
+
+    for length, noise in ((3, 0.3), (4, 0.3), (5, 0.0)):  # the fork is chosen after 4 tokens
+        model.forward = partial(off_after, length)
+        assert explain_fork(model, PROMPT, PLAIN, OTHER, width=3).noise == pytest.approx(noise)
+
+
+@pytest.mark.parametrize("prompt", [(0,), (0, 0, 0)])
+@pytest.mark.parametrize("width", [1, 2, 3, 8])
+def test_the_target_runs_once_in_single_steps_and_once_in_blocks(prompt, width):
+    model = near(0.5, 0.0, at=len(prompt) + 2)
+    model.forward([1, 1])  # a state from before, which must not count
+    model.widths.clear()
+    fork = explain_fork(model, prompt, PLAIN, OTHER, width=width)
+    assert fork.margin == pytest.approx(0.5) and model.n_past == 0
+    prefill = [len(prompt) - 1] if len(prompt) > 1 else []
+    block = max(2, width)
+    assert model.widths == [*prefill, 1, 1, 1, *prefill, *[block] * -(-3 // block)]
+
+
+@pytest.mark.parametrize("n_ctx", [3, 4, 100])
+def test_a_fork_at_the_first_token_is_measured_in_a_block_too(n_ctx):
+    """Speculation verifies it in one; the block is filled up with tokens that come after, as far as they fit."""
+    model = near(0.15, 0.1, at=2)
+    model.caps = replace(model.caps, n_ctx=n_ctx)
+    fork = explain_fork(model, PROMPT, (2, 1), (3, 1), width=4)
+    assert (fork.position, fork.token_ids, fork.near_tie) == (0, (2, 3), True)
+    assert fork.margin == pytest.approx(0.15) and fork.noise == pytest.approx(0.1)
+    assert max(model.widths) == min(4, n_ctx - 1)

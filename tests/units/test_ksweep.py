@@ -1,0 +1,179 @@
+"""The K sweep on toys: what is run in which order, what is measured beside it, and what ends it early."""
+
+from dataclasses import replace
+
+import pytest
+
+from specnb import store
+from specnb.book import tables
+from specnb.draft.load import LoadedDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.errors import CapacityError, InputError, LoadError
+from specnb.lm import toy
+from specnb.measure import ksweep
+from specnb.params import KSweepParams
+
+SMALL = KSweepParams(
+    ks=[1, 3], temperatures=[0.0, 0.7], categories=["code", "prose"], prompts_per_category=2, max_new_tokens=6
+)
+
+
+class Reading(toy.ToyLM):
+    """Reads any text: each byte is a token, modulo its few."""
+
+    def encode(self, text, *, special=True):
+        return [b % self.vocab.size for b in text.encode()]
+
+
+class House:
+    """The target and the drafter that the sweep opens; remembers what was opened and closed."""
+
+    def __init__(self, monkeypatch, drafter=None):
+        self.target, self.drafter, self.opened, self.closed = toy.markov(7, order=2, seed=1), drafter, [], []
+        self.target.__class__, self.target.name = Reading, "smollm2-135m?backend=hf"
+        self.target.close = lambda: self.closed.append("target")
+        monkeypatch.setattr(ksweep, "load", self.load)
+        monkeypatch.setattr(ksweep, "local_file", lambda spec: None)
+        if drafter is not None:
+            monkeypatch.setattr(ksweep, "load_drafter", lambda *_, **__: LoadedDrafter(drafter))
+
+    def load(self, name, **options):
+        self.opened.append((name, options))
+        return self.target
+
+
+@pytest.fixture
+def house(monkeypatch):
+    return House(monkeypatch)
+
+
+def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature(house):
+    made = ksweep.run(SMALL).generations
+    runs = [(g.category, g.prompt_id, g.temperature, g.k) for g in made]
+    assert len(set(runs)) == len(runs) == 4 * 2 * 3
+    assert {g.k for g in made} == {0, 1, 3} and {g.category for g in made} == {"code", "prose"}
+    assert all((g.drafter == "") == (g.k == 0) for g in made)
+    assert all(max(r.k for r in g.rounds) <= g.k for g in made)
+
+
+def test_the_order_turns_from_prompt_to_prompt(house):
+    made = ksweep.run(SMALL).generations
+    assert [g.k for g in made[:12]] == [0, 1, 3, 1, 3, 0, 3, 0, 1, 0, 1, 3]
+
+
+def test_progress_counts_what_comes_next(house):
+    seen = []
+    ksweep.run(SMALL, progress=lambda *step: seen.append(step))
+    assert [done for done, _, _ in seen] == list(range(25)) and {total for _, total, _ in seen} == {24}
+    assert "K 0" in seen[0][2] and "temperature 0.7" in seen[-2][2] and seen[-1][2] == "done"
+
+
+def test_the_record_says_what_was_asked_and_where_it_ran(house):
+    made = ksweep.run(SMALL)
+    assert made.experiment == "01_k_sweep" and made.params == SMALL.model_dump(mode="json")
+    assert made.status == "completed" and made.started < made.ended
+    assert made.provenance["models"] == [{"role": "target", "id": house.target.name, "sha256": None}]
+    assert house.opened == [("smollm2-135m", {"backend": "hf", "dtype": "bfloat16"})] and house.closed == ["target"]
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ({"backend": "", "dtype": ""}, {}),
+        ({"backend": "hf", "dtype": ""}, {"backend": "hf"}),
+        ({"backend": "llama"}, {"backend": "llama"}),  # its weights have a type of their own
+    ],
+    ids=str,
+)
+def test_engine_options_that_are_empty_are_left_to_the_name(house, change, options):
+    ksweep.run(SMALL.model_copy(update={"ks": [1], "categories": ["code"], **change}))
+    assert house.opened == [("smollm2-135m", options)]
+
+
+def test_the_tables_read_the_record_and_its_checks_hold(house):
+    made = ksweep.run(SMALL)
+    assert tables.checks(made)["ok"].all() and made.measurements["forks"] == []
+    assert len(tables.k_sweep(made)) == (2 + 1) * 2 * 3
+    assert tables.verify_cost(made)["width"].tolist() == [1, 2, 3, 4]
+    assert made.measurements["c"] == 0.0
+
+
+def test_a_draft_model_has_a_cost(monkeypatch):
+    draft = toy.markov(7, seed=2)
+    draft.caps, draft.name = replace(draft.caps, n_ctx=64), "smollm2-135m:q4_0"
+    house = House(monkeypatch, ModelDrafter(draft))
+    draft.close = lambda: house.closed.append("drafter")
+    made = ksweep.run(SMALL)
+    assert made.measurements["c"] > 0 and sorted(house.closed) == ["drafter", "target"]
+    assert [m["role"] for m in made.provenance["models"]] == ["target", "drafter"]
+    assert made.measurements["verify_curve"]["context"] == 32  # what both hold
+
+
+def test_a_greedy_run_that_differs_is_followed_to_its_fork(house):
+    """A target whose wider forwards are wrong: speculation then differs from plain decoding by more than rounding."""
+    forward, n_fed = house.target.forward, []
+
+    def wrong_when_wide(ids, n_logits=None):
+        logits = forward(ids, n_logits)
+        n_fed.append(len(ids))
+        return -logits if len(ids) == 2 and len(logits) == 2 else logits
+
+    house.target.forward = wrong_when_wide
+    made = ksweep.run(SMALL.model_copy(update={"temperatures": [0.0]}))
+    forks = made.measurements["forks"]
+    assert forks and {f["k"] for f in forks} <= {1, 3} and {"position", "margin", "noise", "near_tie"} <= set(forks[0])
+    assert tables.checks(made).loc[0, "hold"] == sum(f["near_tie"] for f in forks) + sum(
+        g.token_ids == ksweep.baseline_of(made.generations, g).token_ids for g in made.generations if g.k
+    )
+
+
+def test_a_lossy_rule_runs_above_temperature_zero_and_is_marked(house):
+    made = ksweep.run(SMALL.model_copy(update={"temperatures": [0.7], "rule": "typical"})).generations
+    assert all(g.lossless == (g.k == 0) for g in made)
+
+
+def test_an_unknown_category_is_refused_before_a_model_is_opened(house):
+    with pytest.raises(InputError, match="no prompt category 'poetry'"):
+        ksweep.run(SMALL.model_copy(update={"categories": ["code", "poetry"]}))
+    assert house.opened == []
+
+
+def test_prompts_that_do_not_fit_are_told_before_anything_is_timed(house, monkeypatch):
+    monkeypatch.setattr(ksweep, "verify_costs", lambda *_, **__: pytest.fail("timed"))
+    house.target.caps = replace(house.target.caps, n_ctx=20)
+    with pytest.raises(CapacityError, match=r"prompt code-\S+ has \d+ tokens; with 6 new ones it exceeds the 20"):
+        ksweep.run(SMALL)
+    house.target.encode = lambda text: (_ for _ in ()).throw(InputError("no token for it"))
+    with pytest.raises(InputError, match=r"prompt code-\S+ cannot be used with .*: no token for it"):
+        ksweep.run(SMALL)
+
+
+def test_without_its_drafter_a_sweep_answers_nothing(house, monkeypatch):
+    monkeypatch.setattr("specnb.draft.load.load", lambda name, **_: (_ for _ in ()).throw(LoadError("damaged")))
+    with pytest.raises(LoadError, match="damaged"):
+        ksweep.run(SMALL.model_copy(update={"drafter": "small.gguf"}))
+    assert house.closed == ["target"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the kernel is full")], ids=repr)
+def test_what_was_generated_before_an_error_is_saved(house, monkeypatch, tmp_path, error):
+    def broken(done, total, what):
+        if done == 3:
+            raise error
+
+    monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
+    with pytest.raises(type(error)):
+        ksweep.run(SMALL, progress=broken)
+    assert house.closed == ["target"]
+    (folder,) = (tmp_path / "01_k_sweep").iterdir()
+    saved = store.load(folder)
+    assert saved.status == "failed" and len(saved.generations) == 3
+    assert saved.error == f"{type(error).__name__}: {error}"
+
+
+def test_nothing_generated_is_nothing_to_save(house, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
+    monkeypatch.setattr(ksweep, "verify_costs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError))
+    with pytest.raises(RuntimeError):
+        ksweep.run(SMALL)
+    assert not list(tmp_path.iterdir()) and house.closed == ["target"]

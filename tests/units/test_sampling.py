@@ -1,0 +1,221 @@
+"""From logits to a token: temperature, top-k, top-p against a brute-force reference, and the draws themselves."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from specnb.decode.sampling import Chooser, Draws, Sampling, argmax
+from specnb.errors import InputError, NonFiniteLogits
+
+FINITE = st.floats(-30, 30, width=32) | st.integers(-2, 2).map(float)  # the second makes ties common
+ROWS = st.lists(FINITE | st.just(-math.inf), min_size=1, max_size=9).filter(lambda row: max(row) > -math.inf)
+TEMPERATURES = st.floats(1e-3, 100)
+
+
+def float32(row):
+    return np.asarray(row, dtype=np.float32)
+
+
+def by_rank(logits):
+    """Ids, the most likely first, the lowest id among equals."""
+    return sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+
+
+def softmax(logits, temperature, kept):
+    best = max(logits)
+    weights = [math.exp((logit - best) / temperature) if i in kept else 0.0 for i, logit in enumerate(logits)]
+    return np.array(weights) / math.fsum(weights)
+
+
+class Scripted:
+    """Stands for a generator: `random` gives what it was told to."""
+
+    def __init__(self, *values):
+        self.values = list(values)
+
+    def random(self):
+        return self.values.pop(0)
+
+
+# --- temperature ----------------------------------------------------------------------------------------------------
+
+
+@given(row=ROWS, temperature=TEMPERATURES)
+def test_temperature_is_the_softmax_of_the_divided_logits(row, temperature):
+    got = Sampling(temperature).probabilities(float32(row))
+    assert got.dtype == np.float64 and got.shape == (len(row),)
+    np.testing.assert_allclose(got, softmax(float32(row).tolist(), temperature, range(len(row))), atol=1e-14)
+
+
+@given(row=ROWS, temperature=TEMPERATURES, top_k=st.integers(0, 10), top_p=st.floats(0.01, 1))
+def test_rows_sum_to_one_and_keep_the_best_token(row, temperature, top_k, top_p):
+    got = Sampling(temperature, top_k, top_p).probabilities(float32(row))
+    assert got.sum() == pytest.approx(1.0, abs=1e-14) and got.min() >= 0
+    assert got[argmax(float32(row))] == got.max() > 0
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 100.0])
+def test_extreme_temperatures_stay_finite(temperature):
+    got = Sampling(temperature).probabilities(float32([3e38, 0.0, -3e38, -math.inf]))
+    assert np.isfinite(got).all() and got.sum() == 1.0 and got[0] == 1.0
+
+
+def test_a_high_temperature_flattens_and_a_low_one_sharpens():
+    logits = float32([2.0, 1.0, 0.0])
+    flat, sharp = (Sampling(t).probabilities(logits) for t in (100.0, 1e-3))
+    assert flat == pytest.approx([1 / 3] * 3, abs=0.01) and flat[0] > flat[1] > flat[2]
+    assert sharp.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_temperature_zero_is_the_point_mass_on_the_lowest_of_the_best():
+    assert Sampling(0.0).probabilities(float32([1, 3, 3, 2])).tolist() == [0, 1, 0, 0]
+    assert Chooser(Sampling(), Draws(Scripted())).pick(float32([1, 3, 3, 2])) == (1, None)
+
+
+def test_the_row_of_logits_is_not_changed():
+    logits = float32([1.0, 2.0, 3.0])
+    Sampling(0.5, top_k=2, top_p=0.9).probabilities(logits)
+    assert logits.tolist() == [1.0, 2.0, 3.0]
+
+
+# --- top-k and top-p ------------------------------------------------------------------------------------------------
+
+
+@given(row=ROWS, temperature=TEMPERATURES, top_k=st.integers(1, 10))
+def test_top_k_keeps_the_first_k_by_rank(row, temperature, top_k):
+    logits = float32(row).tolist()
+    got = Sampling(temperature, top_k).probabilities(float32(row))
+    np.testing.assert_allclose(got, softmax(logits, temperature, by_rank(logits)[:top_k]), atol=1e-14)
+
+
+@given(row=st.lists(st.sampled_from([0.0, 1e-30, 1e-20]), min_size=1, max_size=6), temperature=TEMPERATURES)
+def test_top_k_of_one_is_greedy_even_for_differences_that_exp_cannot_see(row, temperature):
+    got = Sampling(temperature, top_k=1).probabilities(float32(row))
+    assert np.flatnonzero(got).tolist() == [argmax(float32(row))]
+
+
+@pytest.mark.parametrize(("top_k", "kept"), [(1, [1]), (2, [1, 0]), (3, [1, 0, 2]), (4, [1, 0, 2, 4]), (0, range(5))])
+def test_ties_at_the_cut_keep_exactly_k_the_lowest_ids_first(top_k, kept):
+    got = Sampling(1.0, top_k).probabilities(float32([2, 3, 2, 1, 2]))
+    assert set(np.flatnonzero(got)) == set(kept)
+
+
+@given(row=ROWS, temperature=st.floats(0.1, 10), top_k=st.integers(0, 10), top_p=st.floats(0.01, 0.999))
+@settings(max_examples=200)
+def test_top_p_keeps_the_smallest_leading_set_that_reaches_it(row, temperature, top_k, top_p):
+    """Of what top-k left; mass is compared up to rounding, so both neighbouring sets pass at an exact edge."""
+    logits = float32(row).tolist()
+    ranked = by_rank(logits)[: top_k or None]
+    p = softmax(logits, temperature, ranked)
+    got = Sampling(temperature, top_k, top_p).probabilities(float32(row))
+    kept = [i for i in ranked if got[i] > 0]
+    assert kept == ranked[: len(kept)]
+    mass = [math.fsum(p[i] for i in ranked[:n]) for n in range(len(ranked) + 1)]
+    assert mass[len(kept) - 1] < top_p * (1 + 1e-12)
+    assert mass[len(kept)] > top_p * (1 - 1e-12)
+    np.testing.assert_allclose(got, softmax(logits, temperature, kept), atol=1e-14)
+
+
+def test_top_p_at_an_exact_edge_takes_no_further_token():
+    quarter = float32([0, 0, 0, 0])
+    assert np.flatnonzero(Sampling(1.0, top_p=0.5).probabilities(quarter)).tolist() == [0, 1]
+    assert np.flatnonzero(Sampling(1.0, top_p=0.51).probabilities(quarter)).tolist() == [0, 1, 2]
+    assert np.flatnonzero(Sampling(1.0, top_p=1e-9).probabilities(quarter)).tolist() == [0]
+
+
+# --- what is never papered over -------------------------------------------------------------------------------------
+
+
+@given(row=ROWS, seed=st.integers(0, 1000))
+def test_minus_infinity_is_never_drawn(row, seed):
+    chooser = Chooser(Sampling(100.0), Draws(np.random.default_rng(seed)))
+    assert all(row[chooser.pick(float32(row))[0]] > -math.inf for _ in range(20))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("size", [1, 5, 64, 1000])
+@pytest.mark.parametrize("settings", [Sampling(), Sampling(0.7), Sampling(1.0, 2, 0.5)], ids=str)
+def test_nan_and_infinity_raise_wherever_they_stand(bad, size, settings):
+    for at in {0, 1 % size, size // 2, size - 1}:
+        row = np.zeros(size, dtype=np.float32)
+        row[at] = bad
+        with pytest.raises(NonFiniteLogits, match=f"{bad} at token {at} "):
+            settings.probabilities(row)
+
+
+def test_nan_wins_over_infinity_and_hides_behind_nothing():
+    with pytest.raises(NonFiniteLogits):
+        argmax(float32([1e30, -math.inf, math.nan, math.inf]))
+
+
+@pytest.mark.parametrize("settings", [Sampling(), Sampling(0.7)], ids=str)
+def test_a_row_without_a_finite_entry_raises(settings):
+    with pytest.raises(NonFiniteLogits, match="-inf at token 0"):
+        settings.probabilities(float32([-math.inf] * 4))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be 0 .greedy. to 100, got -0.1"),
+        ({"temperature": math.nan}, "temperature .* got nan"),
+        ({"temperature": 101}, "temperature .* got 101"),
+        ({"top_k": -1}, "top_k must be 0 .off. or more, got -1"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1 .off., got 0.0"),
+        ({"top_p": 1.1}, "top_p .* got 1.1"),
+        ({"top_p": math.nan}, "top_p .* got nan"),
+    ],
+)
+def test_bad_settings_are_refused_with_the_value(given, message):
+    with pytest.raises(InputError, match=message):
+        Sampling(**given)
+
+
+# --- draws ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    weights=st.lists(st.just(0.0) | st.floats(1e-300, 1e6), min_size=1, max_size=8),
+    u=st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 1 - 2**-53]),
+)
+def test_a_draw_inverts_the_cumulative_weights_and_skips_zeros(weights, u):
+    assume(sum(weights) > 0)
+    got = Draws(Scripted(u)).categorical(np.array(weights))
+    total = math.fsum(weights)
+    assert weights[got] > 0
+    below, through = math.fsum(weights[:got]) / total, math.fsum(weights[: got + 1]) / total
+    assert below - 1e-12 <= u <= through + 1e-12
+
+
+def test_rounding_past_the_end_falls_on_the_last_entry_with_weight():
+    """A sum this small times 0.999… rounds up to the sum itself, which no edge exceeds."""
+    weights, u = np.array([0.0, 5e-324, 0.0]), 1 - 2**-53
+    assert u * weights.sum() == weights.sum()
+    assert Draws(Scripted(u)).categorical(weights) == 1
+
+
+def test_the_first_draw_of_all_skips_leading_zeros():
+    assert Draws(Scripted(0.0)).categorical(np.array([0.0, 0.0, 2.0, 1.0])) == 2
+
+
+def test_frequencies_follow_the_weights():
+    draws = Draws(np.random.default_rng(0))
+    counts = np.bincount([draws.categorical(np.array([1.0, 0.0, 3.0])) for _ in range(4000)], minlength=3)
+    assert counts[1] == 0 and counts[2] / 4000 == pytest.approx(0.75, abs=0.03)  # 4 standard deviations
+
+
+def test_a_coin_of_probability_one_always_and_of_zero_never_falls():
+    for u in (0.0, 0.5, 1 - 2**-53):
+        assert Draws(Scripted(u)).bernoulli(1.0) is True
+        assert Draws(Scripted(u)).bernoulli(0.0) is False
+
+
+def test_one_seed_gives_one_sequence():
+    def sequence(seed):
+        chooser = Chooser(Sampling(1.0), Draws(np.random.default_rng(seed)))
+        return [chooser.pick(float32(np.zeros(50)))[0] for _ in range(20)]
+
+    assert sequence(3) == sequence(3) != sequence(4)
