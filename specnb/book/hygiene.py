@@ -70,9 +70,10 @@ def problems(path: Path, classes: ModuleType | None = None) -> list[str]:
 
 
 def normalise(path: Path) -> bool:
-    """Rewrite the notebook without what tools leave in its metadata; True when the file changed.
+    """Rewrite the notebook without what tools leave in it; True when the file changed.
 
-    Outputs, execution counts, ids and tags stay. Raises InputError, and leaves the file alone, where it is no
+    Outputs, execution counts, ids and tags stay, but for what progress bars wrote to stderr in cells whose output
+    is not compared. Raises InputError, and leaves the file alone, where it is no
     notebook.
     """
     import nbformat
@@ -87,6 +88,8 @@ def normalise(path: Path) -> bool:
             cell.metadata.pop(key, None)
         if not cell.metadata.get("tags", True):
             del cell.metadata["tags"]  # papermill gives every cell an empty list
+        if _tags(cell) & UNCHECKED_TAGS:
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     data = (nbformat.writes(nb).rstrip("\n") + "\n").encode()
     if data == path.read_bytes():
         return False

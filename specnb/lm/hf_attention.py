@@ -3,8 +3,8 @@
 In bfloat16 on a CPU, torch's matrix products compute a row alike for any number of rows from two up; its attention
 kernel does not, and in a type with 8 bits of precision that moves logits by tenths and flips near-ties between
 plain decoding and verification. Here every token of a short block is a batch entry of its own: one query row
-against the keys, with a mask that ends at itself. Keys are padded to a multiple of LANES, so that every sum over
-them runs in the same order; masked entries add exact zeros. Tests compare the bits, benchmarks the price.
+against the keys up to itself, padded with masked entries, which add exact zeros, to a multiple of LANES. Tests
+compare the bits, benchmarks the price.
 """
 
 import torch
@@ -34,19 +34,36 @@ def rowwise_attention(
 
     Returns `(1, n, heads, dim)`.
     """
-    _, heads, n, dim = query.shape
+    _, heads, n, _ = query.shape
     if n > MAX_ROWS:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    kv_heads, padded = key.shape[1], attention_mask.shape[-1]
-    key, value = (_longer(x, padded).expand(n, -1, -1, -1) for x in (key, value))
+    # The padded length belongs to a token, not to the block: sums over 192 and 256 keys run in different orders. A
+    # block has at most MAX_ROWS = LANES tokens, so it crosses at most one such border.
+    padded = attention_mask.shape[-1]
+    short = max(0, padded - LANES - (key.shape[2] - n))
+    parts = [
+        _rows_against(query[:, :, rows], key, value, attention_mask[rows, ..., :width], scaling)
+        for rows, width in ((slice(0, short), padded - LANES), (slice(short, n), padded))
+        if rows.start < rows.stop
+    ]
+    return torch.cat(parts).view(1, n, heads, -1), None
+
+
+def _rows_against(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Attention of `query (1, heads, n, dim)` over the first `mask.shape[-1]` keys: `(n, heads, dim)`."""
+    _, heads, n, dim = query.shape
+    kv_heads = key.shape[1]
+    key, value = (_longer(x, mask.shape[-1]).expand(n, -1, -1, -1) for x in (key, value))
     # The heads that share keys and values become rows of one query: nothing is repeated in memory. Zero rows fill
     # up to ALIGNED, because the kernel's scratch buffers lie one behind the other, a thread each, and its rounding
     # depends on their alignment, that is on which thread a token falls to.
     shared = heads // kv_heads
     rows = query.new_zeros(n, kv_heads, -(-shared // ALIGNED) * ALIGNED, dim)
     rows[:, :, :shared] = query[0].transpose(0, 1).reshape(n, kv_heads, shared, dim)
-    out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
-    return out[:, :, :shared].reshape(1, n, heads, -1), None
+    out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    return out[:, :, :shared].reshape(n, heads, -1)
 
 
 def rowwise_mask(q_length: int, kv_length: int, dtype: torch.dtype, **kwargs: object) -> torch.Tensor | None:
@@ -66,6 +83,8 @@ def _longer(x: torch.Tensor, length: int) -> torch.Tensor:
     after the cache (latent attention) bring tensors without such room.
     """
     _, heads, n, _ = x.shape
+    if length <= n:
+        return x[:, :, :length]
     per_head, per_row = x.stride(1), x.stride(2)
     last = x.storage_offset() + (heads - 1) * per_head + length * per_row
     if per_head >= length * per_row and last <= x.untyped_storage().nbytes() // x.element_size():

@@ -103,16 +103,19 @@ def test_a_planted_rewind_fault_is_seen(opened, monkeypatch):
 
 
 def test_bfloat16_on_a_cpu_gives_a_token_the_same_bits_at_every_width(opened):
+    """Across the borders to which keys are padded (192, 256), where the kernel's sums change their order."""
     model = opened("smollm2-135m?backend=hf&dtype=bfloat16")
-    ids = model.encode(PROMPT.messages[0].content)[:100]
+    if not model.caps.same_bits_up_to:
+        pytest.skip("torch's kernels for this CPU round a row by the number of rows: forks are near-ties instead")
+    ids = [token for p in prompts("edit", limit=3) for token in model.encode(p.messages[0].content)][:280]
 
     def rows(width):
         model.reset()
-        model.forward(ids[:60], n_logits=0)
-        return np.concatenate([model.forward(ids[i : i + width]) for i in range(60, 100, width)])
+        model.forward(ids[:170], n_logits=0)
+        return np.concatenate([model.forward(ids[i : i + width]) for i in range(170, 280, width)])
 
     single = rows(1)
-    for width in (2, 3, 5, 9, 16):
+    for width in (2, 3, 5, 9, 13, 64):
         np.testing.assert_array_equal(rows(width), single, err_msg=f"width {width}")
 
 

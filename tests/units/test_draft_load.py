@@ -85,6 +85,34 @@ def test_a_model_that_cannot_go_back_cannot_draft(monkeypatch):
     assert opening.closed == 1
 
 
+# --- who goes with whom ---------------------------------------------------------------------------------------------
+
+
+def test_an_opened_model_drafts_as_it_is():
+    made = generate(toy.cyclic(5), [0], drafter=toy.cyclic(5), k=4, max_new_tokens=10)
+    assert made.drafter == "cyclic(size=5)" and made.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("wrap", [ModelDrafter, lambda model: model], ids=["drafter", "model"])
+def test_a_model_cannot_be_its_own_drafter(wrap):
+    target = toy.cyclic(5)
+    with pytest.raises(InputError, match=r"it has one state\. Load it a second time"):
+        generate(target, [0], drafter=wrap(target))
+
+
+def test_an_opened_drafter_must_have_the_targets_vocabulary():
+    with pytest.raises(VocabularyMismatch, match="token id 5"):
+        generate(toy.cyclic(5), [0], drafter=ModelDrafter(toy.cyclic(6)))
+
+
+def test_a_target_that_cannot_go_back_cannot_verify():
+    target = toy.cyclic(5)
+    target.caps = replace(target.caps, rewind="none", rewind_depth=0, rewind_reason="it is recurrent")
+    with pytest.raises(InputError, match=r"cannot verify drafts, .*it is recurrent"):
+        generate(target, [0], drafter=LookupDrafter())
+    assert len(generate(target, [0], max_new_tokens=5).token_ids) == 5
+
+
 # --- fallback, and what is no reason for one ------------------------------------------------------------------------
 
 FAILURES = [LoadError("x.gguf is damaged"), MemoryShortError("needs 9 GB, 2 GB are free"), FetchError("no network")]

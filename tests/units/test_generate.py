@@ -12,7 +12,7 @@ from specnb.draft import model as model_drafter
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.errors import CapacityError, InputError, SpecnbError, VocabularyMismatch
+from specnb.errors import CapacityError, InputError, SpecnbError
 from specnb.lm import toy
 from specnb.prompts import Prompt
 
@@ -240,34 +240,6 @@ def test_a_fallback_is_recorded_and_equals_plain_decoding(monkeypatch):
     assert made.fallback == "LoadError: the file is damaged" == made.summary().fallback
     assert (made.drafter, made.k, made.rule) == ("", 0, "") and all(r.k == 0 for r in made.rounds)
     assert made.token_ids == generate(toy.cyclic(5), "abc", max_new_tokens=9).token_ids
-
-
-# --- who goes with whom ---------------------------------------------------------------------------------------------
-
-
-def test_an_opened_model_drafts_as_it_is():
-    made = generate(toy.cyclic(5), [0], drafter=toy.cyclic(5), k=4, max_new_tokens=10)
-    assert made.drafter == "cyclic(size=5)" and made.acceptance_rate == 1.0
-
-
-@pytest.mark.parametrize("wrap", [ModelDrafter, lambda model: model], ids=["drafter", "model"])
-def test_a_model_cannot_be_its_own_drafter(wrap):
-    target = toy.cyclic(5)
-    with pytest.raises(InputError, match="it has one state. Load it a second time"):
-        generate(target, [0], drafter=wrap(target))
-
-
-def test_an_opened_drafter_must_have_the_targets_vocabulary():
-    with pytest.raises(VocabularyMismatch, match="token id 5"):
-        generate(toy.cyclic(5), [0], drafter=ModelDrafter(toy.cyclic(6)))
-
-
-def test_a_target_that_cannot_go_back_cannot_verify():
-    target = toy.cyclic(5)
-    target.caps = replace(target.caps, rewind="none", rewind_depth=0, rewind_reason="it is recurrent")
-    with pytest.raises(InputError, match="cannot verify drafts, .*it is recurrent"):
-        generate(target, [0], drafter=LookupDrafter())
-    assert len(generate(target, [0], max_new_tokens=5).token_ids) == 5
 
 
 # --- time -----------------------------------------------------------------------------------------------------------

@@ -149,6 +149,10 @@ def test_a_long_text_is_not_read_again_for_every_token():
             Counted.looked += len(range(*index.indices(len(self))))
             return super().__getitem__(index)
 
+        def __contains__(self, text):
+            Counted.looked += len(self)
+            return super().__contains__(text)
+
     state = stopping(10_000, "zzzz")
     state._text = Counted()
     state.admit([3] * 2000)
