@@ -57,9 +57,8 @@ def run_notebook(
 
     The kernel is this very Python, its working folder that of the notebook; `SPECNB_RESULTS` and
     `SPECNB_RUN_FOLDER` in its environment lead `store.save` to the folder of this run. `timeout_s` bounds each
-    cell. A kernel that dies before its first reply is started once more. An earlier record in the folder stays
-    until the notebook saves a new one. Raises InputError (and runs nothing) for a notebook, parameter or timeout
-    that cannot be used, or while another process runs the same notebook with the same parameters.
+    cell. A kernel that dies before its first reply is started once more. Raises InputError (and runs nothing) for
+    a notebook, parameter or timeout that cannot be used, or while another process does the same run.
     """
     if timeout_s is not None and (type(timeout_s) is not int or timeout_s < 1):
         raise InputError(f"timeout_s is {timeout_s!r}: give whole seconds from 1, or None for no limit")
@@ -74,8 +73,8 @@ def run_notebook(
         (folder / "outcome.json").unlink(missing_ok=True)
         nb = _prepared(source, given, output)
         own = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
-        if given:  # published figures are those of the default parameters; others stay with their run
-            own["SPECNB_FIGURES"] = str(folder / "figures")
+        # published figures are those of the default parameters; others stay with their run
+        own |= {"SPECNB_FIGURES": str(folder / "figures")} if given else {}
         launch = {"env": {**os.environ, **own}, "cwd": str(source.path.parent)}
         started, clock = datetime.now(UTC), time.perf_counter()
         try:

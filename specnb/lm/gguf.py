@@ -6,29 +6,17 @@ only by rounding: llama.cpp uses other kernels for one token than for several.
 """
 
 import ctypes
-import math
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 
-from specnb.errors import EngineError, InputError, LoadError, RewindError
-from specnb.lm import binding
+from specnb.errors import EngineError, InputError, RewindError
+from specnb.lm import binding, gguf_open
 from specnb.lm.base import Capabilities, check_forward, check_rewind
-from specnb.lm.memory import Need, kv_bytes, require
-from specnb.provenance import quota_cores
-
-KV_TYPES = {"f32": (0, 4), "f16": (1, 2)}
-"""KV cache types: ggml's number and bytes per value."""
-
-DEFAULT_N_CTX = 4096
-MAX_BATCH = 512
-LIMITS = {"n_ctx": 2**31 - 1 - MAX_BATCH, "threads": 512, "gpu_layers": 2**31 - 1, "fixed_width": MAX_BATCH}
-"""Of the options: positions and layers are 32-bit integers in llama.cpp, and far more threads crash it."""
+from specnb.lm.memory import Need, require
 
 
 class GgufModel:
@@ -74,41 +62,41 @@ class GgufModel:
         Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
-        _check_file(path)
-        if kv and kv not in KV_TYPES:
-            raise InputError(f"unknown kv type {kv!r}; known: {', '.join(KV_TYPES)}")
+        gguf_open.check_file(path)
+        if kv and kv not in gguf_open.KV_TYPES:
+            raise InputError(f"unknown kv type {kv!r}; known: {', '.join(gguf_open.KV_TYPES)}")
         asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers, "fixed_width": fixed_width}
         for option, value in asked.items():
-            if not 0 <= value <= LIMITS[option]:
-                raise InputError(f"{option} is {value}: it must be 0 to {LIMITS[option]}")
+            if not 0 <= value <= gguf_open.LIMITS[option]:
+                raise InputError(f"{option} is {value}: it must be 0 to {gguf_open.LIMITS[option]}")
         if gpu_layers and not binding.library().api.llama_supports_gpu_offload():
             raise InputError(f"gpu_layers is {gpu_layers}, but this llama.cpp is built without a GPU; use gpu_layers=0")
         name = name or path.name
         weights = path.stat().st_size
         if not gpu_layers:
             require(Need(weights, 0), device="cpu", what=name)
-        model = _open_model(path, gpu_layers)
+        model = gguf_open.open_model(path, gpu_layers)
         context = None
         try:
-            dtype = _weight_type(model)
+            dtype = gguf_open.weight_type(model)
             kv = kv or ("f32" if dtype == "f32" else "f16")
-            n_ctx = n_ctx or min(binding.library().api.llama_model_n_ctx_train(model), DEFAULT_N_CTX)
+            n_ctx = n_ctx or min(binding.library().api.llama_model_n_ctx_train(model), gguf_open.DEFAULT_N_CTX)
             # padding lies beyond the context that the caller sees, so that the last forward is padded too
             room = n_ctx + fixed_width
             if not gpu_layers:
-                require(Need(weights, _state_bytes(model, room, kv)), device="cpu", what=name)
-            if fixed_width and _recurrent(model):
+                require(Need(weights, gguf_open.state_bytes(model, room, kv)), device="cpu", what=name)
+            if fixed_width and gguf_open.recurrent(model):
                 raise InputError(f"{name} has recurrent layers: padding cannot be taken back, use fixed_width=0")
             settings = {
-                "threads": threads or available_cores(),
+                "threads": threads or gguf_open.available_cores(),
                 "kv": kv,
                 "flash_attention": flash_attention,
                 "fixed_width": fixed_width,
             }
-            context = _open_context(model, room, kv, settings["threads"], flash_attention)
+            context = gguf_open.open_context(model, room, kv, settings["threads"], flash_attention)
             # flash attention rounds to 16 bits inside, for every type of cache
             exact = dtype == kv == "f32" and not flash_attention
-            caps = _capabilities(model, context, n_ctx, dtype, "gpu" if gpu_layers else "cpu")
+            caps = gguf_open.capabilities(model, context, n_ctx, dtype, "gpu" if gpu_layers else "cpu")
             caps = replace(caps, lossless_dtype=exact, same_bits_up_to=fixed_width, details=settings)
             return cls(model, context, name=name, caps=caps, fixed_width=fixed_width)
         except BaseException:
@@ -204,100 +192,6 @@ def _free(batch: object, context: object, model: object) -> None:
     api.llama_batch_free(batch)
     api.llama_free(context)
     api.llama_model_free(model)
-
-
-def available_cores() -> int:
-    """Physical cores this process may use: more threads than that make verification slower."""
-    physical = psutil.cpu_count(logical=False) or 1
-    try:
-        allowed = len(psutil.Process().cpu_affinity())
-    except AttributeError:  # macOS has no affinity
-        allowed = physical
-    return max(1, min(physical, allowed, math.ceil(quota_cores() or physical)))
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise InputError(f"no such model file: {path}")
-    with path.open("rb") as f:
-        magic = f.read(4)
-    if magic != b"GGUF":
-        raise LoadError(f"{path} is not a GGUF file (it starts with {magic!r}): fetch or convert it again")
-
-
-def _open_model(path: Path, gpu_layers: int) -> object:
-    lib = binding.library()
-    params = lib.api.llama_model_default_params()
-    params.n_gpu_layers = gpu_layers
-    lib.errors.clear()
-    model = lib.api.llama_model_load_from_file(os.fsencode(path), params)
-    if not model:
-        raise LoadError(f"llama.cpp cannot open {path}: {'; '.join(lib.errors) or 'it gives no reason'}")
-    return model
-
-
-def _open_context(model: object, n_ctx: int, kv: str, threads: int, flash_attention: bool) -> object:
-    lib = binding.library()
-    params = lib.api.llama_context_default_params()
-    params.n_ctx = n_ctx
-    params.n_batch = params.n_ubatch = min(MAX_BATCH, n_ctx)
-    params.n_seq_max = 1
-    # width 1 and wider forwards take their threads from two fields; unequal ones would tilt T(n)/T(1)
-    params.n_threads = params.n_threads_batch = threads
-    params.type_k = params.type_v = KV_TYPES[kv][0]
-    params.flash_attn_type = 1 if flash_attention else 0
-    params.swa_full = True  # sliding-window layers keep every entry, so that a rewind is exact
-    params.no_perf = True
-    lib.errors.clear()
-    context = lib.api.llama_init_from_model(model, params)
-    if not context:
-        raise LoadError(f"llama.cpp cannot make a context of {n_ctx} tokens: {'; '.join(lib.errors) or 'no reason'}")
-    if not lib.api.llama_get_memory(context) or lib.api.llama_model_has_encoder(model):
-        lib.api.llama_free(context)
-        raise LoadError("this model is an encoder, not a causal language model: it predicts no next token")
-    return context
-
-
-def _state_bytes(model: object, n_ctx: int, kv: str) -> int:
-    """Bytes of the KV cache; 0 for models without attention, whose state is small."""
-    api = binding.library().api
-    heads, kv_heads = api.llama_model_n_head(model), api.llama_model_n_head_kv(model)
-    if heads < 1 or kv_heads < 1:
-        return 0
-    return kv_bytes(
-        n_layers=api.llama_model_n_layer(model),
-        n_kv_heads=kv_heads,
-        head_dim=api.llama_model_n_embd(model) // heads,
-        n_ctx=n_ctx,
-        bytes_per_value=KV_TYPES[kv][1],
-    )
-
-
-def _weight_type(model: object) -> str:
-    number = binding.metadata(model, "general.file_type") or ""
-    names = {str(v): k for k, v in binding.FILE_TYPES.items()}
-    return names.get(number, f"ftype{number}" if number else "unknown")
-
-
-def _recurrent(model: object) -> bool:
-    api = binding.library().api
-    return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
-
-
-def _capabilities(model: object, context: object, n_ctx: int, dtype: str, device: str) -> Capabilities:
-    """`n_ctx` as the caller knows it: llama.cpp rounds a context up."""
-    api = binding.library().api
-    reason = "it has recurrent layers, whose state keeps no past to go back to" if _recurrent(model) else ""
-    return Capabilities(
-        engine="llama.cpp",
-        device=device,
-        dtype=dtype,
-        n_ctx=n_ctx,
-        max_width=min(api.llama_n_batch(context), n_ctx),
-        rewind="none" if reason else "crop",
-        rewind_depth=0 if reason else n_ctx,
-        rewind_reason=reason,
-    )
 
 
 def _batch_views(batch: object, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specnb.errors import CapacityError, InputError, LoadError, MemoryShortError, RewindError
-from specnb.lm import binding, gguf
+from specnb.lm import binding, gguf_open
 from specnb.lm.gguf import GgufModel
 from tests.units.tiny_models import bert_gguf, llama_gguf, mamba_gguf
 
@@ -194,7 +194,7 @@ def test_a_recurrent_model_runs_but_does_not_go_back(tmp_path):
 
 def test_a_hybrid_model_counts_as_recurrent(model, monkeypatch):
     monkeypatch.setattr(binding.library().api, "llama_model_is_hybrid", lambda _model: True)
-    caps = gguf._capabilities(model._model, model._context, 64, "f32", "cpu", True)
+    caps = gguf_open.capabilities(model._model, model._context, 64, "f32", "cpu")
     assert (caps.rewind, caps.rewind_depth) == ("none", 0) and "recurrent" in caps.rewind_reason
 
 
@@ -277,8 +277,8 @@ def test_log_levels_and_lines(caplog):
 
 
 def test_threads_default_to_the_physical_cores_that_are_allowed(monkeypatch):
-    monkeypatch.setattr(gguf.psutil, "cpu_count", lambda logical: 8)
-    monkeypatch.setattr(gguf.psutil, "Process", lambda: type("P", (), {"cpu_affinity": lambda self: [0, 1]})())
-    assert gguf.available_cores() == 2
-    monkeypatch.setattr(gguf.psutil, "cpu_count", lambda logical: None)
-    assert gguf.available_cores() == 1
+    monkeypatch.setattr(gguf_open.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(gguf_open.psutil, "Process", lambda: type("P", (), {"cpu_affinity": lambda self: [0, 1]})())
+    assert gguf_open.available_cores() == 2
+    monkeypatch.setattr(gguf_open.psutil, "cpu_count", lambda logical: None)
+    assert gguf_open.available_cores() == 1

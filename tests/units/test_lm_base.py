@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specnb.errors import CapacityError, EngineError, InputError, RewindError
-from specnb.lm import gguf, hf, toy
+from specnb.lm import gguf_open, hf, toy
 from specnb.lm.base import LanguageModel
 from specnb.lm.gguf import GgufModel
 from specnb.lm.hf import HfModel
@@ -36,7 +36,7 @@ def models(tmp_path_factory):
     """One model an engine; torch and llama.cpp in pieces of eight tokens, so that short inputs cross pieces."""
     folder = tmp_path_factory.mktemp("tiny")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "MAX_BATCH", 8)
+        patch.setattr(gguf_open, "MAX_BATCH", 8)
         patch.setattr(hf, "PREFILL_WIDTH", 8)
         made = {
             "toy": toy.ToyLM(toy.markov(VOCAB, order=2)._logits_of, toy.letters(VOCAB), n_ctx=N_CTX),

@@ -1,0 +1,120 @@
+"""What llama.cpp needs to open a GGUF: checks beforehand, the model, its context, and what they can do."""
+
+import math
+import os
+from pathlib import Path
+
+import psutil
+
+from specnb.errors import InputError, LoadError
+from specnb.lm import binding
+from specnb.lm.base import Capabilities
+from specnb.lm.memory import kv_bytes
+from specnb.provenance import quota_cores
+
+KV_TYPES = {"f32": (0, 4), "f16": (1, 2)}
+"""KV cache types: ggml's number and bytes per value."""
+
+DEFAULT_N_CTX = 4096
+MAX_BATCH = 512
+LIMITS = {"n_ctx": 2**31 - 1 - MAX_BATCH, "threads": 512, "gpu_layers": 2**31 - 1, "fixed_width": MAX_BATCH}
+"""Of the options: positions and layers are 32-bit integers in llama.cpp, and far more threads crash it."""
+
+
+def available_cores() -> int:
+    """Physical cores this process may use: more threads than that make verification slower."""
+    physical = psutil.cpu_count(logical=False) or 1
+    try:
+        allowed = len(psutil.Process().cpu_affinity())
+    except AttributeError:  # macOS has no affinity
+        allowed = physical
+    return max(1, min(physical, allowed, math.ceil(quota_cores() or physical)))
+
+
+def check_file(path: Path) -> None:
+    """Refuse what is no GGUF file, before llama.cpp sees it."""
+    if not path.is_file():
+        raise InputError(f"no such model file: {path}")
+    with path.open("rb") as f:
+        magic = f.read(4)
+    if magic != b"GGUF":
+        raise LoadError(f"{path} is not a GGUF file (it starts with {magic!r}): fetch or convert it again")
+
+
+def open_model(path: Path, gpu_layers: int) -> object:
+    """llama_model_load_from_file; LoadError with llama.cpp's own reason."""
+    lib = binding.library()
+    params = lib.api.llama_model_default_params()
+    params.n_gpu_layers = gpu_layers
+    lib.errors.clear()
+    model = lib.api.llama_model_load_from_file(os.fsencode(path), params)
+    if not model:
+        raise LoadError(f"llama.cpp cannot open {path}: {'; '.join(lib.errors) or 'it gives no reason'}")
+    return model
+
+
+def open_context(model: object, n_ctx: int, kv: str, threads: int, flash_attention: bool) -> object:
+    """llama_init_from_model: one sequence, every entry kept, equal threads for all widths."""
+    lib = binding.library()
+    params = lib.api.llama_context_default_params()
+    params.n_ctx = n_ctx
+    params.n_batch = params.n_ubatch = min(MAX_BATCH, n_ctx)
+    params.n_seq_max = 1
+    # width 1 and wider forwards take their threads from two fields; unequal ones would tilt T(n)/T(1)
+    params.n_threads = params.n_threads_batch = threads
+    params.type_k = params.type_v = KV_TYPES[kv][0]
+    params.flash_attn_type = 1 if flash_attention else 0
+    params.swa_full = True  # sliding-window layers keep every entry, so that a rewind is exact
+    params.no_perf = True
+    lib.errors.clear()
+    context = lib.api.llama_init_from_model(model, params)
+    if not context:
+        raise LoadError(f"llama.cpp cannot make a context of {n_ctx} tokens: {'; '.join(lib.errors) or 'no reason'}")
+    if not lib.api.llama_get_memory(context) or lib.api.llama_model_has_encoder(model):
+        lib.api.llama_free(context)
+        raise LoadError("this model is an encoder, not a causal language model: it predicts no next token")
+    return context
+
+
+def state_bytes(model: object, n_ctx: int, kv: str) -> int:
+    """Bytes of the KV cache; 0 for models without attention, whose state is small."""
+    api = binding.library().api
+    heads, kv_heads = api.llama_model_n_head(model), api.llama_model_n_head_kv(model)
+    if heads < 1 or kv_heads < 1:
+        return 0
+    return kv_bytes(
+        n_layers=api.llama_model_n_layer(model),
+        n_kv_heads=kv_heads,
+        head_dim=api.llama_model_n_embd(model) // heads,
+        n_ctx=n_ctx,
+        bytes_per_value=KV_TYPES[kv][1],
+    )
+
+
+def weight_type(model: object) -> str:
+    """The weight type as the header states it, by its name in FILE_TYPES."""
+    number = binding.metadata(model, "general.file_type") or ""
+    names = {str(v): k for k, v in binding.FILE_TYPES.items()}
+    return names.get(number, f"ftype{number}" if number else "unknown")
+
+
+def recurrent(model: object) -> bool:
+    """Whether some layers keep a recurrent state."""
+    api = binding.library().api
+    return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
+
+
+def capabilities(model: object, context: object, n_ctx: int, dtype: str, device: str) -> Capabilities:
+    """`n_ctx` as the caller knows it: llama.cpp rounds a context up."""
+    api = binding.library().api
+    reason = "it has recurrent layers, whose state keeps no past to go back to" if recurrent(model) else ""
+    return Capabilities(
+        engine="llama.cpp",
+        device=device,
+        dtype=dtype,
+        n_ctx=n_ctx,
+        max_width=min(api.llama_n_batch(context), n_ctx),
+        rewind="none" if reason else "crop",
+        rewind_depth=0 if reason else n_ctx,
+        rewind_reason=reason,
+    )
