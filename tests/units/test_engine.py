@@ -318,6 +318,8 @@ def test_ctrl_c_leaves_an_outcome_and_no_kernel(tmp_path):
         f"import os, pathlib, time\npathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))\ntime.sleep(120)",
     )
     code = (
+        # a test run started in the background hands down an ignored SIGINT
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from specnb.book.engine import run_notebook\n"
         f"run_notebook({str(path)!r}, results={str(tmp_path / 'r')!r}, progress=False)"
     )
