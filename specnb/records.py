@@ -19,7 +19,8 @@ class Round(NamedTuple):
 
     `n_accepted` of `k` drafted tokens were kept; `committed_ids` holds them and the correction or bonus token,
     cut where generation ended inside the block. `accept_prob[j]` is the probability with which the rule would
-    accept draft j given that it was reached (greedy: 0 or 1). `width` is the number of tokens in the target call.
+    accept draft j given that it was reached (greedy: 0 or 1). `width` is the number of tokens in the target call:
+    k + 1, in the first round k, whose first row of logits the prefill has given.
     `draft_s + verify_s + rewind_s + other_s` is the wall time of the round; `forward_s` is the part of it that
     was spent inside model forwards, the target's and the drafter's.
     """
@@ -49,9 +50,11 @@ class Summary(BaseModel):
     accepted_tokens: int
     acceptance_rate: float | None = Field(description="accepted_tokens / total_draft_tokens")
     tau: float | None = Field(description="mean committed tokens per target call, the extra token included")
-    tokens_per_s: float | None = Field(description="n_tokens / (wall_s - prefill_s)")
+    tokens_per_s: float | None = Field(
+        description="(n_tokens - 1) / (wall_s - prefill_s): the first token is the prefill's"
+    )
     estimated_speedup: float | None = Field(
-        description="tau * T(1) / (mean round time), T(1) from the baseline; tau itself when no baseline was timed"
+        description="tokens_per_s * T(1), T(1) from the baseline; tau itself when no baseline was timed"
     )
     wall_s: float
     prefill_s: float
@@ -70,8 +73,8 @@ class Generation(BaseModel):
     """One prompt, its generated tokens and every round that made them.
 
     `token_ids` are the generated ids only. `wall_s` runs from the first prefill token to the last commit and
-    contains `prefill_s`. `lossless` is False when a lossy rule (typical acceptance) was used. `fallback` says why
-    a drafter that was asked for was not used.
+    contains `prefill_s`, which ends with the logits of the first generated token. `lossless` is False when a lossy
+    rule (typical acceptance) was used. `fallback` says why a drafter that was asked for was not used.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -124,8 +127,14 @@ class Generation(BaseModel):
         return self.wall_s - self.prefill_s
 
     @property
+    def n_decoded(self) -> int:
+        """Tokens made after prefill: all but the first, whose logits are the prefill's."""
+        return max(0, len(self.token_ids) - 1)
+
+    @property
     def tokens_per_s(self) -> float | None:
-        return len(self.token_ids) / self.decode_s if self.decode_s > 0 else None
+        """Decoding speed; None for fewer than two tokens."""
+        return self.n_decoded / self.decode_s if self.n_decoded and self.decode_s > 0 else None
 
     def summary(self, step_s: float | None = None) -> Summary:
         """Counts, ratios and the time split.
@@ -133,19 +142,17 @@ class Generation(BaseModel):
         `step_s` is T(1), seconds of one plain decoding step of the same target; with it `estimated_speedup` counts
         what drafting and wider verification cost, without it the estimate is tau, the bound for free drafts.
         """
-        tau, n_rounds = self.tau, len(self.rounds)
-        speedup = tau
-        if tau is not None and step_s is not None and self.decode_s > 0:
-            speedup = tau * step_s / (self.decode_s / n_rounds)
+        rate = self.tokens_per_s
+        speedup = rate * step_s if rate is not None and step_s is not None else self.tau
         forward_s = sum(r.forward_s for r in self.rounds)
         return Summary(
             n_tokens=len(self.token_ids),
-            n_rounds=n_rounds,
+            n_rounds=len(self.rounds),
             total_draft_tokens=self.total_draft_tokens,
             accepted_tokens=self.accepted_tokens,
             acceptance_rate=self.acceptance_rate,
-            tau=tau,
-            tokens_per_s=self.tokens_per_s,
+            tau=self.tau,
+            tokens_per_s=rate,
             estimated_speedup=speedup,
             wall_s=self.wall_s,
             prefill_s=self.prefill_s,
@@ -153,7 +160,7 @@ class Generation(BaseModel):
             verify_s=sum(r.verify_s for r in self.rounds),
             rewind_s=sum(r.rewind_s for r in self.rounds),
             other_s=sum(r.other_s for r in self.rounds),
-            overhead_share=1 - forward_s / self.decode_s if self.decode_s > 0 else None,
+            overhead_share=1 - forward_s / self.decode_s if rate is not None else None,
             stop_reason=self.stop_reason,
             fallback=self.fallback,
         )

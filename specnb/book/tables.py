@@ -18,9 +18,9 @@ def k_sweep(record: RunRecord, *, level: float = 0.95, pooled: bool = True) -> p
     """One row per category, temperature and K; K = 0 is the baseline. `pooled` adds rows over all categories.
 
     Columns: category, temperature, k, tokens_per_s, drafted, accepted, acceptance_rate, tau, speedup with low and
-    high (decoding time without prefill; bootstrap over prompts, paired with the baseline on the same prompt, none
-    for fewer than `stats.FEWEST` prompts), wall_speedup (prefill included, the drafter's too), identical (greedy
-    runs whose tokens equal the baseline's; None when sampling), lossless, n_prompts.
+    high (decoding without prefill and its token, the first; bootstrap over prompts, paired with the baseline on the
+    same prompt, none for fewer than `stats.FEWEST` prompts), wall_speedup (prefill included, the drafter's too),
+    identical (greedy runs whose tokens equal the baseline's; None when sampling), lossless, n_prompts.
     """
     made = record.generations
     groups: dict[tuple[str, float, int], list[Generation]] = {}
@@ -37,7 +37,7 @@ def k_sweep(record: RunRecord, *, level: float = 0.95, pooled: bool = True) -> p
 def _k_row(key: tuple[str, float, int], group: list[Generation], made: Sequence[Generation], level: float) -> dict:
     category, temperature, k = key
     bases = [baseline_of(tuple(made), g) for g in group]
-    rows = [(len(g.token_ids), g.decode_s, len(b.token_ids), b.decode_s) for g, b in zip(group, bases, strict=True)]
+    rows = [(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in zip(group, bases, strict=True)]
     speedup = bootstrap(rows, rate_ratio, level=level)
     whole = [(len(g.token_ids), g.wall_s, len(b.token_ids), b.wall_s) for g, b in zip(group, bases, strict=True)]
     drafted, accepted = (sum(getattr(g, n) for g in group) for n in ("total_draft_tokens", "accepted_tokens"))

@@ -1,6 +1,7 @@
 """One prompt to one `Generation`: the call that notebooks and the command line make."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
 from time import perf_counter
@@ -19,7 +20,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.vocab import require_same
 from specnb.prompts import Prompt
-from specnb.records import Generation, Round
+from specnb.records import Generation
 
 PromptLike = str | Prompt | Sequence[int] | Sequence[chat.Message]
 
@@ -90,10 +91,14 @@ def generate(
         stopping = Stopping(rules, target.vocab)
         chooser = Chooser(sampling, Draws(np.random.default_rng(seed)))
         if drafter is None:
-            rounds = loop.autoregressive(target, ids, chooser=chooser, stopping=stopping)
+            run = partial(loop.autoregressive, target, ids)
         else:
-            rounds = loop.speculative(target, drafter, ids, k=k, chooser=chooser, stopping=stopping, rule=verify)
-        made, wall_s, prefill_s = _timed(target, ids, drafter, rounds)
+            run = partial(loop.speculative, target, drafter, ids, k=k, rule=verify)
+        began = perf_counter()
+        after_prompt = loop.prefill(target, ids, drafter)
+        prefill_s = perf_counter() - began
+        made = tuple(run(after_prompt, chooser=chooser, stopping=stopping))
+        wall_s = perf_counter() - began
         tokens = tuple(token for r in made for token in r.committed_ids)
         return Generation(
             prompt_id=prompt.id if isinstance(prompt, Prompt) else "",
@@ -135,14 +140,3 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
     if drafter.vocab is not None:
         require_same(target.vocab, drafter.vocab, names=(target.name, drafter.name))
     return drafter
-
-
-def _timed(
-    target: LanguageModel, ids: tuple[int, ...], drafter: Drafter | None, rounds: Iterator[Round]
-) -> tuple[tuple[Round, ...], float, float]:
-    """Run prefill and rounds; the rounds, all seconds, and those of the prefill."""
-    began = perf_counter()
-    loop.prefill(target, ids, drafter)
-    prefilled = perf_counter()
-    made = tuple(rounds)
-    return made, perf_counter() - began, prefilled - began

@@ -1,7 +1,9 @@
 """The two loops: plain decoding, and speculative decoding.
 
 Both work on ids, yield one `Round` a cycle, and keep one invariant between cycles: the target's state holds every
-token so far but the newest, which the next forward feeds. They know nothing of backends, text or drafters' kinds.
+token so far but the newest, which the next forward feeds. Only the first cycle finds the newest token fed as well:
+`prefill` takes the whole prompt and hands over the logits after it, so that a generation of n tokens costs n - 1
+plain steps. They know nothing of backends, text or drafters' kinds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -73,8 +75,8 @@ def rule_named(name: str, sampling: Sampling) -> Rule:
     return _greedy if sampling.greedy else RULES[name]
 
 
-def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter | None = None) -> None:
-    """Make the invariant true for a prompt: all of it but the last token is in the target's state.
+def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter | None = None) -> np.ndarray:
+    """Put the whole prompt into the target's state, show it to the drafter; the logits after it, `(1, vocab)`.
 
     Raises InputError (empty prompt), CapacityError (prompt longer than the context).
     """
@@ -86,46 +88,48 @@ def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter |
             "shorten it or load the model with a larger n_ctx"
         )
     target.reset()
-    if len(prompt_ids) > 1:
-        target.forward(prompt_ids[:-1], n_logits=0)
+    after_prompt = target.forward(prompt_ids, n_logits=1)
     if drafter is not None:
         drafter.start(TokenView(list(prompt_ids)))
+    return after_prompt
 
 
 def autoregressive(
-    target: LanguageModel, prompt_ids: Sequence[int], *, chooser: Chooser, stopping: Stopping
+    target: LanguageModel, prompt_ids: Sequence[int], after_prompt: np.ndarray, *, chooser: Chooser, stopping: Stopping
 ) -> Iterator[Round]:
-    """Plain decoding, one token a forward, after `prefill`. Every round has k = 0."""
+    """Plain decoding, one token a forward, from what `prefill` returned. Every round has k = 0."""
     tokens = list(prompt_ids)
     for index in count():
         if stopping.reason or _out_of_context(target, tokens, stopping):
             return
-        _require_state(target, tokens)
+        ahead = after_prompt if index == 0 else None
+        _require_state(target, tokens, ahead)
         began = perf_counter()
-        logits = target.forward(tokens[-1:])
+        logits = _logits(target, tokens, (), ahead)
         verified = perf_counter()
         with _located(target, tokens, logits):
             token, _ = chooser.pick(logits[0])
         committed = stopping.admit((token,))
         tokens.extend(committed)
         verify_s, other_s = verified - began, perf_counter() - verified
-        yield Round(index, 0, 0, (), committed, (), 0.0, verify_s, 0.0, other_s, verify_s, 1)
+        yield Round(index, 0, 0, (), committed, (), 0.0, verify_s, 0.0, other_s, verify_s, int(ahead is None))
 
 
 def speculative(
     target: LanguageModel,
     drafter: Drafter,
     prompt_ids: Sequence[int],
+    after_prompt: np.ndarray,
     *,
     k: int,
     chooser: Chooser,
     stopping: Stopping,
     rule: Rule,
 ) -> Iterator[Round]:
-    """Speculative decoding with draft length `k`, after `prefill`: draft, verify in ONE forward, commit, rewind.
+    """Speculative decoding with draft length `k`: draft, verify in ONE forward, commit, rewind.
 
-    Leviathan et al. 2211.17192. With a lossless rule the tokens are those of `autoregressive` (greedy), or follow
-    the same distribution.
+    Leviathan et al. 2211.17192. `after_prompt` is what `prefill` returned. With a lossless rule the tokens are those
+    of `autoregressive` (greedy), or follow the same distribution.
     """
     tokens = list(prompt_ids)  # ours: the caller's list is never touched, and drafters see it read-only
     view = TokenView(tokens)
@@ -138,8 +142,9 @@ def speculative(
         with _located(target, tokens):
             proposal = _proposed(drafter, view, limit, chooser)
         drafted = perf_counter()
-        _require_state(target, tokens)
-        logits = target.forward([tokens[-1], *proposal.ids])
+        ahead = after_prompt if index == 0 else None
+        _require_state(target, tokens, ahead)
+        logits = _logits(target, tokens, proposal.ids, ahead)
         verified = perf_counter()
         with _located(target, [*tokens, *proposal.ids], logits):
             n_accepted, next_id, accept_prob = rule(logits, proposal, chooser)
@@ -163,7 +168,7 @@ def speculative(
             rewind_s=rewound - accepted_at,
             other_s=accepted_at - verified,
             forward_s=verified - drafted + proposal.forward_s,
-            width=1 + len(proposal.ids),
+            width=len(proposal.ids) + (ahead is None),
         )
 
 
@@ -182,11 +187,22 @@ def _out_of_context(target: LanguageModel, tokens: list[int], stopping: Stopping
     return stopping.reason is not None
 
 
-def _require_state(target: LanguageModel, tokens: list[int]) -> None:
+def _logits(target: LanguageModel, tokens: list[int], drafts: tuple[int, ...], ahead: np.ndarray | None) -> np.ndarray:
+    """Logits after the newest token and after each draft, `(len(drafts) + 1, vocab)`, in one forward.
+
+    `ahead` is the first of these rows, where the newest token is in the state already.
+    """
+    if ahead is None:
+        return target.forward([tokens[-1], *drafts])
+    return np.concatenate([ahead, target.forward(drafts)]) if drafts else ahead
+
+
+def _require_state(target: LanguageModel, tokens: list[int], ahead: np.ndarray | None) -> None:
     """The loops' invariant, checked each round: another user of the model would silently change the output."""
-    if target.n_past != len(tokens) - 1:
+    held = len(tokens) - (ahead is None)
+    if target.n_past != held:
         raise StateError(
-            f"the state of {target.name} holds {target.n_past} tokens, but this generation left {len(tokens) - 1} "
+            f"the state of {target.name} holds {target.n_past} tokens, but this generation left {held} "
             "there: the model was used by another generation, or by the drafter. Load it once for each"
         )
 

@@ -31,8 +31,10 @@ class CostCurve(BaseModel):
         return tuple(float(np.median(s)) for s in self.samples_s)
 
     def seconds(self, n: float) -> float:
-        """T(n), linear between measured widths and beyond the last one (by its last slope)."""
+        """T(n), linear between measured widths and beyond the last one (by its last slope); T(0) = 0."""
         widths, medians = self.widths, self.median_s
+        if n == 0:
+            return 0.0  # the first round without drafts: the prefill has done its forward
         if n > widths[-1] and len(widths) > 1:
             slope = (medians[-1] - medians[-2]) / (widths[-1] - widths[-2])
             return medians[-1] + max(0.0, slope) * (n - widths[-1])

@@ -51,15 +51,13 @@ def explain_fork(
     at = first_fork(a, b)
     if at is None:
         return None
-    # the row that chose token `at` comes from feeding the token before it
-    fed = [prompt_ids[-1], *a[:at]]
     watched, single, ranges = [], [], []
-    for row in _rows(target, prompt_ids, fed, 1):
+    for row in _rows(target, prompt_ids, a[:at], 1):
         best = np.argpartition(row, -2)[-2:] if len(watched) < at else np.array([a[at], b[at]])
         watched.append(best)
         single.append(row[best])
         ranges.append(float(row.max() - np.median(row)))
-    blocks = [row[ids] for row, ids in zip(_rows(target, prompt_ids, fed, max(2, width)), watched, strict=True)]
+    blocks = [row[ids] for row, ids in zip(_rows(target, prompt_ids, a[:at], max(2, width)), watched, strict=True)]
     differences = np.abs(np.array(single) - np.array(blocks)).max(axis=1)
     noise, share = float(differences.max()), float((differences / np.maximum(ranges, 1e-9)).max())
     margin = abs(float(single[-1][0] - single[-1][1]))
@@ -68,13 +66,15 @@ def explain_fork(
 
 
 def _rows(target: LanguageModel, prompt_ids: Sequence[int], ids: Sequence[int], width: int) -> Iterator[np.ndarray]:
-    """A row of logits for each of `ids`, from forwards of `width` tokens; the last is filled up as far as fits.
+    """Rows of logits after the prompt and after each of `ids`, from forwards of `width` tokens, as decoding has them.
 
-    Else a fork at the first token would be measured in single steps both times, and show no noise at all.
+    The last forward is filled up as far as fits. Else one token left over would be a single step both times, and
+    show no noise at all.
     """
     target.reset()
-    if len(prompt_ids) > 1:
-        target.forward(prompt_ids[:-1], n_logits=0)
+    yield target.forward(prompt_ids, n_logits=1)[0]
+    if not ids:
+        return target.reset()
     fill = min(-len(ids) % width, target.caps.n_ctx - target.n_past - len(ids))
     fed = [*ids, *[ids[-1]] * fill]
     for start in range(0, len(fed), width):

@@ -71,15 +71,14 @@ def _summary(
 ) -> PairSummary:
     if baseline is None:
         return PairSummary(**made.summary().model_dump())
-    step_s = baseline.decode_s / len(baseline.rounds) if baseline.rounds else None
+    plain = baseline.tokens_per_s
     identical = made.token_ids == baseline.token_ids
     fork = None
     if not identical and made.temperature == 0:
         fork = explain_fork(target, made.prompt_ids, baseline.token_ids, made.token_ids, width=made.k + 1)
-    rates = made.tokens_per_s, baseline.tokens_per_s
     return PairSummary(
-        **made.summary(step_s).model_dump(),
-        speedup=rates[0] / rates[1] if all(rates) else None,
+        **made.summary(1 / plain if plain else None).model_dump(),
+        speedup=made.tokens_per_s / plain if plain and made.tokens_per_s else None,
         identical=identical,
         fork=fork,
     )

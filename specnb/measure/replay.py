@@ -161,12 +161,11 @@ def _true_probabilities(target: LanguageModel, made: Generation, sampling: Sampl
 
 def _rows_along(model: LanguageModel, made: Generation) -> Iterator[tuple[int, np.ndarray]]:
     """(position, logits row) for every generated token, teacher-forced in blocks. Resets the model."""
-    fed = [made.prompt_ids[-1], *made.token_ids[:-1]]
     model.reset()
-    if len(made.prompt_ids) > 1:
-        model.forward(made.prompt_ids[:-1], n_logits=0)
-    for start in range(0, len(made.token_ids), PASS_WIDTH):
-        for offset, row in enumerate(model.forward(fed[start : start + PASS_WIDTH])):
+    yield 0, model.forward(made.prompt_ids, n_logits=1)[0]
+    fed = made.token_ids[:-1]
+    for start in range(0, len(fed), PASS_WIDTH):
+        for offset, row in enumerate(model.forward(fed[start : start + PASS_WIDTH]), 1):
             yield start + offset, row
     model.reset()
 
@@ -190,7 +189,8 @@ def fixed_k(recording: Recording, k: int) -> Counts:
         kept[:m] += reached[1:]
         drafted += starts[i] * offered
         accepted += reached[1:].sum()
-        by_width[offered + 1] = by_width.get(offered + 1, 0.0) + starts[i]
+        width = offered + (i > 0)  # the first round finds the prompt's last token fed
+        by_width[width] = by_width.get(width, 0.0) + starts[i]
         starts[i + 1 : i + m + 1] += reached[:-1] - reached[1:]  # rejected at j: the correction is committed
         starts[min(i + m + 1, n)] += reached[-1]  # all kept: the bonus token, or the end
     return Counts(n, float(starts[:n].sum()), drafted, accepted, by_width, tuple(tested), tuple(kept))
@@ -217,7 +217,7 @@ def sweep(recordings: Sequence[Recording], ks: Sequence[int], curve: CostCurve, 
                     "accepted": counts.accepted,
                     "wasted": counts.drafted - counts.accepted,
                     "predicted_s": seconds,
-                    "predicted_speedup": counts.n_tokens * curve.seconds(1) / seconds,
+                    "predicted_speedup": (counts.n_tokens - 1) * curve.seconds(1) / seconds,
                 }
             )
     return pd.DataFrame(rows)

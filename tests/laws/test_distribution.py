@@ -24,8 +24,8 @@ SETTINGS = [
 def plain_law(target, sampling, n, prompt=PROMPT):
     def program(draws):
         stopping = Stopping(StopRules(n), target.vocab)
-        loop.prefill(target, prompt)
-        rounds = loop.autoregressive(target, prompt, chooser=Chooser(sampling, draws), stopping=stopping)
+        after_prompt = loop.prefill(target, prompt)
+        rounds = loop.autoregressive(target, prompt, after_prompt, chooser=Chooser(sampling, draws), stopping=stopping)
         return tuple(t for r in rounds for t in r.committed_ids)
 
     return distribution(program)
@@ -34,11 +34,12 @@ def plain_law(target, sampling, n, prompt=PROMPT):
 def speculative_law(target, drafter, sampling, n, k, rule="token", prompt=PROMPT):
     def program(draws):
         stopping = Stopping(StopRules(n), target.vocab)
-        loop.prefill(target, prompt, drafter)
+        after_prompt = loop.prefill(target, prompt, drafter)
         rounds = loop.speculative(
             target,
             drafter,
             prompt,
+            after_prompt,
             k=k,
             chooser=Chooser(sampling, draws),
             stopping=stopping,

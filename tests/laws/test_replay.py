@@ -1,5 +1,7 @@
 """The law of replay: one recording gives the rounds that live speculative decoding takes, for every K."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,7 @@ def test_greedy_replay_equals_live_integer_for_integer(name, eog, seed):
             live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=k, max_new_tokens=n)
             replayed = fixed_k(recording, k)
             assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts_of(live), (n, k)
+            assert replayed.by_width == Counter(r.width for r in live.rounds), (n, k)
 
 
 @pytest.mark.parametrize("name", ["lookup", "other"])

@@ -113,17 +113,24 @@ def test_the_target_runs_once_in_single_steps_and_once_in_blocks(prompt, width):
     model.widths.clear()
     fork = explain_fork(model, prompt, PLAIN, OTHER, width=width)
     assert fork.margin == pytest.approx(0.5) and model.n_past == 0
-    prefill = [len(prompt) - 1] if len(prompt) > 1 else []
     block = max(2, width)
-    assert model.widths == [*prefill, 1, 1, 1, *prefill, *[block] * -(-3 // block)]
+    assert model.widths == [len(prompt), 1, 1, len(prompt), *[block] * -(-2 // block)]
 
 
 @pytest.mark.parametrize("n_ctx", [3, 4, 100])
-def test_a_fork_at_the_first_token_is_measured_in_a_block_too(n_ctx):
+def test_a_token_left_over_is_measured_in_a_block_too(n_ctx):
     """Speculation verifies it in one; the block is filled up with tokens that come after, as far as they fit."""
-    model = near(0.15, 0.1, at=2)
+    model = near(0.15, 0.1, at=3)
     model.caps = replace(model.caps, n_ctx=n_ctx)
+    fork = explain_fork(model, PROMPT, (1, 2), (1, 3), width=4)
+    assert (fork.position, fork.token_ids, fork.margin) == (1, (2, 3), pytest.approx(0.15))
+    assert max(model.widths) == max(2, min(4, n_ctx - 2))
+    assert (fork.noise, fork.near_tie) == ((0.0, False) if n_ctx == 3 else (pytest.approx(0.1), True))
+
+
+def test_a_fork_at_the_first_token_is_a_fault():
+    """Both runs take it from the same logits, those of the prefill: no noise excuses it."""
+    model = near(0.15, 0.1, at=2)
     fork = explain_fork(model, PROMPT, (2, 1), (3, 1), width=4)
-    assert (fork.position, fork.token_ids, fork.near_tie) == (0, (2, 3), True)
-    assert fork.margin == pytest.approx(0.15) and fork.noise == pytest.approx(0.1)
-    assert max(model.widths) == min(4, n_ctx - 1)
+    assert (fork.position, fork.token_ids, fork.noise, fork.near_tie) == (0, (2, 3), 0.0, False)
+    assert model.widths == [2, 2]

@@ -260,7 +260,7 @@ def test_decoding_time_is_the_sum_of_the_rounds(monkeypatch):
     target.__class__ = draft.__class__ = Slow
     made = generate(target, [0, 1, 2], drafter=ModelDrafter(draft), k=3, max_new_tokens=10)
     s = made.summary()
-    assert made.prefill_s == 4  # two tokens in both models
+    assert made.prefill_s == 3 + 2  # the drafter feeds the last token of the prompt with its first draft
     assert (
         s.draft_s + s.verify_s + s.rewind_s + s.other_s
         == s.wall_s - s.prefill_s

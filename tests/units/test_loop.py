@@ -27,14 +27,30 @@ def run(target, prompt, drafter=None, *, k=4, n=50, sampling=None, eog=False):
     sampling = sampling or Sampling()
     chooser = Chooser(sampling, Draws(np.random.default_rng(0)))
     stopping = Stopping(StopRules(n, ignore_eog=not eog), target.vocab)
-    loop.prefill(target, prompt, drafter)
+    after_prompt = loop.prefill(target, prompt, drafter)
     if drafter is None:
-        rounds = loop.autoregressive(target, prompt, chooser=chooser, stopping=stopping)
+        rounds = loop.autoregressive(target, prompt, after_prompt, chooser=chooser, stopping=stopping)
     else:
         rule = loop.rule_named("token", sampling)
-        rounds = loop.speculative(target, drafter, prompt, k=k, chooser=chooser, stopping=stopping, rule=rule)
+        rounds = loop.speculative(
+            target, drafter, prompt, after_prompt, k=k, chooser=chooser, stopping=stopping, rule=rule
+        )
     made = list(rounds)
     return made, tuple(t for r in made for t in r.committed_ids), stopping.reason
+
+
+class Counted:
+    """A model that notes what it is fed; everything else is the model's own."""
+
+    def __init__(self, model):
+        self._model, self.fed = model, []
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def forward(self, ids, n_logits=None):
+        self.fed.append(list(ids))
+        return self._model.forward(ids, n_logits)
 
 
 class Spy:
@@ -66,13 +82,29 @@ def successors(size):
 # --- prefill --------------------------------------------------------------------------------------------------------
 
 
-def test_prefill_leaves_all_but_the_last_token_in_the_state_and_shows_the_drafter_all():
+def test_prefill_feeds_the_whole_prompt_shows_it_to_the_drafter_and_returns_the_logits_after_it():
     target, spy = toy.cyclic(5), Spy()
     target.forward([4, 4, 4])
-    loop.prefill(target, [0, 1, 2], spy)
-    assert target.n_past == 2 and spy.started == [(0, 1, 2)]
-    loop.prefill(target, [3])
-    assert target.n_past == 0
+    after_prompt = loop.prefill(target, [0, 1, 2], spy)
+    assert target.n_past == 3 and spy.started == [(0, 1, 2)]
+    assert after_prompt.shape == (1, 5) and after_prompt[0].argmax() == 3
+    assert loop.prefill(target, [3])[0].argmax() == 4 and target.n_past == 1
+
+
+@pytest.mark.parametrize("drafter", [None, LookupDrafter(), ModelDrafter(toy.cyclic(7))], ids=["plain", "lookup", "lm"])
+def test_n_tokens_take_a_prefill_and_at_most_n_minus_one_forwards(drafter):
+    """The prompt's last token is not fed a second time: transformers and llama.cpp save this step as well."""
+    target = Counted(toy.cyclic(7))
+    made, tokens, _ = run(target, [0, 1], drafter, k=0, n=5)
+    assert target.fed == [[0, 1], [2], [3], [4], [5]] and tokens == (2, 3, 4, 5, 6)
+    assert [r.width for r in made] == [0, 1, 1, 1, 1]
+
+
+def test_the_first_round_verifies_its_drafts_alone():
+    target = Counted(toy.cyclic(7))
+    made, tokens, _ = run(target, [0, 1], Spy(successors(7)), k=2, n=6)
+    assert target.fed == [[0, 1], [2, 3], [4, 5, 6]] and tokens == (2, 3, 4, 5, 6, 0)
+    assert [(r.k, r.width, r.n_accepted) for r in made] == [(2, 2, 2), (2, 3, 2)]
 
 
 def test_a_prompt_without_tokens_is_refused():
@@ -148,7 +180,7 @@ def test_k_zero_never_asks_and_is_plain_decoding():
 def test_a_drafter_may_propose_fewer_than_k(proposed):
     made, tokens, _ = run(toy.cyclic(7), [0], Spy(lambda tokens, k: successors(7)(tokens, min(k, proposed))), n=12)
     assert tokens == run(toy.cyclic(7), [0], n=12)[1]
-    assert all(r.width == r.k + 1 <= proposed + 1 for r in made) and len(made) == 12 / (proposed + 1)
+    assert all(r.width == r.k + (r.index > 0) and r.k <= proposed for r in made) and len(made) == 12 / (proposed + 1)
 
 
 def test_more_drafts_than_asked_for_are_refused():
@@ -223,12 +255,14 @@ def test_another_user_of_the_same_model_is_noticed(drafter):
     """Its tokens would be in the state, and change the output without a word."""
     target = toy.cyclic(7)
     chooser, stopping = Chooser(Sampling(), Draws(np.random.default_rng(0))), Stopping(StopRules(20), target.vocab)
-    loop.prefill(target, [0, 1, 2], drafter)
+    after_prompt = loop.prefill(target, [0, 1, 2], drafter)
     common = {"chooser": chooser, "stopping": stopping}
     rounds = (
-        loop.autoregressive(target, [0, 1, 2], **common)
+        loop.autoregressive(target, [0, 1, 2], after_prompt, **common)
         if drafter is None
-        else loop.speculative(target, drafter, [0, 1, 2], k=3, rule=loop.rule_named("token", Sampling()), **common)
+        else loop.speculative(
+            target, drafter, [0, 1, 2], after_prompt, k=3, rule=loop.rule_named("token", Sampling()), **common
+        )
     )
     next(rounds)
     run(target, [5, 5, 5, 5, 5], n=3)
@@ -278,4 +312,5 @@ def test_every_second_of_a_round_is_booked_once(monkeypatch):
     made, _, _ = run(target, [0], spy, k=3, n=8)
     assert [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in made] == [(5, 10, 3, 0.5, 14)] * 2
     made, _, _ = run(target, [0], n=2)
-    assert [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in made] == [(0, 10, 0, 0, 10)] * 2
+    times = [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in made]
+    assert times == [(0, 0, 0, 0, 0), (0, 10, 0, 0, 10)]  # the first forward is the prefill's

@@ -49,22 +49,22 @@ def run_record(*generations, **changes):
 
 def test_derived_numbers_by_hand():
     assert (MADE.total_draft_tokens, MADE.accepted_tokens, MADE.acceptance_rate) == (8, 4, 0.5)
-    assert MADE.tau == 7 / 3 and MADE.decode_s == 15.0 and MADE.tokens_per_s == 7 / 15
+    assert MADE.tau == 7 / 3 and MADE.decode_s == 15.0 and MADE.tokens_per_s == 6 / 15
 
 
 def test_the_summary_by_hand():
     s = MADE.summary()
     assert (s.n_tokens, s.n_rounds, s.total_draft_tokens, s.accepted_tokens, s.acceptance_rate) == (7, 3, 8, 4, 0.5)
     assert (s.draft_s, s.verify_s, s.rewind_s, s.other_s) == (4.0, 7.0, 1.0, 2.0)
-    assert (s.wall_s, s.prefill_s, s.tau, s.tokens_per_s) == (18.0, 3.0, 7 / 3, 7 / 15)
+    assert (s.wall_s, s.prefill_s, s.tau, s.tokens_per_s) == (18.0, 3.0, 7 / 3, 6 / 15)
     assert s.overhead_share == pytest.approx(1 - 0.9 * 11 / 15)
     assert (s.stop_reason, s.fallback) == ("length", None)
 
 
 def test_the_estimated_speedup_is_tau_for_free_drafts_and_counts_time_with_a_plain_step():
-    """7 tokens in 15 s; a plain step of 4 s would have taken 28 s."""
+    """6 tokens after the prefill's one in 15 s; plain steps of 4 s would have taken 24 s."""
     assert MADE.summary().estimated_speedup == MADE.tau
-    assert MADE.summary(step_s=4.0).estimated_speedup == pytest.approx(28 / 15)
+    assert MADE.summary(step_s=4.0).estimated_speedup == pytest.approx(24 / 15)
 
 
 def test_without_rounds_ratios_are_none():
