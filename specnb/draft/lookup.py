@@ -2,6 +2,12 @@
 
 The longest match wins, and among equally long ones the most recent (transformers takes the first one it finds,
 llama-cpp-python the oldest). Unlike a rescan, a hashed index makes a token cost O(1) amortised at any length.
+
+A match of one token says little: on this project's prompts its first draft is right one time in four, its fifth one
+time in twenty-five, after six matching tokens they are so three times and two times in four. So a match of n tokens
+proposes at most `max_spec_factor` * n (the rule and its name are SuffixDecoding's, 2411.04975). Replayed over 84
+prompts with K = 8, a factor of 4 beats none wherever verifying costs something: T(9)/T(1) of 1.16, 1.65 and 2 give 2,
+7 and 12 % more tokens a second.
 """
 
 from collections.abc import Sequence
@@ -11,15 +17,21 @@ from specnb.errors import InputError
 
 
 class LookupDrafter:
-    """Copies from the tokens so far, after the last occurrence of their last n tokens, n from `n_max` to `n_min`."""
+    """Copies from the tokens so far, after the last occurrence of their last n tokens, n from `n_max` to `n_min`.
+
+    Proposes at most `max_spec_factor` * n tokens; infinity makes it always the k that is asked for.
+    """
 
     vocab = None
 
-    def __init__(self, n_max: int = 3, n_min: int = 1) -> None:
+    def __init__(self, n_max: int = 6, n_min: int = 1, max_spec_factor: float = 4.0) -> None:
         if not 1 <= n_min <= n_max <= 64:
             raise InputError(f"lookup needs 1 <= n_min <= n_max <= 64, got n_min={n_min}, n_max={n_max}")
-        self.name = f"lookup(n={n_min}..{n_max})"
+        if not max_spec_factor > 0:
+            raise InputError(f"max_spec_factor must be above 0 (inf for no limit), got {max_spec_factor}")
+        self.name = f"lookup(n={n_min}..{n_max},x{max_spec_factor:g})"
         self._sizes = range(n_max, n_min - 1, -1)
+        self._factor = max_spec_factor
         self._next_of: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
@@ -35,7 +47,8 @@ class LookupDrafter:
             if begin is not None:
                 # A copy may run into itself, as in LZ77: a text of period p goes on with period p.
                 period = end - begin
-                return Proposal(tuple(tokens[begin + j % period] for j in range(k)))
+                length = int(min(k, self._factor * n))
+                return Proposal(tuple(tokens[begin + j % period] for j in range(length)))
         return Proposal(())
 
     def commit(self, tokens: Sequence[int]) -> None:

@@ -2,10 +2,13 @@
 
 In bfloat16 on a CPU, torch's matrix products compute a row alike for any number of rows from two up; its attention
 kernel does not, and in a type with 8 bits of precision that moves logits by tenths and flips near-ties between
-plain decoding and verification. Here every token of a short block is a batch entry of its own: one query row
-against the keys up to itself, padded with masked entries, which add exact zeros, to a multiple of LANES. Tests
-compare the bits, benchmarks the price.
+plain decoding and verification. Here short blocks are cut into calls of one shape: ROWS query rows, each against
+the keys up to its own token, padded with masked entries, which add exact zeros, to a multiple of LANES. Tests compare
+the bits, benchmarks the price.
 """
+
+from functools import cache
+from itertools import count
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -16,7 +19,9 @@ NAME = "specnb_rows"
 LANES = 64
 """Keys are padded to a multiple of this many: more than any vector register or unrolled loop of the kernel takes."""
 ALIGNED = 8
-"""Query rows a call is filled up to; 8 rows make every thread's scratch a multiple of 64 bytes."""
+"""Query rows of a call come in eights, which make every thread's scratch a multiple of 64 bytes."""
+ROWS = 16
+"""Rows of a call when there are tokens to fill them: more calls of 8 cost more, as do larger ones."""
 MAX_ROWS = 64
 """Longer blocks are prefill, which plain and speculative decoding do alike."""
 
@@ -52,18 +57,33 @@ def rowwise_attention(
 def _rows_against(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of `query (1, heads, n, dim)` over the first `mask.shape[-1]` keys: `(n, heads, dim)`."""
+    """Attention of `query (1, heads, n, dim)` over the first `mask.shape[-1]` keys: `(n, heads, dim)`.
+
+    The heads that share keys and values become rows of one query, so nothing is repeated in memory, and as many
+    tokens as fit fill its ROWS; what is left stays zero. Fewer rows would round otherwise: the kernel's scratch
+    buffers lie one behind the other, a thread each, and its sums depend on their alignment.
+    """
     _, heads, n, dim = query.shape
-    kv_heads = key.shape[1]
-    key, value = (_longer(x, mask.shape[-1]).expand(n, -1, -1, -1) for x in (key, value))
-    # The heads that share keys and values become rows of one query: nothing is repeated in memory. Zero rows fill
-    # up to ALIGNED, because the kernel's scratch buffers lie one behind the other, a thread each, and its rounding
-    # depends on their alignment, that is on which thread a token falls to.
+    kv_heads, length = key.shape[1], mask.shape[-1]
     shared = heads // kv_heads
-    rows = query.new_zeros(n, kv_heads, -(-shared // ALIGNED) * ALIGNED, dim)
-    rows[:, :, :shared] = query[0].transpose(0, 1).reshape(n, kv_heads, shared, dim)
-    out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return out[:, :, :shared].reshape(n, heads, -1)
+    size = next(r for r in count(ALIGNED, ALIGNED) if r >= min(n * shared, max(ROWS, shared)))
+    each = size // shared  # tokens a call
+    calls = -(-n // each)
+    key, value = (_longer(x, length).expand(calls, -1, -1, -1) for x in (key, value))
+    tokens = torch.nn.functional.pad(query[0].transpose(0, 1), (0, 0, 0, 0, 0, calls * each - n))
+    rows = query.new_zeros(calls, kv_heads, size, dim)
+    rows[:, :, : each * shared] = tokens.view(calls, each, kv_heads, shared, dim).transpose(1, 2).flatten(2, 3)
+    masks = mask.index_select(0, _token_of_row(n, shared, size)).view(calls, 1, size, length)
+    out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=masks, scale=scaling)
+    return out[:, :, : each * shared].unflatten(2, (each, shared)).transpose(1, 2).reshape(-1, heads, dim)[:n]
+
+
+@cache
+def _token_of_row(n: int, shared: int, size: int) -> torch.Tensor:
+    """Which of `n` tokens each row of the calls belongs to; rows that are left over go with some token's mask."""
+    each = size // shared
+    rows = torch.arange(-(-n // each) * size)
+    return (rows // size * each + rows % size // shared).clamp(max=n - 1)
 
 
 def rowwise_mask(q_length: int, kv_length: int, dtype: torch.dtype, **kwargs: object) -> torch.Tensor | None:

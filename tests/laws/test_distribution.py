@@ -126,9 +126,9 @@ def expected_tokens(rule, target, drafter, sampling, k):
 
     def program(draws):
         stopping = Stopping(StopRules(k + 1), target.vocab)
-        loop.prefill(target, PROMPT, drafter)
+        after_prompt = loop.prefill(target, PROMPT, drafter)
         rounds = loop.speculative(
-            target, drafter, PROMPT, k=k, chooser=Chooser(sampling, draws), stopping=stopping,
+            target, drafter, PROMPT, after_prompt, k=k, chooser=Chooser(sampling, draws), stopping=stopping,
             rule=loop.rule_named(rule, sampling),
         )  # fmt: skip
         return len(next(rounds).committed_ids)
@@ -207,9 +207,9 @@ def test_planted_faults_in_a_rule_break_the_law(faulty):
 
     def program(draws):
         stopping = Stopping(StopRules(3), target.vocab)
-        loop.prefill(target, PROMPT, drafter)
+        after_prompt = loop.prefill(target, PROMPT, drafter)
         rounds = loop.speculative(
-            target, drafter, PROMPT, k=2, chooser=Chooser(sampling, draws), stopping=stopping, rule=rule
+            target, drafter, PROMPT, after_prompt, k=2, chooser=Chooser(sampling, draws), stopping=stopping, rule=rule
         )
         return tuple(t for r in rounds for t in r.committed_ids)
 

@@ -76,7 +76,7 @@ def test_a_foreign_method_returns_ids_and_ours_a_generation():
     theirs = lambda prompt: np.array([1, 2, 3, 4, 0, 1])  # noqa: E731
     a, b = interleaved({"ours": ours, "theirs": theirs}, [[0]])
     assert a.token_ids == b.token_ids == (1, 2, 3, 4, 0, 1) and a.n_tokens == b.n_tokens == 6
-    assert a.generation.drafter == "lookup(n=1..3)" and b.generation is None
+    assert a.generation.drafter == "lookup(n=1..6,x4)" and b.generation is None
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_without_a_baseline_there_is_nothing_to_compare(specnb, models):
     _, out, _ = specnb("generate", "--target", "five", "--drafter", "lookup", "--prompt", "ab", "--json")
     document = json.loads(out)
     assert document["baseline"] is None and document["summary"]["identical"] is None
-    assert document["generation"]["drafter"] == "lookup(n=1..3)"
+    assert document["generation"]["drafter"] == "lookup(n=1..6,x4)"
 
 
 def test_a_draft_model_that_cannot_be_loaded_is_in_the_record(specnb, models):

@@ -167,7 +167,7 @@ def test_a_file_that_is_no_gguf_is_a_fallback_and_one_that_is_not_there_a_mistak
 def test_lookup_needs_no_model(monkeypatch):
     Opening(monkeypatch, error=AssertionError("a model was loaded"))
     made = load_drafter("lookup", toy.cyclic(5), n_max=5, n_min=2)
-    assert isinstance(made.drafter, LookupDrafter) and made.drafter.name == "lookup(n=2..5)"
+    assert isinstance(made.drafter, LookupDrafter) and made.drafter.name == "lookup(n=2..5,x4)"
     with pytest.raises(InputError, match="n_max=0"):
         load_drafter("lookup", toy.cyclic(5), n_max=0)
 

@@ -1,5 +1,6 @@
 """Drafters by themselves: lookup against a brute-force search, and the state of a model drafter after every round."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -22,19 +23,19 @@ def chooser(temperature=0.0, seed=0):
     return Chooser(Sampling(temperature), Draws(np.random.default_rng(seed)))
 
 
-def lookup(tokens, n_min=1, n_max=3, k=4):
-    drafter = LookupDrafter(n_max, n_min)
+def lookup(tokens, n_min=1, n_max=3, k=4, factor=math.inf):
+    drafter = LookupDrafter(n_max, n_min, factor)
     drafter.start(TokenView(list(tokens)))
     return drafter.propose(TokenView(list(tokens)), k, chooser()).ids
 
 
-def brute_force(tokens, n_min, n_max, k):
+def brute_force(tokens, n_min, n_max, k, factor=math.inf):
     """The longest of the last n tokens that occurred before, at its most recent place, copied on token by token."""
     for n in range(n_max, n_min - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if n <= len(tokens) and tokens[end - n : end] == tokens[len(tokens) - n :]:
                 grown = list(tokens)
-                for j in range(k):
+                for j in range(int(min(k, factor * n))):
                     grown.append(grown[end + j])
                 return tuple(grown[len(tokens) :])
     return ()
@@ -43,16 +44,16 @@ def brute_force(tokens, n_min, n_max, k):
 # --- lookup ---------------------------------------------------------------------------------------------------------
 
 
-@given(tokens=TOKENS, sizes=SIZES, k=st.integers(1, 12))
+@given(tokens=TOKENS, sizes=SIZES, k=st.integers(1, 12), factor=st.sampled_from([0.5, 1, 2.5, 4, math.inf]))
 @settings(max_examples=300)
-def test_lookup_is_the_longest_then_most_recent_match(tokens, sizes, k):
-    assert lookup(tokens, *sizes, k) == brute_force(tokens, *sizes, k)
+def test_lookup_is_the_longest_then_most_recent_match(tokens, sizes, k, factor):
+    assert lookup(tokens, *sizes, k, factor) == brute_force(tokens, *sizes, k, factor)
 
 
 @given(tokens=TOKENS, parts=st.lists(st.integers(0, 6), max_size=30), sizes=SIZES, k=st.integers(1, 6))
 def test_lookup_indexed_in_any_portions_finds_the_same(tokens, parts, sizes, k):
     grown = []
-    view, drafter = TokenView(grown), LookupDrafter(sizes[1], sizes[0])
+    view, drafter = TokenView(grown), LookupDrafter(sizes[1], sizes[0], math.inf)
     drafter.start(view)
     for size in [*parts, len(tokens)]:
         grown.extend(tokens[len(grown) : len(grown) + size])
@@ -76,6 +77,22 @@ def test_lookup_indexed_in_any_portions_finds_the_same(tokens, parts, sizes, k):
 )
 def test_lookup_by_hand(tokens, k, drafts):
     assert lookup(tokens, k=k) == drafts
+
+
+def test_by_default_a_longer_match_proposes_more():
+    """Four drafts for each token that matched."""
+    drafter = LookupDrafter()
+    for matching in range(1, 8):
+        text = TokenView([*range(50), 99, *range(50 - matching, 50)] if matching < 7 else [*range(50), *range(50)])
+        drafter.start(text)
+        proposed = len(drafter.propose(text, 100, chooser()).ids)
+        assert proposed == 4 * min(matching, 6)
+
+
+@pytest.mark.parametrize("factor", [0, -1, math.nan])
+def test_a_factor_that_never_proposes_is_refused(factor):
+    with pytest.raises(InputError, match="max_spec_factor must be above 0"):
+        LookupDrafter(max_spec_factor=factor)
 
 
 def test_start_forgets_the_prompt_before():

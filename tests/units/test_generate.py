@@ -178,7 +178,7 @@ def test_the_record_says_what_was_run():
     assert (plain.target, plain.drafter, plain.rule, plain.k) == (target.name, "", "", 0)
     assert (plain.temperature, plain.seed, plain.lossless, plain.fallback) == (0.5, 9, True, None)
     greedy = generate(target, [0], drafter=LookupDrafter(), k=3, max_new_tokens=4, rule="block")
-    assert (greedy.drafter, greedy.rule, greedy.k, greedy.lossless) == ("lookup(n=1..3)", "greedy", 3, True)
+    assert (greedy.drafter, greedy.rule, greedy.k, greedy.lossless) == ("lookup(n=1..6,x4)", "greedy", 3, True)
     block = generate(target, [0], drafter=LookupDrafter(), temperature=1.0, max_new_tokens=4, rule="block")
     assert (block.rule, block.lossless) == ("block", True)
     typical = generate(target, [0], drafter=LookupDrafter(), temperature=1.0, max_new_tokens=4, rule="typical")
