@@ -8,7 +8,6 @@ the bits, benchmarks the price.
 """
 
 from functools import cache
-from itertools import count
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -39,60 +38,63 @@ def rowwise_attention(
 
     Returns `(1, n, heads, dim)`.
     """
-    _, heads, n, _ = query.shape
+    n = query.shape[2]
     if n > MAX_ROWS:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     # The padded length belongs to a token, not to the block: sums over 192 and 256 keys run in different orders. A
     # block has at most MAX_ROWS = LANES tokens, so it crosses at most one such border.
     padded = attention_mask.shape[-1]
     short = max(0, padded - LANES - (key.shape[2] - n))
+    if not short:
+        return _rows_against(query, key, value, attention_mask, scaling), None
     parts = [
-        _rows_against(query[:, :, rows], key, value, attention_mask[rows, ..., :width], scaling)
+        _rows_against(query[:, :, rows], key, value, attention_mask[rows, :width], scaling)
         for rows, width in ((slice(0, short), padded - LANES), (slice(short, n), padded))
         if rows.start < rows.stop
     ]
-    return torch.cat(parts).view(1, n, heads, -1), None
+    return torch.cat(parts, dim=1), None
 
 
 def _rows_against(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of `query (1, heads, n, dim)` over the first `mask.shape[-1]` keys: `(n, heads, dim)`.
+    """Attention of `query (1, heads, n, dim)` over the first `mask.shape[-1]` keys: `(1, n, heads, dim)`.
 
     The heads that share keys and values become rows of one query, so nothing is repeated in memory, and as many
-    tokens as fit fill its ROWS; what is left stays zero. Fewer rows would round otherwise: the kernel's scratch
-    buffers lie one behind the other, a thread each, and its sums depend on their alignment.
+    tokens as fit fill its ROWS; what is left stays zero. Rows in other numbers than whole eights would round
+    otherwise: the kernel's scratch buffers lie one behind the other, a thread each, and its sums depend on their
+    alignment.
     """
     _, heads, n, dim = query.shape
     kv_heads, length = key.shape[1], mask.shape[-1]
     shared = heads // kv_heads
-    size = next(r for r in count(ALIGNED, ALIGNED) if r >= min(n * shared, max(ROWS, shared)))
-    each = size // shared  # tokens a call
+    each = min(n, max(1, ROWS // shared))  # tokens a call
     calls = -(-n // each)
+    size = -(-each * shared // ALIGNED) * ALIGNED
     key, value = (_longer(x, length).expand(calls, -1, -1, -1) for x in (key, value))
-    tokens = torch.nn.functional.pad(query[0].transpose(0, 1), (0, 0, 0, 0, 0, calls * each - n))
-    rows = query.new_zeros(calls, kv_heads, size, dim)
-    rows[:, :, : each * shared] = tokens.view(calls, each, kv_heads, shared, dim).transpose(1, 2).flatten(2, 3)
-    masks = mask.index_select(0, _token_of_row(n, shared, size)).view(calls, 1, size, length)
+    rows = torch.nn.functional.pad(query, (0, 0, 0, calls * each - n)) if calls > 1 else query
+    rows = rows.reshape(kv_heads, shared, calls, each, dim).permute(2, 0, 1, 3, 4).reshape(calls, kv_heads, -1, dim)
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, size - each * shared))
+    masks = mask.index_select(0, _token_of_row(n, calls, each, size)).view(calls, 1, size, length)
     out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=masks, scale=scaling)
-    return out[:, :, : each * shared].unflatten(2, (each, shared)).transpose(1, 2).reshape(-1, heads, dim)[:n]
+    out = out[:, :, : each * shared].unflatten(2, (shared, each))  # (calls, kv_heads, shared, each, dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(1, calls * each, heads, -1)[:, :n]
 
 
 @cache
-def _token_of_row(n: int, shared: int, size: int) -> torch.Tensor:
+def _token_of_row(n: int, calls: int, each: int, size: int) -> torch.Tensor:
     """Which of `n` tokens each row of the calls belongs to; rows that are left over go with some token's mask."""
-    each = size // shared
-    rows = torch.arange(-(-n // each) * size)
-    return (rows // size * each + rows % size // shared).clamp(max=n - 1)
+    tokens = torch.arange(calls)[:, None] * each + torch.arange(size) % each
+    return tokens.flatten().clamp(max=n - 1)
 
 
 def rowwise_mask(q_length: int, kv_length: int, dtype: torch.dtype, **kwargs: object) -> torch.Tensor | None:
-    """transformers' mask interface: `(n, 1, 1, padded)`, 0 where token i of the block may look, else -inf."""
+    """transformers' mask interface: `(n, padded)`, 0 where token i of the block may look, else -inf."""
     if q_length > MAX_ROWS:
         return sdpa_mask(q_length=q_length, kv_length=kv_length, dtype=dtype, **kwargs)
     padded = -(-kv_length // LANES) * LANES
-    last = torch.arange(kv_length - q_length, kv_length).view(-1, 1, 1, 1)
-    hidden = torch.arange(padded).view(1, 1, 1, -1) > last
+    last = torch.arange(kv_length - q_length, kv_length)[:, None]
+    hidden = torch.arange(padded) > last
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 

@@ -50,25 +50,37 @@ def interleaved(methods: Mapping[str, Method], prompts: Sequence[Any], *, repeat
 
 
 def compare(
-    methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: str, repeats: int = 1, level: float = 0.95
+    methods: Mapping[str, Method],
+    prompts: Sequence[Any],
+    *,
+    baseline: str,
+    repeats: int = 1,
+    level: float = 0.95,
+    same_text: bool = False,
 ) -> pd.DataFrame:
     """Time `methods` on `prompts` against `baseline`, one of them; one row a method.
 
     Columns: method, tokens_per_s, speedup with low and high (bootstrap over prompts, paired with the baseline on
     the same prompt), tau and acceptance_rate where the method is ours, identical (prompts whose tokens equal the
-    baseline's), n_prompts.
+    baseline's), n_prompts. With `same_text` a method is compared on those prompts only: where two methods round
+    differently their texts part, and how well a text can be drafted has nothing to do with how fast a method is.
     """
     if baseline not in methods:
         raise InputError(f"the baseline {baseline!r} is not among the methods: {', '.join(methods)}")
     runs = list(interleaved(methods, prompts, repeats=repeats))
-    return pd.DataFrame([_row(name, baseline, runs, level) for name in methods])
+    return pd.DataFrame([_row(name, baseline, runs, level, same_text) for name in methods])
 
 
-def _row(name: str, baseline: str, runs: list[Timed], level: float) -> dict[str, Any]:
+def _row(name: str, baseline: str, runs: list[Timed], level: float, same_text: bool) -> dict[str, Any]:
     mine, base = _by_prompt(runs, name), _by_prompt(runs, baseline)
+    same = [p for p in mine if mine[p][0].token_ids == base[p][0].token_ids]
+    if same_text:
+        if not same:
+            raise InputError(f"{name!r} and {baseline!r} agree on none of {len(mine)} prompts: nothing to compare")
+        mine = {p: mine[p] for p in same}
     rows = [(*_total(mine[p]), *_total(base[p])) for p in mine]
     speedup = bootstrap(rows, rate_ratio, level=level)
-    made = [r.generation for r in runs if r.method == name and r.generation]
+    made = [r.generation for of_prompt in mine.values() for r in of_prompt if r.generation]
     drafted = sum(g.total_draft_tokens for g in made)
     rounds = sum(len(g.rounds) for g in made)
     return {
@@ -79,7 +91,7 @@ def _row(name: str, baseline: str, runs: list[Timed], level: float) -> dict[str,
         "high": speedup.high,
         "tau": sum(len(g.token_ids) for g in made) / rounds if rounds else None,
         "acceptance_rate": sum(g.accepted_tokens for g in made) / drafted if drafted else None,
-        "identical": sum(mine[p][0].token_ids == base[p][0].token_ids for p in mine),
+        "identical": len(same),
         "n_prompts": len(mine),
     }
 

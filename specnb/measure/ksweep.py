@@ -158,11 +158,6 @@ def _forks(target: LanguageModel, made: Sequence[Generation]) -> Iterator[dict[s
             yield {"prompt_id": one.prompt_id, "k": one.k, **fork.model_dump(mode="json")}
 
 
-def _engine(params: KSweepParams) -> dict[str, str]:
-    """The backend as an option of `load`; empty leaves the choice to the target's name."""
-    return {"backend": params.backend} if params.backend else {}
-
-
 def _models(target: LanguageModel, drafter: Drafter) -> list[dict[str, Any]]:
     """Names and file digests of what was run; a transformers model is named by its folder or hub id only."""
     names = {"target": target.name} | ({"drafter": drafter.name} if isinstance(drafter, ModelDrafter) else {})

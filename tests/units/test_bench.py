@@ -132,6 +132,21 @@ def test_a_slow_repeat_does_not_move_the_median(clock):
     assert compare(methods, [0], baseline="plain", repeats=3)["speedup"].tolist() == [1.0, 1.0]
 
 
+def test_on_the_same_text_only_prompts_that_part_are_left_out(clock):
+    """The third prompt is ten times as fast, but for another text."""
+    methods = {
+        "plain": clock.method("plain", 1.0, tokens=3),
+        "other": lambda p: clock.method("other", 0.05 if p == 2 else 0.5, tokens=3)(p)[: 2 if p == 2 else 3],
+    }
+    whole, same = (
+        compare(methods, [0, 1, 2], baseline="plain", same_text=s).set_index("method") for s in (False, True)
+    )
+    assert whole.loc["other", "n_prompts"] == 3 and whole.loc["other", "speedup"] > 2
+    assert same.loc["other", ["n_prompts", "identical", "speedup"]].tolist() == [2, 2, pytest.approx(2.0)]
+    with pytest.raises(InputError, match="'other' and 'plain' agree on none of 1 prompts"):
+        compare(methods, [2], baseline="plain", same_text=True)
+
+
 def test_identical_counts_prompts_with_the_baselines_tokens(clock):
     methods = {"plain": clock.method("plain", 1), "other": clock.method("other", 1, tokens=lambda p: 10 + (p == 2))}
     assert compare(methods, [1, 2, 3], baseline="plain")["identical"].tolist() == [3, 2]
