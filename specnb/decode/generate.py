@@ -9,6 +9,7 @@ from time import perf_counter
 import numpy as np
 
 from specnb.decode import loop
+from specnb.decode.control import Controller, FixedK
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.decode.stopping import Stopping, StopRules, require_text
 from specnb.draft.base import Drafter
@@ -52,7 +53,7 @@ def generate(
     prompt: PromptLike,
     *,
     drafter: Drafter | LanguageModel | str | None = None,
-    k: int = 4,
+    k: int | Controller = 4,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -65,15 +66,17 @@ def generate(
 ) -> Generation:
     """Generate after `prompt` with `target`; with a `drafter`, speculatively, `k` drafts a round.
 
+    `k` may be a controller, which chooses the draft length of each round (`decode.control`).
+
     `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also "lookup" and "self").
     What is opened here is closed here. A draft model that cannot be loaded is left out, and the record says so
     in `fallback`, unless `strict`. `rule` is token, block or typical (lossy). `seed` makes draws repeatable.
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
     """
-    for name, value in (("k", k), ("seed", seed)):
-        if value < 0:
-            raise InputError(f"{name} must be 0 or more, got {value}")
+    if seed < 0:
+        raise InputError(f"seed must be 0 or more, got {seed}")
+    control = k if isinstance(k, Controller) else FixedK(k)
     sampling = Sampling(temperature, top_k, top_p)
     verify = loop.rule_named(rule, sampling)
     rules = StopRules(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eog)
@@ -93,7 +96,7 @@ def generate(
         if drafter is None:
             run = partial(loop.autoregressive, target, ids)
         else:
-            run = partial(loop.speculative, target, drafter, ids, k=k, rule=verify)
+            run = partial(loop.speculative, target, drafter, ids, control=control, rule=verify)
         began = perf_counter()
         after_prompt = loop.prefill(target, ids, drafter)
         prefill_s = perf_counter() - began
@@ -106,7 +109,8 @@ def generate(
             target=target.name,
             drafter=drafter.name if drafter else "",
             rule=("greedy" if sampling.greedy else rule) if drafter else "",
-            k=k if drafter else 0,
+            k=control.k_max if drafter else 0,
+            controller=control.name if drafter and control is k else "",
             temperature=temperature,
             seed=seed,
             lossless=not (drafter and rule in loop.LOSSY),

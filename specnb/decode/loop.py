@@ -14,9 +14,10 @@ import numpy as np
 
 from specnb.decode import accept
 from specnb.decode.accept import Acceptance
+from specnb.decode.control import Belief, Controller, Outcome
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.decode.stopping import Stopping
-from specnb.draft.base import Drafter, Proposal, TokenView
+from specnb.draft.base import Drafter, Picker, Proposal, TokenView
 from specnb.errors import CapacityError, InputError, NonFiniteLogits, StateError
 from specnb.lm.base import LanguageModel
 from specnb.records import Round
@@ -121,26 +122,29 @@ def speculative(
     prompt_ids: Sequence[int],
     after_prompt: np.ndarray,
     *,
-    k: int,
+    control: Controller,
     chooser: Chooser,
     stopping: Stopping,
     rule: Rule,
 ) -> Iterator[Round]:
-    """Speculative decoding with draft length `k`: draft, verify in ONE forward, commit, rewind.
+    """Speculative decoding: draft as many tokens as `control` says, verify in ONE forward, commit, rewind.
 
     Leviathan et al. 2211.17192. `after_prompt` is what `prefill` returned. With a lossless rule the tokens are those
     of `autoregressive` (greedy), or follow the same distribution.
     """
     tokens = list(prompt_ids)  # ours: the caller's list is never touched, and drafters see it read-only
     view = TokenView(tokens)
+    control.start(target.vocab.decode_bytes(tokens))
     for index in count():
         if stopping.reason or _out_of_context(target, tokens, stopping):
             return
-        # a round commits up to k + 1 tokens: no drafts beyond the length limit, the context or the widest forward
-        limit = min(k, stopping.remaining - 1, target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
         began = perf_counter()
+        # a round commits up to k + 1 tokens: no drafts beyond the length limit, the context or the widest forward
+        k = control.draft_length()
+        limit = min(k, stopping.remaining - 1, target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
+        picker = _StoppingPicker(chooser, control) if control.reads_drafts else chooser
         with _located(target, tokens):
-            proposal = _proposed(drafter, view, limit, chooser)
+            proposal = _proposed(drafter, view, limit, picker)
         drafted = perf_counter()
         ahead = after_prompt if index == 0 else None
         _require_state(target, tokens, ahead)
@@ -150,6 +154,7 @@ def speculative(
             n_accepted, next_id, accept_prob = rule(logits, proposal, chooser)
         committed = stopping.admit((*proposal.ids[:n_accepted], next_id))
         tokens.extend(committed)
+        control.update(Outcome(len(proposal.ids), n_accepted, target.vocab.decode_bytes(committed)))
         accepted_at = perf_counter()
         # The target holds the old tokens and all drafts. Keep the committed ones but the newest, so that its state
         # is again "tokens so far, less one"; the drafter does the same with its own.
@@ -172,9 +177,21 @@ def speculative(
         )
 
 
-def _proposed(drafter: Drafter, view: TokenView, limit: int, chooser: Chooser) -> Proposal:
+class _StoppingPicker:
+    """Picks for a drafter until the controller has seen enough of its rows in this round."""
+
+    def __init__(self, chooser: Chooser, control: Controller) -> None:
+        self._chooser, self._control, self._position = chooser, control, 0
+
+    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
+        picked = self._chooser.pick(logits)  # first, so that a row that is not finite is refused
+        position, self._position = self._position, self._position + 1
+        return picked if self._control.goes_on(position, Belief.of(logits)) else None
+
+
+def _proposed(drafter: Drafter, view: TokenView, limit: int, picker: Picker) -> Proposal:
     """Up to `limit` drafts; more than that would be recorded under a wrong K, or overrun the context."""
-    proposal = drafter.propose(view, limit, chooser) if limit > 0 else Proposal(())
+    proposal = drafter.propose(view, limit, picker) if limit > 0 else Proposal(())
     if len(proposal.ids) > max(limit, 0):
         raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, but was asked for {limit}")
     return proposal

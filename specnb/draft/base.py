@@ -24,8 +24,11 @@ class Proposal(NamedTuple):
 class Picker(Protocol):
     """Chooses a token from a row of logits with the sampling settings and the random stream of this generation."""
 
-    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None]:
-        """A token and the float64 row `(vocab,)` it was drawn from; None for the row when the choice is greedy."""
+    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
+        """A token and the float64 row `(vocab,)` it was drawn from; None for the row when the choice is greedy.
+
+        None alone ends drafting for this round: the row is not to be drafted from (`decode.control`).
+        """
         ...
 
 

@@ -43,12 +43,17 @@ class ModelDrafter:
             began = perf_counter()
             logits = self.model.forward(feed, n_logits=1)
             forward_s += perf_counter() - began
-            token, row = rng.pick(logits[0])
+            picked = rng.pick(logits[0])
+            if picked is None:  # all drafts so far are in the state
+                self._fed = ids
+                break
+            token, row = picked
             ids.append(token)
             if row is not None:
                 rows.append(row)
             feed = (token,)
-        self._fed = ids[:-1]
+        else:
+            self._fed = ids[:-1]
         return Proposal(tuple(ids), np.stack(rows) if rows else None, forward_s)
 
     def commit(self, tokens: Sequence[int]) -> None:

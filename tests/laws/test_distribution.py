@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from specnb.decode import accept, loop
+from specnb.decode.control import FixedK
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.decode.stopping import Stopping, StopRules
 from specnb.draft.base import Proposal
@@ -40,7 +41,7 @@ def speculative_law(target, drafter, sampling, n, k, rule="token", prompt=PROMPT
             drafter,
             prompt,
             after_prompt,
-            k=k,
+            control=FixedK(k),
             chooser=Chooser(sampling, draws),
             stopping=stopping,
             rule=loop.rule_named(rule, sampling),
@@ -128,8 +129,8 @@ def expected_tokens(rule, target, drafter, sampling, k):
         stopping = Stopping(StopRules(k + 1), target.vocab)
         after_prompt = loop.prefill(target, PROMPT, drafter)
         rounds = loop.speculative(
-            target, drafter, PROMPT, after_prompt, k=k, chooser=Chooser(sampling, draws), stopping=stopping,
-            rule=loop.rule_named(rule, sampling),
+            target, drafter, PROMPT, after_prompt, control=FixedK(k), chooser=Chooser(sampling, draws),
+            stopping=stopping, rule=loop.rule_named(rule, sampling),
         )  # fmt: skip
         return len(next(rounds).committed_ids)
 
@@ -209,7 +210,14 @@ def test_planted_faults_in_a_rule_break_the_law(faulty):
         stopping = Stopping(StopRules(3), target.vocab)
         after_prompt = loop.prefill(target, PROMPT, drafter)
         rounds = loop.speculative(
-            target, drafter, PROMPT, after_prompt, k=2, chooser=Chooser(sampling, draws), stopping=stopping, rule=rule
+            target,
+            drafter,
+            PROMPT,
+            after_prompt,
+            control=FixedK(2),
+            chooser=Chooser(sampling, draws),
+            stopping=stopping,
+            rule=rule,
         )
         return tuple(t for r in rounds for t in r.committed_ids)
 

@@ -8,9 +8,10 @@ import pytest
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
+from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure import replay
-from specnb.measure.replay import Recording, fixed_k, record
+from specnb.measure.replay import fixed_k
+from specnb.measure.trace import Recording, record
 from specnb.prompts import prompts
 
 PROMPT = [0, 1, 2, 0, 1]
@@ -107,5 +108,5 @@ def test_a_drafter_that_samples_by_itself_is_refused():
         def propose(self, tokens, k, rng):
             return super().propose(tokens, k, rng)._replace(ids=(rng.pick(np.zeros(4))[0],))
 
-    with pytest.raises(replay.InputError, match="only draft models"):
+    with pytest.raises(InputError, match="only draft models"):
         list(record(toy.markov(4), [Sampler()], [PROMPT], max_new_tokens=4))

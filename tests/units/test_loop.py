@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specnb.decode import loop
+from specnb.decode.control import FixedK
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.decode.stopping import Stopping, StopRules
 from specnb.draft.base import Proposal, TokenView
@@ -33,7 +34,7 @@ def run(target, prompt, drafter=None, *, k=4, n=50, sampling=None, eog=False):
     else:
         rule = loop.rule_named("token", sampling)
         rounds = loop.speculative(
-            target, drafter, prompt, after_prompt, k=k, chooser=chooser, stopping=stopping, rule=rule
+            target, drafter, prompt, after_prompt, control=FixedK(k), chooser=chooser, stopping=stopping, rule=rule
         )
     made = list(rounds)
     return made, tuple(t for r in made for t in r.committed_ids), stopping.reason
@@ -261,7 +262,13 @@ def test_another_user_of_the_same_model_is_noticed(drafter):
         loop.autoregressive(target, [0, 1, 2], after_prompt, **common)
         if drafter is None
         else loop.speculative(
-            target, drafter, [0, 1, 2], after_prompt, k=3, rule=loop.rule_named("token", Sampling()), **common
+            target,
+            drafter,
+            [0, 1, 2],
+            after_prompt,
+            control=FixedK(3),
+            rule=loop.rule_named("token", Sampling()),
+            **common,
         )
     )
     next(rounds)

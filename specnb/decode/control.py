@@ -1,0 +1,233 @@
+"""How many tokens to draft in the next round, decided while generating.
+
+A controller chooses a draft length before a round and may end drafting within it. It looks at the text so far, at
+earlier rounds and at the drafter's own rows, never at the target's verdict on the block in hand: a rule that did would
+change the distribution of what is generated. Controllers know nothing of models, so the same object runs live
+(`loop.speculative`) and along a recording (`measure.replay`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specnb.decode.content import detect
+from specnb.errors import InputError
+
+
+class Belief(NamedTuple):
+    """What a drafter's row says about itself: softmax of the raw logits over the full vocabulary, temperature 1.
+
+    `top` is its largest probability, `entropy` its entropy in nats.
+    """
+
+    top: float
+    entropy: float
+
+    @classmethod
+    def of(cls, logits: np.ndarray) -> "Belief":
+        shifted = logits.astype(np.float64) - logits.max()
+        weights = np.exp(shifted)
+        total = weights.sum()
+        # -sum p log p with p = w / total; a logit of -inf has weight 0 and adds nothing
+        weighted = np.where(weights > 0, weights * shifted, 0.0).sum() / total
+        return cls(float(1.0 / total), float(np.log(total) - weighted))
+
+
+class Outcome(NamedTuple):
+    """A finished round: `n_accepted` of `k` drafts were kept, and `text` was committed."""
+
+    k: int
+    n_accepted: int
+    text: bytes
+
+
+class Controller:
+    """The interface, with answers that leave everything as it is. `k_max` bounds every draft length."""
+
+    name = "controller"
+    k_max = 0
+    reads_drafts = False
+    """Whether `goes_on` wants to be asked; a belief costs a softmax over the vocabulary for each draft."""
+
+    def start(self, prompt: bytes) -> None:
+        """A new generation begins; forget the last one."""
+
+    def draft_length(self) -> int:
+        """K of the next round, 0 to `k_max`."""
+        raise NotImplementedError
+
+    def goes_on(self, position: int, belief: Belief) -> bool:
+        """Whether the token drafted from this row, at 0-based `position` of the block, is to be verified.
+
+        False drops it and ends drafting.
+        """
+        return True
+
+    def update(self, outcome: Outcome) -> None:
+        """A round has ended."""
+
+
+class FixedK(Controller):
+    """Always K."""
+
+    def __init__(self, k: int) -> None:
+        self.k_max = _checked(k)
+        self.name = f"fixed K={k}"
+
+    def draft_length(self) -> int:
+        return self.k_max
+
+
+class RollingAcceptance(Controller):
+    """The controller of the field report (its section 4), to the letter: K follows the mean rate of recent rounds.
+
+    Starts at 12, within 4 to 24; over the last 128 rounds' rates a mean above 0.80 adds 4, below 0.60 takes 4 away.
+    A round without drafts counts as rate 0, and what was learned is kept from one generation to the next.
+    """
+
+    name = "rolling acceptance"
+    k_max = 24
+
+    def __init__(self, start: int = 12, low: int = 4, high: int = 24, window: int = 128) -> None:
+        if not 0 < low <= start <= high:
+            raise InputError(f"the bounds must be 0 < low <= start <= high, got {low}, {start}, {high}")
+        self.k_max, self._low, self._k = _checked(high), low, start
+        self._rates: deque[float] = deque(maxlen=window)
+
+    def draft_length(self) -> int:
+        return self._k
+
+    def update(self, outcome: Outcome) -> None:
+        self._rates.append(outcome.n_accepted / outcome.k if outcome.k else 0.0)
+        mean = sum(self._rates) / len(self._rates)
+        if mean > 0.80 and self._k < self.k_max:
+            self._k += 4
+        elif mean < 0.60 and self._k > self._low:
+            self._k -= 4
+
+
+REPORT_K: Mapping[str, int] = {"code": 22, "json": 10, "general": 10, "prose": 6}
+"""Middle of the report's range for each content: 20-24, 8-12, 8-12, 4-8."""
+
+
+class ContentK(Controller):
+    """K by the kind of text that is being written: the report's table, with a detector of content."""
+
+    name = "content K"
+
+    def __init__(self, table: Mapping[str, int] = REPORT_K, detector: Callable[[str], str] = detect) -> None:
+        self._table, self._detect = dict(table), detector
+        self.k_max = max(_checked(k) for k in self._table.values())
+        self._text = bytearray()
+
+    def start(self, prompt: bytes) -> None:
+        self._text = bytearray(prompt)
+
+    def draft_length(self) -> int:
+        kind = self._detect(self._text.decode("utf-8", errors="ignore"))
+        if kind not in self._table:
+            raise InputError(f"the detector found {kind!r}, but the table has {', '.join(self._table)}")
+        return self._table[kind]
+
+    def update(self, outcome: Outcome) -> None:
+        self._text += outcome.text
+
+
+class ConfidenceStop(Controller):
+    """Draft while the drafter is sure: its largest probability, over the full vocabulary, is at least `p_min`.
+
+    `cumulative` multiplies the probabilities along the block instead: the estimated chance that all of it is kept.
+    llama.cpp's `--draft-p-min` looks at a row that top-k has cut to 10 entries, where every probability is larger.
+    """
+
+    reads_drafts = True
+
+    def __init__(self, k_max: int, p_min: float = 0.75, *, cumulative: bool = False) -> None:
+        if not 0 <= p_min <= 1:
+            raise InputError(f"p_min must be 0 to 1, got {p_min}")
+        self.k_max, self._p_min, self._cumulative = _checked(k_max), p_min, cumulative
+        self.name = f"{'cumulative ' * cumulative}confidence >= {p_min:g}, K <= {k_max}"
+        self._sure = 1.0
+
+    def draft_length(self) -> int:
+        return self.k_max
+
+    def goes_on(self, position: int, belief: Belief) -> bool:
+        before = self._sure if self._cumulative and position else 1.0
+        self._sure = before * belief.top
+        return self._sure >= self._p_min
+
+
+class EntropyStop(Controller):
+    """AdaEDL (2410.18351): draft while 1 - sqrt(gamma * H) >= `threshold`, a lower bound of the acceptance.
+
+    H is the entropy of the drafter's row in nats. The paper moves the threshold with the acceptance: after each round
+    the running rate alpha = beta1 alpha + (1 - beta1) rate is compared with `aim`; below it the threshold rises by
+    `step`, above it falls, smoothed with beta2.
+    """
+
+    reads_drafts = True
+
+    def __init__(
+        self,
+        k_max: int,
+        *,
+        gamma: float = 0.2,
+        threshold: float = 0.4,
+        aim: float = 0.9,
+        step: float = 0.01,
+        beta1: float = 0.5,
+        beta2: float = 0.9,
+    ) -> None:
+        if gamma < 0:
+            raise InputError(f"gamma must be 0 or more, got {gamma}")
+        self.k_max = _checked(k_max)
+        self.name = f"entropy (AdaEDL), K <= {k_max}"
+        self._gamma, self._first, self._aim, self._step = gamma, threshold, aim, step
+        self._beta1, self._beta2 = beta1, beta2
+        self._threshold, self._rate = threshold, aim
+
+    def start(self, prompt: bytes) -> None:
+        self._threshold, self._rate = self._first, self._aim
+
+    def draft_length(self) -> int:
+        return self.k_max
+
+    def goes_on(self, position: int, belief: Belief) -> bool:
+        return 1.0 - np.sqrt(self._gamma * belief.entropy) >= self._threshold
+
+    def update(self, outcome: Outcome) -> None:
+        if not outcome.k:
+            return
+        rate = outcome.n_accepted / outcome.k
+        self._rate = self._beta1 * self._rate + (1 - self._beta1) * rate
+        moved = self._threshold + (self._step if self._rate < self._aim else -self._step)
+        self._threshold = self._beta2 * self._threshold + (1 - self._beta2) * moved
+
+
+class OracleK(Controller):
+    """Plays back a plan made in hindsight, K for each number of generated tokens: a bound, not a method."""
+
+    name = "oracle"
+
+    def __init__(self, plan: Sequence[int]) -> None:
+        self._plan = tuple(plan)
+        self.k_max = max(self._plan, default=0)
+        self._at = 0
+
+    def start(self, prompt: bytes) -> None:
+        self._at = 0
+
+    def draft_length(self) -> int:
+        return self._plan[self._at] if self._at < len(self._plan) else 0
+
+    def update(self, outcome: Outcome) -> None:
+        self._at += outcome.n_accepted + 1
+
+
+def _checked(k: int) -> int:
+    if k < 0:
+        raise InputError(f"k must be 0 or more, got {k}")
+    return k
