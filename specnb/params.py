@@ -88,3 +88,35 @@ class KSweepParams(Params):
         if self.rule == "typical" and 0 in self.temperatures:
             raise ValueError("the rule typical needs temperatures above 0: at 0 the greedy rule is used")
         return self
+
+
+class ExplorerParams(Params):
+    """Notebook 09: what would another K, drafter, temperature, content or machine give?
+
+    Each prompt is generated once at every temperature; every drafter is followed along it.
+    """
+
+    target: str = "smollm2-135m"
+    drafters: list[str] = Field(default=["lookup", "self"], min_length=1, max_length=8)
+    contents: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
+    temperatures: list[float] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
+    prompts_per_category: int = Field(default=5, ge=1, le=1000)
+    max_new_tokens: int = Field(default=48, ge=2, le=100_000)
+    k_max: int = Field(default=24, ge=1, le=256)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @field_validator("temperatures")
+    @classmethod
+    def _temperatures(cls, temperatures: list[float]) -> list[float]:
+        if any(not 0 <= t <= 100 for t in temperatures):
+            raise ValueError("each temperature must be 0 (greedy) to 100")
+        return temperatures
+
+    @field_validator("drafters", "contents", "temperatures")
+    @classmethod
+    def _no_repeats(cls, values: list) -> list:
+        """The same generation twice would count as two prompts, and make intervals too narrow."""
+        twice = [value for value, times in Counter(values).items() if times > 1]
+        if twice:
+            raise ValueError(f"{twice[0]!r} is listed twice")
+        return values

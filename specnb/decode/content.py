@@ -1,75 +1,93 @@
 """What kind of text is being written: code, json, prose or general. Cheap enough to ask before every round.
 
-`detect` looks at how the last lines are built (an open Markdown fence, the share of lines that read like code or JSON,
-lists and headings, narration) and, while little has been written, at what the prompt asks for. It reads a bounded
-tail, so a round costs the same at any length. `report_rule` is the heuristic of the field report, kept beside it.
+`detect` looks for an open Markdown fence, then at the shapes of the last lines (the newest count most); running text is
+prose or general by its words and by what the prompt asks for, which also decides while little has been written. It
+reads lines of a bounded tail only. `report_rule` is the heuristic of the field report, kept beside it.
 """
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 Kind = Literal["code", "json", "prose", "general"]
 Detector = Callable[[str, str], str]
 """(prompt, text generated so far) -> kind."""
 
-TAIL = 480
-"""Characters of generated text that are looked at: about ten lines."""
-ENOUGH = 40
-"""With fewer characters than this the prompt decides."""
+TAIL = 480  # characters whose lines are looked at: about ten lines
+ENOUGH = 40  # with fewer characters than this the prompt decides
+REQUEST = 8192  # characters of the prompt's end in which the last request is looked for
 
 _REPORT_CHARACTERS = frozenset("{}();[]def class import return")
 
-_JSON_LINE = re.compile(
-    r"""\s*(?:
-      "[^"]*"\s*:\s*\S?.* | [\[\]{}]+,? | [}\]]+\s*,?\s*[{\[]? | "[^"]*",? | -?[\d.]+,? | [\[{]\s*["{\[\d].*
-    )\s*""",
-    re.VERBOSE,
-)
-_CODE_LINE = re.compile(
-    r"""\s*(?:
-      (?:def|class|return|import|from\s\S+\simport|for|while|if|elif|else|try|except|with|async|await|raise|yield|assert
-        |pub|fn|let|const|var|func|package|use|struct|impl|match|public|private|static|void|int|export|function|switch
-        |case|break|continue|type|interface|local|echo|then|do|done|fi|end|begin|\#include|\#define)\b
-        (?:(?![.?!]$).)*[^.?!\w\s]\S*$
-      |(?:return|break|continue|pass|end|fi|done|try|else|begin|do)\s*[\w.]*$
-      |(?:import|from|use|package)\s[\w.:*]+(?:\s+(?:import|as)\s+[\w*, ]+)?$
-      |(?:SELECT|FROM|WHERE|GROUP\sBY|ORDER\sBY|INSERT|UPDATE|CREATE|JOIN|LEFT\sJOIN|VALUES|WITH)\b.*
-      |[\w.\[\]"'*]+(?:,\s*[\w.\[\]*]+)*\s*(?::\s*[\w\[\], |.]+\s*)?(?:[-+*/%|&^]|<<|>>|:)?=\s*\S.*
-      |[\w.$]+\(.*\)[;,]?\s*(?:[{:]|=>.*)?
-      |.*[;{}]\s*|.*\)\s*:\s*|.*=>\s*|[)\]}]+[;,.]*.*|\#\s?\w.*|//.*|/?\*+.*\*/|--\s.*|@\w+.*|>>>\s.*|\$\s\w.*
-    )\s*""",
-    re.VERBOSE,
-)
-_LIST_LINE = re.compile(r"\s*(?:[-*+•]\s|\d+[.)]\s|#{1,6}\s|\|.*\||\*\*[^*]+\*\*:?\s*$|[A-Z][\w ]{2,40}:\s*$)")
-_NARRATION = re.compile(
-    r"\b(?:he|she|him|her|his|hers|I|me|my|we|us|our|said|asked|was|were|had|felt|looked|stood|went|came|knew|thought)\b"
-)
-_WORD = re.compile(r"\w+")
-
-_ASKS_JSON = re.compile(r"\b(?:JSON|GeoJSON)\b")
-_ASKS_CODE = re.compile(
-    r"""\b(?:functions?\b(?!\sof)|implement|unit\stests?|Python|JavaScript|TypeScript|SQL|PostgreSQL|Bash|script|Rust|Go
-    |Java|C\+\+|regex|algorithm|refactor|compile[rs]?|docstrings?|standard\slibrary|HTML|CSS|API\sclient|program)\b""",
-    re.VERBOSE,
-)
-_ASKS_PROSE = re.compile(
-    r"""\b(?:story|stories|poem|essay|novel|fable|tale|letter\sfrom|dialogue|chapter|vivid|narrat\w+|monologue|scene
-    |sonnet|stanzas?|Describe\sa)\b""",
-    re.VERBOSE | re.IGNORECASE,
-)
+# Shapes of a whole line, tried in this order; "bracket", "hash" and "indented" go with their neighbours.
+_SHAPES = {
+    "bracket": re.compile(r"\s*[\[\]{}]+\s?,?\s?[\[{]?"),
+    "json": re.compile(r"""(?x)\s*(?: "[^"]*"\s*:.* | "[^"]*", | (?<=\s)"[^"]*"    # a key; an element, or the last one
+            | -?[\d.]+(?:[eE]-?\d+)?, | [\[{]\s*["{\[\d-].*     # a number in an array; an array or object begins
+            | (?![^"]*[=(]).*?(?:"[^"]{1,60}"\s*:\s*[-"\[{\dtfn][^":]*){2}.*    # keys in a long line, wherever cut
+        )"""),
+    "list": re.compile(r"""(?x)(?!\s\*\s)\s*(?: [-*+•]\s(?![\w-]+:(?:\s|$)) | \d+[.)]\s    # bullets, numbers
+            | \#{2,6}(?:\s|$) | \|.*\| | \*\*[^*]+\*\*:?$ ).*           # headings, a row of a table, a bold title"""),
+    "hash": re.compile(r"\s*#(?:\s.*)?"),  # a comment of Python or shell, or a heading of Markdown
+    "code": re.compile(r"""(?x)\s*(?:    # a block or signature; a bare keyword; a statement; an import
+            (?:def|class|for|while|if|elif|else|try|except|with|async|switch|case|match|pub|fn|impl|struct|func|export
+                |public|private|static|typedef)\b.*[:{(]
+            | (?:return|break|continue|pass|raise|yield|where|end|fi|done|esac|try|else|begin|do|then)(?:\s[\w.]+)?;?
+            | (?:return|raise|assert|yield|await|let|const|var|use|package|\#include|\#define|\#!)\b.*[^.?!,\s]
+            | (?:import|from)\s[\w.*"'/:]+(?:\s(?:import|as)\s[\w*, ()]+)?;?
+              # an assignment; a call, or the head of a function; a Haskell signature
+            | [\w.$\[\]"'*&]+(?:,\s*[\w.*]+)*\s*(?::\s*[\w\[\], |.&<>]+)?(?:[-+*/%|&^:]|<<|>>)?=[^=].*
+            | [\w.$:!]+\(.*\)[;,?]?\s*(?:\s[{:]|:|{|=>.*|->.*)? | \w+\s::\s.*
+              # line ends, line beginnings, markup
+            | </?[a-zA-Z!][^<>]*>.* | .*[=()\[\]<>{}"'].*[;{}] | (?:\S+\s){0,2}\S+; | .*(?:[{}\\]|\)\s*:|=>|->|&&|\|\|)
+            | [)\]}]+[;,.:]*.* | //.* | /\*.* | \*/.* | --\s.* | @\w[\w.]*(?:\(.*)? | >>>\s.* | \$\s\w.* | \"\"\".*
+              # YAML keys in small letters; shell options, variables and pipes; Docker
+            | (?:-\s)?[a-z_][\w.-]*:(?:\s.*[^.?!,\s])?
+            | [a-z][\w./-]*\s(?:.*\s)?(?:-{1,2}[a-zA-Z0-9]|["']?\$[\w{(]|[|>]\s).*
+            | (?:FROM|RUN|COPY|WORKDIR|EXPOSE|ENV|CMD|ENTRYPOINT|USER)\s.*[^.?!,\s]
+              # SQL, not a sentence that begins with a capital
+            | (?![A-Z][a-z])(?i:select\s.*[\w)*,] | from\s[\w."]+(?:\s(?:as\s)?\w{1,12})?[,;]?
+                | (?:(?:left|right|inner|outer|cross)\s)*join\s\S+\s(?:(?:as\s)?\w+\s)?(?:on|using)\b.*
+                | (?:where|and|or|on|having)\s\S+\s*(?:[=<>!]|is\s(?:not\s)?null|like\s'|between\s\S+\sand\s).*
+                | (?:group|order)\sby\s.* | insert\sinto\s.* | create\s(?:table|index|view)\s.* | values\s*\(.*
+                | update\s\S+\sset\b.* | limit\s\d+;?)
+        )"""),
+    "indented": re.compile(r"(?:\s\s|\s\*(?:\s|$)).*"),  # a docstring, a block comment, or a verse
+}
+_TELLS = re.compile(r"""(?x)    # narration and direct speech
+        \b(?:s?he|him|hers?|his|I|me|my|we|us|our|said|asked|was|were|had|felt|looked|stood|went|came|knew|thought)\b
+        |[,.?!]["”]""")
+_EXPLAINS = re.compile(r"""(?x)    # explanation: speaks to the reader, defines, gives reasons, counts
+        \b(?:you|your|is|are|can|should|means?|called|because|therefore|however|example|such|uses?|used|which|also)\b
+        |[\d`%]+""")
+# Where the chat templates of common model families begin a turn.
+_TURN = re.compile(r"<\|im_start\|>\w+\s?|\[/?INST\]|<\|start_header_id\|>\w+<[^>]*>|<start_of_turn>\w+\s?|<\|\w+\|>\n")
+_INSTRUCTION = re.compile(r"\s*(?:Write|Implement|Create|Return|Generate|Give|Make|Convert|Describe|Tell|Explain)\s")
+_ASKS = re.compile(r"""(?x)    # what a request names; the first one named is what the answer begins with
+        \b(?: (?P<json>JSON|GeoJSON)
+        | (?P<code>functions?\b(?!\sof)|[Ii]mplement|unit\stests?|Python|JavaScript|TypeScript|SQL|PostgreSQL|[Bb]ash
+            |[Ss]cript|Rust|in\sGo|Java|C\+\+(?!\w)|regex|algorithm|refactor|docstrings?|HTML|CSS|program)
+        | (?P<prose>Describe\sa|(?i:stor(?:y|ies)|poem|essay|novel|fable|tale|letter\sfrom|dialogue|chapter|vivid
+            |narrat\w+|monologue|scene|sonnet|stanzas?)) )(?!\w)""")
 
 
 def detect(prompt: str, generated: str) -> Kind:
-    """The kind of what is being written now."""
-    fenced = _open_fence(generated)
-    if fenced is not None:
-        return fenced
-    if len(generated.strip()) < ENOUGH:
-        asked = _asked_for(prompt)
-        return asked if asked else _by_lines(prompt[-TAIL:] + generated)
-    written = generated[-TAIL:].rpartition("```")[2]  # what comes after a closed fence is no part of it
-    return _by_lines(written if len(written.strip()) >= ENOUGH else generated[-TAIL:])
+    """The kind of what is being written now, after `prompt` (plain, or rendered by a chat template)."""
+    *turns, opening = _TURN.split(prompt[-REQUEST:])
+    request = next((turn.strip().partition("\n")[0] for turn in reversed(turns) if turn.strip()), "")
+    if not turns:  # plain text: an order of one line, or a text that is continued
+        request, opening = (prompt, "") if _INSTRUCTION.match(prompt) and "\n" not in prompt else ("", prompt)
+    asked = [match.lastgroup for match in _ASKS.finditer(request[: ENOUGH * 10])]
+    written = opening + generated
+    language, body = _fences(written)
+    if language is not None and language not in ("text", "txt", "markdown", "md"):
+        is_json = language.startswith(("json", "geojson")) if language else _by_lines(body, 0.0) == "json"
+        return "json" if is_json else "code"
+    if request and len(written.strip()) < ENOUGH:
+        return asked[0] if asked else "general"
+    by_asked = -0.1 if set(asked) == {"prose"} else 0.02 if "prose" in asked else 0.06
+    return _by_lines(body, by_asked if request else -0.02)
 
 
 def report_rule(prompt: str, generated: str) -> Kind:
@@ -81,54 +99,50 @@ def report_rule(prompt: str, generated: str) -> Kind:
     score = sum(1 for c in text if c in _REPORT_CHARACTERS) / len(text) if text else 0.0
     if score > 0.05 or "    " in text:
         return "code"
-    if '"' in text and ":" in text:
-        return "json"
-    return "prose"
+    return "json" if '"' in text and ":" in text else "prose"
 
 
-def _open_fence(text: str) -> Kind | None:
-    """The kind inside a Markdown fence that is still open, else None."""
-    if text.count("```") % 2 == 0:
-        return None
-    language, _, body = text.rpartition("```")[2].partition("\n")
-    language = language.strip().lower()
-    if language in ("json", "jsonc", "json5", "geojson"):
-        return "json"
-    if language in ("text", "txt", "markdown", "md"):
-        return _by_lines(body[-TAIL:])
-    if not language and _share(_JSON_LINE, body[-TAIL:]) > 0.6:
-        return "json"
-    return "code"
+def _fences(text: str) -> tuple[str | None, str]:
+    """The language ("" for none) and body of the fence that is open; else None and the text's end without fences."""
+    pieces = text.split("```")
+    marks = [n for n, piece in enumerate(pieces[:-1], 1) if not piece.rpartition("\n")[2].strip()]
+    if len(marks) % 2:
+        language, _, body = "```".join(pieces[marks[-1] :]).partition("\n")
+        return language.strip().lower(), body[-TAIL:]
+    bounds = [0, *marks, None]
+    outside = ("```".join(pieces[begin:end]) for begin, end in zip(bounds[::2], bounds[1::2], strict=True))
+    return None, "\n\n".join(outside)[-TAIL:]
 
 
-def _asked_for(prompt: str) -> Kind | None:
-    """What the last request of a prompt asks for; None when the prompt is a text to be continued."""
-    request = prompt.rstrip()[-1500:]
-    turns = re.split(r"<\|im_start\|>\w+\n|\[INST\]|\nUser:|\nHuman:", request)
-    request = next((t for t in reversed(turns) if len(t.strip()) > 3), request).lstrip()
-    first = request.partition("\n")[0][:400]
-    if not re.match(r"[A-Z`\"(]", first) or not re.search(r"[.?!:]", first):
-        return None
-    for kind, pattern in (("json", _ASKS_JSON), ("code", _ASKS_CODE), ("prose", _ASKS_PROSE)):
-        if pattern.search(first):
-            return kind
-    return None
+def _by_lines(text: str, enough: float) -> Kind:
+    """The kind by the shapes of the lines; running text is prose if its words tell by more than `enough`."""
+    shares: Counter[str] = Counter()
+    telling = 0.0
+    for shape, weight, line in _weighted_lines(text):
+        shares[shape] += weight
+        if shape in ("text", "indented"):
+            telling += weight * (len(_TELLS.findall(line)) - len(_EXPLAINS.findall(line))) / len(line.split())
+    running, total = shares["text"] + shares["indented"], shares.total()
+    shares["code"] += shares["indented"] if shares["code"] else 0
+    shares["code" if shares["code"] else "list"] += shares["hash"]
+    structured = "code" if shares["code"] > shares["json"] else "json"
+    if shares[structured] and shares["code"] + shares["json"] + shares["bracket"] >= 0.5 * total:
+        return structured
+    listing = shares["list"] >= 0.3 * total
+    return "prose" if running and not listing and telling / running > enough else "general"
 
 
-def _by_lines(text: str) -> Kind:
-    json, code = _share(_JSON_LINE, text), _share(_CODE_LINE, text)
-    if json >= 0.5 and json >= 0.8 * code:
-        return "json"
-    if code >= 0.5:
-        return "code"
-    if _share(_LIST_LINE, text) >= 0.3:
-        return "general"
-    words = len(_WORD.findall(text))
-    return "prose" if words and len(_NARRATION.findall(text)) / words >= 0.06 else "general"
-
-
-def _share(line: re.Pattern[str], text: str) -> float:
-    """Share of the lines that are of a kind, weighted by length: of complete ones, where there are any."""
-    lines = [piece for piece in text.splitlines() if piece.strip()]
-    total = sum(len(piece.strip()) for piece in lines)
-    return sum(len(piece.strip()) for piece in lines if line.fullmatch(piece)) / total if total else 0.0
+def _weighted_lines(text: str) -> Iterator[tuple[str, float, str]]:
+    """(shape, weight, line), the newest first. Older lines weigh less, and less again beyond a blank line."""
+    lines = text.splitlines()
+    if len(lines) > 1 and text[-1] not in "\r\n" and len(lines[-1]) < ENOUGH // 2 and lines[-2].strip():
+        lines.pop()  # hardly begun: its shape cannot be seen yet
+    age = 1.0
+    for line in reversed(lines):
+        words = " ".join(line.split())
+        if words:
+            # long runs of blanks would make the patterns slow; two of an indentation are enough to see it
+            shown = ("  " if line[:2].isspace() or line[0] == "\t" else " " if line[0].isspace() else "") + words
+            shape = next((name for name, pattern in _SHAPES.items() if pattern.fullmatch(shown)), "text")
+            yield shape, age * min(len(words), 80), words
+        age *= 0.9 if words else 0.6

@@ -65,6 +65,10 @@ class Controller:
         """
         return True
 
+    def enough(self, position: int) -> bool:
+        """Whether drafting ends behind the token at `position`, before the drafter computes another row."""
+        return False
+
     def update(self, outcome: Outcome) -> None:
         """A round has ended."""
 

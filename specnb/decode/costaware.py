@@ -7,20 +7,27 @@ import numpy as np
 from specnb.decode.control import Belief, Controller, Outcome
 from specnb.errors import InputError
 
+TRY = 3
+"""Rounds of drafting that are tried while plain decoding seems faster."""
+
 
 class CostAware(Controller):
-    """Chooses the K with the most expected committed tokens a second; 0 where speculation does not pay.
+    """Drafts as long as a draft is expected to win more time than it costs; not at all where none does.
 
     A round with K drafts takes verify_s[K + 1] + K draft_s and commits 1 + sum_j prod_{i<=j} alpha_i tokens (Leviathan
-    et al. 2211.17192, with a measured cost curve in place of T(K + 1) = T(1) and an alpha for each position). Rounds in
-    which the drafter has nothing to propose cost a plain step whatever K is; how often that happens is part of the
-    rate that is maximised.
+    et al. 2211.17192, with a measured cost curve in place of T(K + 1) = T(1) and an alpha for each position). Two ways
+    to use it, by what the drafter tells:
 
-    alpha_j is estimated from the rounds that reached draft j, older ones fading with a memory of `memory` rounds,
-    drawn to the estimate of the position before it, and the first to `prior`. Where the draft model says how sure it
-    is, the estimate is also kept by its largest probability, and drafting ends at the token that is not worth
-    verifying. While K is 0 nothing is learned, so it is tried again after `patience` tokens, ever later while it fails.
-    What was learned is kept from one generation to the next.
+    * a drafter without rows (lookup): K is the draft length of the highest expected rate. Rounds in which nothing is
+      proposed cost a plain step whatever K is, and how often that happens is part of the rate;
+    * a draft model: how often drafts are kept is learned by the model's own largest probability. A token is verified
+      if the chance that it is reached and kept, P, pays for the wider forward (P >= rate * T's slope), and another
+      drafted if P times the usual alpha pays for the draft as well. The rate is that of recent drafting rounds.
+
+    Estimates fade with a memory of `memory` rounds towards what is assumed at first, `prior`, an optimist's view:
+    drafts that are never made teach nothing. Where plain decoding is faster K is 0, and drafting is tried again for
+    TRY rounds after `patience` tokens, and after twice as many each time it has not paid. What was learned is kept
+    from one generation to the next.
     """
 
     name = "cost-aware"
@@ -33,8 +40,8 @@ class CostAware(Controller):
         *,
         prior: float = 0.7,
         weight: float = 2.0,
-        memory: float = 40.0,
-        patience: int = 12,
+        memory: float = 60.0,
+        patience: int = 16,
     ) -> None:
         """`verify_s[n]` are seconds of a target forward of n tokens, n = 0 to k_max + 1; `draft_s` of a draft."""
         if len(verify_s) < 2 or any(not seconds > 0 for seconds in verify_s[1:]) or draft_s < 0:
@@ -42,66 +49,97 @@ class CostAware(Controller):
                 f"costs must be positive, T(1) first after T(0): got T = {list(verify_s)[:4]}, draft {draft_s}"
             )
         self.k_max = len(verify_s) - 2
-        self._verify = np.asarray(verify_s, dtype=float)
-        self._draft, self._prior, self._weight = draft_s, prior, weight
-        self._fade, self._patience = 1.0 - 1.0 / memory, patience
-        self._kept, self._tested = np.zeros(self.k_max), np.zeros(self.k_max)
-        self._offers = np.array([weight, weight])  # rounds with drafts, rounds that asked for some
-        self._sure = _Calibration(weight, self._fade)
-        self._plain, self._wait = 0, patience
-        self._asked = 0
-        self._reached, self._rate = 1.0, 0.0
-        self._cheapest = _cheapest_ahead(self._verify)
+        self._verify, self._draft = np.asarray(verify_s, dtype=float), draft_s
+        self._slope = _cheapest_ahead(self._verify)
+        self._fade = 1.0 - 1.0 / memory
+        self._positions = _Positions(self.k_max, prior, weight, self._fade)
+        self._calibration = _Calibration(weight, self._fade)
+        self._recent = _Recent(self._verify[1], weight, prior, self._fade)
+        self._patience = self._wait = patience
+        self._plain = 0  # tokens since drafting was given up
+        self._trying = 0  # rounds of a try that are left
+        self._bins: list[int] | None = None  # of this round's drafts; None for a drafter without rows
+        self._steps, self._reached, self._rate = 0, 1.0, 0.0
 
     def draft_length(self) -> int:
-        alpha = self._alpha()
-        tokens = np.concatenate([[0.0], np.cumsum(np.cumprod(alpha))])  # expected drafts kept, K = 0..k_max
-        seconds = self._verify[1:] + self._draft * np.arange(self.k_max + 1)
-        share = self._offers[0] / self._offers[1]
-        rates = (1 + share * tokens) / ((1 - share) * seconds[0] + share * seconds)
-        best = int(np.argmax(rates))
-        self._rate = float(rates[best])
-        if best == 0 and self._plain >= self._wait and self.k_max:
-            best = 1 + int(np.argmax(rates[1:]))
-        self._asked, self._reached = best, 1.0
-        self._sure.begin()
-        return best
+        best, rate = self._best_within() if self._bins is not None else self._best_fixed()
+        self._rate = rate
+        self._steps, self._reached = 0, 1.0
+        if self._bins is not None:
+            self._bins = []
+        if best:
+            self._plain, self._wait, self._trying = 0, self._patience, 0
+            return best
+        if self._trying == 0 and self._plain >= self._wait:
+            self._trying, self._wait = TRY, 2 * self._wait
+        if self._trying == 0 or not self.k_max:
+            return 0
+        self._trying, self._plain = self._trying - 1, 0
+        return 1 + int(np.argmax(self._positions.rates(self._verify, self._draft)[1:]))
 
     def goes_on(self, position: int, belief: Belief) -> bool:
-        self._reached *= self._sure.chance(belief.top)
-        worth = self._reached >= self._rate * self._cheapest[position + 1]
-        if not worth:
-            self._sure.drop()
-        return worth
+        self._bins = [] if self._bins is None else self._bins
+        self._steps += 1
+        at = self._calibration.bin(belief.top)
+        self._reached *= self._calibration.chance(at)
+        if self._reached < self._rate * self._slope[position + 1]:
+            self._calibration.forget(at)
+            return False
+        self._bins.append(at)
+        return True
+
+    def enough(self, position: int) -> bool:
+        if position + 2 >= len(self._slope):
+            return True
+        expected = self._reached * self._positions.alpha[min(position + 1, self.k_max - 1)]
+        return expected < self._rate * (self._draft + self._slope[position + 2])
 
     def update(self, outcome: Outcome) -> None:
-        n_tested = min(outcome.n_accepted + 1, outcome.k)
-        if outcome.k:
-            self._kept *= self._fade
-            self._tested *= self._fade
-            self._tested[:n_tested] += 1
-            self._kept[: outcome.n_accepted] += 1
-            self._sure.learn(outcome.n_accepted, n_tested)
-        if self._asked:
-            self._offers = self._offers * self._fade + (outcome.k > 0, 1.0)
-        self._reconsider(outcome)
+        self._plain += outcome.n_accepted + 1
+        self._positions.learn(outcome)
+        if self._bins is not None:
+            self._calibration.learn(self._bins, outcome.n_accepted)
+        if outcome.k or self._steps:
+            seconds = self._verify[outcome.k + 1] + self._draft * max(self._steps, outcome.k)
+            self._recent.learn(outcome.n_accepted + 1, seconds)
 
-    def _reconsider(self, outcome: Outcome) -> None:
-        """How long to decode plainly before drafting is tried again."""
-        if outcome.k == 0:
-            self._plain += 1
+    def _best_fixed(self) -> tuple[int, float]:
+        rates = self._positions.rates(self._verify, self._draft)
+        return int(np.argmax(rates)), float(rates.max())
+
+    def _best_within(self) -> tuple[int, float]:
+        plain = 1.0 / self._verify[1]
+        return (self.k_max, self._recent.rate) if self._recent.rate > plain else (0, plain)
+
+
+class _Positions:
+    """How often the draft at each position was kept, and how often there were drafts at all."""
+
+    def __init__(self, k_max: int, prior: float, weight: float, fade: float) -> None:
+        self._kept, self._tested = np.zeros(k_max), np.zeros(k_max)
+        self._prior, self._weight, self._fade = prior, weight, fade
+        self._offers = np.array([weight, weight])  # rounds with drafts, rounds
+        self.alpha = np.full(k_max, prior)
+
+    def learn(self, outcome: Outcome) -> None:
+        self._offers = self._offers * self._fade + (outcome.k > 0, 1.0)
+        if not outcome.k:
             return
-        if self._plain >= self._wait:  # this was a try
-            self._wait = self._patience if outcome.n_accepted == outcome.k else min(2 * self._wait, 16 * self._patience)
-        self._plain = 0
-
-    def _alpha(self) -> np.ndarray:
-        """alpha_j for each position, each drawn to the one before it."""
-        alpha, before = np.empty(self.k_max), self._prior
-        for j in range(self.k_max):
+        self._kept *= self._fade
+        self._tested *= self._fade
+        self._tested[: min(outcome.n_accepted + 1, outcome.k)] += 1
+        self._kept[: outcome.n_accepted] += 1
+        before = self._prior
+        for j in range(len(self.alpha)):  # each is drawn to the one before it, the first to the prior
             before = (self._kept[j] + self._weight * before) / (self._tested[j] + self._weight)
-            alpha[j] = before
-        return alpha
+            self.alpha[j] = before
+
+    def rates(self, verify_s: np.ndarray, draft_s: float) -> np.ndarray:
+        """Expected tokens a second for K = 0 to k_max."""
+        tokens = np.concatenate([[0.0], np.cumsum(np.cumprod(self.alpha))])
+        seconds = verify_s[1:] + draft_s * np.arange(len(tokens))
+        share = self._offers[0] / self._offers[1]
+        return (1 + share * tokens) / ((1 - share) * seconds[0] + share * seconds)
 
 
 class _Calibration:
@@ -110,26 +148,43 @@ class _Calibration:
     EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 
     def __init__(self, weight: float, fade: float) -> None:
-        middles = np.array([0.05, 0.15, 0.28, 0.43, 0.58, 0.73, 0.85, 0.94, 0.99])
-        self._kept, self._tested = weight * middles, np.full(len(middles), weight)
-        self._fade, self._bins = fade, []
+        middles = np.convolve((0.0, *self.EDGES, 1.0), (0.5, 0.5), mode="valid")
+        # sampled drafts are kept more often than the largest probability says, greedy ones about as often
+        self._prior = 0.5 + 0.5 * middles
+        self._kept, self._tested = np.zeros(len(middles)), np.zeros(len(middles))
+        self._weight, self._fade = weight, fade
 
-    def begin(self) -> None:
-        self._bins = []
+    def bin(self, top: float) -> int:
+        return int(np.searchsorted(self.EDGES, top))
 
-    def chance(self, top: float) -> float:
-        """The estimated chance that the draft from this row is kept."""
-        self._bins.append(int(np.searchsorted(self.EDGES, top)))
-        return float(self._kept[self._bins[-1]] / self._tested[self._bins[-1]])
+    def chance(self, at: int) -> float:
+        return float((self._kept[at] + self._weight * self._prior[at]) / (self._tested[at] + self._weight))
 
-    def drop(self) -> None:
-        """The last row's draft is not verified."""
-        self._bins.pop()
+    def learn(self, bins: Sequence[int], n_accepted: int) -> None:
+        for j, at in enumerate(bins[: n_accepted + 1]):  # those behind the first rejection were not tested
+            self.forget(at)
+            self._kept[at] += j < n_accepted
+            self._tested[at] += 1.0
 
-    def learn(self, n_accepted: int, n_tested: int) -> None:
-        for j, at in enumerate(self._bins[:n_tested]):
-            self._kept[at] = self._kept[at] * self._fade + (j < n_accepted)
-            self._tested[at] = self._tested[at] * self._fade + 1.0
+    def forget(self, at: int) -> None:
+        """A little, so that a bin whose drafts are dropped is tested again one day."""
+        self._kept[at] *= self._fade
+        self._tested[at] *= self._fade
+
+
+class _Recent:
+    """Tokens and seconds of recent drafting rounds."""
+
+    def __init__(self, step_s: float, weight: float, prior: float, fade: float) -> None:
+        self._tokens, self._seconds, self._fade = weight * (1 + prior), weight * step_s, fade
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        self._tokens = self._tokens * self._fade + tokens
+        self._seconds = self._seconds * self._fade + seconds
+
+    @property
+    def rate(self) -> float:
+        return self._tokens / self._seconds
 
 
 def _cheapest_ahead(verify_s: np.ndarray) -> np.ndarray:

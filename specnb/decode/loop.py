@@ -182,11 +182,15 @@ class _StoppingPicker:
 
     def __init__(self, chooser: Chooser, control: Controller) -> None:
         self._chooser, self._control, self._position = chooser, control, 0
+        self.enough = False
 
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
         picked = self._chooser.pick(logits)  # first, so that a row that is not finite is refused
-        position, self._position = self._position, self._position + 1
-        return picked if self._control.goes_on(position, Belief.of(logits)) else None
+        if not self._control.goes_on(self._position, Belief.of(logits)):
+            return None
+        self.enough = self._control.enough(self._position)
+        self._position += 1
+        return picked
 
 
 def _proposed(drafter: Drafter, view: TokenView, limit: int, picker: Picker) -> Proposal:

@@ -100,6 +100,8 @@ class Draws:
 class Chooser:
     """Picks tokens for a drafter or for plain decoding: settings and draws together (see `draft.base.Picker`)."""
 
+    enough = False
+
     def __init__(self, sampling: Sampling, draws: Draws) -> None:
         self.sampling = sampling
         self.draws = draws

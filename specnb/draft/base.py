@@ -24,6 +24,9 @@ class Proposal(NamedTuple):
 class Picker(Protocol):
     """Chooses a token from a row of logits with the sampling settings and the random stream of this generation."""
 
+    enough: bool
+    """Whether drafting ends behind the token picked last, before another row is computed."""
+
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
         """A token and the float64 row `(vocab,)` it was drawn from; None for the row when the choice is greedy.
 

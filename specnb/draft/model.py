@@ -39,7 +39,7 @@ class ModelDrafter:
         rows: list[np.ndarray] = []
         forward_s = 0.0
         feed: Sequence[int] = tokens[self.model.n_past :]
-        for _ in range(k):
+        while True:
             began = perf_counter()
             logits = self.model.forward(feed, n_logits=1)
             forward_s += perf_counter() - began
@@ -52,8 +52,9 @@ class ModelDrafter:
             if row is not None:
                 rows.append(row)
             feed = (token,)
-        else:
-            self._fed = ids[:-1]
+            if rng.enough or len(ids) == k:  # the last draft was sampled, but not fed
+                self._fed = ids[:-1]
+                break
         return Proposal(tuple(ids), np.stack(rows) if rows else None, forward_s)
 
     def commit(self, tokens: Sequence[int]) -> None:

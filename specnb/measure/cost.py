@@ -5,6 +5,7 @@ step T(1). On memory-bound hardware it is nearly flat; on two cores with 4-bit w
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from time import perf_counter
 
 import numpy as np
@@ -26,7 +27,7 @@ class CostCurve(BaseModel):
     widths: tuple[int, ...]
     samples_s: tuple[tuple[float, ...], ...]
 
-    @property
+    @cached_property
     def median_s(self) -> tuple[float, ...]:
         return tuple(float(np.median(s)) for s in self.samples_s)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specnb.decode.control import Controller, Outcome
+from specnb.decode.control import Belief, Controller, Outcome
 from specnb.errors import InputError
 from specnb.measure.cost import CostCurve
 from specnb.measure.trace import Recording
@@ -108,10 +108,10 @@ def walk(recording: Recording, controller: Controller, rng: np.random.Generator 
     while at < recording.n_tokens:
         limit = min(controller.draft_length(), recording.offered[at])
         n_kept = _kept(recording.keep[at][:limit], rng)
-        drafted = _stopped(recording, controller, at, limit, n_kept)
+        drafted, steps = _drafted(recording, controller, at, limit, n_kept)
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
-        made.append(Step(at, drafted, min(limit, drafted + 1) if drafted < limit else drafted, n_accepted))
+        made.append(Step(at, drafted, steps, n_accepted))
         controller.update(Outcome(drafted, n_accepted, text))
         at += n_accepted + 1
     return made
@@ -172,17 +172,19 @@ def _rng(rng: np.random.Generator | None) -> np.random.Generator:
     return rng
 
 
-def _stopped(recording: Recording, controller: Controller, at: int, limit: int, n_kept: int) -> int:
-    """Drafts of the round after the controller's own end of drafting."""
+def _drafted(recording: Recording, controller: Controller, at: int, limit: int, n_kept: int) -> tuple[int, int]:
+    """Drafts of the round after the controller's own end of drafting, and the drafter's forwards for them."""
     if not (controller.reads_drafts and recording.beliefs):
-        return limit
+        return limit, limit
     for j in range(limit):
         if not controller.goes_on(j, _belief(recording, at, j, n_kept)):
-            return j
-    return limit
+            return j, j + 1
+        if controller.enough(j):
+            return j + 1, j + 1
+    return limit, limit
 
 
-def _belief(recording: Recording, at: int, j: int, n_kept: int) -> object:
+def _belief(recording: Recording, at: int, j: int, n_kept: int) -> Belief:
     if j > n_kept and recording.astray:
         path = recording.astray[at + n_kept]
         if j - n_kept - 1 < len(path):

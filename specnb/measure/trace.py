@@ -214,6 +214,8 @@ def _proposals(drafter: Drafter, made: Generation, most: Sequence[int]) -> Itera
 class _NoChoice:
     """A deterministic drafter picks nothing; one that does would need a recording of its own kind."""
 
+    enough = False
+
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
         raise InputError("this drafter chooses from logits: only draft models and deterministic drafters are replayed")
 

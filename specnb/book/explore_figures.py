@@ -1,0 +1,245 @@
+"""The explorer's figures: what a setting looks like as plotly traces, made of plain data. No widget, no model.
+
+Each figure comes as a function that gives the changing part, a list of trace updates, and one that gives the whole
+Figure in the same order of traces, so that a live figure is updated without being built again.
+"""
+
+import html
+from typing import NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from specnb.book.explore import AT, FIXED, Predicted, Setting, Speedup, Tables
+from specnb.book.style import COLOURS, template
+from specnb.measure.replay import Step
+from specnb.measure.trace import Recording
+
+COLUMNS, ROWS = 10, 9
+"""Of the token strip; longer generations show the rows around the round that is looked at."""
+KINDS = ("accepted draft", "correction", "bonus token", "plain step")
+_LOOKS = ((2, "circle"), (1, "x"), (4, "star"), (6, "square-open"))  # colour and symbol of each kind
+_GREY = "#9a9a9a"
+
+
+class View(NamedTuple):
+    """All that is shown of one setting; `live` is (K, speed-up, low, high) of a live run, or None."""
+
+    setting: Setting
+    sweep: Speedup
+    predicted: Predicted
+    recording: Recording
+    steps: list[Step]
+    round: int
+    live: tuple[float, float, float, float] | None = None
+
+    @property
+    def best_k(self) -> int:
+        """The K of 0 to k_max that is fastest as a fixed K; 0 is plain decoding."""
+        return int(np.argmax(self.sweep.value))
+
+    @property
+    def step(self) -> Step:
+        return self.steps[self.round - 1]
+
+
+def view(tables: Tables, setting: Setting, index: int, round_: int, live: tuple | None = None) -> View:
+    """Look a setting up; `index` is the recording of the strip, `round_` counts from 1 and is kept in range."""
+    steps = tables.steps(setting, index)
+    at = min(max(1, round_), len(steps))
+    return View(setting, tables.sweep(setting), tables.predict(setting), tables.recordings[index], steps, at, live)
+
+
+def speedup_data(v: View) -> list[dict]:
+    """Interval, line over K, break-even, the chosen point, the live point."""
+    ks = list(range(1, len(v.sweep.value)))
+    low, high = v.sweep.low[1:].tolist(), v.sweep.high[1:].tolist()
+    known = not np.isnan(low).any()
+    p, x = v.predicted, v.setting.k if v.setting.policy == FIXED else v.predicted.mean_k
+    live = v.live or (None, None, None, None)
+    return [
+        {"x": [*ks, *ks[::-1]] if known else [], "y": [*high, *low[::-1]] if known else []},
+        {"x": ks, "y": v.sweep.value[1:].tolist()},
+        {"x": [0, ks[-1] + 1], "y": [1, 1]},
+        {
+            "x": [x],
+            "y": [p.speedup],
+            "name": f"chosen: {label(v.setting)}",
+            "customdata": [[p.tau, p.accepted, p.drafted]],
+        },
+        {"x": [live[0]], "y": [live[1]], "error_y": _bars(v.live), "visible": v.live is not None},
+    ]
+
+
+def _bars(live: tuple | None) -> dict:
+    if live is None or np.isnan(live[2]):
+        return {"type": "data", "array": [], "arrayminus": []}
+    return {"type": "data", "symmetric": False, "array": [live[3] - live[1]], "arrayminus": [live[1] - live[2]]}
+
+
+def speedup_figure(v: View) -> go.Figure:
+    """Predicted speed-up over K, the chosen setting on it."""
+    line, chosen = {"color": COLOURS[0], "width": 2}, {"color": COLOURS[1], "symbol": "diamond", "size": 14}
+    looks = [
+        {"fill": "toself", "fillcolor": "rgba(0,114,178,0.15)", "line": {"width": 0}, "hoverinfo": "skip"}
+        | {"name": "95 % interval over prompts", "mode": "lines"},
+        {"name": "every fixed K", "mode": "lines+markers", "line": line, "marker": {"size": 6, "symbol": "circle"}}
+        | {"hovertemplate": "K = %{x}<br>speed-up %{y:.2f}<extra></extra>"},
+        {"name": "break-even", "mode": "lines", "line": {"color": "#222", "width": 1, "dash": "dash"}}
+        | {"hoverinfo": "skip"},
+        {"mode": "markers", "marker": chosen | {"line": {"color": "#222", "width": 1}}}
+        | {
+            "hovertemplate": "chosen: speed-up %{y:.2f}<br>tau %{customdata[0]:.2f}<br>"
+            "accepted %{customdata[1]:.0f} of %{customdata[2]:.0f}<extra></extra>"
+        },
+        {"name": "live run", "mode": "markers", "marker": {"color": COLOURS[3], "symbol": "star", "size": 16}}
+        | {"hovertemplate": "live: speed-up %{y:.2f}<extra></extra>"},
+    ]
+    figure = _figure(looks, speedup_data(v), "Predicted speed-up over draft length")
+    figure.update_xaxes(title_text="draft length K (tokens a round)", range=[0, len(v.sweep.value)], dtick=4)
+    return figure.update_yaxes(title_text="decoding speed-up (plain = 1)", rangemode="tozero")
+
+
+def alpha_data(v: View) -> list[dict]:
+    """Acceptance by position, for positions that were reached."""
+    p = v.predicted
+    at = np.flatnonzero(p.tested > 1e-9)
+    counts = np.stack([p.kept[at], p.tested[at]], axis=1).round(1).tolist()
+    return [{"x": (at + 1).tolist(), "y": (p.kept[at] / p.tested[at]).tolist(), "customdata": counts}]
+
+
+def alpha_figure(v: View) -> go.Figure:
+    """alpha_k over the position in the block; counts in the hover text."""
+    looks = [
+        {"mode": "lines+markers", "line": {"color": COLOURS[2], "width": 2}, "marker": {"symbol": "square", "size": 8}}
+        | {"hovertemplate": "draft %{x}: %{y:.2f}<br>kept %{customdata[0]} of %{customdata[1]}<extra></extra>"}
+    ]
+    figure = _figure(looks, alpha_data(v), "Acceptance by position").update_layout(showlegend=False)
+    figure.update_xaxes(title_text="position of the draft in its round", range=[0, len(v.sweep.value)], dtick=4)
+    return figure.update_yaxes(title_text="share kept, given that it was reached", range=[-0.03, 1.06])
+
+
+def kinds(v: View) -> list[tuple[int, str]]:
+    """For each token of the strip's prompt: its round (from 1) and its kind."""
+    made: list[tuple[int, str]] = []
+    for number, s in enumerate(v.steps, 1):
+        made += [(number, "accepted draft")] * s.n_accepted
+        if s.at + s.n_accepted < v.recording.n_tokens:  # the last round may end within its drafts
+            made.append((number, ending(s)))
+    return made
+
+
+def ending(s: Step) -> str:
+    """What the target's own token at the end of a round is."""
+    if not s.drafted:
+        return "plain step"
+    return "bonus token" if s.n_accepted == s.drafted else "correction"
+
+
+def strip_data(v: View) -> list[dict]:
+    """A trace for each kind up to the round that is looked at, the tokens still to come, and the round's frame."""
+    of, pieces = kinds(v), v.recording.pieces
+    first = _first_row(v, len(of))
+    shown = range(first * COLUMNS, min(len(of), (first + ROWS) * COLUMNS))
+    groups = [[i for i in shown if of[i][1] == kind and of[i][0] <= v.round] for kind in KINDS]
+    groups += [[i for i in shown if of[i][0] > v.round], [i for i in shown if of[i][0] == v.round]]
+    return [_cells(group, first, pieces, of) for group in groups]
+
+
+def _cells(at: list[int], first: int, pieces: tuple[bytes, ...], of: list[tuple[int, str]]) -> dict:
+    return {
+        "x": [i % COLUMNS for i in at],
+        "y": [i // COLUMNS - first for i in at],
+        "text": ["\u00a0" + html.escape(shown_text(pieces[i]), quote=False) for i in at],  # plotly reads tags
+        "customdata": [[i + 1, *of[i]] for i in at],
+    }
+
+
+def _first_row(v: View, n: int) -> int:
+    """So that the looked-at round is in sight, and the end is not passed."""
+    last = -(-n // COLUMNS)
+    return max(0, min(v.step.at // COLUMNS - ROWS // 2, last - ROWS))
+
+
+def shown_text(piece: bytes, most: int = 9) -> str:
+    """A token as it can be read in a cell: blanks and line ends made visible, cut to `most` characters."""
+    text = piece.decode("utf-8", errors="replace").replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
+    text = "".join(c if c.isprintable() else "�" for c in text)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def strip_figure(v: View) -> go.Figure:
+    """Tokens of one prompt, row by row, by what they were; those of later rounds are grey."""
+    font = {"family": "DejaVu Sans Mono, Liberation Mono, monospace", "size": 12}
+    text = {"mode": "markers+text", "textposition": "middle right"}
+    hover = {"hovertemplate": "token %{customdata[0]}, round %{customdata[1]}: %{customdata[2]}<extra></extra>"}
+    looks = [
+        text | hover | {"name": kind, "textfont": font | {"color": "#222"}}
+        | {"marker": {"color": COLOURS[colour], "symbol": symbol, "size": 10}}
+        for kind, (colour, symbol) in zip(KINDS, _LOOKS, strict=True)
+    ]  # fmt: skip
+    later = {"color": _GREY, "symbol": "circle-open", "size": 5}
+    looks.append(text | {"name": "later rounds", "textfont": font | {"color": _GREY}, "marker": later} | hover)
+    frame = {"color": "rgba(0,0,0,0)", "symbol": "circle", "size": 18, "line": {"color": "#222", "width": 2}}
+    looks.append({"name": "this round", "mode": "markers", "marker": frame, "hoverinfo": "skip"})
+    data = strip_data(v)
+    data[-1].pop("text")
+    figure = _figure(looks, data, "The tokens of one prompt, round by round")
+    figure.update_xaxes(visible=False, range=[-0.3, COLUMNS], fixedrange=True)
+    figure.update_yaxes(visible=False, range=[ROWS - 0.4, -0.6], fixedrange=True)
+    return figure.update_layout(height=400, legend={"y": -0.02}, margin={"l": 10, "r": 10, "t": 50, "b": 50})
+
+
+def _figure(looks: list[dict], data: list[dict], title: str) -> go.Figure:
+    traces = [go.Scatter(look).update(new) for look, new in zip(looks, data, strict=True)]
+    return go.Figure(traces).update_layout(template=template(), title_text=title)
+
+
+def label(s: Setting) -> str:
+    """The policy with what it was told."""
+    match s.policy:
+        case "fixed K":
+            return f"fixed K = {s.k}"
+        case "confidence" | "entropy":
+            return f"{s.policy}, K up to {s.k}"
+    return s.policy
+
+
+def summary(v: View) -> list[str]:
+    """What the figures show, in sentences."""
+    s, p, m = v.setting, v.predicted, v.setting.machine
+    rate = (
+        f"{p.accepted:.0f} of {p.drafted:.0f} drafts kept ({p.accepted / p.drafted:.0%})" if p.drafted else "no drafts"
+    )
+    about = "no interval: fewer than five prompts" if np.isnan(p.low) else f"95 % interval {p.low:.2f} to {p.high:.2f}"
+    prompts = f"{p.n_prompts} prompt{'s' * (p.n_prompts != 1)}"
+    best = v.sweep.value[v.best_k]
+    top = f"K = {v.best_k} with {best:.2f}" if v.best_k else "none: plain decoding is faster than every K"
+    return [
+        f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {s.temperature:g}: "
+        f"predicted speed-up {p.speedup:.2f} over {prompts} ({about}); {verdict(p)}.",
+        f"tau {p.tau:.2f}, {rate}, {p.mean_k:.1f} drafts a round. Best fixed K: {top}.",
+        f"Costs: {m.name}, T({AT})/T(1) = {m.at():.2f}, c = {m.c:.2f}.",
+        round_line(v),
+    ]
+
+
+def verdict(p: Predicted) -> str:
+    """Whether the whole interval lies on one side of break-even."""
+    if np.isnan(p.low):
+        return "faster than plain decoding, as far as so few prompts tell" if p.speedup > 1 else "not faster here"
+    if p.low > 1:
+        return "speculation pays"
+    return "speculation does not pay" if p.high < 1 else "these prompts cannot tell whether it pays"
+
+
+def round_line(v: View) -> str:
+    """The round of the strip in words."""
+    s = v.step
+    made = v.recording.pieces[s.at : s.at + s.n_accepted + 1]
+    drafts = (
+        f"{s.drafted} drafted, {s.n_accepted} kept, {s.drafted - s.n_accepted} discarded" if s.drafted else "no draft"
+    )
+    end = ending(s) if s.at + s.n_accepted < v.recording.n_tokens else "the end"
+    text = "".join(shown_text(piece, 40) for piece in made)
+    return f"Round {v.round} of {len(v.steps)} of {v.recording.prompt_id}: {drafts}, then {end}: “{text[:80]}”."

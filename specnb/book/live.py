@@ -1,0 +1,181 @@
+"""The explorer's models: records its trace, measures what forwards cost, and runs a setting for real."""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, Self
+
+from specnb.book.explore import POLICIES, Setting
+from specnb.decode.generate import generate
+from specnb.draft.base import Drafter
+from specnb.draft.load import load_drafter
+from specnb.draft.model import ModelDrafter
+from specnb.errors import InputError
+from specnb.lm.base import LanguageModel
+from specnb.lm.load import load
+from specnb.measure.cost import WIDTHS, CostCurve, verify_costs
+from specnb.measure.ksweep import baseline_of
+from specnb.measure.stats import Interval, bootstrap, rate_ratio
+from specnb.measure.trace import Recording, Trace, record
+from specnb.params import ExplorerParams
+from specnb.prompts import Prompt, digest, prompts
+from specnb.provenance import provenance
+from specnb.records import Generation, RunRecord
+from specnb.store import run_id
+
+EXPERIMENT = "09_explorer"
+LIVE_PROMPTS = 3
+"""Prompts of one live run: each is generated plainly and with drafts."""
+
+Progress = Callable[[int, int, str], None]
+"""Called before each generation with (done, total, what comes next)."""
+
+
+class Recorded(NamedTuple):
+    """What `Workbench.record` found. `c` holds T_draft(1)/T_target(1) for every drafter of the trace."""
+
+    record: RunRecord
+    trace: Trace
+    curve: CostCurve
+    c: dict[str, float]
+
+
+class Workbench:
+    """Opened models. Only one thread at a time may use a model, so `record` and `run_live` wait for each other."""
+
+    def __init__(
+        self, target: LanguageModel, drafters: Sequence[Drafter], chosen: Sequence[Prompt], params: ExplorerParams
+    ) -> None:
+        self.target, self.chosen, self.params = target, tuple(chosen), params
+        self.drafters = {d.name: d for d in drafters}
+        self._in_use = threading.Lock()
+
+    @classmethod
+    def open(cls, params: ExplorerParams) -> Self:
+        """Load target and drafters. Raises what `specnb.load` and `load_drafter` raise; then nothing stays open."""
+        chosen = [p for content in params.contents for p in prompts(content, limit=params.prompts_per_category)]
+        with ExitStack() as opened:
+            target = load(params.target)
+            opened.callback(target.close)
+            drafters = []
+            for name in params.drafters:
+                drafters.append(load_drafter(name, target, strict=True).drafter)
+                opened.callback(drafters[-1].close)
+            opened.pop_all()
+            return cls(target, drafters, chosen, params)
+
+    def record(self, progress: Progress | None = None) -> Recorded:
+        """Generate every prompt plainly at every temperature, follow every drafter along it, and time forwards."""
+        p, started = self.params, datetime.now(UTC)
+        made: list[Generation] = []
+        found: list[Recording] = []
+        total = len(self.chosen) * len(p.temperatures)
+        with self._in_use:
+            curve, c = self._costs()
+            for temperature in p.temperatures:
+                for prompt in self.chosen:
+                    (progress or _silent)(len(made), total, f"{prompt.id}, temperature {temperature:g}")
+                    recorded = record(
+                        self.target, list(self.drafters.values()), [prompt], temperature=temperature, k_max=p.k_max,
+                        max_new_tokens=p.max_new_tokens, seed=p.seed,
+                    )  # fmt: skip
+                    for one, recordings in recorded:
+                        made.append(one)
+                        found += recordings
+        (progress or _silent)(total, total, "done")
+        return Recorded(self._record(started, made, curve, c), Trace(tuple(found)), curve, c)
+
+    def run_live(
+        self, setting: Setting, progress: Progress = lambda *_: None, cancelled: Callable[[], bool] = lambda: False
+    ) -> list[Generation]:
+        """Each prompt of the setting's content plainly and with drafts, in turn; stops between generations if asked.
+
+        A warm-up is not kept. Raises InputError for a drafter or a content that is not open here, and what
+        `generate` raises.
+        """
+        if setting.drafter not in self.drafters:
+            raise InputError(f"the drafter {setting.drafter!r} is not open; there are {', '.join(self.drafters)}")
+        mine = _spread([p for p in self.chosen if setting.content in ("all", p.category)])
+        if not mine:
+            raise InputError(f"there is no prompt of content {setting.content!r}")
+        common = {"temperature": setting.temperature, "seed": self.params.seed}
+        drafter = self.drafters[setting.drafter]
+        drafting = {"drafter": drafter, "k": POLICIES[setting.policy](setting)}
+        made: list[Generation] = []
+        with self._in_use:
+            for extra in ({}, {"drafter": drafter, "k": 1}):
+                generate(self.target, mine[0], max_new_tokens=4, **common, **extra)
+            runs = [(p, extra) for p in mine for extra in ({}, drafting)]
+            for prompt, extra in runs:
+                if cancelled():
+                    break
+                progress(len(made), len(runs), f"{prompt.id}, {'with drafts' if extra else 'plainly'}")
+                made.append(generate(self.target, prompt, max_new_tokens=self.params.max_new_tokens, **common, **extra))
+        return made
+
+    def close(self) -> None:
+        """Free target and drafters."""
+        with self._in_use:
+            for thing in (*self.drafters.values(), self.target):
+                thing.close()
+
+    def _costs(self) -> tuple[CostCurve, dict[str, float]]:
+        """T(n) up to k_max + 1 tokens, and c of each draft model, each measured in turn with the target."""
+        wide = self.params.k_max + 1
+        widths = sorted({n for n in WIDTHS if n < wide} | {1, wide})
+        context = min(256, self.target.caps.n_ctx // 2)
+        models = {n: d.model for n, d in self.drafters.items() if isinstance(d, ModelDrafter)}
+        c = dict.fromkeys(self.drafters, 0.0)
+        curve = None
+        for name, model in models.items():
+            own, c[name] = verify_costs(
+                self.target, model, widths=widths, context=min(context, model.caps.n_ctx // 2), seed=self.params.seed
+            )
+            curve = curve or own
+        return curve or verify_costs(self.target, None, widths=widths, context=context)[0], c
+
+    def _record(
+        self, started: datetime, made: list[Generation], curve: CostCurve, c: dict[str, float]
+    ) -> RunRecord:  # what every other notebook writes too
+        dumped: dict[str, Any] = self.params.model_dump(mode="json")
+        drafts = [d.name for d in self.drafters.values() if isinstance(d, ModelDrafter)]
+        return RunRecord(
+            run_id=run_id(EXPERIMENT, dumped),
+            experiment=EXPERIMENT,
+            params=dumped,
+            provenance=provenance(
+                seeds={"seed": self.params.seed},
+                models=[{"role": "target", "id": self.target.name}] + [{"role": "drafter", "id": n} for n in drafts],
+                prompts_digest=digest(self.chosen),
+                extra={"target": asdict(self.target.caps)},
+            ),
+            started=started,
+            ended=datetime.now(UTC),
+            generations=tuple(made),
+            measurements={"verify_curve": curve.model_dump(mode="json"), "c": c},
+        )
+
+
+def live_speedup(made: Sequence[Generation]) -> Interval:
+    """Decoding speed-up of the drafted generations over their plain ones, with a bootstrap over prompts.
+
+    Raises InputError when a generation has no plain one beside it, or when nothing was decoded.
+    """
+    drafted = [g for g in made if g.drafter]
+    bases = [baseline_of(tuple(g for g in made if not g.drafter), g) for g in drafted]
+    rows = [(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in zip(drafted, bases, strict=True)]
+    if not any(row[0] for row in rows) or not any(row[2] for row in rows):
+        raise InputError(f"{len(made)} live generations hold no decoded token after the first: ask for longer ones")
+    return bootstrap(rows, rate_ratio)
+
+
+def _spread(found: list[Prompt]) -> list[Prompt]:
+    """At most LIVE_PROMPTS of them, from different contents where there are several."""
+    step = max(1, len(found) // LIVE_PROMPTS)
+    return found[::step][:LIVE_PROMPTS]
+
+
+def _silent(_done: int, _total: int, _what: str) -> None:
+    return None
