@@ -45,18 +45,21 @@ class Params(BaseModel):
 class KSweepParams(Params):
     """Notebook 01: which draft length K pays, per temperature and content?
 
-    Each prompt is generated plainly and with every K, interleaved, at every temperature.
+    Each prompt is generated plainly at every temperature, and a replay along it answers K = 1 to `k_max`; the K's of
+    `ks` run live beside it, interleaved, as the check. `conversations` are followed turn by turn.
     """
 
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
     dtype: str = Field(default="bfloat16", pattern="^(float32|bfloat16|float16|)$")
     drafter: str = "lookup"
-    ks: list[int] = Field(default=[2, 4, 8, 12], min_length=1, max_length=64)
+    k_max: int = Field(default=24, ge=1, le=64)
+    ks: list[int] = Field(default=[4, 12], min_length=1, max_length=64)
     temperatures: list[float] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
     categories: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
     prompts_per_category: int = Field(default=5, ge=1, le=1000)
     max_new_tokens: int = Field(default=24, ge=1, le=100_000)
+    conversations: int = Field(default=3, ge=0, le=1000)
     rule: Literal["token", "block", "typical"] = "token"
     seed: int = Field(default=0, ge=0, lt=2**63)
 

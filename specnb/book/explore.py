@@ -6,10 +6,11 @@ and no model is known here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from specnb.decode.control import ConfidenceStop, ContentK, Controller, EntropyStop, FixedK, RollingAcceptance
 from specnb.decode.costaware import CostAware
@@ -179,6 +180,14 @@ class Tables:
         fits = {name: make(some).k_max <= self.k_max for name, make in POLICIES.items()}
         return tuple(name for name in POLICIES if fits[name] and (reads or name not in NEED_BELIEFS))
 
+    def prepare(self) -> None:
+        """Walk ahead the policies whose rounds depend on neither K nor costs; the others are walked when asked for."""
+        still = Machine.straight(CUSTOM, 1.0, 0.0, self.k_max)
+        for drafter, temperature, content in product(self.drafters, self.temperatures, (*self.contents, ALL)):
+            for policy in set(self.policies(drafter)) - {FIXED} - _USES_K - _USES_MACHINE:
+                with suppress(InputError):  # a trace need not hold every combination
+                    self._walked(Setting(drafter, temperature, content, policy, 1, still))
+
     def sweep(self, setting: Setting) -> Speedup:
         """For every fixed K from 0, exactly: arrays `(k_max + 1,)`."""
         at = self.chosen(setting)
@@ -263,23 +272,3 @@ def _speedup(plain: np.ndarray, seconds: np.ndarray) -> Speedup:
     times = np.random.default_rng(SEED).multinomial(n, np.full(n, 1 / n), DRAWS).astype(float)
     low, high = np.quantile((times @ plain)[:, None] / (times @ seconds), [0.025, 0.975], axis=0)
     return Speedup(value, low, high)
-
-
-def checks(tables: Tables) -> pd.DataFrame:
-    """What must hold on every machine and for every model: check, of, hold, ok."""
-    greedy = [i for i, r in enumerate(tables.recordings) if not r.temperature]
-    rounds, drafted, accepted, _ = np.moveaxis(tables.exact.totals, -1, 0)
-    over = rounds + accepted - tables.n_tokens[:, None]  # the last round has no token after its drafts, or one
-    cheap, dear = (
-        tables.exact.seconds(Machine.straight(CUSTOM, at8, c, tables.k_max)) for at8, c in ((1.1, 0.1), (4.0, 0.5))
-    )
-    whole = np.isclose(tables.exact.totals[greedy], np.round(tables.exact.totals[greedy]))
-    rows = [
-        ("greedy counts are whole numbers, for every K", whole),
-        ("rounds and accepted drafts make up the tokens, for every K", (over > -1e-9) & (over < 1 + 1e-9)),
-        ("no more drafts are accepted than drafted, for every K", accepted <= drafted + 1e-9),
-        ("without drafts every round commits one token", rounds[:, 0] == tables.n_tokens),
-        ("dearer forwards never make a prediction faster", dear >= cheap - 1e-9),
-    ]
-    frame = pd.DataFrame([(name, held.size, int(held.sum())) for name, held in rows], columns=["check", "of", "hold"])
-    return frame.assign(ok=frame["of"] == frame["hold"])

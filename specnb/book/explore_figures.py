@@ -147,6 +147,8 @@ def strip_data(v: View) -> list[dict]:
 
 
 def _cells(at: list[int], first: int, pieces: tuple[bytes, ...], of: list[tuple[int, str]]) -> dict:
+    if not at:  # a trace without any point would leave the legend
+        return {"x": [None], "y": [None], "text": [""], "customdata": [["", "", ""]]}
     return {
         "x": [i % COLUMNS for i in at],
         "y": [i // COLUMNS - first for i in at],
@@ -161,7 +163,7 @@ def _first_row(v: View, n: int) -> int:
     return max(0, min(v.step.at // COLUMNS - ROWS // 2, last - ROWS))
 
 
-def shown_text(piece: bytes, most: int = 9) -> str:
+def shown_text(piece: bytes, most: int = 8) -> str:
     """A token as it can be read in a cell: blanks and line ends made visible, cut to `most` characters."""
     text = piece.decode("utf-8", errors="replace").replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
     text = "".join(c if c.isprintable() else "�" for c in text)
@@ -187,7 +189,8 @@ def strip_figure(v: View) -> go.Figure:
     figure = _figure(looks, data, "The tokens of one prompt, round by round")
     figure.update_xaxes(visible=False, range=[-0.3, COLUMNS], fixedrange=True)
     figure.update_yaxes(visible=False, range=[ROWS - 0.4, -0.6], fixedrange=True)
-    return figure.update_layout(height=400, legend={"y": -0.02}, margin={"l": 10, "r": 10, "t": 50, "b": 50})
+    legend = {"y": 1.0, "yanchor": "bottom"}
+    return figure.update_layout(height=400, legend=legend, margin={"l": 10, "r": 10, "t": 90, "b": 10})
 
 
 def _figure(looks: list[dict], data: list[dict], title: str) -> go.Figure:

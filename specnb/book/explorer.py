@@ -19,7 +19,7 @@ from specnb.book import explore_figures as show
 from specnb.book.explore import ALL, CUSTOM, FIXED, NAMED, THIS_MACHINE, Machine, Setting, Tables
 from specnb.book.job import Job
 from specnb.book.live import live_speedup
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import InputError
 from specnb.measure.cost import CostCurve
 from specnb.measure.trace import Trace
 from specnb.records import Generation
@@ -55,6 +55,7 @@ class Status(anywidget.AnyWidget):
         el.replaceChildren(...model.get("lines").map((line) => {
           const p = document.createElement("p");
           p.style.margin = "2px 0";
+          p.style.lineHeight = "1.4";
           p.textContent = line;
           return p;
         }));
@@ -77,15 +78,17 @@ class Explorer(widgets.VBox):
     `redraw_ms` holds how long each redraw took. Raises InputError for what cannot be replayed.
     """
 
+    _job: Job | None = None
+    _running = False
+
     def __init__(
         self, trace: Trace, curve: CostCurve, c: float | Mapping[str, float] = 0.0, *, run_live: RunLive | None = None
     ) -> None:
         self._tables = Tables(trace)
+        self._tables.prepare()
         self._c = _by_drafter(self._tables, c)
         self._curve, self._run_live = curve, run_live
         self._lock, self._quiet = RLock(), False
-        self._job: Job | None = None
-        self._running = False
         self._live: tuple[Setting, tuple[float, float, float, float]] | None = None
         self.redraw_ms: deque[float] = deque(maxlen=KEPT)
         self._make_controls()
@@ -120,8 +123,8 @@ class Explorer(widgets.VBox):
             began = perf_counter()
             try:
                 self.view = self._look()
-            except SpecnbError as error:
-                self.summary.lines = [f"Nothing to show: {error}"]
+            except Exception as error:  # a callback's traceback would end in a log that nobody reads
+                self.summary.lines = [f"Nothing to show: {type(error).__name__}: {error}"]
                 return
             self._set(self.round, max=len(self.view.steps), value=self.view.round)
             for figure, data in (
@@ -273,7 +276,7 @@ class Explorer(widgets.VBox):
             lines, look = [f"Cancelled after {len(result[1])} generations; nothing is shown of them."], "warning"
         else:
             lines, look = list(result[2]), "success"
-            self.progress.value = self.progress.max
+            self.progress.value, self.progress.description = self.progress.max, "done"
         self.progress.bar_style = look
         self.redraw()
         self.outcome.lines = lines

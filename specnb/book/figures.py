@@ -7,11 +7,17 @@ from plotly.subplots import make_subplots
 from specnb.book.style import series, template
 from specnb.errors import InputError
 
+MANY = 8
+"""More K's than this are drawn as a line without bars and marks, which would cover each other."""
 
-def speedup_over_k(sweep: pd.DataFrame, *, title: str = "Speed-up over plain decoding") -> go.Figure:
+
+def speedup_over_k(
+    sweep: pd.DataFrame, *, live: pd.DataFrame | None = None, title: str = "Speed-up over plain decoding"
+) -> go.Figure:
     """Speed-up over draft length K, one panel a temperature, one line a category, with the break-even line at 1.
 
-    `sweep` is `tables.k_sweep`; bars are its intervals. K = 0, the baseline, is the line at 1 and not drawn.
+    `sweep` is `tables.k_sweep` or `tables.replayed`; bars are its intervals, left out for more than MANY K's. `live`
+    (`tables.k_sweep`) is drawn over a replayed sweep as marks. K = 0, the baseline, is the line at 1 and not drawn.
     Raises InputError when nothing is left to draw.
     """
     drawn = sweep[sweep["k"] > 0]
@@ -29,11 +35,16 @@ def speedup_over_k(sweep: pd.DataFrame, *, title: str = "Speed-up over plain dec
             first = not any(trace.name == category for trace in figure.data)
             trace = _speedup_trace(str(category), line, categories.index(category), legend=first)
             figure.add_trace(trace, row=1, col=column)
+            if live is not None:
+                ran = live[(live["category"] == category) & (live["temperature"] == temperature) & (live["k"] > 0)]
+                marks = _speedup_trace(str(category), ran, categories.index(category), legend=False)
+                figure.add_trace(marks.update(mode="markers", name=f"{category}, live"), row=1, col=column)
     figure.add_hline(y=1.0, line={"color": "#222", "width": 1})
     # named in the legend, where it cannot lie across the data
     line = {"color": "#222", "width": 1}
     figure.add_trace(go.Scatter(x=[None], y=[None], mode="lines", line=line, name="break-even"), row=1, col=1)
-    figure.update_xaxes(title_text="draft length K (tokens)", tickvals=sorted(drawn["k"].unique()))
+    ks = sorted(drawn["k"].unique())
+    figure.update_xaxes(title_text="draft length K (tokens)", tickvals=ks if len(ks) <= MANY else ks[3::4])
     figure.update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
     figure.update_yaxes(rangemode="tozero")
     lossy = "" if drawn.get("lossless", pd.Series([True])).all() else " (lossy: not the target's distribution)"
@@ -41,10 +52,12 @@ def speedup_over_k(sweep: pd.DataFrame, *, title: str = "Speed-up over plain dec
 
 
 def _speedup_trace(category: str, line: pd.DataFrame, index: int, *, legend: bool) -> go.Scatter:
+    few = len(line) <= MANY
     return go.Scatter(
         x=line["k"].tolist(),
         y=line["speedup"].tolist(),
         error_y={
+            "visible": few,
             "type": "data",
             "symmetric": False,
             "thickness": 1,
@@ -54,9 +67,9 @@ def _speedup_trace(category: str, line: pd.DataFrame, index: int, *, legend: boo
         customdata=line[["tokens_per_s", "accepted", "drafted", "tau"]].to_numpy().tolist(),
         hovertemplate=(
             "K = %{x}<br>speed-up %{y:.2f}<br>%{customdata[0]:.1f} tokens/s<br>"
-            "accepted %{customdata[1]} of %{customdata[2]}<br>tau %{customdata[3]:.2f}"
+            "accepted %{customdata[1]:.0f} of %{customdata[2]:.0f}<br>tau %{customdata[3]:.2f}"
         ),
-        mode="lines+markers",
+        mode="lines+markers" if few else "lines",
         name=category,
         legendgroup=category,
         showlegend=legend,

@@ -62,6 +62,109 @@ def _k_row(key: tuple[str, float, int], group: list[Generation], made: Sequence[
     }
 
 
+def replayed(record: RunRecord, *, level: float = 0.95) -> pd.DataFrame:
+    """One row per category, temperature and K of the replay, in the columns of `k_sweep`; `all` pools the contents.
+
+    Counts are expected values, speeds predicted from the measured costs; intervals are over prompts. A run with a
+    lossy rule holds no replay, for its text depends on the drafts: then the live sweep.
+    """
+    if "replay" not in record.measurements:
+        return k_sweep(record, level=level)
+    rows = pd.DataFrame(record.measurements["replay"]["rows"])
+    rows = pd.concat([rows, rows.assign(category=ALL)])
+    order = {name: at for at, name in enumerate(dict.fromkeys(rows["category"]))}
+    made = [
+        _replayed_row(key, group, level)
+        for key, group in sorted(
+            rows.groupby(["category", "temperature", "k"]), key=lambda g: (order[g[0][0]], *g[0][1:])
+        )
+    ]
+    return pd.DataFrame(made)
+
+
+def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame, level: float) -> dict:
+    times = group[["n_decoded", "seconds", "n_decoded", "plain_s"]].to_numpy(dtype=float)
+    times = times[times[:, 0] > 0]  # an answer of one token is all prefill
+    speedup = bootstrap(times, rate_ratio, level=level, draws=500)
+    drafted, accepted, rounds = (float(group[name].sum()) for name in ("drafted", "accepted", "rounds"))
+    return {
+        **dict(zip(("category", "temperature", "k"), key, strict=True)),
+        "tokens_per_s": rate(times[:, :2]),
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "tau": (group["tau"] * group["rounds"]).sum() / rounds,
+        "speedup": speedup.value,
+        "low": speedup.low,
+        "high": speedup.high,
+        "n_prompts": len(group),
+    }
+
+
+def replay_check(record: RunRecord) -> pd.DataFrame:
+    """Live against replayed, for each K that ran live: tau and decoding speed, by temperature, over all prompts.
+
+    Raises InputError for a run without a replay.
+    """
+    _require_replay(record)
+    live, replay = k_sweep(record), replayed(record)
+    both = live[(live["category"] == ALL) & (live["k"] > 0)].merge(
+        replay[replay["category"] == ALL], on=["temperature", "k"], suffixes=("", "_replayed")
+    )
+    both = both.assign(
+        tau_ratio=both["tau_replayed"] / both["tau"], speed_ratio=both["tokens_per_s_replayed"] / both["tokens_per_s"]
+    )
+    return both[
+        ["temperature", "k", "tau", "tau_replayed", "tau_ratio", "tokens_per_s", "tokens_per_s_replayed", "speed_ratio"]
+    ]
+
+
+def sweep_time(record: RunRecord) -> pd.DataFrame:
+    """Seconds of the replayed sweep and of the same grid live, and how many times less the replay takes."""
+    replay = _require_replay(record)
+    times = replay["live_s"] / replay["replay_s"]
+    return pd.DataFrame([{"replay_s": replay["replay_s"], "live_s": replay["live_s"], "times_less": times}])
+
+
+def _require_replay(record: RunRecord) -> dict:
+    if "replay" not in record.measurements:
+        raise InputError(f"run {record.run_id} holds no replay: its rule is lossy, and its text depends on the drafts")
+    return record.measurements["replay"]
+
+
+def turns(record: RunRecord) -> pd.DataFrame:
+    """Acceptance and tau by turn of the conversation (greedy, the largest live K)."""
+    rows = pd.DataFrame(record.measurements.get("turns", []))
+    if rows.empty:
+        raise InputError("the run followed no conversations: it needs conversations > 0 and a chat template")
+    sums = rows.groupby("turn").agg(
+        conversations=("prompt_id", "count"), prompt_tokens=("prompt_tokens", "mean"), drafted=("drafted", "sum"),
+        accepted=("accepted", "sum"), rounds=("rounds", "sum"), decoded=("n_decoded", "sum"),
+    ).reset_index()  # fmt: skip
+    tokens = sums["decoded"] + sums["conversations"]
+    sums = sums.assign(
+        acceptance_rate=sums["accepted"] / sums["drafted"].where(sums["drafted"] > 0), tau=tokens / sums["rounds"]
+    )
+    return sums.drop(columns=["decoded", "rounds"])
+
+
+def verdict(best: pd.DataFrame, cost: pd.DataFrame) -> str:
+    """What `best_k` and the verify cost come to, in words: for each content, or why speculation does not pay."""
+    greedy = best[best["temperature"] == best["temperature"].min()]
+    paying = greedy[greedy["verdict"] == "pays"]
+    if paying.empty:
+        top = greedy.loc[greedy["speedup"].idxmax()]
+        width = int(top["k"]) + 1
+        ratio = float(np.interp(width, cost["width"], cost["ratio"]))
+        return (
+            f"speculation does not pay here, because a forward of {width} tokens costs {ratio:.2f} plain steps, and a "
+            f"round commits {top['tau']:.2f} tokens at the best K ({top['category']}, K = {top['k']}, speed-up "
+            f"{top['speedup']:.2f})"
+        )
+    lines = [f"{r.category}: K = {r.k}, {r.speedup:.2f} ({r.low:.2f} to {r.high:.2f})" for r in paying.itertuples()]
+    return "speculation pays: " + "; ".join(lines)
+
+
 def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
     """The fastest K > 0 of each category and temperature, and whether it beats plain decoding.
 
@@ -98,6 +201,19 @@ def time_split(record: RunRecord) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def _replayed_rounds(record: RunRecord) -> tuple[int, int]:
+    """Greedy live runs whose tokens are the plain ones, and those of them that a replay counts right."""
+    replay = {(r["prompt_id"], r["k"]): r for r in record.measurements["replay"]["rows"] if not r["temperature"]}
+    live = [g for g in record.generations if g.k and not g.temperature]
+    same = [g for g in live if g.token_ids == baseline_of(record.generations, g).token_ids]
+    counted = [
+        (len(g.rounds), g.total_draft_tokens, g.accepted_tokens)
+        == tuple(replay[g.prompt_id, g.k][name] for name in ("rounds", "drafted", "accepted"))
+        for g in same
+    ]
+    return len(counted), sum(counted)
+
+
 def checks(record: RunRecord) -> pd.DataFrame:
     """What must hold on every machine: greedy runs equal the baseline or fork at a near-tie; the counts add up."""
     made = record.generations
@@ -110,5 +226,7 @@ def checks(record: RunRecord) -> pd.DataFrame:
         ("runs of which every round commits at most n_accepted + 1 tokens", len(made), len(made) if per_round else 0),
         ("baselines with tau = 1", sum(g.k == 0 for g in made), sum(g.k == 0 and g.tau == 1 for g in made)),
     ]  # fmt: skip
+    if "replay" in record.measurements:
+        rows.append(("greedy replays that make the rounds of their live run", *_replayed_rounds(record)))
     frame = pd.DataFrame(rows, columns=["check", "of", "hold"])
     return frame.assign(ok=frame["of"] == frame["hold"])

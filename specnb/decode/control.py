@@ -7,12 +7,12 @@ change the distribution of what is generated. Controllers know nothing of models
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from specnb.decode.content import detect
+from specnb.decode.content import Detector, detect
 from specnb.errors import InputError
 
 
@@ -121,16 +121,16 @@ class ContentK(Controller):
 
     name = "content K"
 
-    def __init__(self, table: Mapping[str, int] = REPORT_K, detector: Callable[[str], str] = detect) -> None:
+    def __init__(self, table: Mapping[str, int] = REPORT_K, detector: Detector = detect) -> None:
         self._table, self._detect = dict(table), detector
         self.k_max = max(_checked(k) for k in self._table.values())
-        self._text = bytearray()
+        self._prompt, self._text = "", bytearray()
 
     def start(self, prompt: bytes) -> None:
-        self._text = bytearray(prompt)
+        self._prompt, self._text = prompt.decode("utf-8", errors="ignore"), bytearray()
 
     def draft_length(self) -> int:
-        kind = self._detect(self._text.decode("utf-8", errors="ignore"))
+        kind = self._detect(self._prompt, self._text.decode("utf-8", errors="ignore"))
         if kind not in self._table:
             raise InputError(f"the detector found {kind!r}, but the table has {', '.join(self._table)}")
         return self._table[kind]

@@ -154,6 +154,7 @@ def speculative(
             n_accepted, next_id, accept_prob = rule(logits, proposal, chooser)
         committed = stopping.admit((*proposal.ids[:n_accepted], next_id))
         tokens.extend(committed)
+        n_accepted = min(n_accepted, len(committed))  # fewer when generation ended inside the accepted drafts
         control.update(Outcome(len(proposal.ids), n_accepted, target.vocab.decode_bytes(committed)))
         accepted_at = perf_counter()
         # The target holds the old tokens and all drafts. Keep the committed ones but the newest, so that its state
@@ -164,7 +165,7 @@ def speculative(
         yield Round(
             index=index,
             k=len(proposal.ids),
-            n_accepted=min(n_accepted, len(committed)),  # fewer when generation ended inside the accepted drafts
+            n_accepted=n_accepted,
             draft_ids=proposal.ids,
             committed_ids=committed,
             accept_prob=accept_prob[: len(committed)],  # those that the generation reached

@@ -1,8 +1,12 @@
-"""The K sweep: every prompt plainly and with every K, live, interleaved. The measurement behind notebook 01."""
+"""The K sweep, the measurement behind notebook 01: every prompt plainly, every K by replay, some K's live as the check.
 
-from collections.abc import Callable, Iterator, Sequence
+Live runs are interleaved with the plain ones. What a replay predicts is measured against them, and so is its time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from time import perf_counter
 from typing import Any
 
 from specnb.decode.generate import generate, prompt_ids
@@ -12,8 +16,10 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import CapacityError, InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, local_file, parse
-from specnb.measure.cost import WIDTHS, verify_costs
+from specnb.measure.cost import WIDTHS, CostCurve, verify_costs
 from specnb.measure.fork import explain_fork
+from specnb.measure.replay import Cost, sweep
+from specnb.measure.trace import follow
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, digest, prompts
 from specnb.provenance import file_digest, provenance
@@ -42,9 +48,12 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
     try:
         drafter = load_drafter(params.drafter, target, strict=True).drafter
         _check_prompts(target, chosen, params.max_new_tokens)
-        measurements |= _costs(target, drafter, max(params.ks))
+        measurements |= _costs(target, drafter, max(params.k_max, *params.ks))
         _generate_all(params, target, drafter, chosen, progress or _silent, made)
         measurements["forks"] = list(_forks(target, made))
+        if params.rule != "typical":  # a lossy rule's text depends on the drafts: nothing to replay along
+            measurements["replay"] = _replay(params, target, drafter, made, measurements)
+            measurements["turns"] = list(_turns(params, target, drafter, measurements))
         return _record(params, chosen, target, drafter, started, made, measurements)
     except BaseException as error:
         if made:
@@ -136,6 +145,51 @@ def _costs(target: LanguageModel, drafter: Drafter, k_max: int) -> dict[str, Any
     widths = sorted({n for n in WIDTHS if n <= k_max} | {1, k_max + 1})
     curve, c = verify_costs(target, draft, widths=widths, context=min(256, *room))
     return {"verify_curve": curve.model_dump(mode="json"), "c": c}
+
+
+def _cost(measurements: Mapping[str, Any]) -> Cost:
+    return Cost(CostCurve.model_validate(measurements["verify_curve"]), measurements["c"])
+
+
+def _replay(
+    params: KSweepParams, target: LanguageModel, drafter: Drafter, made: list[Generation], measured: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Every K along every plain generation, how long that took, and how long the live runs of as many K's take.
+
+    `live_s` scales the live runs' time from their K's to all: what the same grid costs live. The plain generations
+    are part of both and counted in neither.
+    """
+    ks, cost = range(1, params.k_max + 1), _cost(measured)
+    began = perf_counter()
+    rows: list[dict[str, Any]] = []
+    for one in made:
+        if one.k == 0:
+            (recording,) = follow(
+                target, [drafter], one, k_max=max(ks[-1], *params.ks), max_new_tokens=params.max_new_tokens
+            )
+            rows += sweep(recording, sorted({*ks, *params.ks}), cost)
+    replay_s = perf_counter() - began
+    live = [g.wall_s for g in made if g.k]
+    return {"rows": rows, "replay_s": replay_s, "live_s": sum(live) / len(params.ks) * len(ks)}
+
+
+def _turns(
+    params: KSweepParams, target: LanguageModel, drafter: Drafter, measured: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Conversations, cut after each turn of the user, answered greedily and replayed with the largest live K.
+
+    None for a model without a chat template.
+    """
+    wanted = params.conversations if target.vocab.chat_template else 0
+    for prompt in prompts("chat", limit=wanted) if wanted else ():
+        for turn, upto in enumerate(range(1, len(prompt.messages) + 1, 2), start=1):
+            messages = [m.model_dump() for m in prompt.messages[:upto]]
+            if len(prompt_ids(target, messages)) + params.max_new_tokens > target.caps.n_ctx:
+                break
+            made = generate(target, messages, max_new_tokens=params.max_new_tokens)
+            (recording,) = follow(target, [drafter], made, k_max=max(params.ks), max_new_tokens=params.max_new_tokens)
+            (row,) = sweep(recording, [max(params.ks)], _cost(measured))
+            yield row | {"prompt_id": prompt.id, "turn": turn, "prompt_tokens": len(made.prompt_ids)}
 
 
 def baseline_of(made: Sequence[Generation], one: Generation) -> Generation:

@@ -14,7 +14,7 @@ behind it. For a fixed K the expected number of rounds that start at each positi
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,6 +85,29 @@ def fixed_k(recording: Recording, k: int) -> Counts:
         starts[i + 1 : i + m + 1] += reached[:-1] - reached[1:]  # rejected at j: the correction is committed
         starts[min(i + m + 1, n)] += reached[-1]  # all kept: the bonus token, or the end
     return Counts(n, float(starts[:n].sum()), drafted, accepted, drafted, dict(by_width), tuple(tested), tuple(kept))
+
+
+def sweep(recording: Recording, ks: Sequence[int], cost: Cost) -> list[dict[str, Any]]:
+    """A recording at every K: one flat row each, with the predicted seconds of decoding, plain ones beside them."""
+    rows = []
+    for k in ks:
+        counts = fixed_k(recording, k)
+        rows.append(
+            {
+                "prompt_id": recording.prompt_id,
+                "category": recording.category,
+                "temperature": recording.temperature,
+                "k": k,
+                "n_decoded": max(0, counts.n_tokens - 1),
+                "rounds": counts.rounds,
+                "tau": counts.tau if counts.rounds else None,
+                "drafted": counts.drafted,
+                "accepted": counts.accepted,
+                "seconds": counts.seconds(cost),
+                "plain_s": max(0, counts.n_tokens - 1) * cost.curve.seconds(1),
+            }
+        )
+    return rows
 
 
 class Step(NamedTuple):
@@ -185,10 +208,13 @@ def _drafted(recording: Recording, controller: Controller, at: int, limit: int, 
 
 
 def _belief(recording: Recording, at: int, j: int, n_kept: int) -> Belief:
-    if j > n_kept and recording.astray:
+    """What the draft model's row for draft j says, in a round that starts after `at` tokens and keeps n_kept drafts."""
+    over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
+    beyond = j - n_kept - (not over)
+    if beyond >= 0 and recording.astray:
         path = recording.astray[at + n_kept]
-        if j - n_kept - 1 < len(path):
-            return path[j - n_kept - 1]
+        if beyond < len(path):
+            return path[beyond]
     return recording.beliefs[min(at + j, len(recording.beliefs) - 1)]
 
 

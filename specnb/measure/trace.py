@@ -37,8 +37,8 @@ class Recording(NamedTuple):
     generation too: they are drafted and verified all the same.
 
     `beliefs[i]` is what the draft model's row for token i says about itself, along the true tokens (fewer, where its
-    context ends); `astray[i]` the same of the rows that follow where the draft for token i was wrong (greedy only, as
-    far as recorded). `pieces[i]` is the text of token i.
+    context ends); `astray[i]` the same of the rows that follow where the draft for token i was wrong, and `astray[n]`
+    of those behind the last token (greedy only, as far as recorded). `pieces[i]` is the text of token i.
     """
 
     prompt_id: str
@@ -159,13 +159,28 @@ def record(
     """
     if not 1 <= k_max <= 256:
         raise InputError(f"k_max must be 1 to 256, got {k_max}")
-    sampling = Sampling(temperature)
     for prompt in prompts:
         made = generate(
             target, prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, ignore_eog=ignore_eog
         )
-        p_true = None if sampling.greedy else _true_probabilities(target, made, sampling)
-        yield made, [_follow(target, d, made, sampling, p_true, k_max, max_new_tokens, astray) for d in drafters]
+        yield made, follow(target, drafters, made, k_max=k_max, max_new_tokens=max_new_tokens, astray=astray)
+
+
+def follow(
+    target: LanguageModel,
+    drafters: Sequence[Drafter],
+    made: Generation,
+    *,
+    k_max: int = 24,
+    max_new_tokens: int,
+    astray: bool = False,
+) -> list[Recording]:
+    """A recording of each drafter along `made`, which `target` generated plainly with `max_new_tokens` at most."""
+    if made.k:
+        raise InputError(f"the generation of {made.prompt_id!r} drafted (K = {made.k}): follow a plain one")
+    sampling = Sampling(made.temperature)
+    p_true = None if sampling.greedy else _true_probabilities(target, made, sampling)
+    return [_follow(target, d, made, sampling, p_true, k_max, max_new_tokens, astray) for d in drafters]
 
 
 def _follow(
@@ -188,7 +203,8 @@ def _follow(
         kept, beliefs, wrong = _along(drafter.model, made, sampling, p_true)
         keep = tuple(tuple(kept[i : i + offered[i]]) for i in range(n))
         if astray and sampling.greedy:
-            paths = tuple(_astray(drafter.model, made, i, draft, k_max) for i, draft in enumerate(wrong))
+            ends = [*enumerate(wrong), (n - 1, true[-1])] if n else []
+            paths = tuple(_astray(drafter.model, made, i, draft, k_max) for i, draft in ends)
     else:
         proposals = list(_proposals(drafter, made, most))
         keep = tuple(tuple(map(float, map(int.__eq__, ids, true[i:]))) for i, ids in enumerate(proposals))
@@ -238,7 +254,7 @@ def _along(
 
 
 def _astray(model: LanguageModel, made: Generation, at: int, draft: int | None, steps: int) -> tuple[Belief, ...]:
-    """Beliefs of the rows that follow the wrong `draft` for token `at`; leaves the true tokens in the state."""
+    """Beliefs of the rows that follow `draft` in the place of token `at`."""
     if draft is None:
         return ()
     true = (*made.prompt_ids, *made.token_ids[:at])

@@ -102,7 +102,7 @@ def test_a_lossy_sweep_says_so():
 def test_hover_shows_counts_and_tau(speedup):
     first = speedup.data[0]
     assert list(first.customdata[0]) == [15.0, 30, 40, 2.5]
-    assert "accepted %{customdata[1]} of %{customdata[2]}" in first.hovertemplate
+    assert "accepted %{customdata[1]:.0f} of %{customdata[2]:.0f}" in first.hovertemplate
 
 
 def test_nothing_to_draw_is_refused():

@@ -94,7 +94,7 @@ def test_the_tables_read_the_record_and_its_checks_hold(house):
     made = ksweep.run(SMALL)
     assert tables.checks(made)["ok"].all() and made.measurements["forks"] == []
     assert len(tables.k_sweep(made)) == (2 + 1) * 2 * 3
-    assert tables.verify_cost(made)["width"].tolist() == [1, 2, 3, 4]
+    assert tables.verify_cost(made)["width"].tolist() == [1, 2, 3, 5, 9, 17, 25]
     assert made.measurements["c"] == 0.0
 
 
@@ -177,3 +177,42 @@ def test_nothing_generated_is_nothing_to_save(house, monkeypatch, tmp_path):
     with pytest.raises(RuntimeError):
         ksweep.run(SMALL)
     assert not list(tmp_path.iterdir()) and house.closed == ["target"]
+
+
+def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(house):
+    made = ksweep.run(SMALL.model_copy(update={"k_max": 5}))
+    sweep = tables.replayed(made)
+    assert set(sweep["k"]) == {1, 2, 3, 4, 5} and len(sweep) == (2 + 1) * 2 * 5
+    greedy = tables.replay_check(made).query("temperature == 0")
+    assert greedy["k"].tolist() == [1, 3] and greedy["tau_ratio"].tolist() == pytest.approx([1.0, 1.0])
+    assert (
+        tables.checks(made).set_index("check").loc["greedy replays that make the rounds of their live run", "of"] == 8
+    )
+    assert (tables.sweep_time(made)[["replay_s", "live_s"]] > 0).all(axis=None)
+    assert "pay" in tables.verdict(tables.best_k(sweep), tables.verify_cost(made))
+
+
+def test_a_replay_that_miscounts_fails_the_check(house):
+    made = ksweep.run(SMALL)
+    for row in made.measurements["replay"]["rows"]:
+        row["rounds"] += row["prompt_id"] == "code-01" and row["k"] == 3 and row["temperature"] == 0
+    failed = tables.checks(made).query("not ok")
+    assert failed["check"].tolist() == ["greedy replays that make the rounds of their live run"]
+    assert (failed["of"] - failed["hold"]).tolist() == [1]
+
+
+def test_a_lossy_rule_is_not_replayed(house):
+    made = ksweep.run(SMALL.model_copy(update={"rule": "typical", "temperatures": [0.7]}))
+    assert "replay" not in made.measurements and set(tables.replayed(made)["k"]) == {0, 1, 3}
+    with pytest.raises(InputError, match="holds no replay: its rule is lossy"):
+        tables.replay_check(made)
+    with pytest.raises(InputError, match="followed no conversations"):
+        tables.turns(made)
+
+
+def test_conversations_are_followed_turn_by_turn(house):
+    house.target.vocab = replace(house.target.vocab, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    made = ksweep.run(SMALL.model_copy(update={"conversations": 2}))
+    frame = tables.turns(made)
+    assert frame["turn"].tolist() == [1, 2, 3] and frame["conversations"].tolist() == [2, 2, 2]
+    assert frame["prompt_tokens"].is_monotonic_increasing and (frame["drafted"] >= frame["accepted"]).all()

@@ -1,0 +1,192 @@
+"""Laws of controllers: none changes what is generated, and a replay makes the rounds that the live run makes."""
+
+import numpy as np
+import pytest
+
+from specnb.decode import loop
+from specnb.decode.control import (
+    Belief,
+    ConfidenceStop,
+    ContentK,
+    Controller,
+    EntropyStop,
+    FixedK,
+    OracleK,
+    RollingAcceptance,
+)
+from specnb.decode.costaware import CostAware
+from specnb.decode.generate import generate
+from specnb.decode.sampling import Chooser, Sampling
+from specnb.decode.stopping import Stopping, StopRules
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.lm import toy
+from specnb.measure.cost import CostCurve
+from specnb.measure.replay import Cost, counts_of, fixed_k, oracle, walk
+from specnb.measure.trace import Trace, record
+from specnb.prompts import prompts
+from tests.laws.enumerate import distribution, total_variation
+
+PROMPT = [0, 1, 2, 0, 1]
+CURVE = CostCurve(model="m", context=1, widths=(1, 2, 9, 25), samples_s=((1.0,), (1.1,), (1.4,), (2.6,)))
+VERIFY = [CURVE.seconds(n) for n in range(26)]
+CONTROLLERS = {
+    "fixed": lambda: FixedK(5),
+    "rolling": RollingAcceptance,
+    "content": ContentK,
+    "confidence": lambda: ConfidenceStop(8, 0.45),
+    "cumulative": lambda: ConfidenceStop(8, 0.2, cumulative=True),
+    "entropy": lambda: EntropyStop(8, gamma=0.3, threshold=0.45),
+    "cost-aware": lambda: CostAware(VERIFY, 0.2, patience=3),
+    "cost-aware, dear": lambda: CostAware([0, *(1.0 * n for n in range(1, 26))], 0.9, patience=2),
+}
+
+
+def drafter_named(name, seed):
+    if name == "lookup":
+        return LookupDrafter()
+    return ModelDrafter(toy.markov(4, order=1 if name == "other" else 2, seed=seed + (name == "other")))
+
+
+def rounds_of(made):
+    return [(r.k, r.n_accepted) for r in made.rounds]
+
+
+@pytest.mark.parametrize("control", CONTROLLERS)
+@pytest.mark.parametrize("name", ["lookup", "other", "same"])
+def test_greedy_output_is_that_of_plain_decoding(control, name):
+    for seed in range(5):
+        target = toy.markov(4, order=2, seed=seed)
+        plain = generate(target, PROMPT, max_new_tokens=60)
+        made = generate(target, PROMPT, drafter=drafter_named(name, seed), k=CONTROLLERS[control](), max_new_tokens=60)
+        assert made.token_ids == plain.token_ids and made.controller == CONTROLLERS[control]().name
+
+
+@pytest.mark.parametrize("control", ["confidence", "cumulative", "entropy", "cost-aware", "rolling"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_sampled_output_has_the_targets_distribution(control, rule):
+    target, sampling = toy.markov(3, order=1, seed=4), Sampling(1.0)
+    drafter = ModelDrafter(toy.markov(3, order=1, seed=7))
+
+    def law(speculative):
+        def program(draws):
+            stopping = Stopping(StopRules(4), target.vocab)
+            common = {"chooser": Chooser(sampling, draws), "stopping": stopping}
+            if speculative:
+                after = loop.prefill(target, PROMPT[:2], drafter)
+                rounds = loop.speculative(
+                    target, drafter, PROMPT[:2], after, control=CONTROLLERS[control](),
+                    rule=loop.rule_named(rule, sampling), **common,
+                )  # fmt: skip
+            else:
+                rounds = loop.autoregressive(target, PROMPT[:2], loop.prefill(target, PROMPT[:2]), **common)
+            return tuple(t for r in rounds for t in r.committed_ids)
+
+        return distribution(program)
+
+    assert total_variation(law(True), law(False)) < 1e-9
+
+
+@pytest.mark.parametrize("control", CONTROLLERS)
+@pytest.mark.parametrize("name", ["lookup", "other", "same"])
+def test_a_greedy_walk_makes_the_live_rounds(control, name):
+    """Integer for integer: drafted and kept in every round, whatever the controller looks at."""
+    for seed in range(6):
+        target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
+        for n in (1, 2, 40):
+            live = generate(
+                target, PROMPT, drafter=drafter_named(name, seed), k=CONTROLLERS[control](), max_new_tokens=n
+            )
+            ((_, (recording,)),) = record(target, [drafter_named(name, seed)], [PROMPT], max_new_tokens=n, astray=True)
+            steps = walk(recording, CONTROLLERS[control]())
+            assert [(s.drafted, s.n_accepted) for s in steps] == rounds_of(live), (seed, n)
+
+
+def test_without_the_rows_astray_only_what_is_wasted_differs():
+    target = toy.markov(4, order=2, seed=1)
+    ((_, (recording,)),) = record(target, [drafter_named("other", 1)], [PROMPT], max_new_tokens=60)
+    control = CONTROLLERS["confidence"]
+    live = generate(target, PROMPT, drafter=drafter_named("other", 1), k=control(), max_new_tokens=60)
+    counts = counts_of(recording, walk(recording, control()))
+    assert (counts.rounds, counts.accepted) == (len(live.rounds), live.accepted_tokens)
+    assert recording.astray == () and counts.drafted > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("k", [0, 1, 4, 24])
+def test_walks_with_a_fixed_k_agree_with_the_exact_counts(k, temperature):
+    target = toy.markov(4, order=2, seed=3)
+    ((_, (recording,)),) = record(
+        target, [drafter_named("other", 3)], [PROMPT], max_new_tokens=40, temperature=temperature
+    )
+    rng = np.random.default_rng(0)
+    walks = [counts_of(recording, walk(recording, FixedK(k), rng)) for _ in range(400 if temperature else 1)]
+    exact = fixed_k(recording, k)
+    for field in ("rounds", "drafted", "accepted", "steps"):
+        values = np.array([getattr(w, field) for w in walks], dtype=float)
+        assert abs(values.mean() - getattr(exact, field)) <= 3.3 * values.std() / np.sqrt(len(values)) + 1e-9, field
+    seconds = [w.seconds(Cost(CURVE, 0.2)) for w in walks]
+    expected = exact.seconds(Cost(CURVE, 0.2))
+    assert abs(np.mean(seconds) - expected) <= 3.3 * np.std(seconds) / np.sqrt(len(seconds)) + 1e-9
+
+
+@pytest.mark.parametrize("c", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["lookup", "other"])
+def test_the_oracle_is_reached_by_its_plan_and_beaten_by_no_fixed_k(name, c):
+    target, cost = toy.markov(4, order=2, seed=2), Cost(CURVE, c)
+    ((_, (recording,)),) = record(target, [drafter_named(name, 2)], [PROMPT], max_new_tokens=50)
+    plan, seconds = oracle(recording, cost, 24)
+    assert counts_of(recording, walk(recording, OracleK(plan))).seconds(cost) == pytest.approx(seconds)
+    assert all(fixed_k(recording, k).seconds(cost) >= seconds - 1e-9 for k in range(25))
+    live = generate(target, PROMPT, drafter=drafter_named(name, 2), k=OracleK(plan), max_new_tokens=50)
+    assert len(live.rounds) == len(walk(recording, OracleK(plan)))
+
+
+def test_a_trace_survives_its_file(tmp_path):
+    target, made = toy.markov(4, order=2, seed=1), []
+    for temperature in (0.0, 0.7):
+        drafters = [drafter_named("lookup", 1), drafter_named("other", 1)]
+        for _, recordings in record(target, drafters, [PROMPT, [2]], temperature=temperature, max_new_tokens=9,
+                                    astray=True):  # fmt: skip
+            made += recordings
+    trace = Trace(tuple(made))
+    trace.save(tmp_path / "t.parquet")
+    assert Trace.load(tmp_path / "t.parquet") == trace
+    assert len(trace.select(temperature=0.7).recordings) == 4
+
+
+def test_a_belief_is_the_rows_own_softmax():
+    row = np.log(np.array([0.5, 0.25, 0.25, 1e-300])) + 17
+    assert Belief.of(row.astype(np.float32)).top == pytest.approx(0.5)
+    assert Belief.of(row).entropy == pytest.approx(1.5 * np.log(2))
+    assert Belief.of(np.array([3.0, -np.inf])) == (1.0, 0.0)
+
+
+def test_the_report_controller_to_the_letter():
+    control = RollingAcceptance()
+    assert control.draft_length() == 12
+    lengths = []
+    for rate in (1.0, 1.0, 1.0, 1.0):
+        control.update(loop.Outcome(10, int(10 * rate), b""))
+        lengths.append(control.draft_length())
+    assert lengths == [16, 20, 24, 24]
+    for _ in range(12):
+        control.update(loop.Outcome(10, 0, b""))
+        lengths.append(control.draft_length())
+    assert lengths[4:] == [24, 24, 20, 16, 12, 8, 4, 4, 4, 4, 4, 4]
+
+
+@pytest.mark.model
+def test_walks_make_the_live_rounds_of_the_real_model(opened):
+    target, prompt = opened("smollm2-135m:f32"), prompts("code")[2]
+    for drafter in (LookupDrafter(), ModelDrafter(opened("smollm2-135m:q4_0"))):
+        ((_, (recording,)),) = record(target, [drafter], [prompt], max_new_tokens=20, astray=True)
+        for name in ("rolling", "content", "confidence", "cost-aware"):
+            live = generate(target, prompt, drafter=drafter, k=CONTROLLERS[name](), max_new_tokens=20)
+            steps = walk(recording, CONTROLLERS[name]())
+            assert [(s.drafted, s.n_accepted) for s in steps] == rounds_of(live), (drafter.name, name)
+
+
+def test_the_interface_alone_chooses_nothing():
+    with pytest.raises(NotImplementedError):
+        Controller().draft_length()
