@@ -93,6 +93,31 @@ class KSweepParams(Params):
         return self
 
 
+class AdaptiveKParams(Params):
+    """Notebook 02: does it pay to change K while generating, and which controller does it best?
+
+    Each prompt is generated once; every drafter and every controller is replayed along it. The first `live_prompts`
+    of each content run live as well, as the check.
+    """
+
+    target: str = "smollm2-135m:f16"
+    drafters: list[str] = Field(default=["lookup", "smollm2-135m:q4_0"], min_length=1, max_length=8)
+    categories: list[str] = Field(default=["code", "json", "prose", "general", "edit"], min_length=1, max_length=6)
+    prompts_per_category: int = Field(default=5, ge=1, le=1000)
+    live_prompts: int = Field(default=1, ge=0, le=1000)
+    max_new_tokens: int = Field(default=64, ge=2, le=100_000)
+    k_max: int = Field(default=24, ge=24, le=256)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @field_validator("drafters", "categories")
+    @classmethod
+    def _no_repeats(cls, values: list) -> list:
+        twice = [value for value, times in Counter(values).items() if times > 1]
+        if twice:
+            raise ValueError(f"{twice[0]!r} is listed twice")
+        return values
+
+
 class ExplorerParams(Params):
     """Notebook 09: what would another K, drafter, temperature, content or machine give?
 

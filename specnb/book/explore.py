@@ -25,8 +25,6 @@ FIXED = "fixed K"
 THIS_MACHINE, CUSTOM = "this machine, measured", "custom"
 AT = 8
 """The width whose cost T(8)/T(1) stands for a curve."""
-NAMED = {"memory-bound server": (1.08, 0.05), "laptop, compute-bound": (3.8, 0.30)}
-"""T(8)/T(1) and c of machines that one may think of, straight lines; c counts for draft models only."""
 WALKS = 40
 """Recordings walked for one number: where a policy meets chance, few recordings are walked several times."""
 DRAWS, SEED = 1000, 0

@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from specnb.book.explore import ALL, CUSTOM, FIXED, NAMED, Machine, Setting, Tables
-from specnb.measure.cost import CostCurve
+from specnb.book.explore import ALL, CUSTOM, FIXED, Machine, Setting, Tables
+from specnb.measure.cost import NAMED, CostCurve
 
 
 def checks(tables: Tables) -> pd.DataFrame:

@@ -16,11 +16,11 @@ import plotly.graph_objects as go
 import traitlets
 
 from specnb.book import explore_figures as show
-from specnb.book.explore import ALL, CUSTOM, FIXED, NAMED, THIS_MACHINE, Machine, Setting, Tables
+from specnb.book.explore import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables
 from specnb.book.job import Job
 from specnb.book.live import live_speedup
 from specnb.errors import InputError
-from specnb.measure.cost import CostCurve
+from specnb.measure.cost import NAMED, CostCurve
 from specnb.measure.trace import Trace
 from specnb.records import Generation
 

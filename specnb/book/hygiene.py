@@ -72,9 +72,8 @@ def problems(path: Path, classes: ModuleType | None = None) -> list[str]:
 def normalise(path: Path) -> bool:
     """Rewrite the notebook without what tools leave in it; True when the file changed.
 
-    Outputs, execution counts, ids and tags stay, but for what progress bars wrote to stderr in cells whose output
-    is not compared. Raises InputError, and leaves the file alone, where it is no
-    notebook.
+    Outputs, execution counts, ids and tags stay, but for widgets, and for what progress bars wrote to stderr in cells
+    whose output is not compared. Raises InputError, and leaves the file alone, where it is no notebook.
     """
     import nbformat
 
@@ -90,6 +89,9 @@ def normalise(path: Path) -> bool:
             del cell.metadata["tags"]  # papermill gives every cell an empty list
         if _tags(cell) & UNCHECKED_TAGS:
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+        for output in cell.get("outputs", []):
+            # without widget state, which is never stored, a viewer would say "model not found" in its place
+            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     data = (nbformat.writes(nb).rstrip("\n") + "\n").encode()
     if data == path.read_bytes():
         return False

@@ -65,8 +65,9 @@ def _k_row(key: tuple[str, float, int], group: list[Generation], made: Sequence[
 def replayed(record: RunRecord, *, level: float = 0.95) -> pd.DataFrame:
     """One row per category, temperature and K of the replay, in the columns of `k_sweep`; `all` pools the contents.
 
-    Counts are expected values, speeds predicted from the measured costs; intervals are over prompts. A run with a
-    lossy rule holds no replay, for its text depends on the drafts: then the live sweep.
+    Counts are expected values; intervals are over prompts. The speed-up is predicted from the measured costs, and
+    tokens_per_s from it and the live rate of plain decoding: a step takes longer in a run than one measured hot. A
+    run with a lossy rule holds no replay, for its text depends on the drafts: then the live sweep.
     """
     if "replay" not in record.measurements:
         return k_sweep(record, level=level)
@@ -89,7 +90,7 @@ def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame, level: float
     drafted, accepted, rounds = (float(group[name].sum()) for name in ("drafted", "accepted", "rounds"))
     return {
         **dict(zip(("category", "temperature", "k"), key, strict=True)),
-        "tokens_per_s": rate(times[:, :2]),
+        "tokens_per_s": speedup.value * group["n_decoded"].sum() / group["live_plain_s"].sum(),
         "drafted": drafted,
         "accepted": accepted,
         "acceptance_rate": accepted / drafted if drafted else None,

@@ -17,6 +17,10 @@ from specnb.lm.base import LanguageModel
 WIDTHS = (1, 2, 3, 5, 9, 17)
 
 
+NAMED = {"memory-bound server": (1.08, 0.05), "laptop, compute-bound": (3.8, 0.30)}
+"""Machines to compare with: T(8)/T(1), and c of a typical small draft model. Illustrations, not measurements."""
+
+
 class CostCurve(BaseModel):
     """Median seconds of a forward for each measured width, after `context` tokens; every repeat in `samples_s`."""
 
@@ -44,6 +48,14 @@ class CostCurve(BaseModel):
     def ratio(self, n: float) -> float:
         """The verify cost T(n)/T(1)."""
         return self.seconds(n) / self.seconds(1)
+
+
+def straight_curve(name: str, at8: float, *, widths: Sequence[int] = (*WIDTHS, 25, 65)) -> CostCurve:
+    """The curve of a machine whose forward costs 1 at width 1 and `at8` at width 8, on a straight line."""
+    if not at8 >= 1:
+        raise InputError(f"T(8)/T(1) must be 1 or more, got {at8}")
+    samples = tuple((1.0 + (at8 - 1.0) * (n - 1) / 7,) for n in widths)
+    return CostCurve(model=name, context=0, widths=tuple(widths), samples_s=samples)
 
 
 def verify_curve(

@@ -167,7 +167,8 @@ def _replay(
             (recording,) = follow(
                 target, [drafter], one, k_max=max(ks[-1], *params.ks), max_new_tokens=params.max_new_tokens
             )
-            rows += sweep(recording, sorted({*ks, *params.ks}), cost)
+            found = sweep(recording, sorted({*ks, *params.ks}), cost)
+            rows += [row | {"live_plain_s": one.decode_s} for row in found]
     replay_s = perf_counter() - began
     live = [g.wall_s for g in made if g.k]
     return {"rows": rows, "replay_s": replay_s, "live_s": sum(live) / len(params.ks) * len(ks)}

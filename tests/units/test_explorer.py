@@ -8,14 +8,14 @@ import pytest
 
 from specnb.book import explore, explore_tables
 from specnb.book import explore_figures as show
-from specnb.book.explore import ALL, CUSTOM, FIXED, NAMED, THIS_MACHINE, Machine, Setting, Tables
+from specnb.book.explore import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables
 from specnb.book.explorer import Explorer
 from specnb.book.live import Workbench, live_speedup
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure.cost import CostCurve
+from specnb.measure.cost import NAMED, CostCurve
 from specnb.measure.replay import Cost, fixed_k
 from specnb.measure.trace import Trace, record
 from specnb.params import ExplorerParams
