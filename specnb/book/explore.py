@@ -16,9 +16,9 @@ from specnb.decode.control import ConfidenceStop, ContentK, Controller, EntropyS
 from specnb.decode.costaware import CostAware
 from specnb.errors import InputError
 from specnb.measure.cost import CostCurve
+from specnb.measure.recording import Trace
 from specnb.measure.replay import Counts, Step, counts_of, fixed_k, walk
 from specnb.measure.stats import FEWEST
-from specnb.measure.trace import Trace
 
 ALL = "all"
 FIXED = "fixed K"
@@ -54,7 +54,7 @@ class Machine(NamedTuple):
     def bent(self, at8: float, c: float) -> "Machine":
         """A custom machine: the shape of this curve, stretched to pass through `at8` at width 8, with another c."""
         rise = self.at() - 1
-        if abs(rise) < 1e-9:
+        if rise < 0.05 or min(self.ratios[1:]) < 1:  # stretching a flat curve would stretch its noise
             return Machine.straight(CUSTOM, at8, c, len(self.ratios) - 2)
         return Machine(CUSTOM, (0.0, *(1 + (r - 1) * (at8 - 1) / rise for r in self.ratios[1:])), c)
 

@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 
 from specnb.book.explore import AT, FIXED, Predicted, Setting, Speedup, Tables
 from specnb.book.style import COLOURS, template
+from specnb.measure.recording import Recording
 from specnb.measure.replay import Step
-from specnb.measure.trace import Recording
 
 COLUMNS, ROWS = 10, 9
 """Of the token strip; longer generations show the rows around the round that is looked at."""

@@ -21,7 +21,7 @@ from specnb.book.job import Job
 from specnb.book.live import live_speedup
 from specnb.errors import InputError
 from specnb.measure.cost import NAMED, CostCurve
-from specnb.measure.trace import Trace
+from specnb.measure.recording import Trace
 from specnb.records import Generation
 
 RunLive = Callable[[Setting, Callable[[int, int, str], None], Callable[[], bool]], Iterable[Generation]]

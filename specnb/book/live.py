@@ -17,8 +17,9 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.cost import WIDTHS, CostCurve, verify_costs
 from specnb.measure.ksweep import baseline_of
+from specnb.measure.recording import Recording, Trace
 from specnb.measure.stats import Interval, bootstrap, rate_ratio
-from specnb.measure.trace import Recording, Trace, record
+from specnb.measure.trace import record
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt, digest, prompts
 from specnb.provenance import provenance

@@ -8,7 +8,7 @@ import pandas as pd
 from specnb.errors import InputError
 from specnb.measure.cost import CostCurve
 from specnb.measure.ksweep import baseline_of
-from specnb.measure.stats import bootstrap, rate, rate_ratio
+from specnb.measure.stats import Interval, bootstrap, rate, rate_ratio
 from specnb.records import Generation, RunRecord
 
 ALL = "all"
@@ -67,7 +67,7 @@ def replayed(record: RunRecord, *, level: float = 0.95) -> pd.DataFrame:
 
     Counts are expected values; intervals are over prompts. The speed-up is predicted from the measured costs, and
     tokens_per_s from it and the live rate of plain decoding: a step takes longer in a run than one measured hot. A
-    run with a lossy rule holds no replay, for its text depends on the drafts: then the live sweep.
+    run with another rule than `token` holds no replay: then the live sweep.
     """
     if "replay" not in record.measurements:
         return k_sweep(record, level=level)
@@ -86,7 +86,8 @@ def replayed(record: RunRecord, *, level: float = 0.95) -> pd.DataFrame:
 def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame, level: float) -> dict:
     times = group[["n_decoded", "seconds", "n_decoded", "plain_s"]].to_numpy(dtype=float)
     times = times[times[:, 0] > 0]  # an answer of one token is all prefill
-    speedup = bootstrap(times, rate_ratio, level=level, draws=500)
+    nothing = Interval(float("nan"), float("nan"), float("nan"), level)
+    speedup = bootstrap(times, rate_ratio, level=level, draws=500) if len(times) else nothing
     drafted, accepted, rounds = (float(group[name].sum()) for name in ("drafted", "accepted", "rounds"))
     return {
         **dict(zip(("category", "temperature", "k"), key, strict=True)),
@@ -129,7 +130,7 @@ def sweep_time(record: RunRecord) -> pd.DataFrame:
 
 def _require_replay(record: RunRecord) -> dict:
     if "replay" not in record.measurements:
-        raise InputError(f"run {record.run_id} holds no replay: its rule is lossy, and its text depends on the drafts")
+        raise InputError(f"run {record.run_id} holds no replay: its rule is not `token`, whose law is replayed")
     return record.measurements["replay"]
 
 

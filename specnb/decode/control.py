@@ -31,7 +31,7 @@ class Belief(NamedTuple):
         weights = np.exp(shifted)
         total = weights.sum()
         # -sum p log p with p = w / total; a logit of -inf has weight 0 and adds nothing
-        weighted = np.where(weights > 0, weights * shifted, 0.0).sum() / total
+        weighted = np.multiply(weights, shifted, where=weights > 0, out=np.zeros_like(weights)).sum() / total
         return cls(float(1.0 / total), float(np.log(total) - weighted))
 
 
@@ -49,7 +49,7 @@ class Controller:
     name = "controller"
     k_max = 0
     reads_drafts = False
-    """Whether `goes_on` wants to be asked; a belief costs a softmax over the vocabulary for each draft."""
+    """Whether `goes_on` and `worth_copying` want to be asked; a belief costs a softmax over the vocabulary a draft."""
 
     def start(self, prompt: bytes) -> None:
         """A new generation begins; forget the last one."""
@@ -68,6 +68,10 @@ class Controller:
     def enough(self, position: int) -> bool:
         """Whether drafting ends behind the token at `position`, before the drafter computes another row."""
         return False
+
+    def worth_copying(self, support: int, k: int) -> int:
+        """How many of `k` copied tokens to verify that followed a match of `support` tokens (lookup)."""
+        return k
 
     def update(self, outcome: Outcome) -> None:
         """A round has ended."""
@@ -95,8 +99,8 @@ class RollingAcceptance(Controller):
     k_max = 24
 
     def __init__(self, start: int = 12, low: int = 4, high: int = 24, window: int = 128) -> None:
-        if not 0 < low <= start <= high:
-            raise InputError(f"the bounds must be 0 < low <= start <= high, got {low}, {start}, {high}")
+        if not 0 < low <= start <= high or window < 1:
+            raise InputError(f"it needs 0 < low <= start <= high and window > 0, got {low}, {start}, {high}, {window}")
         self.k_max, self._low, self._k = _checked(high), low, start
         self._rates: deque[float] = deque(maxlen=window)
 
@@ -107,9 +111,9 @@ class RollingAcceptance(Controller):
         self._rates.append(outcome.n_accepted / outcome.k if outcome.k else 0.0)
         mean = sum(self._rates) / len(self._rates)
         if mean > 0.80 and self._k < self.k_max:
-            self._k += 4
+            self._k = min(self._k + 4, self.k_max)
         elif mean < 0.60 and self._k > self._low:
-            self._k -= 4
+            self._k = max(self._k - 4, self._low)
 
 
 REPORT_K: Mapping[str, int] = {"code": 22, "json": 10, "general": 10, "prose": 6}

@@ -10,24 +10,39 @@ from specnb.errors import InputError
 TRY = 3
 """Rounds of drafting that are tried while plain decoding seems faster."""
 
+LOSS = 0.01
+"""Share of the time that tries may cost."""
+
+
+TOP_EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+TOP_PRIOR = (0.53, 0.58, 0.64, 0.71, 0.79, 0.86, 0.93, 0.97, 0.99)
+"""Sampled drafts are kept more often than the largest probability says, greedy ones about as often: half-way to 1."""
+
+MATCH_EDGES = (1, 2, 3, 5, 8, 12, 20)
+MATCH_PRIOR = (0.35, 0.5, 0.65, 0.75, 0.8, 0.9, 0.95, 0.97)
+"""Matches of 1, 2, 3, 4-5, 6-8, ... tokens; about what lookup showed on this project's prompts."""
+
 
 class CostAware(Controller):
     """Drafts as long as a draft is expected to win more time than it costs; not at all where none does.
 
     A round with K drafts takes verify_s[K + 1] + K draft_s and commits 1 + sum_j prod_{i<=j} alpha_i tokens (Leviathan
-    et al. 2211.17192, with a measured cost curve in place of T(K + 1) = T(1) and an alpha for each position). Two ways
-    to use it, by what the drafter tells:
+    et al. 2211.17192, with a measured cost curve in place of T(K + 1) = T(1) and an alpha for each position). What
+    is known of a draft depends on the drafter:
 
-    * a drafter without rows (lookup): K is the draft length of the highest expected rate. Rounds in which nothing is
-      proposed cost a plain step whatever K is, and how often that happens is part of the rate;
+    * lookup: how often copied tokens are kept is learned by the length of the match, which grows with each of them
+      that is kept. Of a proposal as many are verified as win the most tokens over rate * T's rise, the rate being
+      that of recent rounds;
     * a draft model: how often drafts are kept is learned by the model's own largest probability. A token is verified
       if the chance that it is reached and kept, P, pays for the wider forward (P >= rate * T's slope), and another
       drafted if P times the usual alpha pays for the draft as well. The rate is that of recent drafting rounds.
 
+    For a drafter that tells neither, K is the draft length of the highest expected rate.
+
     Estimates fade with a memory of `memory` rounds towards what is assumed at first, `prior`, an optimist's view:
     drafts that are never made teach nothing. Where plain decoding is faster K is 0, and drafting is tried again for
-    TRY rounds after `patience` tokens, and after twice as many each time it has not paid. What was learned is kept
-    from one generation to the next.
+    TRY rounds after `patience` tokens, or later: a try that loses time waits for so many tokens that it cost LOSS of
+    theirs. What was learned is kept from one generation to the next.
     """
 
     name = "cost-aware"
@@ -53,25 +68,35 @@ class CostAware(Controller):
         self._slope = _cheapest_ahead(self._verify)
         self._fade = 1.0 - 1.0 / memory
         self._positions = _Positions(self.k_max, prior, weight, self._fade)
-        self._calibration = _Calibration(weight, self._fade)
+        self._calibration = _Calibration(TOP_EDGES, TOP_PRIOR, weight, self._fade)
+        self._copied = _Calibration(MATCH_EDGES, MATCH_PRIOR, weight, self._fade)
+        self._copying = False
         self._recent = _Recent(self._verify[1], weight, prior, self._fade)
-        self._patience = self._wait = patience
+        self._patience = patience
         self._plain = 0  # tokens since drafting was given up
         self._trying = 0  # rounds of a try that are left
+        self._lost = 0.0  # plain steps that the last try took longer
         self._bins: list[int] | None = None  # of this round's drafts; None for a drafter without rows
         self._steps, self._reached, self._rate = 0, 1.0, 0.0
 
+    def start(self, prompt: bytes) -> None:
+        """What was learned stays; what this drafter tells is found out anew."""
+        self._copying, self._bins, self._steps, self._reached = False, None, 0, 1.0
+
     def draft_length(self) -> int:
+        if self._copying:
+            self._bins = []
+            return self.k_max
         best, rate = self._best_within() if self._bins is not None else self._best_fixed()
         self._rate = rate
         self._steps, self._reached = 0, 1.0
         if self._bins is not None:
             self._bins = []
         if best:
-            self._plain, self._wait, self._trying = 0, self._patience, 0
+            self._plain, self._trying, self._lost = 0, 0, 0.0
             return best
-        if self._trying == 0 and self._plain >= self._wait:
-            self._trying, self._wait = TRY, 2 * self._wait
+        if self._trying == 0 and self._plain >= max(self._patience, self._lost / LOSS):
+            self._trying, self._lost = TRY, 0.0
         if self._trying == 0 or not self.k_max:
             return 0
         self._trying, self._plain = self._trying - 1, 0
@@ -88,6 +113,20 @@ class CostAware(Controller):
         self._bins.append(at)
         return True
 
+    def worth_copying(self, support: int, k: int) -> int:
+        self._copying = True
+        bins = [self._copied.bin(support + j) for j in range(min(k, self.k_max))]
+        if not bins:
+            return 0
+        reached = np.cumprod([self._copied.chance(at) for at in bins])
+        rate = max(self._recent.rate, 1.0 / self._verify[1])
+        rise = self._verify[1 : len(bins) + 2] - self._verify[1]
+        best = int(np.argmax(np.concatenate([[0.0], np.cumsum(reached)]) - rate * rise))
+        self._bins = bins[:best]
+        if not best:
+            self._copied.forget(bins[0])
+        return best
+
     def enough(self, position: int) -> bool:
         if position + 2 >= len(self._slope):
             return True
@@ -98,10 +137,11 @@ class CostAware(Controller):
         self._plain += outcome.n_accepted + 1
         self._positions.learn(outcome)
         if self._bins is not None:
-            self._calibration.learn(self._bins, outcome.n_accepted)
-        if outcome.k or self._steps:
+            (self._copied if self._copying else self._calibration).learn(self._bins, outcome.n_accepted)
+        if outcome.k or self._steps or self._copying:
             seconds = self._verify[outcome.k + 1] + self._draft * max(self._steps, outcome.k)
             self._recent.learn(outcome.n_accepted + 1, seconds)
+            self._lost += seconds / self._verify[1] - (outcome.n_accepted + 1)
 
     def _best_fixed(self) -> tuple[int, float]:
         rates = self._positions.rates(self._verify, self._draft)
@@ -143,19 +183,15 @@ class _Positions:
 
 
 class _Calibration:
-    """How often drafts were kept, by the draft model's largest probability."""
+    """How often drafts were kept, by a number known before: a probability, the length of a match."""
 
-    EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-
-    def __init__(self, weight: float, fade: float) -> None:
-        middles = np.convolve((0.0, *self.EDGES, 1.0), (0.5, 0.5), mode="valid")
-        # sampled drafts are kept more often than the largest probability says, greedy ones about as often
-        self._prior = 0.5 + 0.5 * middles
-        self._kept, self._tested = np.zeros(len(middles)), np.zeros(len(middles))
+    def __init__(self, edges: Sequence[float], prior: Sequence[float], weight: float, fade: float) -> None:
+        self._edges, self._prior = edges, prior
+        self._kept, self._tested = np.zeros(len(prior)), np.zeros(len(prior))
         self._weight, self._fade = weight, fade
 
-    def bin(self, top: float) -> int:
-        return int(np.searchsorted(self.EDGES, top))
+    def bin(self, value: float) -> int:
+        return int(np.searchsorted(self._edges, value))
 
     def chance(self, at: int) -> float:
         return float((self._kept[at] + self._weight * self._prior[at]) / (self._tested[at] + self._weight))

@@ -134,7 +134,7 @@ def speculative(
     """
     tokens = list(prompt_ids)  # ours: the caller's list is never touched, and drafters see it read-only
     view = TokenView(tokens)
-    control.start(target.vocab.decode_bytes(tokens))
+    control.start(target.vocab.raw_bytes(tokens))
     for index in count():
         if stopping.reason or _out_of_context(target, tokens, stopping):
             return
@@ -192,6 +192,9 @@ class _StoppingPicker:
         self.enough = self._control.enough(self._position)
         self._position += 1
         return picked
+
+    def copies(self, support: int, k: int) -> int:
+        return self._control.worth_copying(support, k)
 
 
 def _proposed(drafter: Drafter, view: TokenView, limit: int, picker: Picker) -> Proposal:

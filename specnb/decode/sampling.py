@@ -112,3 +112,7 @@ class Chooser:
             return argmax(logits), None
         row = self.sampling.probabilities(logits)
         return self.draws.categorical(row), row
+
+    def copies(self, _support: int, k: int) -> int:
+        """All of them: only a controller has reasons to propose fewer."""
+        return k

@@ -34,6 +34,10 @@ class Picker(Protocol):
         """
         ...
 
+    def copies(self, support: int, k: int) -> int:
+        """How many of up to `k` tokens to propose that followed a match of `support` tokens."""
+        ...
+
 
 class Drafter(Protocol):
     """Proposes tokens that may follow; keeps whatever state it needs in step with the tokens that became true."""

@@ -47,7 +47,7 @@ class LookupDrafter:
             if begin is not None:
                 # A copy may run into itself, as in LZ77: a text of period p goes on with period p.
                 period = end - begin
-                length = int(min(k, self._factor * n))
+                length = rng.copies(n, max(1, int(min(k, self._factor * n))))
                 return Proposal(tuple(tokens[begin + j % period] for j in range(length)))
         return Proposal(())
 

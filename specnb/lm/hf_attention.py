@@ -2,7 +2,7 @@
 
 In bfloat16 on a CPU, torch's matrix products compute a row alike for any number of rows from two up; its attention
 kernel does not, and in a type with 8 bits of precision that moves logits by tenths and flips near-ties between
-plain decoding and verification. Here short blocks are cut into calls of one shape: ROWS query rows, each against
+plain decoding and verification. Here short blocks are cut into calls of a few query rows, each against
 the keys up to its own token, padded with masked entries, which add exact zeros, to a multiple of LANES. Tests compare
 the bits, benchmarks the price.
 """

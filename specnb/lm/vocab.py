@@ -53,6 +53,10 @@ class Vocabulary:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.piece(token) for token in ids)
 
+    def raw_bytes(self, ids: Iterable[int]) -> bytes:
+        """As `decode_bytes`, with control tokens in their place: the turns of a chat show."""
+        return b"".join(self.pieces[token] for token in ids)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; bytes that are no valid UTF-8 (a cut character) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")

@@ -47,11 +47,11 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
     measurements: dict[str, Any] = {}
     try:
         drafter = load_drafter(params.drafter, target, strict=True).drafter
-        _check_prompts(target, chosen, params.max_new_tokens)
+        check_prompts(target, chosen, params.max_new_tokens)
         measurements |= _costs(target, drafter, max(params.k_max, *params.ks))
         _generate_all(params, target, drafter, chosen, progress or _silent, made)
         measurements["forks"] = list(_forks(target, made))
-        if params.rule != "typical":  # a lossy rule's text depends on the drafts: nothing to replay along
+        if params.rule == "token":  # what a lossy rule writes depends on the drafts, the block rule keeps more of them
             measurements["replay"] = _replay(params, target, drafter, made, measurements)
             measurements["turns"] = list(_turns(params, target, drafter, measurements))
         return _record(params, chosen, target, drafter, started, made, measurements)
@@ -96,7 +96,7 @@ def _record(
     )
 
 
-def _check_prompts(target: LanguageModel, chosen: list[Prompt], max_new_tokens: int) -> None:
+def check_prompts(target: LanguageModel, chosen: list[Prompt], max_new_tokens: int) -> None:
     """Every prompt can be encoded and fits with its answer: told now rather than an hour later."""
     for prompt in chosen:
         try:

@@ -21,7 +21,7 @@ import numpy as np
 from specnb.decode.control import Belief, Controller, Outcome
 from specnb.errors import InputError
 from specnb.measure.cost import CostCurve
-from specnb.measure.trace import Recording
+from specnb.measure.recording import Recording
 
 
 class Cost(NamedTuple):
@@ -197,6 +197,8 @@ def _rng(rng: np.random.Generator | None) -> np.random.Generator:
 
 def _drafted(recording: Recording, controller: Controller, at: int, limit: int, n_kept: int) -> tuple[int, int]:
     """Drafts of the round after the controller's own end of drafting, and the drafter's forwards for them."""
+    if controller.reads_drafts and limit and recording.support and recording.support[at]:
+        limit = controller.worth_copying(recording.support[at], limit)
     if not (controller.reads_drafts and recording.beliefs):
         return limit, limit
     for j in range(limit):
@@ -211,7 +213,7 @@ def _belief(recording: Recording, at: int, j: int, n_kept: int) -> Belief:
     """What the draft model's row for draft j says, in a round that starts after `at` tokens and keeps n_kept drafts."""
     over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
     beyond = j - n_kept - (not over)
-    if beyond >= 0 and recording.astray:
+    if beyond >= 0 and at + n_kept < len(recording.astray):
         path = recording.astray[at + n_kept]
         if beyond < len(path):
             return path[beyond]

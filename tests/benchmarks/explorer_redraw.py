@@ -15,7 +15,7 @@ import numpy as np
 
 from specnb.book.explorer import Explorer
 from specnb.measure.cost import CostCurve
-from specnb.measure.trace import Trace
+from specnb.measure.recording import Trace
 
 
 def values(control) -> list:

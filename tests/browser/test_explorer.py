@@ -28,7 +28,7 @@ from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm import toy
 from specnb.measure.cost import CostCurve
-from specnb.measure.trace import Trace
+from specnb.measure.recording import Trace
 from specnb.prompts import Prompt
 
 target = toy.markov(6, order=2, seed=4, sharpness=3.0)

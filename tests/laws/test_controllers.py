@@ -22,8 +22,9 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import CostCurve
+from specnb.measure.recording import Trace
 from specnb.measure.replay import Cost, counts_of, fixed_k, oracle, walk
-from specnb.measure.trace import Trace, record
+from specnb.measure.trace import record
 from specnb.prompts import prompts
 from tests.laws.enumerate import distribution, total_variation
 
@@ -63,10 +64,10 @@ def test_greedy_output_is_that_of_plain_decoding(control, name):
 
 
 @pytest.mark.parametrize("control", ["confidence", "cumulative", "entropy", "cost-aware", "rolling"])
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_sampled_output_has_the_targets_distribution(control, rule):
+@pytest.mark.parametrize(("rule", "name"), [("token", "model"), ("block", "model"), ("token", "lookup")])
+def test_sampled_output_has_the_targets_distribution(control, rule, name):
     target, sampling = toy.markov(3, order=1, seed=4), Sampling(1.0)
-    drafter = ModelDrafter(toy.markov(3, order=1, seed=7))
+    drafter = LookupDrafter() if name == "lookup" else ModelDrafter(toy.markov(3, order=1, seed=7))
 
     def law(speculative):
         def program(draws):
@@ -185,6 +186,17 @@ def test_walks_make_the_live_rounds_of_the_real_model(opened):
             live = generate(target, prompt, drafter=drafter, k=CONTROLLERS[name](), max_new_tokens=20)
             steps = walk(recording, CONTROLLERS[name]())
             assert [(s.drafted, s.n_accepted) for s in steps] == rounds_of(live), (drafter.name, name)
+
+
+def test_the_prompt_reaches_controllers_with_its_turns(monkeypatch):
+    """Control tokens included: without them the content of a chat cannot be told."""
+    seen = []
+    vocab = toy.letters(4)
+    target = toy.markov(4, seed=1)
+    target.vocab = type(vocab)(pieces=(b"<|user|>", b"a", b"b", b"c"), special=frozenset({0}))
+    control = ContentK(detector=lambda prompt, generated: seen.append((prompt, generated)) or "code")
+    generate(target, [0, 1, 2], drafter=LookupDrafter(), k=control, max_new_tokens=3)
+    assert seen[0] == ("<|user|>ab", "") and seen[-1][1] != ""
 
 
 def test_the_interface_alone_chooses_nothing():

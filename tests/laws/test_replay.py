@@ -10,8 +10,9 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
+from specnb.measure.recording import Recording
 from specnb.measure.replay import fixed_k
-from specnb.measure.trace import Recording, record
+from specnb.measure.trace import record
 from specnb.prompts import prompts
 
 PROMPT = [0, 1, 2, 0, 1]

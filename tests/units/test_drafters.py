@@ -35,7 +35,7 @@ def brute_force(tokens, n_min, n_max, k, factor=math.inf):
         for end in range(len(tokens) - 1, n - 1, -1):
             if n <= len(tokens) and tokens[end - n : end] == tokens[len(tokens) - n :]:
                 grown = list(tokens)
-                for j in range(int(min(k, factor * n))):
+                for j in range(max(1, int(min(k, factor * n)))):
                     grown.append(grown[end + j])
                 return tuple(grown[len(tokens) :])
     return ()

@@ -1,0 +1,116 @@
+"""Tables and figures of notebook 02: controllers against the best fixed K, and K over time."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from specnb.book.style import series, template
+from specnb.decode.control import Controller
+from specnb.measure.adaptive import SESSION, Study, controllers, cost_of, session, walk_session
+from specnb.measure.replay import counts_of, walk
+from specnb.records import RunRecord
+
+
+def against_best(record: RunRecord, *, machine: str | None = None) -> pd.DataFrame:
+    """One row per machine, drafter and policy, one column per content: speed as a share of the best fixed K's.
+
+    The best K is chosen in hindsight for each content (K = 0, plain decoding, included); the row of the fixed K
+    holds the speed-up over plain decoding itself.
+    """
+    rows = pd.DataFrame(record.measurements["replay"])
+    rows = rows if machine is None else rows[rows["machine"] == machine]
+    key = ["machine", "drafter", "content"]
+    best = rows[rows["kind"] == "fixed"].set_index(key)["speedup"].rename("best")
+    rows = rows.join(best, on=key)
+    fixed = rows["kind"] == "fixed"
+    rows = rows.assign(
+        value=(rows["speedup"] / rows["best"]).where(~fixed, rows["speedup"]),
+        policy=rows["policy"].where(~fixed, "best fixed K: speed-up"),
+    )
+    return _wide(rows)
+
+
+def _wide(rows: pd.DataFrame) -> pd.DataFrame:
+    index, contents = ["machine", "drafter", "policy"], list(dict.fromkeys(rows["content"]))
+    order = rows[index].drop_duplicates()
+    wide = rows.pivot(index=index, columns="content", values="value")
+    return wide.loc[list(order.itertuples(index=False, name=None)), contents].reset_index().rename_axis(columns=None)
+
+
+def worst(share: pd.DataFrame) -> pd.DataFrame:
+    """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content."""
+    contents = [name for name in share.columns if name not in ("machine", "drafter", "policy", SESSION)]
+    rows = share[~share["policy"].isin(["best fixed K: speed-up", "oracle"])]
+    found = rows[["machine", "drafter", "policy"]].assign(
+        worst=rows[contents].min(axis=1), content=rows[contents].idxmin(axis=1)
+    )
+    return found.assign(**{SESSION: rows[SESSION]}).reset_index(drop=True)
+
+
+def live_check(study: Study) -> pd.DataFrame:
+    """Every live generation beside its replay: rounds, tokens drafted and kept; `same` where all three are equal.
+
+    Greedy and from the same controller fresh for each prompt, so with lookup they are the same, integer for integer,
+    unless the live text forked from the plain one at a near-tie (`same_text` is then False). A draft model whose wide
+    forwards round otherwise than its steps may draft another token at a near-tie of its own.
+    """
+    plain = {g.prompt_id: g for g in study.record.generations if not g.k}
+    rows = []
+    for g in (g for g in study.record.generations if g.k):
+        (recording,) = study.trace.select(prompt_id=g.prompt_id, drafter=g.drafter).recordings
+        control = controllers(cost_of(study.record, g.drafter), recording.k_max)[g.controller]
+        counts = counts_of(recording, walk(recording, control))
+        live = (len(g.rounds), g.total_draft_tokens, g.accepted_tokens)
+        rows.append(
+            {
+                "content": g.category,
+                "drafter": g.drafter,
+                "policy": g.controller,
+                **dict(zip(("rounds", "drafted", "accepted"), live, strict=True)),
+                "same": live == (counts.rounds, counts.drafted, counts.accepted),
+                "same_text": g.token_ids == plain[g.prompt_id].token_ids,
+            }
+        )
+    return pd.DataFrame(
+        rows, columns=["content", "drafter", "policy", "rounds", "drafted", "accepted", "same", "same_text"]
+    )
+
+
+def trajectory(study: Study, drafter: str, policies: Sequence[str]) -> pd.DataFrame:
+    """K of every round through the switching session: policy, token (position in the session), k, content."""
+    recordings = session(study.trace.select(drafter=drafter).recordings)
+    made: dict[str, Controller] = controllers(cost_of(study.record, drafter), recordings[0].k_max)
+    rows = []
+    for policy in policies:
+        before = 0
+        for recording, steps in walk_session(recordings, made[policy]):
+            rows += [
+                {"policy": policy, "token": before + s.at, "k": s.drafted, "content": recording.category} for s in steps
+            ]
+            before += recording.n_tokens
+    return pd.DataFrame(rows)
+
+
+def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SESSION}") -> go.Figure:
+    """Drafted tokens of each round over the position in the session, with the contents named above their stretch."""
+    figure = go.Figure()
+    for index, (policy, line) in enumerate(frame.groupby("policy", sort=False)):
+        style = series(index)
+        figure.add_trace(
+            go.Scatter(
+                x=line["token"].tolist(), y=line["k"].tolist(), mode="lines", name=str(policy),
+                line={**style["line"], "shape": "hv"}, hovertemplate="token %{x}<br>%{y} drafted",
+            )
+        )  # fmt: skip
+    first = frame[frame["policy"] == frame["policy"].iloc[0]]
+    stretch = (first["content"] != first["content"].shift()).cumsum()
+    for at, (_, part) in enumerate(first.groupby(stretch)):
+        figure.add_vline(x=int(part["token"].iloc[0]), line={"color": "#bbb", "width": 1, "dash": "dot"})
+        figure.add_annotation(
+            x=int(part["token"].iloc[0]), y=1.0 - 0.05 * (at % 2), yref="paper", text=part["content"].iloc[0],
+            showarrow=False, xanchor="left", font={"size": 10},
+        )  # fmt: skip
+    figure.update_xaxes(title_text="position in the session (generated tokens)")
+    figure.update_yaxes(title_text="tokens drafted in the round", rangemode="tozero")
+    return figure.update_layout(template=template(), title_text=title)
