@@ -42,6 +42,20 @@ class Params(BaseModel):
             raise InputError(f"parameters of {cls.__name__}: {told}") from error
 
 
+def _in_range(temperatures: list[float]) -> list[float]:
+    if any(not 0 <= t <= 100 for t in temperatures):
+        raise ValueError("each temperature must be 0 (greedy) to 100")
+    return temperatures
+
+
+def _each_once(values: list) -> list:
+    """The same generation twice would count as two prompts, and make intervals too narrow."""
+    twice = [value for value, times in Counter(values).items() if times > 1]
+    if twice:
+        raise ValueError(f"{twice[0]!r} is listed twice")
+    return values
+
+
 class KSweepParams(Params):
     """Notebook 01: which draft length K pays, per temperature and content?
 
@@ -70,21 +84,9 @@ class KSweepParams(Params):
             raise ValueError("each K must be 1 to 256; the baseline (no drafts) always runs beside them")
         return sorted(ks)
 
-    @field_validator("temperatures")
-    @classmethod
-    def _temperatures(cls, temperatures: list[float]) -> list[float]:
-        if any(not 0 <= t <= 100 for t in temperatures):
-            raise ValueError("each temperature must be 0 (greedy) to 100")
-        return temperatures
+    _temperatures = field_validator("temperatures")(_in_range)
 
-    @field_validator("ks", "temperatures", "categories")
-    @classmethod
-    def _no_repeats(cls, values: list) -> list:
-        """The same generation twice would count as two prompts, and make intervals too narrow."""
-        twice = [value for value, times in Counter(values).items() if times > 1]
-        if twice:
-            raise ValueError(f"{twice[0]!r} is listed twice")
-        return values
+    _no_repeats = field_validator("ks", "temperatures", "categories")(_each_once)
 
     @model_validator(mode="after")
     def _typical_needs_sampling(self) -> Self:
@@ -109,13 +111,7 @@ class AdaptiveKParams(Params):
     k_max: int = Field(default=24, ge=24, le=256)
     seed: int = Field(default=0, ge=0, lt=2**63)
 
-    @field_validator("drafters", "categories")
-    @classmethod
-    def _no_repeats(cls, values: list) -> list:
-        twice = [value for value, times in Counter(values).items() if times > 1]
-        if twice:
-            raise ValueError(f"{twice[0]!r} is listed twice")
-        return values
+    _no_repeats = field_validator("drafters", "categories")(_each_once)
 
 
 class ExplorerParams(Params):
@@ -133,18 +129,6 @@ class ExplorerParams(Params):
     k_max: int = Field(default=24, ge=1, le=256)
     seed: int = Field(default=0, ge=0, lt=2**63)
 
-    @field_validator("temperatures")
-    @classmethod
-    def _temperatures(cls, temperatures: list[float]) -> list[float]:
-        if any(not 0 <= t <= 100 for t in temperatures):
-            raise ValueError("each temperature must be 0 (greedy) to 100")
-        return temperatures
+    _temperatures = field_validator("temperatures")(_in_range)
 
-    @field_validator("drafters", "contents", "temperatures")
-    @classmethod
-    def _no_repeats(cls, values: list) -> list:
-        """The same generation twice would count as two prompts, and make intervals too narrow."""
-        twice = [value for value, times in Counter(values).items() if times > 1]
-        if twice:
-            raise ValueError(f"{twice[0]!r} is listed twice")
-        return values
+    _no_repeats = field_validator("drafters", "contents", "temperatures")(_each_once)
