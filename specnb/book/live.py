@@ -3,9 +3,8 @@
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from specnb.book.explore import POLICIES, Setting
 from specnb.decode.generate import generate
@@ -16,22 +15,18 @@ from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.cost import WIDTHS, CostCurve, verify_costs
+from specnb.measure.experiment import Progress, record_of, silent
 from specnb.measure.ksweep import baseline_of
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.stats import Interval, bootstrap, rate_ratio
 from specnb.measure.trace import record
 from specnb.params import ExplorerParams
-from specnb.prompts import Prompt, digest, prompts
-from specnb.provenance import provenance
+from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
-from specnb.store import run_id
 
 EXPERIMENT = "09_explorer"
 LIVE_PROMPTS = 3
 """Prompts of one live run: each is generated plainly and with drafts."""
-
-Progress = Callable[[int, int, str], None]
-"""Called before each generation with (done, total, what comes next)."""
 
 
 class Recorded(NamedTuple):
@@ -77,7 +72,7 @@ class Workbench:
             curve, c = self._costs()
             for temperature in p.temperatures:
                 for prompt in self.chosen:
-                    (progress or _silent)(len(made), total, f"{prompt.id}, temperature {temperature:g}")
+                    (progress or silent)(len(made), total, f"{prompt.id}, temperature {temperature:g}")
                     recorded = record(
                         self.target, list(self.drafters.values()), [prompt], temperature=temperature, k_max=p.k_max,
                         max_new_tokens=p.max_new_tokens, seed=p.seed,
@@ -85,11 +80,13 @@ class Workbench:
                     for one, recordings in recorded:
                         made.append(one)
                         found += recordings
-        (progress or _silent)(total, total, "done")
-        return Recorded(self._record(started, made, curve, c), Trace(tuple(found)), curve, c)
+        (progress or silent)(total, total, "done")
+        measured = {"verify_curve": curve.model_dump(mode="json"), "c": c}
+        kept = record_of(EXPERIMENT, p, self.chosen, self.target, self._models(), started, made, measured)
+        return Recorded(kept, Trace(tuple(found)), curve, c)
 
     def run_live(
-        self, setting: Setting, progress: Progress = lambda *_: None, cancelled: Callable[[], bool] = lambda: False
+        self, setting: Setting, progress: Progress = silent, cancelled: Callable[[], bool] = lambda: False
     ) -> list[Generation]:
         """Each prompt of the setting's content plainly and with drafts, in turn; stops between generations if asked.
 
@@ -137,26 +134,9 @@ class Workbench:
             curve = curve or own
         return curve or verify_costs(self.target, None, widths=widths, context=context)[0], c
 
-    def _record(
-        self, started: datetime, made: list[Generation], curve: CostCurve, c: dict[str, float]
-    ) -> RunRecord:  # what every other notebook writes too
-        dumped: dict[str, Any] = self.params.model_dump(mode="json")
+    def _models(self) -> list[dict[str, str]]:
         drafts = [d.name for d in self.drafters.values() if isinstance(d, ModelDrafter)]
-        return RunRecord(
-            run_id=run_id(EXPERIMENT, dumped),
-            experiment=EXPERIMENT,
-            params=dumped,
-            provenance=provenance(
-                seeds={"seed": self.params.seed},
-                models=[{"role": "target", "id": self.target.name}] + [{"role": "drafter", "id": n} for n in drafts],
-                prompts_digest=digest(self.chosen),
-                extra={"target": asdict(self.target.caps)},
-            ),
-            started=started,
-            ended=datetime.now(UTC),
-            generations=tuple(made),
-            measurements={"verify_curve": curve.model_dump(mode="json"), "c": c},
-        )
+        return [{"role": "target", "id": self.target.name}] + [{"role": "drafter", "id": n} for n in drafts]
 
 
 def live_speedup(made: Sequence[Generation]) -> Interval:
@@ -176,7 +156,3 @@ def _spread(found: list[Prompt]) -> list[Prompt]:
     """At most LIVE_PROMPTS of them, from different contents where there are several."""
     step = max(1, len(found) // LIVE_PROMPTS)
     return found[::step][:LIVE_PROMPTS]
-
-
-def _silent(_done: int, _total: int, _what: str) -> None:
-    return None

@@ -4,8 +4,7 @@ The measurement behind notebook 02. All replays are greedy, so they are exact, d
 (`trace.record(astray=True)`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -18,20 +17,18 @@ from specnb.draft.model import ModelDrafter
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.cost import NAMED, WIDTHS, CostCurve, straight_curve, verify_costs
+from specnb.measure.experiment import Progress, record_of, silent
 from specnb.measure.ksweep import check_prompts
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk
 from specnb.measure.trace import follow
 from specnb.params import AdaptiveKParams
-from specnb.prompts import Prompt, digest, prompts
-from specnb.provenance import provenance
+from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
-from specnb.store import run_id
 
 EXPERIMENT = "02_adaptive_k"
 THIS_MACHINE = "this machine"
 SESSION = "switching session"
-Progress = Callable[[int, int, str], None]
 
 
 class Study(NamedTuple):
@@ -55,7 +52,7 @@ def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
     return {control.name: control for control in made}
 
 
-def run(params: AdaptiveKParams, *, progress: Progress = lambda *_: None) -> Study:
+def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
     """Generate, follow every drafter, replay every controller on every machine, run some live.
 
     Raises what `specnb.load` and `generate` raise.
@@ -84,7 +81,9 @@ def run(params: AdaptiveKParams, *, progress: Progress = lambda *_: None) -> Stu
             "c": {name: cost.c for name, cost in costs.items()},
             "replay": list(_replayed(trace, costs, params.k_max)),
         }
-        return Study(_record(params, target, chosen, started, [*made, *live], measurements), trace)
+        models = [{"role": "target", "id": target.name, "sha256": None}]
+        record = record_of(EXPERIMENT, params, chosen, target, models, started, [*made, *live], measurements)
+        return Study(record, trace)
     finally:
         for drafter in drafters:
             drafter.close()
@@ -164,32 +163,6 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[d
                     yield common | {"policy": name, "kind": "controller", "speedup": plain / seconds}
                 bound = sum(oracle(r, cost, k_max)[1] for r in group)
                 yield common | {"policy": "oracle", "kind": "oracle", "speedup": plain / bound}
-
-
-def _record(
-    params: AdaptiveKParams,
-    target: LanguageModel,
-    chosen: Sequence[Prompt],
-    started: datetime,
-    made: Sequence[Generation],
-    measurements: dict[str, Any],
-) -> RunRecord:
-    dumped = params.model_dump(mode="json")
-    return RunRecord(
-        run_id=run_id(EXPERIMENT, dumped),
-        experiment=EXPERIMENT,
-        params=dumped,
-        provenance=provenance(
-            seeds={"seed": params.seed},
-            models=[{"role": "target", "id": target.name, "sha256": None}],
-            prompts_digest=digest(chosen),
-            extra={"target": asdict(target.caps)},
-        ),
-        started=started,
-        ended=datetime.now(UTC),
-        generations=tuple(made),
-        measurements=measurements,
-    )
 
 
 def cost_of(record: RunRecord, drafter: str) -> Cost:

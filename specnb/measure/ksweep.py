@@ -3,8 +3,7 @@
 Live runs are interleaved with the plain ones. What a replay predicts is measured against them, and so is its time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any
@@ -17,19 +16,17 @@ from specnb.errors import CapacityError, InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, local_file, parse
 from specnb.measure.cost import WIDTHS, CostCurve, verify_costs
+from specnb.measure.experiment import Progress, record_of, silent
 from specnb.measure.fork import explain_fork
 from specnb.measure.replay import Cost, sweep
 from specnb.measure.trace import follow
 from specnb.params import KSweepParams
-from specnb.prompts import Prompt, digest, prompts
-from specnb.provenance import file_digest, provenance
+from specnb.prompts import Prompt, prompts
+from specnb.provenance import file_digest
 from specnb.records import Generation, RunRecord
-from specnb.store import run_id, save
+from specnb.store import save
 
 EXPERIMENT = "01_k_sweep"
-
-Progress = Callable[[int, int, str], None]
-"""Called before each generation with (done, total, what comes next)."""
 
 
 def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
@@ -49,51 +46,21 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
         drafter = load_drafter(params.drafter, target, strict=True).drafter
         check_prompts(target, chosen, params.max_new_tokens)
         measurements |= _costs(target, drafter, max(params.k_max, *params.ks))
-        _generate_all(params, target, drafter, chosen, progress or _silent, made)
+        _generate_all(params, target, drafter, chosen, progress or silent, made)
         measurements["forks"] = list(_forks(target, made))
         if params.rule == "token":  # what a lossy rule writes depends on the drafts, the block rule keeps more of them
             measurements["replay"] = _replay(params, target, drafter, made, measurements)
             measurements["turns"] = list(_turns(params, target, drafter, measurements))
-        return _record(params, chosen, target, drafter, started, made, measurements)
+        return record_of(EXPERIMENT, params, chosen, target, _models(target, drafter), started, made, measurements)
     except BaseException as error:
         if made:
-            save(_record(params, chosen, target, drafter, started, made, measurements, error=error))
+            models = _models(target, drafter)
+            save(record_of(EXPERIMENT, params, chosen, target, models, started, made, measurements, error=error))
         raise
     finally:
         if drafter is not None:
             drafter.close()
         target.close()
-
-
-def _record(
-    params: KSweepParams,
-    chosen: list[Prompt],
-    target: LanguageModel,
-    drafter: Drafter,
-    started: datetime,
-    made: list[Generation],
-    measurements: dict[str, Any],
-    *,
-    error: BaseException | None = None,
-) -> RunRecord:
-    dumped = params.model_dump(mode="json")
-    return RunRecord(
-        run_id=run_id(EXPERIMENT, dumped),
-        experiment=EXPERIMENT,
-        params=dumped,
-        provenance=provenance(
-            seeds={"seed": params.seed},
-            models=_models(target, drafter),
-            prompts_digest=digest(chosen),
-            extra={"target": asdict(target.caps)},
-        ),
-        started=started,
-        ended=datetime.now(UTC),
-        generations=tuple(made),
-        measurements=measurements,
-        status="completed" if error is None else "failed",
-        error=None if error is None else f"{type(error).__name__}: {error}",
-    )
 
 
 def check_prompts(target: LanguageModel, chosen: list[Prompt], max_new_tokens: int) -> None:
@@ -108,10 +75,6 @@ def check_prompts(target: LanguageModel, chosen: list[Prompt], max_new_tokens: i
                 f"prompt {prompt.id} has {n} tokens; with {max_new_tokens} new ones it exceeds the {target.caps.n_ctx} "
                 f"of {target.name}: load it with a larger n_ctx"
             )
-
-
-def _silent(_done: int, _total: int, _what: str) -> None:
-    return None
 
 
 def _generate_all(
