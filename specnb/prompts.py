@@ -5,9 +5,9 @@ A line is `{"id": …, "category": …, "text": …}` or `{"id": …, "category"
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,6 +16,8 @@ from specnb.paths import project_dir
 
 Category = Literal["code", "json", "prose", "general", "chat", "edit"]
 CATEGORIES: tuple[str, ...] = get_args(Category)
+
+Model = TypeVar("Model", bound=BaseModel)
 
 MAX_PROMPT_BYTES = 64 * 1024
 MAX_MESSAGES = 256
@@ -100,12 +102,11 @@ def read_jsonl(path: str | Path) -> tuple[Prompt, ...]:
     path = Path(path)
     first_line: dict[str, int] = {}
     found: list[Prompt] = []
-    # Only \n ends a line: str.splitlines would also cut at U+2028 and others, which JSON allows inside a string.
-    for number, line in enumerate(_read_bounded(path).split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for number, value in json_lines(path):
         where = f"{path}:{number}"
-        prompt = _parse_line(line, where)
+        if not isinstance(value, dict):
+            raise InputError(f"{where}: a {type(value).__name__}, not a JSON object; write one object a line")
+        prompt = validated(Prompt, value, where)
         if prompt.id in first_line:
             raise InputError(f"{where}: id {prompt.id!r} was used on line {first_line[prompt.id]} already; rename one")
         if len(found) == MAX_PROMPTS:
@@ -115,6 +116,31 @@ def read_jsonl(path: str | Path) -> tuple[Prompt, ...]:
     if not found:
         raise InputError(f"{path}: no prompts in it; write one JSON object a line")
     return tuple(found)
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number, value) of each line that is not blank; bounded as `read_jsonl` says. InputError with file and line."""
+    # Only \n ends a line: str.splitlines would also cut at U+2028 and others, which JSON allows inside a string.
+    for number, line in enumerate(_read_bounded(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            value = json.loads(line.decode(), object_pairs_hook=_object_without_repeats)
+        except UnicodeDecodeError as error:
+            byte = error.start + 1
+            raise InputError(f"{where}: not UTF-8 (byte {byte} of the line); save the file as UTF-8") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: not valid JSON: {error}; write one object a line") from error
+        yield number, value
+
+
+def validated(model: type[Model], value: Any, where: str) -> Model:
+    """`value` as a `model`; InputError with the place and the first reasons."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise InputError(f"{where}: {_reasons(error)}") from error
 
 
 def digest(prompts: Iterable[Prompt]) -> str:
@@ -149,21 +175,6 @@ def _read_bounded(path: Path) -> bytes:
     if len(data) > MAX_FILE_BYTES:
         raise InputError(f"{path}: larger than {MAX_FILE_BYTES} bytes; split the file")
     return data.removeprefix(b"\xef\xbb\xbf")
-
-
-def _parse_line(line: bytes, where: str) -> Prompt:
-    try:
-        value = json.loads(line.decode(), object_pairs_hook=_object_without_repeats)
-    except UnicodeDecodeError as error:
-        raise InputError(f"{where}: not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON: {error}; write one object a line") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: a {type(value).__name__}, not a JSON object; write one object a line")
-    try:
-        return Prompt.model_validate(value)
-    except ValidationError as error:
-        raise InputError(f"{where}: {_reasons(error)}") from error
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

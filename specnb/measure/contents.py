@@ -1,17 +1,16 @@
 """How often a detector of content is right: labelled cases, its confusion table, its accuracy."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from specnb.decode.content import Detector, Kind
 from specnb.errors import InputError
 from specnb.paths import project_dir
-from specnb.prompts import MAX_PROMPT_BYTES, Prompt, _object_without_repeats, _read_bounded, _reasons, prompts
+from specnb.prompts import MAX_PROMPT_BYTES, Prompt, json_lines, prompts, validated
 
 KINDS: tuple[str, ...] = get_args(Kind)
 MAX_SNIPPETS = 10_000
@@ -51,11 +50,9 @@ def load_snippets(path: str | Path | None = None) -> tuple[Snippet, ...]:
     """
     path = project_dir() / "data" / "content" / "snippets.jsonl" if path is None else Path(path)
     found: dict[str, Snippet] = {}
-    for number, line in enumerate(_read_bounded(path).split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for number, value in json_lines(path):
         where = f"{path}:{number}"
-        snippet = _parse_line(line, where)
+        snippet = validated(Snippet, value, where)
         if snippet.id in found:
             raise InputError(f"{where}: id {snippet.id!r} was used on an earlier line already; rename one")
         if len(found) == MAX_SNIPPETS:
@@ -102,14 +99,3 @@ def confusion(detector: Detector, cases: Iterable[Snippet]) -> pd.DataFrame:
 def accuracy(counts: pd.DataFrame) -> tuple[int, int]:
     """(right, all) of a confusion table: the counts, since a share alone hides how few cases there are."""
     return int(sum(counts.loc[kind, kind] for kind in KINDS)), int(counts.to_numpy().sum())
-
-
-def _parse_line(line: bytes, where: str) -> Snippet:
-    try:
-        return Snippet.model_validate(json.loads(line.decode(), object_pairs_hook=_object_without_repeats))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{where}: not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
-    except ValidationError as error:
-        raise InputError(f"{where}: {_reasons(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON: {error}; write one object a line") from error
