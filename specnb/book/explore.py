@@ -15,7 +15,7 @@ import numpy as np
 from specnb.decode.control import ConfidenceStop, ContentK, Controller, EntropyStop, FixedK, RollingAcceptance
 from specnb.decode.costaware import CostAware
 from specnb.errors import InputError
-from specnb.measure.cost import CostCurve
+from specnb.measure.cost import CostCurve, straight_curve
 from specnb.measure.recording import Trace
 from specnb.measure.replay import Counts, Step, counts_of, fixed_k, walk
 from specnb.measure.stats import FEWEST
@@ -44,7 +44,7 @@ class Machine(NamedTuple):
     @classmethod
     def straight(cls, name: str, at8: float, c: float, k_max: int) -> "Machine":
         """T(n) on a line through T(1) and T(8)."""
-        return cls(name, (0.0, *(1 + (at8 - 1) * n / (AT - 1) for n in range(k_max + 1))), c)
+        return cls.measured(straight_curve(name, at8, widths=range(1, k_max + 2)), c, k_max, name)
 
     def at(self, n: int = AT) -> float:
         """T(n)/T(1), beyond the last width by the last slope."""
