@@ -12,13 +12,13 @@ from typing import Any
 
 import anywidget
 import ipywidgets as widgets
-import plotly.graph_objects as go
 import traitlets
 
 from specnb.book import explore_figures as show
 from specnb.book.explore import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables
 from specnb.book.job import Job
 from specnb.book.live import live_speedup
+from specnb.book.plot import Plot
 from specnb.errors import InputError
 from specnb.measure.cost import NAMED, CostCurve
 from specnb.measure.recording import Trace
@@ -97,9 +97,9 @@ class Explorer(widgets.VBox):
         self._show_costs(self._base)
         self.view = self._look()
         self.round.max = len(self.view.steps)
-        self.speedup = go.FigureWidget(show.speedup_figure(self.view).update_layout(width=580, height=430))
-        self.alpha = go.FigureWidget(show.alpha_figure(self.view).update_layout(width=400, height=430))
-        self.strip = go.FigureWidget(show.strip_figure(self.view).update_layout(width=980))
+        self.speedup = Plot(show.speedup_figure(self.view).update_layout(width=580, height=430))
+        self.alpha = Plot(show.alpha_figure(self.view).update_layout(width=400, height=430))
+        self.strip = Plot(show.strip_figure(self.view).update_layout(width=980))
         self.summary = Status(lines=show.summary(self.view))
         super().__init__(self._parts())
         self.add_class("specnb-explorer")
@@ -127,12 +127,9 @@ class Explorer(widgets.VBox):
                 self.summary.lines = [f"Nothing to show: {type(error).__name__}: {error}"]
                 return
             self._set(self.round, max=len(self.view.steps), value=self.view.round)
-            for figure, data in (
-                (self.speedup, show.speedup_data), (self.alpha, show.alpha_data), (self.strip, show.strip_data),
-            ):  # fmt: skip
-                with figure.batch_update():
-                    for trace, new in zip(figure.data, data(self.view), strict=True):
-                        trace.update(new)
+            self.speedup.update(show.speedup_data(self.view))
+            self.alpha.update(show.alpha_data(self.view))
+            self.strip.update(show.strip_data(self.view))
             self.summary.lines = show.summary(self.view)
             self.redraw_ms.append(1000 * (perf_counter() - began))
 

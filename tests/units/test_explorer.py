@@ -1,5 +1,6 @@
 """The explorer without a browser: its numbers are the replay's, every control changes what it should, live runs end."""
 
+import json
 import threading
 import time
 
@@ -11,6 +12,7 @@ from specnb.book import explore_figures as show
 from specnb.book.explore import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables
 from specnb.book.explorer import Explorer
 from specnb.book.live import Workbench, live_speedup
+from specnb.book.plot import Plot
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
@@ -220,7 +222,7 @@ PARTS = ("speedup", "alpha", "strip", "summary")
 def drawn(explorer):
     """What each part shows."""
     told = {
-        name: repr([(t.x, t.y, t.name, t.text) for t in getattr(explorer, name).data])
+        name: repr([(t.x, t.y, t.name, t.text) for t in getattr(explorer, name).figure.data])
         for name in PARTS
         if name != "summary"
     }
@@ -260,9 +262,9 @@ def test_each_control_changes_what_it_should(explorer, name):
 def test_what_is_drawn_is_what_is_computed(explorer):
     explorer.content.value, explorer.k.value = "prose", 7
     p = explorer._tables.predict(explorer.setting())
-    point = explorer.speedup.data[3]
+    point = explorer.speedup.figure.data[3]
     assert (point.x[0], point.y[0]) == (7, pytest.approx(p.speedup))
-    assert list(explorer.alpha.data[0].y) == pytest.approx((p.kept[:7] / p.tested[:7]).tolist())
+    assert list(explorer.alpha.figure.data[0].y) == pytest.approx((p.kept[:7] / p.tested[:7]).tolist())
     assert f"predicted speed-up {p.speedup:.2f} over 5 prompts" in explorer.summary.lines[0]
 
 
@@ -326,10 +328,10 @@ def test_a_live_run_is_shown_beside_its_prediction_and_can_be_repeated(trace, be
         explorer.start()
         told = finished(explorer)
         assert told.startswith(f"Live, fixed K = {k}, 3 prompts: speed-up") and "predicted" in told
-        star = explorer.speedup.data[4]
+        star = explorer.speedup.figure.data[4]
         assert star.visible and star.x[0] == k and star.y[0] > 0
     explorer.temperature.value = 0.7
-    assert not explorer.speedup.data[4].visible, "a live run of another temperature"
+    assert not explorer.speedup.figure.data[4].visible, "a live run of another temperature"
 
 
 def test_live_speedup_is_the_ratio_of_decoding_rates(bench, tables):
@@ -376,7 +378,7 @@ def test_cancel_ends_a_live_run_and_one_runs_at_a_time(trace, bench):
     explorer.start()
     explorer.stop()
     assert finished(explorer).startswith("Cancelled after 0 generations")
-    assert len(starts) == 1 and explorer.cancel.disabled and not explorer.speedup.data[4].visible
+    assert len(starts) == 1 and explorer.cancel.disabled and not explorer.speedup.figure.data[4].visible
 
 
 def test_live_runs_of_what_is_not_open_are_refused(bench):
@@ -400,3 +402,31 @@ def test_a_workbench_records_what_the_explorer_needs(bench):
 def test_wrong_parameters_are_refused(wrong):
     with pytest.raises(InputError):
         ExplorerParams.checked(**wrong)
+
+
+def test_no_widget_is_slow_to_start(explorer):
+    """anywidget drops, for good, the changes of a widget whose program needs over two seconds."""
+    programs = {type(w).__name__: len(w._esm) for w in everything(explorer) if hasattr(w, "_esm")}
+    assert set(programs) == {"Plot", "Status"} and max(programs.values()) < 5_000
+
+
+def everything(widget):
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from everything(child)
+
+
+def test_a_plot_sends_what_json_can_hold_and_gives_plotly_when_asked():
+    import plotly.graph_objects as go
+
+    plot, sent = Plot(go.Figure(go.Scatter(x=[1, 2], y=[1.0, float("nan")]))), []
+    assert json.loads(plot._traces)[0]["y"] == [1.0, None]
+    plot.update([{"y": [3, 4]}])
+    assert json.loads(plot._traces)[0]["y"] == [3, 4] == list(plot.figure.data[0].y)
+    with pytest.raises(ValueError):
+        plot.update([])
+    plot.send = lambda content, buffers: sent.append((content, buffers))
+    plot._handle_custom_msg("something else", [])
+    assert not sent
+    plot._handle_custom_msg("plotly.js", [])
+    assert b"plotly.js v" in sent[0][1][0][:200]

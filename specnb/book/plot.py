@@ -1,0 +1,72 @@
+"""A plotly figure as a widget: changed in the kernel, drawn in the browser, nothing sent back.
+
+Why not `plotly.graph_objects.FigureWidget`: each one brings plotly.js as its own program (5 MB), and anywidget drops
+every later change of a widget whose program took more than two seconds to start (`Runtime` in anywidget 0.11). Three
+figures on a busy machine take longer, and then some of them stand still for ever. Here the program is a few lines,
+which start at once; plotly.js is asked for afterwards, once a page.
+"""
+
+import anywidget
+import plotly.graph_objects as go
+import traitlets
+from plotly.io.json import to_json_plotly
+from plotly.offline import get_plotlyjs
+
+PLOTLY_JS = "plotly.js"
+"""What a page asks for in its message."""
+
+
+class Plot(anywidget.AnyWidget):
+    """`figure`, drawn; `update` changes its traces. A reader's zoom is kept."""
+
+    _esm = """
+    // One plotly.js for the page. A view that is removed before it arrives leaves the asking to the next one.
+    const page = (globalThis.specnbPlots ??= { turn: Promise.resolve(), plotly: null });
+
+    function ask(model, signal) {
+      return new Promise((resolve) => {
+        const arrived = (_, [source]) => {
+          model.off("msg:custom", arrived);
+          const module = { exports: {} };
+          new Function("module", new TextDecoder().decode(source))(module);
+          resolve(module.exports);
+        };
+        signal.addEventListener("abort", () => resolve(null));
+        model.on("msg:custom", arrived);
+        model.send("plotly.js");
+      });
+    }
+
+    async function render({ model, el, signal }) {
+      page.turn = page.turn.then(async () => { page.plotly ??= signal.aborted ? null : await ask(model, signal); });
+      await page.turn;
+      if (signal.aborted) return;
+      const figure = el.appendChild(document.createElement("div"));
+      const now = (name) => JSON.parse(model.get(name));
+      const draw = () => page.plotly.react(figure, now("_traces"), now("_look"), { displaylogo: false });
+      model.on("change:_traces", draw);
+      draw();
+      return () => page.plotly.purge(figure);
+    }
+    export default { render };
+    """
+    _traces = traitlets.Unicode().tag(sync=True)
+    _look = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, figure: go.Figure) -> None:
+        self.figure = go.Figure(figure).update_layout(uirevision="kept")
+        super().__init__(_look=to_json_plotly(self.figure.layout), _traces=self._written())
+        self.on_msg(self._asked)
+
+    def update(self, data: list[dict]) -> None:
+        """Change the traces, one dict for each in order. Raises ValueError for another number of them."""
+        for trace, new in zip(self.figure.data, data, strict=True):
+            trace.update(new)
+        self._traces = self._written()
+
+    def _written(self) -> str:
+        return to_json_plotly(self.figure.data)
+
+    def _asked(self, _widget: object, content: object, _buffers: list) -> None:
+        if content == PLOTLY_JS:
+            self.send(PLOTLY_JS, buffers=[get_plotlyjs().encode()])
