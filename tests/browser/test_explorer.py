@@ -220,7 +220,7 @@ def until(page, what, wanted, limit_s: float = 15):
 
 def test_the_explorer_in_jupyterlab(lab, browser):
     with opened(browser, f"{lab}/lab/workspaces/explorer/tree/small.ipynb?reset&token={TOKEN}", "lab") as page:
-        page.wait_for_selector(".jp-NotebookPanel .jp-Cell")
+        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")  # sooner, "run" goes nowhere
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=2")
