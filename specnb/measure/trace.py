@@ -14,12 +14,17 @@ from specnb.decode.sampling import Sampling, argmax
 from specnb.draft.base import Drafter, TokenView
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
-from specnb.lm.base import LanguageModel
+from specnb.lm.base import Capabilities, LanguageModel
 from specnb.measure.recording import Recording
 from specnb.records import Generation
 
 PASS_WIDTH = 64
 """Rows of logits held at once in a teacher-forced pass."""
+
+
+def pass_width(caps: Capabilities) -> int:
+    """How many tokens a forward may hold and still give the rows of single steps, which live drafts come from."""
+    return PASS_WIDTH if caps.lossless_dtype else max(1, min(PASS_WIDTH, caps.same_bits_up_to))
 
 
 def record(
@@ -61,8 +66,8 @@ def follow(
     """A recording of each drafter along `made`, which `target` generated plainly with `max_new_tokens` at most.
 
     `made` was sampled with its temperature alone: top-k and top-p are not in a Generation, and not replayed. A draft
-    model is followed in wide forwards; where they round otherwise than single steps (quantised weights), a near-tie
-    may turn out otherwise than live.
+    model is followed in single steps where wide forwards round otherwise (`pass_width`). Live it feeds two tokens at
+    once after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
     """
     if made.k:
         raise InputError(f"the generation of {made.prompt_id!r} drafted (K = {made.k}): follow a plain one")
@@ -139,7 +144,7 @@ def _along(
 ) -> tuple[list[float], tuple[Belief, ...], list[int | None]]:
     """For each generated token: the chance that the draft for it is kept, the row's belief, the wrong greedy draft."""
     kept, beliefs, wrong = [], [], []
-    for at, row in rows_along(model, made):
+    for at, row in rows_along(model, made, pass_width(model.caps)):
         token = made.token_ids[at]
         if sampling.greedy:
             draft = argmax(row)
@@ -159,29 +164,31 @@ def _astray(model: LanguageModel, made: Generation, at: int, draft: int | None, 
         return ()
     true = (*made.prompt_ids, *made.token_ids[:at])
     model.rewind(max(0, model.n_past - len(true)))
-    if model.n_past < len(true):
-        model.forward(true[model.n_past :], n_logits=0)
+    width = pass_width(model.caps)
+    for start in range(model.n_past, len(true), width):  # as they were fed live: the state has bits, too
+        model.forward(true[start : start + width], n_logits=1)
     beliefs = []
     for _ in range(min(steps, model.caps.n_ctx - len(true))):
         row = model.forward((draft,))[0]
         beliefs.append(Belief.of(row))
         draft = argmax(row)
+    model.rewind(len(beliefs))  # the next wrong draft comes later: what is left in the state must be true
     return tuple(beliefs)
 
 
 def _true_probabilities(target: LanguageModel, made: Generation, sampling: Sampling) -> np.ndarray:
     """p_target of each generated token, `(n_tokens,)`."""
-    return np.array([sampling.probabilities(row)[made.token_ids[at]] for at, row in rows_along(target, made)])
+    return np.array([sampling.probabilities(row)[made.token_ids[at]] for at, row in rows_along(target, made, PASS_WIDTH)])
 
 
-def rows_along(model: LanguageModel, made: Generation) -> Iterator[tuple[int, np.ndarray]]:
+def rows_along(model: LanguageModel, made: Generation, width: int) -> Iterator[tuple[int, np.ndarray]]:
     """(position, logits row) for every generated token that fits, teacher-forced in blocks, from an empty state."""
     model.reset()
     room = model.caps.n_ctx - len(made.prompt_ids)
     if room < 0 or not made.token_ids:
         return
-    yield 0, model.forward(made.prompt_ids, n_logits=1)[0]
-    fed = made.token_ids[: min(room, len(made.token_ids) - 1)]
-    for start in range(0, len(fed), PASS_WIDTH):
-        for offset, row in enumerate(model.forward(fed[start : start + PASS_WIDTH]), 1):
-            yield start + offset, row
+    if made.prompt_ids[:-1]:
+        model.forward(made.prompt_ids[:-1], n_logits=0)
+    fed = [made.prompt_ids[-1], *made.token_ids[: min(room, len(made.token_ids) - 1)]]
+    for start in range(0, len(fed), width):
+        yield from enumerate(model.forward(fed[start : start + width]), start)

@@ -46,6 +46,8 @@ CONTROLLERS = {
 def drafter_named(name, seed):
     if name == "lookup":
         return LookupDrafter()
+    if name == "far":  # looks back over everything: one wrong token left in its state shows
+        return ModelDrafter(toy.markov(4, order=1000, seed=seed))
     return ModelDrafter(toy.markov(4, order=1 if name == "other" else 2, seed=seed + (name == "other")))
 
 
@@ -54,7 +56,7 @@ def rounds_of(made):
 
 
 @pytest.mark.parametrize("control", CONTROLLERS)
-@pytest.mark.parametrize("name", ["lookup", "other", "same"])
+@pytest.mark.parametrize("name", ["lookup", "other", "same", "far"])
 def test_greedy_output_is_that_of_plain_decoding(control, name):
     for seed in range(5):
         target = toy.markov(4, order=2, seed=seed)
@@ -89,7 +91,7 @@ def test_sampled_output_has_the_targets_distribution(control, rule, name):
 
 
 @pytest.mark.parametrize("control", CONTROLLERS)
-@pytest.mark.parametrize("name", ["lookup", "other", "same"])
+@pytest.mark.parametrize("name", ["lookup", "other", "same", "far"])
 def test_a_greedy_walk_makes_the_live_rounds(control, name):
     """Integer for integer: drafted and kept in every round, whatever the controller looks at."""
     for seed in range(6):
@@ -179,8 +181,9 @@ def test_the_report_controller_to_the_letter():
 
 @pytest.mark.model
 def test_walks_make_the_live_rounds_of_the_real_model(opened):
+    """Integer for integer with 4-bit weights too, where the engine gives widths 1 and 2 the same bits."""
     target, prompt = opened("smollm2-135m:f32"), prompts("code")[2]
-    for drafter in (LookupDrafter(), ModelDrafter(opened("smollm2-135m:q4_0"))):
+    for drafter in (LookupDrafter(), ModelDrafter(opened("smollm2-135m:q4_0?fixed_width=2"))):
         ((_, (recording,)),) = record(target, [drafter], [prompt], max_new_tokens=20, astray=True)
         for name in ("rolling", "content", "confidence", "cost-aware"):
             live = generate(target, prompt, drafter=drafter, k=CONTROLLERS[name](), max_new_tokens=20)
