@@ -99,7 +99,8 @@ class AdaptiveKParams(Params):
     """Notebook 02: does it pay to change K while generating, and which controller does it best?
 
     Each prompt is generated once; every drafter and every controller is replayed along it. The first `live_prompts`
-    of each content run live as well, as the check.
+    of each content run live as well, as the check. The first `conversations` that switch content are answered, and
+    replayed with one controller throughout.
     """
 
     target: str = "smollm2-135m:f16"
@@ -107,6 +108,7 @@ class AdaptiveKParams(Params):
     categories: list[str] = Field(default=["code", "json", "prose", "general", "edit"], min_length=1, max_length=6)
     prompts_per_category: int = Field(default=5, ge=1, le=1000)
     live_prompts: int = Field(default=1, ge=0, le=1000)
+    conversations: int = Field(default=2, ge=0, le=1000)
     max_new_tokens: int = Field(default=64, ge=2, le=100_000)
     k_max: int = Field(default=24, ge=24, le=256)
     seed: int = Field(default=0, ge=0, lt=2**63)

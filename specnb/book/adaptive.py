@@ -7,8 +7,10 @@ import plotly.graph_objects as go
 
 from specnb.book.style import series, template
 from specnb.decode.control import Controller
-from specnb.measure.adaptive import SESSION, Study, controllers, cost_of, session, walk_session
+from specnb.errors import InputError
+from specnb.measure.adaptive import Study, controllers, cost_of, walk_session
 from specnb.measure.replay import counts_of, walk
+from specnb.measure.switching import SWITCHING, switches
 from specnb.records import RunRecord
 
 
@@ -40,22 +42,26 @@ def _wide(rows: pd.DataFrame) -> pd.DataFrame:
 
 def worst(share: pd.DataFrame) -> pd.DataFrame:
     """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content."""
-    contents = [name for name in share.columns if name not in ("machine", "drafter", "policy", SESSION)]
+    contents = [name for name in share.columns if name not in ("machine", "drafter", "policy", SWITCHING)]
     rows = share[~share["policy"].isin(["best fixed K: speed-up", "oracle"])]
     found = rows[["machine", "drafter", "policy"]].assign(
         worst=rows[contents].min(axis=1), content=rows[contents].idxmin(axis=1)
     )
-    return found.assign(**{SESSION: rows[SESSION]}).reset_index(drop=True)
+    if SWITCHING in share:
+        found = found.assign(**{SWITCHING: rows[SWITCHING]})
+    return found.reset_index(drop=True)
 
 
 def live_check(study: Study) -> pd.DataFrame:
     """Every live generation beside its replay: rounds, tokens drafted and kept; `same` where all three are equal.
 
     Greedy and from the same controller fresh for each prompt, so with lookup they are the same, integer for integer,
-    unless the live text forked from the plain one at a near-tie (`same_text` is then False). A draft model whose wide
-    forwards round otherwise than its steps may draft another token at a near-tie of its own.
+    unless the live text forked from the plain one at a near-tie (`same_text` is then False). A draft model whose
+    forwards of two tokens round otherwise than its steps may draft another token at a near-tie of its own: then
+    `near_tie` is True (False would be a fault); it is missing where no drafted token differs.
     """
     plain = {g.prompt_id: g for g in study.record.generations if not g.k}
+    forks = {(f["prompt_id"], f["policy"]): f["near_tie"] for f in study.record.measurements["draft_forks"]}
     rows = []
     for g in (g for g in study.record.generations if g.k):
         (recording,) = study.trace.select(prompt_id=g.prompt_id, drafter=g.drafter).recordings
@@ -70,16 +76,21 @@ def live_check(study: Study) -> pd.DataFrame:
                 **dict(zip(("rounds", "drafted", "accepted"), live, strict=True)),
                 "same": live == (counts.rounds, counts.drafted, counts.accepted),
                 "same_text": g.token_ids == plain[g.prompt_id].token_ids,
+                "near_tie": forks.get((g.prompt_id, g.controller)),
             }
         )
-    return pd.DataFrame(
-        rows, columns=["content", "drafter", "policy", "rounds", "drafted", "accepted", "same", "same_text"]
-    )
+    columns = ["content", "drafter", "policy", "rounds", "drafted", "accepted", "same", "same_text", "near_tie"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def trajectory(study: Study, drafter: str, policies: Sequence[str]) -> pd.DataFrame:
-    """K of every round through the switching session: policy, token (position in the session), k, content."""
-    recordings = session(study.trace.select(drafter=drafter).recordings)
+    """K of every round through the switching conversation: policy, token (position in its answers), k, content.
+
+    Raises InputError for a study without a conversation.
+    """
+    recordings = [r for r in study.trace.select(drafter=drafter).recordings if switches(r)]
+    if not recordings:
+        raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
     made: dict[str, Controller] = controllers(cost_of(study.record, drafter), recordings[0].k_max)
     rows = []
     for policy in policies:
@@ -92,8 +103,8 @@ def trajectory(study: Study, drafter: str, policies: Sequence[str]) -> pd.DataFr
     return pd.DataFrame(rows)
 
 
-def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SESSION}") -> go.Figure:
-    """Drafted tokens of each round over the position in the session, with the contents named above their stretch."""
+def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}") -> go.Figure:
+    """Drafted tokens of each round over the position in the answers, with the contents named above their stretch."""
     figure = go.Figure()
     for index, (policy, line) in enumerate(frame.groupby("policy", sort=False)):
         style = series(index)
@@ -111,6 +122,6 @@ def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SESSION}")
             x=int(part["token"].iloc[0]), y=1.0 - 0.05 * (at % 2), yref="paper", text=part["content"].iloc[0],
             showarrow=False, xanchor="left", font={"size": 10},
         )  # fmt: skip
-    figure.update_xaxes(title_text="position in the session (generated tokens)")
+    figure.update_xaxes(title_text="position in the answers (generated tokens)")
     figure.update_yaxes(title_text="tokens drafted in the round", rangemode="tozero")
     return figure.update_layout(template=template(), title_text=title)

@@ -15,7 +15,7 @@ from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.cost import WIDTHS, CostCurve, verify_costs
-from specnb.measure.experiment import Progress, record_of, silent
+from specnb.measure.experiment import Progress, models_of, record_of, silent
 from specnb.measure.ksweep import baseline_of
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.stats import Interval, bootstrap, rate_ratio
@@ -82,7 +82,8 @@ class Workbench:
                         found += recordings
         (progress or silent)(total, total, "done")
         measured = {"verify_curve": curve.model_dump(mode="json"), "c": c}
-        kept = record_of(EXPERIMENT, p, self.chosen, self.target, self._models(), started, made, measured)
+        models = models_of(self.target, list(self.drafters.values()))
+        kept = record_of(EXPERIMENT, p, self.chosen, self.target, models, started, made, measured)
         return Recorded(kept, Trace(tuple(found)), curve, c)
 
     def run_live(
@@ -133,10 +134,6 @@ class Workbench:
             )
             curve = curve or own
         return curve or verify_costs(self.target, None, widths=widths, context=context)[0], c
-
-    def _models(self) -> list[dict[str, str]]:
-        drafts = [d.name for d in self.drafters.values() if isinstance(d, ModelDrafter)]
-        return [{"role": "target", "id": self.target.name}] + [{"role": "drafter", "id": n} for n in drafts]
 
 
 def live_speedup(made: Sequence[Generation]) -> Interval:

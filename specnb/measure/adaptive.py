@@ -17,18 +17,20 @@ from specnb.draft.model import ModelDrafter
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.cost import NAMED, WIDTHS, CostCurve, straight_curve, verify_costs
-from specnb.measure.experiment import Progress, record_of, silent
+from specnb.measure.experiment import Progress, models_of, record_of, silent
+from specnb.measure.fork import explain_draft
 from specnb.measure.ksweep import check_prompts
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk
+from specnb.measure.switching import SWITCHING, answered, questions, switches
 from specnb.measure.trace import follow
 from specnb.params import AdaptiveKParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
+from specnb.store import save
 
 EXPERIMENT = "02_adaptive_k"
 THIS_MACHINE = "this machine"
-SESSION = "switching session"
 
 
 class Study(NamedTuple):
@@ -55,35 +57,38 @@ def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
 def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
     """Generate, follow every drafter, replay every controller on every machine, run some live.
 
-    Raises what `specnb.load` and `generate` raise.
+    Raises what `specnb.load` and `generate` raise; what was generated before is saved as a failed run.
     """
     started = datetime.now(UTC)
     chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
     target = load(params.target)
     drafters: list[Drafter] = []
+    made: list[Generation] = []
+    measured: dict[str, Any] = {}
+
+    def recorded(error: BaseException | None = None) -> RunRecord:
+        models = models_of(target, drafters)
+        return record_of(EXPERIMENT, params, chosen, target, models, started, made, measured, error=error)
+
     try:
         for name in params.drafters:
             drafters.append(load_drafter(name, target, strict=True).drafter)
-        check_prompts(target, chosen, params.max_new_tokens)
+        asked = questions(params.conversations) if target.vocab.chat_template else ()
+        check_prompts(target, [*chosen, *asked], params.max_new_tokens)
         costs = _costs(target, drafters, params.k_max)
-        made, recordings = [], []
-        for at, prompt in enumerate(chosen):
-            progress(at, len(chosen), f"{prompt.id}: generate and follow")
-            plain = generate(target, prompt, max_new_tokens=params.max_new_tokens, seed=params.seed)
-            made.append(plain)
-            recordings += follow(
-                target, drafters, plain, k_max=params.k_max, max_new_tokens=params.max_new_tokens, astray=True
-            )
-        trace = Trace(tuple(recordings))
-        live = list(_live(params, target, drafters, costs, chosen, progress))
-        measurements = {
-            "verify_curve": next(iter(costs.values())).curve.model_dump(mode="json"),
-            "c": {name: cost.c for name, cost in costs.items()},
-            "replay": list(_replayed(trace, costs, params.k_max)),
-        }
-        models = [{"role": "target", "id": target.name, "sha256": None}]
-        record = record_of(EXPERIMENT, params, chosen, target, models, started, [*made, *live], measurements)
-        return Study(record, trace)
+        measured["verify_curve"] = next(iter(costs.values())).curve.model_dump(mode="json")
+        measured["c"] = {name: cost.c for name, cost in costs.items()}
+        trace = _follow_all(params, target, drafters, chosen, asked, made, progress)
+        measured["replay"] = list(_replayed(trace, costs, params.k_max))
+        measured["draft_forks"] = []
+        for drafter, live in _live(params, target, drafters, costs, chosen, progress):
+            made.append(live)
+            measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
+        return Study(recorded(), trace)
+    except BaseException as error:
+        if made:
+            save(recorded(error))
+        raise
     finally:
         for drafter in drafters:
             drafter.close()
@@ -100,6 +105,30 @@ def _costs(target: LanguageModel, drafters: Sequence[Drafter], k_max: int) -> di
     }
 
 
+def _follow_all(
+    params: AdaptiveKParams,
+    target: LanguageModel,
+    drafters: Sequence[Drafter],
+    chosen: Sequence[Prompt],
+    asked: Sequence[Prompt],
+    made: list[Generation],
+    progress: Progress,
+) -> Trace:
+    """Append the plain generation of every prompt and question to `made`; every drafter followed along each."""
+    recordings: list[Recording] = []
+    common = {"k_max": params.k_max, "max_new_tokens": params.max_new_tokens}
+    total = len(chosen) + len(asked)
+    for at, prompt in enumerate(chosen):
+        progress(at, total, f"{prompt.id}: generate and follow")
+        made.append(generate(target, prompt, max_new_tokens=params.max_new_tokens, seed=params.seed))
+        recordings += follow(target, drafters, made[-1], astray=True, **common)
+    for at, (answer, followed) in enumerate(answered(target, drafters, asked, seed=params.seed, **common), start=1):
+        progress(len(chosen) + at, total, f"{answer.prompt_id}: answered and followed")
+        made.append(answer)
+        recordings += followed
+    return Trace(tuple(recordings))
+
+
 def _live(
     params: AdaptiveKParams,
     target: LanguageModel,
@@ -107,7 +136,7 @@ def _live(
     costs: Mapping[str, Cost],
     chosen: Sequence[Prompt],
     progress: Progress,
-) -> Iterator[Generation]:
+) -> Iterator[tuple[Drafter, Generation]]:
     """The first prompts of each content with every controller, fresh for each prompt."""
     seen: dict[str, int] = {}
     for at, prompt in enumerate(chosen):
@@ -117,9 +146,23 @@ def _live(
         for drafter in drafters:
             for control in controllers(costs[drafter.name], params.k_max).values():
                 progress(at, len(chosen), f"{prompt.id} live: {control.name}")
-                yield generate(
-                    target, prompt, drafter=drafter, k=control, max_new_tokens=params.max_new_tokens, seed=params.seed
-                )
+                yield (
+                    drafter,
+                    generate(
+                        target, prompt, drafter=drafter, k=control, max_new_tokens=params.max_new_tokens,
+                        seed=params.seed,
+                    ),
+                )  # fmt: skip
+
+
+def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k_max: int) -> Iterator[dict[str, Any]]:
+    """The first draft that differs between a live run and its replay, with margin and noise; none for a lookup."""
+    if isinstance(drafter, ModelDrafter):
+        (recording,) = trace.select(prompt_id=live.prompt_id, drafter=drafter.name).recordings
+        steps = walk(recording, controllers(cost, k_max)[live.controller])
+        fork = explain_draft(drafter.model, live, [(s.drafted, s.n_accepted) for s in steps])
+        if fork is not None:
+            yield {"prompt_id": live.prompt_id, "policy": live.controller, **fork.model_dump(mode="json")}
 
 
 def machines(cost: Cost) -> dict[str, Cost]:
@@ -128,28 +171,18 @@ def machines(cost: Cost) -> dict[str, Cost]:
     return {THIS_MACHINE: cost, **named}
 
 
-def session(recordings: Sequence[Recording]) -> list[Recording]:
-    """Recordings of all contents in turn: one of the first content, one of the next, and so on, and over again."""
-    by_content: dict[str, list[Recording]] = {}
-    for recording in recordings:
-        by_content.setdefault(recording.category, []).append(recording)
-    rounds = max(map(len, by_content.values()))
-    return [group[i] for i in range(rounds) for group in by_content.values() if i < len(group)]
-
-
 def walk_session(recordings: Sequence[Recording], control: Controller) -> list[tuple[Recording, list[Step]]]:
     """One controller along several recordings, one after the other; it keeps what it learns."""
     return [(recording, walk(recording, control)) for recording in recordings]
 
 
 def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[dict[str, Any]]:
-    """One row per machine, drafter, content (and the switching session) and policy, fixed K's and the oracle too."""
+    """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle."""
     for drafter, own in costs.items():
         recordings = [r for r in trace.select(drafter=drafter).recordings if r.n_tokens > 1]
-        contents = {
-            c: [r for r in recordings if r.category == c] for c in dict.fromkeys(r.category for r in recordings)
-        }
-        contents[SESSION] = session(recordings)
+        contents: dict[str, list[Recording]] = {}
+        for recording in recordings:
+            contents.setdefault(SWITCHING if switches(recording) else recording.category, []).append(recording)
         exact = {id(r): [fixed_k(r, k) for k in range(k_max + 1)] for r in recordings}
         for machine, cost in machines(own).items():
             for content, group in contents.items():

@@ -3,12 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from specnb.draft.base import Drafter
+from specnb.draft.model import ModelDrafter
+from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
+from specnb.lm.load import local_file, parse
 from specnb.params import Params
 from specnb.prompts import Prompt, digest
-from specnb.provenance import provenance
+from specnb.provenance import file_digest, provenance
 from specnb.records import Generation, RunRecord
 from specnb.store import run_id
 
@@ -18,6 +23,20 @@ Progress = Callable[[int, int, str], None]
 
 def silent(_done: int, _total: int, _what: str) -> None:
     """The progress of nobody."""
+
+
+def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[str, Any]]:
+    """Role, name and file digest of what was run; the digest is None for what is not one file on this machine."""
+    names = [("target", target.name)] + [("drafter", d.name) for d in drafters if isinstance(d, ModelDrafter)]
+    files = [(role, name, _file(name)) for role, name in names]
+    return [{"role": role, "id": name, "sha256": file_digest(file) if file else None} for role, name, file in files]
+
+
+def _file(name: str) -> Path | None:
+    try:
+        return local_file(parse(name))
+    except InputError:  # made in memory: its name opens nothing
+        return None
 
 
 def record_of(

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from specnb.lm.base import LanguageModel
+from specnb.records import Generation
 
 ROUNDING = {True: 1e-3, False: 0.1}
 """Most noise that rounding explains, as a share of a row's range (largest minus median logit): float32, coarser.
@@ -63,6 +64,28 @@ def explain_fork(
     margin = abs(float(single[-1][0] - single[-1][1]))
     near_tie = margin <= 2 * noise and share <= ROUNDING[target.caps.lossless_dtype]
     return Fork(position=at, token_ids=(a[at], b[at]), margin=margin, noise=noise, noise_share=share, near_tie=near_tie)
+
+
+def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tuple[int, int]]) -> Fork | None:
+    """The first token that `model` drafted otherwise live than in a replay of (drafted, kept) a round, if there is one.
+
+    Live it feeds two tokens at once after a fully accepted round, a replay feeds one; weights of few bits round these
+    differently. None also where only the number of drafts differs: then a rule stopped elsewhere.
+    """
+    pairs = list(zip(live.rounds, replayed, strict=False))
+    first = next((i for i, (one, (_, kept)) in enumerate(pairs) if one.n_accepted != kept), None)
+    if first is None:
+        return None
+    one, (drafted, kept) = pairs[first]
+    before = sum(earlier.n_accepted + 1 for earlier, _ in pairs[:first])
+    common = live.token_ids[: before + min(one.n_accepted, kept)]
+    right = live.token_ids[len(common)]
+    if one.n_accepted < kept:
+        wrong = one.draft_ids[one.n_accepted] if one.n_accepted < len(one.draft_ids) else right
+    else:
+        *_, row = _rows(model, live.prompt_ids, common, 1)
+        wrong = int(row.argmax()) if kept < drafted else right
+    return explain_fork(model, live.prompt_ids, (*common, right), (*common, wrong), width=2)
 
 
 def _rows(target: LanguageModel, prompt_ids: Sequence[int], ids: Sequence[int], width: int) -> Iterator[np.ndarray]:

@@ -14,15 +14,14 @@ from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import CapacityError, InputError
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import load, local_file, parse
+from specnb.lm.load import load
 from specnb.measure.cost import WIDTHS, CostCurve, verify_costs
-from specnb.measure.experiment import Progress, record_of, silent
+from specnb.measure.experiment import Progress, models_of, record_of, silent
 from specnb.measure.fork import explain_fork
 from specnb.measure.replay import Cost, sweep
 from specnb.measure.trace import follow
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, prompts
-from specnb.provenance import file_digest
 from specnb.records import Generation, RunRecord
 from specnb.store import save
 
@@ -42,6 +41,11 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
     drafter: Drafter | None = None
     made: list[Generation] = []
     measurements: dict[str, Any] = {}
+
+    def recorded(error: BaseException | None = None) -> RunRecord:
+        models = models_of(target, [drafter] if drafter else [])
+        return record_of(EXPERIMENT, params, chosen, target, models, started, made, measurements, error=error)
+
     try:
         drafter = load_drafter(params.drafter, target, strict=True).drafter
         check_prompts(target, chosen, params.max_new_tokens)
@@ -51,11 +55,10 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
         if params.rule == "token":  # what a lossy rule writes depends on the drafts, the block rule keeps more of them
             measurements["replay"] = _replay(params, target, drafter, made, measurements)
             measurements["turns"] = list(_turns(params, target, drafter, measurements))
-        return record_of(EXPERIMENT, params, chosen, target, _models(target, drafter), started, made, measurements)
+        return recorded()
     except BaseException as error:
         if made:
-            models = _models(target, drafter)
-            save(record_of(EXPERIMENT, params, chosen, target, models, started, made, measurements, error=error))
+            save(recorded(error))
         raise
     finally:
         if drafter is not None:
@@ -174,15 +177,6 @@ def _forks(target: LanguageModel, made: Sequence[Generation]) -> Iterator[dict[s
         fork = explain_fork(target, one.prompt_ids, base.token_ids, one.token_ids, width=one.k + 1)
         if fork is not None:
             yield {"prompt_id": one.prompt_id, "k": one.k, **fork.model_dump(mode="json")}
-
-
-def _models(target: LanguageModel, drafter: Drafter) -> list[dict[str, Any]]:
-    """Names and file digests of what was run; a transformers model is named by its folder or hub id only."""
-    names = {"target": target.name} | ({"drafter": drafter.name} if isinstance(drafter, ModelDrafter) else {})
-    files = {role: local_file(parse(name)) for role, name in names.items()}
-    return [
-        {"role": role, "id": names[role], "sha256": file_digest(file) if file else None} for role, file in files.items()
-    ]
 
 
 def _engine(params: KSweepParams) -> dict[str, str]:

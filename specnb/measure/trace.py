@@ -178,7 +178,9 @@ def _astray(model: LanguageModel, made: Generation, at: int, draft: int | None, 
 
 def _true_probabilities(target: LanguageModel, made: Generation, sampling: Sampling) -> np.ndarray:
     """p_target of each generated token, `(n_tokens,)`."""
-    return np.array([sampling.probabilities(row)[made.token_ids[at]] for at, row in rows_along(target, made, PASS_WIDTH)])
+    return np.array(
+        [sampling.probabilities(row)[made.token_ids[at]] for at, row in rows_along(target, made, PASS_WIDTH)]
+    )
 
 
 def rows_along(model: LanguageModel, made: Generation, width: int) -> Iterator[tuple[int, np.ndarray]]:

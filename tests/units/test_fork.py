@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specnb.decode.control import FixedK
+from specnb.decode.generate import generate
+from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
-from specnb.measure.fork import explain_fork, first_fork
+from specnb.measure.fork import explain_draft, explain_fork, first_fork
+from specnb.measure.replay import walk
+from specnb.measure.trace import record
 
 
 class Noisy(toy.ToyLM):
@@ -134,3 +139,50 @@ def test_a_fork_at_the_first_token_is_a_fault():
     fork = explain_fork(model, PROMPT, (2, 1), (3, 1), width=4)
     assert (fork.position, fork.token_ids, fork.noise, fork.near_tie) == (0, (2, 3), 0.0, False)
     assert model.widths == [2, 2]
+
+
+class Rounded(toy.ToyLM):
+    """In forwards of two tokens the logit of token 2 is higher by `noise`."""
+
+    noise = 0.0
+
+    def forward(self, ids, n_logits=None):
+        logits = super().forward(ids, n_logits)
+        if len(ids) == 2 and len(logits):
+            logits[:, 2] += self.noise
+        return logits
+
+
+def drafted(model, n=24):
+    """A live run that drafts with `model`, and the (drafted, kept) of its replay."""
+    target = toy.cyclic(5)
+    drafter = ModelDrafter(model)
+    ((_, (recording,)),) = record(target, [drafter], [(0, 1)], max_new_tokens=n)
+    live = generate(target, (0, 1), drafter=drafter, k=2, max_new_tokens=n)
+    return live, [(s.drafted, s.n_accepted) for s in walk(recording, FixedK(2))]
+
+
+@pytest.mark.parametrize(("gap", "noise", "near_tie"), [(0.1, 0.2, True), (3.0, 7.0, False)])
+def test_a_draft_that_differs_live_is_found_and_judged(gap, noise, near_tie):
+    """Behind token 0 token 2 is second by `gap`: forwards of two tokens prefer it, as after a fully kept round."""
+
+    def logits_of(prefix):
+        row = np.zeros(5)
+        row[(prefix[-1] + 1) % 5] = 8.0
+        if prefix[-1] == 0:
+            row[2] = 8.0 - gap
+        return row
+
+    model = Rounded(logits_of, toy.letters(5))
+    model.noise = noise
+    model.caps = replace(model.caps, lossless_dtype=False)
+    live, replayed = drafted(model)
+    fork = explain_draft(model, live, replayed)
+    assert fork.token_ids == (1, 2) and live.token_ids[fork.position - 1] == 0
+    assert (
+        fork.margin == pytest.approx(gap, abs=1e-5)
+        and fork.noise == pytest.approx(noise, abs=1e-5)
+        and fork.near_tie == near_tie
+    )
+    model.noise = 0.0
+    assert explain_draft(model, *drafted(model)) is None

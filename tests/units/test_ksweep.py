@@ -33,7 +33,6 @@ class House:
         self.target.__class__, self.target.name = Reading, "smollm2-135m?backend=hf"
         self.target.close = lambda: self.closed.append("target")
         monkeypatch.setattr(ksweep, "load", self.load)
-        monkeypatch.setattr(ksweep, "local_file", lambda spec: None)
         if drafter is not None:
             monkeypatch.setattr(ksweep, "load_drafter", lambda *_, **__: LoadedDrafter(drafter))
 
