@@ -136,6 +136,9 @@ def generate(
     ignore_eog: Annotated[bool, typer.Option("--ignore-eog", help="go on after end-of-generation tokens")] = False,
     baseline: Annotated[bool, typer.Option("--baseline", help="decode plainly too, and compare")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="fail if the drafter cannot be loaded")] = False,
+    translate: Annotated[
+        str, typer.Option(help="a draft model of another vocabulary: auto, tokens, strings, refuse")
+    ] = "auto",
     as_json: Json = False,
 ) -> None:
     """Generate once, speculatively if a drafter is given."""
@@ -150,6 +153,7 @@ def generate(
         [{"role": "user", "content": text}] if chat else text,
         with_baseline=baseline,
         strict=strict,
+        translate=translate,
         k=k,
         temperature=temperature,
         top_k=top_k,
@@ -165,6 +169,8 @@ def generate(
         return
     print(result.generation.text)
     facts = [[name, _shown(value)] for name, value in result.summary.model_dump().items() if value is not None]
+    said = {"fallback": result.generation.fallback, "translation": result.generation.translation}
+    facts += [[name, text] for name, text in said.items() if text]
     _print_table(f"{result.generation.target}, {result.generation.drafter or 'no drafter'}", ["", ""], facts)
 
 
@@ -181,6 +187,38 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str:
 
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@app.command()
+def compat(
+    models: Annotated[list[str], typer.Argument(help="the target and a draft, or more models for the matrix of all")],
+    as_json: Json = False,
+) -> None:
+    """Will a draft model work with a target? The verdict, every difference, what other engines would say."""
+    from specnb.compat.check import check, matrix
+    from specnb.compat.read import describe
+
+    described = [describe(name) for name in models]
+    if len(described) != 2:
+        table = matrix(described)
+        if as_json:
+            _print_json(json.loads(table.to_json(orient="records")))
+        else:
+            _print_table(
+                "every pair", list(table.columns), [[_shown(cell) for cell in row] for row in table.to_numpy()]
+            )
+        return
+    report = check(*described)
+    if as_json:
+        _print_json(report.to_json())
+        return
+    _print_table(
+        report.summary(), ["topic", "severity", "target", "draft", "what to do"],
+        [[f.topic, f.severity.name.lower(), f.target, f.draft, f.remedy] for f in report.findings],
+    )  # fmt: skip
+    words = {True: "accepts", False: "refuses", None: "cannot be told"}
+    for engine, opinion in (("llama.cpp", report.llama_cpp), ("transformers", report.transformers)):
+        print(f"{engine}: {words[opinion.accepts]}: {opinion.reason}")
 
 
 @models_app.callback()

@@ -116,6 +116,32 @@ class AdaptiveKParams(Params):
     _no_repeats = field_validator("drafters", "categories")(_each_once)
 
 
+class CompatibilityParams(Params):
+    """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?
+
+    `models` are compared with one another, `target_name` and `draft_name` in every detail. `draft_model` drafts for
+    `target` behind the target's vocabulary and behind that of each of `families`.
+    """
+
+    models: list[str] = Field(min_length=2, max_length=64, default=[
+        "smollm2", "qwen2", "qwen2.5", "qwen3", "qwen3.5", "deepseek-r1-distill-qwen", "deepseek-v4", "gpt-2",
+        "gpt-neox", "mpt", "falcon", "phi-3", "gemma-4", "bert-bge",
+    ])  # fmt: skip
+    target_name: str = "deepseek-r1-distill-qwen-32b"
+    draft_name: str = "qwen2.5-0.5b-instruct"
+    target: str = "smollm2-135m"
+    draft_model: str = "smollm2-135m:q4_0"
+    families: list[str] = Field(default=["qwen2.5", "gpt-2", "phi-3"], max_length=16)
+    categories: list[str] = Field(default=["code", "prose"], min_length=1, max_length=6)
+    prompts_per_category: int = Field(default=2, ge=1, le=1000)
+    k: int = Field(default=4, ge=1, le=256)
+    temperature: float = Field(default=0.0, ge=0, le=10)
+    max_new_tokens: int = Field(default=64, ge=2, le=100_000)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    _no_repeats = field_validator("models", "families", "categories")(_each_once)
+
+
 class ExplorerParams(Params):
     """Notebook 09: what would another K, drafter, temperature, content or machine give?
 

@@ -75,7 +75,8 @@ class Generation(BaseModel):
     `token_ids` are the generated ids only. `wall_s` runs from the first prefill token to the last commit and
     contains `prefill_s`, which ends with the logits of the first generated token. `lossless` is False when a lossy
     rule (typical acceptance) was used. `fallback` says why a drafter that was asked for was not used. `k` is the
-    draft length, or the most that `controller` may choose where one chose it round by round.
+    draft length, or the most that `controller` may choose where one chose it round by round. `translation` says how a
+    draft model of another vocabulary got to the target's, and how much the two share.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -87,6 +88,7 @@ class Generation(BaseModel):
     rule: str = ""
     k: int = 0
     controller: str = ""
+    translation: str = ""
     temperature: float = 0.0
     seed: int = 0
     lossless: bool = True

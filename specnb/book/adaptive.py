@@ -61,7 +61,9 @@ def live_check(study: Study) -> pd.DataFrame:
     `near_tie` is True (False would be a fault); it is missing where no drafted token differs.
     """
     plain = {g.prompt_id: g for g in study.record.generations if not g.k}
-    forks = {(f["prompt_id"], f["policy"]): f["near_tie"] for f in study.record.measurements["draft_forks"]}
+    forks = {
+        (f["prompt_id"], f["drafter"], f["policy"]): f["near_tie"] for f in study.record.measurements["draft_forks"]
+    }
     rows = []
     for g in (g for g in study.record.generations if g.k):
         (recording,) = study.trace.select(prompt_id=g.prompt_id, drafter=g.drafter).recordings
@@ -76,7 +78,7 @@ def live_check(study: Study) -> pd.DataFrame:
                 **dict(zip(("rounds", "drafted", "accepted"), live, strict=True)),
                 "same": live == (counts.rounds, counts.drafted, counts.accepted),
                 "same_text": g.token_ids == plain[g.prompt_id].token_ids,
-                "near_tie": forks.get((g.prompt_id, g.controller)),
+                "near_tie": forks.get((g.prompt_id, g.drafter, g.controller)),
             }
         )
     columns = ["content", "drafter", "policy", "rounds", "drafted", "accepted", "same", "same_text", "near_tie"]

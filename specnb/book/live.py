@@ -8,9 +8,8 @@ from typing import NamedTuple, Self
 
 from specnb.book.explore import POLICIES, Setting
 from specnb.decode.generate import generate
-from specnb.draft.base import Drafter
+from specnb.draft.base import Drafter, model_of
 from specnb.draft.load import load_drafter
-from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
@@ -125,7 +124,7 @@ class Workbench:
         wide = self.params.k_max + 1
         widths = sorted({n for n in WIDTHS if n < wide} | {1, wide})
         context = min(256, self.target.caps.n_ctx // 2)
-        models = {n: d.model for n, d in self.drafters.items() if isinstance(d, ModelDrafter)}
+        models = {n: model for n, d in self.drafters.items() if (model := model_of(d)) is not None}
         c = dict.fromkeys(self.drafters, 0.0)
         curve = None
         for name, model in models.items():

@@ -111,6 +111,7 @@ def generate(
             rule=("greedy" if sampling.greedy else rule) if drafter else "",
             k=control.k_max if drafter else 0,
             controller=control.name if drafter and control is k else "",
+            translation=str(getattr(drafter, "translation", None) or ""),
             temperature=temperature,
             seed=seed,
             lossless=not (drafter and rule in loop.LOSSY),

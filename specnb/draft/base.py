@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 
+from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary
 
 
@@ -61,6 +62,11 @@ class Drafter(Protocol):
     def close(self) -> None:
         """Free what the drafter opened."""
         ...
+
+
+def model_of(drafter: Drafter) -> LanguageModel | None:
+    """The model whose forwards drafting costs; None for a drafter without one."""
+    return getattr(drafter, "model", None)
 
 
 class TokenView(Sequence[int]):

@@ -1,16 +1,30 @@
 """From what a user asks for to a drafter that fits the target, or to the reason why there is none."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from specnb.draft.base import Drafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.draft.selfdraft import requantised_copy
+from specnb.draft.token_map import TokenMap
+from specnb.draft.translate import StringMatch, TokenIntersection, Translation
 from specnb.errors import FetchError, InputError, LoadError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.lm.vocab import require_same
+from specnb.lm.vocab import first_difference, require_same
+
+TRANSLATE = ("auto", "tokens", "strings", "refuse")
+ENOUGH_SHARED = 0.8
+"""Share of the tokens the target uses in an ordinary text from which on shared tokens draft better than strings.
+
+The temperature is not known when a drafter is chosen. Above 0 drafts are best drawn, which only shared tokens can be;
+strings pay where the target uses many tokens that the draft lacks. Tokens a round, shared tokens against strings, with
+a draft of SmolLM2-135M behind other vocabularies (K = 4, four prompts, 24 to 32 tokens): at temperature 0.8 2.51
+against 1.94 where 95 % is shared, 2.13 against 1.94 at 87 %, 1.71 against 1.78 at 77 %; greedy 2.78 against 2.72,
+2.56 against 2.56, 2.04 against 2.23.
+"""
 
 
 class LoadedDrafter(NamedTuple):
@@ -19,28 +33,55 @@ class LoadedDrafter(NamedTuple):
     drafter: Drafter | None
     fallback: str | None = None
 
+    @property
+    def translation(self) -> Translation | None:
+        """How a draft model of another vocabulary gets to the target's, and how much the two share."""
+        return getattr(self.drafter, "translation", None)
 
-def model_drafter(name: str, target: LanguageModel, **options: Any) -> ModelDrafter:
-    """Open the draft model `name` and compare its vocabulary with the target's before the first token.
 
-    Raises VocabularyMismatch, InputError, FetchError, LoadError, MemoryShortError.
+def model_drafter(
+    name: str, target: LanguageModel, *, translate: str = "auto", **options: Any
+) -> ModelDrafter | StringMatch:
+    """Open the draft model `name` and fit it to the target's vocabulary before the first token.
+
+    `translate`: see `load_drafter`. Raises VocabularyMismatch, InputError, FetchError, LoadError, MemoryShortError.
     """
+    if translate not in TRANSLATE:
+        raise InputError(f"unknown translation {translate!r}; known: {', '.join(TRANSLATE)}")
     model = load(name, **options)
     try:
-        require_same(target.vocab, model.vocab, names=(target.name, model.name))
         if model.caps.rewind == "none":
             raise InputError(f"{model.name} cannot draft: {model.caps.rewind_reason}")
+        return fitted(model, target, translate)
     except BaseException:
         model.close()
         raise
-    return ModelDrafter(model)
 
 
-def _self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: Any) -> ModelDrafter:
+def fitted(model: LanguageModel, target: LanguageModel, translate: str = "auto") -> ModelDrafter | StringMatch:
+    """An opened draft model as a drafter for `target`, translated where it must be; `translate`: see `load_drafter`.
+
+    Raises VocabularyMismatch where that is refused, or nothing is shared.
+    """
+    if translate == "refuse":
+        require_same(target.vocab, model.vocab, names=(target.name, model.name))
+    if first_difference(target.vocab, model.vocab) is None:
+        return ModelDrafter(model)
+    pairs = TokenMap(target, model)
+    used = pairs.overlap.target_uses  # None: the target's tokenizer cannot write what the draft says
+    if translate == "auto" and not pairs.overlap.shared and used is None:
+        require_same(target.vocab, model.vocab, names=(target.name, model.name))
+    by_strings = used is not None and used < ENOUGH_SHARED
+    if translate == "strings" or (translate == "auto" and by_strings):
+        return StringMatch(model, target, pairs)
+    return ModelDrafter(TokenIntersection(model, target, pairs))
+
+
+def _self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: Any) -> ModelDrafter | StringMatch:
     return model_drafter(requantised_copy(target.name, type_name), target, **options)
 
 
-def _lookup_drafter(_target: LanguageModel, **options: Any) -> LookupDrafter:
+def _lookup_drafter(_target: LanguageModel, *, translate: str = "auto", **options: Any) -> LookupDrafter:
     return LookupDrafter(**options)
 
 
@@ -48,17 +89,23 @@ KINDS: dict[str, Callable[..., Drafter]] = {"lookup": _lookup_drafter, "self": _
 """Drafters that need no model name; the command line's `--drafter`."""
 
 
-def load_drafter(what: str, target: LanguageModel, *, strict: bool = False, **options: Any) -> LoadedDrafter:
+def load_drafter(
+    what: str, target: LanguageModel, *, strict: bool = False, translate: str = "auto", **options: Any
+) -> LoadedDrafter:
     """A drafter for `target`: one of KINDS, or the name of a draft model.
 
     A draft model that cannot be fetched or loaded, or does not fit the memory, is no reason to lose the generation:
-    the result then has no drafter and says why, unless `strict`. A wrong name, a wrong option or another vocabulary
-    is a mistake, and always raises.
+    the result then has no drafter and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot
+    be translated, is a mistake, and always raises.
+
+    `translate` says what happens to a draft model with another vocabulary: "tokens" drafts with the shared pieces
+    (`TokenIntersection`), "strings" spells its text in the target's tokens (`StringMatch`), "refuse" raises
+    VocabularyMismatch. "auto" takes tokens where the target mostly uses shared ones (ENOUGH_SHARED), else strings;
+    vocabularies that differ in padding only share everything, and lose nothing.
     """
     try:
-        if what in KINDS:
-            return LoadedDrafter(KINDS[what](target, **options))
-        return LoadedDrafter(model_drafter(what, target, **options))
+        make = KINDS[what] if what in KINDS else partial(model_drafter, what)
+        return LoadedDrafter(make(target, translate=translate, **options))
     except (LoadError, FetchError) as error:
         if strict:
             raise

@@ -6,11 +6,13 @@ token that became true, and the next round feeds what is missing, one token, or 
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter
 
 import numpy as np
 
 from specnb.draft.base import Picker, Proposal
+from specnb.errors import CapacityError
 from specnb.lm.base import LanguageModel
 
 
@@ -21,6 +23,7 @@ class ModelDrafter:
         self.model = model
         self.name = model.name
         self.vocab = model.vocab
+        self.translation = getattr(model, "translation", None)  # of a draft model with another vocabulary
         self._fed: list[int] = []  # drafts in the model's state, after its n_past - len(_fed) true tokens
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -28,7 +31,8 @@ class ModelDrafter:
         self._fed = []
         room = self.model.caps.n_ctx
         if 1 < len(tokens) <= room:
-            self.model.forward(tokens[:-1], n_logits=0)
+            with suppress(CapacityError):  # see propose
+                self.model.forward(tokens[:-1], n_logits=0)
 
     def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
         # A shorter context than the target's ends drafting, not the generation: without room there is no proposal.
@@ -41,7 +45,11 @@ class ModelDrafter:
         feed: Sequence[int] = tokens[self.model.n_past :]
         while True:
             began = perf_counter()
-            logits = self.model.forward(feed, n_logits=1)
+            try:
+                logits = self.model.forward(feed, n_logits=1)
+            except CapacityError:  # in a translated state a token may take several places
+                self._fed = ids[:-1]
+                break
             forward_s += perf_counter() - began
             picked = rng.pick(logits[0])
             if picked is None:  # all drafts so far are in the state

@@ -38,6 +38,11 @@ class Vocabulary:
         return len(self.pieces)
 
     @cached_property
+    def control(self) -> frozenset[int]:
+        """Ids that are never made from text: control tokens and ends of generation."""
+        return self.special | self.eog
+
+    @cached_property
     def digest(self) -> str:
         """sha256 over all pieces in order: equal digests mean that every id has the same text."""
         h = hashlib.sha256()
@@ -86,5 +91,5 @@ def require_same(target: Vocabulary, draft: Vocabulary, *, names: Sequence[str] 
         f"{names[0]} and {names[1]} disagree on what token id {at} means: {show[0]} against {show[1]} "
         f"({target.size} and {draft.size} ids, {target.kind} and {draft.kind}). "
         "Use a drafter with the target's tokenizer, a requantised copy of the target (--drafter self), "
-        "or --drafter lookup, which needs no draft model."
+        "or --drafter lookup, which needs no draft model; load_drafter translates where tokens are shared."
     )

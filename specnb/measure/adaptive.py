@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from specnb.decode.control import ConfidenceStop, ContentK, Controller, EntropyStop, RollingAcceptance
 from specnb.decode.costaware import CostAware
 from specnb.decode.generate import generate
-from specnb.draft.base import Drafter
+from specnb.draft.base import Drafter, model_of
 from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm.base import LanguageModel
@@ -99,7 +99,7 @@ def _costs(target: LanguageModel, drafters: Sequence[Drafter], k_max: int) -> di
     """One curve of the target for all drafters, and each one's c."""
     widths = sorted({*WIDTHS, k_max + 1})
     curve, _ = verify_costs(target, None, widths=widths, context=128)
-    models = {d.name: d.model if isinstance(d, ModelDrafter) else None for d in drafters}
+    models = {d.name: model_of(d) for d in drafters}
     return {
         name: Cost(curve, verify_costs(target, model, widths=(1,), context=128)[1]) for name, model in models.items()
     }
@@ -162,7 +162,8 @@ def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k
         steps = walk(recording, controllers(cost, k_max)[live.controller])
         fork = explain_draft(drafter.model, live, [(s.drafted, s.n_accepted) for s in steps])
         if fork is not None:
-            yield {"prompt_id": live.prompt_id, "policy": live.controller, **fork.model_dump(mode="json")}
+            key = {"prompt_id": live.prompt_id, "drafter": live.drafter, "policy": live.controller}
+            yield key | fork.model_dump(mode="json")
 
 
 def machines(cost: Cost) -> dict[str, Cost]:

@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from specnb.draft.base import Drafter
-from specnb.draft.model import ModelDrafter
+from specnb.draft.base import Drafter, model_of
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import local_file, parse
@@ -27,7 +26,7 @@ def silent(_done: int, _total: int, _what: str) -> None:
 
 def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[str, Any]]:
     """Role, name and file digest of what was run; the digest is None for what is not one file on this machine."""
-    names = [("target", target.name)] + [("drafter", d.name) for d in drafters if isinstance(d, ModelDrafter)]
+    names = [("target", target.name)] + [("drafter", d.name) for d in drafters if model_of(d)]
     files = [(role, name, _file(name)) for role, name in names]
     return [{"role": role, "id": name, "sha256": file_digest(file) if file else None} for role, name, file in files]
 

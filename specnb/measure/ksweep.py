@@ -9,9 +9,8 @@ from time import perf_counter
 from typing import Any
 
 from specnb.decode.generate import generate, prompt_ids
-from specnb.draft.base import Drafter
+from specnb.draft.base import Drafter, model_of
 from specnb.draft.load import load_drafter
-from specnb.draft.model import ModelDrafter
 from specnb.errors import CapacityError, InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
@@ -106,7 +105,7 @@ def _generate_all(
 
 def _costs(target: LanguageModel, drafter: Drafter, k_max: int) -> dict[str, Any]:
     """The verify cost curve up to k_max + 1 and, for a draft model, c, measured in turn with it."""
-    draft = drafter.model if isinstance(drafter, ModelDrafter) else None
+    draft = model_of(drafter)
     room = [m.caps.n_ctx // 2 for m in (target, draft) if m is not None]
     widths = sorted({n for n in WIDTHS if n <= k_max} | {1, k_max + 1})
     curve, c = verify_costs(target, draft, widths=widths, context=min(256, *room))

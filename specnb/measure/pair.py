@@ -44,16 +44,20 @@ def run_pair(
     *,
     with_baseline: bool = False,
     strict: bool = False,
+    translate: str = "auto",
     **settings: Any,
 ) -> Pair:
     """Load the models, generate (warm-up of 4 tokens first, uncounted), and compare with plain decoding.
 
-    `settings` are those of `specnb.generate`. Raises what that and `specnb.load` raise.
+    `translate` is that of `load_drafter`; `settings` are those of `specnb.generate`.
+    Raises what that and `specnb.load` raise.
     """
     target = load(target_name)
     drafter = None
     try:
-        drafter, fallback = load_drafter(drafter_name, target, strict=strict) if drafter_name else (None, None)
+        drafter, fallback = (
+            load_drafter(drafter_name, target, strict=strict, translate=translate) if drafter_name else (None, None)
+        )
         for warm in (drafter, None) if with_baseline else (drafter,):
             generate(target, prompt, drafter=warm, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
         baseline = generate(target, prompt, **settings) if with_baseline else None

@@ -53,7 +53,9 @@ def is_mistake(result, *parts):
 @pytest.fixture
 def models(monkeypatch):
     """Toys by name in place of real models."""
-    made = {"five": lambda: toy.cyclic(5), "draft": lambda: toy.cyclic(5), "other": lambda: toy.cyclic(6)}
+    made = {"five": lambda: toy.cyclic(5), "draft": lambda: toy.cyclic(5), "other": lambda: nothing_shared}
+    nothing_shared = toy.cyclic(2)
+    nothing_shared.vocab = Vocabulary((b"y", b"z"), kind="toy")
 
     def load(name, **options):
         if name == "damaged":
@@ -71,7 +73,7 @@ def models(monkeypatch):
         (["--k", "-1"], ["k must be 0 or more, got -1"]),
         (["--rule", "tree"], ["unknown verification rule 'tree'"]),
         (["--temperature", "-1"], ["temperature must be 0", "-1.0"]),
-        (["--draft", "other"], ["disagree on what token id 5 means"]),
+        (["--draft", "other"], ["disagree on what token id 0 means"]),
         (["--draft", "damaged", "--strict"], ["damaged.gguf is no model, or half of one"]),
         (["--stop", "\udcff"], ["no text in UTF-8"]),
         (["--chat"], ["no chat template"]),

@@ -60,16 +60,16 @@ def test_a_draft_model_with_the_targets_vocabulary_is_taken(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])
-def test_another_vocabulary_always_raises_with_both_pieces_and_the_id(monkeypatch, pieces, message, strict):
+def test_another_vocabulary_refused_raises_with_both_pieces_and_the_id(monkeypatch, pieces, message, strict):
     opening = Opening(monkeypatch, with_pieces(*pieces))
     with pytest.raises(VocabularyMismatch, match=message) as caught:
-        load_drafter("other", toy.cyclic(5), strict=strict)
+        load_drafter("other", toy.cyclic(5), strict=strict, translate="refuse")
     assert opening.closed == 1, "the draft model is freed"
     assert "cyclic(size=5) and other disagree" in str(caught.value) and "--drafter lookup" in str(caught.value)
 
 
-def test_generation_never_begins_with_another_vocabulary(monkeypatch):
-    Opening(monkeypatch, with_pieces(b"a", b"b", b"d", b"c", b"e"))
+def test_generation_never_begins_with_a_vocabulary_that_shares_nothing(monkeypatch):
+    Opening(monkeypatch, with_pieces(b"v", b"w", b"x", b"y", b"z"))
     target = toy.cyclic(5)
     target.forward = lambda *_: pytest.fail("a token was fed")
     with pytest.raises(VocabularyMismatch):

@@ -1,0 +1,94 @@
+"""Figures of notebook 03: verdicts of all pairs, and overlap against acceptance."""
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from specnb.book.style import COLOURS, series, template
+from specnb.compat.check import Verdict
+from specnb.errors import InputError
+
+LOOKS = {
+    Verdict.DROP_IN: ("D", COLOURS[2]),
+    Verdict.SLICING: ("S", COLOURS[5]),
+    Verdict.TRANSLATION: ("T", COLOURS[4]),
+    Verdict.IMPOSSIBLE: ("X", "#b0b0b0"),
+    Verdict.UNKNOWN: ("?", "#ffffff"),
+}
+"""Letter and colour of each verdict."""
+
+
+def verdicts(matrix: pd.DataFrame, *, title: str = "Which draft fits which target") -> go.Figure:
+    """Every pair of `check.matrix`, coloured and lettered by its verdict; hover text says what is shared.
+
+    A mark beside the letter tells where llama.cpp's or transformers' check says otherwise. Raises InputError for a
+    matrix without a row.
+    """
+    if matrix.empty:
+        raise InputError("the matrix has no pair to draw")
+    names = list(dict.fromkeys(matrix["target"]))
+    order = list(LOOKS)
+    cells = {(row.target, row.draft): row for row in matrix.itertuples()}
+    rows = [[cells.get((target, draft)) for draft in names] for target in names]
+    steps = [(at / len(order), colour) for i, (_, colour) in enumerate(LOOKS.values()) for at in (i, i + 1)]
+    figure = go.Figure(
+        go.Heatmap(
+            x=names, y=names, zmin=0, zmax=len(order), colorscale=steps, showscale=False, xgap=2, ygap=2,
+            z=[[None if c is None else order.index(c.verdict) + 0.5 for c in row] for row in rows],
+            text=[["" if c is None else LOOKS[Verdict(c.verdict)][0] + _others(c) for c in row] for row in rows],
+            texttemplate="%{text}", customdata=[["" if c is None else _told(c) for c in row] for row in rows],
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+    )  # fmt: skip
+    for verdict, (letter, colour) in LOOKS.items():
+        if verdict in set(matrix["verdict"]):
+            mark = {"color": colour, "symbol": "square", "size": 12, "line": {"color": "#444", "width": 1}}
+            figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", marker=mark, name=f"{letter}: {verdict}"))
+    figure.update_xaxes(title_text="draft", tickangle=45, showgrid=False)
+    figure.update_yaxes(title_text="target", autorange="reversed", showgrid=False)
+    side = 180 + 38 * len(names)
+    figure.update_layout(template=template(), title_text=title, width=side + 120, height=side + 60)
+    return figure.update_layout(margin={"l": 190, "b": 190}, legend={"y": 1.0, "yanchor": "bottom"})
+
+
+def _others(cell: tuple) -> str:
+    """l where llama.cpp's check, t where transformers' is wrong about the ids being usable as they are."""
+    fits = cell.verdict in (Verdict.DROP_IN, Verdict.SLICING)
+    wrong = {"l": cell.llama_cpp, "t": cell.transformers}
+    return "".join(f" {letter}" for letter, accepts in wrong.items() if accepts is not None and accepts != fits)
+
+
+def _told(cell: tuple) -> str:
+    shared = "" if pd.isna(cell.share_target) else f"<br>{cell.share_target:.1%} of the target's pieces shared"
+    first = (
+        ""
+        if pd.isna(cell.first_difference)
+        else f"<br>{cell.n_different:.0f} ids differ, first {cell.first_difference:.0f}"
+    )
+    return f"{cell.draft} for {cell.target}: {cell.verdict}{shared}{first}"
+
+
+def overlap_against_acceptance(
+    trial: pd.DataFrame, *, title: str = "The same draft model behind other vocabularies"
+) -> go.Figure:
+    """Acceptance rate over the share of an ordinary text's tokens that the draft's vocabulary has, one mark each.
+
+    Raises InputError when no vocabulary has both.
+    """
+    drawn = trial.dropna(subset=["text_shared", "acceptance_rate"])
+    if drawn.empty:
+        raise InputError("no vocabulary has both an overlap and an acceptance rate")
+    figure = go.Figure()
+    for index, row in enumerate(drawn.itertuples()):
+        figure.add_trace(
+            go.Scatter(
+                x=[row.text_shared], y=[row.acceptance_rate], mode="markers",
+                marker=series(index)["marker"] | {"size": 13},
+                name=f"{row.vocabulary} ({row.translated})",
+                hovertemplate=f"{row.vocabulary}<br>{row.accepted} of {row.drafted} accepted<extra></extra>",
+            )
+        )  # fmt: skip
+    figure.update_xaxes(
+        title_text="share of an ordinary text's tokens that both have", range=[0, 1.05], tickformat=".0%"
+    )
+    figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", range=[0, 1.05])
+    return figure.update_layout(template=template(), title_text=title)

@@ -1,0 +1,208 @@
+"""Everything in which a draft differs from its target, one finding a topic, each with what to do about it.
+
+A finder takes (target, draft) and gives a Finding, or None where they agree or a source does not say.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from itertools import groupby
+from typing import NamedTuple
+
+from specnb.compat.description import Description, State
+from specnb.compat.overlap import Overlap
+
+
+class Severity(IntEnum):
+    """What a difference costs."""
+
+    NOTE = 0  # speculation is not touched
+    LOWERS = 1  # acceptance is lower than it could be
+    BREAKS = 2  # ids or states cannot be used as they are
+
+
+class Finding(NamedTuple):
+    """One difference, with the values of both and the remedy."""
+
+    topic: str
+    severity: Severity
+    target: str
+    draft: str
+    remedy: str
+
+
+BESIDE_TOKENS = ("state of the target", "state of the draft", "modified draft")
+"""Topics that matter however well the tokens fit."""
+
+Finder = Callable[[Description, Description], Finding | None]
+
+
+def findings(target: Description, draft: Description, pieces: Overlap | None) -> tuple[Finding, ...]:
+    """All findings, the gravest first, in the order of the topics among equals."""
+    found = [*_of_pieces(pieces), *(f for find in FINDERS if (f := find(target, draft)) is not None)]
+    return tuple(sorted(found, key=lambda f: -f.severity))
+
+
+def _of_pieces(o: Overlap | None) -> Iterator[Finding]:
+    if o is None:
+        yield Finding(
+            "pieces", Severity.BREAKS, "not at hand", "not at hand", "give a file or folder with the tokenizer"
+        )
+        return
+    if o.n_different:
+        at, a, b = o.examples[0]
+        yield Finding(
+            "pieces", Severity.BREAKS, f"id {at} is {a!r}", f"{b!r}; {o.n_different} ids differ",
+            "drafted ids would mean other texts: translate (load_drafter does), or take a draft of the same tokenizer",
+        )  # fmt: skip
+    if o.n_target != o.n_draft:
+        yield Finding(
+            "len(tokenizer)", Severity.NOTE if not o.n_different else Severity.LOWERS, str(o.n_target), str(o.n_draft),
+            "ids that only one of them has are never drafted",
+        )  # fmt: skip
+
+
+def _differ(topic: str, read: Callable[[Description], object], severity: Severity, remedy: str) -> Finder:
+    """A finder for a value that both state and that should be equal."""
+
+    def find(target: Description, draft: Description) -> Finding | None:
+        a, b = read(target), read(draft)
+        if a is None or b is None or a == b:
+            return None
+        return Finding(topic, severity, _shown(a), _shown(b), remedy)
+
+    return find
+
+
+def _shown(value: object) -> str:
+    text = ", ".join(_ranges(sorted(value))) or "none" if isinstance(value, frozenset) else str(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _ranges(ids: Sequence[int]) -> Iterator[str]:
+    """Ascending ids, with runs of three or more as "first-last"."""
+    for _, run in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
+        members = [i for _, i in run]
+        yield from [f"{members[0]}-{members[-1]}"] if len(members) > 2 else map(str, members)
+
+
+def _padding(target: Description, draft: Description) -> Finding | None:
+    a, b = target.vocab_size, draft.vocab_size
+    if a is None or b is None or a == b:
+        return None
+    rows = f"{a - (target.n_tokens or a)} and {b - (draft.n_tokens or b)} rows are padding"
+    return Finding(
+        "vocab_size", Severity.NOTE, str(a), str(b),
+        f"no mismatch by itself ({rows}): logits are cut to the ids that both know",
+    )  # fmt: skip
+
+
+def _rope(described: Description) -> str | None:
+    rope = described.rope
+    return None if rope is None or rope.base is None else f"base {rope.base:g}, scaling {rope.scaling or 'none'}"
+
+
+def _mask_tokens(target: Description, draft: Description) -> Finding | None:
+    if not draft.mask:
+        return None
+    return Finding(
+        "modified draft", Severity.LOWERS, "-", f"mask tokens {_shown(draft.mask)}",
+        "it was trained to draft several tokens at once from mask tokens (PARD 2504.18583): drafting one at a time "
+        "works but is not what it was tuned for; take the model it was made from",
+    )  # fmt: skip
+
+
+def _state(role: str, pick: int) -> Finder:
+    def find(target: Description, draft: Description) -> Finding | None:
+        state = (target, draft)[pick].state
+        if state in (None, State.ATTENTION):
+            return None
+        return Finding(
+            f"state of the {role}", Severity.BREAKS, target.state or "unknown", draft.state or "unknown",
+            f"a {state} state cannot be cropped: rejected tokens are taken back by snapshots, or by a checkpoint that "
+            "the accepted ones are fed to again; an engine that crops all the same continues from a wrong state",
+        )  # fmt: skip
+
+    return find
+
+
+def _context(target: Description, draft: Description) -> Finding | None:
+    if target.n_ctx is None or draft.n_ctx is None or draft.n_ctx >= target.n_ctx:
+        return None
+    return Finding(
+        "context length", Severity.NOTE, str(target.n_ctx), str(draft.n_ctx),
+        "drafting ends where the draft's context does; generation goes on without it",
+    )  # fmt: skip
+
+
+def _encoding(target: Description, draft: Description) -> Finding | None:
+    """Texts on which the two tokenizers part, where both can be opened."""
+    if target.encode is None or draft.encode is None:
+        return None
+    for name, text in PROBES.items():
+        a, b = target.encode(text), draft.encode(text)
+        if a != b:
+            return Finding(
+                "same text, other ids", Severity.LOWERS, f"{name}: {_shown(a)}", _shown(b),
+                "prompts are encoded by the target alone; a draft that was trained on another cut of the same text "
+                "guesses worse",
+            )  # fmt: skip
+    return None
+
+
+def _round_trip(target: Description, draft: Description) -> Finding | None:
+    for described, side in ((target, 0), (draft, 1)):
+        if described.encode is None or described.vocab is None:
+            continue
+        for name, text in PROBES.items():
+            back = described.vocab.decode_bytes(described.encode(text))
+            if back.removeprefix(b" ") != text.encode().removeprefix(b" "):
+                shown = ["-", "-"]
+                shown[side] = f"{name}: {_shown(back)}"
+                return Finding(
+                    "round trip", Severity.NOTE, *shown,
+                    "its tokens do not spell the text back: translating through text loses what is lost here",
+                )  # fmt: skip
+    return None
+
+
+PROBES = {
+    "code": "def f(x):\n    return x**2  # squared\n",
+    "whitespace": "a  b   c\t\td\n\n\n e \u00a0f",
+    "numbers": "3.14159 1,000,000 0xFF 2026-11-21",
+    "CJK": "推測的デコーディング 投机解码 추측",
+    "emoji": "👩‍🔬🇨🇭 ok ✅",
+    "broken UTF-8": b"caf\xc3 \xff\xfe end".decode("utf-8", errors="replace"),
+    "accents": "Zürich naïve e\u0301",
+}
+"""Texts that tokenizers cut differently."""
+
+_B, _L, _N = Severity.BREAKS, Severity.LOWERS, Severity.NOTE
+FINDERS: tuple[Finder, ...] = (
+    _differ("tokenizer kind", lambda d: d.vocab and d.vocab.kind, _L, "only pieces that both have can be drafted"),
+    _differ(
+        "pre-tokenizer", lambda d: (d.vocab and d.vocab.pre) or None, _L, "texts are cut differently, see the probe"
+    ),
+    _differ("normalizer", lambda d: d.normalizer, _L, "texts are changed differently before they are cut"),
+    _padding,
+    _differ("BOS", lambda d: d.bos, _N, "the target's prompt decides; llama.cpp refuses where BOS is added"),
+    _differ("EOS", lambda d: d.eos, _N, "the target's end tokens decide when generation ends"),
+    _differ("PAD", lambda d: d.pad, _N, "padding is never generated"),
+    _differ("EOT", lambda d: d.eot, _N, "the target's end tokens decide when generation ends"),
+    _differ("add_bos", lambda d: d.add_bos, _N, "the draft reads the target's prompt as it is"),
+    _differ("add_eos", lambda d: d.add_eos, _N, "the draft reads the target's prompt as it is"),
+    _differ("end of generation", lambda d: d.vocab and d.vocab.eog, _N, "a draft past the target's end is discarded"),
+    _differ("control tokens", lambda d: d.vocab and d.vocab.special, _N, "control tokens match by text and kind only"),
+    _differ("added tokens", lambda d: d.added or None, _N, "ids that only one of them has are never drafted"),
+    _differ(
+        "merges", lambda d: d.merges and f"{d.merges.count} ({d.merges.digest[:8]})", _L, "texts are cut differently"
+    ),
+    _encoding,
+    _round_trip,
+    _differ("chat template", lambda d: d.vocab and d.vocab.chat_template, _N, "the target's template is used for both"),
+    _context,
+    _differ("RoPE", _rope, _N, "each model uses its own"),
+    _differ("quantisation", lambda d: d.quantisation, _N, "the draft's only changes how often it is right"),
+    _mask_tokens,
+    _state("target", 0),
+    _state("draft", 1),
+)

@@ -1,0 +1,216 @@
+"""The vocabulary of a GGUF header, read as llama.cpp reads it (llama-vocab.cpp, `llama_vocab::impl::load`).
+
+The pieces are those of `lm.binding.vocabulary`, byte for byte. Where several texts could be the end-of-turn token or
+the same fill-in-the-middle token, llama.cpp takes the one that its hash map yields first; here only a single one is
+taken, so `eot` may be None and, for fill-in-the-middle prefixes, one more id may count as control.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from specnb.compat import pieces as spell
+from specnb.compat.gguf_reader import AGAIN, MAX_HEADER_BYTES, Header
+from specnb.errors import InputError
+
+# llama.h's token types
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPELLED_OUT = frozenset({UNKNOWN, CONTROL, USER_DEFINED})
+
+
+@dataclass(frozen=True)
+class Family:
+    """What llama.cpp assumes for a value of tokenizer.ggml.model where the header says nothing else."""
+
+    kind: str
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+    add_bos: bool = False
+    add_eos: bool = False
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family("spm", bos=1, eos=2, add_bos=True),
+        "bert": Family("wpm", bos=101, pad=0, add_bos=True),
+        "gpt2": Family("bpe", bos=11, eos=11),
+        "whitespace": Family("bpe", bos=11, eos=11),
+        "gemma4": Family("bpe"),
+        "t5": Family("ugm", eos=1, pad=0, add_eos=True),
+        "rwkv": Family("rwkv"),
+        "plamo2": Family("plamo2", bos=1, eos=2, pad=3),
+    }
+)
+NO_VOCAB = frozenset({"no_vocab", "none"})
+
+# of the same function: what pre-tokenizers of a BPE change
+PRE_ADDS_BOS = frozenset(
+    {
+        *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+        *("tekken", "chameleon"),
+    }
+)
+PRE_ALWAYS_ADDS_BOS = frozenset({"gemma4", "granite-embed-multi-311m"})
+PRE_WITHOUT_BOS = frozenset({"chatglm-bpe", "glm4", "glm5"})
+PRE_WITH_SPACE_MARKS = PRE_ALWAYS_ADDS_BOS | {"sarvam-moe"}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The entries of tokenizer.ggml.tokens: text and type of each id."""
+
+    texts: tuple[str, ...]
+    types: tuple[int, ...]
+
+    @property
+    def n_known(self) -> int:
+        """Ids before the rows that a converter added to fill the embedding: "[PAD151665]".
+
+        Their type is "unused" (their piece is b"") or, from older converters, "user defined".
+        """
+        n = len(self.texts)
+        while n and self.texts[n - 1] == f"[PAD{n - 1}]":
+            n -= 1
+        return n
+
+
+def tokens_of(header: Header) -> Tokens:
+    """Raises InputError for a missing list, lists of different lengths, text that is no UTF-8, or a text used twice."""
+    texts = _texts(header)
+    return Tokens(texts, _types(header, len(texts)))
+
+
+def pieces_of(header: Header, tokens: Tokens, family: Family, pre: str, as_written: frozenset[int]) -> list[bytes]:
+    """The bytes of each id. The ids in `as_written` stand for their text, whatever their type.
+
+    Raises InputError for a text that its type does not allow.
+    """
+    spelled = _speller(family, pre)
+    pieces, total = [], 0
+    for i, (text, kind) in enumerate(zip(tokens.texts, tokens.types, strict=True)):
+        try:
+            piece = spelled(text, USER_DEFINED if i in as_written else kind)
+        except ValueError as error:
+            raise fault(header, f"tokenizer.ggml.tokens[{i}]", text, str(error)) from error
+        total += len(piece)
+        if total > MAX_HEADER_BYTES:
+            raise fault(header, "tokenizer.ggml.tokens", i, f"pieces of more than {MAX_HEADER_BYTES} bytes")
+        pieces.append(piece)
+    return pieces
+
+
+def _texts(header: Header) -> tuple[str, ...]:
+    key = "tokenizer.ggml.tokens"
+    stored = header.values.get(key)
+    if not isinstance(stored, list):
+        raise fault(header, key, stored, "it must be an array of strings")
+    if not stored:
+        raise fault(header, key, stored, "it lists no token")
+    texts, seen = [], {}
+    for i, raw in enumerate(stored):
+        try:
+            text = raw.decode("utf-8") or f"[EMPTY_{i}]"
+        except UnicodeDecodeError as error:
+            raise fault(header, f"{key}[{i}]", raw, "it is not UTF-8") from error
+        if seen.setdefault(text, i) != i:  # llama.cpp ends the process here
+            raise fault(header, f"{key}[{i}]", text, f"it is also the text of token {seen[text]}")
+        texts.append(text)
+    return tuple(texts)
+
+
+def _types(header: Header, n: int) -> tuple[int, ...]:
+    key = "tokenizer.ggml.token_type"
+    stored = header.values.get(key)
+    if stored is None:
+        return (NORMAL,) * n
+    if not isinstance(stored, np.ndarray) or stored.dtype != np.int32:
+        raise fault(header, key, stored, "it must be an array of i32")
+    if len(stored) != n:
+        raise fault(header, key, len(stored), f"it has {len(stored)} entries for {n} tokens")
+    return tuple(stored.tolist())
+
+
+def _speller(family: Family, pre: str) -> Callable[[str, int], bytes]:
+    """llama_token_to_piece of this family: from a token's text and type to its bytes."""
+    if family.kind == "rwkv":
+        return lambda text, kind: spell.rwkv(text)
+    if family.kind == "plamo2":
+        return lambda text, kind: (kind == BYTE and spell.fallback_byte(text)) or text.encode()
+    normal = spell.marked if family.kind != "bpe" or pre in PRE_WITH_SPACE_MARKS else _byte_level
+
+    def spelled(text: str, kind: int) -> bytes:
+        if kind == NORMAL:
+            return normal(text)
+        if kind in SPELLED_OUT:
+            return text.encode()
+        if kind != BYTE:
+            return b""  # unused or undefined: llama.cpp writes nothing
+        byte = spell.fallback_byte(text)
+        if byte is None:
+            raise ValueError("a token of the type byte must read <0x00> to <0xFF>")
+        return byte
+
+    return spelled
+
+
+def _byte_level(text: str) -> bytes:
+    """As llama_decode_text: a character that stands for no byte becomes a note, with the whole text in it."""
+    piece = spell.byte_level(text)
+    if piece is not None:
+        return piece
+    if len(text) > 4096:
+        raise ValueError("it is long and not in the alphabet of byte-level BPE")
+    return b"".join(
+        bytes([spell.ALPHABET[c]]) if c in spell.ALPHABET else f"[UNK_BYTE_0x{c.encode().hex()}{text}]".encode()
+        for c in text
+    )
+
+
+def special_id(header: Header, key: str, n_tokens: int, default: int | None) -> int | None:
+    """A special token's id: as stated, else llama.cpp's default where the vocabulary has such an id."""
+    key = f"tokenizer.ggml.{key}_token_id"
+    stated = header.values.get(key)
+    if stated is None:
+        return default if default is not None and default < n_tokens else None
+    if isinstance(stated, bool) or not isinstance(stated, int):
+        raise fault(header, key, stated, "it must be an integer")
+    if not 0 <= stated < n_tokens:
+        raise fault(header, key, stated, f"there are {n_tokens} tokens")
+    return stated
+
+
+def flag(header: Header, key: str, default: bool) -> bool:
+    """A boolean of the header, `default` where it is not stated. Raises InputError for another type."""
+    stated = header.values.get(key)
+    if stated is None:
+        return default
+    if not isinstance(stated, bool):
+        raise fault(header, key, stated, "it must be a boolean")
+    return stated
+
+
+def text_value(header: Header, key: str) -> str | None:
+    """A string of the header, None where it is not stated. Raises InputError for another type or no UTF-8."""
+    stated = header.values.get(key)
+    if stated is None:
+        return None
+    if not isinstance(stated, bytes):
+        raise fault(header, key, stated, "it must be a string")
+    try:
+        return stated.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise fault(header, key, stated, "it is not UTF-8") from error
+
+
+def fault(header: Header, key: str, value: object, why: str) -> InputError:
+    """One error that names the file, the key, its value, what is wrong with it and the remedy."""
+    shown = repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
+    return InputError(f"{header.path}: {key} is {shown[:80]}: {why}; {AGAIN}")
+
+
+def with_text(texts: Mapping[str, int], wanted: Iterable[str]) -> list[int]:
+    """Ids of those of the `wanted` texts that are there, in order of id."""
+    return sorted(texts[text] for text in wanted if text in texts)

@@ -1,0 +1,86 @@
+"""From the name a user writes to a description, without opening a model.
+
+smollm2-135m  smollm2-135m:q8_0     zoo (fetched, or requantised, where it is not there yet)
+qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or published facts of a model
+model.gguf                          its header
+./folder  hf:ORG/NAME               config.json, tokenizer.json and the other small files
+tokenizer.json  x.tiktoken          a tokenizer alone
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from specnb.compat import gguf_header, hf_folder, shelf, tiktoken_file
+from specnb.compat.description import Description
+from specnb.errors import InputError
+from specnb.lm import zoo
+
+
+class Reader(NamedTuple):
+    """One kind of source: whether a name is of this kind, and how it is read."""
+
+    fits: Callable[[str], bool]
+    read: Callable[[str], Description]
+
+
+def describe(name: str | Path) -> Description:
+    """The description of a model or a tokenizer by name; its `name` is the one given. Options after "?" are left out.
+
+    Raises InputError for what is no known source or not sound, FetchError for what cannot be fetched.
+    """
+    text = str(name).partition("?")[0]
+    for reader in READERS:
+        if reader.fits(text):
+            return replace(reader.read(text), name=str(name))
+    zoo_names = ", ".join(zoo.ENTRIES)
+    raise InputError(
+        f"{str(name)!r} is nothing that describes a tokenizer: give a zoo name ({zoo_names}), a name of the shelf "
+        f"({', '.join(shelf.names())}), a .gguf file, a folder "
+        "with config.json, hf:ORG/NAME, a tokenizer.json or a *.tiktoken file that exists"
+    )
+
+
+def _path(name: str) -> Path | None:
+    """The path behind a name, None for a name that the file system cannot have."""
+    try:
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, ~ of an unknown user, a NUL in it
+        return None
+
+
+def _is_folder(name: str) -> bool:
+    path = _path(name)
+    return path is not None and path.is_dir()
+
+
+def _ends_with(suffix: str) -> Callable[[str], bool]:
+    return lambda name: name.lower().endswith(suffix)
+
+
+def _named(describe_path: Callable[[Path], Description]) -> Callable[[str], Description]:
+    def read(name: str) -> Description:
+        path = _path(name)
+        if path is None:
+            raise InputError(f"no such file: {name}")
+        return describe_path(path)
+
+    return read
+
+
+def _of_zoo(name: str) -> Description:
+    return gguf_header.describe(zoo.path(name))
+
+
+READERS = (
+    Reader(zoo.is_zoo_name, _of_zoo),
+    Reader(lambda name: name.lower() in shelf.names(), shelf.describe),
+    Reader(lambda name: name.startswith(hf_folder.HUB), hf_folder.describe),
+    Reader(_ends_with(".gguf"), _named(gguf_header.describe)),
+    Reader(_ends_with(".tiktoken"), _named(tiktoken_file.describe)),
+    Reader(_ends_with(".json"), _named(hf_folder.describe)),
+    Reader(_is_folder, _named(hf_folder.describe)),
+)
+"""Tried in order; the first that fits reads."""

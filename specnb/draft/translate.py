@@ -1,0 +1,223 @@
+"""Lossless drafting by a model with another vocabulary (Timor et al. 2502.05202).
+
+`TokenIntersection` (TLI) keeps what both vocabularies have: the draft's rows become rows over the target's ids, and q
+is renormalised on the shared pieces by the sampling itself. `StringMatch` (SLEM) lets the model draft as it likes and
+spells the drafted text in the target's tokens; these are point masses. Both stay lossless however badly a text is
+translated: the verification rules hold for every q, as long as the drafts came from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from specnb.draft.base import Picker, Proposal
+from specnb.draft.spelling import CONTEXT, HEALED, GrowingSpelling, Longest, whole_characters, written
+from specnb.draft.token_map import Overlap, TokenMap, columns, same_up_to_padding
+from specnb.errors import VocabularyMismatch
+from specnb.lm.base import LanguageModel, check_forward, check_rewind
+
+DRAFTS_PER_TOKEN = 3
+"""Most draft tokens that are spent on one token of the target, on average over a round."""
+
+
+class Translation(NamedTuple):
+    """How a drafter gets from its vocabulary to the target's: by `padding` alone, shared `tokens`, or `strings`."""
+
+    how: str
+    overlap: Overlap
+
+    def __str__(self) -> str:
+        return f"{self.how} ({self.overlap})"
+
+
+class TokenIntersection:
+    """A draft model that reads and predicts the target's ids: a LanguageModel for `ModelDrafter`.
+
+    A row holds the draft's logits at shared pieces and -inf elsewhere; where vocabularies differ in padding only, that
+    is the row itself, cut or filled up. The state is the wrapped model's, in its own ids: a shared token is one of
+    its tokens, another is spelled, each by itself, so that n tokens can be rewound whatever they took. The wrapped
+    model is not changed.
+
+    Raises VocabularyMismatch when not one piece is shared.
+    """
+
+    def __init__(self, model: LanguageModel, target: LanguageModel, token_map: TokenMap | None = None) -> None:
+        self._map = token_map or TokenMap(target, model)
+        if not len(self._map.draft_ids):
+            raise VocabularyMismatch(
+                f"{target.name} ({target.vocab.kind}) and {model.name} ({model.vocab.kind}) share not one token: "
+                "use a drafter with the target's tokenizer, or --drafter lookup, which needs no draft model"
+            )
+        how = "padding" if same_up_to_padding(target.vocab, model.vocab) else "tokens"
+        self.translation = Translation(how, self._map.overlap)
+        self.model, self.name, self.vocab = model, model.name, target.vocab
+        self.caps = replace(model.caps, details={**model.caps.details, "translation": str(self.translation)})
+        self.encode = target.encode
+        self._from, self._to = columns(self._map.draft_ids), columns(self._map.target_ids)
+        self._longest = Longest(model)
+        self._spelled: dict[int, tuple[int, ...]] = {}
+        self._sizes: list[int] = []  # draft tokens that each token of the state takes
+
+    @property
+    def n_past(self) -> int:
+        return len(self._sizes)
+
+    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        rows = check_forward(self, ids, n_logits)
+        parts = [self._spelling(int(token)) for token in ids]
+        if not self._sizes:
+            parts[0] = self._beginning(parts[0])
+        sizes = [len(part) for part in parts]
+        ends = np.cumsum([0, *sizes[len(sizes) - rows + 1 :]]) if rows else []  # a token's row is that of its last part
+        logits = self.model.forward([i for part in parts for i in part], int(ends[-1]) + 1 if rows else 0)
+        self._sizes += sizes
+        return self._translated(logits[ends] if rows else logits)
+
+    def rewind(self, n: int) -> None:
+        check_rewind(self, n)
+        if n:
+            self.model.rewind(sum(self._sizes[-n:]))
+            del self._sizes[-n:]
+
+    def reset(self) -> None:
+        self.model.reset()
+        self._sizes.clear()
+
+    def close(self) -> None:
+        self.model.close()
+
+    def locate_nonfinite(self, ids: Sequence[int]) -> str:
+        return self.model.locate_nonfinite([i for token in ids for i in self._spelling(int(token))])
+
+    def _translated(self, logits: np.ndarray) -> np.ndarray:
+        """Rows over the target's ids, from rows `(n, draft vocab)`."""
+        out = np.full((len(logits), self.vocab.size), -np.inf, dtype=np.float32)
+        out[:, self._to] = logits[:, self._from]
+        highest = logits.max(axis=1, initial=-np.inf)
+        never = out.max(axis=1, initial=-np.inf) == -np.inf
+        # a model that excludes everything shared has no opinion on it; any q is as good
+        out[np.ix_(never & np.isfinite(highest), self._map.target_ids)] = 0.0
+        out[~(highest < np.inf)] = np.nan  # bad logits are reported, wherever they stood
+        return out
+
+    def _spelling(self, token: int) -> tuple[int, ...]:
+        """The draft tokens of a target's token, by itself; at least one, for each token has its place in the state."""
+        if token not in self._spelled:
+            own, text = self._map.draft_of(token), self.vocab.pieces[token]
+            ids = (own,) if own is not None else written(self.model, b"", text) or tuple(self._longest.spell(text))
+            self._spelled[token] = ids or (self._blank,)
+        return self._spelled[token]
+
+    @property
+    def _blank(self) -> int:
+        """What stands for a token without a text that the draft could spell."""
+        return next((i for i in (self.model.vocab.eos, self.model.vocab.bos) if i is not None), 0)
+
+    def _beginning(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        bos = self.model.vocab.bos
+        return (bos, *ids) if self.model.vocab.add_bos and bos is not None and ids[0] != bos else ids
+
+
+class StringMatch:
+    """Drafts text with `model`, greedily and in its own vocabulary, and proposes it in the target's tokens.
+
+    The draft's state holds the true text as the draft's own tokenizer writes it. The proposal is what the target's
+    tokenizer writes behind the text so far; drafting ends at a control token. It is deterministic given the text, so
+    `q_draft` is None. Both tokenizers see a window of the text, so that a round costs the same at any length.
+
+    The last token of a proposal may be the beginning of a longer one. To hold it back takes one more draft step a
+    round; with a draft whose pieces are split in two (30 %, 80 % of them) that gained nothing greedily, and at most
+    0.1 tokens a round at temperature 0.8.
+
+    Raises VocabularyMismatch when target or draft has no tokenizer.
+    """
+
+    def __init__(self, model: LanguageModel, target: LanguageModel, token_map: TokenMap | None = None) -> None:
+        for one in (target, model):
+            if one.vocab.kind == "none":
+                raise VocabularyMismatch(f"{one.name} was opened without a tokenizer: its tokens are no text to draft")
+        self._map = token_map or TokenMap(target, model)
+        self.translation = Translation("strings", self._map.overlap)
+        self.model, self.name, self.vocab = model, model.name, target.vocab
+        self._target = target
+        self._spelling = GrowingSpelling(model)
+        self._seen = 0  # tokens of the target that are in the spelling
+        self._fed: list[int] = []  # drafts in the model's state, behind the whole spelling
+
+    def start(self, tokens: Sequence[int]) -> None:
+        self.model.reset()
+        self._spelling.clear()
+        self._seen, self._fed = 0, []
+        bos = self.model.vocab.bos
+        if self.model.vocab.add_bos and bos is not None:
+            self._spelling.add_control(bos)
+        self._follow(tokens)
+        if 1 < len(self._spelling.ids) <= self.model.caps.n_ctx:
+            self.model.forward(self._spelling.ids[:-1], n_logits=0)
+
+    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+        ids, vocab = self._spelling.ids, self.model.vocab
+        most = min(DRAFTS_PER_TOKEN * k, self.model.caps.n_ctx - len(ids) + 1)
+        if k < 1 or most < 1 or not ids:
+            return Proposal(())
+        before, text = self._target.vocab.raw_bytes(tokens[-CONTEXT:]), b""
+        drafted: list[int] = []
+        found: tuple[int, ...] = ()
+        forward_s = 0.0
+        feed: Sequence[int] = ids[self.model.n_past :]
+        while True:
+            began = perf_counter()
+            logits = self.model.forward(feed, n_logits=1)[0]
+            forward_s += perf_counter() - began
+            self._fed = list(drafted)
+            # the picker has its say on whether to go on; the draft is the best token at any temperature, since
+            # a point mass is kept with its probability under the target
+            token = int(np.argmax(logits))
+            if rng.pick(logits) is None or token in vocab.control or not vocab.pieces[token]:
+                break
+            drafted.append(token)
+            text += vocab.pieces[token]
+            found = written(self._target, before, whole_characters(text)) or found
+            feed = (token,)
+            if rng.enough or len(found) >= k or len(drafted) == most:
+                break
+        return Proposal(found[:k], None, forward_s)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        ids = self._spelling.ids
+        border = max(0, len(ids) - HEALED)  # what is spelled before stays as it is
+        state = [*ids[border:], *self._fed][: max(0, self.model.n_past - border)]
+        self._follow(tokens)
+        now = ids[border:]
+        same = next((i for i, (a, b) in enumerate(zip(state, now, strict=False)) if a != b), min(len(state), len(now)))
+        # the newest token stays out of the state, so that the next propose has something to feed
+        self._keep(min(border + same, max(0, len(ids) - 1)))
+        self._fed = []
+
+    def close(self) -> None:
+        self.model.close()
+
+    def _keep(self, length: int) -> None:
+        surplus = self.model.n_past - length
+        if surplus > self.model.caps.rewind_depth:
+            self.model.reset()
+        elif surplus > 0:
+            self.model.rewind(surplus)
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Spell the tokens that are new: text as text, control tokens as the draft's own."""
+        text, vocab = bytearray(), self._target.vocab
+        for token in tokens[self._seen :]:
+            own = self._map.draft_of(token) if token in vocab.control else None
+            if own is None:
+                text += vocab.pieces[token]
+                continue
+            self._spelling.add(bytes(text))
+            text.clear()
+            if self._spelling.ids != [own]:  # the BOS that is there already
+                self._spelling.add_control(own)
+        self._spelling.add(bytes(text))
+        self._seen = len(tokens)

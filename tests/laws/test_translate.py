@@ -1,0 +1,277 @@
+"""The laws of drafting across vocabularies: the target's tokens and its distribution, whatever the draft's ids mean."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specnb.decode.control import ConfidenceStop, FixedK
+from specnb.decode.generate import generate
+from specnb.decode.sampling import Chooser, Sampling
+from specnb.draft.base import Proposal
+from specnb.draft.model import ModelDrafter
+from specnb.draft.spelling import GrowingSpelling
+from specnb.draft.token_map import SAMPLE
+from specnb.draft.translate import StringMatch, TokenIntersection
+from tests.laws.enumerate import total_variation
+from tests.laws.test_distribution import SETTINGS, closed_form_law, speculative_law
+from tests.laws.vocabularies import Respelled, model, rewritten
+
+ABC = (b"a", b"b", b"c")
+PAIRS = {
+    "shuffled": (ABC, (b"c", b"a", b"b")),
+    "draft padded": (ABC, (*ABC, b"", b"")),
+    "target padded": ((*ABC, b""), ABC),
+    "a shuffled draft, padded": (ABC, (b"", b"b", b"c", b"a")),
+    "repeated in the draft": (ABC, (b"a", b"b", b"a", b"c")),
+    "repeated in the target": ((b"b", b"a", b"b"), (b"a", b"b")),
+    "missing in the draft": (ABC, (b"b", b"x", b"a")),
+    "one piece shared": (ABC, (b"x", b"b")),
+    "the draft spells": ((b"a", b"b", b"ab"), (b"b", b"a")),
+    "the target spells": ((b"b", b"a"), (b"ab", b"a", b"ba", b"b")),
+    "each spells": ((b"a", b"b", b"ab"), (b"ba", b"b", b"a")),
+}
+PROMPT = (0, 1, 0)
+
+
+def tokens(target, draft):
+    return ModelDrafter(TokenIntersection(draft, target))
+
+
+def strings(target, draft):
+    return StringMatch(draft, target)
+
+
+class WithoutDraws(StringMatch):
+    """The picker's draws change nothing here (units), but the enumeration would follow each of them."""
+
+    def propose(self, tokens, k, rng):
+        return super().propose(tokens, k, Chooser(Sampling(), rng.draws))
+
+
+def pair(name, seed):
+    ours, theirs = PAIRS[name]
+    return model(ours, order=2, seed=seed), model(theirs, seed=100 + seed)
+
+
+# --- the distribution -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_shared_tokens_keep_the_law(name, sampling, rule):
+    target, draft = pair(name, seed=1)
+    law = speculative_law(target, tokens(target, draft), sampling, n=3, k=2, rule=rule)
+    assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_strings_keep_the_law(name, sampling, rule):
+    target, draft = pair(name, seed=2)
+    law = speculative_law(target, WithoutDraws(draft, target), sampling, n=3, k=2, rule=rule)
+    assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["shuffled", "the draft spells", "each spells"])
+def test_strings_keep_the_law_with_every_draw_that_is_made(name):
+    target, draft = pair(name, seed=3)
+    sampling = Sampling(temperature=0.9)
+    law = speculative_law(target, StringMatch(draft, target), sampling, n=3, k=1)
+    assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
+
+
+@pytest.mark.parametrize("make", [tokens, WithoutDraws], ids=["tokens", "strings"])
+def test_longer_blocks_and_an_end_inside_them_keep_the_law(make):
+    """The end of generation has other ids in the two vocabularies; a block ends with it."""
+    sampling = Sampling(temperature=1.0)
+    target = model((b"a", b"<e>", b"b"), order=2, seed=5, eog=frozenset({1}), special=frozenset({1}))
+    draft = model((b"<e>", b"b", b"a"), seed=6, eog=frozenset({0}), special=frozenset({0}))
+    made = make(target, draft) if make is tokens else make(draft, target)
+    law = speculative_law(target, made, sampling, n=4, k=3, prompt=(0, 2, 0))
+    assert total_variation(law, closed_form_law(target, sampling, 4, prompt=(0, 2, 0))) < 1e-9
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("pieces", [(b"c", b"a", b"b"), (*ABC, b"", b""), (b"", b"b", b"a", b"", b"c")], ids=str)
+def test_the_same_model_behind_other_ids_is_never_rejected(pieces, sampling):
+    """q is the target's own row: a map that scatters it elsewhere, were it lossless, would lose this."""
+    target = model(ABC, order=2, seed=4, sharpness=1.0)
+    for seed in range(8):
+        made = generate(
+            target, PROMPT, drafter=tokens(target, rewritten(target, pieces)), k=3, max_new_tokens=20, seed=seed,
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+        )  # fmt: skip
+        assert all(p == 1.0 for r in made.rounds for p in r.accept_prob) and made.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("wider", ["target", "draft"])
+def test_other_padding_changes_nothing_at_any_temperature(wider):
+    """Same tokenizer, 3 against 5 rows of logits: as the model itself, token for token and draw for draw."""
+    target = model(ABC, order=2, seed=7)
+    draft = model(ABC, seed=8)
+    reference = ModelDrafter(draft)
+    if wider == "target":
+        target = rewritten(target, (*ABC, b"", b""))
+    else:
+        draft = rewritten(draft, (*ABC, b"", b""))
+    same = model(ABC, order=2, seed=7)
+    for temperature in (0.0, 0.3, 1.0, 2.0):
+        common = {"k": 3, "max_new_tokens": 40, "temperature": temperature}
+        made = generate(target, PROMPT, drafter=tokens(target, draft), **common)
+        again = generate(same, PROMPT, drafter=reference, **common)
+        assert [r.draft_ids for r in made.rounds] == [r.draft_ids for r in again.rounds]
+        assert made.token_ids == again.token_ids
+
+
+# --- the fault of transformers 5.23, planted ------------------------------------------------------------------------
+
+
+class Scattered(ModelDrafter):
+    """Draws from the draft's row in one order and reports q in another.
+
+    The order in which its pruned output holds the shared pieces is that of a hash map, the order in which it is
+    written to the target's ids is ascending.
+    """
+
+    def __init__(self, draft, target, order):
+        super().__init__(TokenIntersection(draft, target))
+        self.shared, self.order = self.model._map, np.array(order)
+
+    def propose(self, tokens, k, rng):
+        row = self.model.forward(tokens[self.model.n_past :], n_logits=1)[0]
+        pruned = row[self.shared.target_ids][self.order]
+        drawn = rng.draws.categorical(rng.sampling.probabilities(pruned))
+        ids = self.shared.target_ids
+        q = np.zeros(self.vocab.size)
+        q[ids] = rng.sampling.probabilities(pruned)
+        return Proposal((int(ids[self.order[drawn]]),), q[None])
+
+
+@pytest.mark.parametrize("name", ["shuffled", "a shuffled draft, padded", "repeated in the draft"])
+def test_a_map_in_another_order_breaks_the_law(name):
+    sampling = Sampling(temperature=1.0)
+    target, draft = pair(name, seed=1)
+    expected = closed_form_law(target, sampling, 2)
+    for order in ([1, 0, 2], [2, 0, 1]):
+        law = speculative_law(target, Scattered(draft, target, order), sampling, n=2, k=1)
+        assert total_variation(law, expected) > 0.001
+    law = speculative_law(target, Scattered(draft, target, [0, 1, 2]), sampling, n=2, k=1)
+    assert total_variation(law, expected) < 1e-9
+
+
+def test_strings_that_claim_a_row_break_the_law():
+    """The drafted text was chosen, not drawn: reporting the draft's softmax as q would bias the output."""
+
+    class WithRow(WithoutDraws):
+        def propose(self, tokens, k, rng):
+            made = super().propose(tokens, k, rng)
+            q = rng.sampling.probabilities(np.array([0.3, 0.2, 0.1]))
+            return made._replace(q_draft=np.stack([q] * len(made.ids)) if made.ids else None)
+
+    sampling = Sampling(temperature=1.0)
+    target, draft = pair("shuffled", seed=1)
+    law = speculative_law(target, WithRow(draft, target), sampling, n=3, k=2)
+    assert total_variation(law, closed_form_law(target, sampling, 3)) > 0.005
+
+
+# --- greedy ---------------------------------------------------------------------------------------------------------
+
+PIECES = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"bc", b"abc", b""]), min_size=1, max_size=7)
+
+
+@given(
+    ours=PIECES,
+    theirs=PIECES,
+    seed=st.integers(0, 1000),
+    k=st.integers(1, 6),
+    prompt=st.lists(st.integers(0, 6), min_size=1, max_size=8),
+    make=st.sampled_from([tokens, strings]),
+    temperature=st.sampled_from([0.0, 0.0, 0.8]),
+    controller=st.booleans(),
+    n_ctx=st.sampled_from([4, 15, 4096]),
+)
+@settings(max_examples=300, deadline=None)
+def test_greedy_equals_plain_whatever_the_pieces(ours, theirs, seed, k, prompt, make, temperature, controller, n_ctx):
+    target = model([b"a", *ours], order=2, seed=seed)
+    draft = model([*theirs, b"a"], seed=seed + 1, n_ctx=n_ctx)
+    prompt = [token % target.vocab.size for token in prompt]
+    control = ConfidenceStop(k, p_min=0.5) if controller else FixedK(k)
+    made = generate(target, prompt, drafter=make(target, draft), k=control, max_new_tokens=24, temperature=temperature)
+    assert len(made.token_ids) == 24
+    if temperature == 0:
+        assert made.token_ids == generate(target, prompt, max_new_tokens=24).token_ids
+
+
+@pytest.mark.parametrize("make", [tokens, strings])
+@pytest.mark.parametrize("name", PAIRS)
+def test_rounds_end_with_the_loops_own_state(name, make):
+    accepted = drafted = 0
+    for seed in range(6):
+        target, draft = pair(name, seed)
+        made = generate(target, PROMPT, drafter=make(target, draft), k=4, max_new_tokens=41)
+        assert target.n_past == len(PROMPT) + 40
+        for r in made.rounds:
+            assert len(r.draft_ids) == r.k <= 4 and r.committed_ids[: r.n_accepted] == r.draft_ids[: r.n_accepted]
+        accepted, drafted = accepted + made.accepted_tokens, drafted + made.total_draft_tokens
+    assert 0 < accepted <= drafted
+
+
+# --- the real model -------------------------------------------------------------------------------------------------
+
+FLOAT32 = ["smollm2-135m:f32?threads=1", "smollm2-135m?backend=hf"]
+REAL = {"shuffled": 0.0, "shuffled and split": 0.25}
+CODE = "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(values):\n"
+
+
+@pytest.fixture(scope="module")
+def plain(opened):
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = generate(opened(name), CODE, max_new_tokens=24, ignore_eog=True)
+        return made[name]
+
+    return of
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("make", [tokens, strings])
+@pytest.mark.parametrize("split", REAL.values(), ids=REAL)
+@pytest.mark.parametrize("name", FLOAT32)
+def test_a_real_draft_in_another_vocabulary_is_lossless_and_accepted(opened, plain, name, split, make, record_property):
+    target = opened(name)
+    drafter = make(target, Respelled(opened("smollm2-135m:q4_0?threads=1"), split=split))
+    made = generate(target, CODE, drafter=drafter, k=4, max_new_tokens=24, ignore_eog=True)
+    record_property("overlap", str(drafter.translation))
+    record_property("acceptance", f"{made.accepted_tokens}/{made.total_draft_tokens}")
+    assert made.token_ids == plain(name).token_ids
+    assert made.acceptance_rate > (0.15 if split else 0.3)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("make", [tokens, strings])
+def test_a_real_draft_draws_and_is_accepted_at_a_temperature(opened, make):
+    target = opened("smollm2-135m:f32?threads=1")
+    drafter = make(target, Respelled(opened("smollm2-135m:q4_0?threads=1"), split=0.1))
+    settings = {"k": 3, "max_new_tokens": 12, "temperature": 0.8, "seed": 3, "ignore_eog": True}
+    made, again = (generate(target, CODE, drafter=drafter, **settings) for _ in range(2))
+    assert made.token_ids == again.token_ids and made.accepted_tokens > 0
+
+
+@pytest.mark.model
+def test_real_text_is_spelled_bit_by_bit_as_at_once(opened):
+    """Code, numbers, CJK, emoji, runs of signs, in pieces of any number of bytes, in a partly split vocabulary."""
+    draft = Respelled(opened("smollm2-135m:q4_0?threads=1"), split=0.3)
+    text = (SAMPLE + "Ünïcödé 你好世界 🙂🙃 1234567890 ==\n\n    x = foo_bar(…)\n").encode()
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        grown, at = GrowingSpelling(draft), 0
+        while at < len(text):
+            size = int(rng.integers(1, 12))
+            grown.add(text[at : at + size])
+            at += size
+        assert grown.ids == draft.encode(text.decode(), special=False)

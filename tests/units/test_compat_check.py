@@ -1,0 +1,173 @@
+"""Verdicts, findings and the rules of other engines: on small descriptions, and on every row of the report's table."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from specnb.book import compat as figures
+from specnb.compat import shelf
+from specnb.compat.check import Verdict, check, matrix
+from specnb.compat.description import Description, Rope, State
+from specnb.compat.findings import Severity
+from specnb.compat.overlap import Pieces, overlap
+from specnb.errors import InputError
+from specnb.lm.vocab import Vocabulary
+
+
+def made(*pieces, name="m", padding=0, kind="bpe", **more):
+    vocab = Vocabulary(pieces=(*pieces, *[b""] * padding), kind=kind, eog=frozenset(more.pop("eog", ())))
+    common = {"n_tokens": len(pieces), "vocab_size": len(pieces) + padding, "add_bos": False, "add_eos": False}
+    return Description(name=name, source="test", vocab=vocab, **(common | more))
+
+
+ABC = [bytes([97 + i]) for i in range(12)]
+PLAIN = made(*ABC)
+
+
+def topics(report, least=Severity.NOTE):
+    return {f.topic for f in report.findings if f.severity >= least}
+
+
+@pytest.mark.parametrize(
+    ("draft", "verdict", "llama", "hf"),
+    [
+        (made(*ABC), Verdict.DROP_IN, True, True),
+        (made(*ABC, padding=3), Verdict.SLICING, True, False),  # padding is no mismatch
+        (made(*ABC, padding=200), Verdict.SLICING, False, False),  # a wrong refusal of both
+        (made(*ABC, b"<new>"), Verdict.SLICING, True, False),
+        (made(*ABC[:6], b"?", *ABC[7:]), Verdict.TRANSLATION, False, True),  # transformers: a wrong acceptance
+        (made(b"?", *ABC[1:]), Verdict.TRANSLATION, True, True),  # ids below 5 are never compared by llama.cpp
+        (made(*ABC[::-1]), Verdict.TRANSLATION, False, True),
+        (made(*[p + p for p in ABC]), Verdict.IMPOSSIBLE, False, True),
+        (made(*ABC[::-1], kind="wpm"), Verdict.IMPOSSIBLE, False, True),
+        (replace(PLAIN, vocab=None), Verdict.UNKNOWN, None, True),
+    ],
+)
+def test_the_verdict_and_what_others_say(draft, verdict, llama, hf):
+    report = check(PLAIN, draft)
+    assert (report.verdict, report.llama_cpp.accepts, report.transformers.accepts) == (verdict, llama, hf)
+    assert report.verdict in report.summary()
+
+
+def test_the_overlap_counts_from_id_zero_and_leaves_padding_out():
+    a, b = made(b"a", b"b", b"c", padding=2), made(b"a", b"x", b"b", b"y")
+    found = overlap(Pieces.of(a), Pieces.of(b))
+    assert (found.first_difference, found.n_different, found.only_target, found.only_draft) == (1, 2, 0, 1)
+    assert found.examples == ((1, b"b", b"x"), (2, b"c", b"b"))
+    assert found.shared == 2 and found.share_target == pytest.approx(2 / 3) and found.share_draft == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "topic", "severity"),
+    [
+        ({"bos": 1}, "BOS", Severity.NOTE),
+        ({"eos": 1}, "EOS", Severity.NOTE),
+        ({"pad": 1}, "PAD", Severity.NOTE),
+        ({"eot": 1}, "EOT", Severity.NOTE),
+        ({"add_bos": True}, "add_bos", Severity.NOTE),
+        ({"add_eos": True}, "add_eos", Severity.NOTE),
+        ({"added": frozenset({3})}, "added tokens", Severity.NOTE),
+        ({"normalizer": "NFC"}, "normalizer", Severity.LOWERS),
+        ({"n_ctx": 8}, "context length", Severity.NOTE),
+        ({"rope": Rope(base=1e6)}, "RoPE", Severity.NOTE),
+        ({"quantisation": "q4_0"}, "quantisation", Severity.NOTE),
+        ({"mask": frozenset({11})}, "modified draft", Severity.LOWERS),
+        ({"state": State.HYBRID}, "state of the draft", Severity.BREAKS),
+        ({"encode": lambda text: [1]}, "same text, other ids", Severity.LOWERS),
+    ],
+)
+def test_each_difference_is_one_finding_with_both_values_and_a_remedy(change, topic, severity):
+    base = replace(
+        PLAIN, bos=0, eos=0, pad=0, eot=0, added=frozenset({2}), normalizer="none", n_ctx=16, rope=Rope(base=1e4),
+        quantisation="f16", state=State.ATTENTION, encode=lambda text: [0],
+    )  # fmt: skip
+    usual = topics(check(base, base))
+    report = check(base, replace(base, **change))
+    (new,) = topics(report) - usual
+    (finding,) = (f for f in report.findings if f.topic == topic)
+    assert new == topic and finding.severity == severity and finding.target != finding.draft and finding.remedy
+    assert report.verdict == Verdict.DROP_IN
+
+
+def test_what_matters_beside_the_tokens_is_said_with_the_verdict():
+    hybrid = replace(PLAIN, state=State.HYBRID)
+    report = check(hybrid, PLAIN)
+    assert report.verdict == Verdict.DROP_IN and "state of the target" in report.summary()
+    assert report.findings[0].severity == Severity.BREAKS, "the gravest first"
+    assert topics(check(PLAIN, PLAIN)) == set() and "Beside" not in check(PLAIN, PLAIN).summary()
+
+
+def test_a_tokenizer_that_does_not_spell_its_text_back_is_found():
+    lossy = made(*ABC, encode=lambda text: [0])
+    assert "round trip" in topics(check(lossy, lossy))
+    assert "round trip" not in topics(check(PLAIN, PLAIN)), "without a tokenizer nothing is claimed"
+
+
+REPORT = [  # target, draft, verdict, llama.cpp, what is beside the tokens; the report's reason is in the comment
+    ("qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", Verdict.SLICING, True, set()),  # works
+    ("deepseek-r1-distill-qwen-32b", "pard-deepseek-r1-distill-qwen-1.5b", Verdict.SLICING, True, {"modified draft"}),
+    ("deepseek-r1-distill-qwen-32b", "deepseek-r1-distill-qwen-1.5b", Verdict.SLICING, True, set()),  # "vocab mismatch"
+    ("deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct", Verdict.TRANSLATION, False, set()),  # "token mismatch"
+    ("qwen3-coder-480b-a35b-instruct", "pard-qwen3-0.6b", Verdict.DROP_IN, True, {"modified draft"}),
+    ("qwen3-coder-480b-a35b-instruct", "qwen3-0.6b", Verdict.DROP_IN, True, set()),  # "BOS token mismatch"
+    (
+        "qwen3-next-80b-a3b-instruct",
+        "pard-qwen3-0.6b",
+        Verdict.DROP_IN,
+        True,
+        {"modified draft", "state of the target"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("target", "draft", "verdict", "llama", "beside"), REPORT)
+def test_every_row_of_the_reports_table(target, draft, verdict, llama, beside):
+    report = check(shelf.describe(target), shelf.describe(draft))
+    assert (report.verdict, report.llama_cpp.accepts) == (verdict, llama)
+    assert topics(report) & {"modified draft", "state of the target", "state of the draft"} == beside
+
+
+def test_what_the_report_took_for_reasons():
+    """152,064 against 151,936 is padding; what parts R1 from Qwen2.5 is an added BOS and seven ids."""
+    padded = check(shelf.describe("deepseek-r1-distill-qwen-32b"), shelf.describe("deepseek-r1-distill-qwen-1.5b"))
+    assert padded.overlap.n_different == 0 and topics(padded, Severity.LOWERS) == set()
+    other = check(shelf.describe("deepseek-r1-distill-qwen-32b"), shelf.describe("qwen2.5-0.5b-instruct"))
+    assert other.llama_cpp.reason == "add_bos True and False"
+    assert (other.overlap.first_difference, other.overlap.n_different) == (151643, 7)
+    bos = check(shelf.describe("qwen3-coder-480b-a35b-instruct"), shelf.describe("qwen3-0.6b"))
+    (finding,) = (f for f in bos.findings if f.topic == "BOS")
+    assert (finding.target, finding.draft, finding.severity) == ("11", "151643", Severity.NOTE)
+
+
+def test_the_matrix_of_all_shipped_vocabularies_and_its_figure():
+    described = [shelf.describe(name) for name in shelf.names()]
+    lists = [d for d in described if not d.source.startswith("facts")]
+    assert len(lists) >= 12
+    table = matrix(lists)
+    assert len(table) == len(lists) * (len(lists) - 1)
+    same = {frozenset((r.target, r.draft)) for r in table.itertuples() if r.verdict == Verdict.DROP_IN}
+    assert same == {frozenset(("gpt-neox", "mpt"))}
+    figure = figures.verdicts(table)
+    assert {t.name[0] for t in figure.data[1:]} == {"D", "S", "T", "X"}
+    shown = dict(zip(figure.data[0].x, figure.data[0].text[figure.data[0].y.index("qwen2.5")], strict=True))
+    assert shown["qwen2.5"] == "" and shown["qwen2"].startswith("S") and shown["gpt-2"].startswith("T")
+
+
+def test_a_matrix_needs_two_models_each_once():
+    with pytest.raises(InputError, match="two models"):
+        matrix([PLAIN])
+    with pytest.raises(InputError, match="'m' is listed twice"):
+        matrix([PLAIN, PLAIN])
+
+
+def test_a_report_is_plain_json():
+    document = json.loads(json.dumps(check(PLAIN, made(*ABC[::-1], name="other")).to_json()))
+    assert document["verdict"] == "needs translation" and document["overlap"]["examples"][0] == [0, "61", "6c"]
+    assert document["findings"][0]["severity"] == "breaks"
+
+
+def test_long_sets_are_shown_as_ranges():
+    report = check(replace(PLAIN, added=frozenset(range(9))), replace(PLAIN, added=frozenset({1, 2, 7})))
+    (finding,) = report.findings
+    assert (finding.target, finding.draft) == ("0-8", "1, 2, 7")

@@ -1,0 +1,492 @@
+"""Two vocabularies: which ids mean the same, how text becomes tokens bit by bit, and the state after every round."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specnb.decode.control import ConfidenceStop, FixedK
+from specnb.decode.generate import generate
+from specnb.decode.loop import _StoppingPicker
+from specnb.decode.sampling import Chooser, Draws, Sampling
+from specnb.draft import load as load_module
+from specnb.draft.base import Proposal, TokenView
+from specnb.draft.load import LoadedDrafter, load_drafter
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.draft.spelling import HEALED, GrowingSpelling, Longest, whole_characters, written
+from specnb.draft.token_map import SAMPLE, TokenMap, columns, same_up_to_padding
+from specnb.draft.translate import StringMatch, TokenIntersection
+from specnb.errors import InputError, NonFiniteLogits, VocabularyMismatch
+from specnb.lm import toy
+from specnb.lm.base import LanguageModel
+from specnb.lm.vocab import Vocabulary
+from tests.laws.vocabularies import SpellingLM, model
+
+LETTERS = tuple(bytes([c]) for c in sorted(set(SAMPLE.encode()) | set(range(97, 123))))
+
+
+def chooser(temperature=0.0, seed=0):
+    return Chooser(Sampling(temperature), Draws(np.random.default_rng(seed)))
+
+
+def pairs(target, draft):
+    found = TokenMap(target, draft)
+    return dict(zip(found.draft_ids.tolist(), found.target_ids.tolist(), strict=True))
+
+
+# --- the map --------------------------------------------------------------------------------------------------------
+
+ANY = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"\xf0\x9f", b"<s>", b""]), min_size=1, max_size=10)
+
+
+@given(ours=ANY, theirs=ANY, special=st.sets(st.integers(0, 9)))
+def test_a_pair_has_equal_bytes_and_both_are_text_or_both_control(ours, theirs, special):
+    target = model(ours, special=frozenset(i for i in special if i < len(ours)))
+    draft = model(theirs, special=frozenset(i for i, p in enumerate(theirs) if p == b"<s>"))
+    made = TokenMap(target, draft)
+    assert made.draft_ids.tolist() == sorted(set(made.draft_ids.tolist())), "in the order of ids"
+    assert len(set(made.target_ids.tolist())) == len(made.target_ids), "one to one"
+    for d, t in zip(made.draft_ids, made.target_ids, strict=True):
+        assert theirs[d] == ours[t] != b""
+        if not same_up_to_padding(target.vocab, draft.vocab):
+            assert (d in draft.vocab.special) == (t in target.vocab.special)
+        assert made.draft_of(t) == d
+    kinds = [{(p, i in m.vocab.special) for i, p in enumerate(m.vocab.pieces) if p} for m in (target, draft)]
+    if not same_up_to_padding(target.vocab, draft.vocab):
+        assert len(made.draft_ids) == len(kinds[0] & kinds[1]), "nothing shared is left out"
+
+
+def test_a_row_keeps_every_shared_logit_at_its_piece():
+    target = model([b"c", b"x", b"a", b"", b"b"])
+    draft = model([b"b", b"a", b"", b"c", b"y", b"a"], seed=3)
+    translated = TokenIntersection(draft, target)
+    row = translated.forward([2, 4])
+    draft.reset()
+    own = draft.forward([1, 0])
+    assert row.shape == (2, 5) and row.dtype == np.float32
+    np.testing.assert_array_equal(row[:, [0, 2, 4]], own[:, [3, 1, 0]])
+    assert np.isneginf(row[:, [1, 3]]).all()
+
+
+def test_control_tokens_meet_only_control_tokens_of_the_same_text():
+    target = model([b"<s>", b"</s>", b"a", b"<x>"], special=frozenset({0, 1}), bos=0, eos=1, eog=frozenset({1}))
+    draft = model([b"a", b"<s>", b"<x>", b"</s>"], special=frozenset({2, 3}), bos=3, eos=3, eog=frozenset({3}))
+    assert pairs(target, draft) == {0: 2, 3: 1}, "not <s>, which is text in the draft, nor <x>"
+    made = TokenMap(target, draft)
+    assert made.draft_of(0) == 3, "but where the draft reads, BOS is its own BOS"
+    assert made.draft_of(3) is None
+
+
+class SentencePiece(SpellingLM):
+    """Writes a space before a text, and letters never as the byte tokens that come first."""
+
+    def encode(self, text, *, special=True):
+        space = self.vocab.pieces.index(b" ")
+        last = {p: i for i, p in enumerate(self.vocab.pieces)}
+        if not {c.encode() for c in text} <= last.keys():
+            raise InputError("unknown letter")
+        return [space, *(last[c.encode()] for c in text)]
+
+
+def test_of_repeated_pieces_the_one_that_is_written_is_taken_else_the_smallest():
+    spm = model([b"a", b"b", b"\n", b" ", b"a", b"b"])
+    assert pairs(model([b"b", b"a"]), spm) == {0: 1, 1: 0}
+    spm.__class__ = SentencePiece
+    assert pairs(model([b"b", b"a"]), spm) == {4: 1, 5: 0}
+    assert pairs(spm, model([b"b", b"a"])) == {0: 5, 1: 4}
+
+
+@pytest.mark.parametrize("wider", [0, 1])
+def test_other_padding_is_the_identity_and_a_slice(wider):
+    pieces = [(b"a", b"b", b"a"), (b"a", b"b", b"a", b"", b"")]
+    target, draft = model(pieces[wider]), model(pieces[1 - wider], seed=1)
+    made = TokenIntersection(draft, target)
+    assert pairs(target, draft) == {0: 0, 1: 1, 2: 2} and made._from == made._to == slice(0, 3)
+    assert made.translation.how == "padding" and made.translation.overlap.of_target == 1.0
+    row = made.forward([0, 2, 1])
+    draft.reset()
+    np.testing.assert_array_equal(row[:, :3], draft.forward([0, 2, 1])[:, :3])
+    assert np.isneginf(row[:, 3:]).all() and row.shape[1] == target.vocab.size
+
+
+@given(st.lists(st.integers(0, 30), unique=True).map(sorted))
+def test_columns_index_alike(ids):
+    row = np.arange(31)
+    np.testing.assert_array_equal(row[columns(np.array(ids, dtype=np.intp))], row[ids])
+
+
+# --- a draft model that speaks the target's ids -----------------------------------------------------------------------
+
+
+def test_the_draft_model_is_not_changed():
+    draft, target = model([b"b", b"a", b"x"], seed=2), model([b"a", b"b", b"ab"])
+    before = draft.forward([0, 2, 1]).copy()
+    names = dict(vars(draft))
+    made = TokenIntersection(draft, target)
+    made.forward([2, 0], n_logits=1)
+    made.reset()
+    assert vars(draft).keys() == names.keys() and draft.vocab is names["vocab"] and draft.caps is names["caps"]
+    np.testing.assert_array_equal(draft.forward([0, 2, 1]), before)
+
+
+@given(
+    theirs=st.lists(st.sampled_from([b"a", b"b", b"ab", b"x", b""]), min_size=1, max_size=5),
+    steps=st.lists(st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 6)), max_size=6),
+    rows=st.integers(0, 4),
+)
+def test_rewinding_equals_never_having_gone(theirs, steps, rows):
+    """Tokens that take one place in the draft's state, or two, or one for want of a text."""
+    target = model([b"a", b"b", b"ab", b"", b"abab"])
+    made, fresh = (TokenIntersection(model([b"b", *theirs], order=3), target) for _ in range(2))
+    true = []
+    for ids, back in steps:
+        out = made.forward(ids, n_logits=min(rows, len(ids)))
+        true += ids
+        fresh.reset()
+        single = [fresh.forward([token])[0] for token in true]
+        np.testing.assert_array_equal(out, np.array(single[len(true) - len(out) :]).reshape(out.shape))
+        back = min(back, made.n_past)
+        made.rewind(back)
+        true = true[: len(true) - back]
+        fresh.reset()
+        if true:
+            fresh.forward(true)
+        assert made.n_past == len(true) and made.model._ids == fresh.model._ids
+
+
+def test_a_draft_that_begins_with_bos_gets_it_once():
+    target = model([b"<s>", b"a", b"b"], special=frozenset({0}), bos=0)
+    draft = model([b"b", b"a", b"<b>"], special=frozenset({2}), bos=2, add_bos=True)
+    for ids in ([0, 1, 2], [1, 2]):
+        made = TokenIntersection(draft, target)
+        made.reset()
+        made.forward(ids)
+        assert draft._ids == [2, 1, 0] and made.n_past == len(ids)
+        made.rewind(len(ids))
+        assert draft._ids == []
+
+
+def test_a_row_that_excludes_everything_shared_still_drafts():
+    target = model([b"x", b"a", b"b"], order=2)
+    draft = toy.ToyLM(lambda _: np.array([0.5, -np.inf, -np.inf]), Vocabulary((b"z", b"a", b"x"), kind="toy"))
+    made = generate(target, [1, 1], drafter=TokenIntersection(draft, target), k=3, max_new_tokens=9)
+    assert made.token_ids == generate(target, [1, 1], max_new_tokens=9).token_ids and made.total_draft_tokens > 0
+
+
+@pytest.mark.parametrize("row", [[np.nan, 1, 0], [np.inf, 1, 0], [1, np.nan, 0], [-np.inf] * 3], ids=str)
+@pytest.mark.parametrize("make", [TokenIntersection, StringMatch])
+def test_a_broken_row_is_reported_wherever_it_is_broken(make, row):
+    """The first of the draft's pieces is not shared."""
+    target = model([b"x", b"a", b"b"], order=2)
+    draft = toy.ToyLM(lambda _: np.array(row, dtype=float), Vocabulary((b"z", b"a", b"x"), kind="toy"))
+    with pytest.raises(NonFiniteLogits, match="while drafting"):
+        generate(target, [1, 1], drafter=make(draft, target), k=2, max_new_tokens=9)
+
+
+@pytest.mark.parametrize("n_ctx", range(1, 12))
+def test_a_context_that_ends_early_ends_drafting_not_the_generation(n_ctx):
+    target = model([b"aab", b"a", b"b"], order=2, seed=2)
+    draft = model([b"b", b"a"], seed=1, n_ctx=n_ctx)
+    for drafter in (ModelDrafter(TokenIntersection(draft, target)), StringMatch(draft, target)):
+        made = generate(target, [0, 1], drafter=drafter, k=3, max_new_tokens=12)
+        assert made.token_ids == generate(target, [0, 1], max_new_tokens=12).token_ids
+        assert draft.n_past <= n_ctx
+
+
+def test_it_is_a_language_model_of_the_targets_vocabulary():
+    target, draft = model([b"a", b"b"]), model([b"b", b"a"])
+    made = TokenIntersection(draft, target)
+    assert isinstance(made, LanguageModel) and made.vocab is target.vocab
+    assert made.encode("ba") == [1, 0] and made.locate_nonfinite([0]) == "logits_of"
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        made.forward([2])
+    assert "translation" in made.caps.details and made.caps.n_ctx == draft.caps.n_ctx
+    made.close()
+
+
+# --- text as tokens, bit by bit ---------------------------------------------------------------------------------------
+
+TEXT = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"bc", b"abc"]), max_size=12)
+
+
+@given(parts=TEXT, theirs=st.lists(st.sampled_from([b"ab", b"bc", b"abc", b"aa"]), max_size=4))
+def test_a_text_that_grows_is_spelled_as_if_it_had_come_at_once(parts, theirs):
+    speller = model([b"a", b"b", b"c", *theirs])
+    grown = GrowingSpelling(speller)
+    for end, part in enumerate(parts, start=1):
+        grown.add(part)
+        text = b"".join(parts[:end])
+        assert speller.vocab.raw_bytes(grown.ids) == text
+    if len(set(parts)) and all(set(p) != {b"a"[0]} for p in theirs):
+        assert grown.ids == speller.encode(b"".join(parts).decode())
+
+
+@given(st.binary(max_size=12))
+def test_any_bytes_are_spelled(text):
+    everything = model([bytes([i]) for i in range(256)] + [b"\xe2\x82", "€".encode(), b"ab"])
+    everything.encode = lambda text, special=True: Longest(everything).spell(text.encode())
+    assert everything.vocab.raw_bytes(Longest(everything).spell(text)) == text
+    grown = GrowingSpelling(everything)
+    for byte in text:
+        grown.add(bytes([byte]))
+    assert everything.vocab.raw_bytes(grown.ids) == text
+
+
+@given(st.text(max_size=6), st.integers(0, 3))
+def test_whole_characters_only(text, cut):
+    raw = text.encode()
+    raw = raw[: len(raw) - cut] if cut else raw
+    whole = whole_characters(raw)
+    assert raw.startswith(whole) and len(raw) - len(whole) < 4
+    assert whole.decode() == raw.decode(errors="ignore")
+
+
+def test_written_is_exact_or_nothing():
+    spm = model([b"a", b"b", b"\n", b" ", b"ab"])
+    spm.__class__ = SentencePiece
+    assert written(spm, b"", b"ab") == (0, 1), "without the space that the tokenizer adds"
+    plain = model([b"a", b"b", b"ab", b"<e>"], special=frozenset({3}))
+    assert written(plain, b"b", b"ab") == (2,)
+    assert written(plain, b"a", b"b") == (1,), "no border behind a: by itself"
+    assert written(plain, b"", b"z") is None and written(plain, b"", b"\xff") is None
+    assert written(model([b"a", b"b"], eog=frozenset({1})), b"", b"ab") is None, "an end is never made from text"
+
+
+def test_retokenising_adds_no_special_tokens():
+    """transformers 5.23 adds them at every round."""
+
+    class Adding(SpellingLM):
+        def encode(self, text, *, special=True):
+            ids = super().encode(text)
+            return [3, *ids, 3] if special else ids
+
+    def adding(pieces, **more):
+        made = model(pieces, special=frozenset({3}), bos=3, add_bos=True, **more)
+        made.__class__ = Adding
+        logits_of = made._logits_of
+        made._logits_of = lambda ids: logits_of(ids) - [0, 0, 0, 99]
+        return made
+
+    target, draft = adding([b"a", b"b", b"ab", b"<s>"]), adding([b"b", b"a", b"ba", b"<s>"], seed=1)
+    drafter = StringMatch(draft, target)
+    tokens = target.encode("abba")[:-1]
+    drafter.start(TokenView(tokens))
+    for _ in range(6):
+        made = drafter.propose(TokenView(tokens), 2, chooser())
+        assert made.ids
+        tokens += [*made.ids, 1]
+        drafter.commit(TokenView(tokens))
+        assert drafter._spelling.ids.count(3) == 1 == tokens.count(3) and draft._ids.count(3) == 1
+
+
+def test_control_tokens_part_the_text():
+    grown = GrowingSpelling(model([b"a", b"b", b"ab", b"<x>"], special=frozenset({3})))
+    grown.add(b"a")
+    grown.add_control(3)
+    grown.add(b"b")
+    assert grown.ids == [0, 3, 1]
+    grown.add(b"ab")
+    assert grown.ids == [0, 3, 1, 2]
+
+
+# --- strings --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_proposed_is_the_drafted_text_in_the_targets_tokens():
+    target = model([b"ab", b"a", b"b", b"cab"])
+    draft = rising(b"abc", [b"b", b"c", b"a"])
+    drafter = StringMatch(draft, target)
+    view = TokenView([1])
+    drafter.start(view)
+    assert drafter.propose(view, 2, chooser()).ids == (2, 3), "bcab, and what cannot be spelled is waited for"
+    drafter.start(view)
+    assert drafter.propose(view, 1, chooser()).ids == (2,)
+
+
+def rising(text, pieces):
+    """A draft that goes on along `text`, again and again."""
+    ids = [pieces.index(bytes([c])) for c in text]
+
+    def logits_of(prefix):
+        row = np.zeros(len(pieces))
+        row[ids[(ids.index(prefix[-1]) + 1) % len(ids)]] = 5.0
+        return row
+
+    made = toy.ToyLM(logits_of, Vocabulary(tuple(pieces), kind="toy"))
+    made.__class__ = SpellingLM
+    return made
+
+
+ROUND = st.tuples(st.integers(0, 5), st.integers(0, 6), st.integers(0, 4), st.booleans())
+
+
+@given(
+    theirs=st.lists(st.sampled_from([b"ab", b"ba", b"bb", b"c", b""]), max_size=4),
+    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    rounds=st.lists(ROUND, max_size=8),
+    how=st.sampled_from(["tokens", "strings"]),
+    temperature=st.sampled_from([0.0, 1.0]),
+    n_ctx=st.sampled_from([5, 12, 4096]),
+)
+@settings(max_examples=400, deadline=None)
+def test_after_any_round_the_draft_is_as_if_it_had_never_gone_ahead(theirs, prompt, rounds, how, temperature, n_ctx):
+    """Rounds of every kind: k, how many drafts are kept, the token that follows, and whether the end cut it off."""
+    target = model([b"a", b"b", b"ab", b"c", b"<e>"], special=frozenset({4}))
+
+    def fresh(tokens, n_ctx=n_ctx):
+        made = model([b"b", b"a", b"<e>", b"c", *theirs], order=3, special=frozenset({2}), n_ctx=n_ctx)
+        drafter = ModelDrafter(TokenIntersection(made, target)) if how == "tokens" else StringMatch(made, target)
+        drafter.start(TokenView(list(tokens)))
+        return made, drafter
+
+    tokens = list(prompt)
+    view = TokenView(tokens)
+    draft, drafter = fresh(tokens)
+    for k, kept, following, cut in rounds:
+        proposal = drafter.propose(view, k, chooser(temperature, seed=1)) if k else Proposal(())
+        again, other = fresh(tokens)
+        assert proposal.ids == (other.propose(view, k, chooser(temperature, seed=1)).ids if k else ())
+        committed = [*proposal.ids[:kept], following]
+        tokens += committed[: max(1, len(committed) - 1)] if cut else committed
+        drafter.commit(view)
+        again, other = fresh([*tokens, 0] if how == "tokens" else tokens, n_ctx=4096)
+        whole = again._ids if how == "tokens" else other._spelling.ids
+        assert draft._ids == whole[: draft.n_past] and draft.n_past < len(whole) + (how == "tokens")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
+def test_strings_are_the_same_at_every_temperature_and_point_masses(temperature):
+    target, draft = model([b"a", b"b", b"ab"]), model([b"b", b"a"], seed=4, sharpness=0.3)
+    drafter = StringMatch(draft, target)
+    view = TokenView([0, 1, 0])
+    drafter.start(view)
+    greedy = drafter.propose(view, 3, chooser())
+    assert greedy.ids and greedy.q_draft is None
+    for seed in range(8):
+        drafter.start(view)
+        made = drafter.propose(view, 3, chooser(temperature, seed))
+        assert made.ids == greedy.ids and made.q_draft is None
+
+
+@pytest.mark.parametrize("control", [b"<e>", b""])
+def test_no_control_token_and_no_padding_is_drafted_as_text(control):
+    target = model([b"a", b"b", b"<", b"e", b">", b"<e>"], special=frozenset({5}))
+    draft = rising(b"ab", [b"a", b"b", control])
+    draft.vocab = Vocabulary((b"a", b"b", control), kind="toy", special=frozenset({2} if control else ()))
+    logits_of = draft._logits_of
+    draft._logits_of = lambda ids: np.array([0, 0, 9.0]) if len(ids) >= 4 else logits_of(ids)
+    drafter = StringMatch(draft, target)
+    drafter.start(TokenView([0, 1]))
+    assert drafter.propose(TokenView([0, 1]), 8, chooser()).ids == (0, 1)
+
+
+def test_a_controller_ends_drafting():
+    target = model([b"a", b"b", b"ab"])
+    draft = model([b"b", b"a"], seed=4)
+    drafter = StringMatch(draft, target)
+    drafter.start(TokenView([0, 1, 0]))
+    picker = _StoppingPicker(chooser(), ConfidenceStop(4, p_min=1.0))
+    assert drafter.propose(TokenView([0, 1, 0]), 3, picker).ids == ()
+    drafter.commit(TokenView([0, 1, 0]))
+    assert drafter.propose(TokenView([0, 1, 0]), 3, _StoppingPicker(chooser(), FixedK(4))).ids != ()
+
+
+@pytest.mark.parametrize("length", [60, 600, 6000])
+def test_a_round_costs_the_same_at_any_length(length):
+    """Bytes that go through the tokenizers, and tokens that the draft reads, in one round."""
+    encoded = []
+    target, draft = model([b"a", b"b", b"ab"], seed=5), model([b"b", b"a", b"ba"], seed=6, n_ctx=10**6)
+    for one in (target, draft):
+        encode = one.encode
+        one.encode = lambda text, special=True, encode=encode: (encoded.append(len(text)), encode(text))[1]
+    tokens = np.random.default_rng(0).integers(0, 3, length).tolist()
+    view, drafter = TokenView(tokens), StringMatch(draft, target)
+    drafter.start(view)
+    past = draft.n_past
+    encoded.clear()
+    for following in (0, 1, 2):
+        made = drafter.propose(view, 4, chooser())
+        tokens += [*made.ids[:2], following]
+        drafter.commit(view)
+    assert sum(encoded) < 3 * 60 * 15 and abs(draft.n_past - past) < 3 * (HEALED + 9)
+
+
+# --- which one is taken -----------------------------------------------------------------------------------------------
+
+
+def loading(monkeypatch, draft):
+    monkeypatch.setattr(load_module, "load", lambda name, **options: draft)
+
+
+def kind_of(made: LoadedDrafter):
+    return type(made.drafter).__name__, made.translation and made.translation.how
+
+
+def readers(share):
+    """A target that can spell ordinary text, and a draft that has `share` of its letters."""
+    target = model(LETTERS, seed=1)
+    return target, model([*LETTERS[::-1][: round(share * len(LETTERS))], b"zz"], seed=2)
+
+
+@pytest.mark.parametrize(
+    ("share", "translate", "expected"),
+    [
+        (1.0, "auto", ("ModelDrafter", "tokens")),
+        (0.1, "auto", ("StringMatch", "strings")),
+        (0.0, "auto", ("StringMatch", "strings")),
+        (1.0, "strings", ("StringMatch", "strings")),
+        (0.3, "tokens", ("ModelDrafter", "tokens")),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_overlap_decides_unless_told(monkeypatch, share, translate, expected, strict):
+    target, draft = readers(share)
+    loading(monkeypatch, draft)
+    made = load_drafter("draft", target, strict=strict, translate=translate)
+    assert kind_of(made) == expected and made.fallback is None
+    assert made.translation.overlap.shared == len(TokenMap(target, draft).draft_ids)
+    assert generate(target, "for", drafter=made.drafter, k=3, max_new_tokens=8).token_ids == (
+        generate(target, "for", max_new_tokens=8).token_ids
+    )
+
+
+def test_the_same_vocabulary_and_other_padding_need_no_choice(monkeypatch):
+    target, _ = readers(1.0)
+    loading(monkeypatch, model(LETTERS))
+    assert kind_of(load_drafter("draft", target)) == ("ModelDrafter", None)
+    loading(monkeypatch, model([*LETTERS, b"", b""]))
+    assert kind_of(load_drafter("draft", target)) == ("ModelDrafter", "padding")
+    assert generate(target, "for", drafter="draft", k=3, max_new_tokens=8).accepted_tokens >= 0
+
+
+def test_without_a_tokenizer_shared_tokens_are_all_there_is(monkeypatch):
+    loading(monkeypatch, model([b"x", b"a"]))
+    made = load_drafter("draft", toy.cyclic(5))
+    assert kind_of(made) == ("ModelDrafter", "tokens") and made.translation.overlap.target_uses is None
+    assert str(made.translation) == "tokens (1 pieces shared: 20.0% of the target's, 50.0% of the draft's)"
+
+
+@pytest.mark.parametrize("translate", ["auto", "tokens", "refuse"])
+def test_nothing_shared_is_a_mismatch_and_the_model_is_freed(monkeypatch, translate):
+    draft, closed = model([b"x", b"y"]), []
+    draft.close = lambda: closed.append(1)
+    loading(monkeypatch, draft)
+    with pytest.raises(VocabularyMismatch, match="lookup"):
+        load_drafter("draft", toy.cyclic(5), translate=translate)
+    assert closed == [1]
+
+
+@pytest.mark.parametrize("translate", ["auto", "tokens", "strings"])
+def test_ids_without_a_tokenizer_mean_nothing(monkeypatch, translate):
+    loading(monkeypatch, toy.ToyLM(lambda _: np.zeros(3), Vocabulary((b"<0>", b"<1>", b"<2>"), kind="none")))
+    target = toy.ToyLM(lambda _: np.zeros(2), Vocabulary((b"<0>", b"<1>"), kind="none"))
+    with pytest.raises(VocabularyMismatch):
+        load_drafter("draft", target, translate=translate)
+
+
+def test_a_wrong_choice_names_the_known_ones():
+    with pytest.raises(InputError, match="'words'; known: auto, tokens, strings, refuse"):
+        load_drafter("draft", toy.cyclic(5), translate="words")
+    made = load_drafter("lookup", toy.cyclic(5), translate="tokens")
+    assert isinstance(made.drafter, LookupDrafter) and made.translation is None, "a copy needs no translation"
