@@ -204,9 +204,8 @@ def compat(
         if as_json:
             _print_json(json.loads(table.to_json(orient="records")))
         else:
-            _print_table(
-                "every pair", list(table.columns), [[_shown(cell) for cell in row] for row in table.to_numpy()]
-            )
+            columns = ["target", "draft", "verdict", "n_different", "llama_cpp", "transformers"]
+            _print_table("every pair", columns, [[_shown(cell) for cell in row] for row in table[columns].to_numpy()])
         return
     report = check(*described)
     if as_json:

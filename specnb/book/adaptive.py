@@ -61,9 +61,8 @@ def live_check(study: Study) -> pd.DataFrame:
     `near_tie` is True (False would be a fault); it is missing where no drafted token differs.
     """
     plain = {g.prompt_id: g for g in study.record.generations if not g.k}
-    forks = {
-        (f["prompt_id"], f["drafter"], f["policy"]): f["near_tie"] for f in study.record.measurements["draft_forks"]
-    }
+    told = study.record.measurements["draft_forks"]
+    forks = {(f["prompt_id"], f["drafter"], f["policy"]): f["near_tie"] for f in told}
     rows = []
     for g in (g for g in study.record.generations if g.k):
         (recording,) = study.trace.select(prompt_id=g.prompt_id, drafter=g.drafter).recordings

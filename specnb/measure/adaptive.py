@@ -146,13 +146,10 @@ def _live(
         for drafter in drafters:
             for control in controllers(costs[drafter.name], params.k_max).values():
                 progress(at, len(chosen), f"{prompt.id} live: {control.name}")
-                yield (
-                    drafter,
-                    generate(
-                        target, prompt, drafter=drafter, k=control, max_new_tokens=params.max_new_tokens,
-                        seed=params.seed,
-                    ),
-                )  # fmt: skip
+                live = generate(
+                    target, prompt, drafter=drafter, k=control, max_new_tokens=params.max_new_tokens, seed=params.seed
+                )
+                yield drafter, live
 
 
 def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k_max: int) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,8 @@ from specnb.errors import InputError
 from specnb.store import write_atomic
 
 FORMAT = 2
+MAX_BYTES = 1 << 30
+MAX_RECORDINGS = 100_000
 
 
 class Recording(NamedTuple):
@@ -78,10 +80,20 @@ class Trace(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> "Trace":
-        """Read what `save` wrote. Raises InputError for anything else."""
+        """Read what `save` wrote. Raises InputError for anything else, and for more than MAX_BYTES unpacked."""
         try:
-            table = pq.read_table(path)
+            with pq.ParquetFile(path) as file:
+                found = file.metadata
+                unpacked = sum(found.row_group(i).total_byte_size for i in range(found.num_row_groups))
+                if unpacked > MAX_BYTES or found.num_rows > MAX_RECORDINGS:
+                    raise InputError(
+                        f"{path} holds {found.num_rows} recordings, {unpacked} bytes unpacked; at most "
+                        f"{MAX_RECORDINGS} and {MAX_BYTES} are read: record fewer prompts into one trace"
+                    )
+                table = file.read()
             meta = json.loads((table.schema.metadata or {}).get(b"specnb_trace", b"{}"))
+        except InputError:
+            raise
         except (OSError, pa.ArrowException, ValueError) as error:
             raise InputError(f"{path} is no trace: {error}; record it again") from error
         known = isinstance(meta, dict) and meta.get("format") == FORMAT

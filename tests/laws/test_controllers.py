@@ -20,6 +20,7 @@ from specnb.decode.sampling import Chooser, Sampling
 from specnb.decode.stopping import Stopping, StopRules
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
+from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.cost import CostCurve
 from specnb.measure.recording import Trace
@@ -156,6 +157,15 @@ def test_a_trace_survives_its_file(tmp_path):
     trace.save(tmp_path / "t.parquet")
     assert Trace.load(tmp_path / "t.parquet") == trace
     assert len(trace.select(temperature=0.7).recordings) == 4
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MAX_RECORDINGS", 0), ("MAX_BYTES", 100)])
+def test_a_trace_that_is_too_large_is_refused_before_it_is_unpacked(tmp_path, monkeypatch, bound, most):
+    ((_, (recording,)),) = record(toy.markov(4, seed=1), [drafter_named("lookup", 1)], [PROMPT], max_new_tokens=9)
+    Trace((recording,)).save(tmp_path / "t.parquet")
+    monkeypatch.setattr("specnb.measure.recording." + bound, most)
+    with pytest.raises(InputError, match=f"at most .*{most}.* are read"):
+        Trace.load(tmp_path / "t.parquet")
 
 
 def test_a_belief_is_the_rows_own_softmax():

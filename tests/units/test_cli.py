@@ -47,6 +47,35 @@ def is_mistake(result, *parts):
     assert "Traceback" not in err and all(part in err for part in parts), err
 
 
+# --- compat ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_is_told_with_its_findings_and_what_others_say(specnb):
+    code, out, _ = specnb("compat", "deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct")
+    assert code == 0 and "needs translation" in out and "7 ids mean other texts" in " ".join(out.split())
+    assert "llama.cpp: refuses: add_bos True and False" in out
+
+
+def test_a_pair_as_one_document(specnb):
+    code, out, _ = specnb("compat", "qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", "--json")
+    document = json.loads(out)
+    assert code == 0 and document["verdict"] == "works with slicing" and document["llama_cpp"]["accepts"] is True
+    assert document["overlap"]["n_different"] == 0 and document["findings"][0]["remedy"]
+
+
+def test_more_models_make_a_matrix(specnb):
+    code, out, _ = specnb("compat", "gpt-neox", "mpt", "llama-3.2-1b-instruct", "--json")
+    rows = json.loads(out)
+    assert code == 0 and [r["verdict"] for r in rows[:2]] == ["drop-in", "unknown"] and len(rows) == 6
+    code, out, _ = specnb("compat", "gpt-neox", "mpt", "gpt-2")
+    assert code == 0 and out.count("drop-in") == 2 and out.count("True") == 4
+
+
+def test_wrong_names_for_compat_are_one_line(specnb):
+    is_mistake(specnb("compat", "gpt-2", "nothing-like-it"), "nothing-like-it", "give a zoo name")
+    is_mistake(specnb("compat", "gpt-2"), "two models")
+
+
 # --- generate -------------------------------------------------------------------------------------------------------
 
 
