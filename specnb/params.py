@@ -129,14 +129,14 @@ class CompatibilityParams(Params):
     ])  # fmt: skip
     target_name: str = "deepseek-r1-distill-qwen-32b"
     draft_name: str = "qwen2.5-0.5b-instruct"
-    target: str = "smollm2-135m"
+    target: str = "smollm2-135m:f32"
     draft_model: str = "smollm2-135m:q4_0"
     families: list[str] = Field(default=["qwen2.5", "gpt-2", "phi-3"], max_length=16)
     categories: list[str] = Field(default=["code", "prose"], min_length=1, max_length=6)
     prompts_per_category: int = Field(default=2, ge=1, le=1000)
     k: int = Field(default=4, ge=1, le=256)
     temperature: float = Field(default=0.0, ge=0, le=10)
-    max_new_tokens: int = Field(default=64, ge=2, le=100_000)
+    max_new_tokens: int = Field(default=48, ge=2, le=100_000)
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     _no_repeats = field_validator("models", "families", "categories")(_each_once)
