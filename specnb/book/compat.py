@@ -87,8 +87,8 @@ def overlap_against_acceptance(
                 hovertemplate=f"{row.vocabulary}<br>{row.accepted} of {row.drafted} accepted<extra></extra>",
             )
         )  # fmt: skip
-    figure.update_xaxes(
-        title_text="share of an ordinary text's tokens that both have", range=[0, 1.05], tickformat=".0%"
-    )
+    least = max(0.0, float(drawn["text_shared"].min()) - 0.05)
+    title_x = "share of an ordinary text's tokens that both have"
+    figure.update_xaxes(title_text=title_x, range=[least, 1.01], tickformat=".0%")
     figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", range=[0, 1.05])
     return figure.update_layout(template=template(), title_text=title)
