@@ -21,7 +21,8 @@ class Plot(anywidget.AnyWidget):
 
     _esm = """
     // One plotly.js for the page. A view that is removed before it arrives leaves the asking to the next one.
-    const page = (globalThis.specnbPlots ??= { turn: Promise.resolve(), plotly: null });
+    // A kernel that is busy, or gone, keeps only its own plots waiting.
+    const page = (globalThis.specnbPlots ??= { turns: new WeakMap(), plotly: null });
 
     function ask(model, signal) {
       return new Promise((resolve) => {
@@ -38,8 +39,11 @@ class Plot(anywidget.AnyWidget):
     }
 
     async function render({ model, el, signal }) {
-      page.turn = page.turn.then(async () => { page.plotly ??= signal.aborted ? null : await ask(model, signal); });
-      await page.turn;
+      const kernel = model.widget_manager;
+      const before = page.turns.get(kernel) ?? Promise.resolve();
+      const turn = before.then(async () => { page.plotly ??= signal.aborted ? null : await ask(model, signal); });
+      page.turns.set(kernel, turn);
+      await turn;
       if (signal.aborted) return;
       const figure = el.appendChild(document.createElement("div"));
       const now = (name) => JSON.parse(model.get(name));

@@ -34,7 +34,7 @@ class Report(NamedTuple):
     """A pair's verdict on tokens, all findings, and what other engines would say.
 
     `overlap` is None where a vocabulary is not at hand. The verdict is about tokens alone; what else stands in the way
-    (a recurrent state) is a finding of severity BREAKS.
+    (a recurrent state) is a finding of severity BREAKS. `from_memory` names what of the two no document at hand shows.
     """
 
     target: str
@@ -44,6 +44,7 @@ class Report(NamedTuple):
     findings: tuple[Finding, ...]
     llama_cpp: Opinion
     transformers: Opinion
+    from_memory: tuple[str, ...] = ()
 
     def to_frame(self) -> pd.DataFrame:
         """One row a finding: topic, severity, both values, remedy."""
@@ -77,12 +78,24 @@ class Report(NamedTuple):
             f"{f.topic} ({f.target}, {f.draft})" for f in self.findings if f.severity and f.topic in BESIDE_TOKENS
         ]
         but = f" Beside the tokens: {'; '.join(others)}." if others else ""
-        return f"{self.draft} for {self.target}: {self.verdict}; {ids}; {shared}.{but}"
+        memory = f" From memory, in no document at hand: {', '.join(self.from_memory)}." if self.from_memory else ""
+        return f"{self.draft} for {self.target}: {self.verdict}; {ids}; {shared}.{but}{memory}"
 
 
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with its target. Only descriptions are read, no weights."""
-    return _report(target, draft, (Pieces.of(target), Pieces.of(draft)))
+    pieces = Pieces.of(target), Pieces.of(draft)
+    found = None if None in pieces else overlap(*pieces)
+    return Report(
+        target.name,
+        draft.name,
+        _verdict(target, draft, found),
+        found,
+        findings(target, draft, found),
+        rules.llama_cpp(target, draft, pieces),
+        rules.transformers(target, draft),
+        tuple(f"{d.name}'s {key}" for d in (target, draft) for key in d.from_memory),
+    )
 
 
 def matrix(described: Sequence[Description]) -> pd.DataFrame:
@@ -96,20 +109,7 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
         raise InputError(f"{repeated!r} is listed twice" if repeated else "a matrix needs two models or more")
     pieces = [Pieces.of(d) for d in described]
     pairs = [(i, j) for i in range(len(names)) for j in range(len(names)) if i != j]
-    return pd.DataFrame([_row(_report(described[i], described[j], (pieces[i], pieces[j]))) for i, j in pairs])
-
-
-def _report(target: Description, draft: Description, pieces: tuple[Pieces | None, Pieces | None]) -> Report:
-    found = None if None in pieces else overlap(*pieces)
-    return Report(
-        target.name,
-        draft.name,
-        _verdict(target, draft, found),
-        found,
-        findings(target, draft, found),
-        rules.llama_cpp(target, draft, pieces),
-        rules.transformers(target, draft),
-    )
+    return pd.DataFrame([_row(described[i], described[j], (pieces[i], pieces[j])) for i, j in pairs])
 
 
 def _verdict(target: Description, draft: Description, found: Overlap | None) -> Verdict:
@@ -123,16 +123,16 @@ def _verdict(target: Description, draft: Description, found: Overlap | None) -> 
     return Verdict.TRANSLATION if found.n_different else Verdict.SLICING
 
 
-def _row(report: Report) -> dict[str, object]:
-    o = report.overlap
+def _row(target: Description, draft: Description, pieces: tuple[Pieces | None, Pieces | None]) -> dict[str, object]:
+    o = None if None in pieces else overlap(*pieces)
     return {
-        "target": report.target,
-        "draft": report.draft,
-        "verdict": str(report.verdict),
+        "target": target.name,
+        "draft": draft.name,
+        "verdict": str(_verdict(target, draft, o)),
         "first_difference": None if o is None else o.first_difference,
         "n_different": None if o is None else o.n_different,
         "share_target": None if o is None else o.share_target,
         "share_draft": None if o is None else o.share_draft,
-        "llama_cpp": report.llama_cpp.accepts,
-        "transformers": report.transformers.accepts,
+        "llama_cpp": rules.llama_cpp(target, draft, pieces).accepts,
+        "transformers": rules.transformers(target, draft).accepts,
     }

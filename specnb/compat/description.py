@@ -43,6 +43,7 @@ class Description:
     `vocab` holds the ids of a row of logits, padding rows (piece b"") included; None where only facts are published.
     `n_tokens` is len(tokenizer): ids 0..n_tokens-1 have a text. `vocab_size` is the width of a row of logits, which
     may be larger (padding). `added` are the ids that were added to the trained vocabulary, control tokens or not.
+    `from_memory` names the fields that no document at hand shows: a verdict that rests on one is no better than that.
     `mask` are ids that only a modified draft model knows (PARD's mask tokens). `encode` turns text into ids with the
     real tokenizer, without special tokens; opening it may take a second, reading the description must not.
     """
@@ -67,4 +68,5 @@ class Description:
     rope: Rope | None = None
     quantisation: str | None = None
     state: State | None = None
+    from_memory: tuple[str, ...] = ()
     encode: Callable[[str], list[int]] | None = None

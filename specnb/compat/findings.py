@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from specnb.compat.description import Description, State
 from specnb.compat.overlap import Overlap
+from specnb.errors import SpecnbError
 
 
 class Severity(IntEnum):
@@ -38,7 +39,11 @@ Finder = Callable[[Description, Description], Finding | None]
 
 def findings(target: Description, draft: Description, pieces: Overlap | None) -> tuple[Finding, ...]:
     """All findings, the gravest first, in the order of the topics among equals."""
-    found = [*_of_pieces(pieces), *(f for find in FINDERS if (f := find(target, draft)) is not None)]
+    found = [
+        *_of_pieces(pieces),
+        *_of_probes(target, draft),
+        *(f for find in FINDERS if (f := find(target, draft)) is not None),
+    ]
     return tuple(sorted(found, key=lambda f: -f.severity))
 
 
@@ -134,36 +139,67 @@ def _context(target: Description, draft: Description) -> Finding | None:
     )  # fmt: skip
 
 
-def _encoding(target: Description, draft: Description) -> Finding | None:
-    """Texts on which the two tokenizers part, where both can be opened."""
-    if target.encode is None or draft.encode is None:
+def _of_probes(target: Description, draft: Description) -> Iterator[Finding]:
+    """What the real tokenizers do with PROBES; one that cannot be opened costs its finding, not the verdict."""
+    written, sides = [], ("target", "draft")
+    for described, side in zip((target, draft), sides, strict=True):
+        try:
+            encode = described.encode
+            written.append({name: encode(text) for name, text in PROBES.items()} if encode else {})
+        except SpecnbError as error:
+            written.append({})
+            shown = [_shown(str(error)) if name == side else "-" for name in sides]
+            remedy = "its tokenizer cannot be opened, so no text was tried; the pieces are compared all the same"
+            yield Finding("tokenizer", Severity.NOTE, *shown, remedy)
+    other = next((name for name, ids in written[0].items() if ids != written[1].get(name, ids)), None)
+    if other is not None:
+        yield Finding(
+            "same text, other ids", Severity.LOWERS, f"{other}: {_shown(written[0][other])}", _shown(written[1][other]),
+            "prompts are encoded by the target alone; a draft that was trained on another cut of the same text "
+            "guesses worse",
+        )  # fmt: skip
+    for described, ids_of, side in zip((target, draft), written, sides, strict=True):
+        name = next((n for n, ids in ids_of.items() if not _spells(described, ids, PROBES[n])), None)
+        if name is not None:
+            back = _shown(described.vocab.decode_bytes(ids_of[name]))
+            shown = [f"{name}: {back}" if role == side else "-" for role in sides]
+            remedy = "its tokens do not spell the text back: translating through text loses what is lost here"
+            yield Finding("round trip", Severity.NOTE, *shown, remedy)
+
+
+def _spells(described: Description, ids: Sequence[int], text: str) -> bool:
+    """Whether the ids are the text again, up to a space that sentencepiece puts before it."""
+    if described.vocab is None:
+        return True
+    return described.vocab.decode_bytes(ids).removeprefix(b" ") == text.encode().removeprefix(b" ")
+
+
+def _pre(target: Description, draft: Description) -> Finding | None:
+    """Names of pre-tokenizers say something within one format only: GGUF names models, tokenizer.json algorithms."""
+    names = [(d.vocab.pre if d.vocab else "") for d in (target, draft)]
+    kinds = {name in ALGORITHMS for name in names}
+    if not all(names) or len(kinds) > 1 or SAME_PRE.get(names[0], names[0]) == SAME_PRE.get(names[1], names[1]):
         return None
-    for name, text in PROBES.items():
-        a, b = target.encode(text), draft.encode(text)
-        if a != b:
-            return Finding(
-                "same text, other ids", Severity.LOWERS, f"{name}: {_shown(a)}", _shown(b),
-                "prompts are encoded by the target alone; a draft that was trained on another cut of the same text "
-                "guesses worse",
-            )  # fmt: skip
-    return None
+    return Finding("pre-tokenizer", Severity.LOWERS, *names, "texts may be cut differently")
 
 
-def _round_trip(target: Description, draft: Description) -> Finding | None:
-    for described, side in ((target, 0), (draft, 1)):
-        if described.encode is None or described.vocab is None:
-            continue
-        for name, text in PROBES.items():
-            back = described.vocab.decode_bytes(described.encode(text))
-            if back.removeprefix(b" ") != text.encode().removeprefix(b" "):
-                shown = ["-", "-"]
-                shown[side] = f"{name}: {_shown(back)}"
-                return Finding(
-                    "round trip", Severity.NOTE, *shown,
-                    "its tokens do not spell the text back: translating through text loses what is lost here",
-                )  # fmt: skip
-    return None
+def _normalizer(target: Description, draft: Description) -> Finding | None:
+    a, b = target.normalizer, draft.normalizer
+    flags = ["add_space_prefix" in text or "remove_extra" in text for text in (a or "", b or "")]
+    if a is None or b is None or a == b or flags[0] != flags[1]:  # GGUF states flags, tokenizer.json steps
+        return None
+    return Finding(
+        "normalizer", Severity.LOWERS, _shown(a), _shown(b), "texts are changed differently before they are cut"
+    )
 
+
+ALGORITHMS = frozenset(
+    {"sequence", "bytelevel", "metaspace", "whitespace", "whitespacesplit", "split", "digits", "bertpretokenizer",
+     "punctuation", "chardelimitersplit", "unicodescripts"}
+)  # fmt: skip
+"""Pre-tokenizers of tokenizer.json, in lower case."""
+SAME_PRE = {"deepseek-r1-qwen": "qwen2"}
+"""Names that llama.cpp reads as one pre-tokenizer (LLAMA_VOCAB_PRE_TYPE_QWEN2)."""
 
 PROBES = {
     "code": "def f(x):\n    return x**2  # squared\n",
@@ -179,10 +215,8 @@ PROBES = {
 _B, _L, _N = Severity.BREAKS, Severity.LOWERS, Severity.NOTE
 FINDERS: tuple[Finder, ...] = (
     _differ("tokenizer kind", lambda d: d.vocab and d.vocab.kind, _L, "only pieces that both have can be drafted"),
-    _differ(
-        "pre-tokenizer", lambda d: (d.vocab and d.vocab.pre) or None, _L, "texts are cut differently, see the probe"
-    ),
-    _differ("normalizer", lambda d: d.normalizer, _L, "texts are changed differently before they are cut"),
+    _pre,
+    _normalizer,
     _padding,
     _differ("BOS", lambda d: d.bos, _N, "the target's prompt decides; llama.cpp refuses where BOS is added"),
     _differ("EOS", lambda d: d.eos, _N, "the target's end tokens decide when generation ends"),
@@ -196,8 +230,6 @@ FINDERS: tuple[Finder, ...] = (
     _differ(
         "merges", lambda d: d.merges and f"{d.merges.count} ({d.merges.digest[:8]})", _L, "texts are cut differently"
     ),
-    _encoding,
-    _round_trip,
     _differ("chat template", lambda d: d.vocab and d.vocab.chat_template, _N, "the target's template is used for both"),
     _context,
     _differ("RoPE", _rope, _N, "each model uses its own"),

@@ -1,7 +1,8 @@
 """A model that is at hand behind the vocabulary of a family whose weights are not.
 
-The draft reads and writes the family's tokens: its text is spelled in them, its rows are those over the pieces that
-both have. So it drafts like a model of that family of known quality, and what a translation costs can be measured.
+The draft writes the family's tokens, and only those: its rows are those over the pieces that both have. So a model of
+known quality drafts with what the family can say, and what a translation then costs can be measured. It is a bound: a
+model of that family cuts its texts in the family's way, and thinks in other pieces.
 """
 
 from specnb.compat.description import Description
@@ -13,7 +14,10 @@ from specnb.lm.vocab import Vocabulary
 
 
 class Family:
-    """A description as the reader and writer of its tokens; without its own tokenizer, longest piece first."""
+    """A description as the reader and writer of its tokens; without its own tokenizer, longest piece first.
+
+    Raises InputError for a description without pieces.
+    """
 
     def __init__(self, described: Description) -> None:
         if described.vocab is None:
@@ -28,9 +32,11 @@ class Family:
         return self._longest.spell(text.encode()) if self._encode is None else self._encode(text)
 
 
-def speaking(model: LanguageModel, described: Description) -> TokenIntersection:
-    """`model` behind the vocabulary of `described`; closing it closes `model`.
+def speaking(model: LanguageModel, family: Family) -> TokenIntersection:
+    """`model` behind the vocabulary of `family`; closing it closes `model`.
 
-    Raises InputError for a description without pieces, VocabularyMismatch when not one piece is shared.
+    Raises VocabularyMismatch when not one piece is shared.
     """
-    return TokenIntersection(model, Family(described))
+    made = TokenIntersection(model, family)
+    made.name = f"{model.name} as {family.name}"
+    return made

@@ -170,7 +170,7 @@ def _byte_level(text: str) -> bytes:
 
 
 def special_id(header: Header, key: str, n_tokens: int, default: int | None) -> int | None:
-    """A special token's id: as stated, else llama.cpp's default where the vocabulary has such an id."""
+    """A special token's id: as stated, else or out of range llama.cpp's default, if the vocabulary has such an id."""
     key = f"tokenizer.ggml.{key}_token_id"
     stated = header.values.get(key)
     if stated is None:
@@ -178,7 +178,8 @@ def special_id(header: Header, key: str, n_tokens: int, default: int | None) -> 
     if isinstance(stated, bool) or not isinstance(stated, int):
         raise fault(header, key, stated, "it must be an integer")
     if not 0 <= stated < n_tokens:
-        raise fault(header, key, stated, f"there are {n_tokens} tokens")
+        # old converters wrote -1 or the count for "none": llama.cpp warns, and goes on with its default
+        return default if default is not None and default < n_tokens else None
     return stated
 
 

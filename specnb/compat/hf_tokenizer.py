@@ -39,6 +39,14 @@ class Tokenizer:
         return self.added.get(text, self.vocab.get(text))
 
 
+def _kind(model: Node) -> str:
+    """The kind by llama.cpp's names, so that sources can be compared; BPE with bytes as pieces is its "spm"."""
+    named = (model.text("type") or "unknown").lower()
+    if named == "bpe" and model.values.get("byte_fallback") is True:
+        return "spm"
+    return {"wordpiece": "wpm", "unigram": "ugm"}.get(named, named)
+
+
 def read_tokenizer(path: Path) -> Tokenizer:
     """Raises InputError for ids that are negative, huge or used twice, and for whatever is not of its type."""
     root = read_json(path, MAX_TOKENIZER_BYTES)
@@ -50,7 +58,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     prefix, suffix = _template(root.node("post_processor"))
     return Tokenizer(
         path=path,
-        kind=(model.text("type") or "unknown").lower(),
+        kind=_kind(model),
         pre=(root.node("pre_tokenizer").text("type") or "").lower(),
         normalizer=_rules(root.get("normalizer", dict, "an object")),
         pieces=_pieces(root, vocab, added),

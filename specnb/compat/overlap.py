@@ -13,11 +13,13 @@ EXAMPLES = 5
 
 
 class Pieces(NamedTuple):
-    """The pieces of one tokenizer, prepared for comparison with many others."""
+    """The pieces of one tokenizer, prepared for comparison with many others.
+
+    `known` has each with whether it is a control token: text and control tokens never stand for one another.
+    """
 
     by_id: tuple[bytes, ...]
-    known: frozenset[bytes]
-    digest: str
+    known: frozenset[tuple[bytes, bool]]
     padded: int
 
     @classmethod
@@ -27,7 +29,8 @@ class Pieces(NamedTuple):
             return None
         by_id = described.vocab.pieces[: described.n_tokens]
         padded = described.vocab_size or described.vocab.size
-        return cls(by_id, frozenset(by_id) - {b""}, described.vocab.digest, padded)
+        control = described.vocab.control
+        return cls(by_id, frozenset((piece, i in control) for i, piece in enumerate(by_id) if piece), padded)
 
 
 class Overlap(NamedTuple):

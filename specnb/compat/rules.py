@@ -1,7 +1,7 @@
 """What other engines would say of a pair, so that wrong refusals and wrong acceptances can be seen.
 
-llama.cpp: `common_speculative_are_compatible` (common/speculative.cpp); transformers 5.23: `_get_candidate_generator`,
-which looks at `config.vocab_size` and nothing else.
+llama.cpp: `common_speculative_are_compatible` (common/speculative.cpp); transformers 5.23: generation's check of
+the arguments, which looks at `config.vocab_size` and nothing else.
 """
 
 from typing import NamedTuple

@@ -118,6 +118,7 @@ def describe(name: str, folder: Path | None = None) -> Description:
         add_bos=entry.add_bos,
         add_eos=entry.add_eos,
         mask=entry.mask,
+        from_memory=entry.from_memory,
         n_ctx=entry.n_ctx,
         rope=None if entry.rope is None else Rope(**entry.rope.model_dump()),
         state=entry.state,

@@ -1,7 +1,7 @@
 """Which architectures keep a recurrent state, by llama.cpp's names and by transformers' `model_type`.
 
 From llm_arch_is_recurrent and llm_arch_is_hybrid of llama.cpp, and from the classes of transformers 5.23 that say
-`_is_stateful` (lfm2, whose short convolutions are the state, does not say it). Every other architecture is attention.
+`_is_stateful` (lfm2, whose short convolutions are the state, does not say it). One that is in no list is not guessed.
 """
 
 from collections.abc import Iterable
@@ -23,12 +23,25 @@ HYBRID = frozenset(
         *("olmo_hybrid", "recurrent_gemma", "deepseek_v4", "bailing_hybrid", "zaya", "lfm2_moe", "lfm3", "minimax"),
     }
 )
+ATTENTION = frozenset(
+    {
+        *("llama", "llama4", "mistral", "mistral3", "mixtral", "qwen", "qwen2", "qwen2moe", "qwen2_moe", "qwen2vl"),
+        *("qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3moe", "qwen3_moe", "qwen3vl", "qwen3_vl", "gemma", "gemma2"),
+        *("gemma3", "gemma3n", "gemma4", "phi", "phi2", "phi3", "phimoe", "gpt2", "gptneox", "gpt_neox", "gptj"),
+        *("gpt_bigcode", "gpt_oss", "falcon", "mpt", "bloom", "opt", "starcoder", "starcoder2", "refact", "codeshell"),
+        *("deepseek", "deepseek2", "deepseek_v2", "deepseek_v3", "cohere", "cohere2", "command_r", "stablelm", "olmo"),
+        *("olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "exaone", "exaone4", "glm", "glm4", "chatglm"),
+        *("glm4_moe", "glm4moe", "internlm2", "baichuan", "minicpm", "minicpm3", "orion", "dbrx", "arctic", "nemotron"),
+        *("ernie4_5", "hunyuan_moe", "hunyuan_dense", "bert", "nomic_bert", "t5", "apertus", "seed_oss"),
+    }
+)
 RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm", "rwkv", "hybrid"})
-"""Entries of a config's `layer_types`."""
+"""Entries of a config's `layer_types`; ATTENTION_LAYERS are the others that are known."""
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 
 
 def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State | None:
-    """What a model of this architecture remembers; None where no architecture is stated.
+    """What a model of this architecture remembers; None for an architecture that is not known, or not stated.
 
     `layer_types`, where a config lists them, speak for architectures that are not known here.
     """
@@ -40,4 +53,7 @@ def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State
     name = architecture.lower().replace("-", "_").removesuffix("_text")
     if name in RECURRENT:
         return State.RECURRENT
-    return State.HYBRID if name in HYBRID else State.ATTENTION
+    if name in HYBRID:
+        return State.HYBRID
+    plain = name in ATTENTION or (kinds and kinds <= ATTENTION_LAYERS)
+    return State.ATTENTION if plain else None

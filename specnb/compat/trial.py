@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from specnb.compat.description import Description
-from specnb.compat.foreign import speaking
+from specnb.compat.foreign import Family, speaking
 from specnb.compat.read import describe
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
@@ -23,18 +22,18 @@ from specnb.records import Generation, RunRecord
 from specnb.store import save
 
 EXPERIMENT = "03_compatibility"
-OWN = "the target's own"
+OWN = "its own"
 
 
 def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecord:
-    """Generate every prompt plainly, then with the draft model behind the target's and each family's vocabulary.
+    """Generate every prompt plainly, then with the draft model in its own vocabulary and behind each family's.
 
     `measurements["trial"]` has a row for each vocabulary: how its tokens were translated, what was shared before, and
     what was accepted. Raises what `specnb.load`, `read.describe` and `generate` raise; what was made before is saved.
     """
     started = datetime.now(UTC)
     chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
-    families = [describe(name) for name in params.families]
+    families = [Family(describe(name)) for name in params.families]
     target = load(params.target)
     draft: LanguageModel | None = None
     made: list[Generation] = []
@@ -49,9 +48,9 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
         total = len(chosen) * (1 + len(params.families) + 1)
         made += _runs(params, target, None, "plainly", chosen, 0, total, progress)
         for at, (name, drafter) in enumerate(_drafters(target, draft, families), start=1):
-            found = list(_runs(params, target, drafter, name, chosen, at * len(chosen), total, progress))
-            measured["trial"].append(_row(name, drafter, found, made[: len(chosen)]))
-            made += found
+            for one in _runs(params, target, drafter, name, chosen, at * len(chosen), total, progress):
+                made.append(one)
+            measured["trial"].append(_row(name, drafter, made[-len(chosen) :], made[: len(chosen)]))
         return recorded()
     except BaseException as error:
         if made:
@@ -63,9 +62,7 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
         target.close()
 
 
-def _drafters(
-    target: LanguageModel, draft: LanguageModel, families: Sequence[Description]
-) -> Iterator[tuple[str, Drafter]]:
+def _drafters(target: LanguageModel, draft: LanguageModel, families: Sequence[Family]) -> Iterator[tuple[str, Drafter]]:
     yield OWN, fitted(draft, target)
     for family in families:
         yield family.name, fitted(speaking(draft, family), target)
@@ -105,6 +102,6 @@ def _row(name: str, drafter: Drafter, made: Sequence[Generation], plain: Sequenc
         "drafted": drafted,
         "accepted": accepted,
         "acceptance_rate": accepted / drafted if drafted else None,
-        "tau": sum(g.n_decoded for g in made) / rounds if rounds else None,
+        "tau": sum(len(g.token_ids) for g in made) / rounds if rounds else None,
         "same_text": all(g.token_ids == p.token_ids for g, p in zip(made, plain, strict=True)) if greedy else None,
     }

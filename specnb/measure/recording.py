@@ -6,6 +6,7 @@ and every controller (`measure.replay`).
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,14 +84,7 @@ class Trace(NamedTuple):
         """Read what `save` wrote. Raises InputError for anything else, and for more than MAX_BYTES unpacked."""
         try:
             with pq.ParquetFile(path) as file:
-                found = file.metadata
-                unpacked = sum(found.row_group(i).total_byte_size for i in range(found.num_row_groups))
-                if unpacked > MAX_BYTES or found.num_rows > MAX_RECORDINGS:
-                    raise InputError(
-                        f"{path} holds {found.num_rows} recordings, {unpacked} bytes unpacked; at most "
-                        f"{MAX_RECORDINGS} and {MAX_BYTES} are read: record fewer prompts into one trace"
-                    )
-                table = file.read()
+                table = pa.Table.from_batches(_bounded(path, file), schema=file.schema_arrow)
             meta = json.loads((table.schema.metadata or {}).get(b"specnb_trace", b"{}"))
         except InputError:
             raise
@@ -100,6 +94,19 @@ class Trace(NamedTuple):
         if not known or not table.schema.remove_metadata().equals(_SCHEMA) or any(c.null_count for c in table.columns):
             raise InputError(f"{path} is no trace of format {FORMAT}, but {meta or 'another table'}; record it again")
         return cls(tuple(_checked(path, _unflat(row)) for row in table.to_pylist()))
+
+
+def _bounded(path: Path, file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    """Batches of the file, counted as they are unpacked: what a file says of its own size may be wrong."""
+    rows = size = 0
+    for batch in file.iter_batches(batch_size=8):
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if rows > MAX_RECORDINGS or size > MAX_BYTES:
+            raise InputError(
+                f"{path} holds more than the {MAX_RECORDINGS} recordings or {MAX_BYTES} bytes that are read: record "
+                "fewer prompts into one trace"
+            )
+        yield batch
 
 
 _BELIEFS = pa.list_(pa.list_(pa.float64(), 2))

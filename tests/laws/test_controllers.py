@@ -164,7 +164,7 @@ def test_a_trace_that_is_too_large_is_refused_before_it_is_unpacked(tmp_path, mo
     ((_, (recording,)),) = record(toy.markov(4, seed=1), [drafter_named("lookup", 1)], [PROMPT], max_new_tokens=9)
     Trace((recording,)).save(tmp_path / "t.parquet")
     monkeypatch.setattr("specnb.measure.recording." + bound, most)
-    with pytest.raises(InputError, match=f"at most .*{most}.* are read"):
+    with pytest.raises(InputError, match="record fewer prompts"):
         Trace.load(tmp_path / "t.parquet")
 
 

@@ -11,7 +11,7 @@ from specnb.compat.check import Verdict, check, matrix
 from specnb.compat.description import Description, Rope, State
 from specnb.compat.findings import Severity
 from specnb.compat.overlap import Pieces, overlap
-from specnb.errors import InputError
+from specnb.errors import InputError, LoadError
 from specnb.lm.vocab import Vocabulary
 
 
@@ -102,6 +102,37 @@ def test_a_tokenizer_that_does_not_spell_its_text_back_is_found():
     lossy = made(*ABC, encode=lambda text: [0])
     assert "round trip" in topics(check(lossy, lossy))
     assert "round trip" not in topics(check(PLAIN, PLAIN)), "without a tokenizer nothing is claimed"
+
+
+def test_a_tokenizer_that_cannot_be_opened_costs_no_verdict():
+    def broken(text):
+        raise LoadError("its weights are cut off")
+
+    report = check(PLAIN, replace(PLAIN, encode=broken))
+    (finding,) = report.findings
+    assert report.verdict == Verdict.DROP_IN and "cut off" in finding.draft and finding.severity == Severity.NOTE
+    assert len(matrix([PLAIN, replace(PLAIN, name="other", encode=broken)])) == 2
+
+
+def test_control_tokens_and_text_never_stand_for_one_another():
+    special = replace(PLAIN, vocab=replace(PLAIN.vocab, pieces=PLAIN.vocab.pieces[::-1], special=frozenset(range(12))))
+    assert check(PLAIN, special).verdict == Verdict.IMPOSSIBLE
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "differ"),
+    [("qwen2", "smollm", True), ("qwen2", "deepseek-r1-qwen", False), ("qwen2", "sequence", False),
+     ("sequence", "bytelevel", True), ("", "qwen2", False)],
+)  # fmt: skip
+def test_pre_tokenizers_are_compared_within_one_format(a, b, differ):
+    pair = [replace(PLAIN, vocab=replace(PLAIN.vocab, pre=pre)) for pre in (a, b)]
+    assert ("pre-tokenizer" in topics(check(*pair))) == differ
+
+
+def test_what_rests_on_memory_is_said():
+    report = check(shelf.describe("qwen3-coder-480b-a35b-instruct"), shelf.describe("pard-qwen3-0.6b"))
+    assert "pard-qwen3-0.6b's tokenizer" in report.from_memory and "From memory" in report.summary()
+    assert "From memory" not in check(shelf.describe("gpt-neox"), shelf.describe("mpt")).summary()
 
 
 REPORT = [  # target, draft, verdict, llama.cpp, what is beside the tokens; the report's reason is in the comment

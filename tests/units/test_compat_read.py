@@ -22,13 +22,17 @@ def test_each_kind_of_source_finds_its_reader(tmp_path, monkeypatch):
     assert describe("model").architecture == "qwen2" and describe("model.gguf").architecture == "llama"
 
 
+def test_a_vocabulary_of_the_shelf_has_a_name():
+    assert describe("gpt-2").vocab.size == 50257 and describe("Qwen3-0.6B").architecture == "qwen3"
+
+
 def test_the_name_is_the_one_that_was_given(tmp_path):
     path = bpe_file(tmp_path, letters_and())
     d = describe(f"{path}?backend=hf")
     assert d.name == f"{path}?backend=hf" and d.source == str(path)
 
 
-@pytest.mark.parametrize("name", ["nonsense", "", "?", "a/b", "x" * 5000, "a\0b", "~nobody-here/model", "smollm2"])
+@pytest.mark.parametrize("name", ["nonsense", "", "?", "a/b", "x" * 5000, "a\0b", "~nobody-here/model", "smollm3"])
 def test_what_is_nothing_of_these(name):
     with pytest.raises(InputError, match="smollm2-135m") as caught:
         describe(name)

@@ -3,9 +3,10 @@
 import pytest
 
 from specnb.book import compat as figures
-from specnb.compat import trial
+from specnb.compat import shelf, trial
 from specnb.compat.description import Description
 from specnb.compat.foreign import Family, speaking
+from specnb.decode.generate import generate
 from specnb.draft.load import fitted
 from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm import toy
@@ -65,6 +66,11 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     assert turned["translated"] == "tokens" and turned["accepted"] == own["accepted"], "only the ids are others"
     assert half["pieces_shared"] == pytest.approx(4 / 7) and half["acceptance_rate"] < own["acceptance_rate"]
     assert record.generations[-1].translation.startswith(half["translated"])
+    assert record.generations[-1].drafter == "d as half"
+    assert own["tau"] == pytest.approx(
+        sum(g.tau * len(g.rounds) for g in record.generations[2:4])
+        / sum(len(g.rounds) for g in record.generations[2:4])
+    )
 
 
 def test_what_was_made_before_an_error_is_saved(models, monkeypatch):
@@ -73,7 +79,7 @@ def test_what_was_made_before_an_error_is_saved(models, monkeypatch):
     monkeypatch.setattr(trial, "_row", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trial.run(SMALL)
-    assert saved[0].status == "failed" and len(saved[0].generations) == 2
+    assert saved[0].status == "failed" and len(saved[0].generations) == 4
     assert all(m.closed == 1 for m in models.values())
 
 
@@ -81,12 +87,12 @@ def test_a_family_without_pieces_or_with_nothing_in_common_is_refused():
     with pytest.raises(InputError, match="facts-only"):
         Family(Description(name="facts-only", source="facts"))
     with pytest.raises(VocabularyMismatch, match="share not one token"):
-        speaking(reading(), family("cyrillic", "д", "ж"))
+        speaking(reading(), Family(family("cyrillic", "д", "ж")))
 
 
 def test_a_model_behind_its_own_vocabulary_in_another_order_drafts_as_before():
     target = reading()
-    drafter = fitted(speaking(reading(sharpness=1.0), FAMILIES["turned"]), target, "tokens")
+    drafter = fitted(speaking(reading(sharpness=1.0), Family(FAMILIES["turned"])), target, "tokens")
     assert drafter.translation.how == "tokens" and drafter.vocab is target.vocab
 
 
@@ -100,3 +106,16 @@ def test_the_figure_shows_each_vocabulary(models):
         figures.overlap_against_acceptance(table.assign(text_shared=None))
     with pytest.raises(InputError, match="no pair"):
         figures.verdicts(pd.DataFrame())
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("target_name", ["smollm2-135m:f32?threads=1", "smollm2-135m?backend=hf"])
+@pytest.mark.parametrize("name", ["gpt-2", "qwen2.5"])
+def test_a_real_draft_in_another_familys_vocabulary(opened, target_name, name):
+    """In both engines: the text of plain decoding, drafts kept, the overlap in the record."""
+    target = opened(target_name)
+    drafter = fitted(speaking(opened("smollm2-135m:q4_0?threads=1"), Family(shelf.describe(name))), target)
+    prompt = "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(values):\n"
+    plain, made = (generate(target, prompt, max_new_tokens=16, **d) for d in ({}, {"drafter": drafter, "k": 4}))
+    assert made.token_ids == plain.token_ids and made.accepted_tokens > 0
+    assert "pieces shared" in made.translation and made.drafter.endswith(f"as {name}")

@@ -528,10 +528,6 @@ def test_a_vocabulary_that_cannot_be_is_one_error(tmp_path, pairs, words):
 @pytest.mark.parametrize(
     ("pair", "words"),
     [
-        (u32("tokenizer.ggml.bos_token_id", 256), ["bos_token_id", "256", "there are 256 tokens"]),
-        (u32("tokenizer.ggml.padding_token_id", 2**32 - 1), ["padding_token_id", "4294967295"]),
-        (u32("tokenizer.ggml.fim_pad_token_id", 999), ["fim_pad_token_id", "999"]),
-        (key_value("tokenizer.ggml.eos_token_id", I32, struct.pack("<i", -1)), ["eos_token_id", "-1"]),
         (string("tokenizer.ggml.eos_token_id", "2"), ["eos_token_id", "integer"]),
         (boolean("tokenizer.ggml.eos_token_id", 1), ["eos_token_id", "integer"]),
         (u32("tokenizer.ggml.add_bos_token", 1), ["add_bos_token", "boolean"]),
@@ -545,6 +541,19 @@ def test_a_vocabulary_that_cannot_be_is_one_error(tmp_path, pairs, words):
 )
 def test_values_that_cannot_be_are_one_error(tmp_path, pair, words):
     refused(bpe_file(tmp_path, letters_and(), pair), *words)
+
+
+@pytest.mark.parametrize(
+    ("pair", "field", "expected"),
+    [
+        (u32("tokenizer.ggml.bos_token_id", 256), "bos", 11),
+        (u32("tokenizer.ggml.padding_token_id", 2**32 - 1), "pad", None),
+        (key_value("tokenizer.ggml.eos_token_id", I32, struct.pack("<i", -1)), "eos", 11),
+    ],
+)
+def test_a_special_id_out_of_range_is_llama_cpps_default(tmp_path, pair, field, expected):
+    """Old converters wrote -1 or the number of tokens for "none"; llama.cpp opens these files, and so must we."""
+    assert getattr(describe(bpe_file(tmp_path, letters_and(), pair)), field) == expected
 
 
 def test_a_later_shard_sends_to_the_first(tmp_path):

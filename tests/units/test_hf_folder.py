@@ -203,7 +203,7 @@ def test_pieces_and_special_ids_are_those_of_the_torch_engine(folder):
 def test_sentencepiece_pieces_and_fallback_bytes(tmp_path):
     d = describe(folder_of(tmp_path / "m", sentencepiece_tokenizer(), {"vocab_size": 6}))
     assert d.vocab.pieces == (b"<unk>", b" ", b" a", b"\n", b"\xff", b"b")
-    assert (d.vocab.kind, d.vocab.pre, d.normalizer, d.merges) == ("unigram", "metaspace", None, None)
+    assert (d.vocab.kind, d.vocab.pre, d.normalizer, d.merges) == ("ugm", "metaspace", None, None)
     assert d.add_bos is False and d.bos is None
 
 
