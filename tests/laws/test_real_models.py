@@ -38,7 +38,7 @@ def speculative(opened, name, drafter, k, **settings):
     return generate(opened(name), PROMPT, drafter=made, k=k, **options)
 
 
-@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("k", [1, 2, 3, *(pytest.param(k, marks=pytest.mark.slow) for k in (4, 6, 7)), 5, 8])
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 @pytest.mark.parametrize("name", FLOAT32)
 def test_float32_speculative_equals_plain(opened, plain, name, drafter, k):
@@ -48,7 +48,7 @@ def test_float32_speculative_equals_plain(opened, plain, name, drafter, k):
     assert made.accepted_tokens > 0 or drafter == "lookup"
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "model"])
+@pytest.mark.parametrize("drafter", ["lookup", pytest.param("model", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", REDUCED)
 def test_reduced_precision_forks_only_at_near_ties(opened, plain, name, drafter, record_property):
     made = speculative(opened, name, drafter, 4)

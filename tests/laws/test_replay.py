@@ -98,7 +98,7 @@ def test_greedy_replay_equals_live_on_the_real_model(opened, name):
     drafters = {"lookup": LookupDrafter(), "model": ModelDrafter(opened("smollm2-135m:q4_0"))}
     ((_, recordings),) = record(target, list(drafters.values()), [prompt], max_new_tokens=48)
     for recording, drafter in zip(recordings, drafters.values(), strict=True):
-        for k in (1, 2, 5, 8, 13, 24):
+        for k in (1, 3, 8, 24):
             live = generate(target, prompt, drafter=drafter, k=k, max_new_tokens=48)
             replayed = fixed_k(recording, k)
             assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts_of(live), (drafter.name, k)
