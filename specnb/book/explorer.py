@@ -198,6 +198,8 @@ class Explorer(widgets.VBox):
             if self._quiet:
                 return
             if change["owner"] in (self.at8, self.c):
+                if abs(change["new"] - change["old"]) < change["owner"].step / 2:
+                    return  # 4.22 comes back from the browser as 4.220000000000001, though nobody moved it
                 self._set(self.curve, value=CUSTOM)
             elif change["owner"] in (self.drafter, self.curve) and self.curve.value != CUSTOM:
                 self._base = self._preset()

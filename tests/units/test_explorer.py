@@ -277,6 +277,13 @@ def test_dragging_a_cost_makes_a_custom_curve_and_a_named_one_moves_the_sliders(
     assert explorer.at8.value == NAMED[name][0] and explorer.setting().machine.name == name
 
 
+def test_what_the_browser_only_rounds_was_not_moved(explorer):
+    before, redraws = explorer.curve.value, len(explorer.redraw_ms)
+    for slider in (explorer.at8, explorer.c):
+        slider.value += 1e-15 + 0.4 * slider.step
+    assert explorer.curve.value == before != CUSTOM and len(explorer.redraw_ms) == redraws
+
+
 def test_a_lookup_costs_nothing_and_offers_no_policy_that_reads_beliefs(explorer):
     explorer.drafter.value = model_of(explorer._tables)
     assert explorer.c.value == 0.3
