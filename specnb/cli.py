@@ -211,10 +211,8 @@ def compat(
     if as_json:
         _print_json(report.to_json())
         return
-    _print_table(
-        report.summary(), ["topic", "severity", "target", "draft", "what to do"],
-        [[f.topic, f.severity.name.lower(), f.target, f.draft, f.remedy] for f in report.findings],
-    )  # fmt: skip
+    columns = ["topic", "severity", "target", "draft", "what to do"]
+    _print_table(report.summary(), columns, report.to_frame().to_numpy().tolist())
     words = {True: "accepts", False: "refuses", None: "cannot be told"}
     for engine, opinion in (("llama.cpp", report.llama_cpp), ("transformers", report.transformers)):
         print(f"{engine}: {words[opinion.accepts]}: {opinion.reason}")

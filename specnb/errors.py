@@ -4,6 +4,9 @@ Everything the package raises on purpose is a `SpecnbError`; the command line pr
 with 2. Anything else that escapes is a bug and keeps its traceback.
 """
 
+import difflib
+from collections.abc import Sequence
+
 
 class SpecnbError(Exception):
     """Base of all errors that specnb raises on purpose."""
@@ -51,3 +54,9 @@ class NonFiniteLogits(SpecnbError, FloatingPointError):
 
 class NotebookFailed(SpecnbError, RuntimeError):
     """A notebook run ended with an error; the partial notebook and the outcome record were written."""
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The nearest of the known names as a question with a space behind it; "" where none is near."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}? " if near else ""

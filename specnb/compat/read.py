@@ -76,11 +76,11 @@ def _of_zoo(name: str) -> Description:
 
 READERS = (
     Reader(zoo.is_zoo_name, _of_zoo),
-    Reader(lambda name: name.lower() in shelf.names(), shelf.describe),
     Reader(lambda name: name.startswith(hf_folder.HUB), hf_folder.describe),
     Reader(_ends_with(".gguf"), _named(gguf_header.describe)),
     Reader(_ends_with(".tiktoken"), _named(tiktoken_file.describe)),
     Reader(_ends_with(".json"), _named(hf_folder.describe)),
+    Reader(lambda name: name.lower() in shelf.names(), shelf.describe),
     Reader(_is_folder, _named(hf_folder.describe)),
 )
 """Tried in order; the first that fits reads."""

@@ -4,7 +4,6 @@ A name is a list of `data/vocab/` ("qwen2.5": a tokenizer) or an entry of `facts
 model, described by what its publisher states, with the pieces of its tokenizer's list). No weights, no network.
 """
 
-import difflib
 import hashlib
 import tomllib
 from dataclasses import replace
@@ -18,7 +17,7 @@ from specnb.compat import vocab_list
 from specnb.compat.bounded_json import read_bytes
 from specnb.compat.description import Description, Rope, State
 from specnb.compat.vocab_list import MAX_FILE_BYTES, REMEDY, ShelfName, TokenId
-from specnb.errors import InputError
+from specnb.errors import InputError, did_you_mean
 from specnb.paths import project_dir
 from specnb.prompts import validated
 
@@ -136,8 +135,7 @@ def facts(name: str, folder: Path | None = None) -> Facts:
     entries = _entries(base)
     if name.lower() not in entries:
         known = [*sorted(_sums(base)), *entries]
-        near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        hint = did_you_mean(name.lower(), known)
         raise InputError(f"nothing on the shelf is called {name!r}: {hint}there are {', '.join(known)}")
     return entries[name.lower()]
 

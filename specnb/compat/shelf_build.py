@@ -24,6 +24,7 @@ from specnb.compat.vocab_list import Sha256, TokenId
 from specnb.errors import InputError
 from specnb.paths import project_dir
 from specnb.prompts import validated
+from specnb.store import write_atomic
 
 _LETTERS = {byte: letter for letter, byte in ALPHABET.items()}
 
@@ -104,9 +105,7 @@ def build_all(folder: Path, dest: Path) -> list[Path]:
     """Make every list from the source files in `folder`, and SHA256SUMS beside the lists."""
     made = [build(name, Path(folder) / source.file_name, dest) for name, source in sources().items()]
     sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(made))
-    partial = dest / "SHA256SUMS.making"
-    partial.write_text(sums, encoding="utf-8")
-    partial.replace(dest / "SHA256SUMS")
+    write_atomic(dest / "SHA256SUMS", sums.encode())
     return made
 
 

@@ -15,11 +15,10 @@ from specnb.draft.load import fitted
 from specnb.draft.model import ModelDrafter
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.measure.experiment import Progress, models_of, record_of, silent
+from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.params import CompatibilityParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
-from specnb.store import save
 
 EXPERIMENT = "03_compatibility"
 OWN = "its own"
@@ -44,18 +43,14 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
         return record_of(EXPERIMENT, params, chosen, target, models, started, made, measured, error=error)
 
     try:
-        draft = load(params.draft_model)
-        total = len(chosen) * (1 + len(params.families) + 1)
-        made += _runs(params, target, None, "plainly", chosen, 0, total, progress)
-        for at, (name, drafter) in enumerate(_drafters(target, draft, families), start=1):
-            for one in _runs(params, target, drafter, name, chosen, at * len(chosen), total, progress):
-                made.append(one)
-            measured["trial"].append(_row(name, drafter, made[-len(chosen) :], made[: len(chosen)]))
-        return recorded()
-    except BaseException as error:
-        if made:
-            save(recorded(error))
-        raise
+        with saving_failures(made, recorded):
+            draft = load(params.draft_model)
+            total = len(chosen) * (1 + len(params.families) + 1)
+            made.extend(_runs(params, target, None, "plainly", chosen, 0, total, progress))
+            for at, (name, drafter) in enumerate(_drafters(target, draft, families), start=1):
+                made.extend(_runs(params, target, drafter, name, chosen, at * len(chosen), total, progress))
+                measured["trial"].append(_row(name, drafter, made[-len(chosen) :], made[: len(chosen)]))
+            return recorded()
     finally:
         if draft is not None:
             draft.close()

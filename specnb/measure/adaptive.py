@@ -17,7 +17,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.cost import NAMED, WIDTHS, CostCurve, straight_curve, verify_costs
-from specnb.measure.experiment import Progress, models_of, record_of, silent
+from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.measure.fork import explain_draft
 from specnb.measure.ksweep import check_prompts
 from specnb.measure.recording import Recording, Trace
@@ -27,7 +27,6 @@ from specnb.measure.trace import follow
 from specnb.params import AdaptiveKParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
-from specnb.store import save
 
 EXPERIMENT = "02_adaptive_k"
 THIS_MACHINE = "this machine"
@@ -71,24 +70,21 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
         return record_of(EXPERIMENT, params, chosen, target, models, started, made, measured, error=error)
 
     try:
-        for name in params.drafters:
-            drafters.append(load_drafter(name, target, strict=True).drafter)
-        asked = questions(params.conversations) if target.vocab.chat_template else ()
-        check_prompts(target, [*chosen, *asked], params.max_new_tokens)
-        costs = _costs(target, drafters, params.k_max)
-        measured["verify_curve"] = next(iter(costs.values())).curve.model_dump(mode="json")
-        measured["c"] = {name: cost.c for name, cost in costs.items()}
-        trace = _follow_all(params, target, drafters, chosen, asked, made, progress)
-        measured["replay"] = list(_replayed(trace, costs, params.k_max))
-        measured["draft_forks"] = []
-        for drafter, live in _live(params, target, drafters, costs, chosen, progress):
-            made.append(live)
-            measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
-        return Study(recorded(), trace)
-    except BaseException as error:
-        if made:
-            save(recorded(error))
-        raise
+        with saving_failures(made, recorded):
+            for name in params.drafters:
+                drafters.append(load_drafter(name, target, strict=True).drafter)
+            asked = questions(params.conversations) if target.vocab.chat_template else ()
+            check_prompts(target, [*chosen, *asked], params.max_new_tokens)
+            costs = _costs(target, drafters, params.k_max)
+            measured["verify_curve"] = next(iter(costs.values())).curve.model_dump(mode="json")
+            measured["c"] = {name: cost.c for name, cost in costs.items()}
+            trace = _follow_all(params, target, drafters, chosen, asked, made, progress)
+            measured["replay"] = list(_replayed(trace, costs, params.k_max))
+            measured["draft_forks"] = []
+            for drafter, live in _live(params, target, drafters, costs, chosen, progress):
+                made.append(live)
+                measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
+            return Study(recorded(), trace)
     finally:
         for drafter in drafters:
             drafter.close()

@@ -1,6 +1,7 @@
 """What every experiment does alike: report progress, and put what was made into a record."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +15,7 @@ from specnb.params import Params
 from specnb.prompts import Prompt, digest
 from specnb.provenance import file_digest, provenance
 from specnb.records import Generation, RunRecord
-from specnb.store import run_id
+from specnb.store import run_id, save
 
 Progress = Callable[[int, int, str], None]
 """Called before each generation with (done, total, what comes next)."""
@@ -29,6 +30,17 @@ def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[s
     names = [("target", target.name)] + [("drafter", d.name) for d in drafters if model_of(d)]
     files = [(role, name, _file(name)) for role, name in names]
     return [{"role": role, "id": name, "sha256": file_digest(file) if file else None} for role, name, file in files]
+
+
+@contextmanager
+def saving_failures(made: Sequence[Generation], recorded: Callable[[BaseException], RunRecord]) -> Iterator[None]:
+    """What ends with an error has what was `made` before saved as the record of a failed run; the error goes on."""
+    try:
+        yield
+    except BaseException as error:
+        if made:
+            save(recorded(error))
+        raise
 
 
 def _file(name: str) -> Path | None:

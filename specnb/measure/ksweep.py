@@ -15,14 +15,13 @@ from specnb.errors import CapacityError, InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.cost import WIDTHS, CostCurve, verify_costs
-from specnb.measure.experiment import Progress, models_of, record_of, silent
+from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.measure.fork import explain_fork
 from specnb.measure.replay import Cost, sweep
 from specnb.measure.trace import follow
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
-from specnb.store import save
 
 EXPERIMENT = "01_k_sweep"
 
@@ -46,19 +45,18 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
         return record_of(EXPERIMENT, params, chosen, target, models, started, made, measurements, error=error)
 
     try:
-        drafter = load_drafter(params.drafter, target, strict=True).drafter
-        check_prompts(target, chosen, params.max_new_tokens)
-        measurements |= _costs(target, drafter, max(params.k_max, *params.ks))
-        _generate_all(params, target, drafter, chosen, progress or silent, made)
-        measurements["forks"] = list(_forks(target, made))
-        if params.rule == "token":  # what a lossy rule writes depends on the drafts, the block rule keeps more of them
-            measurements["replay"] = _replay(params, target, drafter, made, measurements)
-            measurements["turns"] = list(_turns(params, target, drafter, measurements))
-        return recorded()
-    except BaseException as error:
-        if made:
-            save(recorded(error))
-        raise
+        with saving_failures(made, recorded):
+            drafter = load_drafter(params.drafter, target, strict=True).drafter
+            check_prompts(target, chosen, params.max_new_tokens)
+            measurements |= _costs(target, drafter, max(params.k_max, *params.ks))
+            _generate_all(params, target, drafter, chosen, progress or silent, made)
+            measurements["forks"] = list(_forks(target, made))
+            if (
+                params.rule == "token"
+            ):  # what a lossy rule writes depends on the drafts, the block rule keeps more of them
+                measurements["replay"] = _replay(params, target, drafter, made, measurements)
+                measurements["turns"] = list(_turns(params, target, drafter, measurements))
+            return recorded()
     finally:
         if drafter is not None:
             drafter.close()

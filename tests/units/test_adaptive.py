@@ -110,9 +110,10 @@ def test_what_was_generated_before_an_error_is_saved(monkeypatch, tmp_path):
 
     for name, value in {
         "load": lambda name: target, "load_drafter": lambda *_, **__: LoadedDrafter(LookupDrafter()),
-        "_replayed": broken, "save": saved.append,
+        "_replayed": broken,
     }.items():  # fmt: skip
         monkeypatch.setattr(adaptive, name, value)
+    monkeypatch.setattr("specnb.measure.experiment.save", saved.append)
     with pytest.raises(KeyboardInterrupt):
         adaptive.run(SMALL)
     (record,) = saved

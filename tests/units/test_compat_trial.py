@@ -75,7 +75,7 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
 
 def test_what_was_made_before_an_error_is_saved(models, monkeypatch):
     saved = []
-    monkeypatch.setattr(trial, "save", saved.append)
+    monkeypatch.setattr("specnb.measure.experiment.save", saved.append)
     monkeypatch.setattr(trial, "_row", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trial.run(SMALL)
