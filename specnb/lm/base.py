@@ -12,7 +12,7 @@ import numpy as np
 from specnb.errors import CapacityError, InputError, RewindError
 from specnb.lm.vocab import Vocabulary
 
-RewindKind = Literal["crop", "none"]
+RewindKind = Literal["crop", "snapshots", "replay", "fused", "checkpoint", "recompute", "none"]
 
 
 @dataclass(frozen=True)

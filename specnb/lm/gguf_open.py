@@ -53,13 +53,17 @@ def open_model(path: Path, gpu_layers: int) -> object:
     return model
 
 
-def open_context(model: object, n_ctx: int, kv: str, threads: int, flash_attention: bool) -> object:
-    """llama_init_from_model: one sequence, every entry kept, equal threads for all widths."""
+def open_context(model: object, n_ctx: int, kv: str, threads: int, flash_attention: bool, planes: int = 0) -> object:
+    """llama_init_from_model: one sequence, every entry kept, equal threads for all widths.
+
+    `planes` snapshots of a recurrent state are asked for; architectures that have none get none.
+    """
     lib = binding.library()
     params = lib.api.llama_context_default_params()
     params.n_ctx = n_ctx
     params.n_batch = params.n_ubatch = min(MAX_BATCH, n_ctx)
     params.n_seq_max = 1
+    params.n_rs_seq = planes
     # width 1 and wider forwards take their threads from two fields; unequal ones would tilt T(n)/T(1)
     params.n_threads = params.n_threads_batch = threads
     params.type_k = params.type_v = KV_TYPES[kv][0]
@@ -105,7 +109,7 @@ def recurrent(model: object) -> bool:
 
 
 def capabilities(model: object, context: object, n_ctx: int, dtype: str, device: str) -> Capabilities:
-    """`n_ctx` as the caller knows it: llama.cpp rounds a context up."""
+    """`n_ctx` as the caller knows it: llama.cpp rounds a context up. The way back is chosen later."""
     api = binding.library().api
     reason = "it has recurrent layers, whose state keeps no past to go back to" if recurrent(model) else ""
     return Capabilities(
@@ -114,7 +118,7 @@ def capabilities(model: object, context: object, n_ctx: int, dtype: str, device:
         dtype=dtype,
         n_ctx=n_ctx,
         max_width=min(api.llama_n_batch(context), n_ctx),
-        rewind="none" if reason else "crop",
-        rewind_depth=0 if reason else n_ctx,
+        rewind="recompute",
+        rewind_depth=n_ctx,
         rewind_reason=reason,
     )

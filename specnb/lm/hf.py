@@ -1,74 +1,28 @@
 """A causal LM of transformers, run by torch through our own loop: `generate` is never called.
 
-The state is a KV cache that keeps every position, so that a rewind of any depth is exact (also for models with
-sliding windows: the mask, not the cache, forgets). `position_ids` are always passed; several model families
-count from 0 when they are not.
+A KV cache that keeps every position can be cropped at any depth (also for models with sliding windows: the mask, not
+the cache, forgets); recurrent states go back by one of the strategies of `rollback`. `position_ids` are always
+passed; several model families count from 0 when they are not.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specnb.errors import EngineError, InputError, SpecnbError
-from specnb.lm import hf_files, hf_state
+from specnb.lm import hf_files, hf_rollback, hf_state
 from specnb.lm.base import Capabilities, check_forward, check_rewind
-from specnb.lm.hf_attention import LANES, MAX_ROWS, use_rowwise
+from specnb.lm.hf_attention import MAX_ROWS, use_rowwise
+from specnb.lm.hf_cache import uncroppable
+from specnb.lm.hf_engine import TorchEngine
+from specnb.lm.preflight import blocks_forget, same_bits
+from specnb.lm.rollback import AUTO, DEPTH, Crop, Recompute, Rollback
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PREFILL_WIDTH = 512
-FIRST_ROOM = 256
-
-
-class KeptPastLayer(DynamicLayer):
-    """KV of one layer, `(batch, kv_heads, length, head_dim)`, in a buffer that doubles when it is full.
-
-    transformers' own layer copies the whole cache at every step (torch.cat); here a step writes its new rows in
-    place, and a crop only moves the end.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._length = 0
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object):
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self._length + key_states.shape[-2]
-        if self.keys.numel() == 0 or end > self.keys.shape[-2]:
-            self.keys = self._grown(self.keys, key_states, end)
-            self.values = self._grown(self.values, value_states, end)
-        self.keys[:, :, self._length : end] = key_states
-        self.values[:, :, self._length : end] = value_states
-        self._length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grown(self, old: torch.Tensor, new: torch.Tensor, end: int) -> torch.Tensor:
-        batch, heads, _, dim = new.shape
-        room = new.new_zeros(batch, heads, max(FIRST_ROOM, -(-2 * end // LANES) * LANES), dim)
-        if self._length:
-            room[:, :, : self._length] = old[:, :, : self._length]
-        return room
-
-    def get_seq_length(self) -> int:
-        return self._length
-
-    def keep(self, length: int) -> None:
-        """Forget what lies behind the first `length` positions."""
-        self._length = min(self._length, length)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` positions (transformers counts them negative)."""
-        self._length -= abs(tokens_to_remove)
-
-    def reset(self) -> None:
-        super().reset()
-        self._length = 0
 
 
 class HfModel:
@@ -82,37 +36,39 @@ class HfModel:
         name: str,
         n_ctx: int = 0,
         exact: bool = True,
+        rollback: str = AUTO,
+        rollback_depth: int = DEPTH,
     ) -> None:
         self.name = name
-        self.n_past = 0
         config = model.config.get_text_config(decoder=True)
         self.vocab = hf_files.vocabulary(tokenizer, config, model.generation_config)
-        self._model, self._tokenizer = model.eval(), tokenizer
-        self._state_argument = hf_state.argument(model)
-        self._reason = _why_not_croppable(model)
-        self._rowwise = exact and not self._reason and use_rowwise(model)
-        self._cache = self._new_cache()
-        self._one_by_one = False
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._tokenizer = tokenizer
+        reason = uncroppable(model.eval())
+        rowwise = exact and not reason and use_rowwise(model)
         n_ctx = hf_files.context(model.config, n_ctx, name)
-        self._last = n_ctx - 1
         parameter = next(model.parameters())
-        self._device = parameter.device
+        self._engine = TorchEngine(model, last_position=n_ctx - 1, doubled=rowwise)
+        self.rollback: Rollback = Recompute(self._engine)
+        """The way back, and what it has cost."""
         self.caps = Capabilities(
             engine="torch",
             device=str(parameter.device),
             dtype=str(parameter.dtype).removeprefix("torch."),
             n_ctx=n_ctx,
             max_width=n_ctx,
-            rewind="none" if self._reason else "crop",
-            rewind_depth=0 if self._reason else n_ctx,
-            rewind_reason=self._reason,
+            rewind="recompute",
+            rewind_depth=n_ctx,
             lossless_dtype=parameter.dtype == torch.float32,
             details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
         )
-        self._one_by_one = hf_state.doubtful(model) and hf_state.blocks_forget(self)
-        if self._rowwise and hf_state.same_bits(self):
-            self.caps = replace(self.caps, same_bits_up_to=MAX_ROWS)
+        self._engine.one_by_one = hf_state.doubtful(model) and blocks_forget(self)
+        self.rollback = hf_rollback.choose(self, self._engine, rollback, rollback_depth, reason)
+        self.caps = replace(
+            self.caps,
+            rewind=self.rollback.kind,
+            rewind_reason=reason,
+            same_bits_up_to=MAX_ROWS if rowwise and same_bits(self) else 0,
+        )
 
     @classmethod
     def open(
@@ -126,13 +82,17 @@ class HfModel:
         threads: int = 0,
         exact: bool = True,
         revision: str = "main",
+        rollback: str = AUTO,
+        rollback_depth: int = DEPTH,
     ) -> "HfModel":
         """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the
         model's own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process);
         `exact` makes bfloat16 and float16 on a CPU give a token the same logits at every width (see
-        `hf_attention`; false: transformers' own attention, a little faster).
+        `hf_attention`; false: transformers' own attention, a little faster); `rollback` how the state of a recurrent
+        model goes back (crop, replay, snapshots, checkpoint, fused, recompute; "auto": the first that a probe finds
+        exact), and `rollback_depth` over how many tokens it records what replay and snapshots need.
 
         Raises InputError (bad option), LoadError (not a model, not fetchable), MemoryShortError.
         """
@@ -146,13 +106,25 @@ class HfModel:
             torch.set_num_threads(threads)
         folder = hf_files.local_or_hub(source)
         model, tokenizer = hf_files.load(folder, dtype=DTYPES[dtype], device=device, n_ctx=n_ctx, revision=revision)
-        return cls(model, tokenizer, name=name or str(source), n_ctx=n_ctx, exact=exact)
+        return cls(
+            model,
+            tokenizer,
+            name=name or str(source),
+            n_ctx=n_ctx,
+            exact=exact,
+            rollback=rollback,
+            rollback_depth=rollback_depth,
+        )
+
+    @property
+    def n_past(self) -> int:
+        return self.rollback.n_past
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         self._require_open()
         rows, before = check_forward(self, ids, n_logits), self.n_past
         try:
-            return self._run(list(ids), rows)
+            logits = self.rollback.forward(list(ids), rows)
         except Exception as error:
             self._go_back(before)
             if isinstance(error, SpecnbError):
@@ -161,72 +133,27 @@ class HfModel:
         except BaseException:  # an interrupt leaves some layers longer than others
             self._go_back(before)
             raise
-
-    @torch.inference_mode()
-    def _run(self, ids: list[int], rows: int) -> np.ndarray:
-        if self._one_by_one:
-            # the first block sees no state and may be wide
-            pieces = [[token] for token in ids] if self.n_past else [ids]
-            logits = torch.cat([self._step(piece, len(piece) if rows else 1) for piece in pieces], dim=1)
-            return logits[0, logits.shape[1] - rows :].float().cpu().numpy()
-        head, tail = ids[: len(ids) - rows], ids[len(ids) - rows :]
-        for start in range(0, len(head), PREFILL_WIDTH):
-            # ids that need no logits go first and in pieces; the last piece joins the tail when both are short
-            piece = head[start : start + PREFILL_WIDTH]
-            if rows and start + PREFILL_WIDTH >= len(head) and len(piece) + rows <= PREFILL_WIDTH:
-                tail = [*piece, *tail]
-                break
-            self._step(piece, 1)
-        if not rows:
-            return np.empty((0, self.vocab.size), dtype=np.float32)
-        return self._step(tail, rows)[0].float().cpu().numpy()
-
-    def _step(self, ids: Sequence[int], keep: int) -> torch.Tensor:
-        """One forward; logits `(1, keep, vocab)` in the model's dtype."""
-        if self._rowwise and len(ids) == 1:
-            # torch's product for one row rounds otherwise than that for two or more: a single step takes two
-            logits = self._forward([ids[0], ids[0]], 2)[:, :1]
-            self._cache.crop(-1)
-            self.n_past -= 1
-            return logits
-        return self._forward(ids, keep)
-
-    def _forward(self, ids: Sequence[int], keep: int) -> torch.Tensor:
-        n = len(ids)
-        out = self._model(
-            input_ids=torch.tensor([list(ids)], dtype=torch.long, device=self._device),
-            # the second token of a doubled step may lie behind the last position that the model knows
-            position_ids=torch.arange(self.n_past, self.n_past + n, device=self._device).clamp(max=self._last)[None],
-            use_cache=True,
-            **{self._state_argument: self._cache},
-            **({"logits_to_keep": keep} if self._keeps_logits else {}),
-        )
-        self.n_past += n
-        return out.logits[:, -keep:]
+        return logits if rows else np.empty((0, self.vocab.size), dtype=np.float32)
 
     def _go_back(self, n: int) -> None:
         """The state of the first `n` tokens again; one that cannot be cropped is emptied."""
-        if self._reason:
-            return self.reset()
-        for layer in self._cache.layers:
-            layer.keep(n)
-        self.n_past = n
+        if isinstance(self.rollback, Crop):
+            self._engine.keep(n)
+        else:
+            self.rollback.reset()
 
     def _require_open(self) -> None:
-        if self._model is None:
+        if self._engine is None:
             raise InputError(f"{self.name} was closed: load it again")
 
     def rewind(self, n: int) -> None:
         self._require_open()
         check_rewind(self, n)
-        if n:
-            self._cache.crop(-n)
-            self.n_past -= n
+        self.rollback.rewind(n)
 
     def reset(self) -> None:
         self._require_open()
-        self._cache = self._new_cache()
-        self.n_past = 0
+        self.rollback.reset()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:
@@ -237,46 +164,11 @@ class HfModel:
             raise InputError(f"this text cannot be tokenized: {text!r:.80}") from error
 
     def close(self) -> None:
-        self._model = self._cache = None
+        self._engine = self.rollback = None
 
-    @torch.inference_mode()
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite.
 
         Leaves the state alone.
         """
-        found: list[str] = []
-
-        def watch(name: str):
-            def hook(_module: torch.nn.Module, _inputs: object, output: object) -> None:
-                first = output[0] if isinstance(output, tuple) and output else output
-                if not found and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
-                    found.append(name)
-
-            return hook
-
-        hooks = [module.register_forward_hook(watch(name)) for name, module in self._model.named_modules() if name]
-        try:
-            positions = torch.arange(len(ids), device=self._device)[None]
-            tokens = torch.tensor([list(ids)], dtype=torch.long, device=self._device)
-            state = {self._state_argument: self._new_cache()}
-            self._model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return found[0] if found else ""
-
-    def _new_cache(self) -> Cache:
-        if self._reason:
-            return DynamicCache(config=self._model.config)
-        layers = len(DynamicCache(config=self._model.config).layers)
-        return Cache(layers=[KeptPastLayer() for _ in range(layers)])
-
-
-def _why_not_croppable(model: PreTrainedModel) -> str:
-    """Why this model's state cannot go back by dropping entries; "" when it can."""
-    if getattr(model, "_is_stateful", False):
-        return f"{type(model).__name__} has recurrent layers, whose state keeps no past to go back to"
-    exact = (DynamicLayer, DynamicSlidingWindowLayer)
-    other = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers if type(layer) not in exact}
-    return f"its cache holds {', '.join(sorted(other))}, which cannot be cropped exactly" if other else ""
+        return self._engine.first_nonfinite(ids)

@@ -1,22 +1,17 @@
-"""How a transformers model carries its state from one forward to the next, and whether it carries it at all.
+"""How a transformers model carries its state from one forward to the next, and whether that is in doubt.
 
 Several families run without an error and forget: their state has another argument, lives in the modules, or is
-ignored by forwards of more than one token (Mamba, Falcon-Mamba, Jamba). Wrong logits would be the only sign.
+ignored by forwards of more than one token (Mamba, Falcon-Mamba, Jamba). Wrong logits would be the only sign;
+`preflight` looks for them.
 """
 
 import inspect
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from specnb.errors import LoadError
-from specnb.lm.base import LanguageModel
 
 ARGUMENTS = ("past_key_values", "cache_params")
-WIDTH = 4
-PROBED = (1, 2, 9)
-TOLERANCE = {True: 0.001, False: 0.1}
-"""Share of a row's spread that rounding may move (float32 or not); a forgotten state moves most of it."""
 
 
 def argument(model: PreTrainedModel) -> str:
@@ -32,59 +27,5 @@ def argument(model: PreTrainedModel) -> str:
 
 
 def doubtful(model: PreTrainedModel) -> bool:
-    """Whether `blocks_forget` should look: recurrent models, and configs that may mean an encoder."""
+    """Whether `preflight.blocks_forget` should look: recurrent models, and configs that may mean an encoder."""
     return bool(getattr(model, "_is_stateful", False)) or getattr(model.config, "is_decoder", True) is False
-
-
-def blocks_forget(model: LanguageModel) -> bool:
-    """Whether blocks after the first must be fed token by token, found by comparing both with one whole forward.
-
-    Leaves the state empty. Raises LoadError if single steps do not continue the state either (an encoder, which
-    sees the tokens to come, shows the same way).
-    """
-    width = min(WIDTH, model.caps.n_ctx // 2)
-    ids = [(7 * i + 3) % model.vocab.size for i in range(2 * width)]
-    tolerance = TOLERANCE[model.caps.lossless_dtype]
-    try:
-        whole = _last_rows(model, [ids] if ids else [], width)
-        if not np.isfinite(whole).all():
-            return True  # nothing to compare; the run itself will say where NaN comes from
-        if _apart(_last_rows(model, [ids[:width], ids[width:]], width), whole) < tolerance:
-            return False
-        apart = _apart(_last_rows(model, [[token] for token in ids], width), whole)
-    except LoadError:
-        raise
-    except Exception as error:
-        raise LoadError(f"{model.name} cannot be run with transformers' cache: {error}") from error
-    if not apart < tolerance:
-        raise LoadError(
-            f"{model.name} cannot be run step by step by transformers: its logits differ from those of one whole "
-            f"forward by {apart:.0%} of their spread. It is no causal language model, or its state is not kept; "
-            "a .gguf file of it may open in llama.cpp"
-        )
-    return True
-
-
-def same_bits(model: LanguageModel) -> bool:
-    """Whether widths 1, 2 and 9 give the same logits bit for bit, on this CPU's kernels. Leaves the state empty."""
-    if model.caps.n_ctx < 2 * PROBED[-1]:
-        return False
-    ids = [(7 * i + 3) % model.vocab.size for i in range(2 * PROBED[-1])]
-    by_width = [
-        _last_rows(model, [ids[i : i + width] for i in range(0, len(ids), width)], len(ids)) for width in PROBED
-    ]
-    return all(np.array_equal(rows, by_width[0]) for rows in by_width)
-
-
-def _last_rows(model: LanguageModel, pieces: list[list[int]], width: int) -> np.ndarray:
-    rows = [model.forward(piece) for piece in pieces]
-    model.reset()
-    return np.concatenate([np.empty((0, model.vocab.size), np.float32), *rows])[-width:]
-
-
-def _apart(rows: np.ndarray, whole: np.ndarray) -> float:
-    """Median over rows of |row - whole row| / |whole row - its mean|; a row that a router flipped does not count."""
-    if not len(whole):
-        return 0.0
-    spread = np.linalg.norm(whole - whole.mean(axis=1, keepdims=True), axis=1)
-    return float(np.median(np.linalg.norm(rows - whole, axis=1) / np.maximum(spread, np.finfo(np.float32).tiny)))

@@ -97,8 +97,8 @@ def test_a_planted_rewind_fault_is_seen(opened, monkeypatch):
     model.reset()
     model.forward(ids[:60], n_logits=0)
     model.forward(ids[70:73])
-    model._cache.crop(-2)
-    model.n_past -= 3
+    model._engine.cache.layers[0].keep(62)
+    model._engine.held = 60
     assert np.abs(model.forward(ids[60:70]) - expected).max() > 0.01
 
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from specnb.errors import CapacityError, InputError, LoadError, MemoryShortError, RewindError
+from specnb.errors import CapacityError, InputError, LoadError, MemoryShortError
 from specnb.lm import binding, gguf_open
 from specnb.lm.gguf import GgufModel
 from tests.units.tiny_models import bert_gguf, llama_gguf, mamba_gguf
@@ -177,25 +177,31 @@ def test_a_fixed_width_gives_the_same_bits_up_to_the_end_of_the_context(file, n_
     model.close()
 
 
-def test_a_recurrent_model_runs_but_does_not_go_back(tmp_path):
+def test_a_recurrent_model_goes_back_by_what_its_architecture_allows(tmp_path):
     file = mamba_gguf(tmp_path / "mamba.gguf")
     model = GgufModel.open(file, threads=1)
-    assert (model.caps.rewind, model.caps.rewind_depth) == ("none", 0)
+    assert model.caps.rewind == "fused"
     whole = model.forward(IDS)
-    with pytest.raises(RewindError, match="recurrent layers"):
-        model.rewind(1)
-    model.rewind(0)
+    model.rewind(2)
+    np.testing.assert_allclose(model.forward(IDS[-2:]), whole[-2:], atol=1e-4)
     model.reset()
     np.testing.assert_allclose(np.concatenate([model.forward([i]) for i in IDS]), whole, atol=1e-4)
     model.close()
     with pytest.raises(InputError, match="fixed_width=0"):
         GgufModel.open(file, fixed_width=4, threads=1)
+    for kind, why in {"crop": "recurrent layers", "snapshots": "no snapshots", "replay": "backend=hf"}.items():
+        with pytest.raises(InputError, match=why):
+            GgufModel.open(file, threads=1, rollback=kind)
+    with pytest.raises(InputError, match=r"unknown rollback 'chekpoint'; did you mean checkpoint\?"):
+        GgufModel.open(file, threads=1, rollback="chekpoint")
+    with pytest.raises(InputError, match="rollback_depth is 0"):
+        GgufModel.open(file, threads=1, rollback_depth=0)
 
 
 def test_a_hybrid_model_counts_as_recurrent(model, monkeypatch):
     monkeypatch.setattr(binding.library().api, "llama_model_is_hybrid", lambda _model: True)
     caps = gguf_open.capabilities(model._model, model._context, 64, "f32", "cpu")
-    assert (caps.rewind, caps.rewind_depth) == ("none", 0) and "recurrent" in caps.rewind_reason
+    assert "recurrent" in caps.rewind_reason
 
 
 def test_a_file_without_vocabulary_and_an_encoder_are_refused(tmp_path):

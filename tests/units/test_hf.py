@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.errors import InputError, LoadError, RewindError
+from specnb.errors import InputError, LoadError
 from specnb.lm import hf_attention
-from specnb.lm.hf import FIRST_ROOM, HfModel, KeptPastLayer
+from specnb.lm.hf import HfModel
+from specnb.lm.hf_cache import FIRST_ROOM, KeptPastLayer
 from tests.units.tiny_models import VOCAB, torch_folder, torch_model
 
 IDS = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 30)]
@@ -41,6 +42,9 @@ STATEFUL = {
                    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16},
 }  # fmt: skip
 
+FORGETFUL = {"mamba", "falcon_mamba", "jamba"}
+"""Families whose mixers forget their state in blocks (transformers 5.23), and have no recurrence to listen to."""
+
 
 def rows(model: HfModel, ids: list[int], width: int) -> np.ndarray:
     model.reset()
@@ -50,7 +54,7 @@ def rows(model: HfModel, ids: list[int], width: int) -> np.ndarray:
 def check_widths(model: HfModel, ids: list[int]) -> None:
     """Blocks, single steps and a prefill in pieces equal transformers' own forward without a cache."""
     with torch.inference_mode():
-        expected = model._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+        expected = model._engine.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
     for width in (1, 2, 5, len(ids)):
         np.testing.assert_allclose(rows(model, ids, width), expected, atol=2e-3, err_msg=f"width {width}")
     model.reset()
@@ -61,7 +65,7 @@ def check_widths(model: HfModel, ids: list[int]) -> None:
 @pytest.mark.parametrize("family", CROPPABLE)
 def test_attention_models_run_alike_at_every_width_and_go_back_exactly(family, monkeypatch):
     kind, config = CROPPABLE[family]
-    monkeypatch.setattr("specnb.lm.hf.PREFILL_WIDTH", 8)
+    monkeypatch.setattr("specnb.lm.hf_engine.PREFILL_WIDTH", 8)
     model = HfModel(torch_model(kind, **config), None, name=family)
     assert model.caps.rewind == "crop" and model.caps.lossless_dtype
     check_widths(model, IDS)
@@ -76,15 +80,13 @@ def test_attention_models_run_alike_at_every_width_and_go_back_exactly(family, m
 
 
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_stateful_models_keep_their_state_and_refuse_to_go_back(kind, monkeypatch):
-    monkeypatch.setattr("specnb.lm.hf.PREFILL_WIDTH", 8)
+def test_stateful_models_run_alike_at_every_width(kind, monkeypatch):
+    monkeypatch.setattr("specnb.lm.hf_engine.PREFILL_WIDTH", 8)
     model = HfModel(torch_model(kind, **STATEFUL[kind]), None, name=kind)
-    assert (model.caps.rewind, model.caps.rewind_depth, model.n_past) == ("none", 0, 0)
+    assert model.caps.rewind == ("snapshots" if kind in FORGETFUL else "replay")
     check_widths(model, IDS)
-    with pytest.raises(RewindError, match=f"of {kind}: .*(recurrent layers|cannot be cropped)"):
-        model.rewind(1)
-    assert model.n_past == len(IDS)
-    model.rewind(0)
+    with pytest.raises(InputError, match=f"rollback=crop is not for {kind}: .*(recurrent layers|cannot be cropped)"):
+        HfModel(torch_model(kind, **STATEFUL[kind]), None, name=kind, rollback="crop")
 
 
 @pytest.mark.parametrize(
@@ -127,10 +129,10 @@ def test_reduced_precision_gives_a_token_the_same_bits_at_every_width(kind, dtyp
         pytest.skip(f"torch's {dtype} product on this CPU rounds a row by the number of rows")
     family, config = CROPPABLE[kind]
     model = HfModel(torch_model(family, **config).to(getattr(torch, dtype)), None, name=kind)
-    assert model._rowwise
+    assert model._engine._doubled
     ids = (IDS * 3)[:64]  # up to the last position that the model knows
     single = rows(model, ids, 1)
-    assert model.n_past == 64 == model._cache.get_seq_length()
+    assert model.n_past == 64 == model._engine.cache.get_seq_length()
     for width in (*range(2, 18), 33, 64):
         np.testing.assert_array_equal(rows(model, ids, width), single, err_msg=f"width {width}")
     model.rewind(40)
@@ -140,8 +142,8 @@ def test_reduced_precision_gives_a_token_the_same_bits_at_every_width(kind, dtyp
 def test_rowwise_attention_is_only_for_reduced_precision_full_attention_and_can_be_refused():
     def chosen(dtype, exact=True, kind="llama", **config):
         model = HfModel(torch_model(kind, **config).to(dtype), None, name="m", exact=exact)
-        assert model._rowwise == (model._model.config._attn_implementation == hf_attention.NAME)
-        return model._model.config._attn_implementation
+        assert model._engine._doubled == (model._engine.model.config._attn_implementation == hf_attention.NAME)
+        return model._engine.model.config._attn_implementation
 
     assert chosen(torch.bfloat16) == hf_attention.NAME
     assert chosen(torch.bfloat16, exact=False) == "sdpa" == chosen(torch.float32)
@@ -156,7 +158,7 @@ def test_rowwise_attention_computes_what_transformers_does():
     hf_attention.AttentionMaskInterface.register(hf_attention.NAME, hf_attention.rowwise_mask)
     model = HfModel(torch_model("llama").double(), None, name="m")
     expected = rows(model, IDS, 6)
-    model._model.set_attn_implementation(hf_attention.NAME)
+    model._engine.model.set_attn_implementation(hf_attention.NAME)
     for width in (1, 6, 30):
         np.testing.assert_allclose(rows(model, IDS, width), expected, atol=1e-6)
 
@@ -182,7 +184,7 @@ def test_the_cache_layer_by_hand():
         held = torch.cat([held, new], dim=2)
         keys, values = layer.update(new, -new)
         assert torch.equal(keys, held) and torch.equal(values, -held) and layer.get_seq_length() == held.shape[2]
-    layer.crop(-5)
+    layer.keep(held.shape[2] - 5)
     layer.keep(10**6)
     assert layer.get_seq_length() == held.shape[2] - 5
     layer.keep(3)
@@ -198,7 +200,7 @@ def test_the_module_that_first_gives_nan_is_named(where, bad):
     model = HfModel(torch_model("llama"), None, name="m")
     expected = model.forward(IDS[:5])
     assert model.locate_nonfinite(IDS) == ""
-    module = model._model.get_submodule(where)
+    module = model._engine.model.get_submodule(where)
     with torch.no_grad():
         kept = module.weight.clone()
         module.weight.fill_(bad)
@@ -208,15 +210,15 @@ def test_the_module_that_first_gives_nan_is_named(where, bad):
         module.weight.copy_(kept)
     model.rewind(5)
     np.testing.assert_array_equal(model.forward(IDS[:5]), expected)
-    assert not model._model.lm_head._forward_hooks
+    assert not model._engine.model.lm_head._forward_hooks
 
 
 def test_nan_is_found_in_a_recurrent_model_too():
     model = HfModel(torch_model("mamba", state_size=8), None, name="m")
     with torch.no_grad():
-        model._model.backbone.layers[1].mixer.out_proj.weight.fill_(float("nan"))
+        model._engine.model.backbone.layers[1].mixer.out_proj.weight.fill_(float("nan"))
     assert model.locate_nonfinite(IDS) == "backbone.layers.1.mixer.out_proj"
-    broken = HfModel(model._model, None, name="opens with NaN weights: the run says where they are")
+    broken = HfModel(model._engine.model, None, name="opens with NaN weights: the run says where they are")
     assert np.isnan(broken.forward(IDS)).any()
 
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specnb.errors import CapacityError, EngineError, InputError, RewindError
-from specnb.lm import gguf_open, hf, toy
+from specnb.lm import gguf_open, hf_engine, toy
 from specnb.lm.base import LanguageModel
 from specnb.lm.gguf import GgufModel
 from specnb.lm.hf import HfModel
@@ -37,7 +37,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf_open, "MAX_BATCH", 8)
-        patch.setattr(hf, "PREFILL_WIDTH", 8)
+        patch.setattr(hf_engine, "PREFILL_WIDTH", 8)
         made = {
             "toy": toy.ToyLM(toy.markov(VOCAB, order=2)._logits_of, toy.letters(VOCAB), n_ctx=N_CTX),
             "gguf": GgufModel.open(llama_gguf(folder / "m.gguf"), n_ctx=N_CTX, threads=1),
@@ -185,7 +185,7 @@ def test_a_decode_that_fails_in_the_second_piece_leaves_the_state_as_it_was(mode
     model = models["gguf"]
     expected = steps(model, [*PAST, 8])[-1:]
     steps(model, PAST)
-    monkeypatch.setattr(model, "_api", _FailsAt(model._api, 2, error))
+    monkeypatch.setattr(model._engine, "_api", _FailsAt(model._engine._api, 2, error))
     with pytest.raises(seen):
         model.forward([9] * 12, 0)
     assert model.n_past == 3
@@ -204,18 +204,18 @@ def test_a_torch_forward_that_fails_half_way_leaves_the_state_as_it_was(models, 
     def fail(*_):
         raise error
 
-    hook = model._model.model.layers[1].mlp.register_forward_hook(fail)
+    hook = model._engine.model.model.layers[1].mlp.register_forward_hook(fail)
     with pytest.raises(seen):
         model.forward([9] * 12)
     hook.remove()
-    assert model.n_past == 3 == model._cache.get_seq_length()
+    assert model.n_past == 3 == model._engine.cache.get_seq_length()
     np.testing.assert_array_equal(model.forward([8]), expected)
 
 
 def test_a_failure_empties_a_state_that_cannot_go_back(tmp_path, monkeypatch):
     llama = GgufModel.open(mamba_gguf(tmp_path / "m.gguf"), threads=1)
     expected = llama.forward(PAST)
-    monkeypatch.setattr(llama, "_api", _FailsAt(llama._api, 1, None))
+    monkeypatch.setattr(llama._engine, "_api", _FailsAt(llama._engine._api, 1, None))
     with pytest.raises(EngineError):
         llama.forward([8])
     assert llama.n_past == 0
@@ -223,7 +223,7 @@ def test_a_failure_empties_a_state_that_cannot_go_back(tmp_path, monkeypatch):
     llama.close()
     torch = HfModel(torch_model("mamba", state_size=8), None, name="m")
     expected = torch.forward(PAST)
-    hook = torch._model.register_forward_pre_hook(lambda *_: SimpleNamespace().nothing)
+    hook = torch._engine.model.register_forward_pre_hook(lambda *_: SimpleNamespace().nothing)
     with pytest.raises(EngineError):
         torch.forward([8])
     hook.remove()

@@ -1,0 +1,118 @@
+"""One forward of a transformers model over its state, and the state's copies: what `rollback` builds on."""
+
+import inspect
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import Cache, PreTrainedModel
+
+from specnb.lm import hf_state
+from specnb.lm.hf_cache import SavedState, keep_entries, new_cache
+
+PREFILL_WIDTH = 512
+
+
+class TorchEngine:
+    """`model` with a state of `held` tokens (the interface is `rollback.Engine`).
+
+    `last_position` is the last one that the model knows; `doubled` feeds single tokens as two (see `_step`).
+    """
+
+    def __init__(self, model: PreTrainedModel, *, last_position: int, doubled: bool) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.held = 0
+        self.cache: Cache = new_cache(model)
+        self.one_by_one = False
+        """Whether blocks behind the first are fed token by token, because the model would forget its state."""
+        self._last, self._doubled = last_position, doubled
+        self._state_argument = hf_state.argument(model)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @torch.inference_mode()
+    def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
+        if self.one_by_one:
+            # the first block sees no state and may be wide
+            pieces = [[token] for token in ids] if self.held else [ids]
+            logits = torch.cat([self._step(piece, len(piece) if rows else 1) for piece in pieces], dim=1)
+            return logits[0, logits.shape[1] - rows :].float().cpu().numpy()
+        head, tail = ids[: len(ids) - rows], ids[len(ids) - rows :]
+        for start in range(0, len(head), PREFILL_WIDTH):
+            # ids that need no logits go first and in pieces; the last piece joins the tail when both are short
+            piece = head[start : start + PREFILL_WIDTH]
+            if rows and start + PREFILL_WIDTH >= len(head) and len(piece) + rows <= PREFILL_WIDTH:
+                tail = [*piece, *tail]
+                break
+            self._step(piece, 1)
+        if not rows:
+            return np.empty((0, 0), dtype=np.float32)
+        return self._step(tail, rows)[0].float().cpu().numpy()
+
+    def _step(self, ids: Sequence[int], keep: int) -> torch.Tensor:
+        """One forward; logits `(1, keep, vocab)` in the model's dtype."""
+        if self._doubled and len(ids) == 1:
+            # torch's product for one row rounds otherwise than that for two or more: a single step takes two
+            logits = self._forward([ids[0], ids[0]], 2)[:, :1]
+            self.crop(1)
+            return logits
+        return self._forward(ids, keep)
+
+    def _forward(self, ids: Sequence[int], keep: int) -> torch.Tensor:
+        n = len(ids)
+        out = self.model(
+            input_ids=torch.tensor([list(ids)], dtype=torch.long, device=self.device),
+            # the second token of a doubled step may lie behind the last position that the model knows
+            position_ids=torch.arange(self.held, self.held + n, device=self.device).clamp(max=self._last)[None],
+            use_cache=True,
+            **{self._state_argument: self.cache},
+            **({"logits_to_keep": keep} if self._keeps_logits else {}),
+        )
+        self.held += n
+        return out.logits[:, -keep:]
+
+    def crop(self, n: int) -> None:
+        self.keep(self.held - n)
+
+    def keep(self, n: int) -> None:
+        """The attention entries of the first `n` tokens only, however far each layer got."""
+        keep_entries(self.cache, n)
+        self.held = n
+
+    def save(self) -> SavedState:
+        return SavedState.of(self.cache, self.held)
+
+    def restore(self, saved: SavedState) -> None:
+        saved.put_back(self.cache)
+        self.keep(saved.n_tokens)
+
+    def clear(self) -> None:
+        self.cache = new_cache(self.model)
+        self.held = 0
+
+    @torch.inference_mode()
+    def first_nonfinite(self, ids: Sequence[int]) -> str:
+        """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite.
+
+        Leaves the state alone.
+        """
+        found: list[str] = []
+
+        def watch(name: str):
+            def hook(_module: torch.nn.Module, _inputs: object, output: object) -> None:
+                first = output[0] if isinstance(output, tuple) and output else output
+                if not found and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
+                    found.append(name)
+
+            return hook
+
+        hooks = [module.register_forward_hook(watch(name)) for name, module in self.model.named_modules() if name]
+        try:
+            positions = torch.arange(len(ids), device=self.device)[None]
+            tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
+            state = {self._state_argument: new_cache(self.model)}
+            self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found[0] if found else ""

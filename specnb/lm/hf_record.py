@@ -1,0 +1,254 @@
+"""Recorders of transformers' recurrent layers: what `Snapshots` and `ActivationReplay` go back by.
+
+A layer's mixer calls its recurrence as a function of its module, and hands its states to the cache. So nothing of
+transformers is changed: a mixer of *this* model gets a forward in which that one name means our listening function.
+The convolution's window needs none of this: a cache layer that records its past keeps all columns, and is cut.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+
+from specnb.errors import InputError
+from specnb.lm.hf_cache import SavedState, recurrent_layers, trim_window
+from specnb.lm.hf_engine import TorchEngine
+
+DELTA_RULES = {
+    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
+}
+SCANS = {"mamba2_chunk_scan": "mamba2_selective_state_update"}
+"""Recurrences of transformers 5.23: the function for blocks, and the one for single tokens."""
+
+STEPWISE_UP_TO = 5
+"""Blocks so short run faster step by step on a CPU: the function for blocks pads them to 64 tokens."""
+
+
+class DeltaInputs(NamedTuple):
+    """What entered a gated delta rule: k `(1, n, k_heads, dk)`, v `(1, n, heads, dv)`, g, beta `(1, n, heads, …)`."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+
+class ScanInputs(NamedTuple):
+    """What entered a diagonal scan: x `(1, n, heads, dim)`, dt `(1, n, heads)` as projected, B `(1, n, groups, N)`."""
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    B: torch.Tensor
+
+
+class TorchRecorder:
+    """The bookkeeping of both: the state at the border, the windows, and how many tokens were recorded since.
+
+    `depth` bounds what is recorded.
+    """
+
+    spans_forwards = True
+
+    def __init__(self, engine: TorchEngine, depth: int) -> None:
+        self.depth = depth
+        self._engine = engine
+        self._base: SavedState | None = None
+        self._mixers = {module.layer_idx: module for module in engine.model.modules() if _writes_state(module)}
+        self._install()
+
+    @property
+    def recording(self) -> bool:
+        return self._base is not None
+
+    @property
+    def reach(self) -> int:
+        return self._engine.held - self._base.n_tokens if self._base else 0
+
+    @property
+    def nbytes(self) -> int:
+        return (self._base.nbytes if self._base else 0) + sum(t.nbytes for t in self._recorded())
+
+    def begin(self) -> None:
+        self.stop()
+        for _, layer in recurrent_layers(self._engine.cache):
+            layer.record_past = True
+        self._base = self._engine.save()
+
+    def stop(self) -> None:
+        for _, layer in recurrent_layers(self._engine.cache):
+            if layer.record_past:
+                trim_window(layer)
+        self._base = None
+        self._forget_from(0)
+
+    @torch.inference_mode()
+    def take_back(self, n: int) -> None:
+        kept = self.reach - n
+        for index, layer in recurrent_layers(self._engine.cache):
+            conv, states = self._base.layers[index]
+            for i, window in layer.conv_states.items():
+                if window is not None:
+                    layer.conv_states[i] = window[..., : conv[i].shape[-1] + kept]
+            if states[0] is not None:
+                layer.recurrent_states[0].copy_(self._state_at(index, states[0], kept) if kept else states[0])
+        self._engine.crop(n)
+        self._forget_from(kept)
+
+    def uninstall(self) -> None:
+        """Leave the model as it was."""
+        for mixer in self._mixers.values():
+            mixer.__dict__.pop("forward", None)
+
+    def _install(self) -> None:
+        raise NotImplementedError
+
+    def _recorded(self) -> Sequence[torch.Tensor]:
+        raise NotImplementedError
+
+    def _forget_from(self, kept: int) -> None:
+        raise NotImplementedError
+
+    def _state_at(self, index: int, base: torch.Tensor, kept: int) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class ActivationRecorder(TorchRecorder):
+    """Keeps what entered each recurrence; going back runs the kept tokens through the recurrence alone.
+
+    Raises InputError for families whose recurrence is not a function of its own.
+    """
+
+    def _install(self) -> None:
+        self._inputs: dict[int, list[NamedTuple]] = defaultdict(list)
+        self._options: dict[int, dict[str, Any]] = {}
+        self._replays: dict[int, Callable[..., torch.Tensor]] = {}
+        blocks = {index: _recurrence(mixer) for index, mixer in self._mixers.items()}  # all, before any is changed
+        for index, block in blocks.items():
+            if block:
+                mixer, step = self._mixers[index], (DELTA_RULES | SCANS)[block]
+                of = inspect.unwrap(type(mixer).forward).__globals__
+                hear = self._hear_delta if block in DELTA_RULES else self._hear_scan
+                _rebind(mixer, hear(index, block, of[block], step, of[step]))
+
+    def _hear_delta(self, index: int, block: str, run_block: Callable, step: str, run_step: Callable) -> Mapping:
+        def heard(query, key, value, g, beta, initial_state=None, **options):
+            if self.recording:
+                self._inputs[index].append(DeltaInputs(key.clone(), value.clone(), g.clone(), beta.clone()))
+            self._options[index] = {"use_qk_l2norm_in_kernel": options.get("use_qk_l2norm_in_kernel", False)}
+            run = run_step if initial_state is not None and key.shape[1] <= STEPWISE_UP_TO else run_block
+            return run(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
+
+        def replay(state: torch.Tensor, inputs: DeltaInputs) -> torch.Tensor:
+            k, v, g, beta = inputs  # the query only reads the state: any will do
+            options = self._options[index]
+            return run_step(k, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)[1]
+
+        self._replays[index] = replay
+        return {block: heard, step: heard}
+
+    def _hear_scan(self, index: int, block: str, run_block: Callable, step: str, run_step: Callable) -> Mapping:
+        def heard_block(x, dt, A, B, C, **options):
+            if self.recording:
+                self._inputs[index].append(ScanInputs(x.clone(), dt.clone(), B.clone()))
+            self._options[index] = options | {"A": A}
+            return run_block(x, dt, A, B, C, **options)
+
+        def heard_step(state, x, dt, A, B, *rest, **options):
+            if self.recording:  # here dt comes repeated along the head
+                self._inputs[index].append(
+                    ScanInputs(x[:, None].clone(), dt[:, None, :, 0].clone(), B[:, None].clone())
+                )
+            return run_step(state, x, dt, A, B, *rest, **options)
+
+        def replay(state: torch.Tensor, inputs: ScanInputs) -> torch.Tensor:
+            options = self._options[index] | {"initial_states": state, "return_final_states": True, "D": None}
+            return run_block(inputs.x, inputs.dt, B=inputs.B, C=inputs.B, **options)[1]
+
+        self._replays[index] = replay
+        return {block: heard_block, step: heard_step}
+
+    def _recorded(self) -> Sequence[torch.Tensor]:
+        return [tensor for calls in self._inputs.values() for call in calls for tensor in call]
+
+    def _forget_from(self, kept: int) -> None:
+        self._inputs = defaultdict(
+            list, {i: [_first(calls, kept)] for i, calls in self._inputs.items() if kept and calls}
+        )
+
+    def _state_at(self, index: int, base: torch.Tensor, kept: int) -> torch.Tensor:
+        return self._replays[index](base, _first(self._inputs[index], kept)).to(base.dtype)
+
+
+class StateRecorder(TorchRecorder):
+    """Keeps the recurrent state after every position: mixers take recorded blocks token by token.
+
+    All else (projections of attention, MLPs, the head) still sees the whole block, so that this also runs families
+    whose mixers forget their state in blocks.
+    """
+
+    def _install(self) -> None:
+        self._states: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._forgets, self._engine.one_by_one = self._engine.one_by_one, False
+        for index, mixer in self._mixers.items():
+            mixer.forward = self._stepped(index, mixer.forward)
+
+    def _stepped(self, index: int, forward: Callable) -> Callable:
+        def stepped(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if not (self.recording or (self._forgets and self._engine.held)):
+                return forward(hidden_states, *args, **kwargs)
+            outs = []
+            for token in hidden_states.split(1, dim=1):
+                outs.append(forward(token, *args, **kwargs))
+                if self.recording and (state := self._engine.cache.layers[index].recurrent_states[0]) is not None:
+                    self._states[index].append(state.clone())
+            return torch.cat(outs, dim=1)
+
+        return stepped
+
+    def uninstall(self) -> None:
+        super().uninstall()
+        self._engine.one_by_one = self._forgets
+
+    def _recorded(self) -> Sequence[torch.Tensor]:
+        return [state for states in self._states.values() for state in states]
+
+    def _forget_from(self, kept: int) -> None:
+        for states in self._states.values():
+            del states[kept:]
+
+    def _state_at(self, index: int, base: torch.Tensor, kept: int) -> torch.Tensor:
+        return self._states[index][kept - 1]
+
+
+def _names(mixer: torch.nn.Module) -> tuple[str, ...]:
+    return inspect.unwrap(type(mixer).forward).__code__.co_names
+
+
+def _recurrence(mixer: torch.nn.Module) -> str:
+    """The name of its recurrence for blocks; "" for a mixer that only convolves. Raises InputError for an unknown."""
+    names = _names(mixer)
+    known = [block for block in DELTA_RULES | SCANS if block in names]
+    if not known and "update_recurrent_state" in names:
+        raise InputError(f"{type(mixer).__name__} has no recurrence that can be replayed: use rollback=snapshots")
+    return known[0] if known else ""
+
+
+def _writes_state(module: torch.nn.Module) -> bool:
+    return isinstance(getattr(module, "layer_idx", None), int) and "update_conv_state" in _names(module)
+
+
+def _rebind(mixer: torch.nn.Module, names: Mapping[str, Callable]) -> None:
+    """Give `mixer` a forward of its own, in which `names` mean other functions; its module and class stay the same."""
+    own = inspect.unwrap(type(mixer).forward)
+    heard = FunctionType(own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__)
+    heard.__kwdefaults__ = own.__kwdefaults__
+    mixer.forward = MethodType(heard, mixer)
+
+
+def _first(calls: Sequence[NamedTuple], n: int) -> NamedTuple:
+    """The inputs of the first `n` tokens of several calls, as one."""
+    return type(calls[0])(*(torch.cat(parts, dim=1)[:, :n] for parts in zip(*calls, strict=True)))

@@ -1,0 +1,284 @@
+"""The law of going back: a recurrent model that took tokens back is as if it had never had them.
+
+For every strategy and family: the state, the convolution's window and the entries of attention after any number of
+accepted tokens, and greedy decoding over many rounds. Broken strategies are planted below, and are seen.
+"""
+
+import numpy as np
+import pytest
+from transformers.cache_utils import DynamicLayer
+
+from specnb.decode.generate import generate
+from specnb.draft.base import Picker, Proposal
+from specnb.draft.model import ModelDrafter
+from specnb.errors import InputError, LoadError
+from specnb.lm import hf_cache, hf_record
+from specnb.lm.hf import HfModel
+from specnb.lm.hf_cache import KeptPastLayer, recurrent_layers
+from specnb.lm.rollback import FusedReplay
+from tests.units.tiny_models import VOCAB, torch_model
+
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_conv": 4,
+          "mamba_expand": 2, "mamba_chunk_size": 8}  # fmt: skip
+FAMILIES = {
+    "qwen3_next": {"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+                   "shared_expert_intermediate_size": 16, "head_dim": 16, **DELTA},
+    "qwen3_5_text": {"num_hidden_layers": 4, "head_dim": 16, **DELTA},
+    "olmo_hybrid": {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+                    "linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 8,
+                    "linear_value_head_dim": 8},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "falcon_h1": {"head_dim": 8, **MAMBA2, "mamba_d_ssm": 64},
+    "bamba": {"attn_layer_indices": [1], **MAMBA2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1,
+                         "shared_intermediate_size": 16, **MAMBA2},
+    "lfm2": {"full_attn_idxs": [1]},
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
+    "jamba": {"num_hidden_layers": 4, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
+              "attn_layer_period": 2, "attn_layer_offset": 1},
+}  # fmt: skip
+FORGETFUL = ("mamba", "falcon_mamba", "jamba")
+STRATEGIES = ("replay", "snapshots", "fused", "checkpoint", "recompute")
+PAIRS = [(family, way) for family in FAMILIES for way in STRATEGIES if way != "replay" or family not in FORGETFUL]
+K = 6
+IDS = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 64)]
+CLOSE = 5e-4
+"""Share of a tensor's norm that float32 moves between blocks and single steps of models this rough (1e-4 at most is
+seen, of the oracle too); a state that is one token off is moved by more than a tenth."""
+
+
+def opened(family: str, way: str = "auto", *, seed: int = 0, n_ctx: int = 64, **options) -> HfModel:
+    model = torch_model(family, seed=seed, max_position_embeddings=n_ctx, **FAMILIES[family])
+    return HfModel(model, None, name=family, n_ctx=n_ctx, rollback=way, **options)
+
+
+def state_of(model: HfModel) -> dict[str, np.ndarray]:
+    """Everything the next forward sees, by name."""
+    seen = {}
+    for index, layer in recurrent_layers(model._engine.cache):
+        for i in layer.conv_states:
+            if layer.conv_states[i] is not None:  # a recording window is wider than what the convolution looks at
+                seen[f"{index}.conv{i}"] = layer.conv_states[i][..., -layer.conv_kernel_size[i] :]
+            if layer.recurrent_states[i] is not None:
+                seen[f"{index}.state{i}"] = layer.recurrent_states[i]
+    for index, layer in enumerate(model._engine.cache.layers):
+        if isinstance(layer, DynamicLayer):
+            length = layer.get_seq_length()
+            assert length == model._engine.held
+            own = isinstance(layer, KeptPastLayer)
+            seen[f"{index}.keys"] = layer.keys[:, :, :length] if own else layer.keys
+            seen[f"{index}.values"] = layer.values[:, :, :length] if own else layer.values
+    return {name: tensor.float().numpy().copy() for name, tensor in seen.items()}
+
+
+def apart(model: HfModel, plain: HfModel) -> dict[str, float]:
+    """How far two states, and the logits that they give, differ: shares of their norms, by name."""
+    assert model.n_past == plain.n_past
+    if isinstance(model.rollback, FusedReplay):  # its state follows with the next forward
+        for each in (model, plain):
+            each.forward([9])
+    found, expected = state_of(model), state_of(plain)
+    assert found.keys() == expected.keys()
+    found["logits"], expected["logits"] = model.forward([4, 8]), plain.forward([4, 8])
+    return {name: np.linalg.norm(found[name] - values) / np.linalg.norm(values) for name, values in expected.items()}
+
+
+def check_same_state(model: HfModel, plain: HfModel) -> None:
+    found = apart(model, plain)
+    assert max(found.values()) < CLOSE, found
+
+
+@pytest.mark.parametrize(("family", "way"), PAIRS)
+def test_the_state_after_any_number_of_accepted_tokens_is_that_of_the_plain_run(family, way):
+    model, plain = opened(family, way), opened(family, "recompute")
+    assert model.caps.rewind == way
+    for prompt in (2, 9):  # shorter and longer than the convolution's window
+        for accepted in range(K + 1):
+            for each in (model, plain):
+                each.reset()
+                each.forward(IDS[:prompt])
+            model.forward(IDS[prompt : prompt + K])  # the first round: the prompt's last token is in the state already
+            model.rewind(K - accepted)
+            plain_ids = IDS[prompt : prompt + accepted]
+            again = [IDS[40], *IDS[20 : 20 + K]]
+            model.forward(again)
+            model.rewind(K - accepted)
+            for token in (*plain_ids, *again[: accepted + 1]):
+                plain.forward([token])
+            check_same_state(model, plain)
+
+
+@pytest.mark.parametrize(("family", "way"), PAIRS)
+def test_a_drafting_model_goes_back_over_its_single_steps(family, way):
+    """As ModelDrafter uses it: several forwards a round, then a rewind, then one of the tokens before it as well."""
+    model, plain = opened(family, way), opened(family, "recompute")
+    for each in (model, plain):
+        each.forward(IDS[:9])
+    for accepted in (0, 2, K - 1):
+        for token in IDS[20 : 20 + K]:
+            model.forward([token])
+        model.rewind(K - accepted)
+        for token in IDS[20 : 20 + accepted]:
+            plain.forward([token])
+    model.rewind(1)  # beyond the border: nothing was fed since
+    plain.rewind(1)
+    check_same_state(model, plain)
+
+
+class Scripted:
+    """Drafts the target's own continuation, with as many right tokens as the script says; the rest is garbage."""
+
+    name, vocab = "scripted", None
+
+    def __init__(self, truth: list[int], n_right: list[tuple[int, int]]) -> None:
+        self._truth, self._script, self._round = truth, n_right, 0
+
+    def start(self, tokens) -> None:
+        self._prompt = len(tokens)
+
+    def propose(self, tokens, k: int, rng: Picker) -> Proposal:
+        wanted, right = self._script[self._round % len(self._script)]
+        self._round += 1
+        at = len(tokens) - self._prompt
+        ahead = self._truth[at : at + min(k, wanted)]
+        return Proposal(tuple(t if i < right else (t + 1) % VOCAB for i, t in enumerate(ahead)))
+
+    def commit(self, tokens) -> None: ...
+
+    def close(self) -> None: ...
+
+
+ROUNDS = [(6, 6), (6, 0), (0, 0), (4, 2), (6, 5), (1, 0), (6, 0), (6, 0), (1, 1), (3, 1)]
+"""Drafted and right a round: all, none, no drafts, some; alternating. 15 of 36 drafts are right: 2.5 tokens a round."""
+
+
+def decoded(model: HfModel, drafter, tokens: int) -> list[int]:
+    got = generate(model, IDS[:9], drafter=drafter, k=K, max_new_tokens=tokens, ignore_eog=True)
+    if drafter is not None:
+        assert got.accepted_tokens > 0 or tokens < 20
+    return list(got.token_ids)
+
+
+@pytest.mark.parametrize(("family", "way"), PAIRS)
+def test_greedy_decoding_is_that_of_the_plain_run(family, way):
+    model = opened(family, way, n_ctx=256)
+    truth = decoded(model, None, 120)
+    assert decoded(model, Scripted(truth, ROUNDS), 120) == truth
+    assert model.rollback.nbytes < 2**20
+
+
+def thousand_rounds(family: str, way: str) -> None:
+    model = opened(family, way, n_ctx=4096)
+    truth = decoded(model, None, 2600)
+    got = generate(model, IDS[:9], drafter=Scripted(truth, ROUNDS), k=K, max_new_tokens=2600, ignore_eog=True)
+    assert list(got.token_ids) == truth and len(got.rounds) >= 1000
+    assert (model.rollback.cost.recomputed == 0) == (way != "recompute")
+
+
+def test_greedy_decoding_over_a_thousand_rounds():
+    thousand_rounds("qwen3_5_text", "replay")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "way"), [pair for pair in PAIRS if pair[1] != "recompute"])
+def test_greedy_decoding_over_a_thousand_rounds_for_every_family(family, way):
+    thousand_rounds(family, way)
+
+
+def test_a_hybrid_draft_model_drafts_for_a_hybrid_target():
+    """Both go back, the draft over its single steps; at the same weights every draft is accepted."""
+    target, twin, other = (opened("qwen3_5_text", n_ctx=256, seed=seed) for seed in (0, 0, 5))
+    truth = decoded(target, None, 100)
+    for draft, all_right in ((twin, True), (other, False)):
+        made = generate(target, IDS[:9], drafter=ModelDrafter(draft), k=4, max_new_tokens=100, ignore_eog=True)
+        assert list(made.token_ids) == truth
+        assert (made.accepted_tokens == made.total_draft_tokens) == all_right
+        assert draft.rollback.cost.recomputed == target.rollback.cost.recomputed == 0
+
+
+# --- planted faults: each is a mistake that somebody made ---------------------------------------------------------
+
+
+def state_left_ahead(recorder, n: int) -> None:
+    """Cache.crop of transformers 5.23: entries and windows go back, the recurrent state does not."""
+    states = [layer.recurrent_states[0].clone() for _, layer in recurrent_layers(recorder._engine.cache)]
+    hf_record.TorchRecorder.take_back(recorder, n)
+    for (_, layer), state in zip(recurrent_layers(recorder._engine.cache), states, strict=True):
+        layer.recurrent_states[0] = state
+
+
+def window_forgotten(recorder, n: int) -> None:
+    """The state goes back, the convolution's window does not (llama.cpp 28120)."""
+    windows = [layer.conv_states[0].clone() for _, layer in recurrent_layers(recorder._engine.cache)]
+    hf_record.TorchRecorder.take_back(recorder, n)
+    for (_, layer), window in zip(recurrent_layers(recorder._engine.cache), windows, strict=True):
+        layer.conv_states[0] = window
+
+
+@pytest.mark.parametrize("way", ["replay", "snapshots"])
+@pytest.mark.parametrize("fault", [state_left_ahead, window_forgotten])
+def test_a_state_or_a_window_left_ahead_is_seen(way, fault):
+    model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
+    model.rollback._recorder.take_back = lambda n: fault(model.rollback._recorder, n)
+    check_fault_is_seen(model, plain)
+
+
+@pytest.mark.parametrize("way", ["replay", "snapshots"])
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_replay_that_is_off_by_one_is_seen(way, off):
+    model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
+    recorder = model.rollback._recorder
+    right = recorder._state_at
+    recorder._state_at = lambda index, base, kept: right(index, base, kept + off)
+    check_fault_is_seen(model, plain)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "fused"])
+def test_a_checkpoint_that_lacks_the_windows_is_seen(way, monkeypatch):
+    model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
+
+    def put_back(saved, cache) -> None:
+        for index, (_, states) in saved.layers.items():
+            cache.layers[index].recurrent_states = {i: state.clone() for i, state in states.items()}
+
+    monkeypatch.setattr(hf_cache.SavedState, "put_back", put_back)
+    check_fault_is_seen(model, plain)
+
+
+def check_fault_is_seen(model: HfModel, plain: HfModel) -> None:
+    for each in (model, plain):
+        each.forward(IDS[:9])
+    model.forward(IDS[20 : 20 + K])
+    model.rewind(K - 2)
+    plain.forward(IDS[20:22])
+    assert apart(model, plain)["logits"] > 0.1
+
+
+def test_a_model_whose_way_back_is_broken_is_not_opened(monkeypatch):
+    def forgetful(recorder, n):
+        window_forgotten(recorder, n)
+
+    monkeypatch.setattr(hf_record.ActivationRecorder, "take_back", forgetful)
+    with pytest.raises(LoadError, match="replay does not bring back the state"):
+        opened("qwen3_5_text", "replay")
+    assert opened("qwen3_5_text").caps.rewind == "snapshots"  # the next that a probe finds exact
+
+
+def test_listening_changes_no_result_and_leaves_nothing_behind():
+    model = torch_model("qwen3_5_text", **FAMILIES["qwen3_5_text"])
+    before = {name for name, module in model.named_modules() if "forward" in vars(module)}
+    plain = HfModel(model, None, name="plain", rollback="checkpoint").forward(IDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_record.ActivationRecorder, "take_back", lambda *_: None)
+        with pytest.raises(LoadError):
+            HfModel(model, None, name="broken", rollback="replay")
+    assert {name for name, module in model.named_modules() if "forward" in vars(module)} == before
+    np.testing.assert_array_equal(HfModel(model, None, name="heard", rollback="replay").forward(IDS), plain)
+
+
+@pytest.mark.parametrize("family", FORGETFUL)
+def test_a_family_without_a_recurrence_to_listen_to_is_refused(family):
+    with pytest.raises(InputError, match="no recurrence that can be replayed: use rollback=snapshots"):
+        opened(family, "replay")
