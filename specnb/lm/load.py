@@ -5,6 +5,8 @@ smollm2-135m:f16                    zoo, requantised here
 smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantised into torch
 model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
 ./folder     hf:ORG/NAME            transformers
+./folder?backend=llama&weights=f16  converted to a GGUF here (families of lm/convert), in llama.cpp
+tiny-hybrid                         a model that comes with the checkout (a folder in data/models)
 """
 
 import inspect
@@ -15,7 +17,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from specnb.errors import InputError
-from specnb.lm import zoo
+from specnb.lm import embedded, zoo
 from specnb.lm.base import LanguageModel
 
 BACKENDS = ("llama", "hf")
@@ -52,8 +54,8 @@ def parse(name: str, **options: Any) -> ModelSpec:
     backend = merged.pop("backend", None) or _default_backend(where)
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r} in {name!r}; known: {', '.join(BACKENDS)}")
-    if where == "hf" and backend == "llama":
-        raise InputError(f"{name!r} is a transformers model; llama.cpp opens .gguf files only")
+    if where == "hf" and backend == "llama" and source.startswith("hf:"):
+        raise InputError(f"{name!r} is on a hub; llama.cpp opens .gguf files and local folders: download it first")
     said = ({} if backend == _default_backend(where) else {"backend": backend}) | merged
     text = f"{source}?{urlencode(said)}" if said else source
     return ModelSpec(text, where, source.removeprefix("hf:"), backend, merged)
@@ -68,7 +70,7 @@ def _where(source: str) -> str:
         return "zoo"
     if source.endswith(".gguf"):
         return "gguf"
-    if source.startswith("hf:") or _is_folder(source):
+    if source.startswith("hf:") or source in embedded.names() or _is_folder(source):
         return "hf"
     zoo.parse(source)  # raises with the names that are close
     raise InputError(f"{source!r} is no zoo name, .gguf file, folder or hf:ORG/NAME")
@@ -82,13 +84,21 @@ def _is_folder(source: str) -> bool:
 
 
 def local_file(spec: ModelSpec) -> Path | None:
-    """The GGUF behind a name, fetched or derived if need be; None for transformers models."""
+    """The GGUF behind a name, fetched, derived or converted if need be; None for models that transformers opens."""
     if spec.where == "zoo":
         return zoo.path(spec.source)
     try:
+        if spec.where == "hf" and spec.backend == "llama":
+            from specnb.lm.convert.cached import converted
+
+            return converted(_folder(spec.source), spec.options.get("weights", "f16"))
         return Path(spec.source).expanduser() if spec.where == "gguf" else None
     except RuntimeError as error:  # ~ of an unknown user
         raise InputError(f"no such model file: {spec.source} ({error})") from error
+
+
+def _folder(source: str) -> Path:
+    return embedded.folder(source) or Path(source).expanduser()
 
 
 def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
@@ -97,7 +107,7 @@ def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
     Raises InputError (name, option), FetchError (zoo file not to be had), LoadError, MemoryShortError.
     """
     spec = parse(str(name_or_path), **options)
-    source = local_file(spec) or spec.source
+    source = local_file(spec) or embedded.folder(spec.source) or spec.source
     opener = _opener(spec.backend)
     return opener(source, name=spec.text, **_typed(opener, spec))
 
@@ -118,6 +128,8 @@ def _typed(opener: Callable[..., LanguageModel], spec: ModelSpec) -> dict[str, A
     known = {n: p for n, p in inspect.signature(opener).parameters.items() if p.kind is p.KEYWORD_ONLY and n != "name"}
     typed = {}
     for key, value in spec.options.items():
+        if key == "weights" and spec.where == "hf" and spec.backend == "llama":
+            continue  # of the conversion, not of the engine
         if key not in known:
             raise InputError(f"{spec.text!r}: {spec.backend} has no option {key!r}; known: backend, {', '.join(known)}")
         typed[key] = _convert(value, type(known[key].default), key)

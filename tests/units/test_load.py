@@ -9,6 +9,7 @@ import pytest
 from specnb.errors import InputError, LoadError
 from specnb.lm import load as loading
 from specnb.lm.load import load, local_file, parse
+from tests.units.tiny_hybrids import hybrid_folder
 from tests.units.tiny_models import llama_gguf, torch_folder
 
 FORMS = {
@@ -67,7 +68,7 @@ def test_keyword_options_win_and_are_part_of_the_name():
         ("smollm2-135m?backend=vllm", "unknown backend 'vllm'.*known: llama, hf"),
         ("smollm2-135m?backend", "cannot read the options 'backend'.*NAME.backend=hf"),
         ("smollm2-135m?&&", "cannot read the options"),
-        ("hf:ORG/NAME?backend=llama", "is a transformers model; llama.cpp opens .gguf files only"),
+        ("hf:ORG/NAME?backend=llama", "is on a hub; llama.cpp opens .gguf files and local folders: download it first"),
     ],
 )
 def test_a_name_that_means_nothing_is_refused(name, says):
@@ -75,9 +76,31 @@ def test_a_name_that_means_nothing_is_refused(name, says):
         parse(name)
 
 
-def test_llama_cpp_does_not_open_a_folder(tmp_path):
-    with pytest.raises(InputError, match="is a transformers model"):
+def test_llama_cpp_opens_a_folder_of_a_known_family_by_converting_it_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    folder = hybrid_folder(tmp_path / "hybrid", "qwen35")
+    name = f"{folder}?backend=llama&weights=f32&threads=1"
+    made = local_file(parse(name))
+    assert made == local_file(parse(name)) and made.is_file() and made.parent == tmp_path / "cache" / "converted"
+    assert local_file(parse(name.replace("f32", "f16"))) != made
+    (folder / "generation_config.json").unlink()  # part of what is read
+    assert local_file(parse(name)) != made
+    model, torch = load(name), load(folder)
+    assert (model.caps.engine, model.name) == ("llama.cpp", name)
+    np.testing.assert_allclose(model.forward([5, 6, 7]), torch.forward([5, 6, 7]), atol=1e-3)
+    model.close()
+
+
+def test_a_folder_that_cannot_be_converted_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(InputError, match=r"no such file: .*config\.json"):
         load(tmp_path, backend="llama")
+    with pytest.raises(InputError, match="model_type 'llama': known are qwen3_5_text"):
+        load(torch_folder(tmp_path / "llama"), backend="llama")
+    with pytest.raises(InputError, match="unknown dtype 'q4_0'"):
+        load(torch_folder(tmp_path / "again"), backend="llama", weights="q4_0")
+    with pytest.raises(InputError, match="hf has no option 'weights'"):
+        load(tmp_path, weights="f16")
 
 
 @pytest.fixture

@@ -1,0 +1,111 @@
+"""What a GGUF of one model holds, before anything is read: header keys, and a weight for every tensor of the config.
+
+A plan is exhaustive both ways: a tensor that the plan lacks, and one that the folder lacks, are errors.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specnb.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PretrainedConfig
+
+Change = Callable[["np.ndarray"], "np.ndarray"]
+Key = bool | int | float | str | Sequence[bool] | Sequence[int] | Sequence[str]
+
+MAX_NUMBER = 2**31 - 1
+MAX_VOCAB = 2**22
+"""Every id gets a Python object before the weights are looked at: far more than any tokenizer has, but bounded."""
+
+
+def unchanged(weight: "np.ndarray") -> "np.ndarray":
+    return weight
+
+
+def negative_exp(weight: "np.ndarray") -> "np.ndarray":
+    """A from log(-A)."""
+    import numpy as np
+
+    return -np.exp(weight)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor: its GGUF name, the transformers tensor it comes from with its shape, and what happens to the values.
+
+    `change` maps the float32 tensor to that of the GGUF, of `out_shape` (None: the same shape). Vectors and `exact`
+    weights stay float32 whatever the file's type is: llama.cpp's kernels read them so.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    change: Change = unchanged
+    out_shape: tuple[int, ...] | None = None
+    exact: bool = False
+
+    @property
+    def written_shape(self) -> tuple[int, ...]:
+        return self.out_shape or self.shape
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`keys` are written as `ARCH.key`. Tensors whose name starts with one of `skipped` are not the text model's."""
+
+    arch: str
+    keys: Mapping[str, Key]
+    weights: Sequence[Weight]
+    skipped: tuple[str, ...] = ()
+
+
+def head_weights(config: "PretrainedConfig", final_norm: Weight) -> list[Weight]:
+    """Embedding, last norm and, if it is not tied to the embedding, the output."""
+    shape = (config.vocab_size, config.hidden_size)
+    weights = [Weight("token_embd.weight", "model.embed_tokens.weight", shape), final_norm]
+    if not config.tie_word_embeddings:
+        weights.append(Weight("output.weight", "lm_head.weight", shape))
+    return weights
+
+
+def skip_tied(config: "PretrainedConfig") -> tuple[str, ...]:
+    """A tied output may be stored all the same; transformers takes the embedding."""
+    return ("lm_head.weight",) if config.tie_word_embeddings else ()
+
+
+def numbers(config: "PretrainedConfig", *names: str, most: int = MAX_NUMBER) -> None:
+    """InputError unless each of these fields is an int from 1 to `most`."""
+    for name in names:
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise invalid(name, value, f"it must be a whole number from 1 to {most}")
+
+
+def require(config: "PretrainedConfig", name: str, wanted: Any, why: str) -> None:
+    """InputError unless the field has the one value that llama.cpp's code for this model has built in."""
+    if (value := getattr(config, name, None)) != wanted:
+        raise refusal(name, value, f"it must be {wanted!r}: {why}")
+
+
+def invalid(name: str, value: object, why: str) -> InputError:
+    """For a config that no engine runs."""
+    return InputError(f"config.json: {name} is {value!r:.80}: {why}; correct the file or fetch it again")
+
+
+def refusal(name: str, value: object, why: str) -> InputError:
+    """For a config that transformers runs and llama.cpp, or this converter, does not."""
+    return InputError(f"config.json: {name} is {value!r:.80}: {why}; such a model runs in torch only (?backend=hf)")
+
+
+def rope_theta(config: "PretrainedConfig") -> float:
+    """The base of plain rotary embeddings; InputError for scaled ones."""
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type", "default") != "default":
+        raise refusal("rope_type", rope["rope_type"], "only default, unscaled positions are written")
+    theta = rope.get("rope_theta")
+    if not isinstance(theta, int | float) or not 0 < theta < 1e30:
+        raise invalid("rope_theta", theta, "it must be a positive number")
+    return float(theta)

@@ -1,0 +1,233 @@
+"""A transformers folder of a recurrent or hybrid model as a GGUF file, so that llama.cpp runs the same weights.
+
+Tensors are read, changed and written one by one: memory holds the largest of them, not the model. The models are
+those whose torch and llama.cpp code were compared, logit by logit (tests/units/test_to_gguf.py).
+"""
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specnb.errors import InputError, SpecnbError, did_you_mean
+from specnb.lm.binding import FILE_TYPES
+from specnb.lm.convert import lfm2, mamba2, qwen35
+from specnb.lm.convert.plan import Key, Plan, Weight, invalid
+from specnb.lm.convert.tokenizer import tokenizer_keys
+
+if TYPE_CHECKING:
+    import numpy as np
+    from gguf import GGUFWriter
+    from transformers import PretrainedConfig
+
+FAMILIES: Mapping[str, Callable[["PretrainedConfig"], Plan]] = {
+    "qwen3_5_text": qwen35.plan,
+    "lfm2": lfm2.plan,
+    "mamba2": mamba2.plan,
+}
+"""`model_type` of a config.json -> its plan."""
+
+DTYPES = ("f16", "f32", "bf16")
+MAX_TEXT_BYTES = 64 << 20
+MAX_LAYERS = 10_000
+TEXTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+
+
+def write_gguf(folder: Path | str, dest: Path | str, *, dtype: str = "f16") -> Path:
+    """Write the model in `folder` (config.json, safetensors, tokenizer) to the GGUF file `dest`; returns `dest`.
+
+    `dtype` of the matrices: "f16", "f32" or "bf16"; vectors and convolutions stay float32. An existing `dest` is
+    replaced whole, or left as it was when something fails.
+
+    Raises InputError for an unknown dtype; a `model_type` other than FAMILIES or a config that llama.cpp computes
+    otherwise; missing, left over or misshapen tensors; values that are not finite, or not in 16 bits; a tokenizer
+    that llama.cpp splits otherwise (see `tokenizer_keys`); a `dest` that cannot be written. Raises LoadError for
+    files that transformers or safetensors cannot read.
+    """
+    folder, dest = Path(folder).expanduser(), Path(dest).expanduser()
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}: {did_you_mean(str(dtype), DTYPES)}known are {', '.join(DTYPES)}")
+    if dest.is_dir() or dest.suffix != ".gguf":
+        raise InputError(f"cannot write to {dest}: name a .gguf file")
+    with _one_error(folder):
+        plan, keys = _describe(folder)
+        with ExitStack() as stack:
+            read = _tensors(folder, plan, stack)
+            _write(dest, folder.resolve().name, plan, keys, dtype, read)
+    return dest
+
+
+@contextmanager
+def _one_error(folder: Path) -> Iterator[None]:
+    """Broken files make safetensors, tokenizers and transformers raise nearly any class."""
+    try:
+        yield
+    except SpecnbError:
+        raise
+    except OSError as error:
+        raise InputError(f"cannot convert {folder}: {error}") from error
+    except Exception as error:
+        from specnb.lm.dequantise import load_error
+
+        raise load_error(str(folder), error) from error
+
+
+def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
+    """The plan of the model and the keys of its tokenizer; no weight is read."""
+    raw = _json(folder / "config.json")
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise InputError(
+            f"{folder} has the model_type {kind!r:.80}: known are {', '.join(FAMILIES)}; "
+            "llama.cpp's own convert_hf_to_gguf.py knows many others"
+        )
+    layers = raw.get("num_hidden_layers", 0)  # a list as long as this is made while the config is read
+    if not isinstance(layers, int) or layers > MAX_LAYERS:
+        raise invalid("num_hidden_layers", layers, f"it must be a whole number up to {MAX_LAYERS}")
+    if not (folder / "tokenizer.json").exists():
+        raise InputError(f"{folder} has no tokenizer.json: save the tokenizer into it with save_pretrained")
+    for name in TEXTS:  # read here for its errors: they name the file
+        if (folder / name).exists():
+            (_json if name.endswith(".json") else _bounded)(folder / name)
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    from specnb.lm.dequantise import quiet
+    from specnb.lm.hf_files import vocabulary
+
+    with quiet():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        plan = FAMILIES[kind](config)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        has_generation = (folder / "generation_config.json").exists()
+        generation = GenerationConfig.from_pretrained(folder) if has_generation else None
+    return plan, tokenizer_keys(tokenizer, vocabulary(tokenizer, config, generation))
+
+
+def _bounded(path: Path) -> bytes:
+    """All of a text file; a pipe would be waited for, a wrong file could fill the memory."""
+    if not path.is_file():
+        raise InputError(f"no such file: {path}; give a transformers folder")
+    if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+        raise InputError(f"{path} has {size} bytes: this is not the file that its name says")
+    return path.read_bytes()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    raw = _bounded(path)
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON ({error}): fetch or save the model again") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{path} holds a {type(data).__name__}, not an object: fetch or save the model again")
+    return data
+
+
+def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], "np.ndarray"]:
+    """A reader of the planned tensors as float32, after checking that the files hold exactly those."""
+    from safetensors import safe_open
+
+    where = {}
+    for path in _weight_files(folder):
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        where |= dict.fromkeys(file.keys(), file)
+    wanted = {weight.source for weight in plan.weights}
+    if missing := sorted(wanted - set(where)):
+        raise InputError(f"{folder} lacks {len(missing)} tensors of its config (the first: {missing[0]})")
+    if left := sorted(name for name in set(where) - wanted if not name.startswith(plan.skipped)):
+        raise InputError(f"{folder} has {len(left)} tensors beyond its config (the first: {left[0]:.100})")
+    for weight in plan.weights:
+        if (shape := tuple(where[weight.source].get_slice(weight.source).get_shape())) != weight.shape:
+            raise InputError(f"{folder}: {weight.source} has the shape {shape}, its config says {weight.shape}")
+
+    def read(weight: Weight) -> "np.ndarray":
+        tensor = where[weight.source].get_tensor(weight.source)
+        if not tensor.is_floating_point():
+            raise InputError(f"{folder}: {weight.source} is {tensor.dtype}: quantised weights are not read")
+        return tensor.float().numpy()
+
+    return read
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        names = ["model.safetensors"]
+    else:
+        shards = _json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+            raise InputError(f"{index} has no weight_map of names: fetch or save the model again")
+        names = sorted(set(shards.values()))
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise InputError(f"{folder} has no file {name[:100]!r} with weights: only safetensors are read")
+    return [folder / name for name in names]
+
+
+def _write(
+    dest: Path, name: str, plan: Plan, keys: Mapping[str, Key], dtype: str, read: Callable[[Weight], "np.ndarray"]
+) -> None:
+    from gguf import GGUFWriter
+
+    partial = dest.with_name(f".{dest.name}.{uuid.uuid4().hex}.tmp")
+    writer = GGUFWriter(partial, plan.arch)
+    try:
+        _add(writer, {"general.name": name, "general.file_type": FILE_TYPES[dtype]})
+        _add(writer, {f"{plan.arch}.{key}": value for key, value in plan.keys.items()})
+        _add(writer, keys)
+        for weight in plan.weights:
+            _announce(writer, weight, dtype)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for weight in plan.weights:
+            writer.write_tensor_data(_values(weight, dtype, read(weight)))
+        writer.flush()
+        os.fsync(writer.fout[0].fileno())
+        writer.close()
+        partial.replace(dest)
+    finally:
+        writer.close()
+        partial.unlink(missing_ok=True)
+
+
+def _add(writer: "GGUFWriter", keys: Mapping[str, Key]) -> None:
+    """Each key with the type that llama.cpp's loader asks for: gguf-py has no method for some of the names."""
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in keys.items():
+        add.get(type(value), writer.add_array)(key, value)
+
+
+def _type(weight: Weight, dtype: str) -> str:
+    return "f32" if weight.exact or len(weight.written_shape) == 1 else dtype
+
+
+def _announce(writer: "GGUFWriter", weight: Weight, dtype: str) -> None:
+    import numpy as np
+    from gguf import GGMLQuantizationType
+
+    width = {"f32": 4, "f16": 2, "bf16": 2}[_type(weight, dtype)]
+    writer.add_tensor_info(
+        weight.name,
+        weight.written_shape,
+        np.dtype(np.float32),  # only looked at for packed bytes; the type is the last argument
+        int(np.prod(weight.written_shape, dtype=np.int64)) * width,
+        raw_dtype=GGMLQuantizationType[_type(weight, dtype).upper()],
+    )
+
+
+def _values(weight: Weight, dtype: str, tensor: "np.ndarray") -> "np.ndarray":
+    """The bytes to write. InputError for values that are not finite, or that float16 does not reach."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, quantize
+
+    changed = np.ascontiguousarray(weight.change(tensor), dtype=np.float32)
+    kind = _type(weight, dtype)
+    with np.errstate(over="ignore"):
+        packed = quantize(changed, GGMLQuantizationType[kind.upper()])
+    if not np.isfinite(changed).all() or (kind == "f16" and not np.isfinite(packed).all()):
+        raise InputError(f"{weight.source} has values that {kind} does not hold: damaged, or write it with dtype='f32'")
+    return packed

@@ -1,0 +1,173 @@
+"""A byte-level BPE tokenizer as GGUF header keys.
+
+llama.cpp knows pre-tokenizers by name, each with its regular expression built in: a tokenizer is written only when
+its own expression is one of those, because another would split text otherwise, without a word.
+"""
+
+import json
+import warnings
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from specnb.errors import InputError
+from specnb.lm.convert.plan import Key
+from specnb.lm.vocab import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # gguf.TokenType
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
+_LINES = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = _WORDS + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _LINES
+QWEN35 = _WORDS + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _LINES
+LLAMA3 = _WORDS + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+" + _LINES
+
+OWN_REGEX, DIGITS = "ByteLevel's own", "single digits"
+PRE_TYPES: Mapping[tuple[str, ...], str] = {
+    (OWN_REGEX,): "gpt-2",
+    (DIGITS, OWN_REGEX): "smollm",
+    (f"split {QWEN2}",): "qwen2",
+    (f"split {QWEN35}",): "qwen35",
+    (f"split {LLAMA3}",): "llama-bpe",
+}
+"""The steps of a pre-tokenizer before bytes are spelled, and llama.cpp's name for them."""
+
+IGNORE_MERGES = frozenset({"llama-bpe"})
+"""Pre-tokenizers with which llama.cpp takes a whole word that is a token without trying merges."""
+
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> dict[str, Key]:
+    """The `tokenizer.*` keys for the `vocab.size` ids of the model's logits.
+
+    `vocab` is the same tokenizer as specnb's torch engine reads it (special ids, end tokens, chat template). Ids
+    without a token are written as unused. A normalization to NFC (Qwen's) is left out with a warning: texts that
+    are in NFC, nearly all, are split alike. Raises InputError for what llama.cpp would tokenize otherwise: another
+    model than byte-level BPE, an unknown pre-tokenizer (with its expression), another normalizer, added tokens that
+    eat spaces, tokens around a text other than BOS; for more than three end tokens; for none, since llama.cpp would
+    take id 11 for it.
+    """
+    if not tokenizer.is_fast:
+        raise _refusal(type(tokenizer).__name__, "only tokenizers with a tokenizer.json are written")
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = state["model"]
+    _check_normalizer(state["normalizer"])
+    pre = _pre_type(state)
+    _check_model(model, pre)
+    tokens, types = _tokens(state, vocab.size)
+    keys: dict[str, Key] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [_merge(pair) for pair in model["merges"]],
+        "tokenizer.ggml.add_bos_token": vocab.add_bos,
+        **_end_keys(vocab),
+    }
+    _check_around(tokenizer, vocab)
+    if vocab.chat_template:
+        keys["tokenizer.chat_template"] = vocab.chat_template
+    return keys
+
+
+def _refusal(what: object, why: str) -> InputError:
+    shown = what if isinstance(what, str) and what.isprintable() else repr(what)
+    return InputError(f"tokenizer: {shown:.400}: {why}; such a tokenizer runs in torch only (?backend=hf)")
+
+
+def _check_normalizer(normalizer: dict[str, Any] | None) -> None:
+    if normalizer is None:
+        return
+    if normalizer != {"type": "NFC"}:
+        raise _refusal(normalizer, "llama.cpp does not normalize text")
+    warnings.warn(
+        "this tokenizer normalizes text to NFC, llama.cpp does not: give both engines texts in NFC, or token ids",
+        stacklevel=4,
+    )
+
+
+def _pre_type(state: dict[str, Any]) -> str:
+    steps, spelled = [], False
+    for step in _flat(state["pre_tokenizer"]):
+        if spelled:
+            raise _refusal(step, "a step after the bytes are spelled")
+        kind = step["type"]
+        if kind == "Digits" and step["individual_digits"]:
+            steps.append(DIGITS)
+        elif kind == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+            steps.append(f"split {step['pattern'].get('Regex')}")
+        elif kind == "ByteLevel" and not step["add_prefix_space"]:
+            spelled = True
+            steps += [OWN_REGEX] if step["use_regex"] else []
+        else:
+            raise _refusal(step, "llama.cpp has no such pre-tokenizer")
+    if not spelled:
+        raise _refusal(state["pre_tokenizer"], "its pre-tokenizer does not spell bytes")
+    if (pre := PRE_TYPES.get(tuple(steps))) is None:
+        raise _refusal(" then ".join(steps), f"this is not how {', '.join(PRE_TYPES.values())} split text")
+    return pre
+
+
+def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if step is None:
+        return []
+    return [part for inner in step["pretokenizers"] for part in _flat(inner)] if step["type"] == "Sequence" else [step]
+
+
+def _check_model(model: dict[str, Any], pre: str) -> None:
+    if model["type"] != "BPE":
+        raise _refusal(model["type"], "only byte-level BPE is written")
+    if set_ := [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]:
+        raise _refusal({key: model[key] for key in set_}, "llama.cpp has no such option")
+    if model.get("ignore_merges", False) != (pre in IGNORE_MERGES):
+        raise _refusal({"ignore_merges": model.get("ignore_merges")}, f"llama.cpp does otherwise for {pre}")
+    if model["unk_token"] is not None and (missing := _bytes_without_token(model["vocab"])):
+        raise _refusal(model["unk_token"], f"{missing} bytes become this token, llama.cpp drops them")
+
+
+def _bytes_without_token(vocab: Collection[str]) -> int:
+    from tokenizers import pre_tokenizers
+
+    return len(set(pre_tokenizers.ByteLevel.alphabet()) - set(vocab))
+
+
+def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Text and type of each id. Added tokens stand over the entries of the vocabulary."""
+    names = {i: (text, NORMAL) for text, i in state["model"]["vocab"].items()}
+    for added in state["added_tokens"]:
+        if eats := [flag for flag in ("lstrip", "rstrip", "single_word") if added[flag]]:
+            raise _refusal(added["content"], f"this added token has {eats[0]}, which llama.cpp does not know")
+        names[added["id"]] = (added["content"], CONTROL if added["special"] else USER_DEFINED)
+    if (last := max(names)) >= size:
+        raise _refusal(names[last][0], f"it has the id {last}, the model {size} ids")
+    rows = [names.get(i, (f"[PAD{i}]", UNUSED)) for i in range(size)]
+    tokens = [text for text, _ in rows]
+    if len(set(tokens)) < size:
+        raise _refusal(next(t for t in tokens if tokens.count(t) > 1), "two ids have this text")
+    return tokens, [kind for _, kind in rows]
+
+
+def _merge(pair: list[str]) -> str:
+    if any(" " in part for part in pair):
+        raise _refusal(pair, "a merge with a space cannot be written")
+    return " ".join(pair)
+
+
+def _end_keys(vocab: Vocabulary) -> dict[str, Key]:
+    """End tokens, the tokenizer's own first, and a beginning: where there is none, that of the end, as in GPT-2."""
+    ends = sorted(vocab.eog, key=lambda i: (i != vocab.eos, i))
+    if not 1 <= len(ends) <= len(END_KEYS):
+        raise _refusal(ends, f"a GGUF names one to {len(END_KEYS)} end tokens: set eos_token_id in config.json")
+    if outside := [i for i in (*ends, vocab.bos or 0) if not 0 <= i < vocab.size]:
+        raise _refusal(outside[0], f"a special token beyond the {vocab.size} ids")
+    keys = {f"tokenizer.ggml.{key}": i for key, i in zip(END_KEYS, ends, strict=False)}
+    return keys | {"tokenizer.ggml.bos_token_id": ends[0] if vocab.bos is None else vocab.bos}
+
+
+def _check_around(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> None:
+    plain, whole = (tokenizer("x", add_special_tokens=special).input_ids for special in (False, True))
+    if whole != ([vocab.bos] if vocab.add_bos else []) + plain:
+        raise _refusal(whole, "its post-processor puts tokens around a text, of which only BOS can be written")

@@ -1,0 +1,124 @@
+"""Bytes that each way of rolling a recurrent state back keeps, from the sizes of the layers alone.
+
+All numbers are for one sequence and all recurrent layers together; a batch of n takes n times as much. What the
+attention layers of a hybrid cache is not counted: cropping it costs nothing.
+"""
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+import pandas as pd
+
+from specnb.errors import InputError
+from specnb.ssm.shapes import ITEM_BYTES, Dtype, RecurrentShape
+
+GATE_BYTES = 4
+"""Gates are kept in float32 in every record: they are few, and an error in a decay stays in the state."""
+
+
+def state_bytes(shape: RecurrentShape) -> int:
+    """S: the recurrent states, heads x value_dim x key_dim a layer. 0 for short convolutions."""
+    return shape.layers * shape.values * shape.key_dim * ITEM_BYTES[shape.state_dtype]
+
+
+def window_bytes(shape: RecurrentShape) -> int:
+    """R: the convolution windows, `conv_columns` as the engine holds them (transformers: 4 where 3 are read)."""
+    return shape.layers * shape.conv_channels * shape.conv_columns * ITEM_BYTES[shape.conv_dtype]
+
+
+def snapshot_bytes(shape: RecurrentShape) -> int:
+    """One position's snapshot: S + R. The live state itself takes as much."""
+    return state_bytes(shape) + window_bytes(shape)
+
+
+def checkpoint_bytes(shape: RecurrentShape) -> int:
+    """A checkpoint before verification, whatever the width: one snapshot. The accepted tokens are run again."""
+    return snapshot_bytes(shape)
+
+
+def conv_column_bytes(shape: RecurrentShape) -> int:
+    """One token's column before the convolution, which the window needs back: raw and factor records go with it."""
+    return shape.layers * shape.conv_channels * ITEM_BYTES[shape.record_dtype]
+
+
+def raw_replay_bytes(shape: RecurrentShape) -> int:
+    """One token's inputs of the recurrence: values, keys before they are shared out to heads, gates in float32.
+
+    Queries (C of Mamba) are not in it: they read the state and do not change it. Without the convolution's column.
+    """
+    return shape.layers * ((shape.values + shape.keys) * ITEM_BYTES[shape.record_dtype] + shape.gates * GATE_BYTES)
+
+
+def factor_replay_bytes(shape: RecurrentShape) -> int:
+    """One token's rank-one write: u (beta (v - S k), or dt x), key, one decay a head in float32; no serial chain left.
+
+    Counted with `record_dtype`; only float32 keeps long outputs from drifting (`at(shape, "float32")`). Without the
+    convolution's column.
+    """
+    return shape.layers * ((shape.values + shape.keys) * ITEM_BYTES[shape.record_dtype] + shape.heads * GATE_BYTES)
+
+
+def pre_conv_bytes(shape: RecurrentShape) -> int:
+    """One token's column before the convolution and what else is projected beside it (a and b, raw dt; float32).
+
+    Brings back window and state both, at the price of convolution and gates (and Mamba-1's projections) once more.
+    """
+    return conv_column_bytes(shape) + shape.layers * shape.gates_before_conv * GATE_BYTES
+
+
+def at(shape: RecurrentShape, record_dtype: Dtype) -> RecurrentShape:
+    """The same layers with records kept in another dtype. Raises InputError for one that is not counted here."""
+    if record_dtype not in ITEM_BYTES:
+        raise InputError(f"unknown dtype {record_dtype!r}: use one of {', '.join(ITEM_BYTES)}")
+    return shape.model_copy(update={"record_dtype": record_dtype})
+
+
+def parts(shape: RecurrentShape) -> pd.DataFrame:
+    """What there is to keep, a row each: `quantity`, `n_bytes`, and how many times smaller than S + R it is."""
+    rows = {
+        "state S": state_bytes(shape),
+        "window R": window_bytes(shape),
+        "snapshot S + R, a position": snapshot_bytes(shape),
+        "raw replay, a token": raw_replay_bytes(shape),
+        "raw replay and conv column, a token": raw_replay_bytes(shape) + conv_column_bytes(shape),
+        "factor replay, a token": factor_replay_bytes(shape),
+        "factor replay and conv column, a token": factor_replay_bytes(shape) + conv_column_bytes(shape),
+        "inputs before the convolution, a token": pre_conv_bytes(shape),
+    }
+    whole = snapshot_bytes(shape)
+    made = pd.DataFrame({"quantity": list(rows), "n_bytes": list(rows.values())})
+    return made.assign(times_smaller=[whole / n if n else float("inf") for n in rows.values()])
+
+
+def table(shape: RecurrentShape, widths: Sequence[int] = (2, 4, 8, 16, 64)) -> pd.DataFrame:
+    """Bytes held at the widest moment of a round, the live state included, a row for each width.
+
+    `width` is the number of drafted tokens, or nodes of a tree. Columns: `live_bytes`; `snapshots_bytes` (one a
+    position), `raw_replay_bytes` and `factor_replay_bytes` (with their conv columns), `pre_conv_bytes`, each growing
+    with the width; `checkpoint_bytes`, which does not. The replays suppose a verification that reads the state and
+    leaves it as it was (`tree_scan`); an engine that advances it in place keeps one snapshot more.
+
+    Raises InputError for a width that is not a whole number from 0 up.
+    """
+    widths = [_width(width) for width in widths]
+    live, column = snapshot_bytes(shape), conv_column_bytes(shape)
+    per_token = {
+        "snapshots_bytes": snapshot_bytes(shape),
+        "raw_replay_bytes": raw_replay_bytes(shape) + column,
+        "factor_replay_bytes": factor_replay_bytes(shape) + column,
+        "pre_conv_bytes": pre_conv_bytes(shape),
+    }
+    grown = {name: [live + width * n for width in widths] for name, n in per_token.items()}
+    fixed = {"checkpoint_bytes": live + checkpoint_bytes(shape)}
+    return pd.DataFrame({"width": widths, "live_bytes": live, **grown, **fixed})
+
+
+def _width(width: Any) -> int:
+    try:
+        whole = index(width)
+    except TypeError:
+        whole = -1
+    if whole < 0:
+        raise InputError(f"width {width!r}: a number of drafted tokens is whole and zero or more")
+    return whole

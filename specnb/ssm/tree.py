@@ -1,0 +1,75 @@
+"""A tree of drafted tokens, and what each node may see: itself and its ancestors, never a sibling.
+
+Node i follows `parents[i]`; -1 stands for the committed text, so several nodes may start there. Parents come before
+their children (topological order), which is what makes every triangular solve over the nodes triangular.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import index
+
+import torch
+
+from specnb.errors import InputError
+
+COMMITTED = -1
+"""The parent of a node that directly follows the committed text."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Parents of the nodes 0..T-1, in topological order; one tree serves all rows of a batch.
+
+    Raises InputError for a parent that is no whole number, is below -1, or does not come before its child (which
+    also rules out cycles).
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parents", _checked(self.parents))
+
+    @classmethod
+    def chain(cls, length: int) -> "Tree":
+        """The tree of ordinary speculation: every token follows the one before it."""
+        return cls(tuple(range(COMMITTED, length - 1)))
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the committed text down to `node`, itself included; empty for -1, the committed text.
+
+        Raises InputError for a node outside the tree.
+        """
+        if not COMMITTED <= node < len(self):
+            raise InputError(f"the tree has nodes 0 to {len(self) - 1}, and -1 for the committed text; got {node}")
+        up = []
+        while node != COMMITTED:
+            up.append(node)
+            node = self.parents[node]
+        return up[::-1]
+
+    @cached_property
+    def seen(self) -> torch.Tensor:
+        """`seen[i, j]`: j is i or an ancestor of i. (T, T) bool, lower triangular; not to be written to."""
+        seen = torch.eye(len(self), dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent != COMMITTED:
+                seen[node] |= seen[parent]
+        return seen
+
+
+def _checked(parents: Sequence[int]) -> tuple[int, ...]:
+    try:
+        whole = tuple(index(parent) for parent in parents)
+    except TypeError as error:
+        raise InputError(f"parents must be a list of whole numbers, one a node, got {parents!r}") from error
+    for node, parent in enumerate(whole):
+        if not COMMITTED <= parent < node:
+            raise InputError(
+                f"parents[{node}] is {parent}: a parent is -1 (the committed text) or an earlier node, at most "
+                f"{node - 1} here; list parents before their children"
+            )
+    return whole

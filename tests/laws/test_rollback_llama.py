@@ -1,0 +1,185 @@
+"""The law of going back in llama.cpp: after a rewind, logits are those of a context that never had the tokens.
+
+On tiny random hybrids as GGUF files: Qwen3.5 and LFM2 keep snapshots, Mamba-2 and Mamba keep none.
+"""
+
+import numpy as np
+import pytest
+
+from specnb.decode.generate import generate
+from specnb.draft.model import ModelDrafter
+from specnb.errors import InputError, LoadError
+from specnb.lm import gguf_engine
+from specnb.lm.convert.to_gguf import write_gguf
+from specnb.lm.dequantise import quiet
+from specnb.lm.gguf import GgufModel
+from tests.laws.test_rollback import IDS, ROUNDS, Scripted
+from tests.units.tiny_hybrids import hybrid_folder
+
+KEEP_SNAPSHOTS = ("qwen35-grouped", "lfm2")
+FAMILIES = (*KEEP_SNAPSHOTS, "mamba2")
+STRATEGIES = ("snapshots", "fused", "checkpoint", "recompute")
+PAIRS = [(f, way) for f in FAMILIES for way in STRATEGIES if way != "snapshots" or f in KEEP_SNAPSHOTS]
+K = 6
+CLOSE = 2e-3
+"""Of logits with a spread of several: llama.cpp's kernels for one token round otherwise than those for several."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    base = tmp_path_factory.mktemp("hybrids")
+    with quiet():
+        return {
+            name: write_gguf(hybrid_folder(base / name, name), base / f"{name}.gguf", dtype="f32") for name in FAMILIES
+        }
+
+
+@pytest.fixture(scope="module")
+def opened(files):
+    made: dict[tuple, GgufModel] = {}
+
+    def get(family: str, way: str = "auto", **options) -> GgufModel:
+        key = (family, way, *sorted(options.items()))
+        if key not in made:
+            made[key] = GgufModel.open(files[family], threads=1, kv="f32", rollback=way, **options)
+        made[key].reset()
+        return made[key]
+
+    yield get
+    for model in made.values():
+        model.close()
+
+
+def check_same_ahead(model: GgufModel, plain: GgufModel) -> None:
+    assert model.n_past == plain.n_past
+    for ids in ([4, 8], [15]):
+        np.testing.assert_allclose(model.forward(ids), plain.forward(ids), atol=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "chosen"), [("qwen35-grouped", "snapshots"), ("lfm2", "snapshots"), ("mamba2", "fused")]
+)
+def test_the_way_back_is_chosen_by_what_the_architecture_keeps(family, chosen, opened):
+    assert opened(family).caps.rewind == chosen
+
+
+@pytest.mark.parametrize(("family", "way"), PAIRS)
+def test_logits_after_any_number_of_accepted_tokens_are_those_of_the_plain_run(family, way, opened):
+    model, plain = opened(family, way), opened(family, "recompute", n_ctx=500)
+    assert model.caps.rewind == way
+    for prompt in (2, 9):
+        for accepted in range(K + 1):
+            for each in (model, plain):
+                each.reset()
+                each.forward(IDS[:prompt])
+            model.forward(IDS[prompt : prompt + K])  # the first round: all of it may have to go
+            model.rewind(K - accepted)
+            again = [IDS[40], *IDS[20 : 20 + K]]
+            model.forward(again)
+            model.rewind(K - accepted)
+            plain.forward([*IDS[prompt : prompt + accepted], *again[: accepted + 1]])
+            check_same_ahead(model, plain)
+
+
+@pytest.mark.parametrize(("family", "way"), PAIRS)
+def test_a_drafting_model_goes_back_over_its_single_steps(family, way, opened):
+    model, plain = opened(family, way), opened(family, "recompute", n_ctx=500)
+    for each in (model, plain):
+        each.forward(IDS[:9])
+    for accepted in (0, 2, K - 1):
+        for token in IDS[20 : 20 + K]:
+            model.forward([token])
+        model.rewind(K - accepted)
+        plain.forward(IDS[20 : 20 + accepted]) if accepted else None
+    for each in (model, plain):
+        each.rewind(1)  # beyond the border: nothing was fed since
+    check_same_ahead(model, plain)
+
+
+@pytest.mark.parametrize(("family", "way"), PAIRS)
+def test_greedy_decoding_is_that_of_the_plain_run(family, way, opened):
+    model = opened(family, way)
+    plain = {"prompt": IDS[:9], "max_new_tokens": 150, "ignore_eog": True}
+    truth = list(generate(model, **plain).token_ids)
+    made = generate(model, drafter=Scripted(truth, ROUNDS), k=K, **plain)
+    assert list(made.token_ids) == truth and 0 < made.accepted_tokens < made.total_draft_tokens
+    cost = model.rollback.cost
+    assert (cost.recomputed == 0) == (way != "recompute")
+    if way == "fused":
+        assert cost.fused > 0 and cost.n_restored > 0
+    if way == "snapshots":
+        assert cost.taken_back > 0 and cost.refed <= K  # only the first round reaches behind a decode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "way"), [pair for pair in PAIRS if pair[1] != "recompute"])
+def test_greedy_decoding_over_a_thousand_rounds(family, way, opened):
+    model = opened(family, way, n_ctx=4096)
+    plain = {"prompt": IDS[:9], "max_new_tokens": 2600, "ignore_eog": True}
+    truth = list(generate(model, **plain).token_ids)
+    made = generate(model, drafter=Scripted(truth, ROUNDS), k=K, **plain)
+    assert list(made.token_ids) == truth and len(made.rounds) >= 1000
+
+
+@pytest.mark.parametrize("way", ["snapshots", "fused", "checkpoint"])
+def test_a_hybrid_draft_model_drafts_for_a_hybrid_target(way, opened):
+    target, twin = opened("qwen35-grouped"), opened("qwen35-grouped", way, n_ctx=400)
+    plain = {"prompt": IDS[:9], "max_new_tokens": 60, "ignore_eog": True}
+    truth = generate(target, **plain).token_ids
+    made = generate(target, drafter=ModelDrafter(twin), k=4, **plain)
+    assert made.token_ids == truth and made.acceptance_rate > 0.9
+    assert twin.rollback.cost.recomputed == 0
+
+
+def test_drafts_beyond_the_snapshots_go_back_by_the_saved_state(opened):
+    model, plain = opened("qwen35-grouped", "snapshots", rollback_depth=3), opened("qwen35-grouped", "recompute")
+    for each in (model, plain):
+        each.forward(IDS[:9])
+    model.forward(IDS[20:21])
+    model.rewind(0)
+    model.forward(IDS[21:30])
+    model.rewind(8)
+    plain.forward(IDS[20:22])
+    check_same_ahead(model, plain)
+    assert model.rollback.cost.recomputed == 0 and model.rollback.cost.n_restored == 1
+
+
+def test_a_reach_that_believes_llama_is_seen(opened, monkeypatch):
+    """seq_rm says True to the whole of the last decode, and the logits are wrong: the planted fault."""
+    monkeypatch.setattr(gguf_engine.PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
+    model, plain = opened("qwen35-grouped", "snapshots"), opened("qwen35-grouped", "recompute")
+    for each in (model, plain):
+        each.forward(IDS[:9])
+    model.forward(IDS[20:24])
+    model.rewind(4)
+    assert np.abs(model.forward([4, 8]) - plain.forward([4, 8])).max() > 0.5
+
+
+def test_a_model_whose_way_back_is_broken_is_not_opened(files, monkeypatch):
+    monkeypatch.setattr(gguf_engine.PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
+    with pytest.raises(LoadError, match="no exact way back by snapshots"):
+        GgufModel.open(files["qwen35-grouped"], threads=1, rollback="snapshots")
+    model = GgufModel.open(files["qwen35-grouped"], threads=1)
+    assert model.caps.rewind == "fused"
+    model.close()
+
+
+def test_saved_states_do_not_outlive_a_reset(opened):
+    """A blob loaded into a cleared context brings a state without its attention entries, and says nothing."""
+    model, plain = opened("qwen35-grouped", "checkpoint"), opened("qwen35-grouped", "recompute")
+    model.forward(IDS[:9])
+    model.forward(IDS[9:12])
+    model.reset()
+    for each in (model, plain):
+        each.forward(IDS[30:33])
+        each.rewind(1)
+    check_same_ahead(model, plain)
+
+
+def test_more_snapshots_than_llama_survives_are_refused(files):
+    with pytest.raises(InputError, match=r"rollback_depth is 24, but llama\.cpp fails on more than 16 for LFM2"):
+        GgufModel.open(files["lfm2"], threads=1, rollback_depth=24)
+    for n_ctx in (2, 4, 17):  # too few tokens a batch for so many planes
+        model = GgufModel.open(files["lfm2"], threads=1, n_ctx=n_ctx)
+        assert np.isfinite(model.forward([3, 4])).all()
+        model.close()
