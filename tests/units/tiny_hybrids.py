@@ -1,4 +1,4 @@
-"""Tiny random hybrids as transformers folders with a trained tokenizer: both engines open them.
+"""Tiny random hybrids, and an attention-only model beside them, as transformers folders with a trained tokenizer.
 
 Norms, gates and decays are far from where training starts, so that every change of a weight or of a state shows.
 """
@@ -65,11 +65,15 @@ MAMBA2 = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+QWEN3 = {name: QWEN[name] for name in (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id")}  # fmt: skip
 MODELS = {
     "qwen35": ("qwen3_5_text", QWEN),
     "qwen35-grouped": ("qwen3_5_text", QWEN | {"linear_num_value_heads": 4, "tie_word_embeddings": False}),
     "lfm2": ("lfm2", LFM2),
     "mamba2": ("mamba2", MAMBA2),
+    "qwen3": ("qwen3", QWEN3),
 }
 
 

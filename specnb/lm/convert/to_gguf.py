@@ -1,4 +1,4 @@
-"""A transformers folder of a recurrent or hybrid model as a GGUF file, so that llama.cpp runs the same weights.
+"""A transformers folder as a GGUF file, so that llama.cpp runs the same weights: recurrent and hybrid families first.
 
 Tensors are read, changed and written one by one: memory holds the largest of them, not the model. The models are
 those whose torch and llama.cpp code were compared, logit by logit (tests/units/test_to_gguf.py).
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specnb.errors import InputError, SpecnbError, did_you_mean
 from specnb.lm.binding import FILE_TYPES
-from specnb.lm.convert import lfm2, mamba2, qwen35
+from specnb.lm.convert import lfm2, mamba2, qwen3, qwen35
 from specnb.lm.convert.plan import Key, Plan, Weight, invalid
 from specnb.lm.convert.tokenizer import tokenizer_keys
 
@@ -27,6 +27,7 @@ FAMILIES: Mapping[str, Callable[["PretrainedConfig"], Plan]] = {
     "qwen3_5_text": qwen35.plan,
     "lfm2": lfm2.plan,
     "mamba2": mamba2.plan,
+    "qwen3": qwen3.plan,
 }
 """`model_type` of a config.json -> its plan."""
 
