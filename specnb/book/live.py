@@ -8,12 +8,12 @@ from typing import NamedTuple, Self
 
 from specnb.book.explore import POLICIES, Setting
 from specnb.decode.generate import generate
-from specnb.draft.base import Drafter, model_of
+from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.measure.cost import WIDTHS, CostCurve, verify_costs
+from specnb.measure.cost import CostCurve, verify_costs
 from specnb.measure.experiment import Progress, models_of, record_of, silent
 from specnb.measure.ksweep import baseline_of
 from specnb.measure.recording import Recording, Trace
@@ -68,7 +68,7 @@ class Workbench:
         found: list[Recording] = []
         total = len(self.chosen) * len(p.temperatures)
         with self._in_use:
-            curve, c = self._costs()
+            curve, c = verify_costs(self.target, list(self.drafters.values()), p.k_max, seed=p.seed)
             for temperature in p.temperatures:
                 for prompt in self.chosen:
                     (progress or silent)(len(made), total, f"{prompt.id}, temperature {temperature:g}")
@@ -118,21 +118,6 @@ class Workbench:
         with self._in_use:
             for thing in (*self.drafters.values(), self.target):
                 thing.close()
-
-    def _costs(self) -> tuple[CostCurve, dict[str, float]]:
-        """T(n) up to k_max + 1 tokens, and c of each draft model, each measured in turn with the target."""
-        wide = self.params.k_max + 1
-        widths = sorted({n for n in WIDTHS if n < wide} | {1, wide})
-        context = min(256, self.target.caps.n_ctx // 2)
-        models = {n: model for n, d in self.drafters.items() if (model := model_of(d)) is not None}
-        c = dict.fromkeys(self.drafters, 0.0)
-        curve = None
-        for name, model in models.items():
-            own, c[name] = verify_costs(
-                self.target, model, widths=widths, context=min(context, model.caps.n_ctx // 2), seed=self.params.seed
-            )
-            curve = curve or own
-        return curve or verify_costs(self.target, None, widths=widths, context=context)[0], c
 
 
 def live_speedup(made: Sequence[Generation]) -> Interval:

@@ -1,7 +1,7 @@
 """Controllers of the draft length side by side: replayed on every content and machine, live as the check.
 
-The measurement behind notebook 02. All replays are greedy, so they are exact, drafts behind a wrong one included
-(`trace.record(astray=True)`).
+The measurement behind notebook 02. All replays are greedy, so they are exact, drafts behind a wrong one included:
+while a draft model is followed the controllers walk along, and it goes astray as far as they read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from specnb.decode.control import ConfidenceStop, ContentK, Controller, EntropyStop, RollingAcceptance
 from specnb.decode.costaware import CostAware
 from specnb.decode.generate import generate
-from specnb.draft.base import Drafter, model_of
+from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.measure.cost import NAMED, WIDTHS, CostCurve, straight_curve, verify_costs
+from specnb.measure.cost import NAMED, CostCurve, straight_curve, verify_costs
 from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.measure.fork import explain_draft
 from specnb.measure.ksweep import check_prompts
@@ -75,10 +75,10 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
                 drafters.append(load_drafter(name, target, strict=True).drafter)
             asked = questions(params.conversations) if target.vocab.chat_template else ()
             check_prompts(target, [*chosen, *asked], params.max_new_tokens)
-            costs = _costs(target, drafters, params.k_max)
-            measured["verify_curve"] = next(iter(costs.values())).curve.model_dump(mode="json")
-            measured["c"] = {name: cost.c for name, cost in costs.items()}
-            trace = _follow_all(params, target, drafters, chosen, asked, made, progress)
+            curve, measured["c"] = verify_costs(target, drafters, params.k_max)
+            measured["verify_curve"] = curve.model_dump(mode="json")
+            costs = {name: Cost(curve, c) for name, c in measured["c"].items()}
+            trace = _follow_all(params, target, drafters, costs, chosen, asked, made, progress)
             measured["replay"] = list(_replayed(trace, costs, params.k_max))
             measured["draft_forks"] = []
             for drafter, live in _live(params, target, drafters, costs, chosen, progress):
@@ -91,20 +91,11 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
         target.close()
 
 
-def _costs(target: LanguageModel, drafters: Sequence[Drafter], k_max: int) -> dict[str, Cost]:
-    """One curve of the target for all drafters, and each one's c."""
-    widths = sorted({*WIDTHS, k_max + 1})
-    curve, _ = verify_costs(target, None, widths=widths, context=128)
-    models = {d.name: model_of(d) for d in drafters}
-    return {
-        name: Cost(curve, verify_costs(target, model, widths=(1,), context=128)[1]) for name, model in models.items()
-    }
-
-
 def _follow_all(
     params: AdaptiveKParams,
     target: LanguageModel,
     drafters: Sequence[Drafter],
+    costs: Mapping[str, Cost],
     chosen: Sequence[Prompt],
     asked: Sequence[Prompt],
     made: list[Generation],
@@ -114,15 +105,40 @@ def _follow_all(
     recordings: list[Recording] = []
     common = {"k_max": params.k_max, "max_new_tokens": params.max_new_tokens}
     total = len(chosen) + len(asked)
+    walkers = _Walkers(costs, params.k_max)
     for at, prompt in enumerate(chosen):
         progress(at, total, f"{prompt.id}: generate and follow")
         made.append(generate(target, prompt, max_new_tokens=params.max_new_tokens, seed=params.seed))
-        recordings += follow(target, drafters, made[-1], astray=True, **common)
-    for at, (answer, followed) in enumerate(answered(target, drafters, asked, seed=params.seed, **common), start=1):
+        recordings += follow(target, drafters, made[-1], walking=walkers.along(prompt.category), **common)
+    # answered without drafters, for they are followed as those of the other texts are
+    for at, (answer, _) in enumerate(answered(target, (), asked, seed=params.seed, **common), start=1):
         progress(len(chosen) + at, total, f"{answer.prompt_id}: answered and followed")
         made.append(answer)
-        recordings += followed
+        recordings += follow(target, drafters, answer, walking=walkers.along(SWITCHING), **common)
     return Trace(tuple(recordings))
+
+
+class _Walkers:
+    """Who walks along while a drafter is followed: all that are replayed later, so that the trace holds what they ask.
+
+    Controllers of every machine go through all texts of a content, as in `_replayed`, and this machine's start anew
+    for each text, as live. Only those that read drafts ask.
+    """
+
+    def __init__(self, costs: Mapping[str, Cost], k_max: int) -> None:
+        self._costs, self._k_max = costs, k_max
+        self._sessions: dict[str, dict[str, list[Controller]]] = {}
+
+    def along(self, content: str) -> dict[str, list[Controller]]:
+        """For the next text of a content, by drafter."""
+        if content not in self._sessions:
+            everywhere = {name: machines(cost).values() for name, cost in self._costs.items()}
+            self._sessions[content] = {name: self._readers(*all_costs) for name, all_costs in everywhere.items()}
+        return {name: self._sessions[content][name] + self._readers(cost) for name, cost in self._costs.items()}
+
+    def _readers(self, *costs: Cost) -> list[Controller]:
+        made = [control for cost in costs for control in controllers(cost, self._k_max).values()]
+        return [control for control in made if control.reads_drafts]
 
 
 def _live(
@@ -173,10 +189,11 @@ def walk_session(recordings: Sequence[Recording], control: Controller) -> list[t
 def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[dict[str, Any]]:
     """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle."""
     for drafter, own in costs.items():
-        recordings = [r for r in trace.select(drafter=drafter).recordings if r.n_tokens > 1]
+        recordings = trace.select(drafter=drafter).recordings
         contents: dict[str, list[Recording]] = {}
         for recording in recordings:
             contents.setdefault(SWITCHING if switches(recording) else recording.category, []).append(recording)
+        contents = {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
         exact = {id(r): [fixed_k(r, k) for k in range(k_max + 1)] for r in recordings}
         for machine, cost in machines(own).items():
             for content, group in contents.items():

@@ -4,18 +4,20 @@ The curve T(n)/T(1) decides whether speculation can pay at all: a round costs k 
 step T(1). On memory-bound hardware it is nearly flat; on two cores with 4-bit weights it is not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from time import perf_counter
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from specnb.draft.base import Drafter, model_of
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 
 WIDTHS = (1, 2, 3, 5, 9, 17)
-
+CONTEXT = 256
+"""Tokens in the state when forwards are timed, where the models hold them."""
 
 NAMED = {"memory-bound server": (1.08, 0.05), "laptop, compute-bound": (3.8, 0.30)}
 """Machines to compare with: T(8)/T(1), and c of a typical small draft model. Illustrations, not measurements."""
@@ -59,7 +61,7 @@ def straight_curve(name: str, at8: float, *, widths: Sequence[int] = (*WIDTHS, 2
 
 
 def verify_curve(
-    model: LanguageModel, *, widths: Sequence[int] = WIDTHS, context: int = 256, repeats: int = 7, seed: int = 0
+    model: LanguageModel, *, widths: Sequence[int] = WIDTHS, context: int = CONTEXT, repeats: int = 7, seed: int = 0
 ) -> CostCurve:
     """Measure T(n) of `model`, widths interleaved in random order so that drift of the machine hits all alike.
 
@@ -67,25 +69,40 @@ def verify_curve(
 
     Raises InputError when context and widths do not fit the model.
     """
-    return verify_costs(model, None, widths=widths, context=context, repeats=repeats, seed=seed)[0]
+    return _measured(model, (), widths, context, repeats, seed)[0]
 
 
 def verify_costs(
+    target: LanguageModel, drafters: Sequence[Drafter], k_max: int, *, repeats: int = 7, seed: int = 0
+) -> tuple[CostCurve, dict[str, float]]:
+    """The target's curve up to k_max + 1 tokens, and by its name each drafter's c: T_draft(1) / T_target(1).
+
+    All are measured in turn, as `verify_curve` does, after CONTEXT tokens or half of what the smallest of the models
+    holds. c is 0 for a drafter without a model. Raises InputError when that does not fit a model.
+    """
+    models = {d.name: model for d in drafters if (model := model_of(d)) is not None}
+    context = min(CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))
+    widths = {1, *(n for n in WIDTHS if n <= k_max), k_max + 1}
+    curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats, seed)
+    measured = {name: step_s / curve.seconds(1) for name, step_s in zip(models, steps_s, strict=True)}
+    return curve, dict.fromkeys((d.name for d in drafters), 0.0) | measured
+
+
+def _measured(
     target: LanguageModel,
-    draft: LanguageModel | None,
-    *,
-    widths: Sequence[int] = WIDTHS,
-    context: int = 256,
-    repeats: int = 7,
-    seed: int = 0,
-) -> tuple[CostCurve, float]:
-    """The target's curve and c, T_draft(1) / T_target(1), measured in turn (0 without a draft model)."""
+    drafts: Sequence[LanguageModel],
+    widths: Collection[int],
+    context: int,
+    repeats: int,
+    seed: int,
+) -> tuple[CostCurve, list[float]]:
+    """The target's curve, and the median seconds of a single step of each draft model, measured in turn with it."""
     widths = tuple(sorted(set(widths)))
     if not widths or widths[0] != 1:
         raise InputError(f"widths must contain 1, the plain step, got {widths}")
     if repeats < 1:
         raise InputError(f"repeats must be 1 or more, got {repeats}")
-    steps = [(target, n) for n in widths] + ([(draft, 1)] if draft is not None else [])
+    steps = [(target, n) for n in widths] + [(draft, 1) for draft in drafts]
     rng = np.random.default_rng(seed)
     for model, n in steps:
         if context < 1 or context + n > model.caps.n_ctx or n > model.caps.max_width:
@@ -108,7 +125,7 @@ def verify_costs(
         model.reset()
     timed = tuple(tuple(s) for s in samples[: len(widths)])
     curve = CostCurve(model=target.name, context=context, widths=widths, samples_s=timed)
-    return curve, float(np.median(samples[-1])) / curve.seconds(1) if draft is not None else 0.0
+    return curve, [float(np.median(s)) for s in samples[len(widths) :]]
 
 
 def expected_tokens(alpha: Sequence[float]) -> float:

@@ -9,12 +9,12 @@ from time import perf_counter
 from typing import Any
 
 from specnb.decode.generate import generate, prompt_ids
-from specnb.draft.base import Drafter, model_of
+from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.errors import CapacityError, InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.measure.cost import WIDTHS, CostCurve, verify_costs
+from specnb.measure.cost import CostCurve, verify_costs
 from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.measure.fork import explain_fork
 from specnb.measure.replay import Cost, sweep
@@ -48,7 +48,8 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
         with saving_failures(made, recorded):
             drafter = load_drafter(params.drafter, target, strict=True).drafter
             check_prompts(target, chosen, params.max_new_tokens)
-            measurements |= _costs(target, drafter, max(params.k_max, *params.ks))
+            curve, c = verify_costs(target, [drafter], max(params.k_max, *params.ks))
+            measurements |= {"verify_curve": curve.model_dump(mode="json"), "c": c[drafter.name]}
             _generate_all(params, target, drafter, chosen, progress or silent, made)
             measurements["forks"] = list(_forks(target, made))
             if (
@@ -99,15 +100,6 @@ def _generate_all(
                 drafting = drafter if k else None
                 made.append(generate(target, prompt, drafter=drafting, k=k, temperature=temperature, **common))
     progress(total, total, "done")
-
-
-def _costs(target: LanguageModel, drafter: Drafter, k_max: int) -> dict[str, Any]:
-    """The verify cost curve up to k_max + 1 and, for a draft model, c, measured in turn with it."""
-    draft = model_of(drafter)
-    room = [m.caps.n_ctx // 2 for m in (target, draft) if m is not None]
-    widths = sorted({n for n in WIDTHS if n <= k_max} | {1, k_max + 1})
-    curve, c = verify_costs(target, draft, widths=widths, context=min(256, *room))
-    return {"verify_curve": curve.model_dump(mode="json"), "c": c}
 
 
 def _cost(measurements: Mapping[str, Any]) -> Cost:

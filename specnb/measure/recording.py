@@ -33,7 +33,7 @@ class Recording(NamedTuple):
     `support[i]` is the length of the match that a lookup at position i copies from, 0 where there is none.
     `beliefs[i]` is what the draft model's row for token i says about itself, along the true tokens (fewer, where its
     context ends); `astray[i]` the same of the rows that follow where the draft for token i was wrong, and `astray[n]`
-    of those behind the last token (greedy only, as far as recorded). `pieces[i]` is the text of token i.
+    of those behind the last token (greedy only, as far as they were followed). `pieces[i]` is the text of token i.
     """
 
     prompt_id: str

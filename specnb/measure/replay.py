@@ -13,7 +13,7 @@ behind it. For a fixed K the expected number of rounds that start at each positi
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,25 +119,37 @@ class Step(NamedTuple):
     n_accepted: int
 
 
+Behind = Callable[[int, int], Belief]
+"""The belief of the row that follows the wrong draft for a token (first) and so many drafts behind it (second)."""
+
+
 def walk(recording: Recording, controller: Controller, rng: np.random.Generator | None = None) -> list[Step]:
     """The rounds that `controller` makes along a recording; draws from `rng` where a draft is kept by chance.
 
     Greedy recordings need no `rng` and give the live run's rounds. Beyond the first wrong draft of a block a
-    controller that reads drafts sees `astray`, or, where that was not recorded, the rows along the true tokens.
+    controller that reads drafts sees `astray`, or, in a recording without it, the rows along the true tokens. Raises
+    InputError where it reads further than wrong drafts were followed.
     """
+    return list(rounds(recording, controller, rng))
+
+
+def rounds(
+    recording: Recording, controller: Controller, rng: np.random.Generator | None = None, behind: Behind | None = None
+) -> Iterator[Step]:
+    """`walk`, a round at a time; `behind` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
+    behind = behind or _recorded(recording)
     controller.start(recording.prompt)
-    at, made = 0, []
+    at = 0
     while at < recording.n_tokens:
         limit = min(controller.draft_length(), recording.offered[at])
         n_kept = _kept(recording.keep[at][:limit], rng)
-        drafted, steps = _drafted(recording, controller, at, limit, n_kept)
+        drafted, steps = _drafted(recording, controller, at, limit, n_kept, behind)
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
-        made.append(Step(at, drafted, steps, n_accepted))
         controller.update(Outcome(drafted, n_accepted, text))
+        yield Step(at, drafted, steps, n_accepted)
         at += n_accepted + 1
-    return made
 
 
 def counts_of(recording: Recording, steps: Sequence[Step]) -> Counts:
@@ -195,29 +207,45 @@ def _rng(rng: np.random.Generator | None) -> np.random.Generator:
     return rng
 
 
-def _drafted(recording: Recording, controller: Controller, at: int, limit: int, n_kept: int) -> tuple[int, int]:
+def _drafted(
+    recording: Recording, controller: Controller, at: int, limit: int, n_kept: int, behind: Behind | None
+) -> tuple[int, int]:
     """Drafts of the round after the controller's own end of drafting, and the drafter's forwards for them."""
     if controller.reads_drafts and limit and recording.support and recording.support[at]:
         limit = controller.worth_copying(recording.support[at], limit)
     if not (controller.reads_drafts and recording.beliefs):
         return limit, limit
     for j in range(limit):
-        if not controller.goes_on(j, _belief(recording, at, j, n_kept)):
+        if not controller.goes_on(j, _belief(recording, at, j, n_kept, behind)):
             return j, j + 1
         if controller.enough(j):
             return j + 1, j + 1
     return limit, limit
 
 
-def _belief(recording: Recording, at: int, j: int, n_kept: int) -> Belief:
+def _belief(recording: Recording, at: int, j: int, n_kept: int, behind: Behind | None) -> Belief:
     """What the draft model's row for draft j says, in a round that starts after `at` tokens and keeps n_kept drafts."""
     over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
     beyond = j - n_kept - (not over)
-    if beyond >= 0 and at + n_kept < len(recording.astray):
-        path = recording.astray[at + n_kept]
-        if beyond < len(path):
-            return path[beyond]
-    return recording.beliefs[min(at + j, len(recording.beliefs) - 1)]
+    if behind is None or beyond < 0:
+        return recording.beliefs[min(at + j, len(recording.beliefs) - 1)]
+    return behind(at + n_kept, beyond)
+
+
+def _recorded(recording: Recording) -> Behind | None:
+    """What the recording holds of the rows behind wrong drafts; None when they were not followed at all."""
+
+    def behind(token: int, depth: int) -> Belief:
+        path = recording.astray[token] if token < len(recording.astray) else ()
+        if depth >= len(path):
+            raise InputError(
+                f"the controller reads {depth + 1} rows behind the wrong draft for token {token} of "
+                f"{recording.prompt_id!r}, but the recording holds {len(path)}: it was followed for other controllers. "
+                "Follow it for this one, or with astray=True for any"
+            )
+        return path[depth]
+
+    return behind if recording.astray else None
 
 
 def _width(at: int, drafted: int) -> int:

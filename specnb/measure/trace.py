@@ -4,18 +4,20 @@ The tokens are generated once, plainly. A draft model is then followed in ONE te
 drafter with one proposal a position.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from specnb.decode.control import Belief
+from specnb.decode.control import Belief, Controller
 from specnb.decode.generate import PromptLike, generate
 from specnb.decode.sampling import Sampling, argmax
 from specnb.draft.base import Drafter, TokenView
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import Capabilities, LanguageModel
+from specnb.measure.astray import Astray, together
 from specnb.measure.recording import Recording
+from specnb.measure.replay import rounds
 from specnb.records import Generation
 
 PASS_WIDTH = 64
@@ -42,8 +44,8 @@ def record(
     """Generate each prompt once with the target alone and follow every drafter along it.
 
     Yields the plain generation and a Recording per drafter. `astray` follows wrong greedy drafts of a draft model as
-    well (k_max steps each, so it takes far longer): only how much controllers that stop within a block would waste
-    depends on it. Raises what `generate` raises.
+    well, as far as any controller may read (so it takes far longer): only how much controllers that stop within a
+    block would waste depends on it. Raises what `generate` raises.
     """
     if not 1 <= k_max <= 256:
         raise InputError(f"k_max must be 1 to 256, got {k_max}")
@@ -62,18 +64,44 @@ def follow(
     k_max: int = 24,
     max_new_tokens: int,
     astray: bool = False,
+    walking: Mapping[str, Sequence[Controller]] | None = None,
+    only_k_max: bool = False,
 ) -> list[Recording]:
     """A recording of each drafter along `made`, which `target` generated plainly with `max_new_tokens` at most.
 
     `made` was sampled with its temperature alone: top-k and top-p are not in a Generation, and not replayed. A draft
     model is followed in single steps where wide forwards round otherwise (`pass_width`). Live it feeds two tokens at
     once after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
+
+    Wrong greedy drafts of a draft model are followed as far as any controller may read (`astray`), or only as far as
+    those do that are `walking` along the recording, by the drafter's name; they learn from it. The recording then
+    holds for every controller that reads no further, such as fresh ones that go the same way.
+
+    What `StringMatch` proposes for a smaller K is not the beginning of what it proposes for `k_max` (its last token may
+    be the beginning of a longer one), so it is followed only where no smaller K is asked of the recording:
+    `only_k_max` says so.
     """
     if made.k:
         raise InputError(f"the generation of {made.prompt_id!r} drafted (K = {made.k}): follow a plain one")
+    for drafter in drafters:
+        if not (only_k_max or getattr(drafter, "nested", True)):
+            raise InputError(
+                f"{drafter.name} drafts text: its drafts for a smaller K are not the first of those for K = {k_max}, "
+                "so one recording does not answer every K; translate by tokens, or follow it with only_k_max, K by K"
+            )
     sampling = Sampling(made.temperature)
     p_true = None if sampling.greedy else _true_probabilities(target, made, sampling)
-    return [_follow(target, d, made, sampling, p_true, k_max, max_new_tokens, astray) for d in drafters]
+    recordings = []
+    for drafter in drafters:
+        recording, paths = _follow(target, drafter, made, sampling, p_true, k_max, max_new_tokens)
+        walkers = (walking or {}).get(drafter.name, ())
+        if paths is not None and (astray or walkers):
+            if astray:
+                paths.follow_all(recording.offered)
+            together(rounds(recording, control, behind=paths.belief) for control in walkers)
+            recording = recording._replace(astray=paths.beliefs)
+        recordings.append(recording)
+    return recordings
 
 
 def _follow(
@@ -84,31 +112,31 @@ def _follow(
     p_true: np.ndarray | None,
     k_max: int,
     max_new_tokens: int,
-    astray: bool,
-) -> Recording:
+) -> tuple[Recording, Astray | None]:
+    """A recording along the true tokens; for a greedy draft model also what can follow its wrong drafts."""
     n, true = len(made.token_ids), made.token_ids
     most = [max(0, min(k_max, max_new_tokens - i - 1, target.caps.n_ctx - len(made.prompt_ids) - i)) for i in range(n)]
     support: tuple[int, ...] = ()
     beliefs: tuple[Belief, ...] = ()
-    paths: tuple[tuple[Belief, ...], ...] = ()
+    paths = None
     if isinstance(drafter, ModelDrafter):
         room = drafter.model.caps.n_ctx + 1 - len(made.prompt_ids)  # a draft model's smaller context ends drafting
         offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(most))
         kept, beliefs, wrong = _along(drafter.model, made, sampling, p_true)
         keep = tuple(tuple(kept[i : i + offered[i]]) for i in range(n))
-        if astray and sampling.greedy:
-            ends = [*enumerate(wrong), *([(n - 1, true[-1])] if 0 < n == len(wrong) else [])]
-            paths = tuple(_astray(drafter.model, made, i, draft, k_max) for i, draft in ends)
+        if sampling.greedy:
+            paths = Astray(drafter.model, made, wrong, pass_width(drafter.model.caps))
     else:
         found = list(_proposals(drafter, made, most))
         proposals, support = [ids for ids, _ in found], tuple(n for _, n in found)
         keep = tuple(tuple(map(float, map(int.__eq__, ids, true[i:]))) for i, ids in enumerate(proposals))
         offered = tuple(len(ids) for ids in proposals)
-    return Recording(
+    recording = Recording(
         made.prompt_id, made.category, made.target, drafter.name, sampling.temperature, made.seed, k_max,
         max_new_tokens, target.vocab.raw_bytes(made.prompt_ids), true, tuple(map(target.vocab.piece, true)),
-        keep, offered, support, beliefs, paths,
+        keep, offered, support, beliefs,
     )  # fmt: skip
+    return recording, paths
 
 
 def _proposals(drafter: Drafter, made: Generation, most: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -124,7 +152,7 @@ def _proposals(drafter: Drafter, made: Generation, most: Sequence[int]) -> Itera
 
 
 class _NoChoice:
-    """A deterministic drafter picks nothing; one that does would need a recording of its own kind."""
+    """A deterministic drafter draws nothing; one that does would need a recording of its own kind."""
 
     enough = False
 
@@ -134,6 +162,9 @@ class _NoChoice:
     def copies(self, support: int, k: int) -> int:
         self.support = support
         return k
+
+    def best(self, logits: np.ndarray) -> int:
+        return argmax(logits)
 
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
         raise InputError("this drafter chooses from logits: only draft models and deterministic drafters are replayed")
@@ -156,24 +187,6 @@ def _along(
             kept.append(min(1.0, q_draft / float(p_true[at])) if p_true[at] > 0 else float(q_draft > 0))
         beliefs.append(Belief.of(row))
     return kept, tuple(beliefs), wrong
-
-
-def _astray(model: LanguageModel, made: Generation, at: int, draft: int | None, steps: int) -> tuple[Belief, ...]:
-    """Beliefs of the rows that follow `draft` in the place of token `at`."""
-    if draft is None:
-        return ()
-    true = (*made.prompt_ids, *made.token_ids[:at])
-    model.rewind(max(0, model.n_past - len(true)))
-    width = pass_width(model.caps)
-    for start in range(model.n_past, len(true), width):  # as they were fed live: the state has bits, too
-        model.forward(true[start : start + width], n_logits=1)
-    beliefs = []
-    for _ in range(min(steps, model.caps.n_ctx - len(true))):
-        row = model.forward((draft,))[0]
-        beliefs.append(Belief.of(row))
-        draft = argmax(row)
-    model.rewind(len(beliefs))  # the next wrong draft comes later: what is left in the state must be true
-    return tuple(beliefs)
 
 
 def _true_probabilities(target: LanguageModel, made: Generation, sampling: Sampling) -> np.ndarray:

@@ -5,14 +5,16 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from specnb.decode.control import ConfidenceStop, EntropyStop
+from specnb.decode.costaware import CostAware
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.recording import Recording
-from specnb.measure.replay import fixed_k
-from specnb.measure.trace import record
+from specnb.measure.replay import fixed_k, walk
+from specnb.measure.trace import follow, record
 from specnb.prompts import prompts
 
 PROMPT = [0, 1, 2, 0, 1]
@@ -25,6 +27,8 @@ def counts_of(made):
 def drafter_named(name, seed):
     if name == "lookup":
         return LookupDrafter()
+    if name == "far":  # looks back over everything: one wrong token left in its state shows
+        return ModelDrafter(toy.markov(4, order=1000, seed=seed))
     return ModelDrafter(toy.markov(4, order=1, seed=seed + 1) if name == "other" else toy.markov(4, order=2, seed=seed))
 
 
@@ -40,6 +44,30 @@ def test_greedy_replay_equals_live_integer_for_integer(name, eog, seed):
             replayed = fixed_k(recording, k)
             assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts_of(live), (n, k)
             assert replayed.by_width == Counter(r.width for r in live.rounds), (n, k)
+
+
+READERS = {
+    "confidence": lambda: ConfidenceStop(24, 0.45),
+    "cumulative": lambda: ConfidenceStop(24, 0.2, cumulative=True),
+    "entropy": lambda: EntropyStop(24, gamma=0.3, threshold=0.45),
+    "cost-aware": lambda: CostAware([0, *(1 + 0.05 * n for n in range(1, 26))], 0.1, patience=3),
+}
+
+
+@pytest.mark.parametrize("name", ["other", "same", "far"])
+@pytest.mark.parametrize("seed", range(6))
+def test_followed_no_further_than_controllers_read_it_gives_their_live_rounds(name, seed):
+    """All of them walk along one recording, in turn, and each one's replay is its own live run."""
+    target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
+    for n in (1, 2, 40):
+        drafter = drafter_named(name, seed)
+        made = generate(target, PROMPT, max_new_tokens=n)
+        walking = {drafter.name: [control() for control in READERS.values()]}
+        (recording,) = follow(target, [drafter], made, max_new_tokens=n, walking=walking)
+        for control in READERS.values():
+            live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=control(), max_new_tokens=n)
+            steps = [(s.drafted, s.n_accepted) for s in walk(recording, control())]
+            assert steps == [(r.k, r.n_accepted) for r in live.rounds], (control().name, n)
 
 
 @pytest.mark.parametrize("name", ["lookup", "other"])

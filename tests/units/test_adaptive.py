@@ -1,17 +1,22 @@
 """The controller study on toys: what is replayed, what runs live, and what the tables make of it."""
 
 from dataclasses import replace
+from functools import partial
 
+import pandas as pd
 import pytest
 
 from specnb.book import adaptive as tables
+from specnb.draft.base import model_of
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import adaptive
+from specnb.measure.cost import CostCurve
 from specnb.measure.switching import SWITCHING, questions
+from specnb.measure.trace import follow
 from specnb.params import AdaptiveKParams
 
 SMALL = AdaptiveKParams(
@@ -27,16 +32,36 @@ class Reading(toy.ToyLM):
         return [b % self.vocab.size for b in text.encode()][-40:]
 
 
-@pytest.fixture(scope="module")
-def study():
-    target, draft = toy.markov(7, order=2, seed=1), toy.markov(7, order=1, seed=2)
+CURVE = CostCurve(model="m", context=1, widths=(1, 2, 9, 25), samples_s=((1.0,), (1.1,), (1.4,), (2.6,)))
+
+
+def run(order=1, **replaced):
+    """The study on toys, the draft model looking back over `order` tokens, with `replaced` names of its module."""
+    target, draft = toy.markov(7, order=2, seed=1), toy.markov(7, order=order, seed=2)
     target.__class__ = Reading
     target.vocab = replace(target.vocab, chat_template=SPOKEN)
     made = {"lookup": LookupDrafter(), SMALL.drafters[1]: ModelDrafter(draft)}
+    house = {"load": lambda name: target, "load_drafter": lambda name, *_, **__: LoadedDrafter(made[name])}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adaptive, "load", lambda name: target)
-        patch.setattr(adaptive, "load_drafter", lambda name, *_, **__: LoadedDrafter(made[name]))
+        for name, value in (house | replaced).items():
+            patch.setattr(adaptive, name, value)
         return adaptive.run(SMALL)
+
+
+@pytest.fixture(scope="module")
+def study():
+    return run()
+
+
+def same_costs(_target, drafters, _k_max):
+    return CURVE, {d.name: 0.1 * (model_of(d) is not None) for d in drafters}
+
+
+FAR = partial(run, order=1000, verify_costs=same_costs)  # no two rows of its draft model are alike
+
+
+def everything(*given, walking, **options):
+    return follow(*given, astray=True, **options)
 
 
 def test_every_prompt_is_generated_once_and_followed_by_every_drafter(study):
@@ -66,6 +91,44 @@ def test_a_replay_of_another_controller_would_not_agree(study, monkeypatch):
     check = tables.live_check(study)
     assert not check[check["policy"] == "rolling acceptance"]["same"].all()
     assert check[check["policy"] != "rolling acceptance"]["same"].all()
+
+
+def test_draft_models_are_followed_only_as_far_as_is_read_and_nothing_else_changes():
+    lazy, whole = FAR(), FAR(follow=everything)
+    assert lazy.record.measurements == whole.record.measurements
+    pd.testing.assert_frame_equal(tables.live_check(lazy), tables.live_check(whole))
+    drafter = lazy.trace.recordings[-1].drafter
+    for policy in adaptive.controllers(tables.cost_of(lazy.record, drafter), SMALL.k_max):
+        paths = [tables.trajectory(study, drafter, [policy]) for study in (lazy, whole)]
+        pd.testing.assert_frame_equal(*paths)
+    rows = [sum(len(path) for r in study.trace.recordings for path in r.astray) for study in (lazy, whole)]
+    assert 0 < rows[0] < rows[1]
+    along = [[r._replace(astray=()) for r in study.trace.recordings] for study in (lazy, whole)]
+    assert along[0] == along[1]
+
+
+def test_a_replay_that_reads_further_than_was_followed_is_noticed(monkeypatch):
+    """The planted fault: draft models are followed for the controllers of this machine, and replayed for others too."""
+    monkeypatch.setattr(
+        adaptive._Walkers,
+        "along",
+        lambda walkers, content: {name: walkers._readers(cost) for name, cost in walkers._costs.items()},
+    )
+    with pytest.raises(InputError, match="it was followed for other controllers"):
+        FAR()
+
+
+def test_a_content_of_which_nothing_was_decoded_has_no_row(study):
+    """One token comes from the prompt's own forward: there is no plain decoding to compare with."""
+    rest = [r for r in study.trace.recordings if r.category != "prose"]
+    short = [
+        r._replace(token_ids=r.token_ids[:1], keep=(r.keep[0][:1],), offered=r.offered[:1])
+        for r in study.trace.recordings
+        if r.category == "prose"
+    ]
+    costs = {r.drafter: tables.cost_of(study.record, r.drafter) for r in rest}
+    rows = list(adaptive._replayed(study.trace._replace(recordings=(*rest, *short)), costs, SMALL.k_max))
+    assert rows and "prose" not in {row["content"] for row in rows}
 
 
 def test_shares_are_of_the_best_fixed_k_and_none_beats_the_oracle_of_lengths(study):

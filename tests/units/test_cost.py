@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import cost
@@ -128,23 +130,41 @@ def test_c_is_measured_in_turn_with_the_curve(timed):
     for name, model in spied.items():
         forward = model.forward
         model.forward = lambda ids, n_logits=None, f=forward, n=name: (order.append((n, len(ids))), f(ids, n_logits))[1]
-    curve, c = verify_costs(timed, draft, widths=(1, 3), context=6, repeats=5)
-    assert curve.median_s == (5, 7) and curve.model == timed.name and c == 0.4
-    passes = [tuple(order[i : i + 3]) for i in range(2, len(order), 3)]
-    assert len(passes) == 7 and all(sorted(p) == [("draft", 1), ("target", 1), ("target", 3)] for p in passes)
+    drafter = ModelDrafter(draft)
+    drafter.name = "draft"
+    curve, c = verify_costs(timed, [LookupDrafter(), drafter], 3, repeats=5)
+    assert (curve.widths, curve.median_s, curve.model) == ((1, 2, 3, 4), (5, 6, 7, 8), timed.name)
+    assert c == {LookupDrafter().name: 0.0, "draft": 0.4}
+    passes = [tuple(order[i : i + 5]) for i in range(2, len(order), 5)]
+    once = [("draft", 1), *(("target", n) for n in (1, 2, 3, 4))]
+    assert len(passes) == 7 and all(sorted(p) == once for p in passes)
     assert len(set(passes)) > 2 and timed.n_past == draft.n_past == 0
-    assert {call[:1] for call in draft.calls} == {(0,), (6,)}
+    assert {call[:1] for call in draft.calls} == {(0,), (cost.CONTEXT,)}
 
 
-def test_without_a_draft_model_drafting_costs_nothing(timed):
-    assert verify_costs(timed, None, widths=(1, 2), context=6, repeats=1)[1] == 0.0
+def test_every_drafter_has_its_own_c_and_the_target_is_measured_once(timed):
+    drafters = [ModelDrafter(timed_model(timed.now, size=size)) for size in (3, 4)]
+    for drafter, base in zip(drafters, (1.0, 9.0), strict=True):
+        drafter.model.base, drafter.name = base, f"base {base:g}"
+    assert verify_costs(timed, drafters, 1, repeats=3)[1] == {"base 1": 0.4, "base 9": 2.0}
+    assert len(timed.calls) == 1 + (2 + 3) * 2 and all(len(d.model.calls) == 1 + 2 + 3 for d in drafters)
 
 
-def test_a_draft_model_too_small_for_the_context_is_refused_by_name(timed):
+@pytest.mark.parametrize(("k_max", "widths"), [(1, (1, 2)), (4, (1, 2, 3, 5)), (24, (1, 2, 3, 5, 9, 17, 25))])
+def test_the_curve_goes_up_to_the_widest_verification(timed, k_max, widths):
+    curve, c = verify_costs(timed, [LookupDrafter()], k_max, repeats=1)
+    assert curve.widths == widths and c == {LookupDrafter().name: 0.0}
+
+
+def test_the_context_is_what_the_smallest_of_the_models_holds_half_full(timed):
     draft = toy.markov(5)
-    draft.caps = replace(draft.caps, n_ctx=6)
-    with pytest.raises(InputError, match="6 tokens and a forward of 1 do not fit markov"):
-        verify_costs(timed, draft, widths=(1, 2), context=6)
+    draft.caps = replace(draft.caps, n_ctx=12)
+    assert verify_costs(timed, [ModelDrafter(draft)], 2, repeats=1)[0].context == 6
+    assert verify_costs(timed, [], 2, repeats=1)[0].context == cost.CONTEXT
+    timed.calls.clear()
+    draft.caps = replace(draft.caps, n_ctx=1)
+    with pytest.raises(InputError, match="0 tokens and a forward of 1 do not fit"):
+        verify_costs(timed, [ModelDrafter(draft)], 2)
     assert timed.calls == []
 
 
