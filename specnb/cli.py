@@ -204,7 +204,7 @@ def compat(
         if as_json:
             _print_json(json.loads(table.to_json(orient="records")))
         else:
-            columns = ["target", "draft", "verdict", "n_different", "llama_cpp", "transformers"]
+            columns = ["target", "draft", "verdict", "way", "n_different", "llama_cpp", "transformers"]
             _print_table("every pair", columns, [[_shown(cell) for cell in row] for row in table[columns].to_numpy()])
         return
     report = check(*described)
@@ -213,6 +213,7 @@ def compat(
         return
     columns = ["topic", "severity", "target", "draft", "what to do"]
     _print_table(report.summary(), columns, report.to_frame().to_numpy().tolist())
+    print(report.expectation() or "acceptance: nothing can be predicted")
     words = {True: "accepts", False: "refuses", None: "cannot be told"}
     for engine, opinion in (("llama.cpp", report.llama_cpp), ("transformers", report.transformers)):
         print(f"{engine}: {words[opinion.accepts]}: {opinion.reason}")

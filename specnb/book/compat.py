@@ -72,7 +72,8 @@ def overlap_against_acceptance(
 ) -> go.Figure:
     """Acceptance rate over the share of an ordinary text's tokens that the draft's vocabulary has, one mark each.
 
-    Raises InputError when no vocabulary has both.
+    Open circles are what the run of the same draft in its own vocabulary predicts. Raises InputError when no
+    vocabulary has both.
     """
     drawn = trial.dropna(subset=["text_shared", "acceptance_rate"])
     if drawn.empty:
@@ -85,6 +86,15 @@ def overlap_against_acceptance(
                 marker=series(index)["marker"] | {"size": 13},
                 name=f"{row.vocabulary} ({row.translated})",
                 hovertemplate=f"{row.vocabulary}<br>{row.accepted} of {row.drafted} accepted<extra></extra>",
+            )
+        )  # fmt: skip
+    told = drawn.dropna(subset=["predicted_rate"])
+    if not told.empty:
+        figure.add_trace(
+            go.Scatter(
+                x=told["text_shared"], y=told["predicted_rate"], mode="markers", text=told["vocabulary"],
+                marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the first",
+                hovertemplate="%{text}<br>predicted %{y:.2f}<extra></extra>",
             )
         )  # fmt: skip
     least = max(0.0, float(drawn["text_shared"].min()) - 0.05)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 from specnb.errors import InputError
 
 SHOWN = 80
+BYTES_A_VALUE = 80
+"""Most that a parsed value costs beyond its own text: an empty object and its place in a list or a dict."""
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
@@ -18,7 +21,8 @@ def read_bytes(path: Path, limit: int) -> bytes:
         if not path.is_file():  # a pipe would be waited for
             raise InputError(f"no such file: {path}")
         with path.open("rb") as file:
-            data = file.read(limit + 1)
+            size = os.fstat(file.fileno()).st_size or limit  # what is asked for is allocated first, however short it is
+            data = file.read(min(size, limit) + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
@@ -96,14 +100,20 @@ class Node:
         return [Node(self.path, f"{self.at}.{key}[{i}]".strip("."), item) for i, item in enumerate(items)]
 
 
-def read_json(path: Path, limit: int) -> Node:
-    """The object in a JSON file of at most `limit` bytes.
+def read_json(path: Path, limit: int, values: int) -> Node:
+    """The object in a JSON file of at most `limit` bytes and about `values` values.
+
+    A value may take 24 times its text once it is parsed (an empty list: two bytes, and 56), so values are counted
+    before, by the marks between them: no more than BYTES_A_VALUE for each, and a few times the text, are ever taken.
 
     NaN and Infinity pass, as Python writes them into configs (Mamba's time_step_limit); `Node.number` refuses them.
     Raises InputError for what is no JSON object: a key with two values, nesting too deep, numbers of absurd length.
     """
     try:
-        value = json.loads(read_text(path, limit), object_pairs_hook=_once)
+        text = read_text(path, limit)
+        if (found := sum(map(text.count, "[{,:"))) > values:
+            raise InputError(f"{path} holds about {found} values, more than {values}: this is another file")
+        value = json.loads(text, object_pairs_hook=_once)
     except InputError:
         raise
     except RecursionError as error:

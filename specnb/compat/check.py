@@ -5,42 +5,60 @@ check(describe("smollm2-135m"), describe("qwen2.5-0.5b-instruct")).verdict   # n
 
 from collections.abc import Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pandas as pd
 
 from specnb.compat import rules
+from specnb.compat.by_id import IdComparison, compare
 from specnb.compat.description import Description
 from specnb.compat.findings import BESIDE_TOKENS, Finding, findings
-from specnb.compat.overlap import Overlap, Pieces, overlap
+from specnb.compat.foreign import tokens_of
+from specnb.compat.predict import predict, reach_of
 from specnb.compat.rules import Opinion
+from specnb.draft.fit import Fit, Way, fit
+from specnb.draft.token_map import Overlap, Tokens
 from specnb.errors import InputError
-
-CANNOT_SPELL = frozenset({"wpm"})
-"""Tokenizers whose pieces do not spell the text back: blanks and case are lost before anything is cut."""
 
 
 class Verdict(StrEnum):
     """What has to be done so that the draft's tokens can be verified by the target."""
 
-    DROP_IN = "drop-in"  # every id means the same, rows of logits are equally wide
-    SLICING = "works with slicing"  # ids that both have mean the same; the others are masked
-    TRANSLATION = "needs translation"  # ids differ, pieces are shared
-    IMPOSSIBLE = "impossible"  # no piece is shared, or one of them cannot spell text
+    DROP_IN = "drop-in"
+    SLICING = "works with slicing"
+    TRANSLATION = "needs translation"
+    IMPOSSIBLE = "impossible"
     UNKNOWN = "unknown"  # a tokenizer is not at hand
+
+
+OF_WAY = MappingProxyType(
+    {
+        Way.SAME: Verdict.DROP_IN,
+        Way.SLICING: Verdict.SLICING,
+        Way.TOKENS: Verdict.TRANSLATION,
+        Way.STRINGS: Verdict.TRANSLATION,
+        Way.NONE: Verdict.IMPOSSIBLE,
+    }
+)
+"""The verdict on each way that `load_drafter` would take."""
 
 
 class Report(NamedTuple):
     """A pair's verdict on tokens, all findings, and what other engines would say.
 
-    `overlap` is None where a vocabulary is not at hand. The verdict is about tokens alone; what else stands in the way
-    (a recurrent state) is a finding of severity BREAKS. `from_memory` names what of the two no document at hand shows.
+    `way` is the one that `load_drafter` takes, `overlap` what is shared under whatever id, `ids` what the same ids
+    mean; all three are None where a vocabulary is not at hand. The verdict is about tokens alone; what else stands in
+    the way (a recurrent state) is a finding of severity BREAKS. `from_memory` names what of the two no document at
+    hand shows.
     """
 
     target: str
     draft: str
     verdict: Verdict
+    way: Way | None
     overlap: Overlap | None
+    ids: IdComparison | None
     findings: tuple[Finding, ...]
     llama_cpp: Opinion
     transformers: Opinion
@@ -53,46 +71,65 @@ class Report(NamedTuple):
 
     def to_json(self) -> dict[str, object]:
         """Plain values for a document; pieces as their bytes in hexadecimal."""
-        o = self.overlap
-        pieces = None if o is None else o._asdict() | {"examples": [[i, a.hex(), b.hex()] for i, a, b in o.examples]}
+        o, ids = self.overlap, self.ids
         return self._asdict() | {
             "verdict": str(self.verdict),
-            "overlap": pieces,
+            "way": None if self.way is None else str(self.way),
+            "reach": self.reach,
+            "overlap": None if o is None else o._asdict() | {"of_target": o.of_target, "of_draft": o.of_draft},
+            "ids": None
+            if ids is None
+            else ids._asdict() | {"examples": [[i, a.hex(), b.hex()] for i, a, b in ids.examples]},
             "findings": self.to_frame().to_dict(orient="records"),
             "llama_cpp": self.llama_cpp._asdict(),
             "transformers": self.transformers._asdict(),
         }
 
+    @property
+    def reach(self) -> float | None:
+        """The share of an ordinary text's tokens that the draft can put forward (see `compat.predict`)."""
+        return None if self.way is None else reach_of(Fit(self.way, self.overlap))
+
+    def expectation(self, k: int = 4) -> str:
+        """What the verdict predicts at draft length `k`, in a sentence; empty where it cannot be told."""
+        if self.reach is None or self.way is Way.NONE:
+            return ""
+        best = predict(self.reach, k)
+        return (
+            f"Of an ordinary text's tokens {self.reach:.1%} can be drafted. At K = {k} a draft that is never wrong "
+            f"about them has {best.acceptance_rate:.0%} accepted and {best.tau:.2f} tokens a target call; one that is "
+            f"right about a token with chance a, in the target's own tokens, has alpha = {self.reach:.3f} a."
+        )
+
     def summary(self) -> str:
         """The verdict in a sentence, with the overlap."""
-        o = self.overlap
+        o, n = self.overlap, self.ids.n_different if self.ids else 0
+        memory = f" From memory, in no document at hand: {', '.join(self.from_memory)}." if self.from_memory else ""
         if o is None:
-            return f"{self.draft} for {self.target}: {self.verdict}; a tokenizer is not at hand."
-        shared = (
-            f"{o.shared:,} pieces in common ({o.share_target:.1%} of the target's, {o.share_draft:.1%} of the draft's)"
-        )
-        ids = (
-            "every id that both have means the same" if not o.n_different else f"{o.n_different:,} ids mean other texts"
-        )
+            return f"{self.draft} for {self.target}: {self.verdict}; a tokenizer is not at hand.{memory}"
+        shared = f"{o.shared:,} pieces in common ({o.of_target:.1%} of the target's, {o.of_draft:.1%} of the draft's)"
+        ids = f"{n:,} ids mean other texts" if n else "every id that both have means the same"
+        by = f" by {self.way}" if self.verdict is Verdict.TRANSLATION else ""
         others = [
             f"{f.topic} ({f.target}, {f.draft})" for f in self.findings if f.severity and f.topic in BESIDE_TOKENS
         ]
         but = f" Beside the tokens: {'; '.join(others)}." if others else ""
-        memory = f" From memory, in no document at hand: {', '.join(self.from_memory)}." if self.from_memory else ""
-        return f"{self.draft} for {self.target}: {self.verdict}; {ids}; {shared}.{but}{memory}"
+        return f"{self.draft} for {self.target}: {self.verdict}{by}; {ids}; {shared}.{but}{memory}"
 
 
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with its target. Only descriptions are read, no weights."""
-    pieces = Pieces.of(target), Pieces.of(draft)
-    found = None if None in pieces else overlap(*pieces)
+    pair = tokens_of(target), tokens_of(draft)
+    found, ids = (None, None) if None in pair else (fit(*pair), compare(*pair))
     return Report(
         target.name,
         draft.name,
-        _verdict(target, draft, found),
-        found,
-        findings(target, draft, found),
-        rules.llama_cpp(target, draft, pieces),
+        _verdict(found),
+        found and found.way,
+        found and found.overlap,
+        ids,
+        findings(target, draft, ids),
+        rules.llama_cpp(target, draft),
         rules.transformers(target, draft),
         tuple(f"{d.name}'s {key}" for d in (target, draft) for key in d.from_memory),
     )
@@ -107,32 +144,27 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
     repeated = next((n for n in names if names.count(n) > 1), None)
     if len(names) < 2 or repeated is not None:
         raise InputError(f"{repeated!r} is listed twice" if repeated else "a matrix needs two models or more")
-    pieces = [Pieces.of(d) for d in described]
+    tokens = [tokens_of(d) for d in described]
     pairs = [(i, j) for i in range(len(names)) for j in range(len(names)) if i != j]
-    return pd.DataFrame([_row(described[i], described[j], (pieces[i], pieces[j])) for i, j in pairs])
+    return pd.DataFrame([_row(described[i], described[j], (tokens[i], tokens[j])) for i, j in pairs])
 
 
-def _verdict(target: Description, draft: Description, found: Overlap | None) -> Verdict:
-    if found is None:
-        return Verdict.UNKNOWN
-    kinds = {target.vocab.kind, draft.vocab.kind}
-    if found.n_different == 0 and found.n_target == found.n_draft:
-        return Verdict.DROP_IN if target.vocab_size == draft.vocab_size else Verdict.SLICING
-    if not found.shared or kinds & CANNOT_SPELL:
-        return Verdict.IMPOSSIBLE
-    return Verdict.TRANSLATION if found.n_different else Verdict.SLICING
+def _verdict(found: Fit | None) -> Verdict:
+    return Verdict.UNKNOWN if found is None else OF_WAY[found.way]
 
 
-def _row(target: Description, draft: Description, pieces: tuple[Pieces | None, Pieces | None]) -> dict[str, object]:
-    o = None if None in pieces else overlap(*pieces)
+def _row(target: Description, draft: Description, pair: tuple[Tokens | None, Tokens | None]) -> dict[str, object]:
+    found, ids = (None, None) if None in pair else (fit(*pair), compare(*pair))
     return {
         "target": target.name,
         "draft": draft.name,
-        "verdict": str(_verdict(target, draft, o)),
-        "first_difference": None if o is None else o.first_difference,
-        "n_different": None if o is None else o.n_different,
-        "share_target": None if o is None else o.share_target,
-        "share_draft": None if o is None else o.share_draft,
-        "llama_cpp": rules.llama_cpp(target, draft, pieces).accepts,
+        "verdict": str(_verdict(found)),
+        "way": found and str(found.way),
+        "first_difference": ids and ids.first_difference,
+        "n_different": ids and ids.n_different,
+        "share_target": found and found.overlap.of_target,
+        "share_draft": found and found.overlap.of_draft,
+        "text_shared": found and found.overlap.target_uses,
+        "llama_cpp": rules.llama_cpp(target, draft).accepts,
         "transformers": rules.transformers(target, draft).accepts,
     }

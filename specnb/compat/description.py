@@ -10,6 +10,9 @@ from enum import StrEnum
 
 from specnb.lm.vocab import Vocabulary
 
+HUB = "hf:"
+"""What the name of a model on the hub begins with."""
+
 
 class State(StrEnum):
     """What a model remembers, and so how it can be rewound."""
@@ -43,6 +46,7 @@ class Description:
     `vocab` holds the ids of a row of logits, padding rows (piece b"") included; None where only facts are published.
     `n_tokens` is len(tokenizer): ids 0..n_tokens-1 have a text. `vocab_size` is the width of a row of logits, which
     may be larger (padding). `added` are the ids that were added to the trained vocabulary, control tokens or not.
+    `hub` is the name under which its tokenizer can be read, where its pieces are not at hand.
     `from_memory` names the fields that no document at hand shows: a verdict that rests on one is no better than that.
     `mask` are ids that only a modified draft model knows (PARD's mask tokens). `encode` turns text into ids with the
     real tokenizer, without special tokens; opening it may take a second, reading the description must not.
@@ -68,5 +72,6 @@ class Description:
     rope: Rope | None = None
     quantisation: str | None = None
     state: State | None = None
+    hub: str | None = None
     from_memory: tuple[str, ...] = ()
     encode: Callable[[str], list[int]] | None = None

@@ -8,8 +8,8 @@ from enum import IntEnum
 from itertools import groupby
 from typing import NamedTuple
 
+from specnb.compat.by_id import IdComparison
 from specnb.compat.description import Description, State
-from specnb.compat.overlap import Overlap
 from specnb.errors import SpecnbError
 
 
@@ -37,21 +37,21 @@ BESIDE_TOKENS = ("state of the target", "state of the draft", "modified draft")
 Finder = Callable[[Description, Description], Finding | None]
 
 
-def findings(target: Description, draft: Description, pieces: Overlap | None) -> tuple[Finding, ...]:
+def findings(target: Description, draft: Description, ids: IdComparison | None) -> tuple[Finding, ...]:
     """All findings, the gravest first, in the order of the topics among equals."""
     found = [
-        *_of_pieces(pieces),
+        *_of_pieces(target, draft, ids),
         *_of_probes(target, draft),
         *(f for find in FINDERS if (f := find(target, draft)) is not None),
     ]
     return tuple(sorted(found, key=lambda f: -f.severity))
 
 
-def _of_pieces(o: Overlap | None) -> Iterator[Finding]:
+def _of_pieces(target: Description, draft: Description, o: IdComparison | None) -> Iterator[Finding]:
     if o is None:
-        yield Finding(
-            "pieces", Severity.BREAKS, "not at hand", "not at hand", "give a file or folder with the tokenizer"
-        )
+        held = ["at hand" if d.vocab else "not at hand" for d in (target, draft)]
+        remedies = dict.fromkeys(_how_to_get(d) for d in (target, draft) if d.vocab is None)
+        yield Finding("pieces", Severity.BREAKS, *held, " ".join(remedies))
         return
     if o.n_different:
         at, a, b = o.examples[0]
@@ -64,6 +64,15 @@ def _of_pieces(o: Overlap | None) -> Iterator[Finding]:
             "len(tokenizer)", Severity.NOTE if not o.n_different else Severity.LOWERS, str(o.n_target), str(o.n_draft),
             "ids that only one of them has are never drafted",
         )  # fmt: skip
+
+
+def _how_to_get(described: Description) -> str:
+    if described.hub is None:
+        return f"Give a file or folder with the tokenizer of {described.name}."
+    return (
+        f"Write {described.hub} for {described.name}: its small files are fetched from the hub, once (a gated model "
+        "asks you to accept its licence on its page and to log in: hf auth login)."
+    )
 
 
 def _differ(topic: str, read: Callable[[Description], object], severity: Severity, remedy: str) -> Finder:

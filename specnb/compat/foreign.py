@@ -5,10 +5,14 @@ known quality drafts with what the family can say, and what a translation then c
 model of that family cuts its texts in the family's way, and thinks in other pieces.
 """
 
+from dataclasses import replace
+from functools import cached_property
+
 from specnb.compat.description import Description
 from specnb.draft.spelling import Longest
+from specnb.draft.token_map import Tokens
 from specnb.draft.translate import TokenIntersection
-from specnb.errors import InputError
+from specnb.errors import InputError, SpecnbError
 from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary
 
@@ -25,7 +29,10 @@ class Family:
         self.name: str = described.name
         self.vocab: Vocabulary = described.vocab
         self._encode = described.encode
-        self._longest = Longest(self)
+
+    @cached_property
+    def _longest(self) -> Longest:
+        return Longest(self)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Control tokens are not recognised in the text."""
@@ -40,3 +47,18 @@ def speaking(model: LanguageModel, family: Family) -> TokenIntersection:
     made = TokenIntersection(model, family)
     made.name = f"{model.name} as {family.name}"
     return made
+
+
+def tokens_of(described: Description) -> Tokens | None:
+    """A description's tokens, to be compared with others'; None where only facts are published.
+
+    A tokenizer that cannot be opened is done without, as where there is none.
+    """
+    if described.vocab is None:
+        return None
+    tokens = Tokens(Family(described))
+    try:
+        tokens.sample  # noqa: B018 - opens the tokenizer
+    except SpecnbError:
+        return Tokens(Family(replace(described, encode=None)))
+    return tokens

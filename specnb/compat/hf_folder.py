@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from specnb.compat.bounded_json import Node, read_json, read_text
-from specnb.compat.description import Description
+from specnb.compat.description import HUB, Description
 from specnb.compat.hf_config import first_id, ids, model_facts, text_config, vocab_size
 from specnb.compat.hf_tokenizer import Tokenizer, encoder, read_tokenizer
 from specnb.errors import FetchError, InputError
@@ -18,38 +18,45 @@ SMALL_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, TEM
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 MAX_CONFIG_BYTES = 16 << 20
+MAX_CONFIG_VALUES = 1_000_000
 MAX_TEMPLATE_BYTES = 4 << 20
-HUB = "hf:"
 
 
-def describe(source: Path | str) -> Description:
+def describe(source: Path | str, *, revision: str = "main") -> Description:
     """A folder, a tokenizer.json, or `hf:ORG/NAME`, whose small files are fetched once into the hub's own cache.
+
+    `revision` of a hub model is a branch, a tag or a commit.
 
     Without config.json `vocab_size` is the tokenizer's; without tokenizer.json `vocab` is None. `normalizer` names the
     steps ("NFC"). Raises InputError naming file, key, value and remedy; FetchError if the hub cannot give the files.
     """
     text = str(source)
     if text.startswith(HUB):
-        return _of_folder(_fetched(text.removeprefix(HUB)), name=text.removeprefix(HUB), source=text)
+        return _of_folder(_fetched(text.removeprefix(HUB), revision), name=text.removeprefix(HUB), source=text)
     path = Path(source)
     if path.is_dir():
         return _of_folder(path, name=path.resolve().name, source=text)
     return _of_file(path)
 
 
-def _fetched(repo: str) -> Path:
+def _fetched(repo: str, revision: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=[*SMALL_FILES, *OTHER_TOKENIZERS]))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=[*SMALL_FILES, *OTHER_TOKENIZERS]))
     except HFValidationError as error:
         raise InputError(f"{HUB}{repo} is no hub id ({str(error).splitlines()[0]}): write hf:ORG/NAME") from error
+    except GatedRepoError as error:
+        raise FetchError(
+            f"{HUB}{repo} is gated: accept its licence on the model's page of the hub, log in with `hf auth login` (or "
+            f"set HF_TOKEN), and ask again; or give a folder with {', '.join(SMALL_FILES[:3])}"
+        ) from error
     except Exception as error:  # the hub's library raises its own errors, those of its transport, and OSError
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise FetchError(
-            f"cannot fetch the tokenizer of {HUB}{repo}: {reason.rstrip('.')}. Check the name and the network (a gated "
-            f"model needs a login), or give a folder with {', '.join(SMALL_FILES[:3])}"
+            f"cannot fetch the tokenizer of {HUB}{repo} ({revision}): {reason.rstrip('.')}. Check the name and the "
+            f"network (a private model needs a login), or give a folder with {', '.join(SMALL_FILES[:3])}"
         ) from error
 
 
@@ -81,7 +88,7 @@ def _of_folder(folder: Path, *, name: str, source: str) -> Description:
 
 
 def _optional(path: Path) -> Node:
-    return read_json(path, MAX_CONFIG_BYTES) if path.exists() else Node(path, "", {})
+    return read_json(path, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES) if path.exists() else Node(path, "", {})
 
 
 def _template(folder: Path, own: Node) -> str | None:

@@ -15,7 +15,9 @@ from specnb.compat.bounded_json import Node, read_json
 from specnb.compat.description import Merges
 from specnb.errors import InputError
 
-MAX_TOKENIZER_BYTES = 256 << 20
+MAX_TOKENIZER_BYTES = 128 << 20
+MAX_TOKENIZER_VALUES = 8_000_000
+"""Three times what the largest known one holds (Gemma 4: 262,144 pieces, 514,906 merges of two)."""
 MAX_ID = 4_000_000
 
 
@@ -49,7 +51,7 @@ def _kind(model: Node) -> str:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Raises InputError for ids that are negative, huge or used twice, and for whatever is not of its type."""
-    root = read_json(path, MAX_TOKENIZER_BYTES)
+    root = read_json(path, MAX_TOKENIZER_BYTES, MAX_TOKENIZER_VALUES)
     model = root.node("model")
     if not model.values:
         raise root.fault("model", None, "a tokenizer.json names its model")

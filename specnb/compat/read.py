@@ -1,9 +1,9 @@
 """From the name a user writes to a description, without opening a model.
 
-smollm2-135m  smollm2-135m:q8_0     zoo (fetched, or requantised, where it is not there yet)
+smollm2-135m  smollm2-135m:q8_0     zoo (fetched where it is not there yet)
 qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or published facts of a model
 model.gguf                          its header
-./folder  hf:ORG/NAME               config.json, tokenizer.json and the other small files
+./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and the other small files
 tokenizer.json  x.tiktoken          a tokenizer alone
 """
 
@@ -11,29 +11,47 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import parse_qsl
 
 from specnb.compat import gguf_header, hf_folder, shelf, tiktoken_file
-from specnb.compat.description import Description
+from specnb.compat.description import HUB, Description
 from specnb.errors import InputError
 from specnb.lm import zoo
 
 
 class Reader(NamedTuple):
-    """One kind of source: whether a name is of this kind, and how it is read."""
+    """One kind of source: whether a name is of this kind, how it is read, and whether weights are there to be run.
+
+    `takes` are the options behind "?" that say what is read; the others are for engines.
+    """
 
     fits: Callable[[str], bool]
-    read: Callable[[str], Description]
+    read: Callable[..., Description]
+    opens: bool = False
+    takes: tuple[str, ...] = ()
 
 
 def describe(name: str | Path) -> Description:
-    """The description of a model or a tokenizer by name; its `name` is the one given. Options after "?" are left out.
+    """The description of a model or a tokenizer by name; its `name` is the one given.
 
-    Raises InputError for what is no known source or not sound, FetchError for what cannot be fetched.
+    Options after "?" are left out, but for the `revision` of a model on the hub. Raises InputError for what is no
+    known source or not sound, FetchError for what cannot be fetched.
     """
+    text, reader = _reader(name)
+    given = dict(parse_qsl(str(name).partition("?")[2]))
+    return replace(reader.read(text, **{key: given[key] for key in reader.takes if key in given}), name=str(name))
+
+
+def opens(name: str | Path) -> bool:
+    """Whether `specnb.load` opens what this names; else it describes a tokenizer alone. Raises as `describe`."""
+    return _reader(name)[1].opens
+
+
+def _reader(name: str | Path) -> tuple[str, Reader]:
     text = str(name).partition("?")[0]
     for reader in READERS:
         if reader.fits(text):
-            return replace(reader.read(text), name=str(name))
+            return text, reader
     zoo_names = ", ".join(zoo.ENTRIES)
     raise InputError(
         f"{str(name)!r} is nothing that describes a tokenizer: give a zoo name ({zoo_names}), a name of the shelf "
@@ -71,16 +89,19 @@ def _named(describe_path: Callable[[Path], Description]) -> Callable[[str], Desc
 
 
 def _of_zoo(name: str) -> Description:
-    return gguf_header.describe(zoo.path(name))
+    """A copy of another type is not made for its header's sake: but for the type it is that of the file as shipped."""
+    entry, kind = zoo.parse(name)
+    described = gguf_header.describe(zoo.path(entry.name))
+    return described if kind is None else replace(described, quantisation=kind)
 
 
 READERS = (
-    Reader(zoo.is_zoo_name, _of_zoo),
-    Reader(lambda name: name.startswith(hf_folder.HUB), hf_folder.describe),
-    Reader(_ends_with(".gguf"), _named(gguf_header.describe)),
+    Reader(zoo.is_zoo_name, _of_zoo, opens=True),
+    Reader(lambda name: name.startswith(HUB), hf_folder.describe, opens=True, takes=("revision",)),
+    Reader(_ends_with(".gguf"), _named(gguf_header.describe), opens=True),
     Reader(_ends_with(".tiktoken"), _named(tiktoken_file.describe)),
     Reader(_ends_with(".json"), _named(hf_folder.describe)),
     Reader(lambda name: name.lower() in shelf.names(), shelf.describe),
-    Reader(_is_folder, _named(hf_folder.describe)),
+    Reader(_is_folder, _named(hf_folder.describe), opens=True),
 )
 """Tried in order; the first that fits reads."""

@@ -7,7 +7,6 @@ the arguments, which looks at `config.vocab_size` and nothing else.
 from typing import NamedTuple
 
 from specnb.compat.description import Description
-from specnb.compat.overlap import Pieces
 
 SIZE_DIFFERENCE = 128
 """SPEC_VOCAB_MAX_SIZE_DIFFERENCE. It was 100 before 2025."""
@@ -22,7 +21,7 @@ class Opinion(NamedTuple):
     reason: str
 
 
-def llama_cpp(target: Description, draft: Description, pieces: tuple[Pieces | None, Pieces | None]) -> Opinion:
+def llama_cpp(target: Description, draft: Description) -> Opinion:
     """Type, add_bos and bos, add_eos and eos, size difference <= 128, texts from id 5; the first that fails decides."""
     if target.vocab is not None and draft.vocab is not None and target.vocab.kind != draft.vocab.kind:
         return Opinion(False, f"vocabulary types {target.vocab.kind} and {draft.vocab.kind}")
@@ -40,14 +39,15 @@ def llama_cpp(target: Description, draft: Description, pieces: tuple[Pieces | No
         return Opinion(None, "vocab_size is not known of both")
     if abs(sizes[0] - sizes[1]) > SIZE_DIFFERENCE:
         return Opinion(False, f"sizes {sizes[0]} and {sizes[1]} differ by more than {SIZE_DIFFERENCE}")
-    if pieces[0] is None or pieces[1] is None:
+    if target.vocab is None or draft.vocab is None:
         return Opinion(None, "the texts of the tokens are not at hand")
-    return _texts(*pieces)
+    return _texts(target, draft)
 
 
-def _texts(target: Pieces, draft: Pieces) -> Opinion:
-    end = min(target.padded, draft.padded)
-    rows = [p.by_id[FIRST_TEXT:end] + (b"",) * (end - max(FIRST_TEXT, len(p.by_id))) for p in (target, draft)]
+def _texts(target: Description, draft: Description) -> Opinion:
+    end = min(target.vocab_size, draft.vocab_size)
+    texts = [d.vocab.pieces[: d.n_tokens] for d in (target, draft)]
+    rows = [text[FIRST_TEXT:end] + (b"",) * (end - max(FIRST_TEXT, len(text))) for text in texts]
     at = next((i for i, (a, b) in enumerate(zip(*rows, strict=True), FIRST_TEXT) if a != b), None)
     if at is None:
         return Opinion(True, f"type, added BOS and EOS, sizes and texts from id {FIRST_TEXT} agree")

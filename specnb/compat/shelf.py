@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specnb.compat import vocab_list
 from specnb.compat.bounded_json import read_bytes
-from specnb.compat.description import Description, Rope, State
+from specnb.compat.description import HUB, Description, Rope, State
 from specnb.compat.vocab_list import MAX_FILE_BYTES, REMEDY, ShelfName, TokenId
 from specnb.errors import InputError, did_you_mean
 from specnb.paths import project_dir
@@ -91,8 +91,9 @@ def names(folder: Path | None = None) -> list[str]:
 def describe(name: str, folder: Path | None = None) -> Description:
     """The description of a list or of a model of facts.toml; `folder` (default `data/vocab`) holds both.
 
-    A list's `source` is its file. A model's begins with "facts:", names the documents, and says what was written from
-    memory and which defaults are llama.cpp's. Raises InputError for an unknown name and for a file that is broken,
+    A list's `source` is its file. A model's begins with "facts:", names the documents, and says which defaults are
+    llama.cpp's; `from_memory` says what no document shows. `hub` names where a tokenizer that may not be shipped is to
+    be had. Raises InputError for an unknown name and for a file that is broken,
     or not the one of SHA256SUMS.
     """
     base = _folder(folder)
@@ -101,12 +102,10 @@ def describe(name: str, folder: Path | None = None) -> Description:
     if name in sums:
         return _list(base, name, sums[name])
     entry = facts(name, base)
-    source = f"facts: {entry.source}"
-    for what, keys in (("from memory", entry.from_memory), ("llama.cpp's default", entry.defaults)):
-        source += f"; {what}: {', '.join(keys)}" if keys else ""
+    defaults = f"; llama.cpp's default: {', '.join(entry.defaults)}" if entry.defaults else ""
     described = Description(
         name=name,
-        source=source,
+        source=f"facts: {entry.source}{defaults}",
         architecture=entry.architecture,
         vocab_size=entry.vocab_size,
         n_tokens=entry.n_tokens,
@@ -117,6 +116,7 @@ def describe(name: str, folder: Path | None = None) -> Description:
         add_bos=entry.add_bos,
         add_eos=entry.add_eos,
         mask=entry.mask,
+        hub=None if entry.tokenizer else f"{HUB}{entry.model}",
         from_memory=entry.from_memory,
         n_ctx=entry.n_ctx,
         rope=None if entry.rope is None else Rope(**entry.rope.model_dump()),

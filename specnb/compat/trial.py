@@ -1,16 +1,20 @@
-"""What a verdict is worth: the same draft model behind several vocabularies, run with one target.
+"""What a verdict is worth: a draft run with its target, and one draft model behind several vocabularies for comparison.
 
-The measurement behind notebook 03. Overlap is what can be known before; acceptance is what comes of it.
+The measurement behind notebook 03. Overlap, and what it predicts (`compat.predict`), can be known before; acceptance is
+what comes of it.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
+from specnb.compat import predict
 from specnb.compat.foreign import Family, speaking
-from specnb.compat.read import describe
+from specnb.compat.read import describe, opens
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
+from specnb.draft.fit import Way
 from specnb.draft.load import fitted
 from specnb.draft.model import ModelDrafter
 from specnb.lm.base import LanguageModel
@@ -24,43 +28,89 @@ EXPERIMENT = "03_compatibility"
 OWN = "its own"
 
 
-def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecord:
-    """Generate every prompt plainly, then with the draft model in its own vocabulary and behind each family's.
+class Candidate(NamedTuple):
+    """A drafter to be tried. `reach` is the share of an ordinary text's tokens that it can put forward, if known.
 
-    `measurements["trial"]` has a row for each vocabulary: how its tokens were translated, what was shared before, and
-    what was accepted. Raises what `specnb.load`, `read.describe` and `generate` raise; what was made before is saved.
+    `stands_in` where the weights are those of `draft_model`, which speaks another vocabulary than its own.
+    """
+
+    name: str
+    drafter: Drafter
+    reach: float | None
+    stands_in: bool = False
+
+
+def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecord:
+    """Generate every prompt plainly, then with each draft: `draft_model` as it is, `draft`, and the `families`.
+
+    `measurements["trial"]` has a row for each: how its tokens were translated, what was shared before, what that
+    predicts, and what was accepted. Raises what `specnb.load`, `read.describe` and `generate` raise; what was made
+    before is saved.
     """
     started = datetime.now(UTC)
     chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
-    families = [Family(describe(name)) for name in params.families]
-    target = load(params.target)
-    draft: LanguageModel | None = None
+    names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
+    speakers = {name: Family(describe(name)) for name in names if not opens(name)}
     made: list[Generation] = []
     measured: dict[str, Any] = {"trial": []}
+    with ExitStack() as opened:
 
-    def recorded(error: BaseException | None = None) -> RunRecord:
-        models = models_of(target, [ModelDrafter(draft)] if draft else [])
-        return record_of(EXPERIMENT, params, chosen, target, models, started, made, measured, error=error)
+        def loaded(name: str) -> LanguageModel:
+            model = load(name)
+            opened.callback(model.close)
+            return model
 
-    try:
+        target = loaded(params.target)
+        models = [ModelDrafter(loaded(name)) for name in (params.draft_model, *(n for n in names if opens(n)))]
+
+        def recorded(error: BaseException | None = None) -> RunRecord:
+            used = models_of(target, models)
+            return record_of(EXPERIMENT, params, chosen, target, used, started, made, measured, error=error)
+
         with saving_failures(made, recorded):
-            draft = load(params.draft_model)
-            total = len(chosen) * (1 + len(params.families) + 1)
+            total = len(chosen) * (2 + len(names))
             made.extend(_runs(params, target, None, "plainly", chosen, 0, total, progress))
-            for at, (name, drafter) in enumerate(_drafters(target, draft, families), start=1):
-                made.extend(_runs(params, target, drafter, name, chosen, at * len(chosen), total, progress))
-                measured["trial"].append(_row(name, drafter, made[-len(chosen) :], made[: len(chosen)]))
+            own: float | None = None
+            for at, one in enumerate(_candidates(target, [m.model for m in models], names, speakers), start=1):
+                made.extend(_runs(params, target, one.drafter, one.name, chosen, at * len(chosen), total, progress))
+                latest = made[-len(chosen) :]
+                if at == 1 and _in_own_tokens(one.drafter):  # so it tells how good this draft is
+                    own = predict.chance_of(latest)
+                expected = own if at == 1 or one.stands_in else None  # of other weights nothing is known before
+                measured["trial"].append(_row(one, expected, params.k, latest, made[: len(chosen)]))
             return recorded()
-    finally:
-        if draft is not None:
-            draft.close()
-        target.close()
 
 
-def _drafters(target: LanguageModel, draft: LanguageModel, families: Sequence[Family]) -> Iterator[tuple[str, Drafter]]:
-    yield OWN, fitted(draft, target)
-    for family in families:
-        yield family.name, fitted(speaking(draft, family), target)
+def _candidates(
+    target: LanguageModel, models: Sequence[LanguageModel], names: Sequence[str], speakers: dict[str, Family]
+) -> Iterator[Candidate]:
+    first, *others = models
+    yield _candidate(OWN, fitted(first, target))
+    for name in names:
+        if name in speakers:
+            spoken = speaking(first, speakers[name])
+            yield _candidate(name, fitted(spoken, target), spoken.translation.overlap.draft_uses, stands_in=True)
+        else:
+            yield _candidate(name, fitted(others.pop(0), target))
+
+
+def _candidate(name: str, drafter: Drafter, spoken: float | None = 1.0, *, stands_in: bool = False) -> Candidate:
+    """`spoken` is the share of its own tokens that a draft model has where it speaks another vocabulary.
+
+    What it lacks there it cannot write as a string either. Where tokens are shared, it and what the target lacks are
+    the same pieces.
+    """
+    translation = getattr(drafter, "translation", None)
+    if translation is None:
+        return Candidate(name, drafter, 1.0, stands_in)
+    reach = spoken if translation.how is Way.STRINGS else translation.overlap.target_uses
+    return Candidate(name, drafter, reach, stands_in)
+
+
+def _in_own_tokens(drafter: Drafter) -> bool:
+    """Whether a drafter writes the target's own tokens, none of them translated."""
+    translation = getattr(drafter, "translation", None)
+    return translation is None or translation.how is Way.SLICING
 
 
 def _runs(
@@ -82,21 +132,34 @@ def _runs(
         )  # fmt: skip
 
 
-def _row(name: str, drafter: Drafter, made: Sequence[Generation], plain: Sequence[Generation]) -> dict[str, Any]:
-    """Counts over all prompts; `same_text` of greedy runs only (None above temperature 0)."""
-    translation = getattr(drafter, "translation", None)
-    overlap = translation.overlap if translation else None
+def _row(
+    one: Candidate, own: float | None, k: int, made: Sequence[Generation], plain: Sequence[Generation]
+) -> dict[str, Any]:
+    """Counts over all prompts; `same_text` of greedy runs only (None above temperature 0).
+
+    `predicted_*` from `reach` and `own` alone (None where one is not known). `in_reach` is the share of the tokens that
+    were generated in the end which could be drafted: no draft could make `tau` larger than `tau_bound`, which follows
+    from it.
+    """
+    translation = getattr(one.drafter, "translation", None)
     drafted, accepted = sum(g.total_draft_tokens for g in made), sum(g.accepted_tokens for g in made)
-    rounds = sum(len(g.rounds) for g in made)
+    rounds, tokens = sum(len(g.rounds) for g in made), [token for g in made for token in g.token_ids]
+    can_draft = getattr(getattr(one.drafter, "model", None), "can_draft", None)
+    in_reach = sum(map(can_draft, tokens)) / len(tokens) if can_draft and tokens else 1.0
+    expected = None if own is None or one.reach is None else predict.predict(one.reach, k, own)
     greedy = all(g.temperature == 0 for g in made)
     return {
-        "vocabulary": name,
-        "translated": translation.how if translation else "not needed",
-        "pieces_shared": overlap.of_target if overlap else 1.0,
-        "text_shared": overlap.target_uses if overlap else 1.0,
+        "vocabulary": one.name,
+        "translated": str(translation.how) if translation else "not needed",
+        "pieces_shared": translation.overlap.of_target if translation else 1.0,
+        "text_shared": one.reach,
+        "predicted_rate": expected and expected.acceptance_rate,
+        "acceptance_rate": accepted / drafted if drafted else None,
         "drafted": drafted,
         "accepted": accepted,
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "tau": sum(len(g.token_ids) for g in made) / rounds if rounds else None,
+        "predicted_tau": expected and expected.tau,
+        "tau": len(tokens) / rounds if rounds else None,
+        "in_reach": in_reach,
+        "tau_bound": predict.bound(in_reach, k),
         "same_text": all(g.token_ids == p.token_ids for g, p in zip(made, plain, strict=True)) if greedy else None,
     }

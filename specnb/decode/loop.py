@@ -187,11 +187,18 @@ class _StoppingPicker:
 
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
         picked = self._chooser.pick(logits)  # first, so that a row that is not finite is refused
+        return picked if self._goes_on(logits) else None
+
+    def best(self, logits: np.ndarray) -> int | None:
+        token = self._chooser.best(logits)
+        return token if self._goes_on(logits) else None
+
+    def _goes_on(self, logits: np.ndarray) -> bool:
         if not self._control.goes_on(self._position, Belief.of(logits)):
-            return None
+            return False
         self.enough = self._control.enough(self._position)
         self._position += 1
-        return picked
+        return True
 
     def copies(self, support: int, k: int) -> int:
         return self._control.worth_copying(support, k)

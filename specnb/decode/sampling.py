@@ -113,6 +113,10 @@ class Chooser:
         row = self.sampling.probabilities(logits)
         return self.draws.categorical(row), row
 
+    def best(self, logits: np.ndarray) -> int:
+        """The likeliest token. Raises NonFiniteLogits."""
+        return argmax(logits)
+
     def copies(self, _support: int, k: int) -> int:
         """All of them: only a controller has reasons to propose fewer."""
         return k

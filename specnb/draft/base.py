@@ -35,6 +35,13 @@ class Picker(Protocol):
         """
         ...
 
+    def best(self, logits: np.ndarray) -> int | None:
+        """The likeliest token, at any temperature and without a draw: the choice of a deterministic drafter.
+
+        None ends drafting for this round, as of `pick`.
+        """
+        ...
+
     def copies(self, support: int, k: int) -> int:
         """How many of up to `k` tokens to propose that followed a match of `support` tokens."""
         ...

@@ -5,26 +5,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from specnb.draft.base import Drafter
+from specnb.draft.fit import Fit, Way, fit
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.draft.selfdraft import requantised_copy
-from specnb.draft.token_map import TokenMap
+from specnb.draft.token_map import TokenMap, Tokens
 from specnb.draft.translate import StringMatch, TokenIntersection, Translation
-from specnb.errors import FetchError, InputError, LoadError
+from specnb.errors import FetchError, InputError, LoadError, VocabularyMismatch
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.lm.vocab import first_difference, require_same
+from specnb.lm.vocab import require_same
 
 TRANSLATE = ("auto", "tokens", "strings", "refuse")
-ENOUGH_SHARED = 0.8
-"""Share of the tokens the target uses in an ordinary text from which on shared tokens draft better than strings.
-
-The temperature is not known when a drafter is chosen. Above 0 drafts are best drawn, which only shared tokens can be;
-strings pay where the target uses many tokens that the draft lacks. Tokens a round, shared tokens against strings, with
-a draft of SmolLM2-135M behind other vocabularies (K = 4, four prompts, 24 to 32 tokens): at temperature 0.8 2.51
-against 1.94 where 95 % is shared, 2.13 against 1.94 at 87 %, 1.71 against 1.78 at 77 %; greedy 2.78 against 2.72,
-2.56 against 2.56, 2.04 against 2.23.
-"""
+FORCED = {"tokens": Way.TOKENS, "strings": Way.STRINGS}
 
 
 class LoadedDrafter(NamedTuple):
@@ -61,20 +54,30 @@ def model_drafter(
 def fitted(model: LanguageModel, target: LanguageModel, translate: str = "auto") -> ModelDrafter | StringMatch:
     """An opened draft model as a drafter for `target`, translated where it must be; `translate`: see `load_drafter`.
 
-    Raises VocabularyMismatch where that is refused, or nothing is shared.
+    The way is that of `draft.fit`, which `compat.check` asks too. Raises VocabularyMismatch where translation is
+    refused, or there is no way.
     """
     if translate == "refuse":
         require_same(target.vocab, model.vocab, names=(target.name, model.name))
-    if first_difference(target.vocab, model.vocab) is None:
+    ours, theirs = Tokens(target), Tokens(model)
+    found = fit(ours, theirs)
+    if found.way is Way.SAME:
         return ModelDrafter(model)
-    pairs = TokenMap(target, model)
-    used = pairs.overlap.target_uses  # None: the target's tokenizer cannot write what the draft says
-    if translate == "auto" and not pairs.overlap.shared and used is None:
-        require_same(target.vocab, model.vocab, names=(target.name, model.name))
-    by_strings = used is not None and used < ENOUGH_SHARED
-    if translate == "strings" or (translate == "auto" and by_strings):
+    way = FORCED.get(translate, found.way)
+    if way is Way.NONE:
+        raise _no_way(model, target, found)
+    pairs = TokenMap(ours, theirs)
+    if way is Way.STRINGS:
         return StringMatch(model, target, pairs)
     return ModelDrafter(TokenIntersection(model, target, pairs))
+
+
+def _no_way(model: LanguageModel, target: LanguageModel, found: Fit) -> VocabularyMismatch:
+    return VocabularyMismatch(
+        f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind}): {found.overlap}, and "
+        "its text cannot be spelled in the target's tokens. Use a drafter with the target's tokenizer, a requantised "
+        "copy of the target (--drafter self), or --drafter lookup, which needs no draft model"
+    )
 
 
 def _self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: Any) -> ModelDrafter | StringMatch:
@@ -100,8 +103,8 @@ def load_drafter(
 
     `translate` says what happens to a draft model with another vocabulary: "tokens" drafts with the shared pieces
     (`TokenIntersection`), "strings" spells its text in the target's tokens (`StringMatch`), "refuse" raises
-    VocabularyMismatch. "auto" takes tokens where the target mostly uses shared ones (ENOUGH_SHARED), else strings;
-    vocabularies that differ in padding only share everything, and lose nothing.
+    VocabularyMismatch. "auto" takes tokens where the target mostly uses shared ones, else strings (`draft.fit`);
+    where the ids that both have mean the same, rows are sliced, and nothing is lost.
     """
     try:
         make = KINDS[what] if what in KINDS else partial(model_drafter, what)

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from specnb.draft.base import Picker, Proposal
+from specnb.draft.fit import Way
 from specnb.draft.spelling import CONTEXT, HEALED, GrowingSpelling, Longest, whole_characters, written
-from specnb.draft.token_map import Overlap, TokenMap, columns, same_up_to_padding
+from specnb.draft.token_map import Overlap, Tokenizing, TokenMap, Tokens, columns
 from specnb.errors import VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 
@@ -24,9 +25,9 @@ DRAFTS_PER_TOKEN = 3
 
 
 class Translation(NamedTuple):
-    """How a drafter gets from its vocabulary to the target's: by `padding` alone, shared `tokens`, or `strings`."""
+    """How a drafter gets from its vocabulary to the target's: by slicing alone, shared tokens, or strings."""
 
-    how: str
+    how: Way
     overlap: Overlap
 
     def __str__(self) -> str:
@@ -36,7 +37,7 @@ class Translation(NamedTuple):
 class TokenIntersection:
     """A draft model that reads and predicts the target's ids: a LanguageModel for `ModelDrafter`.
 
-    A row holds the draft's logits at shared pieces and -inf elsewhere; where vocabularies differ in padding only, that
+    A row holds the draft's logits at shared pieces and -inf elsewhere; where the ids that both have mean the same, that
     is the row itself, cut or filled up. The state is the wrapped model's, in its own ids: a shared token is one of
     its tokens, another is spelled, each by itself, so that n tokens can be rewound whatever they took. The wrapped
     model is not changed.
@@ -44,15 +45,14 @@ class TokenIntersection:
     Raises VocabularyMismatch when not one piece is shared.
     """
 
-    def __init__(self, model: LanguageModel, target: LanguageModel, token_map: TokenMap | None = None) -> None:
-        self._map = token_map or TokenMap(target, model)
+    def __init__(self, model: LanguageModel, target: Tokenizing, token_map: TokenMap | None = None) -> None:
+        self._map = token_map or TokenMap(Tokens(target), Tokens(model))
         if not len(self._map.draft_ids):
             raise VocabularyMismatch(
                 f"{target.name} ({target.vocab.kind}) and {model.name} ({model.vocab.kind}) share not one token: "
                 "use a drafter with the target's tokenizer, or --drafter lookup, which needs no draft model"
             )
-        how = "padding" if same_up_to_padding(target.vocab, model.vocab) else "tokens"
-        self.translation = Translation(how, self._map.overlap)
+        self.translation = Translation(Way.SLICING if self._map.is_slice else Way.TOKENS, self._map.overlap)
         self.model, self.name, self.vocab = model, model.name, target.vocab
         self.caps = replace(model.caps, details={**model.caps.details, "translation": str(self.translation)})
         self.encode = target.encode
@@ -64,6 +64,10 @@ class TokenIntersection:
     @property
     def n_past(self) -> int:
         return len(self._sizes)
+
+    def can_draft(self, token: int) -> bool:
+        """Whether a token of the target is among those that can be drafted."""
+        return token in self._map
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         rows = check_forward(self, ids, n_logits)
@@ -130,17 +134,20 @@ class StringMatch:
 
     The last token of a proposal may be the beginning of a longer one. To hold it back takes one more draft step a
     round; with a draft whose pieces are split in two (30 %, 80 % of them) that gained nothing greedily, and at most
-    0.1 tokens a round at temperature 0.8.
+    0.1 tokens a round at temperature 0.8. So the drafts for one K are not the first of those for a larger one
+    (`nested`), and a recording answers for one K only (`measure.trace.follow`).
 
     Raises VocabularyMismatch when target or draft has no tokenizer.
     """
+
+    nested = False
 
     def __init__(self, model: LanguageModel, target: LanguageModel, token_map: TokenMap | None = None) -> None:
         for one in (target, model):
             if one.vocab.kind == "none":
                 raise VocabularyMismatch(f"{one.name} was opened without a tokenizer: its tokens are no text to draft")
-        self._map = token_map or TokenMap(target, model)
-        self.translation = Translation("strings", self._map.overlap)
+        self._map = token_map or TokenMap(Tokens(target), Tokens(model))
+        self.translation = Translation(Way.STRINGS, self._map.overlap)
         self.model, self.name, self.vocab = model, model.name, target.vocab
         self._target = target
         self._spelling = GrowingSpelling(model)
@@ -173,10 +180,9 @@ class StringMatch:
             logits = self.model.forward(feed, n_logits=1)[0]
             forward_s += perf_counter() - began
             self._fed = list(drafted)
-            # the picker has its say on whether to go on; the draft is the best token at any temperature, since
-            # a point mass is kept with its probability under the target
-            token = int(np.argmax(logits))
-            if rng.pick(logits) is None or token in vocab.control or not vocab.pieces[token]:
+            # the best token at any temperature, since a point mass is kept with its probability under the target
+            token = rng.best(logits)
+            if token is None or token in vocab.control or not vocab.pieces[token]:
                 break
             drafted.append(token)
             text += vocab.pieces[token]
@@ -208,11 +214,11 @@ class StringMatch:
             self.model.rewind(surplus)
 
     def _follow(self, tokens: Sequence[int]) -> None:
-        """Spell the tokens that are new: text as text, control tokens as the draft's own."""
+        """Spell the tokens that are new: text as text, control tokens as the draft's own where it has their like."""
         text, vocab = bytearray(), self._target.vocab
         for token in tokens[self._seen :]:
             own = self._map.draft_of(token) if token in vocab.control else None
-            if own is None:
+            if own is None:  # text, or a control token that is read as the text it is written with
                 text += vocab.pieces[token]
                 continue
             self._spelling.add(bytes(text))

@@ -7,12 +7,15 @@ from hypothesis import strategies as st
 
 from specnb.decode.control import ConfidenceStop, FixedK
 from specnb.decode.generate import generate
-from specnb.decode.sampling import Chooser, Sampling
+from specnb.decode.sampling import Sampling
 from specnb.draft.base import Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import GrowingSpelling
 from specnb.draft.token_map import SAMPLE
 from specnb.draft.translate import StringMatch, TokenIntersection
+from specnb.errors import InputError
+from specnb.measure.replay import fixed_k
+from specnb.measure.trace import follow
 from tests.laws.enumerate import total_variation
 from tests.laws.test_distribution import SETTINGS, closed_form_law, speculative_law
 from tests.laws.vocabularies import Respelled, model, rewritten
@@ -42,13 +45,6 @@ def strings(target, draft):
     return StringMatch(draft, target)
 
 
-class WithoutDraws(StringMatch):
-    """The picker's draws change nothing here (units), but the enumeration would follow each of them."""
-
-    def propose(self, tokens, k, rng):
-        return super().propose(tokens, k, Chooser(Sampling(), rng.draws))
-
-
 def pair(name, seed):
     ours, theirs = PAIRS[name]
     return model(ours, order=2, seed=seed), model(theirs, seed=100 + seed)
@@ -71,26 +67,17 @@ def test_shared_tokens_keep_the_law(name, sampling, rule):
 @pytest.mark.parametrize("name", PAIRS)
 def test_strings_keep_the_law(name, sampling, rule):
     target, draft = pair(name, seed=2)
-    law = speculative_law(target, WithoutDraws(draft, target), sampling, n=3, k=2, rule=rule)
+    law = speculative_law(target, StringMatch(draft, target), sampling, n=3, k=2, rule=rule)
     assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["shuffled", "the draft spells", "each spells"])
-def test_strings_keep_the_law_with_every_draw_that_is_made(name):
-    target, draft = pair(name, seed=3)
-    sampling = Sampling(temperature=0.9)
-    law = speculative_law(target, StringMatch(draft, target), sampling, n=3, k=1)
-    assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
-
-
-@pytest.mark.parametrize("make", [tokens, WithoutDraws], ids=["tokens", "strings"])
+@pytest.mark.parametrize("make", [tokens, strings])
 def test_longer_blocks_and_an_end_inside_them_keep_the_law(make):
     """The end of generation has other ids in the two vocabularies; a block ends with it."""
     sampling = Sampling(temperature=1.0)
     target = model((b"a", b"<e>", b"b"), order=2, seed=5, eog=frozenset({1}), special=frozenset({1}))
     draft = model((b"<e>", b"b", b"a"), seed=6, eog=frozenset({0}), special=frozenset({0}))
-    made = make(target, draft) if make is tokens else make(draft, target)
-    law = speculative_law(target, made, sampling, n=4, k=3, prompt=(0, 2, 0))
+    law = speculative_law(target, make(target, draft), sampling, n=4, k=3, prompt=(0, 2, 0))
     assert total_variation(law, closed_form_law(target, sampling, 4, prompt=(0, 2, 0))) < 1e-9
 
 
@@ -165,7 +152,7 @@ def test_a_map_in_another_order_breaks_the_law(name):
 def test_strings_that_claim_a_row_break_the_law():
     """The drafted text was chosen, not drawn: reporting the draft's softmax as q would bias the output."""
 
-    class WithRow(WithoutDraws):
+    class WithRow(StringMatch):
         def propose(self, tokens, k, rng):
             made = super().propose(tokens, k, rng)
             q = rng.sampling.probabilities(np.array([0.3, 0.2, 0.1]))
@@ -217,6 +204,39 @@ def test_rounds_end_with_the_loops_own_state(name, make):
             assert len(r.draft_ids) == r.k <= 4 and r.committed_ids[: r.n_accepted] == r.draft_ids[: r.n_accepted]
         accepted, drafted = accepted + made.accepted_tokens, drafted + made.total_draft_tokens
     assert 0 < accepted <= drafted
+
+
+# --- replay ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_strings_are_replayed_integer_for_integer_at_the_k_they_were_followed_with(name):
+    for seed in range(3):
+        target, draft = pair(name, seed)
+        made = generate(target, PROMPT, max_new_tokens=30)
+        for k in (1, 2, 5):
+            (recording,) = follow(target, [strings(target, draft)], made, k_max=k, max_new_tokens=30, only_k_max=True)
+            replayed = fixed_k(recording, k)
+            live = generate(target, PROMPT, drafter=strings(target, draft), k=k, max_new_tokens=30)
+            counts = len(live.rounds), live.total_draft_tokens, live.accepted_tokens
+            assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts
+
+
+def test_strings_are_not_followed_for_every_k_at_once_because_that_would_be_wrong():
+    """The drafts for a small K are not the first of those for a large one: one recording gives other counts."""
+    target, draft = pair("each spells", seed=0)
+    made = generate(target, PROMPT, max_new_tokens=30)
+    with pytest.raises(InputError, match="only_k_max, K by K"):
+        follow(target, [strings(target, draft)], made, k_max=8, max_new_tokens=30)
+    wrong = 0
+    for seed in range(10):
+        target, draft = pair("each spells", seed)
+        made = generate(target, PROMPT, max_new_tokens=30)
+        (recording,) = follow(target, [strings(target, draft)], made, k_max=8, max_new_tokens=30, only_k_max=True)
+        for k in (1, 2, 3, 5):
+            live = generate(target, PROMPT, drafter=strings(target, draft), k=k, max_new_tokens=30)
+            wrong += fixed_k(recording, k).accepted != live.accepted_tokens
+    assert wrong > 0
 
 
 # --- the real model -------------------------------------------------------------------------------------------------

@@ -53,20 +53,21 @@ def is_mistake(result, *parts):
 def test_a_pair_is_told_with_its_findings_and_what_others_say(specnb):
     code, out, _ = specnb("compat", "deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct")
     assert code == 0 and "needs translation" in out and "7 ids mean other texts" in " ".join(out.split())
-    assert "llama.cpp: refuses: add_bos True and False" in out
+    assert "llama.cpp: refuses: add_bos True and False" in out and "can be drafted. At K = 4" in out
 
 
 def test_a_pair_as_one_document(specnb):
     code, out, _ = specnb("compat", "qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", "--json")
     document = json.loads(out)
     assert code == 0 and document["verdict"] == "works with slicing" and document["llama_cpp"]["accepts"] is True
-    assert document["overlap"]["n_different"] == 0 and document["findings"][0]["remedy"]
+    assert document["ids"]["n_different"] == 0 and document["way"] == "slicing" and document["findings"][0]["remedy"]
 
 
 def test_more_models_make_a_matrix(specnb):
     code, out, _ = specnb("compat", "gpt-neox", "mpt", "llama-3.2-1b-instruct", "--json")
     rows = json.loads(out)
     assert code == 0 and [r["verdict"] for r in rows[:2]] == ["drop-in", "unknown"] and len(rows) == 6
+    assert [r["way"] for r in rows[:2]] == ["same ids", None]
     code, out, _ = specnb("compat", "gpt-neox", "mpt", "gpt-2")
     assert code == 0 and out.count("drop-in") == 2 and out.count("True") == 4
 
@@ -102,7 +103,7 @@ def models(monkeypatch):
         (["--k", "-1"], ["k must be 0 or more, got -1"]),
         (["--rule", "tree"], ["unknown verification rule 'tree'"]),
         (["--temperature", "-1"], ["temperature must be 0", "-1.0"]),
-        (["--draft", "other"], ["disagree on what token id 0 means"]),
+        (["--draft", "other"], ["cannot draft for", "0 pieces shared"]),
         (["--draft", "damaged", "--strict"], ["damaged.gguf is no model, or half of one"]),
         (["--stop", "\udcff"], ["no text in UTF-8"]),
         (["--chat"], ["no chat template"]),

@@ -7,10 +7,11 @@ import pytest
 
 from specnb.book import compat as figures
 from specnb.compat import shelf
+from specnb.compat.by_id import compare
 from specnb.compat.check import Verdict, check, matrix
 from specnb.compat.description import Description, Rope, State
 from specnb.compat.findings import Severity
-from specnb.compat.overlap import Pieces, overlap
+from specnb.compat.foreign import tokens_of
 from specnb.errors import InputError, LoadError
 from specnb.lm.vocab import Vocabulary
 
@@ -52,10 +53,11 @@ def test_the_verdict_and_what_others_say(draft, verdict, llama, hf):
 
 def test_the_overlap_counts_from_id_zero_and_leaves_padding_out():
     a, b = made(b"a", b"b", b"c", padding=2), made(b"a", b"x", b"b", b"y")
-    found = overlap(Pieces.of(a), Pieces.of(b))
+    found = compare(tokens_of(a), tokens_of(b))
     assert (found.first_difference, found.n_different, found.only_target, found.only_draft) == (1, 2, 0, 1)
     assert found.examples == ((1, b"b", b"x"), (2, b"c", b"b"))
-    assert found.shared == 2 and found.share_target == pytest.approx(2 / 3) and found.share_draft == 0.5
+    shared = check(a, b).overlap
+    assert shared.shared == 2 and shared.of_target == pytest.approx(2 / 3) and shared.of_draft == 0.5
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,25 @@ def test_a_tokenizer_that_cannot_be_opened_costs_no_verdict():
     assert len(matrix([PLAIN, replace(PLAIN, name="other", encode=broken)])) == 2
 
 
+def test_the_verdict_says_what_it_predicts_and_says_nothing_where_it_cannot():
+    report = check(shelf.describe("smollm2"), shelf.describe("gpt-2"))
+    assert report.way == "tokens" and 0.9 < report.reach < 1 and "by tokens" in report.summary()
+    assert f"{report.reach:.1%} can be drafted" in report.expectation() and "At K = 7" in report.expectation(7)
+    assert check(PLAIN, PLAIN).reach == 1.0 and "100% accepted and 5.00 tokens" in check(PLAIN, PLAIN).expectation()
+    for draft in (replace(PLAIN, vocab=None), made(*[p + p for p in ABC]), made(*ABC[::-1])):
+        assert check(PLAIN, draft).expectation() == "", "no tokenizer here could write the ordinary text"
+
+
+def test_a_tokenizer_that_is_not_at_hand_says_where_it_is_to_be_had():
+    report = check(shelf.describe("llama-3.2-1b-instruct"), shelf.describe("smollm2"))
+    (finding,) = (f for f in report.findings if f.topic == "pieces")
+    assert (finding.target, finding.draft) == ("not at hand", "at hand")
+    assert "hf:meta-llama/Llama-3.2-1B-Instruct" in finding.remedy and "hf auth login" in finding.remedy
+    assert "smollm2" not in finding.remedy and report.verdict == Verdict.UNKNOWN and report.way is None
+    (finding,) = (f for f in check(PLAIN, replace(PLAIN, vocab=None)).findings if f.topic == "pieces")
+    assert "file or folder with the tokenizer of m" in finding.remedy
+
+
 def test_control_tokens_and_text_never_stand_for_one_another():
     special = replace(PLAIN, vocab=replace(PLAIN.vocab, pieces=PLAIN.vocab.pieces[::-1], special=frozenset(range(12))))
     assert check(PLAIN, special).verdict == Verdict.IMPOSSIBLE
@@ -162,10 +183,10 @@ def test_every_row_of_the_reports_table(target, draft, verdict, llama, beside):
 def test_what_the_report_took_for_reasons():
     """152,064 against 151,936 is padding; what parts R1 from Qwen2.5 is an added BOS and seven ids."""
     padded = check(shelf.describe("deepseek-r1-distill-qwen-32b"), shelf.describe("deepseek-r1-distill-qwen-1.5b"))
-    assert padded.overlap.n_different == 0 and topics(padded, Severity.LOWERS) == set()
+    assert padded.ids.n_different == 0 and topics(padded, Severity.LOWERS) == set()
     other = check(shelf.describe("deepseek-r1-distill-qwen-32b"), shelf.describe("qwen2.5-0.5b-instruct"))
     assert other.llama_cpp.reason == "add_bos True and False"
-    assert (other.overlap.first_difference, other.overlap.n_different) == (151643, 7)
+    assert (other.ids.first_difference, other.ids.n_different) == (151643, 7)
     bos = check(shelf.describe("qwen3-coder-480b-a35b-instruct"), shelf.describe("qwen3-0.6b"))
     (finding,) = (f for f in bos.findings if f.topic == "BOS")
     assert (finding.target, finding.draft, finding.severity) == ("11", "151643", Severity.NOTE)
@@ -194,7 +215,7 @@ def test_a_matrix_needs_two_models_each_once():
 
 def test_a_report_is_plain_json():
     document = json.loads(json.dumps(check(PLAIN, made(*ABC[::-1], name="other")).to_json()))
-    assert document["verdict"] == "needs translation" and document["overlap"]["examples"][0] == [0, "61", "6c"]
+    assert document["verdict"] == "needs translation" and document["ids"]["examples"][0] == [0, "61", "6c"]
     assert document["findings"][0]["severity"] == "breaks"
 
 

@@ -4,8 +4,10 @@ import struct
 
 import pytest
 
-from specnb.compat.read import describe
+from specnb.compat import gguf_header
+from specnb.compat.read import describe, opens
 from specnb.errors import FetchError, InputError
+from specnb.lm import binding, zoo
 from tests.units.test_gguf_header import bpe_file, letters_and
 from tests.units.test_hf_folder import byte_level_tokenizer, folder_of, line, tiktoken
 
@@ -64,6 +66,29 @@ def test_a_gguf_by_another_name_is_refused_by_its_content(tmp_path):
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + b"\xff")
     with pytest.raises(InputError, match=r"tokenizer\.json"):
         describe(path)
+
+
+def test_a_copy_of_another_type_is_not_made_to_read_its_header(tmp_path, monkeypatch):
+    shipped, asked = bpe_file(tmp_path, letters_and()), []
+    monkeypatch.setattr(zoo, "path", lambda name: asked.append(name) or shipped)
+    monkeypatch.setattr(binding, "requantize", lambda *_: pytest.fail("a model was requantised"))
+    copy, base = describe("smollm2-135m:q4_0"), describe("smollm2-135m")
+    assert asked == ["smollm2-135m", "smollm2-135m"] and copy.quantisation == "q4_0"
+    assert copy.vocab.digest == base.vocab.digest and copy.name == "smollm2-135m:q4_0"
+
+
+def test_what_can_be_run_is_told_from_what_only_describes(tmp_path):
+    folder = folder_of(tmp_path / "m", byte_level_tokenizer())
+    assert [opens(n) for n in ("smollm2-135m:q4_0", "hf:a/b?revision=x", folder, "x.gguf")] == [True] * 4
+    assert [opens(n) for n in ("gpt-2", "qwen3-0.6b", folder / "tokenizer.json", "o.tiktoken")] == [False] * 4
+
+
+@pytest.mark.model
+def test_a_copys_header_is_that_of_the_file_as_shipped_but_for_its_type():
+    made, told = gguf_header.describe(zoo.path("smollm2-135m:q4_0")), describe("smollm2-135m:q4_0")
+    assert made.vocab.digest == told.vocab.digest and made.quantisation == told.quantisation == "q4_0"
+    for key in ("bos", "eos", "pad", "eot", "add_bos", "add_eos", "added", "normalizer", "merges", "n_ctx", "rope"):
+        assert getattr(made, key) == getattr(told, key), key
 
 
 @pytest.mark.model

@@ -1,20 +1,25 @@
 """A draft model behind other vocabularies: what the trial counts, and that nothing is lost or left open."""
 
+import json
+
 import pytest
 
 from specnb.book import compat as figures
-from specnb.compat import shelf, trial
+from specnb.compat import predict, shelf, trial
 from specnb.compat.description import Description
 from specnb.compat.foreign import Family, speaking
 from specnb.decode.generate import generate
+from specnb.draft.fit import Way
 from specnb.draft.load import fitted
+from specnb.draft.token_map import Overlap
+from specnb.draft.translate import Translation
 from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 from specnb.params import CompatibilityParams
 
 SMALL = CompatibilityParams(
-    target="t", draft_model="d", families=["turned", "half"], prompts_per_category=1, max_new_tokens=20
+    target="t", draft="turned", draft_model="d", families=["half"], prompts_per_category=1, max_new_tokens=20
 )
 
 
@@ -47,9 +52,10 @@ def reading(order=2, sharpness=1.5, name="toy"):
 
 @pytest.fixture
 def models(monkeypatch):
-    opened = {"t": reading(name="t"), "d": reading(sharpness=1.0, name="d")}
+    opened = {"t": reading(name="t"), "d": reading(sharpness=1.0, name="d"), "e": reading(order=1, name="e")}
     monkeypatch.setattr(trial, "load", opened.__getitem__)
     monkeypatch.setattr(trial, "describe", FAMILIES.__getitem__)
+    monkeypatch.setattr(trial, "opens", opened.__contains__)
     return opened
 
 
@@ -59,7 +65,7 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     rows = record.measurements["trial"]
     assert [r["vocabulary"] for r in rows] == [trial.OWN, "turned", "half"]
     assert [done for done, _, _ in seen] == list(range(8)) and {total for _, total, _ in seen} == {8}
-    assert len(record.generations) == 2 * 4 and all(m.closed == 1 for m in models.values())
+    assert len(record.generations) == 2 * 4 and [m.closed for m in models.values()] == [1, 1, 0]
     assert all(r["same_text"] and 0 <= r["accepted"] <= r["drafted"] for r in rows)
     own, turned, half = rows
     assert own["translated"] == "not needed" and own["pieces_shared"] == 1
@@ -73,6 +79,54 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     )
 
 
+def test_what_was_predicted_stands_beside_what_came_of_it(models):
+    rows = trial.run(SMALL).measurements["trial"]
+    own, turned, half = rows
+    assert all(0 <= r["in_reach"] <= 1 and r["tau"] <= r["tau_bound"] + 1e-9 for r in rows)
+    assert own["predicted_rate"] == pytest.approx(own["acceptance_rate"], abs=0.1), "the same run, as one number"
+    # no toy writes the ordinary text, so the share of it that is in reach is not known, and nothing is predicted
+    assert turned["text_shared"] is half["text_shared"] is turned["predicted_rate"] is half["predicted_tau"] is None
+    assert turned["in_reach"] == 1.0 > half["in_reach"] > 0 and half["tau_bound"] < turned["tau_bound"] == 1 + SMALL.k
+
+
+@pytest.mark.parametrize(
+    ("how", "uses", "spoken", "reach"),
+    [("tokens", 0.9, 0.7, 0.9), ("slicing", 0.9, 0.7, 0.9), ("strings", 0.6, 0.7, 0.7), ("strings", 0.6, 1.0, 1.0)],
+)
+def test_a_stand_in_reaches_what_it_can_say_and_what_the_map_lets_through(how, uses, spoken, reach):
+    class Drafter:
+        translation = Translation(Way(how), Overlap(5, 10, 10, uses, 0.5))
+
+    assert trial._candidate("x", Drafter(), spoken).reach == reach
+
+
+def test_a_prediction_is_made_from_the_drafts_own_run_and_the_reach_alone(models, monkeypatch):
+    candidate = trial._candidate
+    monkeypatch.setattr(
+        trial, "_candidate", lambda *a, **o: candidate(*a, **o)._replace(reach=1.0 if a[0] == trial.OWN else 0.8)
+    )
+    own, turned, _ = trial.run(SMALL).measurements["trial"]
+    made = trial.run(SMALL).generations[2:4]
+    expected = predict.predict(0.8, SMALL.k, predict.chance_of(made))
+    assert (turned["predicted_rate"], turned["predicted_tau"]) == (expected.acceptance_rate, expected.tau)
+    assert own["predicted_tau"] > turned["predicted_tau"]
+
+
+def test_a_draft_model_of_another_family_is_no_measure_of_itself(models, monkeypatch):
+    """Its own run is a translated one, so nothing follows from it for the others."""
+    monkeypatch.setitem(models, "d", speaking(reading(sharpness=1.0), Family(FAMILIES["half"])))
+    rows = trial.run(SMALL).measurements["trial"]
+    assert rows[0]["translated"] == "tokens" and not any(r["predicted_rate"] for r in rows)
+
+
+def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models):
+    record = trial.run(SMALL.model_copy(update={"draft": "e", "families": []}))
+    own, other = record.measurements["trial"]
+    assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None
+    assert record.generations[-1].drafter == "e" and [m.closed for m in models.values()] == [1, 1, 1]
+    assert own["predicted_rate"] is not None and "e" in json.dumps(record.provenance["models"])
+
+
 def test_what_was_made_before_an_error_is_saved(models, monkeypatch):
     saved = []
     monkeypatch.setattr("specnb.measure.experiment.save", saved.append)
@@ -80,7 +134,7 @@ def test_what_was_made_before_an_error_is_saved(models, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         trial.run(SMALL)
     assert saved[0].status == "failed" and len(saved[0].generations) == 4
-    assert all(m.closed == 1 for m in models.values())
+    assert [m.closed for m in models.values()] == [1, 1, 0]
 
 
 def test_a_family_without_pieces_or_with_nothing_in_common_is_refused():
@@ -101,7 +155,10 @@ def test_the_figure_shows_each_vocabulary(models):
 
     table = pd.DataFrame(trial.run(SMALL).measurements["trial"]).assign(text_shared=[1.0, 1.0, 0.5])
     figure = figures.overlap_against_acceptance(table)
-    assert [t.name.split(" (")[0] for t in figure.data] == table["vocabulary"].tolist()
+    *marks, predicted = figure.data
+    assert [t.name.split(" (")[0] for t in marks] == table["vocabulary"].tolist()
+    assert predicted.name == "predicted from the first" and list(predicted.text) == [trial.OWN]
+    assert len(figures.overlap_against_acceptance(table.assign(predicted_rate=None)).data) == len(marks)
     with pytest.raises(InputError, match="overlap"):
         figures.overlap_against_acceptance(table.assign(text_shared=None))
     with pytest.raises(InputError, match="no pair"):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specnb.compat import bounded_json, hf_folder, tiktoken_file
+from specnb.compat import bounded_json, hf_folder, hf_tokenizer, shelf, tiktoken_file
 from specnb.compat.description import Description, Rope, State
 from specnb.compat.hf_folder import describe
 from specnb.compat.pieces import ALPHABET
@@ -649,7 +649,8 @@ def test_only_small_files_are_asked_for(monkeypatch, folder):
         huggingface_hub, "snapshot_download", lambda repo, **o: asked.update(o, repo=repo) or str(folder)
     )
     describe("hf:org/tiny")
-    assert asked == {"repo": "org/tiny", "allow_patterns": [*hf_folder.SMALL_FILES, *hf_folder.OTHER_TOKENIZERS]}
+    patterns = [*hf_folder.SMALL_FILES, *hf_folder.OTHER_TOKENIZERS]
+    assert asked == {"repo": "org/tiny", "revision": "main", "allow_patterns": patterns}
     assert not any("safetensors" in name or name.endswith((".bin", ".py")) for name in asked["allow_patterns"])
 
 
@@ -697,6 +698,51 @@ def test_a_tiktoken_file_that_cannot_be_is_one_error(tmp_path, lines, words):
 def test_json_of_a_bounded_size_only(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"a": 1}')
-    assert bounded_json.read_json(path, 8).values == {"a": 1}
+    assert bounded_json.read_json(path, 8, 2).values == {"a": 1}
     with pytest.raises(InputError, match="more than 7 bytes"):
-        bounded_json.read_json(path, 7)
+        bounded_json.read_json(path, 7, 2)
+
+
+def peak_of(read):
+    tracemalloc.start()
+    try:
+        read()
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak
+
+
+SMALLEST = ["[]", "{}", '"ab"', "1000", "1", "[[]]", "[1]", "1.5", '{"a":{}}', "null"]
+
+
+@pytest.mark.parametrize("value", SMALLEST)
+def test_what_is_parsed_takes_no_more_than_is_promised_for_its_values(tmp_path, value):
+    """The values that cost most for their text; 24 bytes a byte without the count."""
+    path = tmp_path / "x.json"
+    text = '{"a":[' + ",".join([value] * 60_000) + "]}"
+    path.write_text(text)
+    marks = sum(map(text.count, "[{,:"))
+    peak = peak_of(lambda: bounded_json.read_json(path, 1 << 24, marks))
+    assert peak < bounded_json.BYTES_A_VALUE * marks + 4 * len(text)
+    with pytest.raises(InputError, match=f"about {marks} values, more than {marks - 1}"):
+        bounded_json.read_json(path, 1 << 24, marks - 1)
+
+
+def test_a_tokenizer_of_nested_lists_is_refused_before_it_is_parsed(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"model":[' + "[]," * 8_000_000 + "[]]}")
+
+    def read():
+        with pytest.raises(InputError, match="values, more than"):
+            describe(path)
+
+    assert peak_of(read) < 3 * path.stat().st_size
+    folder = folder_of(tmp_path / "m", byte_level_tokenizer())
+    (folder / "config.json").write_text('{"a":[' + "[]," * 1_000_000 + "[]]}")
+    refused(folder, "config.json", "values")
+
+
+def test_the_count_leaves_room_for_the_largest_known_tokenizers():
+    gemma = shelf.describe("gemma-4")
+    assert 2 * gemma.n_tokens + 3 * gemma.merges.count < hf_tokenizer.MAX_TOKENIZER_VALUES / 3

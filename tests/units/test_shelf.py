@@ -170,12 +170,11 @@ def test_the_list_of_smollm2_is_the_zoos_model_and_can_be_made_again(tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_models_description_says_what_was_written_from_memory(name):
+def test_a_models_description_says_what_was_written_from_memory_and_what_is_llama_cpps(name):
     entry, described = shelf.facts(name), shelf.describe(name)
     assert described.name == name and described.source.startswith("facts: ")
     assert entry.source in described.source
-    said = described.source.partition("; from memory: ")[2].partition("; llama.cpp's default")[0]
-    assert tuple(said.split(", ")) == (entry.from_memory or ("",))
+    assert described.from_memory == entry.from_memory and "from memory" not in described.source
     said = described.source.partition("; llama.cpp's default: ")[2]
     assert tuple(said.split(", ")) == (entry.defaults or ("",))
 

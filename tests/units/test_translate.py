@@ -1,5 +1,7 @@
 """Two vocabularies: which ids mean the same, how text becomes tokens bit by bit, and the state after every round."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,11 +13,12 @@ from specnb.decode.loop import _StoppingPicker
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft import load as load_module
 from specnb.draft.base import Proposal, TokenView
+from specnb.draft.fit import Way
 from specnb.draft.load import LoadedDrafter, load_drafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import HEALED, GrowingSpelling, Longest, whole_characters, written
-from specnb.draft.token_map import SAMPLE, TokenMap, columns, same_up_to_padding
+from specnb.draft.token_map import SAMPLE, TokenMap, Tokens, columns, ids_agree
 from specnb.draft.translate import StringMatch, TokenIntersection
 from specnb.errors import InputError, NonFiniteLogits, VocabularyMismatch
 from specnb.lm import toy
@@ -30,8 +33,12 @@ def chooser(temperature=0.0, seed=0):
     return Chooser(Sampling(temperature), Draws(np.random.default_rng(seed)))
 
 
+def mapped(target, draft):
+    return TokenMap(Tokens(target), Tokens(draft))
+
+
 def pairs(target, draft):
-    found = TokenMap(target, draft)
+    found = mapped(target, draft)
     return dict(zip(found.draft_ids.tolist(), found.target_ids.tolist(), strict=True))
 
 
@@ -44,16 +51,16 @@ ANY = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"\xf0\x9f", b"<s>", b"
 def test_a_pair_has_equal_bytes_and_both_are_text_or_both_control(ours, theirs, special):
     target = model(ours, special=frozenset(i for i in special if i < len(ours)))
     draft = model(theirs, special=frozenset(i for i, p in enumerate(theirs) if p == b"<s>"))
-    made = TokenMap(target, draft)
+    made = mapped(target, draft)
     assert made.draft_ids.tolist() == sorted(set(made.draft_ids.tolist())), "in the order of ids"
     assert len(set(made.target_ids.tolist())) == len(made.target_ids), "one to one"
     for d, t in zip(made.draft_ids, made.target_ids, strict=True):
         assert theirs[d] == ours[t] != b""
-        if not same_up_to_padding(target.vocab, draft.vocab):
+        if not ids_agree(Tokens(target), Tokens(draft)):
             assert (d in draft.vocab.special) == (t in target.vocab.special)
         assert made.draft_of(t) == d
     kinds = [{(p, i in m.vocab.special) for i, p in enumerate(m.vocab.pieces) if p} for m in (target, draft)]
-    if not same_up_to_padding(target.vocab, draft.vocab):
+    if not ids_agree(Tokens(target), Tokens(draft)):
         assert len(made.draft_ids) == len(kinds[0] & kinds[1]), "nothing shared is left out"
 
 
@@ -73,9 +80,47 @@ def test_control_tokens_meet_only_control_tokens_of_the_same_text():
     target = model([b"<s>", b"</s>", b"a", b"<x>"], special=frozenset({0, 1}), bos=0, eos=1, eog=frozenset({1}))
     draft = model([b"a", b"<s>", b"<x>", b"</s>"], special=frozenset({2, 3}), bos=3, eos=3, eog=frozenset({3}))
     assert pairs(target, draft) == {0: 2, 3: 1}, "not <s>, which is text in the draft, nor <x>"
-    made = TokenMap(target, draft)
-    assert made.draft_of(0) == 3, "but where the draft reads, BOS is its own BOS"
-    assert made.draft_of(3) is None
+    made = mapped(target, draft)
+    assert made.draft_of(0) is None is made.draft_of(3)
+
+
+def test_a_bos_before_every_text_is_the_drafts_own_and_one_that_says_more_is_not():
+    target = model([b"<s>", b"a", b"<u>"], special=frozenset({0, 2}), bos=0, add_bos=True)
+    draft = model([b"a", b"<b>", b"<", b"s", b"u", b">"], special=frozenset({1}), bos=1, eos=1)
+    assert mapped(target, draft).draft_of(0) == 1 and mapped(target, draft).draft_of(2) is None
+    target.vocab = replace(target.vocab, add_bos=False)
+    assert mapped(target, draft).draft_of(0) is None, "it is a mark among others, such as <|im_start|>"
+
+
+@pytest.mark.parametrize("make", [TokenIntersection, StringMatch])
+def test_a_control_token_that_the_draft_lacks_is_read_as_its_text(make):
+    """A draft that has learned what follows the mark's letters; read as an end of text, nothing would be left of it."""
+    target = rising_after(b"<u>", [b"<u>", b"a", b"b", b"c", b"d"])
+    target.vocab = replace(target.vocab, special=frozenset({0}), eos=None)
+    draft = rising_after(b"<u>", [b"a", b"b", b"c", b"d", b"<", b"u", b">", b"<e>"])
+    draft.vocab = replace(draft.vocab, special=frozenset({7}), eos=7, eog=frozenset({7}))
+    drafter = make(draft, target)
+    drafter = ModelDrafter(drafter) if make is TokenIntersection else drafter
+    made = generate(target, [1, 0], drafter=drafter, k=2, max_new_tokens=12)
+    whole = draft._ids if make is TokenIntersection else drafter._spelling.ids
+    assert whole[:4] == [0, 4, 5, 6] and 7 not in whole
+    assert made.acceptance_rate == 1.0
+
+
+def rising_after(mark, pieces):
+    """Goes a, b, c, d, a … once `mark` is somewhere before in the text, and d, c, b, a … where it is not."""
+    order = [pieces.index(bytes([c])) for c in b"abcd"]
+
+    def logits_of(prefix):
+        row = np.zeros(len(pieces))
+        step = 1 if mark in b"".join(pieces[i] for i in prefix) else -1
+        at = order.index(prefix[-1]) if prefix[-1] in order else -1
+        row[order[(at + step) % 4]] = 5.0
+        return row
+
+    made = toy.ToyLM(logits_of, Vocabulary(tuple(pieces), kind="toy"))
+    made.__class__ = SpellingLM
+    return made
 
 
 class SentencePiece(SpellingLM):
@@ -103,7 +148,7 @@ def test_other_padding_is_the_identity_and_a_slice(wider):
     target, draft = model(pieces[wider]), model(pieces[1 - wider], seed=1)
     made = TokenIntersection(draft, target)
     assert pairs(target, draft) == {0: 0, 1: 1, 2: 2} and made._from == made._to == slice(0, 3)
-    assert made.translation.how == "padding" and made.translation.overlap.of_target == 1.0
+    assert made.translation.how is Way.SLICING and made.translation.overlap.of_target == 1.0
     row = made.forward([0, 2, 1])
     draft.reset()
     np.testing.assert_array_equal(row[:, :3], draft.forward([0, 2, 1])[:, :3])
@@ -434,7 +479,7 @@ def readers(share):
     [
         (1.0, "auto", ("ModelDrafter", "tokens")),
         (0.1, "auto", ("StringMatch", "strings")),
-        (0.0, "auto", ("StringMatch", "strings")),
+        (0.0, "strings", ("StringMatch", "strings")),
         (1.0, "strings", ("StringMatch", "strings")),
         (0.3, "tokens", ("ModelDrafter", "tokens")),
     ],
@@ -445,10 +490,37 @@ def test_the_overlap_decides_unless_told(monkeypatch, share, translate, expected
     loading(monkeypatch, draft)
     made = load_drafter("draft", target, strict=strict, translate=translate)
     assert kind_of(made) == expected and made.fallback is None
-    assert made.translation.overlap.shared == len(TokenMap(target, draft).draft_ids)
+    assert made.translation.overlap.shared == len(mapped(target, draft).draft_ids)
     assert generate(target, "for", drafter=made.drafter, k=3, max_new_tokens=8).token_ids == (
         generate(target, "for", max_new_tokens=8).token_ids
     )
+
+
+def test_not_a_piece_shared_but_text_that_both_write_goes_by_strings(monkeypatch):
+    target, silent = readers(0.0)
+    text = SAMPLE.encode()
+    pairs_of_letters = [text[i : i + 2] for i in range(0, len(text) - len(text) % 2, 2)]
+    draft = model([*dict.fromkeys(pairs_of_letters), text[-3:]], seed=2)
+    assert not len(mapped(target, draft).draft_ids)
+    loading(monkeypatch, draft)
+    assert kind_of(load_drafter("draft", target)) == ("StringMatch", "strings")
+    loading(monkeypatch, silent)
+    with pytest.raises(VocabularyMismatch, match="cannot be spelled"):
+        load_drafter("draft", target)
+
+
+@pytest.mark.parametrize("kind", ["wpm", "wordpiece"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_wordpiece_vocabulary_has_no_way_unless_its_ids_are_the_same(monkeypatch, kind, side):
+    pair = readers(1.0)
+    pair[side].vocab = replace(pair[side].vocab, kind=kind)
+    loading(monkeypatch, pair[1])
+    with pytest.raises(VocabularyMismatch, match=kind):
+        load_drafter("draft", pair[0])
+    padded = model([*LETTERS, b""])
+    padded.vocab = replace(padded.vocab, kind=kind)
+    loading(monkeypatch, padded)
+    assert kind_of(load_drafter("draft", pair[0])) == ("ModelDrafter", "slicing")
 
 
 def test_the_same_vocabulary_and_other_padding_need_no_choice(monkeypatch):
@@ -456,7 +528,7 @@ def test_the_same_vocabulary_and_other_padding_need_no_choice(monkeypatch):
     loading(monkeypatch, model(LETTERS))
     assert kind_of(load_drafter("draft", target)) == ("ModelDrafter", None)
     loading(monkeypatch, model([*LETTERS, b"", b""]))
-    assert kind_of(load_drafter("draft", target)) == ("ModelDrafter", "padding")
+    assert kind_of(load_drafter("draft", target)) == ("ModelDrafter", Way.SLICING)
     assert generate(target, "for", drafter="draft", k=3, max_new_tokens=8).accepted_tokens >= 0
 
 
@@ -483,6 +555,17 @@ def test_ids_without_a_tokenizer_mean_nothing(monkeypatch, translate):
     target = toy.ToyLM(lambda _: np.zeros(2), Vocabulary((b"<0>", b"<1>"), kind="none"))
     with pytest.raises(VocabularyMismatch):
         load_drafter("draft", target, translate=translate)
+
+
+def test_a_tokenizer_beside_one_that_has_none_is_a_mismatch(monkeypatch):
+    """Placeholders name ids; that one of them looks like a piece means nothing."""
+    target, _ = readers(1.0)
+    silent = model(LETTERS, seed=3)
+    silent.vocab = replace(silent.vocab, pieces=silent.vocab.pieces[::-1], kind="none")
+    for pair in ((target, silent), (silent, target)):
+        loading(monkeypatch, pair[1])
+        with pytest.raises(VocabularyMismatch):
+            load_drafter("draft", pair[0])
 
 
 def test_a_wrong_choice_names_the_known_ones():

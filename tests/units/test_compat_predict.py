@@ -1,0 +1,106 @@
+"""Predicted acceptance: its formula against counting, its bound against every run, and what it does not claim."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specnb.compat.predict import bound, chance_of, predict, reach_of
+from specnb.decode.generate import generate
+from specnb.draft.fit import Fit, Way
+from specnb.draft.model import ModelDrafter
+from specnb.draft.token_map import Overlap
+from specnb.draft.translate import TokenIntersection
+from specnb.errors import InputError
+from specnb.lm import toy
+from specnb.lm.vocab import Vocabulary
+from tests.laws.vocabularies import model
+
+SHARE = st.floats(0, 1)
+
+
+@given(reach=SHARE, own=SHARE, k=st.integers(1, 24))
+def test_a_prediction_is_a_mean_over_all_outcomes_and_within_the_bound(reach, own, k):
+    made = predict(reach, k, own)
+    a = made.alpha
+    outcomes = [a**n * (1 - a if n < k else 1) for n in range(k + 1)]  # P(n drafts are kept)
+    kept = sum(n * p for n, p in enumerate(outcomes))
+    assert made.tau == pytest.approx(1 + kept) and made.acceptance_rate == pytest.approx(kept / k)
+    assert made.tau <= made.tau_bound + 1e-9 and 0 <= made.acceptance_rate <= 1
+
+
+@given(reach=SHARE, k=st.integers(1, 24))
+def test_the_bound_is_reached_by_a_perfect_draft_and_not_passed(reach, k):
+    """Tokens out of reach each end a round; those between them, spread as evenly as can be, are all drafted."""
+    n = 10_000
+    out = round(n * (1 - reach))
+    rounds = max(out, -(-n // (k + 1)))
+    assert n / rounds <= bound(1 - out / n, k) + 1e-9
+    assert n / rounds >= bound(1 - out / n, k) * 0.99
+
+
+PIECES = st.lists(st.sampled_from([b"a", b"b", b"c", b"d", b"ab", b""]), min_size=1, max_size=7)
+
+
+@given(
+    ours=PIECES, theirs=PIECES, seed=st.integers(0, 99), k=st.integers(1, 6), temperature=st.sampled_from([0.0, 0.8])
+)
+@settings(max_examples=200, deadline=None)
+def test_no_draft_by_shared_tokens_passes_the_bound(ours, theirs, seed, k, temperature):
+    """The draft thinks exactly as the target does, so only its reach holds it back."""
+    target = model([b"a", *ours], order=2, seed=seed)
+    shared = TokenIntersection(model([*theirs, b"a"], seed=seed), target)
+    made = generate(
+        target, [0], drafter=ModelDrafter(shared), k=k, max_new_tokens=40, temperature=temperature, seed=seed
+    )
+    in_reach = sum(map(shared.can_draft, made.token_ids))
+    assert made.accepted_tokens <= in_reach
+    assert made.tau <= bound(in_reach / len(made.token_ids), k) + 1e-9
+
+
+def test_a_draft_that_thinks_as_the_target_does_but_lacks_a_token_meets_the_bound_below_k():
+    """One token of four is out of reach; the draft counts what it has read, in whatever tokens."""
+    target, pieces = toy.cyclic(4), (b"a", b"b", b"x", b"d")
+
+    def logits_of(prefix):
+        row = np.zeros(4)
+        row[len(prefix) % 4] = 5.0
+        return row
+
+    lacking = TokenIntersection(toy.ToyLM(logits_of, Vocabulary(pieces, kind="toy")), target)
+    made = generate(target, [0], drafter=ModelDrafter(lacking), k=8, max_new_tokens=400)
+    assert not lacking.can_draft(2) and made.tau == pytest.approx(bound(3 / 4, 8), rel=0.03)
+
+
+def test_the_chance_counts_judged_drafts_only():
+    """Of K drafts those behind the first wrong one were not judged."""
+    target, draft = toy.markov(4, order=2, seed=3), toy.markov(4, order=1, seed=4)
+    made = [generate(target, [0, 1], drafter=draft, k=k, max_new_tokens=200) for k in (1, 4)]
+    alone, blocks = (chance_of([m]) for m in made)
+    assert alone == made[0].acceptance_rate, "one at a time all are judged, and the last round of one token drafts none"
+    kept = made[1].accepted_tokens
+    wrong = sum(r.n_accepted < r.k for r in made[1].rounds)
+    assert blocks == kept / (kept + wrong) > made[1].acceptance_rate
+    assert chance_of([generate(target, [0], max_new_tokens=5)]) is None
+
+
+def test_drafts_that_the_end_cut_off_are_no_rejections():
+    target = toy.cyclic(5)
+    target.vocab = toy.letters(5, eog=frozenset({3}))
+    made = generate(target, [0], drafter=toy.cyclic(5), k=8, max_new_tokens=40)
+    assert made.stop_reason == "eog" and made.accepted_tokens < made.total_draft_tokens and chance_of([made]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("way", "uses", "reach"),
+    [(Way.SAME, 0.9, 1.0), (Way.SLICING, 0.9, 0.9), (Way.TOKENS, 0.9, 0.9), (Way.TOKENS, None, None),
+     (Way.STRINGS, 0.3, 1.0), (Way.NONE, 0.3, 0.0)],
+)  # fmt: skip
+def test_reach_is_what_the_way_lets_through(way, uses, reach):
+    assert reach_of(Fit(way, Overlap(5, 10, 10, uses, 0.5))) == reach
+
+
+@pytest.mark.parametrize(("reach", "k", "own"), [(1.1, 4, 1.0), (-0.1, 4, 1.0), (0.5, 4, 1.5), (0.5, 0, 1.0)])
+def test_what_is_no_share_is_refused(reach, k, own):
+    with pytest.raises(InputError):
+        predict(reach, k, own)
