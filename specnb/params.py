@@ -119,27 +119,61 @@ class AdaptiveKParams(Params):
 class CompatibilityParams(Params):
     """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?
 
-    `models` are compared with one another, `target_name` and `draft_name` in every detail. `draft_model` drafts for
-    `target` behind the target's vocabulary and behind that of each of `families`.
+    `models` are compared with one another. `target` and `draft` are compared in every detail, and run. A draft that is
+    a vocabulary without weights is spoken by `draft_model`, and so is each of `families`, for comparison.
     """
 
     models: list[str] = Field(min_length=2, max_length=64, default=[
         "smollm2", "qwen2", "qwen2.5", "qwen3", "qwen3.5", "deepseek-r1-distill-qwen", "deepseek-v4", "gpt-2",
         "gpt-neox", "mpt", "falcon", "phi-3", "gemma-4", "bert-bge",
     ])  # fmt: skip
-    target_name: str = "deepseek-r1-distill-qwen-32b"
-    draft_name: str = "qwen2.5-0.5b-instruct"
     target: str = "smollm2-135m:f32"
+    draft: str = "gpt-2"
     draft_model: str = "smollm2-135m:q4_0"
-    families: list[str] = Field(default=["qwen2.5", "gpt-2", "phi-3"], max_length=16)
+    families: list[str] = Field(default=["qwen2.5", "phi-3"], max_length=16)
     categories: list[str] = Field(default=["code", "prose"], min_length=1, max_length=6)
     prompts_per_category: int = Field(default=2, ge=1, le=1000)
     k: int = Field(default=4, ge=1, le=256)
     temperature: float = Field(default=0.0, ge=0, le=10)
-    max_new_tokens: int = Field(default=48, ge=2, le=100_000)
+    max_new_tokens: int = Field(default=64, ge=2, le=100_000)
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     _no_repeats = field_validator("models", "families", "categories")(_each_once)
+
+
+class RollbackParams(Params):
+    """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?
+
+    `targets` are opened once for every way back. Their drafts are scripted: right with each of `acceptance`, the same
+    for all ways; `draft` and lookup draft for the first target, as they are.
+    """
+
+    targets: list[str] = Field(
+        min_length=1, max_length=4, default=["tiny-hybrid?backend=llama&weights=f32&threads=1", "tiny-hybrid?threads=1"]
+    )
+    draft: str = "tiny-hybrid-draft"
+    ks: list[int] = Field(default=[2, 6], min_length=1, max_length=16)
+    acceptance: list[float] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
+    passages: int = Field(default=5, ge=1, le=1000)
+    prompt_tokens: int = Field(default=64, ge=2, le=100_000)
+    max_new_tokens: int = Field(default=24, ge=2, le=100_000)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    _no_repeats = field_validator("targets", "ks", "acceptance")(_each_once)
+
+    @field_validator("acceptance")
+    @classmethod
+    def _rates(cls, rates: list[float]) -> list[float]:
+        if any(not 0 <= rate <= 1 for rate in rates):
+            raise ValueError("each rate of acceptance must be 0 to 1")
+        return rates
+
+    @field_validator("ks")
+    @classmethod
+    def _lengths(cls, ks: list[int]) -> list[int]:
+        if any(not 1 <= k <= 64 for k in ks):
+            raise ValueError("each K must be 1 to 64")
+        return ks
 
 
 class ExplorerParams(Params):

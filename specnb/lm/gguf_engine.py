@@ -101,8 +101,13 @@ class LlamaEngine:
             self.held = n
         return kept
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent part of the state, as it is saved."""
+        return self._api.llama_state_seq_get_size_ext(self._context, 0, PARTIAL_ONLY)
+
     def save(self) -> SavedBlob:
-        size = self._api.llama_state_seq_get_size_ext(self._context, 0, PARTIAL_ONLY)
+        size = self.state_bytes
         data = (ctypes.c_uint8 * size)()
         if self._api.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL_ONLY) != size:
             raise EngineError(f"llama.cpp could not save the recurrent state of {self._name} ({size} bytes)")
@@ -133,12 +138,15 @@ class PlaneRecorder:
     """
 
     spans_forwards = False
-    nbytes = 0
-    """Of ours; the planes are part of the context (`ssm.memory` counts them)."""
 
     def __init__(self, engine: LlamaEngine, depth: int) -> None:
         self.depth = depth
         self._engine = engine
+
+    @property
+    def nbytes(self) -> int:
+        """Of all planes, which the context holds from the start, used or not."""
+        return self.depth * self._engine.state_bytes
 
     @property
     def reach(self) -> int:

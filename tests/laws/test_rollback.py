@@ -286,10 +286,10 @@ def test_a_family_without_a_recurrence_to_listen_to_is_refused(family):
 
 def test_activation_replay_keeps_a_twentieth_of_a_snapshot_at_qwen3_next_shapes():
     """On the tensors of one real layer of Qwen3-Next-80B: 2 MiB of state against a few KiB a token."""
-    config = {"hidden_size": 2048, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 2,
-              "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-              "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
-              "linear_value_head_dim": 128, "head_dim": 16}  # fmt: skip
+    config = dict(FAMILIES["qwen3_next"], hidden_size=2048, num_hidden_layers=2)
+    config |= {"layer_types": ["linear_attention", "full_attention"]}
+    config |= {"linear_num_value_heads": 32, "linear_num_key_heads": 16}
+    config |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     model = HfModel(torch_model("qwen3_next", **config), None, name="one layer")
     model.forward(IDS[:4])
     snapshot = model._engine.save().nbytes

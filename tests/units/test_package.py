@@ -148,10 +148,22 @@ def test_the_scan_for_prints_sees_them():
 
 
 def random_calls(code):
-    """Lines that use a global random state: `random.x()`, `np.random.x()` other than making a generator."""
+    """Lines that use a global random state: `random.x()`, `np.random.x()` other than making a generator.
+
+    Models draw their first weights from torch's global state: under `fork_rng` that is put back.
+    """
     found = []
-    for node in ast.walk(ast.parse(code)):
+    tree = ast.parse(code)
+    forks = [n for n in ast.walk(tree) if isinstance(n, ast.With) and "fork_rng" in ast.unparse(n.items[0])]
+    forked = {line for fork in forks for line in range(fork.lineno, fork.end_lineno + 1)}
+    for node in ast.walk(tree):
         match node:
+            case ast.Attribute(attr="fork_rng"):
+                continue
+            case ast.Attribute(value=ast.Call(func=ast.Attribute(attr="Generator")), attr="manual_seed"):
+                continue
+            case ast.Attribute(attr="manual_seed") if node.lineno in forked:
+                continue
             case ast.Attribute(value=ast.Attribute(value=ast.Name(id="np"), attr="random"), attr=name):
                 found += [] if name in ("default_rng", "Generator") else [node.lineno]
             case ast.Attribute(value=ast.Name(id="random")):

@@ -46,6 +46,7 @@ def plan(config: "PretrainedConfig") -> Plan:
 
 
 def one_plus(weight: "np.ndarray") -> "np.ndarray":
+    """The factor of a norm that transformers stores as its distance from one."""
     return 1 + weight
 
 

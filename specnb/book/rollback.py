@@ -1,0 +1,140 @@
+"""Tables and figures of notebook 04: ways back, what they keep, and trees."""
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from specnb.book.style import series, template
+from specnb.errors import InputError
+from specnb.records import RunRecord
+from specnb.ssm.ways import FREE, PLAIN, WAYS
+
+CELL = ["target", "engine", "k", "acceptance"]
+"""What one measurement of all ways has in common."""
+
+MIB = 2**20
+
+
+def ways(record: RunRecord) -> pd.DataFrame:
+    """The rows of `ssm.ways.run`; `kept_mib` are the MiB kept for going back at the widest moment of a round."""
+    frame = pd.DataFrame(record.measurements["ways"])
+    if frame.empty:
+        raise InputError(f"the run {record.run_id} measured no way back: it ended with {record.error or 'no row'}")
+    return frame.assign(kept_mib=frame.pop("kept_bytes") / MIB)
+
+
+def drafters(record: RunRecord) -> pd.DataFrame:
+    """Lookup and the draft model with the first target, a row for each K."""
+    return pd.DataFrame(record.measurements["drafters"])
+
+
+def fused(table: pd.DataFrame) -> pd.DataFrame:
+    """A row for each K and acceptance: the speed of fused replay over that of separate replay, and over a free rewind.
+
+    Both are ratios of ratios to plain decoding of the same model on the same drafts: the free rewind is that of an
+    attention-only model of the same size.
+    """
+    wide = table.pivot(index=CELL, columns="method", values="speedup")
+    return pd.DataFrame(
+        {"over checkpoint": wide["fused"] / wide["checkpoint"], "over a free rewind": wide["fused"] / wide[FREE]}
+    ).reset_index()
+
+
+def fastest(table: pd.DataFrame) -> pd.DataFrame:
+    """The fastest way back at each K and acceptance, its ratio to plain decoding, and what it keeps."""
+    own = table[table["method"].isin(WAYS)]
+    best = own.loc[own.groupby(CELL)["speedup"].idxmax()]
+    columns = [*CELL, "method", "speedup", "tau", "kept_mib"]
+    return best[columns].rename(columns={"method": "fastest"}).reset_index(drop=True)
+
+
+def mebibytes(frame: pd.DataFrame) -> pd.DataFrame:
+    """Columns `*_bytes` in MiB, under names that say so, rounded to a thousandth."""
+    named = {name: name.replace("bytes", "mib") for name in frame.columns if "bytes" in name}
+    return frame.assign(**{name: (frame[name] / MIB).round(3) for name in named}).rename(columns=named)
+
+
+def milliseconds(frame: pd.DataFrame) -> pd.DataFrame:
+    """Columns `*_s` in milliseconds, under names that say so; three digits of all that is not a count or an error."""
+    named = {name: f"{name[:-2]}_ms" for name in frame.columns if name.endswith("_s")}
+    scaled = frame.assign(**{name: frame[name] * 1e3 for name in named}).rename(columns=named)
+    return scaled.round(dict.fromkeys((*named.values(), "ratio"), 3))
+
+
+def speed(table: pd.DataFrame, target: str, *, title: str = "") -> go.Figure:
+    """Speed over plain decoding at each K, a line for each way and a panel for each acceptance.
+
+    Raises InputError for a target that the table does not have.
+    """
+    rows = table[(table["target"] == target) & (table["method"] != PLAIN)]
+    if rows.empty:
+        raise InputError(f"the table has no target {target!r}; it has {', '.join(table['target'].unique())}")
+    rates = sorted(rows["acceptance"].unique())
+    figure = go.Figure()
+    ks = [str(k) for k in sorted(rows["k"].unique())]
+    for index, way in enumerate(name for name in (*WAYS, FREE) if name in set(rows["method"])):
+        for panel, rate in enumerate(rates, start=1):
+            line = rows[(rows["method"] == way) & (rows["acceptance"] == rate)].sort_values("k")
+            spread = None
+            if "low" in line and line["low"].notna().all():
+                up, down = line["high"] - line["speedup"], line["speedup"] - line["low"]
+                spread = {
+                    "type": "data",
+                    "symmetric": False,
+                    "array": up.tolist(),
+                    "arrayminus": down.tolist(),
+                    "thickness": 1,
+                }
+            figure.add_trace(
+                go.Scatter(
+                    x=line["k"].astype(str).tolist(), y=line["speedup"].tolist(), error_y=spread, mode="lines+markers",
+                    name=way, legendgroup=way, showlegend=panel == 1, xaxis=f"x{panel}", yaxis="y", **series(index),
+                    hovertemplate=f"{way}, {rate:.0%} right<br>K = %{{x}}: %{{y:.2f}} times plain<extra></extra>",
+                )
+            )  # fmt: skip
+    width = 1 / len(rates)
+    for panel, rate in enumerate(rates, start=1):
+        domain = [(panel - 1) * width, panel * width - 0.03]
+        figure.update_layout(
+            {
+                f"xaxis{panel}": {
+                    "domain": domain,
+                    "title": {"text": "draft length K"},
+                    "type": "category",
+                    "categoryarray": ks,
+                }
+            }
+        )
+        figure.add_annotation(
+            x=domain[0],
+            y=1.06,
+            xref="paper",
+            yref="paper",
+            xanchor="left",
+            showarrow=False,
+            text=f"{rate:.0%} of drafts right",
+        )
+    figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
+    figure.update_yaxes(title_text="speed over plain decoding", rangemode="tozero")
+    engine = rows["engine"].iloc[0]
+    return figure.update_layout(
+        template=template(), title_text=title or f"What going back costs: {engine}", margin={"t": 90}
+    )
+
+
+def trees(table: pd.DataFrame, *, title: str = "Verifying a tree on one layer of Qwen3-Next-80B's shapes") -> go.Figure:
+    """Milliseconds over the number of nodes: one masked solve, and the serial rule along every path."""
+    figure = go.Figure()
+    index = 0
+    for kind, rows in table.groupby("tree", sort=False):
+        for how, column in (("one solve", "solve_s"), ("path by path", "paths_s")):
+            figure.add_trace(
+                go.Scatter(
+                    x=rows["nodes"].tolist(), y=(rows[column] * 1e3).tolist(), mode="lines+markers",
+                    name=f"{kind}, {how}", **series(index),
+                    hovertemplate=f"{kind}, {how}<br>%{{x}} nodes: %{{y:.2f}} ms<extra></extra>",
+                )
+            )  # fmt: skip
+            index += 1
+    figure.update_xaxes(title_text="nodes (drafted tokens)", type="log", tickvals=sorted(table["nodes"].unique()))
+    figure.update_yaxes(title_text="time of one layer (ms)", type="log")
+    return figure.update_layout(template=template(), title_text=title)

@@ -1,0 +1,162 @@
+"""From checkpoints to `data/models`: two transformers folders, held-out passages, logs, and a card with the scores.
+
+What is scored is what ships: the float16 weights, read back from the written folders by the library's own loader.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from specnb.errors import InputError
+from specnb.ssm import tiny
+from specnb.ssm.corpus import is_held_out
+from specnb.ssm.train_card import card
+from specnb.ssm.train_data import TOKENIZER_FILE, Data, open_data, write_text
+from specnb.ssm.train_loop import held_out_loss, read_checkpoint, trained
+from specnb.ssm.train_recipe import Recipe
+from specnb.ssm.train_score import accepted, greedy, unigram_loss
+
+PASSAGES_FILE = "held_out.jsonl"
+FACTS_FILE = "training.json"
+PASSAGES_A_KIND = 16
+PASSAGE_CHARS = 1500
+PROMPT_TOKENS, NEW_TOKENS = 96, 64
+SCORED_WINDOWS = 64
+
+
+def export(work: Path, out: Path) -> dict[str, Any]:
+    """Write both models, passages, logs, facts and card to `out`; returns the facts.
+
+    The draft is the distilled one, or before there is one the one trained on plain text. InputError if a stage is
+    missing.
+    """
+    data, stages = open_data(work / "data"), _stages(work)
+    last = "distil" if "distil" in stages else "draft"
+    write_model(trained(work / "target"), data, out / tiny.TARGET, log=_log(stages, "target"))
+    write_model(trained(work / last), data, out / tiny.DRAFT, log=_log(stages, "draft", "distil"))
+    write_text(out / PASSAGES_FILE, "".join(json.dumps(one) + "\n" for one in passages(data)))
+    target, draft = (read_model(out / name) for name in (tiny.TARGET, tiny.DRAFT))
+    facts = {
+        "corpus": data.facts | {"tokens": {"train": data.train.size, "held_out": data.held_out.size}},
+        "stages": {stage: {"recipe": saved["recipe"], **saved["log"][-1]} for stage, saved in stages.items()},
+        "parameters": {tiny.TARGET: target.num_parameters(), tiny.DRAFT: draft.num_parameters()},
+        "held_out_loss": _losses(data, target, draft),
+        "alpha_1": acceptance(out, target, {"draft": trained(work / "draft"), last: draft}),
+        "torch": torch.__version__.split("+")[0],
+    }  # fmt: skip
+    write_text(out / FACTS_FILE, json.dumps(facts, indent=1) + "\n")
+    write_text(out / "README.md", card(facts))
+    return facts
+
+
+def write_model(model: PreTrainedModel, data: Data, folder: Path, *, log: Sequence[dict]) -> None:
+    """A transformers folder: weights in float16, config, tokenizer, generation config and the training log.
+
+    Files are written beside the folder and moved in one by one, so that a reader never meets half a file.
+    """
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    model = model.to(torch.float16)
+    model.generation_config = GenerationConfig(bos_token_id=tiny.END_ID, eos_token_id=tiny.END_ID, do_sample=False)
+    model.save_pretrained(part)
+    PreTrainedTokenizerFast(
+        tokenizer_file=str(data.folder / TOKENIZER_FILE),
+        bos_token=tiny.END_TEXT,
+        eos_token=tiny.END_TEXT,
+        model_max_length=model.config.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(part)
+    write_text(part / "training_log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in part.iterdir():
+        file.chmod(0o644)  # the weights are written for their owner only
+        file.replace(folder / file.name)
+    part.rmdir()
+
+
+def read_model(folder: Path) -> PreTrainedModel:
+    """The exported model in float32, every weight found and none left over. InputError otherwise."""
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    problems = {kind: names for kind, names in report.items() if names}
+    if problems:
+        raise InputError(f"{folder} does not hold the model that its config.json describes: {problems}")
+    return model.eval()
+
+
+def passages(data: Data) -> list[dict[str, str]]:
+    """Pieces of held-out files, as many of each kind, in an order that does not depend on where they are from."""
+    lines = (data.folder / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line) for line in lines]
+    chosen = []
+    for kind in ("code", "prose"):
+        of_kind = [one for one in texts if one["kind"] == kind and len(one["text"]) > 3 * PASSAGE_CHARS]
+        order = np.random.default_rng(1).permutation(len(of_kind))[:PASSAGES_A_KIND]
+        chosen += [of_kind[i] | {"text": _piece(of_kind[i]["text"])} for i in sorted(order)]
+    leaked = [one["name"] for one in chosen if not is_held_out(one["name"])]
+    if leaked:
+        raise InputError(
+            f"{data.folder} calls {leaked[0]} held out, but it belongs to the training texts: prepare it anew"
+        )
+    return chosen
+
+
+def prompts(out: Path, kind: str = "") -> list[np.ndarray]:
+    """The first PROMPT_TOKENS ids of each passage of a kind ("": of all), by the exported tokenizer."""
+    tokenizer = tokenizer_of(out)
+    lines = (out / PASSAGES_FILE).read_text(encoding="utf-8").splitlines()
+    texts = [one["text"] for one in map(json.loads, lines) if one["kind"].startswith(kind)]
+    return [np.array(tokenizer.encode(text).ids[:PROMPT_TOKENS]) for text in texts]
+
+
+def tokenizer_of(out: Path) -> Tokenizer:
+    """The exported tokenizer, without transformers around it."""
+    return Tokenizer.from_file(str(out / tiny.TARGET / TOKENIZER_FILE))
+
+
+def acceptance(out: Path, target: PreTrainedModel, drafts: dict[str, PreTrainedModel]) -> dict[str, Any]:
+    """alpha_1 of each draft by kind of text, as [accepted, positions], greedy, on the target's own continuations."""
+    scores: dict[str, Any] = {stage: {} for stage in drafts}
+    for kind in ("code", "prose"):
+        continued = [greedy(target, prompt, NEW_TOKENS) for prompt in prompts(out, kind)]
+        for stage, draft in drafts.items():
+            hits = sum(accepted(draft, ids, NEW_TOKENS) for ids in continued)
+            scores[stage][kind] = [hits, len(continued) * NEW_TOKENS]
+    return scores
+
+
+def _losses(data: Data, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, float]:
+    length = 512
+    return {
+        "unigram": unigram_loss(data.train, data.held_out, tiny.VOCAB_SIZE),
+        tiny.TARGET: held_out_loss(target, data, length, SCORED_WINDOWS),
+        tiny.DRAFT: held_out_loss(draft, data, length, SCORED_WINDOWS),
+    }
+
+
+def _stages(work: Path) -> dict[str, dict[str, Any]]:
+    found = {stage: read_checkpoint(work / stage) for stage in ("target", "draft", "distil")}
+    for stage in ("target", "draft"):
+        if found[stage] is None:
+            raise InputError(f"no checkpoint in {work / stage}: train that stage first (--stage {stage})")
+    return {
+        stage: {"recipe": vars(Recipe(**saved["recipe"])), "log": saved["log"]}
+        for stage, saved in found.items()
+        if saved
+    }
+
+
+def _log(stages: dict[str, dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    return [{"stage": name, **line} for name in names if name in stages for line in stages[name]["log"]]
+
+
+def _piece(text: str) -> str:
+    """PASSAGE_CHARS from the second third of a text, from the beginning of a line."""
+    start = text.index("\n", len(text) // 3) + 1
+    return text[start : start + PASSAGE_CHARS]

@@ -1,0 +1,58 @@
+"""An attention-only model of the size of a hybrid: what the same speculation costs where going back is free.
+
+Its weights are random, for nothing but time is measured with it; its tokenizer is the hybrid's.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from filelock import FileLock
+
+from specnb.errors import InputError
+from specnb.lm import embedded
+from specnb.paths import cache_dir
+from specnb.provenance import file_digest
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+def attention_twin(name: str) -> Path:
+    """A cached transformers folder (Qwen3): depth, widths, heads and vocabulary of the hybrid `name`, no recurrence.
+
+    `name` is an embedded model or a local folder. Raises InputError for anything else.
+    """
+    folder = embedded.folder(name) or Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{name!r} is neither an embedded model ({', '.join(embedded.names())}) nor a model's folder")
+    made = cache_dir() / "twins" / f"{folder.resolve().name}-{file_digest(folder / 'config.json')[:12]}"
+    if not (made / "model.safetensors").is_file():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{made}.lock"):
+            if not (made / "model.safetensors").is_file():
+                _make(folder, made)
+    return made
+
+
+def _make(folder: Path, made: Path) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from specnb.lm.dequantise import quiet
+
+    read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id",
+            "eos_token_id")  # fmt: skip
+    config = Qwen3Config(**{field: read[field] for field in same})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+    partial = made.with_name(f"{made.name}.making")
+    shutil.rmtree(partial, ignore_errors=True)
+    with quiet():
+        model.save_pretrained(partial)
+    for file in TOKENIZER:
+        shutil.copy(folder / file, partial / file)
+    shutil.rmtree(made, ignore_errors=True)
+    partial.replace(made)

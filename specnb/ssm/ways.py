@@ -1,0 +1,169 @@
+"""Every way back on the same drafts: is it exact, how fast is it, what does it keep? The measurement of notebook 04."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from specnb.decode.generate import generate
+from specnb.draft.load import load_drafter
+from specnb.errors import InputError
+from specnb.lm.base import LanguageModel
+from specnb.lm.load import load, parse
+from specnb.measure.bench import Method, compare
+from specnb.measure.experiment import Progress, record_of, saving_failures, silent
+from specnb.measure.scripted import ScriptedDrafter
+from specnb.params import RollbackParams
+from specnb.prompts import Prompt
+from specnb.records import Generation, RunRecord
+from specnb.ssm.passages import passages
+from specnb.ssm.twin import attention_twin
+
+EXPERIMENT = "04_ssm_rollback"
+WAYS = ("replay", "snapshots", "fused", "checkpoint", "recompute")
+FREE = "crop, attention only"
+PLAIN = "plain"
+
+
+def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
+    """Generate every passage plainly and with every way back, at each K and acceptance; then with real drafters.
+
+    `measurements["ways"]`: a row for each target, K, acceptance and way, with tokens/s, its ratio to plain decoding of
+    the same model (interval over passages), the bytes kept for going back and what it cost; "crop, attention only"
+    is the same for an attention-only model of the same size. `measurements["drafters"]`: lookup and `draft` with the
+    first target. Raises what `specnb.load` and `generate` raise; what was measured before is saved.
+    """
+    started = datetime.now(UTC)
+    chosen = passages(limit=params.passages)
+    made: list[Generation] = []
+    measured: dict[str, Any] = {"ways": [], "drafters": []}
+    cells = len(params.targets) * len(params.ks) * len(params.acceptance)
+    with ExitStack() as opened:
+        bench = [_Bench(name, params, chosen, opened) for name in params.targets]
+
+        def recorded(error: BaseException | None = None) -> RunRecord:
+            used = [{"role": "target", "id": one.name, "sha256": None} for one in bench]
+            return record_of(EXPERIMENT, params, chosen, bench[0].plain, used, started, made, measured, error=error)
+
+        with saving_failures(made, recorded):
+            done = 0
+            for one in bench:
+                made.extend(one.truths)
+                for k in params.ks:
+                    for rate in params.acceptance:
+                        progress(done, cells + 1, f"{one.name}, K = {k}, {rate:.0%} right")
+                        measured["ways"] += one.rows(k, rate)
+                        done += 1
+            progress(done, cells + 1, "lookup and the draft model")
+            measured["drafters"] += list(_drafters(bench[0], params))
+            return recorded()
+
+
+class _Bench:
+    """One target, opened once for each way back, and its attention-only twin."""
+
+    def __init__(self, name: str, params: RollbackParams, chosen: Sequence[Prompt], opened: ExitStack) -> None:
+        self.name, self._params = name, params
+        self.models = dict(_in_every_way(name, opened))
+        self.plain: LanguageModel = next(iter(self.models.values()))
+        self._twin = load(_twin_of(name))
+        opened.callback(self._twin.close)
+        self.prompts = [self.plain.encode(prompt.text)[: params.prompt_tokens] for prompt in chosen]
+        self.truths = [self._plainly(self.plain, ids) for ids in self.prompts]
+        self._twin_truths = [self._plainly(self._twin, ids) for ids in self.prompts]
+
+    def rows(self, k: int, rate: float) -> list[dict[str, Any]]:
+        """The rows of one K and acceptance."""
+        methods: dict[str, Method] = {PLAIN: partial(self._decode, self.plain, self.truths, 0, 0.0)}
+        methods |= {way: partial(self._decode, model, self.truths, k, rate) for way, model in self.models.items()}
+        frame = compare(methods, range(len(self.prompts)), baseline=PLAIN)
+        free: dict[str, Method] = {PLAIN: partial(self._decode, self._twin, self._twin_truths, 0, 0.0)}
+        free |= {FREE: partial(self._decode, self._twin, self._twin_truths, k, rate)}
+        twin = compare(free, range(len(self.prompts)), baseline=PLAIN)
+        kept = {way: self._kept(model, k, rate) for way, model in self.models.items()}
+        return [
+            {
+                "target": self.name,
+                "engine": self.plain.caps.engine,
+                "k": k,
+                "acceptance": rate,
+                **row,
+                **kept.get(row["method"], {}),
+            }
+            for row in [*_rows(frame), *_rows(twin[twin["method"] == FREE])]
+        ]
+
+    def _decode(self, model: LanguageModel, truths: Sequence[Generation], k: int, rate: float, at: int) -> Generation:
+        params = self._params
+        drafter = (
+            ScriptedDrafter(truths[at].token_ids, rate, vocab_size=model.vocab.size, seed=params.seed + at)
+            if k
+            else None
+        )
+        return generate(
+            model, self.prompts[at], drafter=drafter, k=k or 1, max_new_tokens=params.max_new_tokens, ignore_eog=True
+        )
+
+    def _kept(self, model: LanguageModel, k: int, rate: float) -> dict[str, Any]:
+        """Bytes at the widest moment of a round, and the counts of one generation."""
+        self._decode(model, self.truths, k, rate, 0)
+        cost = vars(model.rollback.cost).copy()
+        model.reset()
+        model.forward(self.prompts[0])
+        model.forward(self.prompts[0][: k + 1])
+        kept = model.rollback.nbytes
+        model.reset()
+        return {"kept_bytes": kept, **cost}
+
+    def _plainly(self, model: LanguageModel, ids: Sequence[int]) -> Generation:
+        """As far as drafts may reach: K tokens beyond what is generated later."""
+        tokens = self._params.max_new_tokens + max(self._params.ks)
+        return generate(model, ids, max_new_tokens=tokens, ignore_eog=True)
+
+
+def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """With None for what does not exist, which a record holds and NaN it does not."""
+    return frame.astype(object).where(frame.notna(), None).to_dict("records")
+
+
+def _in_every_way(name: str, opened: ExitStack) -> Iterator[tuple[str, LanguageModel]]:
+    """The model, opened for each way back that its engine and family have. Raises InputError when there is none."""
+    reasons = []
+    for way in WAYS:
+        try:
+            model = load(name, rollback=way)
+        except InputError as error:
+            reasons.append(f"{way}: {error}")
+            continue
+        opened.callback(model.close)
+        yield way, model
+    if len(reasons) == len(WAYS):
+        raise InputError(f"{name} has no way back to measure: {'; '.join(reasons)}")
+
+
+def _twin_of(name: str) -> str:
+    spec = parse(name)
+    return str(attention_twin(spec.source)) + name.removeprefix(spec.source)
+
+
+def _drafters(bench: _Bench, params: RollbackParams) -> Iterator[dict[str, Any]]:
+    """Lookup and the draft model, at the largest K, with the target as `specnb.load` opens it."""
+    with ExitStack() as opened:
+        target = load(bench.name)
+        opened.callback(target.close)
+        spec = parse(bench.name)
+        same_engine = params.draft + bench.name.removeprefix(spec.source)
+        for name in ("lookup", same_engine):
+            drafter = load_drafter(name, target, strict=True).drafter
+            opened.callback(drafter.close)
+            for k in params.ks:
+                settings = {"max_new_tokens": params.max_new_tokens, "ignore_eog": True}
+                methods: dict[str, Method] = {
+                    PLAIN: lambda ids, s=settings: generate(target, ids, **s),
+                    name: lambda ids, k=k, s=settings, d=drafter: generate(target, ids, drafter=d, k=k, **s),
+                }
+                row = _rows(compare(methods, bench.prompts, baseline=PLAIN))[1]
+                yield {"target": bench.name, "way": target.caps.rewind, "k": k, "drafter": row.pop("method"), **row}
