@@ -221,13 +221,13 @@ def compat(
 
 @models_app.callback()
 def models(context: typer.Context, as_json: Json = False) -> None:
-    """List the zoo: source, size, licence, present or not."""
+    """List the zoo and the models of the checkout: source, size, licence, present or not."""
     if context.invoked_subcommand:
         return
-    from specnb.lm import zoo
+    from specnb.lm import embedded, zoo
     from specnb.lm.memory import human_bytes
 
-    rows = zoo.status()
+    rows = [*zoo.status(), *embedded.status()]
     if as_json:
         _print_json([{**vars(row), "path": str(row.path)} for row in rows])
         return

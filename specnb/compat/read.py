@@ -4,6 +4,7 @@ smollm2-135m  smollm2-135m:q8_0     zoo (fetched where it is not there yet)
 qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or published facts of a model
 model.gguf                          its header
 ./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and the other small files
+tiny-hybrid                         the same, of a model that comes with the checkout
 tokenizer.json  x.tiktoken          a tokenizer alone
 """
 
@@ -16,7 +17,7 @@ from urllib.parse import parse_qsl
 from specnb.compat import gguf_header, hf_folder, shelf, tiktoken_file
 from specnb.compat.description import HUB, Description
 from specnb.errors import InputError
-from specnb.lm import zoo
+from specnb.lm import embedded, zoo
 
 
 class Reader(NamedTuple):
@@ -97,6 +98,7 @@ def _of_zoo(name: str) -> Description:
 
 READERS = (
     Reader(zoo.is_zoo_name, _of_zoo, opens=True),
+    Reader(lambda name: name in embedded.names(), lambda name: hf_folder.describe(embedded.folder(name)), opens=True),
     Reader(lambda name: name.startswith(HUB), hf_folder.describe, opens=True, takes=("revision",)),
     Reader(_ends_with(".gguf"), _named(gguf_header.describe), opens=True),
     Reader(_ends_with(".tiktoken"), _named(tiktoken_file.describe)),

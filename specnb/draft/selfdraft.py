@@ -19,7 +19,7 @@ def requantised_copy(target: str, type_name: str = "q4_0") -> str:
     spec = parse(target)
     if type_name not in binding.FILE_TYPES:
         raise InputError(f"unknown weight type {type_name!r}; known: {', '.join(binding.FILE_TYPES)}")
-    if spec.where == "hf":
+    if spec.where == "hf" and spec.backend != "llama":
         raise InputError(
             f"{target!r} is a transformers model and cannot be requantised here: give a .gguf target, "
             "or a smaller model with --draft, or --drafter lookup"

@@ -15,7 +15,7 @@ from specnb.errors import InputError
 from specnb.lm import binding, gguf_open, gguf_rollback
 from specnb.lm.base import Capabilities, check_forward, check_rewind
 from specnb.lm.gguf_engine import LlamaEngine
-from specnb.lm.memory import Need, require
+from specnb.lm.memory import Need, free_bytes, require
 from specnb.lm.rollback import AUTO, Recompute, Rollback
 
 
@@ -83,8 +83,6 @@ class GgufModel:
             n_ctx = n_ctx or min(binding.library().api.llama_model_n_ctx_train(model), gguf_open.DEFAULT_N_CTX)
             # padding lies beyond the context that the caller sees, so that the last forward is padded too
             room = n_ctx + fixed_width
-            if not gpu_layers:
-                require(Need(weights, gguf_open.state_bytes(model, room, kv)), device="cpu", what=name)
             if fixed_width and gguf_open.recurrent(model):
                 raise InputError(f"{name} has recurrent layers: padding cannot be taken back, use fixed_width=0")
             settings = {
@@ -94,6 +92,11 @@ class GgufModel:
                 "fixed_width": fixed_width,
             }
             planes = gguf_rollback.planes(model, rollback, rollback_depth, min(gguf_open.MAX_BATCH, room))
+            if not gpu_layers:
+                need = Need(weights, gguf_open.state_bytes(model, room, kv, planes))
+                if rollback == AUTO and need.total > free_bytes("cpu"):  # another way back needs none
+                    planes = 0
+                require(Need(weights, gguf_open.state_bytes(model, room, kv, planes)), device="cpu", what=name)
             context = gguf_open.open_context(model, room, kv, settings["threads"], flash_attention, planes)
             # flash attention rounds to 16 bits inside, for every type of cache
             exact = dtype == kv == "f32" and not flash_attention

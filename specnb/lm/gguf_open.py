@@ -80,19 +80,29 @@ def open_context(model: object, n_ctx: int, kv: str, threads: int, flash_attenti
     return context
 
 
-def state_bytes(model: object, n_ctx: int, kv: str) -> int:
-    """Bytes of the KV cache; 0 for models without attention, whose state is small."""
+def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
+    """Bytes of the KV cache and of the recurrent states with their `planes`, each counted as if all layers had it."""
     api = binding.library().api
     heads, kv_heads = api.llama_model_n_head(model), api.llama_model_n_head_kv(model)
+    recurrent = _recurrent_bytes(model) * (1 + planes)
     if heads < 1 or kv_heads < 1:
-        return 0
-    return kv_bytes(
+        return recurrent
+    return recurrent + kv_bytes(
         n_layers=api.llama_model_n_layer(model),
         n_kv_heads=kv_heads,
         head_dim=api.llama_model_n_embd(model) // heads,
         n_ctx=n_ctx,
         bytes_per_value=KV_TYPES[kv][1],
     )
+
+
+def _recurrent_bytes(model: object) -> int:
+    """Of one plane: inner size x state size a layer, in float32 whatever the weights are; 0 where no key says so."""
+    arch = binding.metadata(model, "general.architecture") or ""
+    sizes = [binding.metadata(model, f"{arch}.ssm.{key}") or "" for key in ("inner_size", "state_size")]
+    if not all(size.isdigit() for size in sizes):
+        return 0
+    return binding.library().api.llama_model_n_layer(model) * int(sizes[0]) * int(sizes[1]) * 4
 
 
 def weight_type(model: object) -> str:

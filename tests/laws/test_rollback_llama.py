@@ -8,8 +8,8 @@ import pytest
 
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
-from specnb.errors import InputError, LoadError
-from specnb.lm import gguf_engine
+from specnb.errors import InputError, LoadError, MemoryShortError
+from specnb.lm import gguf, gguf_engine, gguf_open
 from specnb.lm.convert.to_gguf import write_gguf
 from specnb.lm.dequantise import quiet
 from specnb.lm.gguf import GgufModel
@@ -174,6 +174,24 @@ def test_saved_states_do_not_outlive_a_reset(opened):
         each.forward(IDS[30:33])
         each.rewind(1)
     check_same_ahead(model, plain)
+
+
+def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(files, monkeypatch):
+    file = files["qwen35-grouped"]
+    model = GgufModel.open(file, threads=1, rollback="snapshots")
+    model.forward(IDS[:9])  # an empty state saves as nothing
+    one = model._engine.state_bytes
+    none, eight, sixteen = (gguf_open.state_bytes(model._model, 512, "f32", n) for n in (0, 8, 16))
+    assert 16 * 0.8 * one < sixteen - none < 16 * 2 * one  # an upper bound: every layer is counted as recurrent
+    model.close()
+    room = gguf.Need(file.stat().st_size, eight).total
+    monkeypatch.setattr(gguf, "free_bytes", lambda _device: room)
+    monkeypatch.setattr("specnb.lm.memory.free_bytes", lambda _device: room)
+    model = GgufModel.open(file, threads=1, kv="f32")
+    assert model.caps.rewind == "fused"
+    model.close()
+    with pytest.raises(MemoryShortError, match="does not fit on cpu"):
+        GgufModel.open(file, threads=1, kv="f32", rollback="snapshots")
 
 
 def test_more_snapshots_than_llama_survives_are_refused(files):
