@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specnb.errors import EngineError, InputError, SpecnbError
 from specnb.lm import hf_files, hf_rollback, hf_state
 from specnb.lm.base import Capabilities, check_forward, check_rewind
+from specnb.lm.dequantise import quiet
 from specnb.lm.hf_attention import MAX_ROWS, use_rowwise
 from specnb.lm.hf_cache import uncroppable
 from specnb.lm.hf_engine import TorchEngine
@@ -61,8 +62,9 @@ class HfModel:
             lossless_dtype=parameter.dtype == torch.float32,
             details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
         )
-        self._engine.one_by_one = hf_state.doubtful(model) and blocks_forget(self)
-        self.rollback = hf_rollback.choose(self, self._engine, rollback, rollback_depth, reason)
+        with quiet():  # the first forwards tell once a process which fast kernels are not installed
+            self._engine.one_by_one = hf_state.doubtful(model) and blocks_forget(self)
+            self.rollback = hf_rollback.choose(self, self._engine, rollback, rollback_depth, reason)
         self.caps = replace(
             self.caps,
             rewind=self.rollback.kind,

@@ -82,14 +82,17 @@ def _with_crop(folder: Path, prompt: list[int], wrong: list[int], ahead: list[in
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    from specnb.lm.dequantise import quiet
+
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     cache = DynamicCache(config=model.config)
 
     def fed(ids: list[int], at: int) -> torch.Tensor:
         places = torch.arange(at, at + len(ids))[None]
         return model(torch.tensor([ids]), past_key_values=cache, position_ids=places, use_cache=True).logits[0]
 
-    with torch.inference_mode():
+    with quiet(), torch.inference_mode():
         fed(prompt, 0)
         cache.activate_past_recording()  # without it crop says what it cannot do; with it, it says nothing
         if wrong:
