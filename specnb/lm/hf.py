@@ -24,6 +24,7 @@ from specnb.lm.preflight import blocks_forget, same_bits
 from specnb.lm.rollback import AUTO, DEPTH, Crop, Recompute, Rollback
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FORGETS = "transformers ignores the recurrent state in blocks of this family: its layers take them token by token"
 
 
 class HfModel:
@@ -63,12 +64,13 @@ class HfModel:
             details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
         )
         with quiet():  # the first forwards tell once a process which fast kernels are not installed
-            self._engine.one_by_one = hf_state.doubtful(model) and blocks_forget(self)
+            forgets = self._engine.one_by_one = hf_state.doubtful(model) and blocks_forget(self)
             self.rollback = hf_rollback.choose(self, self._engine, rollback, rollback_depth, reason)
         self.caps = replace(
             self.caps,
             rewind=self.rollback.kind,
             rewind_reason=reason,
+            details=self.caps.details | ({"blocks": FORGETS} if forgets else {}),
             same_bits_up_to=MAX_ROWS if rowwise and same_bits(self) else 0,
         )
 

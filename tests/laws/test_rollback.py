@@ -169,22 +169,14 @@ def test_greedy_decoding_is_that_of_the_plain_run(family, way):
     assert model.rollback.nbytes < 2**20
 
 
-def thousand_rounds(family: str, way: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "way"), [pair for pair in PAIRS if pair[1] != "recompute"])
+def test_greedy_decoding_over_a_thousand_rounds(family, way):
     model = opened(family, way, n_ctx=4096)
     truth = decoded(model, None, 2600)
     got = generate(model, IDS[:9], drafter=Scripted(truth, ROUNDS), k=K, max_new_tokens=2600, ignore_eog=True)
     assert list(got.token_ids) == truth and len(got.rounds) >= 1000
-    assert (model.rollback.cost.recomputed == 0) == (way != "recompute")
-
-
-def test_greedy_decoding_over_a_thousand_rounds():
-    thousand_rounds("qwen3_5_text", "replay")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "way"), [pair for pair in PAIRS if pair[1] != "recompute"])
-def test_greedy_decoding_over_a_thousand_rounds_for_every_family(family, way):
-    thousand_rounds(family, way)
+    assert model.rollback.cost.recomputed == 0
 
 
 def test_a_hybrid_draft_model_drafts_for_a_hybrid_target():

@@ -111,7 +111,6 @@ def test_greedy_decoding_is_that_of_the_plain_run(family, way, opened):
         assert cost.taken_back > 0 and cost.refed <= K  # only the first round reaches behind a decode
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "way"), [pair for pair in PAIRS if pair[1] != "recompute"])
 def test_greedy_decoding_over_a_thousand_rounds(family, way, opened):
     model = opened(family, way, n_ctx=4096)
