@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from specnb.compat.bounded_json import Node
 from specnb.compat.description import Rope
 from specnb.compat.hf_tokenizer import MAX_ID
 from specnb.compat.states import state_of
+from specnb.lm.bounded_json import Node
 
 MAX_CONTEXT = 1 << 40
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")

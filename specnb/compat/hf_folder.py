@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from specnb.compat.bounded_json import Node, read_json, read_text
 from specnb.compat.description import HUB, Description
 from specnb.compat.hf_config import first_id, ids, model_facts, text_config, vocab_size
 from specnb.compat.hf_tokenizer import Tokenizer, encoder, read_tokenizer
 from specnb.errors import FetchError, InputError
+from specnb.lm.bounded_json import Node, read_json, read_text
 from specnb.lm.vocab import Vocabulary
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"

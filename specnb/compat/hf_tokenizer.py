@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from specnb.compat import pieces as spell
-from specnb.compat.bounded_json import Node, read_json
 from specnb.compat.description import Merges
 from specnb.errors import InputError
+from specnb.lm.bounded_json import Node, read_json
 
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_TOKENIZER_VALUES = 8_000_000

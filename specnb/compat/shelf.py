@@ -14,10 +14,10 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specnb.compat import vocab_list
-from specnb.compat.bounded_json import read_bytes
 from specnb.compat.description import HUB, Description, Rope, State
 from specnb.compat.vocab_list import MAX_FILE_BYTES, REMEDY, ShelfName, TokenId
 from specnb.errors import InputError, did_you_mean
+from specnb.lm.bounded_json import read_bytes
 from specnb.paths import project_dir
 from specnb.prompts import validated
 

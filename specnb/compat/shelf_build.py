@@ -16,12 +16,12 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from specnb.compat import gguf_header, tiktoken_file, vocab_list
-from specnb.compat.bounded_json import read_bytes
 from specnb.compat.description import Description
 from specnb.compat.gguf_vocab import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from specnb.compat.pieces import ALPHABET
 from specnb.compat.vocab_list import Sha256, TokenId
 from specnb.errors import InputError
+from specnb.lm.bounded_json import read_bytes
 from specnb.paths import project_dir
 from specnb.prompts import validated
 from specnb.store import write_atomic

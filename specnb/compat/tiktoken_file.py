@@ -4,9 +4,9 @@ import base64
 import binascii
 from pathlib import Path
 
-from specnb.compat.bounded_json import read_bytes
 from specnb.compat.description import Description
 from specnb.errors import InputError
+from specnb.lm.bounded_json import read_bytes
 from specnb.lm.vocab import Vocabulary
 
 MAX_BYTES = 128 << 20

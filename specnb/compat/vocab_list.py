@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from specnb.compat.bounded_json import read_bytes
 from specnb.compat.description import Description, Merges
 from specnb.errors import InputError
+from specnb.lm.bounded_json import read_bytes
 from specnb.lm.vocab import Vocabulary
 from specnb.store import write_atomic
 

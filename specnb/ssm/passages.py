@@ -3,6 +3,7 @@
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specnb.errors import InputError
+from specnb.lm.bounded_json import read_text
 from specnb.paths import project_dir
 from specnb.prompts import Prompt
 
@@ -30,9 +31,7 @@ def passages(kind: str = "code", *, limit: int) -> list[Prompt]:
     if kind not in KINDS or limit < 1:
         raise InputError(f"passages are of the kind {' or '.join(KINDS)}, 1 or more of them; got {kind!r}, {limit}")
     path = project_dir() / "data" / "models" / "held_out.jsonl"
-    if not path.is_file() or path.stat().st_size > MAX_BYTES:
-        raise InputError(f"{path} is missing or too large: it belongs to the checkout, restore it from there")
-    lines = path.read_text(encoding="utf-8").splitlines()[:MAX_PASSAGES]
+    lines = read_text(path, MAX_BYTES).splitlines()[:MAX_PASSAGES]
     try:
         found = [Passage.model_validate_json(line) for line in lines]
     except ValidationError as error:

@@ -20,26 +20,13 @@ from specnb.ssm.conv import commit_window, tree_conv
 from specnb.ssm.delta_tree import Factors, chunked, commit, verify
 from specnb.ssm.deltanet import Raw, normalise, recurrent, unit
 from specnb.ssm.tree import Tree
+from tests.laws.trees import TREES, random_tree
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 SEEN = 1e-3
 """A planted fault must move the result at least that far."""
 SMALL = {"batch": 2, "key_heads": 2, "value_heads": 4, "dk": 8, "dv": 6}
 QWEN = {"batch": 1, "key_heads": 1, "value_heads": 2, "dk": 128, "dv": 128}
-
-
-def random_tree(n_nodes, seed):
-    rng = np.random.default_rng(seed)
-    return Tree(tuple(int(rng.integers(-1, node)) for node in range(n_nodes)))
-
-
-TREES = {
-    "chain": Tree.chain(16),
-    "star": Tree((-1,) * 16),
-    "root and star": Tree((-1,) + (0,) * 15),
-    "4-ary": Tree(tuple((node - 1) // 4 for node in range(64))),
-    **{f"random {seed}": random_tree(40, seed) for seed in range(3)},
-}
 
 
 def layer(length, *, seed=0, dtype=torch.float64, gate=0.5, batch=2, key_heads=2, value_heads=4, dk=8, dv=6):

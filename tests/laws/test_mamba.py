@@ -14,26 +14,13 @@ from specnb.errors import InputError
 from specnb.ssm import mamba
 from specnb.ssm.mamba import Activations, mamba1, multi_step, recurrent, replay, silence, time_step, tree_scan
 from specnb.ssm.tree import Tree
+from tests.laws.trees import TREES, random_tree
 from tests.units.kernel_calls import record_calls
 from tests.units.tiny_models import torch_model
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 KINDS = ("mamba2", "mamba1")
 HEADS, HEAD_DIM, GROUPS, COLUMNS = 6, 4, 2, 5
-
-
-def random_tree(n_nodes, seed):
-    rng = np.random.default_rng(seed)
-    return Tree(tuple(int(rng.integers(-1, node)) for node in range(n_nodes)))
-
-
-TREES = {
-    "chain": Tree.chain(16),
-    "star": Tree((-1,) * 16),
-    "root and star": Tree((-1,) + (0,) * 15),
-    "4-ary": Tree(tuple((node - 1) // 4 for node in range(64))),
-    **{f"random {seed}": random_tree(40, seed) for seed in range(3)},
-}
 
 
 def layer(kind, *, seed=0, length=16, batch=2, dtype=torch.float64, strength=1.0):

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specnb.compat import bounded_json, hf_folder, hf_tokenizer, shelf, tiktoken_file
+from specnb.compat import hf_folder, hf_tokenizer, shelf, tiktoken_file
 from specnb.compat.description import Description, Rope, State
 from specnb.compat.hf_folder import describe
 from specnb.compat.pieces import ALPHABET
 from specnb.errors import FetchError, InputError
+from specnb.lm import bounded_json
 
 LETTER = {b: c for c, b in ALPHABET.items()}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -335,9 +335,9 @@ EMBEDDING = "model.embed_tokens.weight"
 
 BROKEN = {
     "no such file": lambda f: (f / "config.json").unlink(),
-    "not JSON": lambda f: (f / "config.json").write_text("{"),
-    "not an object": lambda f: (f / "config.json").write_text("[1]"),
-    "recursion": lambda f: (f / "config.json").write_text("[" * 100_000),
+    "not sound JSON": lambda f: (f / "config.json").write_text("{"),
+    "instead of an object": lambda f: (f / "config.json").write_text("[1]"),
+    "nested too deeply": lambda f: (f / "config.json").write_text("[" * 100_000),
     "model_type 'gpt2'": lambda f: edit(f / "config.json", model_type="gpt2"),
     r"model_type \['lfm2'\]": lambda f: edit(f / "config.json", model_type=["lfm2"]),
     "num_hidden_layers is 1000000000": lambda f: edit(f / "config.json", num_hidden_layers=10**9),
@@ -365,8 +365,8 @@ BROKEN = {
     ),
     "no weight_map": lambda f: (f / "model.safetensors.index.json").write_text("{}"),
     "no tokenizer.json": lambda f: (f / "tokenizer.json").unlink(),
-    "tokenizer.json is not JSON": lambda f: (f / "tokenizer.json").write_text("?"),
-    "tokenizer.json has 100000000 bytes": lambda f: (f / "tokenizer.json").open("ab").truncate(10**8),
+    "tokenizer.json is not sound JSON": lambda f: (f / "tokenizer.json").write_text("?"),
+    "tokenizer.json has more than 67108864 bytes": lambda f: (f / "tokenizer.json").open("ab").truncate(10**8),
 }
 
 

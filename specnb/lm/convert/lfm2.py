@@ -6,12 +6,12 @@ from specnb.lm.convert.plan import (
     MAX_VOCAB,
     Plan,
     Weight,
+    decoder_keys,
     head_weights,
     invalid,
     numbers,
     refusal,
     require,
-    rope_theta,
     skip_tied,
 )
 
@@ -59,17 +59,10 @@ def _check(config: "PretrainedConfig") -> None:
 
 
 def _keys(config: "PretrainedConfig") -> dict:
-    return {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": feed_forward_length(config),
-        "vocab_size": config.vocab_size,
-        "attention.head_count": config.num_attention_heads,
+    return decoder_keys(config, feed_forward=feed_forward_length(config)) | {
         # a layer without heads of its own is a convolution
         "attention.head_count_kv": [config.num_key_value_heads if k == FULL else 0 for k in config.layer_types],
         "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "rope.freq_base": rope_theta(config),
         "shortconv.l_cache": config.conv_L_cache,
     }
 

@@ -77,6 +77,19 @@ def skip_tied(config: "PretrainedConfig") -> tuple[str, ...]:
     return ("lm_head.weight",) if config.tie_word_embeddings else ()
 
 
+def decoder_keys(config: "PretrainedConfig", *, feed_forward: int) -> dict[str, Key]:
+    """The sizes that every decoder with attention layers states."""
+    return {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": feed_forward,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_attention_heads,
+        "rope.freq_base": rope_theta(config),
+    }
+
+
 def numbers(config: "PretrainedConfig", *names: str, most: int = MAX_NUMBER) -> None:
     """InputError unless each of these fields is an int from 1 to `most`."""
     for name in names:

@@ -6,11 +6,11 @@ from specnb.lm.convert.plan import (
     MAX_VOCAB,
     Plan,
     Weight,
+    decoder_keys,
     head_weights,
     numbers,
     refusal,
     require,
-    rope_theta,
     skip_tied,
 )
 
@@ -38,18 +38,11 @@ def _check(config: "PretrainedConfig") -> None:
 
 
 def _keys(config: "PretrainedConfig") -> dict:
-    return {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "attention.head_count": config.num_attention_heads,
+    return decoder_keys(config, feed_forward=config.intermediate_size) | {
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.freq_base": rope_theta(config),
     }
 
 

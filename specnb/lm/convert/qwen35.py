@@ -15,13 +15,13 @@ from specnb.lm.convert.plan import (
     Change,
     Plan,
     Weight,
+    decoder_keys,
     head_weights,
     invalid,
     negative_exp,
     numbers,
     refusal,
     require,
-    rope_theta,
     skip_tied,
 )
 
@@ -80,20 +80,13 @@ def _check(config: "PretrainedConfig") -> None:
 
 def _keys(config: "PretrainedConfig") -> dict:
     rotated, sections = _rotation(config)
-    return {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "attention.head_count": config.num_attention_heads,
+    return decoder_keys(config, feed_forward=config.intermediate_size) | {
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         # the pattern itself; a `full_attention_interval` could only say "every n-th"
         "attention.recurrent_layers": [kind == LINEAR for kind in config.layer_types],
-        "rope.freq_base": rope_theta(config),
         "rope.dimension_count": rotated,
         "rope.dimension_sections": sections,
         "ssm.conv_kernel": config.linear_conv_kernel_dim,

@@ -4,7 +4,6 @@ Tensors are read, changed and written one by one: memory holds the largest of th
 those whose torch and llama.cpp code were compared, logit by logit (tests/units/test_to_gguf.py).
 """
 
-import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from specnb.errors import InputError, SpecnbError, did_you_mean
 from specnb.lm.binding import FILE_TYPES
+from specnb.lm.bounded_json import read_bytes, read_json
 from specnb.lm.convert import lfm2, mamba2, qwen3, qwen35
 from specnb.lm.convert.plan import Key, Plan, Weight, invalid
 from specnb.lm.convert.tokenizer import tokenizer_keys
@@ -33,6 +33,7 @@ FAMILIES: Mapping[str, Callable[["PretrainedConfig"], Plan]] = {
 
 DTYPES = ("f16", "f32", "bf16")
 MAX_TEXT_BYTES = 64 << 20
+MAX_VALUES = 8_000_000
 MAX_LAYERS = 10_000
 TEXTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
@@ -92,7 +93,7 @@ def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
         raise InputError(f"{folder} has no tokenizer.json: save the tokenizer into it with save_pretrained")
     for name in TEXTS:  # read here for its errors: they name the file
         if (folder / name).exists():
-            (_json if name.endswith(".json") else _bounded)(folder / name)
+            _json(folder / name) if name.endswith(".json") else read_bytes(folder / name, MAX_TEXT_BYTES)
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     from specnb.lm.dequantise import quiet
@@ -107,24 +108,8 @@ def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
     return plan, tokenizer_keys(tokenizer, vocabulary(tokenizer, config, generation))
 
 
-def _bounded(path: Path) -> bytes:
-    """All of a text file; a pipe would be waited for, a wrong file could fill the memory."""
-    if not path.is_file():
-        raise InputError(f"no such file: {path}; give a transformers folder")
-    if (size := path.stat().st_size) > MAX_TEXT_BYTES:
-        raise InputError(f"{path} has {size} bytes: this is not the file that its name says")
-    return path.read_bytes()
-
-
 def _json(path: Path) -> dict[str, Any]:
-    raw = _bounded(path)
-    try:
-        data = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON ({error}): fetch or save the model again") from error
-    if not isinstance(data, dict):
-        raise InputError(f"{path} holds a {type(data).__name__}, not an object: fetch or save the model again")
-    return data
+    return dict(read_json(path, MAX_TEXT_BYTES, MAX_VALUES).values)
 
 
 def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], "np.ndarray"]:
