@@ -29,7 +29,7 @@ class MemoryShortError(LoadError):
 
 
 class EngineError(SpecnbError, RuntimeError):
-    """The engine failed during a forward; the state is what it was before."""
+    """The engine failed during a forward. A state that can be cropped is what it was before; another one is empty."""
 
 
 class VocabularyMismatch(SpecnbError, ValueError):

@@ -76,7 +76,12 @@ class TokenIntersection:
             parts[0] = self._beginning(parts[0])
         sizes = [len(part) for part in parts]
         ends = np.cumsum([0, *sizes[len(sizes) - rows + 1 :]]) if rows else []  # a token's row is that of its last part
-        logits = self.model.forward([i for part in parts for i in part], int(ends[-1]) + 1 if rows else 0)
+        try:
+            logits = self.model.forward([i for part in parts for i in part], int(ends[-1]) + 1 if rows else 0)
+        except BaseException:
+            if not self.model.n_past:  # a state that cannot be cropped is emptied
+                self._sizes.clear()
+            raise
         self._sizes += sizes
         return self._translated(logits[ends] if rows else logits)
 

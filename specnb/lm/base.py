@@ -5,6 +5,7 @@ A `LanguageModel` is a state (the tokens it was fed) and a forward. It knows not
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -104,10 +105,15 @@ def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None
     return rows
 
 
-def check_rewind(model: LanguageModel, n: int) -> None:
-    """Refuse a rewind that the state does not hold or the engine cannot do exactly."""
+def check_rewind(model: LanguageModel, n: int) -> int:
+    """The number as an int; refuse a rewind that the state does not hold or the engine cannot do exactly."""
+    try:
+        n = index(n)
+    except TypeError as error:
+        raise RewindError(f"cannot rewind {n!r} tokens of {model.name}: give a whole number") from error
     if not 0 <= n <= model.n_past:
         raise RewindError(f"cannot rewind {n} tokens of {model.name}: its state holds {model.n_past}")
     if n > model.caps.rewind_depth:
         why = model.caps.rewind_reason or f"its limit is {model.caps.rewind_depth}"
         raise RewindError(f"cannot rewind {n} tokens of {model.name}: {why}")
+    return n

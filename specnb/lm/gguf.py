@@ -91,7 +91,7 @@ class GgufModel:
                 "flash_attention": flash_attention,
                 "fixed_width": fixed_width,
             }
-            planes = gguf_rollback.planes(model, rollback, rollback_depth, min(gguf_open.MAX_BATCH, room))
+            planes = gguf_rollback.planes_wanted(model, rollback, rollback_depth, min(gguf_open.MAX_BATCH, room))
             if not gpu_layers:
                 need = Need(weights, gguf_open.state_bytes(model, room, kv, planes))
                 if rollback == AUTO and need.total > free_bytes("cpu"):  # another way back needs none
@@ -122,6 +122,7 @@ class GgufModel:
 
     @property
     def n_past(self) -> int:
+        self._require_open()
         return self.rollback.n_past
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
@@ -140,8 +141,12 @@ class GgufModel:
 
     def rewind(self, n: int) -> None:
         self._require_open()
-        check_rewind(self, n)
-        self.rollback.rewind(n)
+        n, before = check_rewind(self, n), self.n_past
+        try:
+            self.rollback.rewind(n)
+        except BaseException:  # what brings a state back feeds tokens, and may be interrupted
+            self._go_back(before)
+            raise
 
     def reset(self) -> None:
         self._require_open()
@@ -159,8 +164,9 @@ class GgufModel:
             raise InputError(f"{self.name} was closed: load it again")
 
     def close(self) -> None:
+        self._engine.close()
         self._free()
-        self._context = self._model = self._engine = None
+        self._context = self._model = None
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         """llama.cpp shows no intermediate values here: always ""."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specnb.errors import EngineError, RewindError
+from specnb.errors import EngineError, InputError, RewindError
 from specnb.lm import binding
 
 PARTIAL_ONLY = 1
@@ -48,7 +48,16 @@ class LlamaEngine:
         self.batch = self._api.llama_batch_init(room, 0, 1)
         self._fields = _batch_views(self.batch, room)
 
+    def close(self) -> None:
+        """Say so from now on: llama.cpp would end the process on a freed context."""
+        self._context = None
+
+    def _require_open(self) -> None:
+        if self._context is None:
+            raise InputError(f"{self._name} was closed: load it again")
+
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
+        self._require_open()
         out = np.empty((rows, self._vocab_size), dtype=np.float32)
         first_row = len(ids) - rows  # ids before it need no logits
         for start in range(0, len(ids), self._width):
@@ -86,6 +95,7 @@ class LlamaEngine:
         self.last_decoded = n
 
     def _remove_from(self, position: int) -> bool:
+        self._require_open()
         return self._api.llama_memory_seq_rm(self._memory, 0, position, -1)
 
     def crop(self, n: int) -> None:
@@ -103,7 +113,8 @@ class LlamaEngine:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent part of the state, as it is saved."""
+        """Bytes of the recurrent part of the state, as it is saved now; next to nothing while it is empty."""
+        self._require_open()
         return self._api.llama_state_seq_get_size_ext(self._context, 0, PARTIAL_ONLY)
 
     def save(self) -> SavedBlob:
@@ -114,6 +125,7 @@ class LlamaEngine:
         return SavedBlob(self.held, data)
 
     def restore(self, saved: SavedBlob) -> None:
+        self._require_open()
         # First the recurrent part, then the entries of attention: the other way round llama.cpp refuses to remove
         # them, and the next decode is wrong without an error.
         size = saved.nbytes
@@ -125,6 +137,7 @@ class LlamaEngine:
         self.held = saved.n_tokens
 
     def clear(self) -> None:
+        self._require_open()
         self._api.llama_memory_clear(self._memory, False)
         self.held = self.last_decoded = 0
 
@@ -138,6 +151,7 @@ class PlaneRecorder:
     """
 
     spans_forwards = False
+    base = None
 
     def __init__(self, engine: LlamaEngine, depth: int) -> None:
         self.depth = depth
@@ -145,7 +159,7 @@ class PlaneRecorder:
 
     @property
     def nbytes(self) -> int:
-        """Of all planes, which the context holds from the start, used or not."""
+        """Of all planes, used or not: each is as large as the state is saved now."""
         return self.depth * self._engine.state_bytes
 
     @property

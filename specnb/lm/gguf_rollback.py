@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from specnb.errors import InputError, LoadError
+from specnb.errors import EngineError, InputError, LoadError
 from specnb.lm import binding, gguf_open
 from specnb.lm.base import LanguageModel
 from specnb.lm.gguf_engine import LlamaEngine, PlaneRecorder
@@ -23,7 +23,7 @@ MAKERS: dict[str, Callable[[LlamaEngine, int], Rollback]] = {
 PREFERRED = ("snapshots", "fused", "checkpoint", "recompute")
 
 
-def planes(model: object, kind: str, depth: int, n_ubatch: int) -> int:
+def planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
     """How many planes to ask the context for (`n_rs_seq`). Raises InputError for an unknown way back or depth."""
     if kind == "replay":
         raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
@@ -48,8 +48,13 @@ def choose(model: LanguageModel, engine: LlamaEngine, kind: str, planes: int, re
     if kind == "snapshots" and not planes:
         raise InputError(f"llama.cpp keeps no snapshots for {model.name}: use rollback=fused")
     kinds = [name for name in PREFERRED if planes or name != "snapshots"] if kind == AUTO else [kind]
+    refused: list[str] = []
     for name in kinds:
         model.rollback = MAKERS[name](engine, planes)
-        if goes_back(model):
-            return model.rollback
-    raise LoadError(f"{model.name} has no exact way back by {', '.join(kinds)}. Try rollback=recompute")
+        try:
+            if goes_back(model):
+                return model.rollback
+            refused.append(f"{name} does not bring back the state that was")
+        except EngineError as error:
+            refused.append(f"{name} fails: {error}")
+    raise LoadError(f"{model.name} has no exact way back: {'; '.join(refused)}. Try rollback=recompute")

@@ -20,11 +20,14 @@ from specnb.lm.dequantise import quiet
 from specnb.lm.hf_attention import MAX_ROWS, use_rowwise
 from specnb.lm.hf_cache import uncroppable
 from specnb.lm.hf_engine import TorchEngine
-from specnb.lm.preflight import blocks_forget, same_bits
+from specnb.lm.preflight import same_bits, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, Crop, Recompute, Rollback
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FORGETS = "transformers ignores the recurrent state in blocks of this family: its layers take them token by token"
+STEPS = {
+    "later": "transformers ignores the recurrent state in blocks of this family: its layers take them token by token",
+    "single": "transformers computes blocks of this family otherwise than single tokens: it is fed token by token",
+}
 
 
 class HfModel:
@@ -64,13 +67,14 @@ class HfModel:
             details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
         )
         with quiet():  # the first forwards tell once a process which fast kernels are not installed
-            forgets = self._engine.one_by_one = hf_state.doubtful(model) and blocks_forget(self)
+            self._engine.steps = steps_needed(self) if hf_state.doubtful(model) else "blocks"
+            steps = self._engine.steps
             self.rollback = hf_rollback.choose(self, self._engine, rollback, rollback_depth, reason)
         self.caps = replace(
             self.caps,
             rewind=self.rollback.kind,
             rewind_reason=reason,
-            details=self.caps.details | ({"blocks": FORGETS} if forgets else {}),
+            details=self.caps.details | ({"steps": STEPS[steps]} if steps in STEPS else {}),
             same_bits_up_to=MAX_ROWS if rowwise and same_bits(self) else 0,
         )
 
@@ -96,7 +100,7 @@ class HfModel:
         `exact` makes bfloat16 and float16 on a CPU give a token the same logits at every width (see
         `hf_attention`; false: transformers' own attention, a little faster); `rollback` how the state of a recurrent
         model goes back (crop, replay, snapshots, checkpoint, fused, recompute; "auto": the first that a probe finds
-        exact), and `rollback_depth` over how many tokens it records what replay and snapshots need.
+        exact), and `rollback_depth` over how many tokens replay and snapshots record (the others have no use for it).
 
         Raises InputError (bad option), LoadError (not a model, not fetchable), MemoryShortError.
         """
@@ -122,6 +126,7 @@ class HfModel:
 
     @property
     def n_past(self) -> int:
+        self._require_open()
         return self.rollback.n_past
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
@@ -152,8 +157,12 @@ class HfModel:
 
     def rewind(self, n: int) -> None:
         self._require_open()
-        check_rewind(self, n)
-        self.rollback.rewind(n)
+        n, before = check_rewind(self, n), self.n_past
+        try:
+            self.rollback.rewind(n)
+        except BaseException:  # what brings a state back may run the model, and be interrupted
+            self._go_back(before)
+            raise
 
     def reset(self) -> None:
         self._require_open()
@@ -168,6 +177,8 @@ class HfModel:
             raise InputError(f"this text cannot be tokenized: {text!r:.80}") from error
 
     def close(self) -> None:
+        if self._engine is not None:
+            self.rollback.close()
         self._engine = self.rollback = None
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
@@ -175,4 +186,5 @@ class HfModel:
 
         Leaves the state alone.
         """
+        self._require_open()
         return self._engine.first_nonfinite(ids)

@@ -9,6 +9,7 @@ from transformers import Cache, PreTrainedModel
 
 from specnb.lm import hf_state
 from specnb.lm.hf_cache import SavedState, keep_entries, new_cache
+from specnb.lm.preflight import Steps
 
 PREFILL_WIDTH = 512
 
@@ -24,19 +25,18 @@ class TorchEngine:
         self.device = next(model.parameters()).device
         self.held = 0
         self.cache: Cache = new_cache(model)
-        self.one_by_one = False
-        """Whether blocks behind the first are fed token by token, because the model would forget its state."""
+        self.listening = True
+        """False while forwards run that are not this state's: recorders keep nothing of them."""
+        self.steps: Steps = "blocks"
+        """Whether tokens are fed one by one, and from when on (`preflight.steps_needed`)."""
         self._last, self._doubled = last_position, doubled
         self._state_argument = hf_state.argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        if self.one_by_one:
-            # the first block sees no state and may be wide
-            pieces = [[token] for token in ids] if self.held else [ids]
-            logits = torch.cat([self._step(piece, len(piece) if rows else 1) for piece in pieces], dim=1)
-            return logits[0, logits.shape[1] - rows :].float().cpu().numpy()
+        if self.steps != "blocks":
+            return self._feed_singly(ids, rows)
         head, tail = ids[: len(ids) - rows], ids[len(ids) - rows :]
         for start in range(0, len(head), PREFILL_WIDTH):
             # ids that need no logits go first and in pieces; the last piece joins the tail when both are short
@@ -48,6 +48,13 @@ class TorchEngine:
         if not rows:
             return np.empty((0, 0), dtype=np.float32)
         return self._step(tail, rows)[0].float().cpu().numpy()
+
+    def _feed_singly(self, ids: Sequence[int], rows: int) -> np.ndarray:
+        """Token by token; but a first block that sees no state may be wide, unless blocks compute otherwise."""
+        if not self.held and self.steps == "later":
+            return self._step(ids, max(1, rows))[0, max(1, rows) - rows :].float().cpu().numpy()
+        kept = [self._step([token], 1)[0] for token in ids][len(ids) - rows :]
+        return torch.cat(kept).float().cpu().numpy() if kept else np.empty((0, 0), dtype=np.float32)
 
     def _step(self, ids: Sequence[int], keep: int) -> torch.Tensor:
         """One forward; logits `(1, keep, vocab)` in the model's dtype."""
@@ -107,12 +114,14 @@ class TorchEngine:
             return hook
 
         hooks = [module.register_forward_hook(watch(name)) for name, module in self.model.named_modules() if name]
+        self.listening = False
         try:
             positions = torch.arange(len(ids), device=self.device)[None]
             tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
             state = {self._state_argument: new_cache(self.model)}
             self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
         finally:
+            self.listening = True
             for hook in hooks:
                 hook.remove()
         return found[0] if found else ""

@@ -58,11 +58,18 @@ class TorchRecorder:
         self._engine = engine
         self._base: SavedState | None = None
         self._mixers = {module.layer_idx: module for module in engine.model.modules() if _writes_state(module)}
+        if any("forward" in vars(mixer) for mixer in self._mixers.values()):
+            raise InputError("this torch model is listened to already: close the other model that runs it, or copy it")
         self._install()
 
     @property
     def recording(self) -> bool:
-        return self._base is not None
+        return self._base is not None and self._engine.listening
+
+    @property
+    def base(self) -> SavedState | None:
+        """The state that recording began with."""
+        return self._base
 
     @property
     def reach(self) -> int:
@@ -70,7 +77,18 @@ class TorchRecorder:
 
     @property
     def nbytes(self) -> int:
-        return (self._base.nbytes if self._base else 0) + sum(t.nbytes for t in self._recorded())
+        if self._base is None:
+            return 0
+        return self._base.nbytes + sum(t.nbytes for t in self._recorded()) + self._window_bytes()
+
+    def _window_bytes(self) -> int:
+        """Of the columns that entered the convolutions since."""
+        wider = 0
+        for index, layer in recurrent_layers(self._engine.cache):
+            for i, window in layer.conv_states.items():
+                if window is not None:
+                    wider += window.nbytes - self._base.layers[index][0][i].nbytes
+        return wider
 
     def begin(self) -> None:
         self.stop()
@@ -100,6 +118,7 @@ class TorchRecorder:
 
     def uninstall(self) -> None:
         """Leave the model as it was."""
+        self.stop()
         for mixer in self._mixers.values():
             mixer.__dict__.pop("forward", None)
 
@@ -123,6 +142,8 @@ class ActivationRecorder(TorchRecorder):
     """
 
     def _install(self) -> None:
+        if self._engine.steps != "blocks":
+            raise InputError("this family runs token by token, which replay does not repeat: use rollback=snapshots")
         self._inputs: dict[int, list[NamedTuple]] = defaultdict(list)
         self._options: dict[int, dict[str, Any]] = {}
         self._replays: dict[int, Callable[..., torch.Tensor]] = {}
@@ -192,13 +213,14 @@ class StateRecorder(TorchRecorder):
 
     def _install(self) -> None:
         self._states: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self._forgets, self._engine.one_by_one = self._engine.one_by_one, False
+        self._steps, self._engine.steps = self._engine.steps, "blocks"
         for index, mixer in self._mixers.items():
             mixer.forward = self._stepped(index, mixer.forward)
 
     def _stepped(self, index: int, forward: Callable) -> Callable:
         def stepped(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if not (self.recording or (self._forgets and self._engine.held)):
+            alone = self._steps == "single" or (self._steps == "later" and self._engine.held)
+            if not (self.recording or alone):
                 return forward(hidden_states, *args, **kwargs)
             outs = []
             for token in hidden_states.split(1, dim=1):
@@ -211,7 +233,7 @@ class StateRecorder(TorchRecorder):
 
     def uninstall(self) -> None:
         super().uninstall()
-        self._engine.one_by_one = self._forgets
+        self._engine.steps = self._steps
 
     def _recorded(self) -> Sequence[torch.Tensor]:
         return [state for states in self._states.values() for state in states]

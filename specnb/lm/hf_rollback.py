@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
-from specnb.errors import InputError, LoadError
+from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf_engine import TorchEngine
 from specnb.lm.hf_record import ActivationRecorder, StateRecorder
+from specnb.lm.memory import Need, require
 from specnb.lm.preflight import goes_back
 from specnb.lm.rollback import (
     AUTO,
@@ -50,8 +51,30 @@ def choose(model: LanguageModel, engine: TorchEngine, kind: str, depth: int, rea
             refused.append(str(error))
             continue
         model.rollback = way
-        if goes_back(model):
-            return way
+        try:
+            if goes_back(model):
+                _require_room(model, engine, name, depth)
+                return way
+            refused.append(f"{name} does not bring back the state that was")
+        except MemoryShortError as error:
+            if kind != AUTO:
+                way.close()
+                raise
+            refused.append(str(error))
+        except Exception as error:  # of a family, or a release of transformers, that does things otherwise
+            refused.append(f"{name} fails: {error}")
+        except BaseException:
+            way.close()
+            raise
         way.close()
-        refused.append(f"{name} does not bring back the state that was")
+        engine.clear()
     raise LoadError(f"{model.name} has no exact way back: {'; '.join(refused)}. Try rollback=recompute")
+
+
+def _require_room(model: LanguageModel, engine: TorchEngine, kind: str, depth: int) -> None:
+    """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""
+    model.forward([0])
+    states = {"snapshots": 1 + depth, "recompute": 0}.get(kind, 1)
+    need = Need(0, states * engine.save().nbytes)
+    model.reset()
+    require(need, device=model.caps.device, what=f"what rollback={kind} keeps of {model.name}")

@@ -27,5 +27,5 @@ def argument(model: PreTrainedModel) -> str:
 
 
 def doubtful(model: PreTrainedModel) -> bool:
-    """Whether `preflight.blocks_forget` should look: recurrent models, and configs that may mean an encoder."""
+    """Whether `preflight.steps_needed` should look: recurrent models, and configs that may mean an encoder."""
     return bool(getattr(model, "_is_stateful", False)) or getattr(model.config, "is_decoder", True) is False

@@ -3,6 +3,8 @@
 They feed a few tokens and compare logits; all leave the state empty.
 """
 
+from typing import Literal
+
 import numpy as np
 
 from specnb.errors import LoadError
@@ -12,35 +14,44 @@ WIDTH = 4
 PROBED = (1, 2, 9)
 TOLERANCE = {True: 0.001, False: 0.1}
 """Share of a row's spread that rounding may move (float32 or not); a forgotten state moves most of it."""
+STRICT = {True: 5e-5, False: 0.1}
+"""The same for single steps over COMPARED tokens: rounding moves 5e-6, steps that compute otherwise from 1e-4 on."""
+OTHERWISE = 0.1
+COMPARED = 32
+Steps = Literal["blocks", "later", "single"]
 
 
-def blocks_forget(model: LanguageModel) -> bool:
-    """Whether blocks after the first must be fed token by token, found by comparing both with one whole forward.
+def steps_needed(model: LanguageModel) -> Steps:
+    """How this model must be fed for all ways of feeding to agree, found by comparing blocks and single tokens.
 
-    Leaves the state empty. Raises LoadError if single steps do not continue the state either (an encoder, which
-    sees the tokens to come, shows the same way).
+    "blocks": as one likes. "later": behind a first block token by token, for its blocks ignore the state they find.
+    "single": token by token from the start, for its single steps compute otherwise than its blocks (Zamba2 and
+    Nemotron-H bound the time step in blocks only). Leaves the state empty. Raises LoadError if single steps do not
+    continue the state either (an encoder, which sees the tokens to come, shows the same way).
     """
-    width = min(WIDTH, model.caps.n_ctx // 2)
-    ids = [(7 * i + 3) % model.vocab.size for i in range(2 * width)]
-    tolerance = TOLERANCE[model.caps.lossless_dtype]
+    half = min(COMPARED, model.caps.n_ctx) // 2
+    ids = [(7 * i + 3) % model.vocab.size for i in range(2 * half)]
+    exact = model.caps.lossless_dtype
     try:
-        whole = _last_rows(model, [ids] if ids else [], width)
+        whole = _last_rows(model, [ids] if ids else [], half)
         if not np.isfinite(whole).all():
-            return True  # nothing to compare; the run itself will say where NaN comes from
-        if _apart(_last_rows(model, [ids[:width], ids[width:]], width), whole) < tolerance:
-            return False
-        apart = _apart(_last_rows(model, [[token] for token in ids], width), whole)
+            return "later"  # nothing to compare; the run itself will say where NaN comes from
+        blocks = _apart(_last_rows(model, [ids[:half], ids[half:]], half), whole)
+        single = _apart(_last_rows(model, [[token] for token in ids], half), whole)
     except LoadError:
         raise
     except Exception as error:
         raise LoadError(f"{model.name} cannot be run with transformers' cache: {error}") from error
-    if not apart < tolerance:
-        raise LoadError(
-            f"{model.name} cannot be run step by step by transformers: its logits differ from those of one whole "
-            f"forward by {apart:.0%} of their spread. It is no causal language model, or its state is not kept; "
-            "a .gguf file of it may open in llama.cpp"
-        )
-    return True
+    agree = blocks < TOLERANCE[exact]
+    if single < STRICT[exact]:
+        return "blocks" if agree else "later"
+    if agree and single < OTHERWISE:
+        return "single"
+    raise LoadError(
+        f"{model.name} cannot be run step by step by transformers: its logits differ from those of one whole "
+        f"forward by {single:.0%} of their spread. It is no causal language model, or its state is not kept; "
+        "a .gguf file of it may open in llama.cpp"
+    )
 
 
 def same_bits(model: LanguageModel) -> bool:

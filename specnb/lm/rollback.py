@@ -250,6 +250,6 @@ def check_options(kind: str, depth: int, known: Iterable[str]) -> None:
     """Refuse an unknown way back, or a depth that records nothing."""
     known = (AUTO, *known)
     if kind not in known:
-        raise InputError(f"unknown rollback {kind!r}; {did_you_mean(kind, known)}known: {', '.join(known)}")
-    if not 1 <= depth <= MAX_DEPTH:
+        raise InputError(f"unknown rollback {kind!r}; {did_you_mean(str(kind), known)}known: {', '.join(known)}")
+    if not isinstance(depth, int) or not 1 <= depth <= MAX_DEPTH:
         raise InputError(f"rollback_depth is {depth}: it must be 1 to {MAX_DEPTH}")

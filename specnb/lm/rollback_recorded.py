@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from specnb.lm.rollback import Checkpoint, Engine, Recompute
+from specnb.lm.rollback import Checkpoint, Engine, Recompute, Saved
 
 
 class Recorder(Protocol):
@@ -16,6 +16,9 @@ class Recorder(Protocol):
 
     depth: int
     """Tokens it can take back at most."""
+
+    base: Saved | None
+    """The state it began with, where it spans forwards and is recording."""
 
     reach: int
     """Tokens that can be taken back now."""
@@ -44,6 +47,7 @@ class _Recorded(Checkpoint):
         super().__init__(engine)
         self._recorder = recorder
         self._forwards = 0  # since the border
+        self._kept_border = False
 
     @property
     def nbytes(self) -> int:
@@ -51,14 +55,32 @@ class _Recorded(Checkpoint):
 
     def forward(self, ids: Sequence[int], rows: int) -> np.ndarray:
         if self._engine.held:
-            if self._recorder.spans_forwards:
-                if self._at_border or self._recorder.reach >= self._recorder.depth:
-                    self._recorder.begin()
-                    self._at_border = False
-            elif self._at_border and (self._forwards or len(ids) > self._recorder.depth + 1):
-                self._save()  # the border is about to get out of the recorder's reach
+            (self._record if self._recorder.spans_forwards else self._cover)(len(ids))
         self._forwards += 1
         return Recompute.forward(self, ids, rows)
+
+    def _record(self, n: int) -> None:
+        """Record the next `n` tokens too, from the border on; no more than `depth` of them are ever kept."""
+        if self._at_border:
+            self._recorder.begin()
+            self._at_border, self._kept_border = False, False
+        if self._recorder.base and self._recorder.reach + n > self._recorder.depth:
+            if not self._kept_border:  # the way back to the border is now to feed again from there
+                self._saved, self._kept_border = self._recorder.base, True
+                self.cost.n_saved += 1
+            if n <= self._recorder.depth:
+                self._recorder.begin()
+            else:
+                self._recorder.stop()
+
+    def _cover(self, n: int) -> None:
+        """Save a state that the next `n` tokens would take out of reach.
+
+        That is the border, for a block wider than the recorder is deep. After a first forward it is that forward's
+        end, from where single steps go on: the border itself is gone, and behind it everything is fed again.
+        """
+        if self._at_border and (self._forwards or n > self._recorder.depth + 1):
+            self._save()
 
     def rewind(self, n: int) -> None:
         super().rewind(n)

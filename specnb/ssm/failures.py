@@ -1,5 +1,6 @@
 """Two ways in which a recurrent state goes wrong when it is treated like a KV cache: one is loud, one is silent."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -24,25 +25,30 @@ def llama_refusal(name: str) -> str:
     if path is None:
         raise InputError(f"{name!r} is not opened by llama.cpp: add ?backend=llama")
     api = binding.library().api
-    model = gguf_open.open_model(path, 0)
-    context = gguf_open.open_context(model, 256, "f32", 1, False)
+    with ExitStack() as opened:
+        model = gguf_open.open_model(path, 0)
+        opened.callback(api.llama_model_free, model)
+        context = gguf_open.open_context(model, 256, "f32", 1, False)
+        opened.callback(api.llama_free, context)
+        return _decoded_on(name, model, context, opened)
+
+
+def _decoded_on(name: str, model: object, context: object, opened: ExitStack) -> str:
+    api = binding.library().api
     engine = LlamaEngine(
         name, context, api.llama_vocab_n_tokens(api.llama_model_get_vocab(model)), width=64, fixed_width=0
     )
+    opened.callback(api.llama_batch_free, engine.batch)
+    engine.feed(_ids(N_PROMPT), 1)
+    engine.feed(_ids(N_BLOCK), N_BLOCK)
+    if engine.keep(N_PROMPT):
+        raise InputError(f"{name} has no recurrent state: llama.cpp cropped it as asked")
+    engine.held = N_PROMPT  # what llama-cpp-python's generate does: it ignores the False
+    binding.library().errors.clear()
     try:
-        engine.feed(_ids(N_PROMPT), 1)
-        engine.feed(_ids(N_BLOCK), N_BLOCK)
-        if engine.keep(N_PROMPT):
-            raise InputError(f"{name} has no recurrent state: llama.cpp cropped it as asked")
-        engine.held = N_PROMPT  # what llama-cpp-python's generate does: it ignores the False
-        binding.library().errors.clear()
         engine.feed(_ids(N_BLOCK), N_BLOCK)
     except EngineError as error:
         return "\n".join([str(error), *binding.library().errors])
-    finally:
-        api.llama_batch_free(engine.batch)
-        api.llama_free(context)
-        api.llama_model_free(model)
     return "llama.cpp decoded on as if nothing had happened"
 
 

@@ -3,29 +3,34 @@
 Its weights are random, for nothing but time is measured with it; its tokenizer is the hybrid's.
 """
 
-import json
 import shutil
+from hashlib import sha256
 from pathlib import Path
 
 from filelock import FileLock
 
 from specnb.errors import InputError
 from specnb.lm import embedded
+from specnb.lm.bounded_json import read_json
 from specnb.paths import cache_dir
 from specnb.provenance import file_digest
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+MAX_BYTES, MAX_VALUES = 16 << 20, 1_000_000
 
 
 def attention_twin(name: str) -> Path:
     """A cached transformers folder (Qwen3): depth, widths, heads and vocabulary of the hybrid `name`, no recurrence.
 
-    `name` is an embedded model or a local folder. Raises InputError for anything else.
+    `name` is an embedded model or a local folder. Raises InputError for anything else, and for a model without
+    attention heads or a tokenizer.
     """
     folder = embedded.folder(name) or Path(name).expanduser()
     if not (folder / "config.json").is_file():
         raise InputError(f"{name!r} is neither an embedded model ({', '.join(embedded.names())}) nor a model's folder")
-    made = cache_dir() / "twins" / f"{folder.resolve().name}-{file_digest(folder / 'config.json')[:12]}"
+    parts = [file_digest(path) for name in ("config.json", *TOKENIZER) if (path := folder / name).is_file()]
+    digest = sha256("".join(parts).encode()).hexdigest()[:12]
+    made = cache_dir() / "twins" / f"{folder.resolve().name}-{digest}"
     if not (made / "model.safetensors").is_file():
         made.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{made}.lock"):
@@ -40,10 +45,12 @@ def _make(folder: Path, made: Path) -> None:
 
     from specnb.lm.dequantise import quiet
 
-    read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    read = read_json(folder / "config.json", MAX_BYTES, MAX_VALUES).values
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id",
             "eos_token_id")  # fmt: skip
+    if missing := [field for field in same if field not in read] + [f for f in TOKENIZER if not (folder / f).is_file()]:
+        raise InputError(f"{folder} has no attention-only twin: it lacks {', '.join(missing)}")
     config = Qwen3Config(**{field: read[field] for field in same})
     with torch.random.fork_rng():
         torch.manual_seed(0)

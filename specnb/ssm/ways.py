@@ -10,7 +10,7 @@ import pandas as pd
 
 from specnb.decode.generate import generate
 from specnb.draft.load import load_drafter
-from specnb.errors import InputError
+from specnb.errors import InputError, LoadError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, parse
 from specnb.measure.bench import Method, compare
@@ -69,20 +69,16 @@ class _Bench:
         self.name, self._params = name, params
         self.models = dict(_in_every_way(name, opened))
         self.plain: LanguageModel = next(iter(self.models.values()))
-        self._twin = load(_twin_of(name))
-        opened.callback(self._twin.close)
+        self._twin = _twin_of(name, opened)
         self.prompts = [self.plain.encode(prompt.text)[: params.prompt_tokens] for prompt in chosen]
         self.truths = [self._plainly(self.plain, ids) for ids in self.prompts]
-        self._twin_truths = [self._plainly(self._twin, ids) for ids in self.prompts]
+        self._twin_truths = [self._plainly(self._twin, ids) for ids in self.prompts] if self._twin else []
 
     def rows(self, k: int, rate: float) -> list[dict[str, Any]]:
         """The rows of one K and acceptance."""
         methods: dict[str, Method] = {PLAIN: partial(self._decode, self.plain, self.truths, 0, 0.0)}
         methods |= {way: partial(self._decode, model, self.truths, k, rate) for way, model in self.models.items()}
         frame = compare(methods, range(len(self.prompts)), baseline=PLAIN)
-        free: dict[str, Method] = {PLAIN: partial(self._decode, self._twin, self._twin_truths, 0, 0.0)}
-        free |= {FREE: partial(self._decode, self._twin, self._twin_truths, k, rate)}
-        twin = compare(free, range(len(self.prompts)), baseline=PLAIN)
         kept = {way: self._kept(model, k, rate) for way, model in self.models.items()}
         return [
             {
@@ -93,8 +89,16 @@ class _Bench:
                 **row,
                 **kept.get(row["method"], {}),
             }
-            for row in [*_rows(frame), *_rows(twin[twin["method"] == FREE])]
+            for row in [*_rows(frame), *self._free(k, rate)]
         ]
+
+    def _free(self, k: int, rate: float) -> list[dict[str, Any]]:
+        """The row of the attention-only twin, where there is one."""
+        if self._twin is None:
+            return []
+        run = partial(self._decode, self._twin, self._twin_truths)
+        methods: dict[str, Method] = {PLAIN: partial(run, 0, 0.0), FREE: partial(run, k, rate)}
+        return _rows(compare(methods, range(len(self.prompts)), baseline=PLAIN))[1:]
 
     def _decode(self, model: LanguageModel, truths: Sequence[Generation], k: int, rate: float, at: int) -> Generation:
         params = self._params
@@ -135,7 +139,7 @@ def _in_every_way(name: str, opened: ExitStack) -> Iterator[tuple[str, LanguageM
     for way in WAYS:
         try:
             model = load(name, rollback=way)
-        except InputError as error:
+        except (InputError, LoadError) as error:
             reasons.append(f"{way}: {error}")
             continue
         opened.callback(model.close)
@@ -144,9 +148,15 @@ def _in_every_way(name: str, opened: ExitStack) -> Iterator[tuple[str, LanguageM
         raise InputError(f"{name} has no way back to measure: {'; '.join(reasons)}")
 
 
-def _twin_of(name: str) -> str:
+def _twin_of(name: str, opened: ExitStack) -> LanguageModel | None:
+    """The attention-only model of the same size and engine; None for a model that has none."""
     spec = parse(name)
-    return str(attention_twin(spec.source)) + name.removeprefix(spec.source)
+    try:
+        model = load(str(attention_twin(spec.source)) + name.removeprefix(spec.source))
+    except InputError:
+        return None
+    opened.callback(model.close)
+    return model
 
 
 def _drafters(bench: _Bench, params: RollbackParams) -> Iterator[dict[str, Any]]:
@@ -155,7 +165,8 @@ def _drafters(bench: _Bench, params: RollbackParams) -> Iterator[dict[str, Any]]
         target = load(bench.name)
         opened.callback(target.close)
         spec = parse(bench.name)
-        same_engine = params.draft + bench.name.removeprefix(spec.source)
+        suffix = "" if "?" in params.draft else bench.name.removeprefix(spec.source)
+        same_engine = params.draft + suffix
         for name in ("lookup", same_engine):
             drafter = load_drafter(name, target, strict=True).drafter
             opened.callback(drafter.close)

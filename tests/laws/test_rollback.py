@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
-from specnb.errors import InputError, LoadError
+from specnb.errors import InputError, LoadError, MemoryShortError, RewindError
 from specnb.lm import hf_cache, hf_record
 from specnb.lm.hf import HfModel
 from specnb.lm.hf_cache import KeptPastLayer, recurrent_layers
@@ -34,14 +34,24 @@ FAMILIES = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1,
                          "shared_intermediate_size": 16, **MAMBA2},
     "lfm2": {"full_attn_idxs": [1]},
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8,
+               "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_expand": 2, "attention_head_dim": 16,
+               "attention_hidden_size": 64, "chunk_size": 8, "num_mem_blocks": 1},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "head_dim": 8, "mamba_num_heads": 8,
+                   "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "conv_kernel": 4, "chunk_size": 8,
+                   "expand": 2},
     "mamba": {"state_size": 8},
     "falcon_mamba": {"state_size": 8},
     "jamba": {"num_hidden_layers": 4, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
               "attn_layer_period": 2, "attn_layer_offset": 1},
 }  # fmt: skip
 FORGETFUL = ("mamba", "falcon_mamba", "jamba")
+SINGLE = ("zamba2", "nemotron_h")
+"""transformers 5.23 bounds the time step in their blocks, and not in their single steps."""
 STRATEGIES = ("replay", "snapshots", "fused", "checkpoint", "recompute")
-PAIRS = [(family, way) for family in FAMILIES for way in STRATEGIES if way != "replay" or family not in FORGETFUL]
+PAIRS = [
+    (family, way) for family in FAMILIES for way in STRATEGIES if way != "replay" or family not in (*FORGETFUL, *SINGLE)
+]
 K = 6
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 64)]
 CLOSE = 5e-4
@@ -270,10 +280,106 @@ def test_listening_changes_no_result_and_leaves_nothing_behind():
     np.testing.assert_array_equal(HfModel(model, None, name="heard", rollback="replay").forward(IDS), plain)
 
 
-@pytest.mark.parametrize("family", FORGETFUL)
-def test_a_family_without_a_recurrence_to_listen_to_is_refused(family):
-    with pytest.raises(InputError, match="no recurrence that can be replayed: use rollback=snapshots"):
+@pytest.mark.parametrize("family", (*FORGETFUL, *SINGLE))
+def test_a_family_without_a_recurrence_to_replay_is_refused_and_steps(family):
+    with pytest.raises(InputError, match="use rollback=snapshots"):
         opened(family, "replay")
+    model = opened(family)
+    assert model.caps.rewind == "snapshots" and "token by token" in model.caps.details["steps"]
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_an_interrupt_while_going_back_leaves_no_wrong_state(way):
+    model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
+    model.forward(IDS[:9])
+    model.forward(IDS[20:26])
+    broken = "take_back" if way in ("replay", "snapshots") else "feed" if way != "fused" else "restore"
+    where = model.rollback._recorder if broken == "take_back" else model._engine
+
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, broken, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.rewind(3)
+    assert model.n_past == 0
+    for each in (model, plain):
+        each.forward(IDS[:9])
+    check_same_state(model, plain)
+
+
+@pytest.mark.parametrize("n", [1.0, "2", None])
+def test_only_whole_numbers_of_tokens_go_back(n):
+    model = opened("qwen3_5_text")
+    model.forward(IDS[:9])
+    with pytest.raises(RewindError, match="give a whole number"):
+        model.rewind(n)
+    assert model.n_past == model._engine.held == 9
+
+
+@pytest.mark.parametrize("way", ["replay", "snapshots"])
+def test_looking_for_what_is_not_finite_leaves_the_record_alone(way):
+    model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
+    model.forward(IDS[:9])
+    model.forward(IDS[20:22])
+    assert model.locate_nonfinite(IDS[5:8]) == ""
+    model.forward(IDS[22:28])
+    model.rewind(2)
+    plain.forward([*IDS[:9], *IDS[20:26]])
+    check_same_state(model, plain)
+
+
+@pytest.mark.parametrize("way", ["replay", "snapshots"])
+def test_what_is_recorded_is_bounded_and_the_border_stays_in_reach(way):
+    model, plain = opened("qwen3_5_text", way, rollback_depth=4), opened("qwen3_5_text", "recompute")
+    few = opened("qwen3_5_text", way, rollback_depth=4)
+    few.forward(IDS[:9])
+    few.forward(IDS[9:13])
+    for pieces in ([IDS[20:50]], [[token] for token in IDS[20:50]], [IDS[20:22], IDS[22:50]]):
+        for back in (3, 30):
+            for each in (model, plain):
+                each.reset()
+                each.forward(IDS[:9])
+            for piece in pieces:
+                model.forward(piece)
+                assert model.rollback.nbytes <= 2 * few.rollback.nbytes
+            model.rewind(back)
+            if back < 30:
+                plain.forward(IDS[20 : 50 - back])
+            check_same_state(model, plain)
+            assert model.rollback.cost.recomputed == 0
+
+
+def test_a_probe_that_fails_tries_the_next_way_and_undoes_its_own(monkeypatch):
+    def changed(*_args):
+        raise TypeError("a kernel takes other arguments now")
+
+    monkeypatch.setattr(hf_record.ActivationRecorder, "take_back", changed)
+    assert opened("qwen3_5_text").caps.rewind == "snapshots"
+    with pytest.raises(LoadError, match="replay fails: a kernel takes other arguments now"):
+        opened("qwen3_5_text", "replay")
+
+
+def test_a_closed_model_lets_go_of_the_torch_model_and_says_so():
+    torch_one = torch_model("qwen3_5_text", **FAMILIES["qwen3_5_text"])
+    model = HfModel(torch_one, None, name="m", rollback="replay")
+    with pytest.raises(InputError, match="listened to already"):
+        HfModel(torch_one, None, name="second", rollback="snapshots")
+    model.close()
+    model.close()
+    assert not [name for name, module in torch_one.named_modules() if "forward" in vars(module)]
+    for use in (lambda: model.n_past, lambda: model.rewind(0), lambda: model.locate_nonfinite([1])):
+        with pytest.raises(InputError, match="m was closed"):
+            use()
+
+
+def test_snapshots_that_the_memory_does_not_hold_are_not_kept(monkeypatch):
+    monkeypatch.setattr("specnb.lm.memory.free_bytes", lambda _device: 2**40)
+    assert opened("mamba", n_ctx=64).caps.rewind == "snapshots"
+    monkeypatch.setattr("specnb.lm.memory.free_bytes", lambda _device: 2**20)
+    with pytest.raises(MemoryShortError, match="what rollback=snapshots keeps of mamba does not fit"):
+        opened("mamba", "snapshots")
 
 
 def test_activation_replay_keeps_a_twentieth_of_a_snapshot_at_qwen3_next_shapes():

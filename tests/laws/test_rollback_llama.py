@@ -156,7 +156,7 @@ def test_a_reach_that_believes_llama_is_seen(opened, monkeypatch):
 
 def test_a_model_whose_way_back_is_broken_is_not_opened(files, monkeypatch):
     monkeypatch.setattr(gguf_engine.PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
-    with pytest.raises(LoadError, match="no exact way back by snapshots"):
+    with pytest.raises(LoadError, match="no exact way back: snapshots does not bring back"):
         GgufModel.open(files["qwen35-grouped"], threads=1, rollback="snapshots")
     model = GgufModel.open(files["qwen35-grouped"], threads=1)
     assert model.caps.rewind == "fused"
@@ -200,3 +200,40 @@ def test_more_snapshots_than_llama_survives_are_refused(files):
         model = GgufModel.open(files["lfm2"], threads=1, n_ctx=n_ctx)
         assert np.isfinite(model.forward([3, 4])).all()
         model.close()
+
+
+def test_a_closed_model_says_so_and_ends_no_process(files):
+    model = GgufModel.open(files["qwen35-grouped"], threads=1)
+    model.forward(IDS[:9])
+    kept = model.rollback
+    model.close()
+    model.close()
+    uses = (
+        lambda: kept.nbytes,
+        lambda: kept.forward([3], 1),
+        kept.reset,
+        lambda: model.n_past,
+        lambda: model.rewind(1),
+    )
+    for use in uses:
+        with pytest.raises(InputError, match="was closed: load it again"):
+            use()
+
+
+@pytest.mark.parametrize("way", ["fused", "checkpoint", "recompute"])
+def test_an_interrupt_while_going_back_leaves_no_wrong_state(way, opened, monkeypatch):
+    model, plain = opened("qwen35-grouped", way), opened("qwen35-grouped", "recompute", n_ctx=500)
+
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    model.forward(IDS[:9])
+    model.forward(IDS[20:26])
+    with monkeypatch.context() as patch:
+        patch.setattr(model._engine, "restore" if way == "fused" else "feed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.rewind(3)
+    assert model.n_past == 0
+    for each in (model, plain):
+        each.forward(IDS[:9])
+    check_same_ahead(model, plain)

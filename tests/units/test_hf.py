@@ -84,7 +84,7 @@ def test_stateful_models_run_alike_at_every_width(kind, monkeypatch):
     monkeypatch.setattr("specnb.lm.hf_engine.PREFILL_WIDTH", 8)
     model = HfModel(torch_model(kind, **STATEFUL[kind]), None, name=kind)
     assert model.caps.rewind == ("snapshots" if kind in FORGETFUL else "replay")
-    assert ("token by token" in model.caps.details.get("blocks", "")) == (kind in FORGETFUL)
+    assert ("token by token" in model.caps.details.get("steps", "")) == (kind in FORGETFUL)
     check_widths(model, IDS)
     with pytest.raises(InputError, match=f"rollback=crop is not for {kind}: .*(recurrent layers|cannot be cropped)"):
         HfModel(torch_model(kind, **STATEFUL[kind]), None, name=kind, rollback="crop")

@@ -50,8 +50,7 @@ def write_gguf(folder: Path | str, dest: Path | str, *, dtype: str = "f16") -> P
     files that transformers or safetensors cannot read.
     """
     folder, dest = Path(folder).expanduser(), Path(dest).expanduser()
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}: {did_you_mean(str(dtype), DTYPES)}known are {', '.join(DTYPES)}")
+    check_dtype(dtype)
     if dest.is_dir() or dest.suffix != ".gguf":
         raise InputError(f"cannot write to {dest}: name a .gguf file")
     with _one_error(folder):
@@ -60,6 +59,12 @@ def write_gguf(folder: Path | str, dest: Path | str, *, dtype: str = "f16") -> P
             read = _tensors(folder, plan, stack)
             _write(dest, folder.resolve().name, plan, keys, dtype, read)
     return dest
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuse what `write_gguf` does not write."""
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}: {did_you_mean(str(dtype), DTYPES)}known are {', '.join(DTYPES)}")
 
 
 @contextmanager
