@@ -132,8 +132,8 @@ def _state(role: str, pick: int) -> Finder:
             return None
         return Finding(
             f"state of the {role}", Severity.BREAKS, target.state or "unknown", draft.state or "unknown",
-            f"a {state} state cannot be cropped: rejected tokens are taken back by snapshots, or by a checkpoint that "
-            "the accepted ones are fed to again; an engine that crops all the same continues from a wrong state",
+            f"a {state} state cannot be cropped: rejected tokens are taken back by replay, snapshots or a saved state "
+            "(rollback=, notebook 04); an engine that crops all the same continues from a wrong state",
         )  # fmt: skip
 
     return find
