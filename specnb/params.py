@@ -72,7 +72,7 @@ class KSweepParams(Params):
     temperatures: list[float] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
     categories: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
     prompts_per_category: int = Field(default=5, ge=1, le=1000)
-    max_new_tokens: int = Field(default=16, ge=1, le=100_000)
+    max_new_tokens: int = Field(default=24, ge=1, le=100_000)
     conversations: int = Field(default=3, ge=0, le=1000)
     rule: Literal["token", "block", "typical"] = "token"
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -144,13 +144,12 @@ class CompatibilityParams(Params):
 class RollbackParams(Params):
     """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?
 
-    `targets` are opened once for every way back. Their drafts are scripted: right with each of `acceptance`, the same
-    for all ways; `draft` and lookup draft for the first target, as they are.
+    `target` is opened in each of `engines` once for every way back. Its drafts are scripted: right with each of
+    `acceptance`, the same for all ways; `draft` and lookup draft for it in the first engine, as they are.
     """
 
-    targets: list[str] = Field(
-        min_length=1, max_length=4, default=["tiny-hybrid?backend=llama&weights=f32&threads=1", "tiny-hybrid?threads=1"]
-    )
+    target: str = "tiny-hybrid"
+    engines: list[Literal["llama", "torch"]] = Field(default=["llama", "torch"], min_length=1, max_length=2)
     draft: str = "tiny-hybrid-draft"
     ks: list[int] = Field(default=[2, 6], min_length=1, max_length=16)
     acceptance: list[float] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
@@ -159,7 +158,7 @@ class RollbackParams(Params):
     max_new_tokens: int = Field(default=16, ge=2, le=100_000)
     seed: int = Field(default=0, ge=0, lt=2**63)
 
-    _no_repeats = field_validator("targets", "ks", "acceptance")(_each_once)
+    _no_repeats = field_validator("engines", "ks", "acceptance")(_each_once)
 
     @field_validator("acceptance")
     @classmethod

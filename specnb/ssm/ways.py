@@ -40,9 +40,9 @@ def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
     chosen = passages(limit=params.passages)
     made: list[Generation] = []
     measured: dict[str, Any] = {"ways": [], "drafters": []}
-    cells = len(params.targets) * len(params.ks) * len(params.acceptance)
+    cells = len(params.engines) * len(params.ks) * len(params.acceptance)
     with ExitStack() as opened:
-        bench = [_Bench(name, params, chosen, opened) for name in params.targets]
+        bench = [_Bench(name_in(params.target, engine), params, chosen, opened) for engine in params.engines]
 
         def recorded(error: BaseException | None = None) -> RunRecord:
             used = [{"role": "target", "id": one.name, "sha256": None} for one in bench]
@@ -60,6 +60,19 @@ def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
             progress(done, cells + 1, "lookup and the draft model")
             measured["drafters"] += list(_drafters(bench[0], params))
             return recorded()
+
+
+def name_in(model: str, engine: str) -> str:
+    """The name that opens `model` in an engine, "llama" or "torch", on one thread, a converted one in float32.
+
+    Small models gain nothing from more threads, and llama.cpp's threads that wait for one another lose all beside
+    any other load. Options in the name win.
+    """
+    spec = parse(model)
+    options = {"backend": "llama" if engine == "llama" else "hf", "threads": 1}
+    if engine == "llama" and spec.where == "hf":
+        options["weights"] = "f32"
+    return parse(model, **{key: value for key, value in options.items() if f"{key}=" not in model}).text
 
 
 class _Bench:
@@ -165,9 +178,8 @@ def _drafters(bench: _Bench, params: RollbackParams) -> Iterator[dict[str, Any]]
         target = load(bench.name)
         opened.callback(target.close)
         spec = parse(bench.name)
-        suffix = "" if "?" in params.draft else bench.name.removeprefix(spec.source)
-        same_engine = params.draft + suffix
-        for name in ("lookup", same_engine):
+        engine = "llama" if spec.backend == "llama" else "torch"
+        for name in ("lookup", name_in(params.draft, engine)):
             drafter = load_drafter(name, target, strict=True).drafter
             opened.callback(drafter.close)
             for k in params.ks:

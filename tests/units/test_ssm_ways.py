@@ -10,6 +10,7 @@ from specnb.book import rollback as figures
 from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.lm import embedded, toy
+from specnb.lm.load import parse
 from specnb.measure.scripted import ScriptedDrafter
 from specnb.params import RollbackParams
 from specnb.ssm import failures, passages, tree_cost, ways
@@ -29,10 +30,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def record(folder):
-    targets = [f"{folder}?backend=llama&weights=f32&threads=1", f"{folder}?threads=1"]
     said = []
     params = RollbackParams(
-        targets=targets,
+        target=str(folder),
         draft=str(folder),
         ks=[2, 5],
         acceptance=[0.0, 1.0],
@@ -91,7 +91,7 @@ def test_tables_and_figures_show_what_was_measured(record):
     assert len(pairs) == 8 and (pairs[["over checkpoint", "over a free rewind"]] > 0).all(axis=None)
     best = figures.fastest(table)
     assert len(best) == 8 and set(best["fastest"]) <= set(ways.WAYS)
-    for target in record.params["targets"]:
+    for target in (ways.name_in(record.params["target"], engine) for engine in record.params["engines"]):
         figure = figures.speed(table, target)
         lines = {trace.name for trace in figure.data}
         assert lines == set(table.loc[table["target"] == target, "method"]) - {ways.PLAIN}
@@ -176,3 +176,10 @@ def test_passages_are_read_and_bad_ones_refused(tmp_path, monkeypatch):
 def test_embedded_models_are_names():
     assert {"tiny-hybrid", "tiny-hybrid-draft"} <= set(embedded.names())
     assert embedded.folder("tiny-hybrid").is_dir() and embedded.folder("smollm2-135m") is None
+
+
+def test_a_model_is_named_for_an_engine():
+    assert ways.name_in("tiny-hybrid", "torch") == "tiny-hybrid?threads=1"
+    assert dict(parse(ways.name_in("tiny-hybrid", "llama")).options) == {"threads": "1", "weights": "f32"}
+    assert parse(ways.name_in("model.gguf?threads=2", "torch")).backend == "hf"
+    assert dict(parse(ways.name_in("model.gguf?threads=2", "llama")).options) == {"threads": "2"}

@@ -1,0 +1,45 @@
+"""Ways back in llama.cpp against separate replay, paired on the same scripted drafts of the embedded hybrid.
+
+python tests/benchmarks/ways_back.py [--passages 16] [--tokens 48] [--repeats 3]
+"""
+
+import argparse
+from functools import partial
+
+from specnb import generate, load
+from specnb.lm.base import LanguageModel
+from specnb.measure.bench import compare
+from specnb.measure.scripted import ScriptedDrafter
+from specnb.records import Generation
+from specnb.ssm.passages import passages
+from specnb.ssm.ways import name_in
+
+CELLS = ((2, 0.0), (4, 0.5), (4, 0.8), (8, 0.8))
+"""K, and the chance that a draft is right."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in {"passages": 16, "tokens": 48, "repeats": 3}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    name = name_in("tiny-hybrid", "llama")
+    models = {way: load(name, rollback=way) for way in ("checkpoint", "fused", "snapshots")}
+    plain = models["checkpoint"]
+    prompts = [plain.encode(prompt.text)[:64] for prompt in passages(limit=asked.passages)]
+    longest = asked.tokens + max(k for k, _ in CELLS)
+    truths = [generate(plain, ids, max_new_tokens=longest, ignore_eog=True).token_ids for ids in prompts]
+
+    def run(model: LanguageModel, k: int, rate: float, at: int) -> Generation:
+        drafter = ScriptedDrafter(truths[at], rate, vocab_size=model.vocab.size, seed=at)
+        settings = {"max_new_tokens": asked.tokens, "ignore_eog": True}
+        return generate(model, prompts[at], drafter=drafter, k=k, **settings)
+
+    for k, rate in CELLS:
+        methods = {way: partial(run, model, k, rate) for way, model in models.items()}
+        frame = compare(methods, range(len(prompts)), baseline="checkpoint", repeats=asked.repeats)
+        print(f"K = {k}, {rate:.0%} right\n{frame.round(3).to_string(index=False)}\n")
+
+
+if __name__ == "__main__":
+    main()
