@@ -218,18 +218,23 @@ def until(page, what, wanted, limit_s: float = 15):
     return value
 
 
+COLD_MS = 120_000
+"""A kernel in an environment that was just installed imports everything for the first time, from a cold disk."""
+
+
 def test_the_explorer_in_jupyterlab(lab, browser):
     with opened(browser, f"{lab}/lab/workspaces/explorer/tree/small.ipynb?reset&token={TOKEN}", "lab") as page:
-        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")  # sooner, "run" goes nowhere
+        # sooner, "run" goes nowhere
+        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=COLD_MS)
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=2")
+        page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=2", timeout=COLD_MS)
         use(page)
 
 
 def test_the_explorer_under_voila(voila, browser):
     with opened(browser, f"{voila}/?token={TOKEN}", "voila") as page:
-        page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=2")
+        page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=2", timeout=COLD_MS)
         use(page)
 
 

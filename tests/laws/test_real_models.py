@@ -38,7 +38,7 @@ def speculative(opened, name, drafter, k, **settings):
     return generate(opened(name), PROMPT, drafter=made, k=k, **options)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, *(pytest.param(k, marks=pytest.mark.slow) for k in (4, 6, 7)), 5, 8])
+@pytest.mark.parametrize("k", [1, 2, *(pytest.param(k, marks=pytest.mark.slow) for k in (3, 4, 5, 6, 7)), 8])
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 @pytest.mark.parametrize("name", FLOAT32)
 def test_float32_speculative_equals_plain(opened, plain, name, drafter, k):
@@ -97,7 +97,7 @@ def test_a_planted_rewind_fault_is_seen(opened, monkeypatch):
     model.reset()
     model.forward(ids[:60], n_logits=0)
     model.forward(ids[70:73])
-    model._engine.cache.layers[0].keep(62)
+    model._engine.keep(61)
     model._engine.held = 60
     assert np.abs(model.forward(ids[60:70]) - expected).max() > 0.01
 
