@@ -13,13 +13,14 @@ import numpy as np
 
 from specnb.errors import InputError
 from specnb.lm import binding, gguf_open, gguf_rollback
-from specnb.lm.base import Capabilities, check_forward, check_rewind
+from specnb.lm.base import Capabilities, check_forward
 from specnb.lm.gguf_engine import LlamaEngine
 from specnb.lm.memory import Need, free_bytes, require
 from specnb.lm.rollback import AUTO, Recompute, Rollback
+from specnb.lm.rollback_model import GoesBack
 
 
-class GgufModel:
+class GgufModel(GoesBack):
     """llama.cpp behind the LanguageModel interface. Make one with `GgufModel.open`."""
 
     def __init__(self, model: object, context: object, *, name: str, caps: Capabilities, fixed_width: int) -> None:
@@ -96,7 +97,8 @@ class GgufModel:
                 need = Need(weights, gguf_open.state_bytes(model, room, kv, planes))
                 if rollback == AUTO and need.total > free_bytes("cpu"):  # another way back needs none
                     planes = 0
-                require(Need(weights, gguf_open.state_bytes(model, room, kv, planes)), device="cpu", what=name)
+                    need = Need(weights, gguf_open.state_bytes(model, room, kv))
+                require(need, device="cpu", what=name)
             context = gguf_open.open_context(model, room, kv, settings["threads"], flash_attention, planes)
             # flash attention rounds to 16 bits inside, for every type of cache
             exact = dtype == kv == "f32" and not flash_attention
@@ -117,13 +119,8 @@ class GgufModel:
 
     def _choose_rollback(self, kind: str) -> None:
         planes = binding.library().api.llama_n_rs_seq(self._context)  # what became of those asked for
-        self.rollback = gguf_rollback.choose(self, self._engine, kind, planes, self.caps.rewind_reason)
+        self.rollback = gguf_rollback.choose(self, self._engine, kind, planes)
         self.caps = replace(self.caps, rewind=self.rollback.kind)
-
-    @property
-    def n_past(self) -> int:
-        self._require_open()
-        return self.rollback.n_past
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         self._require_open()
@@ -138,19 +135,6 @@ class GgufModel:
         """The state of the first `n` tokens again; one that cannot be cropped is emptied."""
         if self.rollback.kind != "crop" or not self._engine.keep(n):
             self.rollback.reset()
-
-    def rewind(self, n: int) -> None:
-        self._require_open()
-        n, before = check_rewind(self, n), self.n_past
-        try:
-            self.rollback.rewind(n)
-        except BaseException:  # what brings a state back feeds tokens, and may be interrupted
-            self._go_back(before)
-            raise
-
-    def reset(self) -> None:
-        self._require_open()
-        self.rollback.reset()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         self._require_open()

@@ -40,7 +40,7 @@ class LlamaEngine:
         self.held = 0
         self.last_decoded = 0
         """Tokens of the last decode, as far as nothing but decoding came since."""
-        self._name, self._context, self._vocab_size = name, context, vocab_size
+        self.name, self._context, self._vocab_size = name, context, vocab_size
         self._api = binding.library().api
         self._memory = self._api.llama_get_memory(context)
         self._width, self._fixed_width = width, fixed_width
@@ -54,7 +54,7 @@ class LlamaEngine:
 
     def _require_open(self) -> None:
         if self._context is None:
-            raise InputError(f"{self._name} was closed: load it again")
+            raise InputError(f"{self.name} was closed: load it again")
 
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
         self._require_open()
@@ -83,14 +83,14 @@ class LlamaEngine:
         self.last_decoded = 0
         code = self._api.llama_decode(self._context, self.batch)
         if code != 0:
-            raise EngineError(f"llama.cpp could not decode {n} tokens of {self._name} at position {self.held}: {code}")
+            raise EngineError(f"llama.cpp could not decode {n} tokens of {self.name} at position {self.held}: {code}")
         if n_logits:
             # llama.cpp's buffer is overwritten by its next call: copy the rows out
             shape = (width if pad else n_logits, self._vocab_size)
             rows = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=shape)
             out[:] = rows[n - n_logits : n] if pad else rows
         if pad and not self._remove_from(self.held + n):
-            raise RewindError(f"llama.cpp did not remove {pad} padding tokens of {self._name}")
+            raise RewindError(f"llama.cpp did not remove {pad} padding tokens of {self.name}")
         self.held += n
         self.last_decoded = n
 
@@ -101,7 +101,7 @@ class LlamaEngine:
     def crop(self, n: int) -> None:
         """Drop the last `n` tokens: entries of attention, and what llama.cpp's planes of a recurrence allow."""
         if not self._remove_from(self.held - n):
-            raise RewindError(f"llama.cpp refused to remove the last {n} of {self.held} tokens of {self._name}")
+            raise RewindError(f"llama.cpp refused to remove the last {n} of {self.held} tokens of {self.name}")
         self.held -= n
         self.last_decoded = 0
 
@@ -121,7 +121,7 @@ class LlamaEngine:
         size = self.state_bytes
         data = (ctypes.c_uint8 * size)()
         if self._api.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL_ONLY) != size:
-            raise EngineError(f"llama.cpp could not save the recurrent state of {self._name} ({size} bytes)")
+            raise EngineError(f"llama.cpp could not save the recurrent state of {self.name} ({size} bytes)")
         return SavedBlob(self.held, data)
 
     def restore(self, saved: SavedBlob) -> None:
@@ -130,10 +130,10 @@ class LlamaEngine:
         # them, and the next decode is wrong without an error.
         size = saved.nbytes
         if self._api.llama_state_seq_set_data_ext(self._context, saved.data, size, 0, PARTIAL_ONLY) != size:
-            raise EngineError(f"llama.cpp could not bring back the recurrent state of {self._name} ({size} bytes)")
+            raise EngineError(f"llama.cpp could not bring back the recurrent state of {self.name} ({size} bytes)")
         self.last_decoded = 0
         if not self._remove_from(saved.n_tokens):
-            raise RewindError(f"llama.cpp refused to remove what {self._name} holds behind {saved.n_tokens} tokens")
+            raise RewindError(f"llama.cpp refused to remove what {self.name} holds behind {saved.n_tokens} tokens")
         self.held = saved.n_tokens
 
     def clear(self) -> None:
@@ -154,6 +154,8 @@ class PlaneRecorder:
     base = None
 
     def __init__(self, engine: LlamaEngine, depth: int) -> None:
+        if not depth:
+            raise InputError(f"llama.cpp keeps no snapshots for {engine.name}: use rollback=fused")
         self.depth = depth
         self._engine = engine
 

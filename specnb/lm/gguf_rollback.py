@@ -1,12 +1,12 @@
 """Which way back a model of llama.cpp takes: what its architecture allows, and a probe finds exact."""
 
 from collections.abc import Callable
+from functools import partial
 
-from specnb.errors import EngineError, InputError, LoadError
-from specnb.lm import binding, gguf_open
+from specnb.errors import InputError
+from specnb.lm import binding, gguf_open, rollback_choice
 from specnb.lm.base import LanguageModel
 from specnb.lm.gguf_engine import LlamaEngine, PlaneRecorder
-from specnb.lm.preflight import goes_back
 from specnb.lm.rollback import AUTO, Checkpoint, Crop, FusedReplay, Recompute, Rollback, check_options
 from specnb.lm.rollback_recorded import Snapshots
 
@@ -35,26 +35,10 @@ def planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
     return min(depth, max(0, n_ubatch - 2))  # else a GGML_ASSERT ends the process
 
 
-def choose(model: LanguageModel, engine: LlamaEngine, kind: str, planes: int, reason: str) -> Rollback:
-    """The way back `kind` for `model`, or with "auto" the first that is exact.
+def choose(model: LanguageModel, engine: LlamaEngine, kind: str, planes: int) -> Rollback:
+    """The way back `kind` for `model`, or with "auto" the first that is exact. Raises as `rollback_choice.choose`.
 
-    `planes` are those that the context really has (architectures without them get none); `reason` is why the model
-    cannot crop, or "". Raises InputError (not for this model), LoadError (a probe found it inexact).
+    `planes` are those that the context really has (architectures without them get none).
     """
-    if kind == AUTO and not reason:
-        return Crop(engine)
-    if kind == "crop" and reason:
-        raise InputError(f"rollback=crop is not for {model.name}: {reason}")
-    if kind == "snapshots" and not planes:
-        raise InputError(f"llama.cpp keeps no snapshots for {model.name}: use rollback=fused")
-    kinds = [name for name in PREFERRED if planes or name != "snapshots"] if kind == AUTO else [kind]
-    refused: list[str] = []
-    for name in kinds:
-        model.rollback = MAKERS[name](engine, planes)
-        try:
-            if goes_back(model):
-                return model.rollback
-            refused.append(f"{name} does not bring back the state that was")
-        except EngineError as error:
-            refused.append(f"{name} fails: {error}")
-    raise LoadError(f"{model.name} has no exact way back: {'; '.join(refused)}. Try rollback=recompute")
+    makers = {name: partial(make, engine, planes) for name, make in MAKERS.items()}
+    return rollback_choice.choose(model, makers, kind, PREFERRED)

@@ -15,13 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specnb.errors import EngineError, InputError, SpecnbError
 from specnb.lm import hf_files, hf_rollback, hf_state
-from specnb.lm.base import Capabilities, check_forward, check_rewind
+from specnb.lm.base import Capabilities, check_forward
 from specnb.lm.dequantise import quiet
 from specnb.lm.hf_attention import MAX_ROWS, use_rowwise
 from specnb.lm.hf_cache import uncroppable
 from specnb.lm.hf_engine import TorchEngine
 from specnb.lm.preflight import same_bits, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, Crop, Recompute, Rollback
+from specnb.lm.rollback_model import GoesBack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEPS = {
@@ -30,7 +31,7 @@ STEPS = {
 }
 
 
-class HfModel:
+class HfModel(GoesBack):
     """transformers behind the LanguageModel interface. Make one with `HfModel.open`."""
 
     def __init__(
@@ -63,17 +64,17 @@ class HfModel:
             max_width=n_ctx,
             rewind="recompute",
             rewind_depth=n_ctx,
+            rewind_reason=reason,
             lossless_dtype=parameter.dtype == torch.float32,
             details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
         )
         with quiet():  # the first forwards tell once a process which fast kernels are not installed
             self._engine.steps = steps_needed(self) if hf_state.doubtful(model) else "blocks"
             steps = self._engine.steps
-            self.rollback = hf_rollback.choose(self, self._engine, rollback, rollback_depth, reason)
+            self.rollback = hf_rollback.choose(self, self._engine, rollback, rollback_depth)
         self.caps = replace(
             self.caps,
             rewind=self.rollback.kind,
-            rewind_reason=reason,
             details=self.caps.details | ({"steps": STEPS[steps]} if steps in STEPS else {}),
             same_bits_up_to=MAX_ROWS if rowwise and same_bits(self) else 0,
         )
@@ -124,11 +125,6 @@ class HfModel:
             rollback_depth=rollback_depth,
         )
 
-    @property
-    def n_past(self) -> int:
-        self._require_open()
-        return self.rollback.n_past
-
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         self._require_open()
         rows, before = check_forward(self, ids, n_logits), self.n_past
@@ -154,19 +150,6 @@ class HfModel:
     def _require_open(self) -> None:
         if self._engine is None:
             raise InputError(f"{self.name} was closed: load it again")
-
-    def rewind(self, n: int) -> None:
-        self._require_open()
-        n, before = check_rewind(self, n), self.n_past
-        try:
-            self.rollback.rewind(n)
-        except BaseException:  # what brings a state back may run the model, and be interrupted
-            self._go_back(before)
-            raise
-
-    def reset(self) -> None:
-        self._require_open()
-        self.rollback.reset()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:
