@@ -9,7 +9,7 @@ import re
 import shutil
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from specnb.errors import FetchError, InputError
+from specnb.provenance import file_digest
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,11 @@ def _read(response: HTTPResponse) -> bytes:
         return response.read(CHUNK_BYTES)
     except (OSError, HTTPException) as error:
         raise _Dropped(str(error) or repr(error)) from error
+
+
+def files_digest(paths: Iterable[str | Path]) -> str:
+    """sha256 (hex) of the digests of several files, in their order. Raises as `provenance.file_digest`."""
+    return hashlib.sha256("".join(map(file_digest, paths)).encode()).hexdigest()
 
 
 def sha256_of(path: Path) -> str:

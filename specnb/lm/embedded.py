@@ -9,18 +9,28 @@ from specnb.paths import project_dir
 LICENCE = "Apache-2.0"
 
 
+def root() -> Path:
+    """Where they lie, one folder each. Raises InputError for the package without its checkout."""
+    return project_dir() / "data" / "models"
+
+
 def names() -> tuple[str, ...]:
     """Every embedded model, as `specnb.load` takes it."""
     try:
-        root = project_dir() / "data" / "models"
+        found = root().glob("*/config.json")
     except InputError:  # the package without its checkout has none
         return ()
-    return tuple(sorted(found.parent.name for found in root.glob("*/config.json")))
+    return tuple(sorted(config.parent.name for config in found))
 
 
 def folder(name: str) -> Path | None:
     """The transformers folder of an embedded model; None for other names."""
-    return project_dir() / "data" / "models" / name if name in names() else None
+    return root() / name if name in names() else None
+
+
+def local_folder(name: str) -> Path:
+    """The folder that a name means: of an embedded model, else the path itself, which need not be there."""
+    return folder(name) or Path(name).expanduser()
 
 
 def status() -> list[ZooStatus]:

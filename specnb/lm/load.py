@@ -91,14 +91,10 @@ def local_file(spec: ModelSpec) -> Path | None:
         if spec.where == "hf" and spec.backend == "llama":
             from specnb.lm.convert.cached import converted
 
-            return converted(_folder(spec.source), spec.options.get("weights", "f16"))
+            return converted(embedded.local_folder(spec.source), spec.options.get("weights", "f16"))
         return Path(spec.source).expanduser() if spec.where == "gguf" else None
     except RuntimeError as error:  # ~ of an unknown user
         raise InputError(f"no such model file: {spec.source} ({error})") from error
-
-
-def _folder(source: str) -> Path:
-    return embedded.folder(source) or Path(source).expanduser()
 
 
 def load(name_or_path: str | Path, **options: Any) -> LanguageModel:

@@ -138,9 +138,14 @@ class Recompute(Rollback):
         return len(self._tokens)
 
     def forward(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        logits = self._engine.feed(ids, rows)
+        self._prepare(len(ids))
+        pending = self._tokens[self._engine.held :]  # only a fused replay leaves any
+        logits = self._engine.feed([*pending, *ids], rows)
         self._tokens.extend(ids)
         return logits
+
+    def _prepare(self, n: int) -> None:
+        """Whatever must be kept before the next `n` tokens are fed."""
 
     def rewind(self, n: int) -> None:
         if n:
@@ -182,10 +187,9 @@ class Checkpoint(Recompute):
     def nbytes(self) -> int:
         return self._saved.nbytes if self._saved else 0
 
-    def forward(self, ids: Sequence[int], rows: int) -> np.ndarray:
+    def _prepare(self, n: int) -> None:
         if self._at_border and self._engine.held:  # the first forward ever can go back by clearing
             self._save()
-        return super().forward(ids, rows)
 
     def _save(self) -> None:
         self._at_border = False
@@ -228,18 +232,14 @@ class FusedReplay(Checkpoint):
         super().__init__(engine)
         self._settle_at = settle_at
 
-    def forward(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        pending = self._tokens[self._engine.held :]
-        if len(pending) > self._settle_at:
-            self._feed_again(len(self._tokens))
-            pending = []
-        if pending:  # the saved state is where the engine stands: it stays the way back
+    def _prepare(self, n: int) -> None:
+        pending = len(self._tokens) - self._engine.held
+        if 0 < pending <= self._settle_at:  # the saved state is where the engine stands: it stays the way back
             self._at_border = False
-            self.cost.fused += len(pending)
-            logits = self._engine.feed([*pending, *ids], rows)
-            self._tokens.extend(ids)
-            return logits
-        return super().forward(ids, rows)
+            self.cost.fused += pending
+            return
+        self._feed_again(len(self._tokens))
+        super()._prepare(n)
 
     def _return_to(self, keep: int) -> None:
         if keep < self._engine.held:  # else only tokens that were not fed yet are given up

@@ -1,11 +1,8 @@
 """The ways back that need an engine's own record of what it did last: snapshots, and activation replay."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
-from specnb.lm.rollback import Checkpoint, Engine, Recompute, Saved
+from specnb.lm.rollback import Checkpoint, Engine, Saved
 
 
 class Recorder(Protocol):
@@ -53,11 +50,10 @@ class _Recorded(Checkpoint):
     def nbytes(self) -> int:
         return super().nbytes + self._recorder.nbytes
 
-    def forward(self, ids: Sequence[int], rows: int) -> np.ndarray:
+    def _prepare(self, n: int) -> None:
         if self._engine.held:
-            (self._record if self._recorder.spans_forwards else self._cover)(len(ids))
+            (self._record if self._recorder.spans_forwards else self._cover)(n)
         self._forwards += 1
-        return Recompute.forward(self, ids, rows)
 
     def _record(self, n: int) -> None:
         """Record the next `n` tokens too, from the border on; no more than `depth` of them are ever kept."""

@@ -110,8 +110,8 @@ def _follow_all(
         progress(at, total, f"{prompt.id}: generate and follow")
         made.append(generate(target, prompt, max_new_tokens=params.max_new_tokens, seed=params.seed))
         recordings += follow(target, drafters, made[-1], walking=walkers.along(prompt.category), **common)
-    # answered without drafters, for they are followed as those of the other texts are
-    for at, (answer, _) in enumerate(answered(target, (), asked, seed=params.seed, **common), start=1):
+    answers = answered(target, asked, max_new_tokens=params.max_new_tokens, seed=params.seed)
+    for at, answer in enumerate(answers, start=1):
         progress(len(chosen) + at, total, f"{answer.prompt_id}: answered and followed")
         made.append(answer)
         recordings += follow(target, drafters, answer, walking=walkers.along(SWITCHING), **common)

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from specnb.decode.content import detect
 from specnb.decode.generate import generate
-from specnb.draft.base import Drafter
 from specnb.lm.base import LanguageModel
 from specnb.measure.recording import Recording
-from specnb.measure.trace import follow
 from specnb.paths import project_dir
 from specnb.prompts import Prompt, read_jsonl
 from specnb.records import Generation
@@ -35,22 +33,15 @@ def questions(limit: int, path: Path | None = None) -> tuple[Prompt, ...]:
 
 
 def answered(
-    target: LanguageModel,
-    drafters: Sequence[Drafter],
-    asked: Sequence[Prompt],
-    *,
-    k_max: int,
-    max_new_tokens: int,
-    seed: int = 0,
-) -> Iterator[tuple[Generation, list[Recording]]]:
-    """Each question answered greedily and followed by every drafter; the category is what the answer turned out to be.
+    target: LanguageModel, asked: Sequence[Prompt], *, max_new_tokens: int, seed: int = 0
+) -> Iterator[Generation]:
+    """Each question answered greedily; the category is what the answer turned out to be.
 
     Raises what `generate` raises.
     """
     for prompt in asked:
         made = generate(target, prompt, max_new_tokens=max_new_tokens, seed=seed)
-        made = made.model_copy(update={"category": detect(prompt.messages[-1].content, made.text)})
-        yield made, follow(target, drafters, made, k_max=k_max, max_new_tokens=max_new_tokens, astray=True)
+        yield made.model_copy(update={"category": detect(prompt.messages[-1].content, made.text)})
 
 
 def switches(recording: Recording) -> bool:

@@ -59,7 +59,7 @@ def transformers_crop(name: str) -> pd.DataFrame:
     of a model that never had the tokens, and whether the next token is still the same. `name` is an embedded model
     or a local folder.
     """
-    folder = embedded.folder(name) or Path(name).expanduser()
+    folder = embedded.local_folder(name)
     prompt, wrong, ahead = _ids(N_PROMPT), _ids(N_BLOCK)[::-1], _ids(N_BLOCK)
     expected, cropped = _with_crop(folder, prompt, [], ahead), _with_crop(folder, prompt, wrong, ahead)
     model = load(name)

@@ -5,12 +5,10 @@ transformers (`Qwen3_5ForCausalLM`) and llama.cpp (`qwen35`) both run it. Only s
 are in `data/models/`, made by `specnb.ssm.train_tiny`.
 """
 
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from specnb.errors import InputError
-from specnb.paths import project_dir
 
 if TYPE_CHECKING:
     from transformers import Qwen3_5TextConfig
@@ -84,10 +82,3 @@ def config(name: str) -> "Qwen3_5TextConfig":
     from transformers import Qwen3_5TextConfig
 
     return Qwen3_5TextConfig(**shape(name))
-
-
-def folder(name: str) -> Path:
-    """Where the trained model lies, a transformers folder: `data/models/NAME`."""
-    if name not in SHAPES:
-        raise InputError(f"no embedded model {name!r}: known are {', '.join(SHAPES)}")
-    return project_dir() / "data" / "models" / name

@@ -15,8 +15,8 @@ import typer
 from tqdm import tqdm
 
 from specnb.errors import InputError, SpecnbError
+from specnb.lm import embedded
 from specnb.paths import cache_dir
-from specnb.ssm import tiny
 from specnb.ssm.train_data import open_data, prepare
 from specnb.ssm.train_recipe import Recipe, recipe
 
@@ -96,7 +96,7 @@ def command(
     if steps is not None and stage not in (Stage.TARGET, Stage.DRAFT, Stage.DISTIL):
         raise InputError(f"--steps {steps} needs --stage target, draft or distil: each has its own number")
     _check_device(device)
-    work, out = work or default_work(), out or tiny.folder(tiny.TARGET).parent
+    work, out = work or default_work(), out or embedded.root()
     for one in list(Stage)[1:] if stage is Stage.ALL else [stage]:
         trains = one in (Stage.TARGET, Stage.DRAFT, Stage.DISTIL)
         made = recipe(preset, one, steps=steps, seed=seed, bf16=bf16) if trains else None

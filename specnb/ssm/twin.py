@@ -4,7 +4,6 @@ Its weights are random, for nothing but time is measured with it; its tokenizer 
 """
 
 import shutil
-from hashlib import sha256
 from pathlib import Path
 
 from filelock import FileLock
@@ -12,8 +11,8 @@ from filelock import FileLock
 from specnb.errors import InputError
 from specnb.lm import embedded
 from specnb.lm.bounded_json import read_json
+from specnb.lm.download import files_digest
 from specnb.paths import cache_dir
-from specnb.provenance import file_digest
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 MAX_BYTES, MAX_VALUES = 16 << 20, 1_000_000
@@ -25,12 +24,12 @@ def attention_twin(name: str) -> Path:
     `name` is an embedded model or a local folder. Raises InputError for anything else, and for a model without
     attention heads or a tokenizer.
     """
-    folder = embedded.folder(name) or Path(name).expanduser()
+    folder = embedded.local_folder(name)
     if not (folder / "config.json").is_file():
         raise InputError(f"{name!r} is neither an embedded model ({', '.join(embedded.names())}) nor a model's folder")
-    parts = [file_digest(path) for name in ("config.json", *TOKENIZER) if (path := folder / name).is_file()]
-    digest = sha256("".join(parts).encode()).hexdigest()[:12]
-    made = cache_dir() / "twins" / f"{folder.resolve().name}-{digest}"
+    read = (folder / file for file in ("config.json", *TOKENIZER))
+    digest = files_digest(path for path in read if path.is_file())
+    made = cache_dir() / "twins" / f"{folder.resolve().name}-{digest[:16]}"
     if not (made / "model.safetensors").is_file():
         made.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{made}.lock"):

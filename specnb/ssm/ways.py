@@ -92,7 +92,7 @@ class _Bench:
         methods: dict[str, Method] = {PLAIN: partial(self._decode, self.plain, self.truths, 0, 0.0)}
         methods |= {way: partial(self._decode, model, self.truths, k, rate) for way, model in self.models.items()}
         frame = compare(methods, range(len(self.prompts)), baseline=PLAIN)
-        kept = {way: self._kept(model, k, rate) for way, model in self.models.items()}
+        kept = {way: self._kept(model, k) for way, model in self.models.items()}
         return [
             {
                 "target": self.name,
@@ -124,9 +124,8 @@ class _Bench:
             model, self.prompts[at], drafter=drafter, k=k or 1, max_new_tokens=params.max_new_tokens, ignore_eog=True
         )
 
-    def _kept(self, model: LanguageModel, k: int, rate: float) -> dict[str, Any]:
-        """Bytes at the widest moment of a round, and the counts of one generation."""
-        self._decode(model, self.truths, k, rate, 0)
+    def _kept(self, model: LanguageModel, k: int) -> dict[str, Any]:
+        """Bytes at the widest moment of a round, and the counts of the generation that came last."""
         cost = vars(model.rollback.cost).copy()
         model.reset()
         model.forward(self.prompts[0])

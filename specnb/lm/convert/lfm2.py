@@ -6,12 +6,14 @@ from specnb.lm.convert.plan import (
     MAX_VOCAB,
     Plan,
     Weight,
+    convolution,
     decoder_keys,
     head_weights,
     invalid,
     numbers,
     refusal,
     require,
+    require_both,
     skip_tied,
 )
 
@@ -52,10 +54,7 @@ def _check(config: "PretrainedConfig") -> None:
         raise invalid("num_attention_heads", config.num_attention_heads, "hidden_size is not a multiple of it")
     if config.conv_L_cache < 2:
         raise refusal("conv_L_cache", config.conv_L_cache, "a window of one keeps no state, which ends llama.cpp")
-    kinds = config.layer_types
-    if len(kinds) != config.num_hidden_layers or set(kinds) != {CONV, FULL}:
-        # llama.cpp ends the process on a hybrid without recurrent layers, transformers fails on one without attention
-        raise refusal("layer_types", kinds, f"it must name {CONV} or {FULL} for each layer, and both of them")
+    require_both(config, CONV, FULL)
 
 
 def _keys(config: "PretrainedConfig") -> dict:
@@ -100,12 +99,5 @@ def _conv(config: "PretrainedConfig", i: int) -> list[Weight]:
     return [
         Weight(f"{block}.in_proj.weight", f"{layer}.in_proj.weight", (3 * hidden, hidden)),
         Weight(f"{block}.out_proj.weight", f"{layer}.out_proj.weight", (hidden, hidden)),
-        Weight(
-            f"{block}.conv.weight",
-            f"{layer}.conv.weight",
-            (hidden, 1, window),
-            lambda w: w[:, 0],
-            out_shape=(hidden, window),
-            exact=True,
-        ),
+        convolution(f"{block}.conv.weight", f"{layer}.conv.weight", hidden, window),
     ]

@@ -2,7 +2,18 @@
 
 from typing import TYPE_CHECKING
 
-from specnb.lm.convert.plan import MAX_VOCAB, Plan, Weight, invalid, negative_exp, numbers, refusal, require, skip_tied
+from specnb.lm.convert.plan import (
+    MAX_VOCAB,
+    Plan,
+    Weight,
+    convolution,
+    invalid,
+    negative_exp,
+    numbers,
+    refusal,
+    require,
+    skip_tied,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,14 +78,7 @@ def _layer(config: "PretrainedConfig", i: int) -> list[Weight]:
     return [
         Weight(f"{block}.attn_norm.weight", f"{layer}.norm.weight", (hidden,)),
         Weight(f"{block}.ssm_in.weight", f"{layer}.mixer.in_proj.weight", (inner + channels + heads, hidden)),
-        Weight(
-            f"{block}.ssm_conv1d.weight",
-            f"{layer}.mixer.conv1d.weight",
-            (channels, 1, window),
-            lambda w: w[:, 0],
-            out_shape=(channels, window),
-            exact=True,
-        ),
+        convolution(f"{block}.ssm_conv1d.weight", f"{layer}.mixer.conv1d.weight", channels, window),
         Weight(f"{block}.ssm_conv1d.bias", f"{layer}.mixer.conv1d.bias", (channels,)),
         Weight(f"{block}.ssm_dt.bias", f"{layer}.mixer.dt_bias", (heads,)),
         Weight(

@@ -53,6 +53,18 @@ class Weight:
         return self.out_shape or self.shape
 
 
+def convolution(name: str, source: str, channels: int, window: int, change: Change = unchanged) -> Weight:
+    """The weight of a depthwise convolution: torch has a middle axis of one, which llama.cpp has not."""
+    return Weight(
+        name,
+        source,
+        (channels, 1, window),
+        lambda weight: change(weight[:, 0]),
+        out_shape=(channels, window),
+        exact=True,
+    )
+
+
 @dataclass(frozen=True)
 class Plan:
     """`keys` are written as `ARCH.key`. Tensors whose name starts with one of `skipped` are not the text model's."""
@@ -102,6 +114,16 @@ def require(config: "PretrainedConfig", name: str, wanted: Any, why: str) -> Non
     """InputError unless the field has the one value that llama.cpp's code for this model has built in."""
     if (value := getattr(config, name, None)) != wanted:
         raise refusal(name, value, f"it must be {wanted!r}: {why}")
+
+
+def require_both(config: "PretrainedConfig", recurrent: str, full: str) -> None:
+    """InputError unless `layer_types` names one of the two kinds for each layer, and both of them.
+
+    llama.cpp ends the process on a hybrid without recurrent layers, transformers fails on one without attention.
+    """
+    kinds = config.layer_types
+    if len(kinds) != config.num_hidden_layers or set(kinds) != {recurrent, full}:
+        raise refusal("layer_types", kinds, f"it must name {recurrent} or {full} for each layer, and both of them")
 
 
 def invalid(name: str, value: object, why: str) -> InputError:

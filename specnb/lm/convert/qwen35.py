@@ -15,6 +15,7 @@ from specnb.lm.convert.plan import (
     Change,
     Plan,
     Weight,
+    convolution,
     decoder_keys,
     head_weights,
     invalid,
@@ -22,6 +23,7 @@ from specnb.lm.convert.plan import (
     numbers,
     refusal,
     require,
+    require_both,
     skip_tied,
 )
 
@@ -72,10 +74,7 @@ def _check(config: "PretrainedConfig") -> None:
         raise invalid("linear_num_value_heads", config.linear_num_value_heads, "not a multiple of linear_num_key_heads")
     if config.linear_conv_kernel_dim < 2:
         raise refusal("linear_conv_kernel_dim", config.linear_conv_kernel_dim, "a window of one keeps no state")
-    kinds = config.layer_types
-    if len(kinds) != config.num_hidden_layers or set(kinds) != {LINEAR, FULL}:
-        # llama.cpp ends the process on a hybrid without recurrent layers, transformers fails on one without attention
-        raise refusal("layer_types", kinds, f"it must name {LINEAR} or {FULL} for each layer, and both of them")
+    require_both(config, LINEAR, FULL)
 
 
 def _keys(config: "PretrainedConfig") -> dict:
@@ -166,14 +165,7 @@ def _linear(config: "PretrainedConfig", i: int) -> list[Weight]:
         Weight(f"{block}.ssm_alpha.weight", f"{layer}.in_proj_a.weight", (n_values, hidden), by_head),
         Weight(f"{block}.ssm_dt.bias", f"{layer}.dt_bias", (n_values,), by_head),
         Weight(f"{block}.ssm_a", f"{layer}.A_log", (n_values,), lambda w: negative_exp(by_head(w))),
-        Weight(
-            f"{block}.ssm_conv1d.weight",
-            f"{layer}.conv1d.weight",
-            (channels, 1, window),
-            lambda w: after_keys(w[:, 0]),
-            out_shape=(channels, window),
-            exact=True,
-        ),
+        convolution(f"{block}.ssm_conv1d.weight", f"{layer}.conv1d.weight", channels, window, after_keys),
         Weight(f"{block}.ssm_norm.weight", f"{layer}.norm.weight", (size,)),
         Weight(f"{block}.ssm_out.weight", f"{layer}.out_proj.weight", (hidden, values), lambda w: by_value(w.T).T),
     ]
