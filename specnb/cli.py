@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
+from specnb import cli_bench
 from specnb.errors import InputError, SpecnbError
 
 app = typer.Typer(
@@ -123,8 +124,16 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="text to continue")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="file whose text is to be continued")] = None,
     draft: Annotated[str | None, typer.Option(help="draft model")] = None,
-    drafter: Annotated[str | None, typer.Option(help="drafter without a model of its own: lookup or self")] = None,
-    k: Annotated[int, typer.Option("--k", help="draft length")] = 4,
+    drafter: Annotated[
+        str | None, typer.Option(help="drafter without a model of its own: lookup, self or medusa (trained heads)")
+    ] = None,
+    heads_checkpoint: Annotated[
+        str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
+    ] = None,
+    tree: Annotated[
+        str | None, typer.Option(help="what heads draft: chain, a number of nodes, or auto (by measured costs) [auto]")
+    ] = None,
+    k: Annotated[int | None, typer.Option("--k", help="draft length; of a tree, nodes [4, or the whole tree]")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
@@ -154,6 +163,8 @@ def generate(
         with_baseline=baseline,
         strict=strict,
         translate=translate,
+        heads_checkpoint=heads_checkpoint,
+        tree=tree,
         k=k,
         temperature=temperature,
         top_k=top_k,
@@ -168,9 +179,11 @@ def generate(
         _print_json(result.model_dump(mode="json"))
         return
     print(result.generation.text)
-    facts = [[name, _shown(value)] for name, value in result.summary.model_dump().items() if value is not None]
+    shown = result.summary.model_dump(exclude={"notes"})
+    facts = [[name, _shown(value)] for name, value in shown.items() if value is not None]
     said = {"fallback": result.generation.fallback, "translation": result.generation.translation}
     facts += [[name, text] for name, text in said.items() if text]
+    facts += [["note", note] for note in result.summary.notes]
     _print_table(f"{result.generation.target}, {result.generation.drafter or 'no drafter'}", ["", ""], facts)
 
 
@@ -245,6 +258,9 @@ def fetch(
 
     path = zoo.path(name)
     print(json.dumps({"name": name, "path": str(path), "n_bytes": path.stat().st_size}) if as_json else path)
+
+
+app.add_typer(cli_bench.bench_app(_print_json, _print_table), name="bench")
 
 
 @app.command()

@@ -16,6 +16,10 @@ class InputError(SpecnbError, ValueError):
     """A parameter, a file or a name that cannot be used as given."""
 
 
+class HeadsMismatch(InputError):
+    """Trained heads are not what their file says, or do not fit the model they are put on."""
+
+
 class FetchError(SpecnbError, RuntimeError):
     """A model file could not be fetched or does not have the pinned digest."""
 

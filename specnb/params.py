@@ -175,6 +175,32 @@ class RollbackParams(Params):
         return ks
 
 
+class MedusaParams(Params):
+    """Notebook 05: do these heads work, trained, loaded, verified and faster; and if not, which fault is it?
+
+    `medusa` and `hydra` are trained heads for `target` (a shipped name, or a folder). `rows` rows of `row_tokens` are
+    written to practise on, and as many held out; the short trainings have `steps` steps, a variant of the ablation
+    `ablation_steps`. Faults are planted and judged on `max_new_tokens` of a few prompts; of each category
+    `prompts_per_category` are timed, and as the last check `identity_prompts` compared in float32.
+    """
+
+    target: str = "smollm2-135m"
+    dtype: str = Field(default="bfloat16", pattern="^(float32|bfloat16|float16)$")
+    medusa: str = "smollm2-135m-medusa"
+    hydra: str = "smollm2-135m-hydra"
+    categories: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
+    prompts_per_category: int = Field(default=5, ge=1, le=1000)
+    max_new_tokens: int = Field(default=32, ge=4, le=100_000)
+    identity_prompts: int = Field(default=1, ge=1, le=1000)
+    rows: int = Field(default=48, ge=2, le=1024)
+    row_tokens: int = Field(default=64, ge=32, le=4096)
+    steps: int = Field(default=30, ge=6, le=100_000)
+    ablation_steps: int = Field(default=12, ge=2, le=100_000)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    _no_repeats = field_validator("categories")(_each_once)
+
+
 class ExplorerParams(Params):
     """Notebook 09: what would another K, drafter, temperature, content or machine give?
 

@@ -21,6 +21,13 @@ class Round(NamedTuple):
     cut where generation ended inside the block. `accept_prob[j]` is the probability with which the rule would
     accept draft j given that it was reached (greedy: 0 or 1). `width` is the number of tokens in the target call:
     k + 1, in the first round k, whose first row of logits the prefill has given.
+
+    `parents` is empty where the drafts are a chain. Of a tree it holds the index in `draft_ids` of the draft that each
+    follows, -1 for the newest committed token; `k` counts all nodes, `n_accepted` those of the one path that was
+    kept, so that n_accepted / k is no acceptance by position. That is in the same places for chains and trees:
+    `accept_prob[j]` is then the probability that one of the drafts at depth j + 1 below the path so far is kept, and
+    `n_tested` the number of positions that were put to the test. `accepted_nodes` are the indices that were kept.
+
     `draft_s + verify_s + rewind_s + other_s` is the wall time of the round; `forward_s` is the part of it that
     was spent inside model forwards, the target's and the drafter's.
     """
@@ -37,6 +44,32 @@ class Round(NamedTuple):
     other_s: float
     forward_s: float
     width: int
+    parents: tuple[int, ...] = ()
+
+    @property
+    def accepted_nodes(self) -> tuple[int, ...]:
+        """Indices in `draft_ids` of the drafts that were kept, in order; in a tree the path from the root."""
+        if not self.parents:
+            return tuple(range(self.n_accepted))
+        # no two children of a node hold the same token, so the committed tokens are one path
+        below = {pair: node for node, pair in enumerate(zip(self.parents, self.draft_ids, strict=True))}
+        nodes = [-1]
+        for token in self.committed_ids[: self.n_accepted]:
+            nodes.append(below[nodes[-1], token])
+        return tuple(nodes[1:])
+
+    @property
+    def n_tested(self) -> int:
+        """Positions at which a draft was kept or rejected, each reached because those before it were kept.
+
+        At the last of them drafts were rejected where this is more than `n_accepted`. A path that ran to its end, or
+        a generation that ended within it, rejected none.
+        """
+        if len(self.committed_ids) <= self.n_accepted:
+            return self.n_accepted
+        end = self.accepted_nodes[-1] if self.n_accepted else -1
+        rejected = end in self.parents if self.parents else self.n_accepted < len(self.draft_ids)
+        return self.n_accepted + rejected
 
 
 class Summary(BaseModel):

@@ -229,7 +229,9 @@ def _from_parquet(data: bytes, rows: int | None) -> Iterator[tuple[int, Round]]:
         raise ValueError(f"{file.metadata.num_rows} rows where run.json counts {rows}")
     if sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)) > MAX_BYTES:
         raise ValueError(f"more than {MAX_BYTES} bytes when unpacked")
-    for row in file.read().select(["generation", *Round._fields]).to_pylist():
+    later = Round._field_defaults.keys() - set(file.schema_arrow.names)  # records of before have no such column
+    columns = ["generation", *(name for name in Round._fields if name not in later)]
+    for row in file.read().select(columns).to_pylist():
         index = row.pop("generation")
         if index < 0:
             raise IndexError(f"generation {index}")

@@ -66,10 +66,8 @@ def bound(reach: float, k: int) -> float:
 def chance_of(made: Iterable[Generation]) -> float | None:
     """The chance that a draft was kept given that those before it were, over all rounds; None without a draft.
 
-    Drafts behind the first wrong one of a round were not judged, and do not count.
+    Drafts behind the first wrong one of a round were not judged, and do not count; in a tree a position counts once.
     """
     rounds = [r for generation in made for r in generation.rounds]
-    kept = sum(r.n_accepted for r in rounds)
-    # a round in which the generation ended has no token behind its drafts, and rejected none
-    judged = kept + sum(r.n_accepted < min(len(r.draft_ids), len(r.committed_ids)) for r in rounds)
-    return kept / judged if judged else None
+    judged = sum(r.n_tested for r in rounds)
+    return sum(r.n_accepted for r in rounds) / judged if judged else None

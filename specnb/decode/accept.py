@@ -29,6 +29,11 @@ class Acceptance(NamedTuple):
     next_id: int
     accept_prob: tuple[float, ...]
 
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Indices of the drafts that are kept."""
+        return tuple(range(self.n_accepted))
+
 
 def greedy(logits: np.ndarray, draft_ids: Sequence[int]) -> Acceptance:
     """Keep drafts while they are the target's argmax. `logits (len(draft_ids) + 1, vocab)`."""
@@ -108,8 +113,13 @@ def typical(
     tested: list[float] = []
     for i, x in enumerate(draft_ids):
         p = p_target[i]
-        entropy = -float(np.sum(p[p > 0] * np.log(p[p > 0])))
-        tested.append(float(p[x] > min(epsilon, delta * np.exp(-entropy))))
+        tested.append(float(p[x] > typical_threshold(p, epsilon, delta)))
         if not tested[-1]:
             return Acceptance(i, draws.categorical(p), tuple(tested))
     return Acceptance(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), tuple(tested))
+
+
+def typical_threshold(p: np.ndarray, epsilon: float = 0.09, delta: float = 0.3) -> float:
+    """The probability above which `typical` keeps a token of the row `p (vocab,)`."""
+    entropy = -float(np.sum(p[p > 0] * np.log(p[p > 0])))
+    return min(epsilon, delta * float(np.exp(-entropy)))

@@ -8,11 +8,12 @@ from time import perf_counter
 
 import numpy as np
 
-from specnb.decode import loop
+from specnb.decode import loop, rules
 from specnb.decode.control import Controller, FixedK
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.decode.stopping import Stopping, StopRules, require_text
-from specnb.draft.base import Drafter
+from specnb.decode.tree import require_trees
+from specnb.draft.base import Drafter, tree_nodes
 from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
@@ -22,6 +23,9 @@ from specnb.lm.load import load
 from specnb.lm.vocab import require_same
 from specnb.prompts import Prompt
 from specnb.records import Generation
+
+DRAFT_LENGTH = 4
+"""Of a drafter of chains, where no other is asked for."""
 
 PromptLike = str | Prompt | Sequence[int] | Sequence[chat.Message]
 
@@ -53,7 +57,7 @@ def generate(
     prompt: PromptLike,
     *,
     drafter: Drafter | LanguageModel | str | None = None,
-    k: int | Controller = 4,
+    k: int | Controller | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -66,7 +70,8 @@ def generate(
 ) -> Generation:
     """Generate after `prompt` with `target`; with a `drafter`, speculatively, `k` drafts a round.
 
-    `k` may be a controller, which chooses the draft length of each round (`decode.control`).
+    `k` may be a controller, which chooses the draft length of each round (`decode.control`). None is 4, or with a
+    drafter of trees its whole tree; a smaller number keeps the best of its nodes.
 
     `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also "lookup" and "self").
     What is opened here is closed here. A draft model that cannot be loaded is left out, and the record says so
@@ -76,10 +81,10 @@ def generate(
     """
     if seed < 0:
         raise InputError(f"seed must be 0 or more, got {seed}")
-    control = k if isinstance(k, Controller) else FixedK(k)
+    control = k if isinstance(k, Controller) or k is None else FixedK(k)
     sampling = Sampling(temperature, top_k, top_p)
-    verify = loop.rule_named(rule, sampling)
-    rules = StopRules(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eog)
+    verify = rules.rule_named(rule, sampling)
+    limits = StopRules(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eog)
     opened: list[LanguageModel | Drafter] = []
     try:
         if isinstance(target, str | Path):
@@ -90,8 +95,12 @@ def generate(
             drafter, fallback = load_drafter(drafter, target, strict=strict)
             opened += [drafter] if drafter else []
         drafter = _fitting(target, drafter)
+        if control is None:
+            control = FixedK((drafter and tree_nodes(drafter)) or DRAFT_LENGTH)
+        elif control is k:
+            _require_chains(drafter, control)
         ids = prompt_ids(target, prompt)
-        stopping = Stopping(rules, target.vocab)
+        stopping = Stopping(limits, target.vocab)
         chooser = Chooser(sampling, Draws(np.random.default_rng(seed)))
         if drafter is None:
             run = partial(loop.autoregressive, target, ids)
@@ -114,7 +123,7 @@ def generate(
             translation=str(getattr(drafter, "translation", None) or ""),
             temperature=temperature,
             seed=seed,
-            lossless=not (drafter and rule in loop.LOSSY),
+            lossless=not (drafter and rule in rules.LOSSY),
             prompt_ids=ids,
             token_ids=tokens,
             text=stopping.cut(target.vocab.decode(t for t in tokens if t not in target.vocab.eog)),
@@ -142,6 +151,22 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
         drafter = ModelDrafter(drafter)
     if getattr(drafter, "model", None) is target:
         raise InputError(f"{target.name} cannot be its own drafter: it has one state. Load it a second time")
+    if getattr(drafter, "target", target) is not target:
+        raise InputError(
+            f"the drafter {drafter.name} reads hidden states of {drafter.target.name} as it was opened for that "
+            "drafter, not of this target: make a drafter for each opened target"
+        )
+    if tree_nodes(drafter):
+        require_trees(target)
     if drafter.vocab is not None:
         require_same(target.vocab, drafter.vocab, names=(target.name, drafter.name))
     return drafter
+
+
+def _require_chains(drafter: Drafter | None, control: Controller) -> None:
+    """Controllers reckon draft by draft along a chain; what they would learn from a tree is wrong."""
+    if drafter is not None and tree_nodes(drafter):
+        raise InputError(
+            f"the controller {control.name!r} chooses the length of chains, but {drafter.name} drafts trees: give k as "
+            "a number of nodes, or draft a chain (tree=chain)"
+        )

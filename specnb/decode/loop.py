@@ -6,74 +6,24 @@ token so far but the newest, which the next forward feeds. Only the first cycle 
 plain steps. They know nothing of backends, text or drafters' kinds.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from time import perf_counter
 
 import numpy as np
 
-from specnb.decode import accept
-from specnb.decode.accept import Acceptance
+from specnb.decode import tree
 from specnb.decode.control import Belief, Controller, Outcome
-from specnb.decode.sampling import Chooser, Sampling
+from specnb.decode.rules import Rule
+from specnb.decode.sampling import Chooser
 from specnb.decode.stopping import Stopping
-from specnb.draft.base import Drafter, Picker, Proposal, TokenView
+from specnb.draft.base import Drafter, Picker, Proposal, TokenView, tree_nodes
 from specnb.errors import CapacityError, InputError, NonFiniteLogits, StateError
 from specnb.lm.base import LanguageModel
 from specnb.records import Round
 
-Rule = Callable[[np.ndarray, Proposal, Chooser], Acceptance]
-"""Target logits `(k + 1, vocab)`, the proposal, the chooser -> what is kept."""
-
-
-class _LazyRows:
-    """Probability rows of the target, each computed when it is first asked for."""
-
-    def __init__(self, logits: np.ndarray, sampling: Sampling) -> None:
-        self._logits, self._sampling = logits, sampling
-        self._rows: dict[int, np.ndarray] = {}
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        if index not in self._rows:
-            self._rows[index] = self._sampling.probabilities(self._logits[index])
-        return self._rows[index]
-
-
-def _verify_tokens(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    rows = _LazyRows(logits, chooser.sampling)
-    if proposal.q_draft is None:
-        return accept.point_mass(rows, proposal.ids, chooser.draws)
-    return accept.token_verification(rows, proposal.q_draft, proposal.ids, chooser.draws)
-
-
-def _verify_block(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    rows = _LazyRows(logits, chooser.sampling)
-    if proposal.q_draft is None:  # for point masses the block rule is no better: it keeps each x with p(x) as well
-        return accept.point_mass(rows, proposal.ids, chooser.draws)
-    return accept.block_verification(rows, proposal.q_draft, proposal.ids, chooser.draws)
-
-
-def _typical(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    return accept.typical(_LazyRows(logits, chooser.sampling), proposal.ids, chooser.draws)
-
-
-def _greedy(logits: np.ndarray, proposal: Proposal, _chooser: Chooser) -> Acceptance:
-    return accept.greedy(logits, proposal.ids)
-
-
-RULES: dict[str, Rule] = {"token": _verify_tokens, "block": _verify_block, "typical": _typical}
-"""Verification rules at temperature > 0, by name. At temperature 0 `token` and `block` are the greedy rule."""
-
-LOSSY = frozenset({"typical"})
-
-
-def rule_named(name: str, sampling: Sampling) -> Rule:
-    """The rule that `name` means under these settings. Raises InputError for an unknown name."""
-    if name not in RULES:
-        raise InputError(f"unknown verification rule {name!r}; known: {', '.join(RULES)}")
-    if name in LOSSY and sampling.greedy:
-        raise InputError(f"the rule {name!r} needs a temperature above 0: at 0 the greedy rule is used")
-    return _greedy if sampling.greedy else RULES[name]
+NOTHING = Proposal(())
+"""A round without drafts."""
 
 
 def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter | None = None) -> np.ndarray:
@@ -106,9 +56,9 @@ def autoregressive(
         ahead = after_prompt if index == 0 else None
         _require_state(target, tokens, ahead)
         began = perf_counter()
-        logits = _logits(target, tokens, (), ahead)
+        logits = _logits(target, tokens, NOTHING, ahead)
         verified = perf_counter()
-        with _located(target, tokens, logits):
+        with _located(target, tokens, NOTHING, logits):
             token, _ = chooser.pick(logits[0])
         committed = stopping.admit((token,))
         tokens.extend(committed)
@@ -130,8 +80,11 @@ def speculative(
     """Speculative decoding: draft as many tokens as `control` says, verify in ONE forward, commit, rewind.
 
     Leviathan et al. 2211.17192. `after_prompt` is what `prefill` returned. With a lossless rule the tokens are those
-    of `autoregressive` (greedy), or follow the same distribution.
+    of `autoregressive` (greedy), or follow the same distribution. Drafts are a chain or a tree, as the drafter likes.
+    Raises InputError before the first token for a drafter of trees and a target that cannot verify them.
     """
+    if tree_nodes(drafter):
+        tree.require_trees(target)
     tokens = list(prompt_ids)  # ours: the caller's list is never touched, and drafters see it read-only
     view = TokenView(tokens)
     control.start(target.vocab.raw_bytes(tokens))
@@ -139,27 +92,26 @@ def speculative(
         if stopping.reason or _out_of_context(target, tokens, stopping):
             return
         began = perf_counter()
-        # a round commits up to k + 1 tokens: no drafts beyond the length limit, the context or the widest forward
-        k = control.draft_length()
-        limit = min(k, stopping.remaining - 1, target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
+        # no drafts beyond the context or the widest forward; nor, of a path, beyond the length limit
+        limit = min(control.draft_length(), target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
         picker = _StoppingPicker(chooser, control) if control.reads_drafts else chooser
         with _located(target, tokens):
-            proposal = _proposed(drafter, view, limit, picker)
+            proposal = _proposed(target, drafter, view, limit, stopping.remaining - 1, picker)
         drafted = perf_counter()
         ahead = after_prompt if index == 0 else None
         _require_state(target, tokens, ahead)
-        logits = _logits(target, tokens, proposal.ids, ahead)
+        logits = _logits(target, tokens, proposal, ahead)
         verified = perf_counter()
-        with _located(target, [*tokens, *proposal.ids], logits):
-            n_accepted, next_id, accept_prob = rule(logits, proposal, chooser)
-        committed = stopping.admit((*proposal.ids[:n_accepted], next_id))
+        with _located(target, tokens, proposal, logits):
+            verdict = rule(logits, proposal, chooser)
+        committed = stopping.admit((*(proposal.ids[node] for node in verdict.path), verdict.next_id))
         tokens.extend(committed)
-        n_accepted = min(n_accepted, len(committed))  # fewer when generation ended inside the accepted drafts
+        n_accepted = min(len(verdict.path), len(committed))  # fewer when generation ended inside the accepted drafts
         control.update(Outcome(len(proposal.ids), n_accepted, target.vocab.decode_bytes(committed)))
         accepted_at = perf_counter()
         # The target holds the old tokens and all drafts. Keep the committed ones but the newest, so that its state
         # is again "tokens so far, less one"; the drafter does the same with its own.
-        target.rewind(target.n_past - (len(tokens) - 1))
+        _keep(target, proposal, verdict.path[: len(committed) - 1], ahead)
         drafter.commit(view)
         rewound = perf_counter()
         yield Round(
@@ -168,13 +120,14 @@ def speculative(
             n_accepted=n_accepted,
             draft_ids=proposal.ids,
             committed_ids=committed,
-            accept_prob=accept_prob[: len(committed)],  # those that the generation reached
+            accept_prob=verdict.accept_prob[: len(committed)],  # those that the generation reached
             draft_s=drafted - began,
             verify_s=verified - drafted,
             rewind_s=rewound - accepted_at,
             other_s=accepted_at - verified,
             forward_s=verified - drafted + proposal.forward_s,
             width=len(proposal.ids) + (ahead is None),
+            parents=proposal.tree.parents if proposal.tree else (),
         )
 
 
@@ -204,12 +157,21 @@ class _StoppingPicker:
         return self._control.worth_copying(support, k)
 
 
-def _proposed(drafter: Drafter, view: TokenView, limit: int, picker: Picker) -> Proposal:
-    """Up to `limit` drafts; more than that would be recorded under a wrong K, or overrun the context."""
-    proposal = drafter.propose(view, limit, picker) if limit > 0 else Proposal(())
-    if len(proposal.ids) > max(limit, 0):
-        raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, but was asked for {limit}")
-    return proposal
+def _proposed(
+    target: LanguageModel, drafter: Drafter, view: TokenView, limit: int, depth: int, picker: Picker
+) -> Proposal:
+    """Up to `limit` drafts, none more than `depth` places ahead.
+
+    More of them would be recorded under a wrong K, or overrun the context; deeper ones could not be committed.
+    """
+    asked = limit if tree_nodes(drafter) else min(limit, depth)
+    proposal = drafter.propose(view, asked, picker) if min(asked, depth) > 0 else NOTHING
+    if len(proposal.ids) > max(asked, 0):
+        raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, but was asked for {asked}")
+    if proposal.tree is None:
+        return proposal
+    tree.require_trees(target)
+    return tree.checked(proposal, depth)
 
 
 def _out_of_context(target: LanguageModel, tokens: list[int], stopping: Stopping) -> bool:
@@ -219,14 +181,29 @@ def _out_of_context(target: LanguageModel, tokens: list[int], stopping: Stopping
     return stopping.reason is not None
 
 
-def _logits(target: LanguageModel, tokens: list[int], drafts: tuple[int, ...], ahead: np.ndarray | None) -> np.ndarray:
+def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead: np.ndarray | None) -> np.ndarray:
     """Logits after the newest token and after each draft, `(len(drafts) + 1, vocab)`, in one forward.
 
     `ahead` is the first of these rows, where the newest token is in the state already.
     """
+    drafts = proposal.tree
     if ahead is None:
-        return target.forward([tokens[-1], *drafts])
-    return np.concatenate([ahead, target.forward(drafts)]) if drafts else ahead
+        ids = (tokens[-1], *proposal.ids)
+        return target.forward(ids) if drafts is None else target.forward_tree(ids, drafts.rooted())
+    if not proposal.ids:
+        return ahead
+    rows = target.forward(proposal.ids) if drafts is None else target.forward_tree(proposal.ids, drafts)
+    return np.concatenate([ahead, rows])
+
+
+def _keep(target: LanguageModel, proposal: Proposal, path: Sequence[int], ahead: np.ndarray | None) -> None:
+    """Of what `_logits` fed keep the newest token and the drafts on `path`; forget the other drafts."""
+    if proposal.tree is None:
+        target.rewind(len(proposal.ids) - len(path))
+    elif ahead is None:  # the tree that was fed is rooted in the newest token
+        target.keep_path((0, *(node + 1 for node in path)))
+    else:
+        target.keep_path(path)
 
 
 def _require_state(target: LanguageModel, tokens: list[int], ahead: np.ndarray | None) -> None:
@@ -242,12 +219,13 @@ def _require_state(target: LanguageModel, tokens: list[int], ahead: np.ndarray |
 class _located:
     """Adds position and layer to a NonFiniteLogits that passes through (a class: cheaper than a generator).
 
-    `fed` are the tokens whose last forward gave `logits`, a row for each of the last of them; without logits the
-    drafter was at work.
+    `logits` are the rows after the last of `tokens` and after each draft; without them the drafter was at work.
     """
 
-    def __init__(self, target: LanguageModel, fed: list[int], logits: np.ndarray | None = None) -> None:
-        self._target, self._fed, self._logits = target, fed, logits
+    def __init__(
+        self, target: LanguageModel, tokens: list[int], proposal: Proposal = NOTHING, logits: np.ndarray | None = None
+    ) -> None:
+        self._target, self._tokens, self._proposal, self._logits = target, tokens, proposal, logits
 
     def __enter__(self) -> None:
         return None
@@ -256,10 +234,10 @@ class _located:
         if not isinstance(error, NonFiniteLogits):
             return
         if self._logits is None:
-            where = f"while drafting, after {len(self._fed)} tokens"
+            where = f"while drafting, after {len(self._tokens)} tokens"
             raise NonFiniteLogits(f"{where}: {error}. The draft model is broken or overflows") from error
-        bad = ~np.isfinite(self._logits.max(axis=1))
-        tokens = self._fed[: len(self._fed) - len(bad) + int(np.argmax(bad)) + 1]
+        bad = int(np.argmax(~np.isfinite(self._logits.max(axis=1))))
+        tokens = [*self._tokens, *self._proposal.up_to(bad - 1)]
         layer = self._target.locate_nonfinite(tokens)
         source = f"the first module with a non-finite output is {layer}" if layer else "no module can be named here"
         raise NonFiniteLogits(

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, overload
 import numpy as np
 
 from specnb.lm.base import LanguageModel
+from specnb.lm.tree import Tree
 from specnb.lm.vocab import Vocabulary
 
 
@@ -15,11 +16,20 @@ class Proposal(NamedTuple):
     `ids` holds up to k tokens. `q_draft (len(ids), vocab)` float64 are the rows they were sampled from, or None
     for a deterministic drafter (lookup, argmax): then each id stands for a point mass, and is verified as one.
     `forward_s` seconds were spent in the drafter's own model.
+
+    Without a `tree` each id follows the one before it. With one, id i follows id `tree.parents[i]`, or for -1 the
+    newest token: several guesses for one place, of which no two under the same parent may be the same token. Trees are
+    deterministic, `q_draft` None (see `decode.tree`).
     """
 
     ids: tuple[int, ...]
     q_draft: np.ndarray | None = None
     forward_s: float = 0.0
+    tree: Tree | None = None
+
+    def up_to(self, node: int) -> tuple[int, ...]:
+        """The ids from the first after the newest token to that of `node`, along the tree; none for -1."""
+        return self.ids[: node + 1] if self.tree is None else tuple(self.ids[n] for n in self.tree.path(node))
 
 
 class Picker(Protocol):
@@ -59,7 +69,10 @@ class Drafter(Protocol):
         ...
 
     def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
-        """Up to `k` tokens to follow `tokens`, which cannot be changed; step j sees its own j-1 drafts."""
+        """Up to `k` tokens to follow `tokens`, which cannot be changed; step j sees its own j-1 drafts.
+
+        Of a tree all nodes count: `k` bounds the width of the target's forward.
+        """
         ...
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -74,6 +87,11 @@ class Drafter(Protocol):
 def model_of(drafter: Drafter) -> LanguageModel | None:
     """The model whose forwards drafting costs; None for a drafter without one."""
     return getattr(drafter, "model", None)
+
+
+def tree_nodes(drafter: Drafter) -> int:
+    """How many tokens the trees of a drafter have at most; 0 for a drafter of chains."""
+    return getattr(drafter, "tree_nodes", 0)
 
 
 class TokenView(Sequence[int]):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from specnb.draft.base import Drafter
 from specnb.draft.fit import Fit, Way, fit
+from specnb.draft.heads_load import heads_drafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.draft.selfdraft import requantised_copy
@@ -88,7 +89,8 @@ def _lookup_drafter(_target: LanguageModel, *, translate: str = "auto", **option
     return LookupDrafter(**options)
 
 
-KINDS: dict[str, Callable[..., Drafter]] = {"lookup": _lookup_drafter, "self": _self_drafter}
+HEADS = "medusa"
+KINDS: dict[str, Callable[..., Drafter]] = {"lookup": _lookup_drafter, "self": _self_drafter, HEADS: heads_drafter}
 """Drafters that need no model name; the command line's `--drafter`."""
 
 
@@ -99,7 +101,8 @@ def load_drafter(
 
     A draft model that cannot be fetched or loaded, or does not fit the memory, is no reason to lose the generation:
     the result then has no drafter and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot
-    be translated, is a mistake, and always raises.
+    be translated, is a mistake, and always raises; so are heads that do not fit ("medusa", whose options are those of
+    `heads_load.heads_drafter`).
 
     `translate` says what happens to a draft model with another vocabulary: "tokens" drafts with the shared pieces
     (`TokenIntersection`), "strings" spells its text in the target's tokens (`StringMatch`), "refuse" raises

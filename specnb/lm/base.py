@@ -10,7 +10,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from specnb.errors import CapacityError, InputError, RewindError
+from specnb.errors import CapacityError, InputError, RewindError, StateError
+from specnb.lm.tree import COMMITTED, Tree
 from specnb.lm.vocab import Vocabulary
 
 RewindKind = Literal["crop", "snapshots", "replay", "fused", "checkpoint", "recompute", "none"]
@@ -23,8 +24,8 @@ class Capabilities:
     `rewind` says how the state goes back (`lm.rollback` has the ways; `none`: it cannot), `rewind_reason` why it is
     not by dropping entries, and `rewind_depth` how many tokens at most. `max_width` is the widest single forward,
     `n_ctx` the most tokens the state holds. `lossless_dtype` is True where widths 1 and n differ by float32
-    rounding only, and up to `same_bits_up_to` tokens they do not differ at all. `details` are the engine's settings,
-    for the record.
+    rounding only, and up to `same_bits_up_to` tokens they do not differ at all. `trees` says whether the model is a
+    `TreeModel` and can be used as one, `trees_reason` why not. `details` are the engine's settings, for the record.
     """
 
     engine: str
@@ -37,6 +38,8 @@ class Capabilities:
     rewind_reason: str = ""
     lossless_dtype: bool = False
     same_bits_up_to: int = 0
+    trees: bool = False
+    trees_reason: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -79,6 +82,66 @@ class LanguageModel(Protocol):
     def close(self) -> None:
         """Free the memory; the model cannot be used afterwards."""
         ...
+
+
+@runtime_checkable
+class TreeModel(LanguageModel, Protocol):
+    """A model that computes a whole tree of drafted tokens in one forward; whether it can, `caps.trees` says.
+
+    Between `forward_tree` and `keep_path` the state is the text and all nodes: `n_past` counts them, and `forward`,
+    `rewind` and another `forward_tree` raise StateError. `reset` forgets them with everything else.
+    """
+
+    def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
+        """Append the nodes of `tree`, token `ids[i]` for node i; return their float32 logits `(len(ids), vocab)`.
+
+        Each node sees the text and its ancestors only, and stands where it would if its path alone were fed: at
+        `n_past + tree.depths[i]`. Raises InputError (unknown id, another number of ids than nodes, an engine or a
+        model without trees), CapacityError (state would exceed n_ctx), StateError (the last tree is not settled).
+        """
+        ...
+
+    def keep_path(self, nodes: Sequence[int]) -> None:
+        """Settle the last `forward_tree`: keep these of its nodes, from a root down or none, and forget the others.
+
+        Afterwards the model is as if the kept tokens alone had been fed. Raises InputError, changing nothing, for
+        nodes that are no such path, and StateError where no tree is to be settled.
+        """
+        ...
+
+
+def check_settled(model: LanguageModel, tree: Tree | None) -> None:
+    """Refuse what would build on a state that still holds `tree` (None: no tree)."""
+    if tree is not None:
+        raise StateError(
+            f"the state of {model.name} holds the {len(tree)} nodes of its last forward_tree: "
+            "call keep_path (with [] to keep none of them) or reset first"
+        )
+
+
+def check_tree(model: LanguageModel, ids: Sequence[int], tree: Tree) -> None:
+    """Validate the arguments of `forward_tree` before an engine sees them."""
+    if not model.caps.trees:
+        raise InputError(f"{model.name} cannot compute trees: {model.caps.trees_reason}")
+    check_forward(model, ids, None)
+    if len(ids) != len(tree):
+        raise InputError(f"forward_tree of {model.name} got {len(ids)} ids for a tree of {len(tree)} nodes: one each")
+
+
+def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) -> list[int]:
+    """The nodes as ints; refuse them unless they lead from the committed text down `tree`, the last one fed."""
+    if tree is None:
+        raise StateError(f"keep_path of {model.name} settles a forward_tree, and there is none to settle")
+    try:
+        path = [index(node) for node in nodes]
+    except TypeError as error:
+        raise InputError(f"a path is a list of whole numbers, got {nodes!r:.80}") from error
+    if tree.path(path[-1] if path else COMMITTED) != path:
+        raise InputError(
+            f"nodes {path!r:.80} are no path of the last tree of {model.name}: give a node that follows the "
+            "committed text, then each time a child of the one before; [] keeps none"
+        )
+    return path
 
 
 def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None) -> int:

@@ -5,7 +5,8 @@ the cache, forgets); recurrent states go back by one of the strategies of `rollb
 passed; several model families count from 0 when they are not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +16,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specnb.errors import EngineError, InputError, SpecnbError
 from specnb.lm import hf_files, hf_rollback, hf_state
-from specnb.lm.base import Capabilities, check_forward
+from specnb.lm.base import Capabilities, check_forward, check_path, check_settled, check_tree
 from specnb.lm.dequantise import quiet
 from specnb.lm.hf_attention import MAX_ROWS, use_rowwise
 from specnb.lm.hf_cache import uncroppable
 from specnb.lm.hf_engine import TorchEngine
+from specnb.lm.hf_hidden import HiddenStates
+from specnb.lm.hf_tree import probe_trees, why_no_trees
 from specnb.lm.preflight import same_bits, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, Crop, Recompute, Rollback
 from specnb.lm.rollback_model import GoesBack
+from specnb.lm.tree import Tree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEPS = {
@@ -54,6 +58,9 @@ class HfModel(GoesBack):
         n_ctx = hf_files.context(model.config, n_ctx, name)
         parameter = next(model.parameters())
         self._engine = TorchEngine(model, last_position=n_ctx - 1, doubled=rowwise)
+        self.unsettled: Tree | None = None
+        """The tree of the last `forward_tree`, whose nodes the state ends with, until `keep_path`."""
+        self._hidden: HiddenStates | None = None
         self.rollback: Rollback = Recompute(self._engine)
         """The way back, and what it has cost."""
         self.caps = Capabilities(
@@ -78,6 +85,12 @@ class HfModel(GoesBack):
             details=self.caps.details | ({"steps": STEPS[steps]} if steps in STEPS else {}),
             same_bits_up_to=MAX_ROWS if rowwise and same_bits(self) else 0,
         )
+        self._allow_trees(why_no_trees(model, self.rollback))
+        if self.caps.trees:
+            self._allow_trees(probe_trees(self))
+
+    def _allow_trees(self, reason: str) -> None:
+        self.caps = replace(self.caps, trees=not reason, trees_reason=reason)
 
     @classmethod
     def open(
@@ -127,21 +140,77 @@ class HfModel(GoesBack):
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         self._require_open()
+        check_settled(self, self.unsettled)
         rows, before = check_forward(self, ids, n_logits), self.n_past
-        try:
+        with self._or_back_to(before, f"{len(ids)} ids"):
             logits = self.rollback.forward(list(ids), rows)
+        return logits if rows else np.empty((0, self.vocab.size), dtype=np.float32)
+
+    def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
+        """As `TreeModel.forward_tree`. A chain gets the bits of `forward`; other trees agree up to rounding."""
+        self._require_open()
+        check_settled(self, self.unsettled)
+        check_tree(self, ids, tree)
+        with self._or_back_to(self.n_past, f"a tree of {len(tree)} nodes"):
+            logits = self._engine.feed_tree(list(ids), tree)
+            self.unsettled = tree
+        return logits
+
+    def keep_path(self, nodes: Sequence[int]) -> None:
+        self._require_open()
+        path = check_path(self, nodes, self.unsettled)
+        start = self.n_past - len(self.unsettled)
+        with self._or_back_to(start, f"keeping {len(path)} nodes"):
+            self._engine.keep_path(start, path)
+            if self._hidden:
+                self._hidden.keep_path(path)
+            self.unsettled = None
+
+    def rewind(self, n: int) -> None:
+        self._require_open()
+        check_settled(self, self.unsettled)
+        super().rewind(n)
+
+    def reset(self) -> None:
+        super().reset()
+        self.unsettled = None
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """The torch model itself, for those who read its weights. Feed it only while this model's state is empty."""
+        self._require_open()
+        return self._engine.model
+
+    def watch_hidden(self) -> HiddenStates:
+        """What stood before lm_head in the last forward, from the next one on; one listener however often called.
+
+        Raises InputError where it is not clear which norm stands there.
+        """
+        self._require_open()
+        if self._hidden is None:
+            self._hidden = HiddenStates(self._engine, self)
+        return self._hidden
+
+    @contextmanager
+    def _or_back_to(self, n: int, what: str) -> Iterator[None]:
+        """When the block fails or is interrupted, some layers longer than others: the state of the first `n` tokens.
+
+        A failure that is not ours becomes an EngineError.
+        """
+        try:
+            yield
         except Exception as error:
-            self._go_back(before)
+            self._go_back(n)
             if isinstance(error, SpecnbError):
                 raise
-            raise EngineError(f"torch failed on {len(ids)} ids of {self.name} at position {before}: {error}") from error
-        except BaseException:  # an interrupt leaves some layers longer than others
-            self._go_back(before)
+            raise EngineError(f"torch failed on {what} of {self.name} at position {n}: {error}") from error
+        except BaseException:
+            self._go_back(n)
             raise
-        return logits if rows else np.empty((0, self.vocab.size), dtype=np.float32)
 
     def _go_back(self, n: int) -> None:
         """The state of the first `n` tokens again; one that cannot be cropped is emptied."""
+        self.unsettled = None
         if isinstance(self.rollback, Crop):
             self._engine.keep(n)
         else:
@@ -162,7 +231,9 @@ class HfModel(GoesBack):
     def close(self) -> None:
         if self._engine is not None:
             self.rollback.close()
-        self._engine = self.rollback = None
+        if self._hidden is not None:
+            self._hidden.close()
+        self._engine = self.rollback = self._hidden = None
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite.

@@ -10,7 +10,7 @@ the bits, benchmarks the price.
 from functools import cache
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -36,11 +36,16 @@ def rowwise_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query `(1, heads, n, dim)`, key and value `(1, kv_heads, length, dim)`.
 
+    The mask is that of `rowwise_mask`, or `(1, 1, n, length)` for the nodes of a tree, which transformers hands
+    through. The keys of a node's ancestors do not lie side by side, so it gets what its path gets up to rounding only.
     Returns `(1, n, heads, dim)`.
     """
     n = query.shape[2]
     if n > MAX_ROWS:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if attention_mask.dim() == 4:
+        mask = torch.nn.functional.pad(attention_mask[0, 0], (0, -key.shape[2] % LANES), value=float("-inf"))
+        return _rows_against(query, key, value, mask, scaling), None
     # The padded length belongs to a token, not to the block: sums over 192 and 256 keys run in different orders. A
     # block has at most MAX_ROWS = LANES tokens, so it crosses at most one such border.
     padded = attention_mask.shape[-1]
@@ -114,6 +119,13 @@ def _longer(x: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, length - n))
 
 
+def attends_to_all(config: PreTrainedConfig) -> bool:
+    """Whether every layer attends to the whole past: no sliding windows, no chunks."""
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return kinds <= {"full_attention", "global"} and not windowed
+
+
 def use_rowwise(model: PreTrainedModel) -> bool:
     """Switch `model` to row-wise attention where that makes widths agree; says whether it did.
 
@@ -121,9 +133,7 @@ def use_rowwise(model: PreTrainedModel) -> bool:
     """
     parameter = next(model.parameters())
     config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    plain = kinds == {"full_attention"} and not windowed and config._attn_implementation == "sdpa"
+    plain = attends_to_all(config) and config._attn_implementation == "sdpa"
     if parameter.dtype == torch.float32 or parameter.device.type != "cpu" or not plain:
         return False
     # both registries take the same function again without harm

@@ -1,6 +1,6 @@
 """The state of a transformers model: a cache that keeps what can be dropped again, and copies of what cannot."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,15 @@ class KeptPastLayer(DynamicLayer):
     def keep(self, length: int) -> None:
         """Forget what lies behind the first `length` positions."""
         self._length = min(self._length, length)
+
+    def gather(self, start: int, nodes: Sequence[int]) -> None:
+        """Of the positions from `start` on keep these, counted from there, in this order and in place."""
+        end = start + len(nodes)
+        if list(nodes) != list(range(len(nodes))):  # else they lie where they should
+            rows = torch.tensor([start + node for node in nodes], device=self.keys.device)
+            for held in (self.keys, self.values):
+                held[:, :, start:end] = held.index_select(2, rows)
+        self._length = end
 
     def reset(self) -> None:
         super().reset()

@@ -9,7 +9,9 @@ from transformers import Cache, PreTrainedModel
 
 from specnb.lm import hf_state
 from specnb.lm.hf_cache import SavedState, keep_entries, new_cache
+from specnb.lm.hf_tree import tree_mask
 from specnb.lm.preflight import Steps
+from specnb.lm.tree import Tree
 
 PREFILL_WIDTH = 512
 
@@ -27,6 +29,10 @@ class TorchEngine:
         self.cache: Cache = new_cache(model)
         self.listening = True
         """False while forwards run that are not this state's: recorders keep nothing of them."""
+        self.n_feeds = 0
+        """Calls of `feed` and `feed_tree` so far; one may run the model more than once."""
+        self.feeding = False
+        """True while the model runs to extend this state, and for nobody else."""
         self.steps: Steps = "blocks"
         """Whether tokens are fed one by one, and from when on (`preflight.steps_needed`)."""
         self._last, self._doubled = last_position, doubled
@@ -35,6 +41,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
+        self.n_feeds += 1
         if self.steps != "blocks":
             return self._feed_singly(ids, rows)
         head, tail = ids[: len(ids) - rows], ids[len(ids) - rows :]
@@ -48,6 +55,21 @@ class TorchEngine:
         if not rows:
             return np.empty((0, 0), dtype=np.float32)
         return self._step(tail, rows)[0].float().cpu().numpy()
+
+    @torch.inference_mode()
+    def feed_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
+        """Append the nodes of `tree` in one forward; their logits `(T, vocab)`."""
+        if tree == Tree.chain(len(tree)):  # needs no mask, and without one its bits are those of plain decoding
+            return self.feed(ids, len(ids))
+        self.n_feeds += 1
+        return self._forward(ids, len(ids), tree)[0].float().cpu().numpy()
+
+    @torch.inference_mode()
+    def keep_path(self, start: int, nodes: Sequence[int]) -> None:
+        """Of the entries behind the first `start` tokens keep these, counted from there, in their order."""
+        for layer in self.cache.layers:
+            layer.gather(start, nodes)
+        self.held = start + len(nodes)
 
     def _feed_singly(self, ids: Sequence[int], rows: int) -> np.ndarray:
         """Token by token; but a first block that sees no state may be wide, unless blocks compute otherwise."""
@@ -65,16 +87,24 @@ class TorchEngine:
             return logits
         return self._forward(ids, keep)
 
-    def _forward(self, ids: Sequence[int], keep: int) -> torch.Tensor:
+    def _forward(self, ids: Sequence[int], keep: int, tree: Tree | None = None) -> torch.Tensor:
+        """Token i at its place in line, or as node i of `tree` at its depth, seeing its ancestors only."""
         n = len(ids)
-        out = self.model(
-            input_ids=torch.tensor([list(ids)], dtype=torch.long, device=self.device),
-            # the second token of a doubled step may lie behind the last position that the model knows
-            position_ids=torch.arange(self.held, self.held + n, device=self.device).clamp(max=self._last)[None],
-            use_cache=True,
-            **{self._state_argument: self.cache},
-            **({"logits_to_keep": keep} if self._keeps_logits else {}),
-        )
+        places = torch.arange(n) if tree is None else torch.tensor(tree.depths)
+        mask = None if tree is None else tree_mask(tree, self.held, dtype=self.model.dtype, device=self.device)
+        self.feeding = True
+        try:
+            out = self.model(
+                input_ids=torch.tensor([list(ids)], dtype=torch.long, device=self.device),
+                # the second token of a doubled step may lie behind the last position that the model knows
+                position_ids=(self.held + places).clamp(max=self._last)[None].to(self.device),
+                use_cache=True,
+                **{self._state_argument: self.cache},
+                **({"logits_to_keep": keep} if self._keeps_logits else {}),
+                **({} if mask is None else {"attention_mask": mask}),
+            )
+        finally:
+            self.feeding = False
         self.held += n
         return out.logits[:, -keep:]
 
@@ -97,7 +127,6 @@ class TorchEngine:
         self.cache = new_cache(self.model)
         self.held = 0
 
-    @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite.
 
@@ -114,6 +143,16 @@ class TorchEngine:
             return hook
 
         hooks = [module.register_forward_hook(watch(name)) for name, module in self.model.named_modules() if name]
+        try:
+            self.run_apart(ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found[0] if found else ""
+
+    @torch.inference_mode()
+    def run_apart(self, ids: Sequence[int]) -> None:
+        """Run the model on `ids` from scratch, for the hooks in it; the state is left alone."""
         self.listening = False
         try:
             positions = torch.arange(len(ids), device=self.device)[None]
@@ -122,6 +161,3 @@ class TorchEngine:
             self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
         finally:
             self.listening = True
-            for hook in hooks:
-                hook.remove()
-        return found[0] if found else ""

@@ -36,8 +36,8 @@ def steps_needed(model: LanguageModel) -> Steps:
         whole = _last_rows(model, [ids] if ids else [], half)
         if not np.isfinite(whole).all():
             return "later"  # nothing to compare; the run itself will say where NaN comes from
-        blocks = _apart(_last_rows(model, [ids[:half], ids[half:]], half), whole)
-        single = _apart(_last_rows(model, [[token] for token in ids], half), whole)
+        blocks = apart(_last_rows(model, [ids[:half], ids[half:]], half), whole)
+        single = apart(_last_rows(model, [[token] for token in ids], half), whole)
     except LoadError:
         raise
     except Exception as error:
@@ -77,7 +77,7 @@ def goes_back(model: LanguageModel) -> bool:
     for in_block in (True, False):
         for kept in {0, width - 1}:
             rows = _after_going_back(model, ids, wrong, kept, in_block)
-            if np.isfinite(expected).all() and not _apart(rows, expected) < tolerance:
+            if np.isfinite(expected).all() and not apart(rows, expected) < tolerance:
                 return False
     return True
 
@@ -100,7 +100,7 @@ def _last_rows(model: LanguageModel, pieces: list[list[int]], width: int) -> np.
     return np.concatenate([np.empty((0, model.vocab.size), np.float32), *rows])[-width:]
 
 
-def _apart(rows: np.ndarray, whole: np.ndarray) -> float:
+def apart(rows: np.ndarray, whole: np.ndarray) -> float:
     """Median over rows of |row - whole row| / |whole row - its mean|; a row that a router flipped does not count."""
     if not len(whole):
         return 0.0

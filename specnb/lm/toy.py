@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specnb.errors import InputError
-from specnb.lm.base import Capabilities, check_forward, check_rewind
+from specnb.lm.base import Capabilities, check_forward, check_path, check_rewind, check_settled, check_tree
+from specnb.lm.tree import Tree
 from specnb.lm.vocab import Vocabulary
 
 LogitsOf = Callable[[tuple[int, ...]], np.ndarray]
@@ -26,15 +27,17 @@ class ToyLM:
     def __init__(self, logits_of: LogitsOf, vocab: Vocabulary, *, name: str = "toy", n_ctx: int = 4096) -> None:
         self.name = name
         self.vocab = vocab
-        self.caps = Capabilities("toy", "cpu", "float64", n_ctx, n_ctx, "crop", n_ctx, lossless_dtype=True)
+        self.caps = Capabilities("toy", "cpu", "float64", n_ctx, n_ctx, "crop", n_ctx, lossless_dtype=True, trees=True)
         self._logits_of = logits_of
         self._ids: list[int] = []
+        self._tree: Tree | None = None  # whose nodes are the last of the ids
 
     @property
     def n_past(self) -> int:
         return len(self._ids)
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        check_settled(self, self._tree)
         rows = check_forward(self, ids, n_logits)
         self._ids.extend(int(i) for i in ids)
         out = np.empty((rows, self.vocab.size), dtype=np.float32)
@@ -42,12 +45,31 @@ class ToyLM:
             out[r] = self._logits_of(tuple(self._ids[: len(self._ids) - rows + r + 1]))
         return out
 
+    def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
+        check_settled(self, self._tree)
+        check_tree(self, ids, tree)
+        nodes = [int(i) for i in ids]
+        paths = (tree.path(node) for node in range(len(tree)))
+        prefixes = [(*self._ids, *(nodes[i] for i in path)) for path in paths]
+        out = np.stack([self._logits_of(prefix) for prefix in prefixes]).astype(np.float32)
+        self._ids += nodes
+        self._tree = tree
+        return out
+
+    def keep_path(self, nodes: Sequence[int]) -> None:
+        path = check_path(self, nodes, self._tree)
+        start = len(self._ids) - len(self._tree)
+        self._ids[start:] = [self._ids[start + node] for node in path]
+        self._tree = None
+
     def rewind(self, n: int) -> None:
+        check_settled(self, self._tree)
         check_rewind(self, n)
         del self._ids[len(self._ids) - n :]
 
     def reset(self) -> None:
         self._ids.clear()
+        self._tree = None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         ids = {piece.decode(): i for i, piece in enumerate(self.vocab.pieces)}
@@ -57,7 +79,7 @@ class ToyLM:
         return [ids[c] for c in text]
 
     def close(self) -> None:
-        self._ids.clear()
+        self.reset()
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         return "logits_of"

@@ -68,10 +68,16 @@ def compare(
     if baseline not in methods:
         raise InputError(f"the baseline {baseline!r} is not among the methods: {', '.join(methods)}")
     runs = list(interleaved(methods, prompts, repeats=repeats))
-    return pd.DataFrame([_row(name, baseline, runs, level, same_text) for name in methods])
+    return table(runs, baseline=baseline, level=level, same_text=same_text)
 
 
-def _row(name: str, baseline: str, runs: list[Timed], level: float, same_text: bool) -> dict[str, Any]:
+def table(runs: Sequence[Timed], *, baseline: str, level: float = 0.95, same_text: bool = False) -> pd.DataFrame:
+    """The table of `compare` from runs that are there already: of all prompts, or of some of them."""
+    names = dict.fromkeys(run.method for run in runs)
+    return pd.DataFrame([_row(name, baseline, runs, level, same_text) for name in names])
+
+
+def _row(name: str, baseline: str, runs: Sequence[Timed], level: float, same_text: bool) -> dict[str, Any]:
     mine, base = _by_prompt(runs, name), _by_prompt(runs, baseline)
     same = [p for p in mine if mine[p][0].token_ids == base[p][0].token_ids]
     if same_text:
@@ -96,7 +102,7 @@ def _row(name: str, baseline: str, runs: list[Timed], level: float, same_text: b
     }
 
 
-def _by_prompt(runs: list[Timed], method: str) -> dict[int, list[Timed]]:
+def _by_prompt(runs: Sequence[Timed], method: str) -> dict[int, list[Timed]]:
     found: dict[int, list[Timed]] = {}
     for run in runs:
         if run.method == method:

@@ -70,7 +70,7 @@ def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tup
     """The first token that `model` drafted otherwise live than in a replay of (drafted, kept) a round, if there is one.
 
     Live it feeds two tokens at once after a fully accepted round, a replay feeds one; weights of few bits round these
-    differently. None also where only the number of drafts differs: then a rule stopped elsewhere.
+    differently. None also where only the number of drafts differs: then a rule stopped elsewhere. Rounds are chains.
     """
     pairs = list(zip(live.rounds, replayed, strict=False))
     first = next((i for i, (one, (_, kept)) in enumerate(pairs) if one.n_accepted != kept), None)

@@ -6,7 +6,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from specnb.decode.generate import PromptLike, generate
-from specnb.draft.load import load_drafter
+from specnb.draft.heads_load import AUTO
+from specnb.draft.load import HEADS, load_drafter
+from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.fork import Fork, explain_fork
@@ -25,6 +27,7 @@ class PairSummary(Summary):
     speedup: float | None = None
     identical: bool | None = Field(default=None, description="tokens equal the baseline's")
     fork: Fork | None = None
+    notes: tuple[str, ...] = Field(default=(), description="of heads: what is doubtful, and which tree was chosen")
 
 
 class Pair(BaseModel):
@@ -45,25 +48,42 @@ def run_pair(
     with_baseline: bool = False,
     strict: bool = False,
     translate: str = "auto",
+    heads_checkpoint: str | None = None,
+    tree: str | None = None,
     **settings: Any,
 ) -> Pair:
     """Load the models, generate (warm-up of 4 tokens first, uncounted), and compare with plain decoding.
 
-    `translate` is that of `load_drafter`; `settings` are those of `specnb.generate`.
+    `translate` is that of `load_drafter`; `settings` are those of `specnb.generate`. `heads_checkpoint` and `tree` are
+    for trained heads (`draft.heads_load`); a tree that is "auto", or not given, is chosen by what is measured first.
     Raises what that and `specnb.load` raise.
     """
+    options = {"heads_checkpoint": heads_checkpoint, "tree": tree}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options and drafter_name != HEADS:
+        given = " and ".join("--" + name.replace("_", "-") for name in options)
+        raise InputError(f"{given}: for trained heads; add --drafter {HEADS} (got {drafter_name or 'no drafter'})")
     target = load(target_name)
     drafter = None
     try:
         drafter, fallback = (
-            load_drafter(drafter_name, target, strict=strict, translate=translate) if drafter_name else (None, None)
+            load_drafter(drafter_name, target, strict=strict, translate=translate, **options)
+            if drafter_name
+            else (None, None)
         )
+        notes = getattr(drafter, "findings", ())
+        if drafter_name == HEADS and options.get("tree", AUTO) == AUTO:
+            from specnb.measure.trees import with_best_tree
+
+            drafter, said = with_best_tree(drafter)
+            notes = (*notes, said)
         for warm in (drafter, None) if with_baseline else (drafter,):
             generate(target, prompt, drafter=warm, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
         baseline = generate(target, prompt, **settings) if with_baseline else None
         made = generate(target, prompt, drafter=drafter, **settings)
         made = made.model_copy(update={"fallback": fallback})
-        return Pair(generation=made, baseline=baseline, summary=_summary(target, made, baseline, settings))
+        summary = _summary(target, made, baseline, settings).model_copy(update={"notes": notes})
+        return Pair(generation=made, baseline=baseline, summary=summary)
     finally:
         if drafter is not None:
             drafter.close()

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from specnb.errors import InputError
-from specnb.ssm.tree import Tree
+from specnb.lm.tree import Tree
 
 
 def tree_conv(

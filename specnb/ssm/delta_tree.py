@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from specnb.errors import InputError
+from specnb.lm.tree import Tree
 from specnb.ssm.deltanet import Record, counted, ready
-from specnb.ssm.tree import Tree
 
 CHUNK = 64
 GATE_FLOOR = -1e4
@@ -72,7 +72,7 @@ def verify(
     The T nodes are along axis 1, in the order of `tree`. Raises InputError for shapes or types that do not fit.
     """
     _check_nodes(k, tree)
-    return _solved(q, k, v, g, beta, state, tree.seen)
+    return _solved(q, k, v, g, beta, state, torch.tensor(tree.seen))
 
 
 def commit(state: torch.Tensor, record: Record, tree: Tree, node: int) -> torch.Tensor:

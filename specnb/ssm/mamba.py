@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specnb.errors import InputError
-from specnb.ssm.tree import Tree
+from specnb.lm.tree import Tree
 
 REJECTED_DT = -1e4
 """Time step before softplus of a slot that must not move the state: softplus gives exactly 0, so exp(dt A) is 1."""
@@ -143,7 +143,7 @@ def tree_scan(state: Tensor, block: Activations, A: Tensor, C: Tensor, tree: Tre
     block, A, C, D = _checked(state, block, A, C, D)
     if len(tree) != block.x.shape[1]:
         raise InputError(f"a tree of {len(tree)} nodes for a block of {block.x.shape[1]} slots: one node a slot")
-    seen = tree.seen.to(state.device)
+    seen = torch.tensor(tree.seen, device=state.device)
     since_state, between = _path_times(seen, block.dt)
     C_head = _per_head(C, state)
     y = torch.einsum("bthn,bhpn->bthp", C_head * torch.exp(since_state.unsqueeze(-1) * A), state)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specnb import corpus
 from specnb.errors import InputError
-from specnb.ssm import corpus, tiny
+from specnb.ssm import tiny
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,7 +54,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = tiny.VOCAB_SIZE) -> 
     if tokenizer.get_vocab_size() != vocab_size or tokenizer.token_to_id(tiny.END_TEXT) != tiny.END_ID:
         raise InputError(
             f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}: it is too small; "
-            "install the packages in specnb.ssm.corpus.LICENCES"
+            "install the packages in specnb.corpus.LICENCES"
         )
     return tokenizer
 

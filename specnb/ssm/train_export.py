@@ -14,9 +14,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from specnb.corpus import is_held_out
 from specnb.errors import InputError
 from specnb.ssm import tiny
-from specnb.ssm.corpus import is_held_out
 from specnb.ssm.train_card import card
 from specnb.ssm.train_data import TOKENIZER_FILE, Data, open_data, write_text
 from specnb.ssm.train_loop import held_out_loss, read_checkpoint, trained

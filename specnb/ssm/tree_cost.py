@@ -7,9 +7,9 @@ from time import perf_counter
 import pandas as pd
 import torch
 
+from specnb.lm.tree import Tree
 from specnb.ssm.delta_tree import verify
 from specnb.ssm.deltanet import recurrent, unit
-from specnb.ssm.tree import Tree
 
 HEADS, KEY_HEADS, DIM = 32, 16, 128
 """One layer of Qwen3-Next-80B."""

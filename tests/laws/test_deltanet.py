@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from specnb.errors import InputError
+from specnb.lm.tree import Tree
 from specnb.ssm import conv, delta_tree
 from specnb.ssm.conv import commit_window, tree_conv
 from specnb.ssm.delta_tree import Factors, chunked, commit, verify
 from specnb.ssm.deltanet import Raw, normalise, recurrent, unit
-from specnb.ssm.tree import Tree
 from tests.laws.trees import TREES, random_tree
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from specnb.errors import InputError
+from specnb.lm.tree import Tree
 from specnb.ssm import mamba
 from specnb.ssm.mamba import Activations, mamba1, multi_step, recurrent, replay, silence, time_step, tree_scan
-from specnb.ssm.tree import Tree
 from tests.laws.trees import TREES, random_tree
 from tests.units.kernel_calls import record_calls
 from tests.units.tiny_models import torch_model

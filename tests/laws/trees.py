@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specnb.ssm.tree import Tree
+from specnb.lm.tree import Tree
 
 
 def random_tree(n_nodes: int, seed: int) -> Tree:

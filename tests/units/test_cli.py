@@ -107,6 +107,10 @@ def models(monkeypatch):
         (["--draft", "damaged", "--strict"], ["damaged.gguf is no model, or half of one"]),
         (["--stop", "\udcff"], ["no text in UTF-8"]),
         (["--chat"], ["no chat template"]),
+        (["--tree", "8"], ["--tree: for trained heads; add --drafter medusa (got no drafter)"]),
+        (["--drafter", "lookup", "--heads-checkpoint", "x"], ["--heads-checkpoint: for trained heads", "got lookup"]),
+        (["--drafter", "medusa"], ["heads read hidden states", "?backend=hf"]),
+        (["--drafter", "medusa", "--tree", "oak"], ["chain, auto, or a number of nodes", "'oak'"]),
     ],
     ids=lambda x: " ".join(x).encode("ascii", "replace").decode(),
 )

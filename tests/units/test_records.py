@@ -79,6 +79,49 @@ def test_without_drafts_the_acceptance_is_none_and_tau_one():
     assert plain.acceptance_rate is None and plain.tau == 1 and plain.summary().estimated_speedup == 1
 
 
+# --- positions, of chains and of trees ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafts", "n_accepted", "committed", "n_tested"),
+    [
+        ((), 0, (7,), 0),
+        ((1, 2, 3), 0, (7,), 1),
+        ((1, 2, 3), 2, (1, 2, 7), 3),
+        ((1, 2, 3), 3, (1, 2, 3, 7), 3),
+        ((1, 2, 3), 2, (1, 2), 2),  # ended with its second draft
+    ],
+)
+def test_positions_of_a_chain(drafts, n_accepted, committed, n_tested):
+    made = round_(0, committed, drafts=drafts, n_accepted=n_accepted)
+    assert made.n_tested == n_tested and made.accepted_nodes == tuple(range(n_accepted)) and made.parents == ()
+    as_tree = made._replace(parents=tuple(range(-1, len(drafts) - 1)))
+    assert (as_tree.n_tested, as_tree.accepted_nodes) == (n_tested, made.accepted_nodes)
+
+
+@pytest.mark.parametrize(
+    ("committed", "n_accepted", "nodes", "n_tested"),
+    [
+        ((9,), 0, (), 1),
+        ((2, 9), 1, (1,), 1),  # node 1 has no drafts behind it: none was rejected
+        ((1, 9), 1, (0,), 2),
+        ((1, 4, 9), 2, (0, 3), 2),
+        ((1, 2, 5, 9), 3, (0, 2, 4), 3),
+        ((1, 2), 2, (0, 2), 2),  # ended with a draft
+    ],
+)
+def test_positions_of_a_tree(committed, n_accepted, nodes, n_tested):
+    """Token 2 stands in two places; which of them was kept, the tokens before it say."""
+    made = round_(0, committed, drafts=(1, 2, 2, 4, 5), n_accepted=n_accepted)._replace(parents=(-1, -1, 0, 0, 2))
+    assert made.accepted_nodes == nodes and made.n_tested == n_tested
+
+
+def test_a_round_of_before_there_were_trees_is_a_chain():
+    old = MADE.model_dump(mode="json")
+    old["rounds"] = [r[:12] for r in old["rounds"]]
+    assert Generation.model_validate(old) == MADE
+
+
 # --- what cannot be true is refused ---------------------------------------------------------------------------------
 
 

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import math
 import os
@@ -115,6 +116,27 @@ def test_the_parquet_file_is_one_row_a_round_with_its_context(rich, tmp_path):
     assert (rows[0]["k_asked"], rows[0]["k"], rows[1]["k"], rows[2]["k_asked"]) == (2, 2, 1, 0)
     assert (rows[0]["seed"], rows[0]["temperature"], rows[0]["prompt_id"]) == (2**62, 0.7, "code-01")
     assert {"experiment", "run_id", "category", "target", "drafter", "rule", *Round._fields} <= set(rows[0])
+
+
+def without_column(folder, name):
+    """The record in `folder` as one that never had this column of its rounds."""
+    path, document = folder / "rounds.parquet", json.loads((folder / "run.json").read_text())
+    pq.write_table(pq.read_table(path).drop_columns([name]), path)
+    document["rounds_parquet"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / "run.json").write_text(json.dumps(document))
+
+
+def test_trees_come_back_and_records_of_before_there_were_trees_can_be_read(rich, tmp_path):
+    new = record_of(generation_of(round_of(0, (5, 6, 5), (6, 5, 9), 2)._replace(parents=(-1, -1, 1))))
+    folder, old = store.save(new, tmp_path / "new"), store.save(rich, tmp_path / "old")
+    assert store.load(folder) == new and store.load(folder).generations[0].rounds[0].parents == (-1, -1, 1)
+    without_column(old, "parents")
+    assert store.load(old) == rich
+    rows = store.query("SELECT parents FROM rounds", tmp_path)
+    assert len(rows) == 4 and [list(p) for p in rows.parents.dropna()] == [[-1, -1, 1]]
+    without_column(folder, "width")
+    with pytest.raises(InputError, match="does not hold the rounds"):
+        store.load(folder)
 
 
 def test_saving_again_replaces_the_record_and_leaves_no_temporary_files(rich, tmp_path):
@@ -252,8 +274,6 @@ def test_damaged_generations_give_one_error(rich, tmp_path, generations):
 
 
 def test_damaged_rounds_give_one_error_that_names_the_file(rich, tmp_path):
-    import hashlib
-
     folder = store.save(rich, tmp_path)
     good = (folder / "rounds.parquet").read_bytes()
     table = pq.read_table(folder / "rounds.parquet")

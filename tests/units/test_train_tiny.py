@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specnb import corpus
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import embedded
 from specnb.paths import project_dir
-from specnb.ssm import corpus, tiny, train_data
+from specnb.ssm import tiny, train_data
 from specnb.ssm.train_recipe import PRESETS, Recipe, command, recipe
 
 CODE = "def area(width, height):\n    return width * height  # plain text of one line or so\n"

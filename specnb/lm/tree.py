@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import index
 
-import torch
+import numpy as np
 
 from specnb.errors import InputError
 
@@ -38,27 +38,59 @@ class Tree:
     def __len__(self) -> int:
         return len(self.parents)
 
+    def rooted(self) -> "Tree":
+        """The same tree one node later, under a new node 0: the newest committed token, fed along with its drafts."""
+        return Tree((COMMITTED, *(parent + 1 for parent in self.parents)))
+
     def path(self, node: int) -> list[int]:
         """The nodes from the committed text down to `node`, itself included; empty for -1, the committed text.
 
         Raises InputError for a node outside the tree.
         """
-        if not COMMITTED <= node < len(self):
-            raise InputError(f"the tree has nodes 0 to {len(self) - 1}, and -1 for the committed text; got {node}")
+        self._require(node)
         up = []
         while node != COMMITTED:
             up.append(node)
             node = self.parents[node]
         return up[::-1]
 
+    def children(self, node: int) -> tuple[int, ...]:
+        """The nodes that follow `node`, in order; those of -1 follow the committed text.
+
+        Raises InputError for a node outside the tree.
+        """
+        self._require(node)
+        return self._children[node + 1]
+
     @cached_property
-    def seen(self) -> torch.Tensor:
-        """`seen[i, j]`: j is i or an ancestor of i. (T, T) bool, lower triangular; not to be written to."""
-        seen = torch.eye(len(self), dtype=torch.bool)
+    def depths(self) -> tuple[int, ...]:
+        """How many ancestors each node has: 0 for one that directly follows the committed text."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent == COMMITTED else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def seen(self) -> np.ndarray:
+        """`seen[i, j]`: j is i or an ancestor of i. (T, T) bool, lower triangular, read-only."""
+        seen = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent != COMMITTED:
                 seen[node] |= seen[parent]
+        seen.flags.writeable = False
         return seen
+
+    @cached_property
+    def _children(self) -> tuple[tuple[int, ...], ...]:
+        """By node + 1."""
+        found: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for node, parent in enumerate(self.parents):
+            found[parent + 1].append(node)
+        return tuple(tuple(nodes) for nodes in found)
+
+    def _require(self, node: int) -> None:
+        if not COMMITTED <= node < len(self):
+            raise InputError(f"the tree has nodes 0 to {len(self) - 1}, and -1 for the committed text; got {node}")
 
 
 def _checked(parents: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,127 @@
+"""The hidden state before lm_head, as the last forward computed it: what heads are fed, before and after the norm."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specnb.errors import InputError, StateError
+from specnb.lm.base import check_settled
+from specnb.lm.hf_engine import PREFILL_WIDTH, TorchEngine
+
+if TYPE_CHECKING:
+    from specnb.lm.hf import HfModel
+
+
+def final_norm(net: PreTrainedModel) -> nn.Module:
+    """The norm between the last layer and lm_head. Raises InputError where there is not exactly one candidate."""
+    width = net.get_output_embeddings().weight.shape[1]
+    decoder = net.get_decoder() if hasattr(net, "get_decoder") else net.base_model
+    found = {
+        name: child
+        for name, child in decoder.named_children()
+        if getattr(child, "weight", None) is not None and tuple(child.weight.shape) == (width,)
+    }
+    if len(found) != 1:
+        raise InputError(
+            f"{type(net).__name__} has {len(found)} candidates for its final norm ({', '.join(found) or 'none'}): "
+            "heads cannot tell which of them stands before lm_head"
+        )
+    return next(iter(found.values()))
+
+
+class Rows(NamedTuple):
+    """What one run of the norm saw, for the positions from `start` on: `pre` and `post` are `(n, hidden)`."""
+
+    start: int
+    pre: Tensor
+    post: Tensor
+
+
+class HiddenStates:
+    """Listens to the final norm of a model. Make one with `HfModel.watch_hidden`.
+
+    Only what the last forward computed is held, and of a prefill in pieces the last ones; nothing is copied.
+    """
+
+    def __init__(self, engine: TorchEngine, model: "HfModel") -> None:
+        self._engine, self._model = engine, model
+        self._rows: list[Rows] = []
+        self._feed = engine.n_feeds
+        norm = final_norm(engine.model)
+        _require_before_head(engine, norm)
+        self._hook = norm.register_forward_hook(self._hear)
+
+    def at(self, position: int) -> tuple[Tensor, Tensor]:
+        """Of the token at `position` of the state: the hidden state before and after the final norm, `(hidden,)` each.
+
+        On the model's device and in its type; made in inference mode, and not to be written to. Raises StateError
+        where the last forward did not compute this position, where it was taken back since, and while the nodes of a
+        tree are not settled.
+        """
+        check_settled(self._model, self._model.unsettled)
+        n_past = self._model.n_past
+        # rows behind the state are of tokens that were taken back, or of the second of a doubled step
+        for start, pre, post in reversed(self._rows) if position < n_past else ():
+            if start <= position < start + len(pre):
+                return pre[position - start], post[position - start]
+        raise StateError(
+            f"no hidden state is held for position {position} of {self._model.name}: its state has {n_past} tokens, "
+            f"and of the last forward since watch_hidden are held {self._spans() or 'none'}; feed the token again"
+        )
+
+    @property
+    def last_position(self) -> int:
+        """The last position that `at` knows. Raises StateError where it knows none."""
+        n_past = self._model.n_past
+        last = max((min(start + len(pre), n_past) for start, pre, _ in self._rows), default=0) - 1
+        self.at(last)
+        return last
+
+    def keep_path(self, nodes: Sequence[int]) -> None:
+        """Of the rows of the last forward, which were those of a tree's nodes, keep these, in their order."""
+        if self._rows:  # else nobody listened yet
+            start, pre, post = self._rows[-1]
+            kept = torch.tensor(nodes, dtype=torch.long, device=pre.device)
+            self._rows = [Rows(start, pre[kept], post[kept])]
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._hook.remove()
+        self._rows.clear()
+
+    def _hear(self, _norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if not self._engine.feeding:  # heads may borrow this very norm
+            return
+        if self._engine.n_feeds != self._feed:
+            self._feed = self._engine.n_feeds
+            self._rows.clear()
+        self._rows.append(Rows(self._engine.held, inputs[0][0], output[0]))
+        while sum(len(rows.pre) for rows in self._rows[1:]) >= PREFILL_WIDTH:
+            del self._rows[0]
+
+    def _spans(self) -> str:
+        return ", ".join(f"{start} to {start + len(pre) - 1}" for start, pre, _ in self._rows)
+
+
+def _require_before_head(engine: TorchEngine, norm: nn.Module) -> None:
+    """Refuse a norm whose output is not what lm_head is fed: the only norm of some decoders is that of embeddings."""
+    seen: dict[str, Tensor] = {}
+    head = engine.model.get_output_embeddings()
+    hooks = (
+        norm.register_forward_hook(lambda _norm, _inputs, output: seen.update(normed=output)),
+        head.register_forward_pre_hook(lambda _head, inputs: seen.update(fed=inputs[0])),
+    )
+    try:
+        engine.run_apart([0])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    same = len(seen) == 2 and seen["normed"].shape == seen["fed"].shape
+    if not same or not torch.allclose(seen["normed"], seen["fed"], rtol=0, atol=0, equal_nan=True):
+        raise InputError(
+            f"{type(engine.model).__name__} does not feed the output of its {type(norm).__name__} to lm_head as it is: "
+            "there is no hidden state here that heads could be given"
+        )

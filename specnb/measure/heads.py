@@ -1,0 +1,264 @@
+"""How often heads are right, measured without speculating: along the target's own greedy text, in served alignment.
+
+Row j of a trace is the state that a round is served which starts after j + 1 generated tokens: that of the token
+before the newest one. The backbone says generated token j from it, head i token j + 1 + i, and a Hydra is shown the
+true tokens j ... j + i. States are caught by a hook of this module's own, so that what is found here can be held
+against what a drafter was served.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from specnb.errors import InputError, NonFiniteLogits
+from specnb.lm.base import LanguageModel
+from specnb.lm.hf_hidden import final_norm
+from specnb.measure.stats import Interval, bootstrap
+from specnb.medusa.heads import Heads
+from specnb.records import Generation
+
+RANKS = 10
+NO_LABEL = -1
+"""In ranks: the text ends before the token that this head would have to say."""
+PIECE = 32
+"""Most tokens of one forward along a text: their logits stay small."""
+ROWS = 64
+"""States that a head is asked about at once."""
+
+
+class States(NamedTuple):
+    """The last rows of a text: `pre_norm` and `post_norm (rows, hidden)` of the network, `logits (rows, vocab)`."""
+
+    pre_norm: Tensor
+    post_norm: Tensor
+    logits: np.ndarray
+
+    def fed(self, contract: str) -> Tensor:
+        """The states that heads of this norm contract take."""
+        return _fed(self, contract)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A generated text `ids (n,)` int64 and its `n` states; `best (n,)` are the backbone's own next tokens in them."""
+
+    prompt_id: str
+    category: str
+    ids: Tensor
+    pre_norm: Tensor
+    post_norm: Tensor
+    best: Tensor
+
+    def fed(self, contract: str) -> Tensor:
+        """The states that heads of this norm contract take."""
+        return _fed(self, contract)
+
+    @property
+    def follows(self) -> float:
+        """Share of the text that is the backbone's greedy choice in these states: 1 up to near-ties."""
+        return float((self.best == self.ids).float().mean())
+
+
+class Scores(NamedTuple):
+    """What heads say along a trace, all `(n, n_heads)`.
+
+    `rank` of the true token in the head's row, 0 the best, ties by the lower id as argmax has them; the size of the
+    draft vocabulary for a token it does not hold; NO_LABEL behind the end. `best` are the heads' first choices,
+    `margin` how far the second is behind, as a share of the first's logit.
+    """
+
+    rank: np.ndarray
+    best: np.ndarray
+    margin: np.ndarray
+
+
+def _fed(of: "States | Trace", contract: str) -> Tensor:
+    return of.pre_norm if contract == "pre_norm" else of.post_norm
+
+
+def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
+    """Feed `ids` to the emptied target; what the last `rows` tokens gave. Leaves the target empty.
+
+    Raises InputError for an engine whose states cannot be seen.
+    """
+    caught: list[tuple[Tensor, Tensor]] = []
+    hook = final_norm(network(target)).register_forward_hook(
+        lambda _norm, inputs, output: caught.append((inputs[0][0], output[0]))
+    )
+    found: list[tuple[Tensor, Tensor, np.ndarray]] = []
+    target.reset()
+    try:
+        for piece, last in _pieces(target, list(ids), rows):
+            caught.clear()
+            logits = target.forward(piece, n_logits=last)
+            # a single token may be fed twice over, and long or recurrent ones come in several forwards
+            seen = (torch.cat(parts)[: len(piece)][-last:] for parts in zip(*caught, strict=True))
+            found.append((*seen, logits))
+    finally:
+        hook.remove()
+        target.reset()
+    pre_norm, post_norm, all_logits = zip(*found, strict=True)
+    return States(torch.cat(pre_norm), torch.cat(post_norm), np.concatenate(all_logits))
+
+
+def _pieces(target: LanguageModel, ids: list[int], rows: int) -> Iterator[tuple[list[int], int]]:
+    """What is fed at once, and the rows of it that count: as decoding feeds it, all up to the first row in one go.
+
+    Then no wider than the engine keeps bits equal, so that the states are those of decoding to the last of them.
+    """
+    first = len(ids) - rows + 1
+    yield ids[:first], 1
+    width = min(PIECE, target.caps.same_bits_up_to or PIECE)
+    for at in range(first, len(ids), width):
+        piece = ids[at : at + width]
+        yield piece, len(piece)
+
+
+def network(target: LanguageModel) -> torch.nn.Module:
+    """The network behind the target. Raises InputError for an engine that has none to look into."""
+    found = getattr(target, "network", None)
+    if found is None:
+        raise InputError(f"heads need a network that can be looked into, {target.name} is {target.caps.engine}: "
+                         "open it with ?backend=hf")  # fmt: skip
+    return found
+
+
+def trace(target: LanguageModel, generation: Generation) -> Trace:
+    """The states along a generation's text. Raises InputError for one of no tokens."""
+    if not generation.token_ids:
+        raise InputError(f"the generation of prompt {generation.prompt_id!r} has no tokens to score heads on")
+    made = generation.token_ids
+    seen = states(target, (*generation.prompt_ids, *made[:-1]), len(made))
+    device = seen.pre_norm.device
+    ids, best = (torch.as_tensor(x, device=device) for x in (made, seen.logits.argmax(1)))
+    return Trace(generation.prompt_id, generation.category, ids, seen.pre_norm, seen.post_norm, best)
+
+
+@torch.inference_mode()
+def score(heads: Heads, along: Trace, *, normed: Tensor | None = None, shift: int = 0) -> Scores:
+    """Ranks, choices and margins of every head at every row.
+
+    `normed (n, hidden)` replaces what the blocks are fed, and with `shift` head i is held against token j + 1 + i +
+    shift: both ask whether heads would be right about another input, or another token, than they are served.
+    """
+    fed = heads.normed(along.fed(heads.config.input)) if normed is None else normed
+    parts = [_scored(heads, i, along, fed, shift) for i in range(heads.config.n_heads)]
+    return Scores(*(np.stack(columns, axis=1) for columns in zip(*parts, strict=True)))
+
+
+def _scored(heads: Heads, head: int, along: Trace, fed: Tensor, shift: int) -> tuple[np.ndarray, ...]:
+    n = len(along.ids)
+    behind = along.ids.new_full((heads.config.n_heads + 1 + abs(shift),), NO_LABEL)
+    padded = torch.cat([along.ids, behind])
+    at = torch.arange(n, device=padded.device)
+    labels = padded[(at + 1 + head + shift).clamp(min=0)]
+    since = padded[at[:, None] + torch.arange(head + 1, device=padded.device)].clamp(min=0)
+    found = []
+    for rows in at.split(ROWS):
+        logits = heads.logits(head, heads.features(head, fed[rows], since[rows])).float()
+        top = logits.topk(2, dim=-1).values
+        if not bool(top.isfinite().all()):  # NaN compares as no better than the true token's logit: as a hit
+            raise NonFiniteLogits(f"head {head} has NaN or infinite logits: its weights are broken, or overflow")
+        margin = (top[:, 0] - top[:, 1]) / top[:, 0].abs().clamp(min=1)
+        rank = _rank(logits, _draft_ids(heads, labels[rows]), labels[rows])
+        found.append((rank, heads.full_ids(logits.argmax(-1)), margin))
+    return tuple(torch.cat(column).cpu().numpy() for column in zip(*found, strict=True))
+
+
+def _draft_ids(heads: Heads, labels: Tensor) -> Tensor:
+    """Draft ids of vocabulary ids; -1 where the draft vocabulary does not hold them."""
+    if heads.token_map is None:
+        return labels
+    at = torch.searchsorted(heads.token_map, labels).clamp(max=len(heads.token_map) - 1)
+    return torch.where(heads.token_map[at] == labels, at, -1)
+
+
+def _rank(logits: Tensor, draft: Tensor, labels: Tensor) -> Tensor:
+    own = logits.gather(1, draft.clamp(min=0)[:, None])
+    lower = torch.arange(logits.shape[1], device=logits.device) < draft[:, None]
+    rank = (logits > own).sum(1) + ((logits == own) & lower).sum(1)
+    rank = torch.where(draft < 0, logits.shape[1], rank)
+    return torch.where(labels == NO_LABEL, NO_LABEL, rank)
+
+
+def head_accuracy(
+    target: LanguageModel, heads: Heads, generations: Sequence[Generation], ranks: int = RANKS
+) -> pd.DataFrame:
+    """Accuracy of each head by rank, along the target's own plain greedy texts: `accuracy_table` of their scores."""
+    return accuracy_table([score(heads, trace(target, generation)) for generation in generations], ranks)
+
+
+def accuracy_table(scores: Sequence[Scores], ranks: int = RANKS) -> pd.DataFrame:
+    """One row for each head and rank: head, rank (0 the best), marginal, cumulative, hits, n.
+
+    `marginal` is the share of the `n` positions whose true token has just this rank, `cumulative` this rank or a
+    better one. Raises InputError when no head has a position.
+    """
+    rows = []
+    for head, rank in enumerate(_all_ranks(scores)):
+        known = rank[rank != NO_LABEL]
+        hits = np.bincount(known[known < ranks], minlength=ranks)
+        for at in range(ranks):
+            rows.append({
+                "head": head, "rank": at, "marginal": _share(hits[at], len(known)),
+                "cumulative": _share(hits[: at + 1].sum(), len(known)), "hits": int(hits[at]), "n": len(known),
+            })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def accuracy_matrix(table: pd.DataFrame) -> np.ndarray:
+    """The marginal accuracies `(n_heads, ranks)` that a tree is grown from."""
+    return table.pivot(index="head", columns="rank", values="marginal").fillna(0.0).to_numpy()
+
+
+def offline_alpha(scores: Sequence[Scores]) -> pd.DataFrame:
+    """`alpha_table` of a greedy chain as if a round began at every position of the texts."""
+    return alpha_table([_chain_counts(one.rank) for one in scores])
+
+
+def share_interval(counts: Sequence[Sequence[float]], *, level: float = 0.95) -> Interval:
+    """Hits over trials with the bootstrap interval over prompts, from rows (hits, trials); all NaN without a trial."""
+    rows = [row for row in counts if row[1] > 0]  # a prompt without a trial says nothing of the share
+    if not rows:
+        return Interval(*(float("nan"),) * 3, level)
+    return bootstrap(rows, lambda data: float(data[:, 0].sum() / data[:, 1].sum()), level=level)
+
+
+def _chain_counts(rank: np.ndarray) -> np.ndarray:
+    there = rank != NO_LABEL
+    right = np.logical_and.accumulate(there & (rank == 0), axis=1)
+    reached = np.concatenate([np.ones((len(rank), 1), bool), right[:, :-1]], axis=1) & there
+    return np.stack([right.sum(0), reached.sum(0)], axis=1).astype(float)
+
+
+def alpha_table(counts: Sequence[np.ndarray], level: float = 0.95) -> pd.DataFrame:
+    """alpha by position (1..) from the counts `(positions, 2)` of each prompt, drafts kept and drafts tested.
+
+    Columns: position, alpha, low, high (bootstrap over prompts), kept, tested.
+    """
+    positions = max((len(one) for one in counts), default=0)
+    rows = []
+    for k in range(positions):
+        of_prompts = [one[k] if k < len(one) else np.zeros(2) for one in counts]
+        kept, tested = np.sum(of_prompts, axis=0)
+        found = share_interval(of_prompts, level=level)
+        rows.append({
+            "position": k + 1, "alpha": found.value, "low": found.low, "high": found.high,
+            "kept": int(kept), "tested": int(tested),
+        })  # fmt: skip
+    return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
+
+
+def _all_ranks(scores: Sequence[Scores]) -> np.ndarray:
+    if not scores:
+        raise InputError("there is no generation to score heads on: give at least one")
+    return np.concatenate([one.rank for one in scores]).T
+
+
+def _share(hits: float, n: int) -> float:
+    return float(hits) / n if n else float("nan")

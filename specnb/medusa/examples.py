@@ -1,0 +1,107 @@
+"""From written text and its hidden states to what heads learn: one example is one position of one row.
+
+At position t the heads get the hidden state of token t. Head i is to say token t + 2 + i; Hydra's head i is shown the
+tokens t + 1 … t + 1 + i. An example exists where token t + 2 is the backbone's own choice, and head i has a label as
+far as all tokens from there on are: what a user or a template writes is not the backbone's to foretell.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specnb.errors import InputError
+from specnb.medusa.data import Rows
+
+NO_LABEL = -100
+OUTSIDE = -1
+"""The label of a token that the draft vocabulary does not hold: no head can say it, and it counts as a miss."""
+
+
+class Batch(NamedTuple):
+    """`hidden (batch, hidden)`, `ids (batch, n_heads)` the tokens since, `labels (batch, n_heads)` draft ids,
+    and `later (batch, n_heads, hidden)`, the states in which the backbone chose the labels."""
+
+    hidden: Tensor
+    ids: Tensor
+    labels: Tensor
+    later: Tensor
+
+
+class Examples:
+    """All examples of a split, drawn by step: the batch of step n is a function of (seed, n) alone."""
+
+    def __init__(self, rows: Rows, hidden: Tensor, *, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
+        """`hidden (rows, length, size)` as `hidden.read` gives it. Raises InputError where text and states differ."""
+        if tuple(hidden.shape[:2]) != rows.tokens.shape:
+            raise InputError(f"text of {rows.tokens.shape} and states of {tuple(hidden.shape[:2])}: compute them again")
+        n_rows, length = rows.tokens.shape
+        if length < n_heads + 2:
+            raise InputError(f"rows of {length} tokens hold no example for {n_heads} heads")
+        self._hidden = hidden.flatten(0, 1)
+        self._tokens = torch.from_numpy(rows.tokens.astype(np.int64)).flatten()
+        self._n_heads = n_heads
+        steps = range(n_heads)
+        last = length - 1 - n_heads  # positions whose every label lies in the row
+        own = np.stack([rows.own[:, 2 + i : 2 + i + last] for i in steps], axis=-1)
+        self._known = torch.from_numpy(np.logical_and.accumulate(own, axis=-1)).flatten(0, 1)
+        places = np.arange(n_rows)[:, None] * length + np.arange(last)
+        self._places = torch.from_numpy(places).flatten()
+        usable = self._known[:, 0]
+        self._known, self._places = self._known[usable], self._places[usable]
+        self._draft_id = _draft_ids(token_map, vocab_size)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def at_step(self, step: int, *, batch_size: int, seed: int) -> Batch:
+        """The batch of a step: each epoch visits every example at most once, in another order."""
+        if batch_size > len(self):
+            raise InputError(
+                f"a batch of {batch_size} was asked for, but there are {len(self)} examples: write more text"
+            )
+        epoch, place = divmod(step, len(self) // batch_size)
+        order = np.random.default_rng([seed, epoch]).permutation(len(self))
+        return self.batch(torch.from_numpy(order[place * batch_size : (place + 1) * batch_size]))
+
+    def spread(self, n: int) -> Batch:
+        """About `n` examples spread evenly over all."""
+        return self.batch(torch.arange(0, len(self), max(1, len(self) // n)))
+
+    def batch(self, chosen: Tensor) -> Batch:
+        """The examples with these numbers."""
+        at = self._places[chosen]
+        since = at[:, None] + 1 + torch.arange(self._n_heads)
+        labels = self._draft_id[self._tokens[since + 1]]
+        labels = torch.where(self._known[chosen], labels, NO_LABEL)
+        return Batch(self._hidden[at], self._tokens[since], labels, self._hidden[since])
+
+
+def most_frequent(rows: Rows, n: int) -> Tensor:
+    """The `n` tokens that the backbone wrote most often, ascending, int64: a draft vocabulary.
+
+    Raises InputError where it wrote fewer different ones.
+    """
+    counts = np.bincount(rows.tokens[rows.own])
+    if np.count_nonzero(counts) < n:
+        raise InputError(
+            f"the text holds {np.count_nonzero(counts)} different tokens, a draft vocabulary of {n} was asked"
+        )
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:n]))
+
+
+def coverage(rows: Rows, token_map: Tensor | None) -> float:
+    """Share of the backbone's own tokens that the draft vocabulary holds."""
+    if token_map is None:
+        return 1.0
+    return float(np.isin(rows.tokens[rows.own], token_map.numpy()).mean())
+
+
+def _draft_ids(token_map: Tensor | None, vocab_size: int) -> Tensor:
+    """Draft id of every vocabulary id, OUTSIDE where there is none."""
+    if token_map is None:
+        return torch.arange(vocab_size)
+    ids = torch.full((vocab_size,), OUTSIDE)
+    ids[token_map] = torch.arange(len(token_map))
+    return ids

@@ -1,0 +1,226 @@
+"""Heads that draft several tokens from one hidden state: Medusa and Hydra.
+
+Head i foretells the token i + 2 places behind the one whose hidden state h it is fed; the model itself foretells the
+next one. A head is h + SiLU(W h + b), zero at the start, in front of an lm_head: untrained, it says what the backbone
+says of the next token (Cai et al. 2401.10774, equation 1). Hydra's head i also sees the embeddings of the i + 1
+tokens since (Ankner et al. 2402.05109), so that what it drafts follows what was drafted before: head by head, where
+Medusa's heads are one product.
+
+Not known here: which tokens of a text h belongs to, sampling, trees; they are `draft.heads`.
+"""
+
+from copy import deepcopy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specnb.errors import InputError
+from specnb.medusa.backbone import Backbone
+from specnb.medusa.config import HeadsConfig
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W [x; conditions] + b), with W and b zero at the start: then it is the identity."""
+
+    def __init__(self, size: int, *, conditions: int = 0, bias: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size * (1 + conditions), size, bias=bias)
+        nn.init.zeros_(self.linear.weight)
+        if bias:
+            nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """`x (…, size)`; `seen (…, conditions * size)`, the embeddings this block is conditioned on."""
+        return x + F.silu(self.linear(x if seen is None else torch.cat([x, seen], dim=-1)))
+
+
+class Head(nn.Module):
+    """One head without the lm_head that all may share: its blocks, of which the first sees `conditions` embeddings."""
+
+    def __init__(self, config: HeadsConfig, conditions: int) -> None:
+        super().__init__()
+        self.conditions = conditions
+        self.blocks = nn.ModuleList(
+            ResidualBlock(config.hidden_size, conditions=conditions if layer == 0 else 0, bias=config.bias)
+            for layer in range(config.n_layers)
+        )
+        self.lm_head = _private_part(config)
+
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Features `(…, hidden)` of normed hidden states `x (…, hidden)`; `seen (…, conditions, hidden)`."""
+        first, *others = self.blocks
+        x = first(x, None if seen is None else seen.flatten(-2))
+        for block in others:
+            x = block(x)
+        return x
+
+
+class MedusaHead(Head):
+    """A head that sees the hidden state only."""
+
+    def __init__(self, config: HeadsConfig, index: int) -> None:
+        super().__init__(config, 0)
+
+
+class HydraHead(Head):
+    """Head `index`, which also sees the `index` + 1 tokens before the one it drafts."""
+
+    def __init__(self, config: HeadsConfig, index: int) -> None:
+        super().__init__(config, index + 1)
+
+
+HEADS: dict[str, type[MedusaHead] | type[HydraHead]] = {"medusa": MedusaHead, "hydra": HydraHead}
+
+
+class LowRank(nn.Module):
+    """What a head adds to the shared lm_head: B A x, with B zero at the start."""
+
+    def __init__(self, hidden: int, vocab: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(hidden, rank, bias=False)
+        self.up = nn.Linear(rank, vocab, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+
+def _private_part(config: HeadsConfig) -> nn.Module | None:
+    if config.lm_head == "private":
+        return nn.Linear(config.hidden_size, config.draft_size, bias=False)
+    return LowRank(config.hidden_size, config.draft_size, config.rank) if config.lm_head == "low_rank" else None
+
+
+class Heads(nn.Module):
+    """All heads over one backbone, from hidden states to logits over the draft vocabulary.
+
+    The backbone's lm_head and embeddings are borrowed, and its final norm is a frozen copy: none of them is a
+    parameter. `token_map (draft_vocab,)` int64 holds the vocabulary id of each draft id, ascending,
+    or is None where the two are the same. Raises InputError where config, backbone and map do not fit.
+    """
+
+    def __init__(self, config: HeadsConfig, backbone: Backbone, token_map: Tensor | None = None) -> None:
+        super().__init__()
+        if faults := misfits(config, backbone, token_map):
+            raise InputError("; ".join(faults))
+        self.config = config
+        self.heads = nn.ModuleList(HEADS[config.kind](config, i) for i in range(config.n_heads))
+        self.register_buffer("token_map", token_map)
+        weight = backbone.lm_head
+        self.to(device=weight.device, dtype=weight.dtype)
+        # in a tuple torch registers nothing: neither saved, nor trained, nor counted as the heads' own
+        self._borrowed = (
+            _frozen_copy(backbone.norm),
+            weight if token_map is None else weight[token_map],
+            backbone.embeddings,
+        )
+        if config.lm_head == "private":
+            with torch.no_grad():
+                for head in self.heads:
+                    head.lm_head.weight.copy_(self._borrowed[1])
+
+    @property
+    def shared_lm_head(self) -> Tensor:
+        """The backbone's rows that stand for the draft vocabulary, `(draft_size, hidden)`."""
+        return self._borrowed[1]
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
+        return self._borrowed[0](hidden) if self.config.input == "pre_norm" else hidden
+
+    def as_input(self, pre_norm: Tensor) -> Tensor:
+        """Hidden states in front of the final norm, `(…, hidden)`, turned into what the norm contract asks for."""
+        return pre_norm if self.config.input == "pre_norm" else self._borrowed[0](pre_norm)
+
+    def features(self, head: int, normed: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Features `(…, hidden)` of one head; `ids (…, at least head + 1)` are the tokens since the hidden state.
+
+        Medusa's heads take no notice of them.
+        """
+        one = self.heads[head]
+        if not one.conditions:
+            return one(normed)
+        seen = F.embedding(ids[..., : one.conditions], self._borrowed[2])
+        return one(normed, seen.to(normed.dtype))
+
+    def logits(self, head: int, features: Tensor) -> Tensor:
+        """Logits `(…, draft_size)` of one head's features, in the features' dtype."""
+        own = self.heads[head].lm_head
+        if self.config.lm_head == "private":
+            return own(features)
+        shared = F.linear(features, self.shared_lm_head)
+        return shared if own is None else shared + own(features)
+
+    def draft_logits(self, head: int, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Logits `(batch, draft_size)` float32 of one head: `hidden (batch, hidden)`, `ids (batch, head + 1)`."""
+        return self.logits(head, self.features(head, self.normed(hidden), ids)).float()
+
+    def all_logits(self, hidden: Tensor) -> Tensor:
+        """Logits `(n_heads, draft_size)` float32 of all heads of a Medusa for one `hidden (hidden,)`.
+
+        One product with the shared lm_head for all: its weights are read once. Raises InputError for Hydra.
+        """
+        if self.config.kind != "medusa":
+            raise InputError("the heads of a Hydra need the tokens drafted before: ask head by head (draft_logits)")
+        normed = self.normed(hidden)
+        features = torch.stack([self.features(i, normed) for i in range(self.config.n_heads)])
+        if self.config.lm_head == "private":
+            return torch.stack([self.logits(i, one) for i, one in enumerate(features)]).float()
+        shared = F.linear(features, self.shared_lm_head)
+        if self.config.lm_head == "low_rank":
+            shared = shared + torch.stack([h.lm_head(f) for h, f in zip(self.heads, features, strict=True)])
+        return shared.float()
+
+    def full_ids(self, draft_ids: Tensor) -> Tensor:
+        """Vocabulary ids of draft ids."""
+        return draft_ids if self.token_map is None else self.token_map[draft_ids]
+
+    def full_logits(self, logits: Tensor) -> Tensor:
+        """Rows over the whole vocabulary, `(…, vocab)`: -inf for tokens that the heads cannot draft."""
+        if self.token_map is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
+        full[..., self.token_map] = logits
+        return full
+
+    def cost(self) -> dict[str, int]:
+        """Parameters of the heads' own, and bytes that drafting reads of theirs and of the shared lm_head."""
+        own = sum(p.numel() for p in self.parameters())
+        own_bytes = sum(p.nbytes for p in self.parameters())
+        shared = self.shared_lm_head.nbytes if self.config.lm_head != "private" else 0
+        return {"parameters": own, "own_bytes": own_bytes, "shared_bytes": shared}
+
+
+def _frozen_copy(norm: nn.Module) -> nn.Module:
+    return deepcopy(norm).requires_grad_(False)
+
+
+def misfits(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None) -> list[str]:
+    """What keeps such heads from being put on this backbone, a sentence each; empty where they fit."""
+    sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
+    faults = [
+        f"these heads have {name} {getattr(config, name)}, the backbone {found}: another model"
+        for name, found in sizes.items()
+        if getattr(config, name) != found
+    ]
+    n_map = 0 if token_map is None else token_map.numel()
+    if config.draft_vocab != n_map:
+        faults.append(f"draft_vocab is {config.draft_vocab}, but the token map has {n_map} entries")
+    if token_map is not None and (fault := map_fault(token_map, config.vocab_size)):
+        faults.append(fault)
+    return faults
+
+
+def map_fault(token_map: Tensor, vocab_size: int, *, in_order: bool = True) -> str:
+    """Why this cannot be a map from draft ids to vocabulary ids, "" where it can; `in_order`: it must be ascending."""
+    if token_map.dtype != torch.int64 or token_map.ndim != 1 or not token_map.numel():
+        return f"a token map is a list of int64 vocabulary ids, this is {token_map.dtype} {tuple(token_map.shape)}"
+    if token_map.numel() > vocab_size:
+        return f"the token map has {token_map.numel()} entries, more than the vocabulary of {vocab_size}"
+    ascending = token_map if in_order else token_map.sort().values
+    if not bool((ascending.diff() > 0).all()):
+        return f"a token map has its vocabulary ids {'ascending and ' * in_order}each once"
+    if not 0 <= int(ascending[0]) <= int(ascending[-1]) < vocab_size:
+        return f"the token map has ids outside the vocabulary of {vocab_size}"
+    return ""

@@ -1,0 +1,203 @@
+"""The training loop of heads: one recipe in, one checkpoint out, resumable to the bit. The backbone is never run here.
+
+Under `accelerate launch` every process takes its share of each batch, and gradients are averaged: the same run.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from specnb import store
+from specnb.errors import EngineError, InputError, NonFiniteLogits
+from specnb.medusa.examples import Batch, Examples
+from specnb.medusa.heads import Heads
+from specnb.medusa.losses import Measured, Objective
+from specnb.medusa.recipe import Recipe
+
+CHECKPOINT_FILE = "checkpoint.pt"
+LOG_FILE = "log.jsonl"
+HELD_OUT = 4096
+"""Held-out examples behind each logged accuracy."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step tells: its number, its weighted loss, and the unweighted figures of each head on its batch."""
+
+    step: int
+    loss: float
+    heads: Measured
+
+
+OnStep = Callable[[Report], None]
+
+
+def train(
+    heads: Heads,
+    recipe: Recipe,
+    examples: Examples,
+    held_out: Examples,
+    folder: Path,
+    *,
+    data: str,
+    accelerator: Accelerator | None = None,
+    save_every: int = 100,
+    on_start: Callable[[float], None] = lambda seconds: None,
+    on_step: OnStep = lambda report: None,
+) -> list[dict[str, Any]]:
+    """Train `heads` in place to `recipe.steps`, from `folder`'s checkpoint if there is one; returns the log.
+
+    `data` is the digest of the text, for a checkpoint is not gone on with on another. `on_start` gets the seconds of
+    a step, measured before the first. A line of the log has step, examples, lr, the weighted loss, and for each head,
+    unweighted and on held-out text: head_loss, top1, top5; every `save_every` steps it and the checkpoint are written.
+
+    Raises InputError (another recipe or text in the folder), NonFiniteLogits, EngineError (a gradient that is not
+    finite); the last checkpoint is whole.
+    """
+    if not recipe.bf16 and heads.shared_lm_head.dtype != torch.float32:
+        raise InputError(
+            f"a float32 recipe needs a float32 backbone, not {heads.shared_lm_head.dtype}: load it as such"
+        )
+    accelerator = accelerator or Accelerator(cpu=heads.shared_lm_head.device.type == "cpu")
+    heads.float().train()
+    optimizer = torch.optim.AdamW(
+        [p for p in heads.parameters() if p.requires_grad], lr=recipe.peak_lr, weight_decay=recipe.weight_decay
+    )
+    step, log = _resume(folder, recipe, data, heads, optimizer)
+    objective, optimizer = accelerator.prepare(Objective(heads, recipe), optimizer)
+    loop = _Loop(objective, optimizer, recipe, examples, accelerator)
+    if step < recipe.steps:
+        on_start(loop.seconds_of_a_step(step))
+    since = time.perf_counter()
+    while step < recipe.steps:
+        report = loop.step(step)
+        step += 1
+        on_step(report)
+        if step % save_every == 0 or step == recipe.steps:
+            now = time.perf_counter()
+            log.append(
+                {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1), "loss": report.loss}
+                | evaluate(heads, recipe, held_out)
+                | {"seconds": now - since + (log[-1]["seconds"] if log else 0.0)}
+            )  # fmt: skip
+            if accelerator.is_main_process:
+                _save(folder, {"recipe": asdict(recipe), "data": data, "step": step, "log": log}, heads, optimizer)
+            since = time.perf_counter()
+    heads.eval()
+    return log
+
+
+@torch.no_grad()
+def evaluate(heads: Heads, recipe: Recipe, held_out: Examples, n: int = HELD_OUT) -> dict[str, list[float]]:
+    """head_loss, top1 and top5 of each head, unweighted, on `n` held-out examples spread evenly."""
+    was_training = heads.training
+    with _matmuls(recipe, heads):
+        _, found = Objective(heads.eval(), recipe)(*on_device(held_out.spread(n), heads))
+    heads.train(was_training)
+    return {name: [round(float(x), 5) for x in values] for name, values in found._asdict().items()}
+
+
+class _Loop:
+    def __init__(
+        self,
+        objective: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        examples: Examples,
+        accelerator: Accelerator,
+    ) -> None:
+        self.objective, self.optimizer, self.recipe = objective, optimizer, recipe
+        self.examples, self.accelerator = examples, accelerator
+        self.heads: Heads = accelerator.unwrap_model(objective).heads
+
+    def seconds_of_a_step(self, step: int) -> float:
+        """Of a forward and backward without a step, so that the time left is known before the first."""
+        self._loss(step)
+        began = time.perf_counter()
+        loss, _ = self._loss(step)
+        self.accelerator.backward(loss)
+        self.optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - began
+
+    def step(self, step: int) -> Report:
+        loss, measured = self._loss(step)
+        if not loss.isfinite():
+            raise NonFiniteLogits(
+                f"the loss of step {step} is {float(loss.detach())}: lower peak_lr ({self.recipe.peak_lr}) or clip; "
+                "the last checkpoint is whole"
+            )
+        self.accelerator.backward(loss)
+        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self.recipe.clip)
+        if not norm.isfinite():
+            raise EngineError(f"the gradient of step {step} is not finite: lower peak_lr ({self.recipe.peak_lr})")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.lr(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Report(step + 1, float(loss.detach()), measured)
+
+    def _loss(self, step: int) -> tuple[Tensor, Measured]:
+        batch = self.examples.at_step(step, batch_size=self.recipe.batch_size, seed=self.recipe.seed)
+        rank, n = self.accelerator.process_index, self.accelerator.num_processes
+        mine = Batch(*(part[rank::n] for part in batch))
+        with _matmuls(self.recipe, self.heads):
+            return self.objective(*on_device(mine, self.heads))
+
+
+def on_device(batch: Batch, heads: Heads) -> Batch:
+    """The batch where the heads are."""
+    device = heads.shared_lm_head.device
+    return Batch(*(part.to(device) for part in batch))
+
+
+@contextmanager
+def _matmuls(recipe: Recipe, heads: Heads) -> Iterator[None]:
+    """Matrix products in bfloat16 where the recipe says so; losses are float32."""
+    with torch.autocast(heads.shared_lm_head.device.type, torch.bfloat16, enabled=recipe.bf16):
+        yield
+
+
+def _save(folder: Path, place: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer) -> None:
+    """Log and weights in one file, replaced in one go; the readable log is a copy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{CHECKPOINT_FILE}.part"
+    torch.save(place | {"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}, part)
+    part.replace(folder / CHECKPOINT_FILE)
+    store.write_atomic(folder / LOG_FILE, "".join(json.dumps(line) + "\n" for line in place["log"]).encode())
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """What `train` saved last: recipe, data, step, log, heads, optimizer; None if nothing. InputError: unreadable."""
+    file = folder / CHECKPOINT_FILE
+    if not file.exists():
+        return None
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise InputError(f"{file} cannot be read ({error}): remove it to train from the start") from error
+
+
+def _resume(
+    folder: Path, recipe: Recipe, data: str, heads: Heads, optimizer: torch.optim.Optimizer
+) -> tuple[int, list[dict[str, Any]]]:
+    saved = read_checkpoint(folder)
+    if saved is None:
+        return 0, []
+    if saved["recipe"] != asdict(recipe):
+        raise InputError(f"{folder} holds a run with another recipe ({saved['recipe']}), asked is {recipe}")
+    if saved["data"] != data:
+        raise InputError(f"{folder} was trained on another text ({saved['data'][:12]}, now {data[:12]})")
+    try:
+        heads.load_state_dict(saved["heads"])
+    except RuntimeError as error:
+        raise InputError(f"{folder} holds heads of another shape ({error}): use another folder") from error
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["step"], saved["log"]

@@ -1,0 +1,186 @@
+"""A folder of work: the text, the states and the runs that one backbone's heads are trained with, stage by stage."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from specnb import store
+from specnb.errors import InputError
+from specnb.lm.base import LanguageModel
+from specnb.lm.load import load
+from specnb.medusa import checkpoint, data, examples, given, hidden, losses, train_loop
+from specnb.medusa.backbone import Backbone
+from specnb.medusa.card import card
+from specnb.medusa.config import HeadsConfig
+from specnb.medusa.heads import Heads
+from specnb.medusa.recipe import Recipe, recipe
+
+HELD_OUT_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the stages share. Open one with `Work.open`.
+
+    `options` are fields of HeadsConfig, `preset` names what `recipe` was before it was changed, and `texts` is a file
+    to learn instead of what the backbone writes. In `home` are the folders `text` and `runs`.
+    """
+
+    home: Path
+    target: LanguageModel
+    backbone: Backbone
+    options: Mapping[str, Any]
+    preset: str
+    recipe: Recipe
+    batches: int = 1
+    shard: tuple[int, int] = (0, 1)
+    texts: Path | None = None
+    start: str | None = None
+    save_every: int = 100
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        target: str,
+        home: Path,
+        *,
+        heads: Mapping[str, Any],
+        preset: str = "cpu",
+        changed: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> Iterator["Work"]:
+        """Load the backbone and close it afterwards; `changed` are values of the preset's recipe, `others` fields.
+
+        Raises InputError for a preset or options that do not exist, or a target whose hidden states cannot be read.
+        """
+        made = recipe(preset, **(changed or {}))
+        model = load(target)
+        try:
+            if not hasattr(model, "network"):
+                raise InputError(f"heads are trained on torch models; open {target!r} with ?backend=hf")
+            yield cls(home, model, Backbone.of(model.network), dict(heads), preset, made, **others)
+        finally:
+            model.close()
+
+    @property
+    def text(self) -> Path:
+        """The folder of the text that heads learn from, and its states."""
+        return self.home / "text"
+
+    @property
+    def run(self) -> Path:
+        """The folder of the checkpoints of this recipe and these heads."""
+        shape = "-".join(str(self.options[key]) for key in sorted(self.options) if self.options[key])
+        return self.home / "runs" / f"{self.preset}-{shape}"
+
+    @property
+    def command(self) -> str:
+        """What to type to have these heads trained, from the beginning; what is not default is said."""
+        fields = HeadsConfig.model_fields
+        shape = [f"--{key.replace('_', '-')} {value}" for key, value in self.options.items()
+                 if key in fields and value != fields[key].default]  # fmt: skip
+        others = {"batches": self.batches, "texts": self.texts, "start": self.start}
+        said = [f"--{key} {value}" for key, value in others.items() if value is not None]
+        return " ".join(["python -m specnb.medusa.train", f"--preset {self.preset}", *shape, *said])
+
+    @property
+    def tokens_to_write(self) -> int:
+        """By this process, were no batch there yet."""
+        made = data.Writing()
+        mine = sum(len(range(self.shard[0], n, self.shard[1])) for n in (self.batches, HELD_OUT_BATCHES))
+        return mine * made.batch_size * made.length
+
+    def write_text(self, on_tokens: Callable[[int], None] = lambda n: None) -> str:
+        """Stage 1: the training text, written by the backbone or taken from `texts`."""
+        if self.texts is not None:
+            texts, facts = given.of_file(self.texts)
+            given.write(self.target, texts, self.text, facts=facts, length=data.Writing().length)
+        else:
+            data.write(
+                self.target, self.target.network, self.text, backbone=self.backbone.digest, shard=self.shard,
+                batches={"held_out": HELD_OUT_BATCHES, "train": self.batches}, on_tokens=on_tokens,
+            )  # fmt: skip
+        rows = data.read(self.text, "train")
+        return f"{rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {self.text}"
+
+    def compute_hidden(self, on_tokens: Callable[[int], None] = lambda n: None) -> str:
+        """Stage 2: the hidden states of all text that has none yet."""
+        hidden.compute(self.target.network, self.text, on_tokens=on_tokens)
+        return f"states of {len(data.files(self.text))} files in {self.text}"
+
+    def new_heads(self, rows: data.Rows) -> Heads:
+        """Untrained heads, or those of `start`. Raises InputError for options that make no heads."""
+        if self.start:
+            return checkpoint.load_trained_heads(self.start, self.backbone)[0]
+        n = self.options.get("draft_vocab", 0)
+        try:
+            config = HeadsConfig(
+                **self.options, hidden_size=self.backbone.hidden_size, vocab_size=self.backbone.vocab_size,
+                backbone=self.backbone.digest, backbone_name=self.target.name,
+            )  # fmt: skip
+        except ValidationError as error:
+            raise InputError(f"these options make no heads: {error}") from error
+        token_map = examples.most_frequent(rows, n) if n else None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.recipe.seed)
+            return Heads(config, self.backbone, token_map)
+
+    def train(self, **watching: Any) -> list[dict[str, Any]]:
+        """Stage 3: the heads, from their last checkpoint on. Returns the log.
+
+        `watching` are `on_start` and `on_step` of `train_loop.train`.
+        """
+        rows = {split: data.read(self.text, split) for split in data.SPLITS}
+        heads = self.new_heads(rows["train"])
+        sets = {split: self._examples(split, rows[split], heads) for split in data.SPLITS}
+        return train_loop.train(
+            heads, self.recipe, sets["train"], sets["held_out"], self.run, data=rows["train"].digest(),
+            save_every=self.save_every, **watching,
+        )  # fmt: skip
+
+    def export(self, out: Path) -> dict[str, Any]:
+        """Stage 4: the trained heads as a checkpoint with the facts of their making; returns the last of these."""
+        saved, rows = (
+            train_loop.read_checkpoint(self.run),
+            {split: data.read(self.text, split) for split in data.SPLITS},
+        )
+        if saved is None:
+            raise InputError(f"nothing was trained in {self.run}: run --stage heads first")
+        if saved["data"] != rows["train"].digest():
+            raise InputError(f"{self.text} holds other text than {self.run} was trained on: train again, or restore it")
+        heads = self.new_heads(rows["train"])
+        heads.load_state_dict(saved["heads"])
+        facts = {
+            "heads": heads.config.model_dump(),
+            "preset": self.preset,
+            "start": self.start,
+            "recipe": asdict(Recipe(**saved["recipe"])),
+            "log": saved["log"],
+            "text": data.facts(self.text)
+            | {"digest": saved["data"], "tokens": {split: one.tokens.size for split, one in rows.items()},
+               "own": {split: one.n_own for split, one in rows.items()},
+               "coverage": round(examples.coverage(rows["held_out"], heads.token_map), 5)},
+            "accuracy": self._accuracy(heads, rows["held_out"]),
+            "parameters": heads.cost()["parameters"],
+            "torch": torch.__version__.split("+")[0],
+        }  # fmt: skip
+        checkpoint.save(heads, out, dtype="bfloat16", facts=facts)
+        store.write_atomic(out / "README.md", card(out.name, facts, self.command).encode())
+        return {"parameters": facts["parameters"], "coverage": facts["text"]["coverage"]} | saved["log"][-1]
+
+    def _examples(self, split: str, rows: data.Rows, heads: Heads) -> examples.Examples:
+        token_map = None if heads.token_map is None else heads.token_map.cpu()
+        sizes = {"n_heads": heads.config.n_heads, "vocab_size": heads.config.vocab_size}
+        return examples.Examples(rows, hidden.read(self.text, split), token_map=token_map, **sizes)
+
+    def _accuracy(self, heads: Heads, held_out: data.Rows) -> list[list[float]]:
+        """Of what ships, on held-out text: `losses.rank_shares`, by which trees are chosen."""
+        batch = self._examples("held_out", held_out, heads).spread(4 * train_loop.HELD_OUT)
+        shares = losses.rank_shares(heads, train_loop.on_device(batch, heads))
+        return [[round(share, 5) for share in row] for row in shares.tolist()]

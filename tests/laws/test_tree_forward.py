@@ -1,0 +1,418 @@
+"""The law of trees: every node is as if its path alone had been fed, and a kept path as if there had been no tree.
+
+For the toy, and for random torch models of several families under both attention kernels. Broken trees are planted
+below, and are seen.
+"""
+
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specnb.errors import CapacityError, EngineError, InputError, StateError
+from specnb.lm import hf_engine, hf_tree, toy
+from specnb.lm.base import LanguageModel, TreeModel
+from specnb.lm.hf import HfModel
+from specnb.lm.hf_cache import FIRST_ROOM, KeptPastLayer
+from specnb.lm.tree import Tree
+from tests.laws.trees import random_tree
+from tests.units.tiny_models import VOCAB, torch_model
+
+FAMILIES = {
+    "llama": {},
+    "gpt2": {},
+    "qwen3": {"head_dim": 8},
+    "gpt_neox": {},
+    "falcon": {},
+    "deepseek_v3": {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+                    "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 2, "num_experts_per_tok": 1,
+                    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2, "moe_intermediate_size": 16},
+}  # fmt: skip
+NAMES = ("toy", *(f"{family}, {attention}" for family, attention in product(FAMILIES, ("sdpa", "eager"))))
+IDS = [int(i) for i in np.random.default_rng(2).integers(3, VOCAB, 512)]
+CLOSE = 2e-5
+"""Share of a row's norm that float32 moves between a tree and its paths; a wrong position or sibling moves a tenth."""
+
+
+def made(name: str) -> TreeModel:
+    """The model of that name, empty."""
+    model = _model(name)
+    model.reset()
+    return model
+
+
+@cache
+def _model(name: str) -> TreeModel:
+    family, _, attention = name.partition(", ")
+    return torch_lm(family, attention) if attention else ordered_toy()
+
+
+def torch_lm(family: str = "llama", attention: str = "sdpa", *, n_ctx: int = 64, dtype=torch.float32) -> HfModel:
+    net = torch_model(family, max_position_embeddings=n_ctx, **FAMILIES[family]).to(dtype)
+    net.set_attn_implementation(attention)
+    return HfModel(net, None, name=f"{family}, {attention}", n_ctx=n_ctx)
+
+
+def ordered_toy() -> toy.ToyLM:
+    return toy.ToyLM(toy.markov(VOCAB, order=4)._logits_of, toy.letters(VOCAB), n_ctx=64)
+
+
+def from_scratch(model: LanguageModel, ids: list[int], rows: int | None = None) -> np.ndarray:
+    model.reset()
+    return model.forward(ids, rows)
+
+
+def apart(found: np.ndarray, expected: np.ndarray) -> float:
+    """The row that differs most: its distance as a share of its norm."""
+    return float((np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).max())
+
+
+def off_by(model: TreeModel, past: list[int], tree: Tree) -> float:
+    """How far the nodes of `tree` behind `past` are from their paths, fed from scratch."""
+    nodes = IDS[-len(tree) :]
+    found = in_tree(model, past, tree)
+    return max(
+        apart(found[[node]], from_scratch(model, [*past, *(nodes[i] for i in tree.path(node))], 1))
+        for node in range(len(tree))
+    )
+
+
+def in_tree(model: TreeModel, past: list[int], tree: Tree) -> np.ndarray:
+    model.reset()
+    if past:
+        model.forward(past, 0)
+    rows = model.forward_tree(IDS[-len(tree) :], tree)
+    assert rows.shape == (len(tree), VOCAB) and rows.dtype == np.float32 and model.n_past == len(past) + len(tree)
+    return rows
+
+
+def off_after(model: TreeModel, past: list[int], tree: Tree, kept: list[int]) -> float:
+    """How far the model is, over three forwards, from one that had the tokens of `kept` only."""
+    nodes = IDS[-len(tree) :]
+    in_tree(model, past, tree)
+    model.keep_path(kept)
+    text = [*past, *(nodes[i] for i in kept)]
+    assert model.n_past == len(text)
+    found = [model.forward([9]), model.forward([4, 8]), model.forward_tree([5, 6], Tree((-1, -1)))]
+    model.keep_path([1])
+    found.append(model.forward([7]))
+    expected = from_scratch(model, [*text, 9, 4, 8, 6, 7])[len(text) :]
+    assert model.n_past == len(text) + 5
+    other = from_scratch(model, [*text, 9, 4, 8, 5], 1)
+    return apart(np.concatenate(found), np.concatenate([expected[:3], other, expected[3:]]))
+
+
+trees = st.integers(1, 14).flatmap(lambda n: st.tuples(*(st.integers(-1, node - 1) for node in range(n))).map(Tree))
+
+
+@given(tree=trees)
+def test_a_tree_by_its_paths(tree):
+    paths = {node: tree.path(node) for node in range(len(tree))}
+    assert tree.depths == tuple(len(path) - 1 for path in paths.values())
+    assert all(tree.seen[node].nonzero()[0].tolist() == path for node, path in paths.items())
+    for node in range(-1, len(tree)):
+        assert tree.children(node) == tuple(child for child in paths if tree.parents[child] == node)
+    rooted = tree.rooted()
+    assert rooted.parents[0] == -1 and rooted.children(-1) == (0,) and len(rooted) == len(tree) + 1
+    assert all(rooted.path(node + 1) == [0, *(i + 1 for i in path)] for node, path in paths.items())
+    with pytest.raises(ValueError, match="read-only"):
+        tree.seen[0, 0] = False
+    for node in (-2, len(tree)):
+        with pytest.raises(InputError, match=f"got {node}"):
+            tree.children(node)
+
+
+def test_a_tree_without_nodes_and_its_root():
+    empty = Tree(())
+    assert empty.depths == () == empty.children(-1) and empty.seen.shape == (0, 0) and empty == Tree.chain(0)
+    assert empty.rooted() == Tree.chain(1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12, deadline=None)
+@given(tree=trees, held=st.integers(0, 30), data=st.data())
+def test_a_node_is_its_path_and_a_kept_path_all_there_was(name, tree, held, data):
+    model = made(name)
+    assert isinstance(model, TreeModel) and model.caps.trees and not model.caps.trees_reason
+    assert off_by(model, IDS[:held], tree) < CLOSE
+    kept = tree.path(data.draw(st.integers(-1, len(tree) - 1)))
+    assert off_after(model, IDS[:held], tree, kept) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["toy", "llama, sdpa", "gpt2, eager"])
+def test_every_path_of_every_small_tree_can_be_kept(name):
+    model = made(name)
+    for parents in product(*(range(-1, node) for node in range(4))):
+        tree = Tree(parents)
+        assert all(off_after(model, IDS[:5], tree, tree.path(node)) < CLOSE for node in range(-1, 4)), parents
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chain_is_a_forward(name):
+    model = made(name)
+    model.forward(IDS[:9], 0)
+    expected = model.forward(IDS[-8:])
+    np.testing.assert_array_equal(in_tree(model, IDS[:9], Tree.chain(8)), expected)
+    beside = Tree((*Tree.chain(7).parents, -1))  # one more node, so that it goes through the mask
+    assert apart(in_tree(model, IDS[:9], beside)[:7], expected[:7]) < CLOSE
+
+
+def test_both_kernels_compute_one_tree():
+    """A mask of True and False would be added as 1 and 0 by eager attention, and be right in the other kernel."""
+    for seed in range(3):
+        tree = random_tree(20, seed)
+        rows = [in_tree(made(f"llama, {attention}"), IDS[:9], tree) for attention in ("sdpa", "eager")]
+        assert apart(*rows) < CLOSE
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_long_trees_behind_long_texts(attention):
+    """Longer than the cache's first room, and than the blocks that row-wise attention cuts."""
+    model = torch_lm(attention=attention, n_ctx=512)
+    for held, nodes in ((FIRST_ROOM - 5, 100), (20, 300), (0, 150)):
+        tree = random_tree(nodes, held)
+        found = in_tree(model, IDS[:held], tree)
+        leaf = max(range(nodes), key=tree.depths.__getitem__)
+        path = tree.path(leaf)
+        expected = from_scratch(model, [*IDS[:held], *(IDS[-nodes:][i] for i in path)], len(path))
+        assert apart(found[path], expected) < 5 * CLOSE
+        assert off_after(model, IDS[:held], tree, path) < 5 * CLOSE
+
+
+def test_rowwise_attention_takes_the_mask_of_a_tree():
+    """In float64, where rounding does not hide a wrong mask or a wrong head; also wider than it cuts blocks."""
+    torch_lm(dtype=torch.bfloat16)  # which makes the attention known to transformers
+    model = torch_lm(n_ctx=256, dtype=torch.float64)
+    model.network.set_attn_implementation("specnb_rows")
+    for held, nodes in ((0, 5), (9, 20), (60, 3), (59, 5), (60, 64), (100, 100)):
+        tree = random_tree(nodes, held)
+        assert off_by(model, IDS[:held], tree) < 1e-6
+        assert off_after(model, IDS[:held], tree, tree.path(nodes - 1)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reduced_precision_takes_trees_through_its_own_attention(dtype):
+    model = torch_lm(n_ctx=256, dtype=dtype)
+    assert model._engine.model.config._attn_implementation == "specnb_rows" and model.caps.trees
+    exact = torch_lm(n_ctx=256)
+    for held, nodes in ((0, 5), (9, 20), (60, 64), (100, 100)):
+        text, tree = IDS[:held] + IDS[-nodes:], random_tree(nodes, held)
+        rounding = apart(from_scratch(model, text, nodes), from_scratch(exact, text, nodes))
+        assert rounding < 0.2 and off_by(model, IDS[:held], tree) < 2 * rounding
+        assert off_after(model, IDS[:held], tree, tree.path(nodes - 1)) < 2 * rounding
+
+
+def test_a_chain_in_reduced_precision_has_the_bits_of_single_steps(monkeypatch):
+    """Also of one node, and where the keys outgrow a multiple of what they are padded to.
+
+    On some CPUs the mask alone would not change them, so that there is none is seen too.
+    """
+    model = torch_lm(n_ctx=256, dtype=torch.bfloat16)
+    monkeypatch.setattr(hf_engine, "tree_mask", None)
+    for held, length in ((20, 1), (20, 6), (61, 6)):
+        from_scratch(model, IDS[:held], 0)
+        steps = np.concatenate([model.forward([token]) for token in IDS[-length:]])
+        chain = in_tree(model, IDS[:held], Tree.chain(length))
+        if model.caps.same_bits_up_to:
+            np.testing.assert_array_equal(chain, steps)
+
+
+# --- refusals and failures ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["toy", "llama, sdpa"])
+def model(request) -> TreeModel:
+    model = made(request.param)
+    model.forward(IDS[:3])
+    return model
+
+
+BAD_TREES = {
+    "too few ids": ([5], Tree((-1, -1)), InputError, "got 1 ids for a tree of 2 nodes"),
+    "too many ids": ([5, 6, 7], Tree((-1, -1)), InputError, "got 3 ids for a tree of 2 nodes"),
+    "no nodes": ([], Tree(()), InputError, "at least one token id"),
+    "unknown id": ([5, VOCAB], Tree((-1, -1)), InputError, f"token id {VOCAB} is outside"),
+    "past the context": ([5] * 62, Tree((-1,) * 62), CapacityError, "holds 64 tokens; 3 in the state and 62 more"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TREES)
+def test_a_refused_tree_changes_nothing(model, name):
+    ids, tree, error, message = BAD_TREES[name]
+    with pytest.raises(error, match=message):
+        model.forward_tree(ids, tree)
+    check_untouched(model)
+
+
+def check_untouched(model: TreeModel) -> None:
+    assert model.n_past == 3
+    found = model.forward([8])
+    assert apart(found, from_scratch(model, [*IDS[:3], 8], 1)) < CLOSE
+
+
+def test_the_context_can_be_filled_with_a_tree(model):
+    model.forward_tree([5] * 61, Tree((-1,) * 61))
+    assert model.n_past == 64
+    model.keep_path([60])
+    model.rewind(1)
+    check_untouched(model)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [([1], "no path"), ([0, 2], "no path"), ([0, 0], "no path"), ([1, 0], "no path"), ([3], "nodes 0 to 2"),
+     ([-1], "no path"), ([0.5], "whole numbers"), ("ab", "whole numbers"), ([2**70], "nodes 0 to 2")],
+)  # fmt: skip
+def test_a_refused_path_leaves_the_tree_to_be_settled(model, nodes, message):
+    model.forward_tree([5, 6, 7], Tree((-1, 0, -1)))
+    with pytest.raises(InputError, match=message):
+        model.keep_path(nodes)
+    assert model.n_past == 6
+    model.keep_path(np.array([], int))
+    check_untouched(model)
+
+
+def test_nothing_builds_on_a_tree_that_is_not_settled(model):
+    with pytest.raises(StateError, match="none to settle"):
+        model.keep_path([])
+    model.forward_tree([5, 6], Tree((-1, -1)))
+    for use in (lambda: model.forward([5]), lambda: model.rewind(1), lambda: model.forward_tree([5], Tree((-1,)))):
+        with pytest.raises(StateError, match="2 nodes of its last forward_tree: call keep_path"):
+            use()
+    assert model.n_past == 5
+    model.keep_path([])
+    check_untouched(model)
+    model.forward_tree([5, 6], Tree((-1, -1)))
+    model.reset()
+    assert model.n_past == 0
+    model.forward(IDS[:3])
+    check_untouched(model)
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"), [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+@pytest.mark.parametrize("where", ["forward", "gather"])
+def test_a_tree_that_fails_half_way_leaves_the_state_before_it(monkeypatch, where, error, seen):
+    model = made("llama, sdpa")
+    model.forward(IDS[:3])
+
+    def fail(*_):
+        raise error
+
+    if where == "forward":
+        hook = model._engine.model.model.layers[1].mlp.register_forward_hook(fail)
+        with pytest.raises(seen):
+            model.forward_tree([5, 6], Tree((-1, -1)))
+        hook.remove()
+    else:
+        model.forward_tree([5, 6], Tree((-1, -1)))
+        with monkeypatch.context() as patch, pytest.raises(seen):
+            patch.setattr(model._engine.cache.layers[1], "gather", fail)
+            model.keep_path([1])
+    assert model.n_past == 3 == model._engine.cache.get_seq_length()
+    check_untouched(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "rollback", "why"),
+    [
+        ("mistral", {"sliding_window": 8}, "auto", "window of the past"),
+        ("gpt_neo", {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 8,
+                     "attention_types": [[["global", "local"], 1]]}, "auto", "window of the past"),
+        ("bloom", {}, "auto", "index in the cache"),
+        ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}, "auto", "index in the cache"),
+        ("falcon", {"alibi": True}, "auto", "index in the cache"),
+        ("llama", {}, "recompute", "the way back of this model is recompute"),
+        ("mamba2", {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1}, "auto", "the way back"),
+    ],
+)  # fmt: skip
+def test_models_that_would_be_wrong_say_why_they_take_no_trees(kind, config, rollback, why):
+    model = HfModel(torch_model(kind, **config), None, name=kind, rollback=rollback)
+    assert not model.caps.trees and why in model.caps.trees_reason
+    with pytest.raises(InputError, match=f"{kind} cannot compute trees: .*{why}"):
+        model.forward_tree([5, 6], Tree((-1, -1)))
+    assert model.n_past == 0
+
+
+# --- broken trees ---------------------------------------------------------------------------------------------------
+
+
+def sibling_visible(patch) -> None:
+    patch.setattr(Tree, "seen", property(lambda tree: np.tri(len(tree), dtype=bool)))
+
+
+def index_for_depth(patch) -> None:
+    patch.setattr(Tree, "depths", property(lambda tree: tuple(range(len(tree)))))
+
+
+def boolean_mask(patch) -> None:
+    right = hf_engine.tree_mask
+    patch.setattr(hf_engine, "tree_mask", lambda *args, **kwargs: right(*args, **kwargs) == 0)
+
+
+def gathered_one_off(patch) -> None:
+    right = KeptPastLayer.gather
+    patch.setattr(
+        KeptPastLayer, "gather", lambda layer, start, nodes: right(layer, start, [max(n - 1, 0) for n in nodes])
+    )
+
+
+def nothing_gathered(patch) -> None:
+    patch.setattr(KeptPastLayer, "gather", lambda layer, start, nodes: layer.keep(start + len(nodes)))
+
+
+BROKEN = {
+    "llama, sdpa": (sibling_visible, index_for_depth, gathered_one_off, nothing_gathered),
+    "llama, eager": (sibling_visible, index_for_depth, boolean_mask, gathered_one_off),
+}
+
+
+@pytest.mark.parametrize(("name", "plant"), [(name, plant) for name, plants in BROKEN.items() for plant in plants])
+def test_a_broken_tree_is_seen_by_the_law_and_by_the_probe(name, plant):
+    model, tree = made(name), Tree((-1, -1, 0, 1, 1, 4))
+    family, _, attention = name.partition(", ")
+    assert hf_tree.probe_trees(model) == ""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        wrong = max(off_by(model, IDS[:9], tree), off_after(model, IDS[:9], tree, tree.path(5)))
+        assert wrong > 100 * CLOSE
+        assert "do not get the logits" in hf_tree.probe_trees(model)
+        assert "do not get the logits" in torch_lm(family, attention).caps.trees_reason
+
+
+def test_a_model_whose_trees_fail_opens_without_them(monkeypatch):
+    def changed(*_args, **_kwargs):
+        raise TypeError("masks are made otherwise now")
+
+    monkeypatch.setattr(hf_engine, "tree_mask", changed)
+    model = torch_lm()
+    assert not model.caps.trees and "a tree fails: torch failed on a tree of 8 nodes" in model.caps.trees_reason
+    assert model.n_past == 0 and model.forward(IDS[:3]).shape == (3, VOCAB)
+
+
+# --- the real model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+def test_the_real_model_goes_on_from_a_tree_as_it_does_without(opened):
+    """Rounds of a tree whose accepted path is plain decoding's own text, with wrong tokens beside it."""
+    model = opened("smollm2-135m?backend=hf")
+    model.reset()
+    prompt = model.encode("The three primary colours are")
+    plain = [int(model.forward(prompt, 1)[0].argmax())]
+    for _ in range(24):
+        plain.append(int(model.forward(plain[-1:])[0].argmax()))
+    model.reset()
+    model.forward(prompt, 0)
+    tree = Tree((-1, 0, 0, 2, 1, 2))  # node 0 the newest token; 0, 2, 5 the right path
+    for at in range(0, 24, 3):
+        newest, first, second = plain[at : at + 3]
+        rows = model.forward_tree([newest, 7, first, 9, 11, second], tree)
+        assert rows[[0, 2, 5]].argmax(axis=1).tolist() == plain[at + 1 : at + 4]
+        model.keep_path([0, 2, 5])
+    assert model.n_past == len(prompt) + 24

@@ -1,0 +1,395 @@
+"""The laws of verifying trees: the tokens are those of plain decoding, the distribution is the target's.
+
+Everything here runs the shipped loop over closed-form models; the drafters are trees of fixed or random tokens.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specnb.decode import accept, rules, tree
+from specnb.decode.control import RollingAcceptance
+from specnb.decode.generate import generate
+from specnb.decode.sampling import Chooser, Draws, Sampling
+from specnb.draft.base import Proposal
+from specnb.errors import InputError, NonFiniteLogits
+from specnb.lm import toy
+from specnb.lm.tree import COMMITTED, Tree
+from tests.laws.enumerate import distribution, total_variation
+from tests.laws.test_distribution import SETTINGS, closed_form_law, speculative_law
+from tests.laws.trees import random_tree
+
+
+class Trees:
+    """Drafts a tree of tokens that depend on the text alone: `size` nodes, `vocab` tokens, children all different."""
+
+    name, vocab = "trees", None
+
+    def __init__(self, size, vocab, seed=0, parents=None):
+        self.tree_nodes, self._vocab, self._seed, self._parents = size, vocab, seed, parents
+
+    def start(self, tokens):
+        pass
+
+    def propose(self, tokens, k, rng):
+        draws = np.random.default_rng([self._seed, *tokens])
+        parents, used = [], {COMMITTED: draws.permutation(self._vocab).tolist()}
+        ids = []
+        for node in range(min(k, self.tree_nodes)):
+            free = [parent for parent in range(-1, node) if used[parent]]
+            parent = free[int(draws.integers(len(free)))] if self._parents is None else self._parents[node]
+            parents.append(parent)
+            ids.append(used[parent].pop())
+            used[node] = draws.permutation(self._vocab).tolist()
+        return Proposal(tuple(ids), tree=Tree(tuple(parents)))
+
+    def commit(self, tokens):
+        pass
+
+    def close(self):
+        pass
+
+
+# --- greedy ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.integers(1, 12),
+    k=st.integers(0, 14),
+    n=st.integers(0, 50),
+    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=8),
+    eog=st.sets(st.integers(0, 4), max_size=2),
+)
+@settings(max_examples=150, deadline=None)
+def test_greedy_output_is_plain_decoding_token_by_token(seed, size, k, n, prompt, eog):
+    target = toy.markov(5, order=2, seed=seed, eog=frozenset(eog))
+    plain = generate(target, prompt, max_new_tokens=n)
+    made = generate(target, prompt, drafter=Trees(size, 5, seed), k=k, max_new_tokens=n)
+    assert made.token_ids == plain.token_ids and made.stop_reason == plain.stop_reason
+    assert target.n_past == len(prompt) + max(len(plain.token_ids) - 1, 0)
+
+
+@given(seed=st.integers(0, 500), room=st.integers(0, 12), n=st.integers(1, 14))
+@settings(max_examples=60, deadline=None)
+def test_the_context_ends_trees_and_plain_decoding_alike(seed, room, n):
+    prompt = [0, 1]
+    target = toy.markov(4, order=2, seed=seed)
+    target.caps = replace(target.caps, n_ctx=len(prompt) + room)
+    plain = generate(target, prompt, max_new_tokens=n)
+    made = generate(target, prompt, drafter=Trees(9, 4, seed), max_new_tokens=n)
+    assert (made.token_ids, made.stop_reason) == (plain.token_ids, plain.stop_reason)
+
+
+def test_rounds_account_for_every_node_and_token():
+    target = toy.markov(5, order=2, seed=4)
+    made = generate(target, [0, 1], drafter=Trees(9, 5), max_new_tokens=60)
+    assert made.k == 9 and made.accepted_tokens > 10 and any(r.parents and r.n_accepted > 1 for r in made.rounds)
+    for r in made.rounds:
+        assert r.width == r.k + (r.index > 0) and r.k == len(r.draft_ids) == len(r.parents)
+        assert tuple(r.draft_ids[node] for node in r.accepted_nodes) == r.committed_ids[: r.n_accepted]
+        assert [r.parents[node] for node in r.accepted_nodes] == [-1, *r.accepted_nodes][: r.n_accepted]
+        assert len(r.accept_prob) == r.n_tested and set(r.accept_prob) <= {0.0, 1.0}
+        assert sum(r.accept_prob) == r.n_accepted
+
+
+# --- sampling, by exact enumeration ---------------------------------------------------------------------------------
+
+SHAPES = {
+    "chain": (-1, 0, 1),
+    "star": (-1, -1),
+    "bush": (-1, -1, 0, 0, 1),
+    "everything": (-1, -1, -1, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_trees_keep_the_law(rule, shape, sampling):
+    target = toy.markov(3, order=2, seed=3)
+    drafter = Trees(len(SHAPES[shape]), 3, seed=1, parents=SHAPES[shape])
+    law = speculative_law(target, drafter, sampling, n=4, k=9, rule=rule)
+    assert total_variation(law, closed_form_law(target, sampling, 4)) < 1e-9
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_trees_and_ends_inside_them_keep_the_law(seed):
+    sampling, target = Sampling(temperature=1.0), toy.markov(3, order=2, seed=seed, eog=frozenset({2}))
+    law = speculative_law(target, Trees(6, 3, seed), sampling, n=4, k=6)
+    assert total_variation(law, closed_form_law(target, sampling, 4)) < 1e-9
+
+
+def rejected_one_by_one(logits, proposal, chooser):
+    """The other formulation: each child is a point mass, tried in turn against what is left of p."""
+    node, path = COMMITTED, []
+    while True:
+        p = chooser.sampling.probabilities(logits[node + 1])
+        for child in proposal.tree.children(node):
+            x = proposal.ids[child]
+            if chooser.draws.bernoulli(p[x]):
+                node = child
+                path.append(child)
+                break
+            p = p.copy()
+            p[x] = 0.0
+            p /= p.sum()
+        else:
+            return tree.TreeAcceptance(tuple(path), chooser.draws.categorical(p), ())
+
+
+def on_random_rows(seed, n_nodes=5, vocab=4):
+    rng = np.random.default_rng(seed)
+    proposal = Trees(n_nodes, vocab, seed).propose([0], n_nodes, None)
+    return 1.5 * rng.standard_normal((n_nodes + 1, vocab)), proposal
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_walking_is_rejecting_child_by_child(seed):
+    logits, proposal = on_random_rows(seed)
+
+    def law(rule):
+        return distribution(lambda draws: rule(logits, proposal, Chooser(Sampling(0.9), draws))[:2])
+
+    assert total_variation(law(tree.walk), law(rejected_one_by_one)) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_accept_probability_is_that_of_going_on(seed):
+    """Of position j given that it is reached by this path: what the enumeration says as well."""
+    logits, proposal = on_random_rows(seed)
+    made = distribution(lambda draws: tree.walk(logits, proposal, Chooser(Sampling(1.0), draws)))
+    for one in made:
+        for j, chance in enumerate(one.accept_prob):
+            here = [o for o in made if o.path[:j] == one.path[:j]]
+            gone_on = sum(made[o] for o in here if len(o.path) > j)
+            assert chance == pytest.approx(gone_on / sum(made[o] for o in here), abs=1e-12)
+
+
+# --- typical acceptance: lossy, and what it says it is --------------------------------------------------------------
+
+
+def typical_of(rows, ids, parents):
+    first = type("First", (), {"categorical": staticmethod(lambda weights: int(np.argmax(weights)))})
+    return tree.typical(np.asarray(rows), Proposal(tuple(ids), tree=Tree(parents)), first)
+
+
+SURE = [0.9, 0.06, 0.04, 0.0]
+EVEN = [0.25, 0.25, 0.25, 0.25]
+
+
+def test_typical_keeps_the_longest_path_whose_nodes_all_pass():
+    # threshold of an even row: min(0.09, 0.3 / 4) = 0.075; of SURE: min(0.09, 0.3 * exp(-0.40)) = 0.09
+    got = typical_of([EVEN, SURE, EVEN, SURE, EVEN, EVEN], [0, 1, 1, 2, 0], (-1, -1, 0, 1, 3))
+    assert got.path == (1, 3, 4) and got.accept_prob == (1.0, 1.0, 1.0)
+    got = typical_of([EVEN, SURE, SURE, EVEN], [0, 1, 1], (-1, -1, 1))
+    assert got.path == (0,) and got.accept_prob == (1.0,)
+    got = typical_of([SURE, EVEN, EVEN], [1, 2], (-1, 0))
+    assert got.path == () and got.accept_prob == (0.0,) and got.next_id == 0
+
+
+def test_typical_asks_less_of_a_token_where_the_target_is_undecided():
+    flat = [1 / 16] * 16  # below epsilon = 0.09, above 0.3 * exp(-entropy) = 0.3 / 16
+    assert typical_of([flat, flat], [3], (-1,)).path == (0,)
+    unlikely = [0.9 / 15] * 15 + [0.1]  # 0.06 of ids 0 to 14; 0.3 * exp(-2.76) = 0.019
+    assert typical_of([unlikely, flat], [0], (-1,)).path == (0,)
+    sure = [0.94, 0.06]  # 0.3 * exp(-0.23) = 0.24: epsilon decides
+    assert typical_of([sure, sure], [1], (-1,)).path == ()
+
+
+def test_of_equally_long_paths_typical_keeps_the_likeliest():
+    row = [0.2, 0.5, 0.3, 0.0]
+    assert typical_of([row, EVEN, EVEN, EVEN], [0, 1, 2], (-1, -1, -1)).path == (1,)
+    # 0.2 * 0.9 against 0.5 * 0.25
+    assert typical_of([row, SURE, EVEN, EVEN, EVEN], [0, 1, 0, 0], (-1, -1, 0, 1)).path == (0, 2)
+
+
+def test_typical_on_a_chain_is_the_rule_for_chains():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        rows, ids = rng.dirichlet(np.full(6, 0.5), size=5), tuple(int(i) for i in rng.integers(0, 6, 4))
+        one = accept.typical(rows, ids, Draws(np.random.default_rng(seed)))
+        two = tree.typical(rows, Proposal(ids, tree=Tree.chain(4)), Draws(np.random.default_rng(seed)))
+        assert (one.path, one.next_id, one.accept_prob) == two
+
+
+def test_typical_on_trees_is_lossy():
+    sampling, target = Sampling(temperature=1.0), toy.markov(3, order=2, seed=0)
+    law = speculative_law(target, Trees(5, 3), sampling, n=3, k=5, rule="typical")
+    assert total_variation(law, closed_form_law(target, sampling, 3)) > 0.005
+    assert not generate(target, [0], drafter=Trees(5, 3), temperature=1.0, rule="typical", max_new_tokens=5).lossless
+
+
+# --- the same checks fail on rules with a planted fault -------------------------------------------------------------
+
+
+def _best_child_untested(logits, proposal, chooser):
+    """Goes down the first branch, whatever the target says."""
+    node, path = COMMITTED, []
+    while children := proposal.tree.children(node):
+        node = children[0]
+        path.append(node)
+    return tree.TreeAcceptance(tuple(path), chooser.pick(logits[node + 1])[0], ())
+
+
+def _not_renormalised(logits, proposal, chooser):
+    """Tries each child with its p, not with its share of what is left."""
+    node, path = COMMITTED, []
+    while True:
+        p = chooser.sampling.probabilities(logits[node + 1])
+        children = proposal.tree.children(node)
+        kept = next((c for c in children if chooser.draws.bernoulli(p[proposal.ids[c]])), None)
+        if kept is None:
+            p[[proposal.ids[c] for c in children]] = 0.0
+            return tree.TreeAcceptance(tuple(path), chooser.draws.categorical(p if p.sum() else p + 1), ())
+        node = kept
+        path.append(node)
+
+
+def _correction_from_all_of_p(logits, proposal, chooser):
+    verdict = tree.walk(logits, proposal, chooser)
+    end = verdict.path[-1] if verdict.path else COMMITTED
+    return verdict._replace(next_id=chooser.pick(logits[end + 1])[0])
+
+
+def _row_of_the_newest(logits, proposal, chooser):
+    return tree.walk(logits[np.r_[0, 0 : len(logits) - 1]], proposal, chooser)
+
+
+FAULTS = [_best_child_untested, _not_renormalised, _correction_from_all_of_p, _row_of_the_newest]
+
+
+@pytest.mark.parametrize("faulty", FAULTS)
+def test_planted_faults_break_the_law(monkeypatch, faulty):
+    monkeypatch.setitem(rules.RULES, "token", rules._either(rules._verify_tokens, faulty))
+    sampling, target = Sampling(temperature=1.0), toy.markov(3, order=2, seed=0)
+    law = speculative_law(target, Trees(4, 3, parents=(-1, -1, 0, 1)), sampling, n=3, k=4)
+    assert total_variation(law, closed_form_law(target, sampling, 3)) > 0.005
+
+
+# --- what cannot be verified ----------------------------------------------------------------------------------------
+
+
+def proposing(proposal, nodes=0):
+    drafter = Trees(nodes, 5)
+    drafter.propose = lambda tokens, k, rng: proposal
+    return drafter
+
+
+@pytest.mark.parametrize(
+    ("proposal", "message"),
+    [
+        (Proposal((1, 2, 1), tree=Tree((-1, -1, -1))), "2 drafts after the same token are all token 1"),
+        (Proposal((1, 2), tree=Tree((-1, 0, 0))), "a tree of 3 nodes was proposed with 2 tokens"),
+        (Proposal((1, 2), np.ones((2, 5)), tree=Tree((-1, 0))), "rows of q_draft"),
+        (Proposal((1, 2, 3, 4, 0), tree=Tree.chain(5)), "proposed 5 tokens, but was asked for 4"),
+    ],
+    ids=["twins", "sizes", "rows", "more"],
+)
+@pytest.mark.parametrize("declared", [0, 4])
+def test_what_is_no_tree_of_drafts_is_refused(proposal, message, declared):
+    with pytest.raises(InputError, match=message):
+        generate(toy.cyclic(5), [0], drafter=proposing(proposal, declared), k=4, max_new_tokens=20)
+
+
+def test_an_empty_tree_is_a_round_without_drafts():
+    made = generate(toy.cyclic(5), [0], drafter=proposing(Proposal((), tree=Tree(())), 3), max_new_tokens=5)
+    assert made.token_ids == (1, 2, 3, 4, 0) and {r.k for r in made.rounds} == {0} == {
+        len(r.parents) for r in made.rounds
+    }
+
+
+def test_equal_tokens_under_different_parents_are_no_twins():
+    shape = Proposal((1, 3, 2, 2), tree=Tree((-1, -1, 0, 1)))
+    made = generate(toy.cyclic(5), [0], drafter=proposing(shape, 4), max_new_tokens=4)
+    assert made.token_ids == (1, 2, 3, 4) and made.rounds[0].accepted_nodes == (0, 2)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
+def test_no_node_is_deeper_than_what_can_still_be_committed(n):
+    chain_and_star = Proposal((1, 2, 3, 4, 2), tree=Tree((-1, 0, 1, 2, -1)))
+    made = generate(toy.cyclic(5), [0], drafter=proposing(chain_and_star, 5), max_new_tokens=n)
+    first = made.rounds[0]
+    deepest = max(Tree(first.parents).depths, default=-1) + 1
+    assert deepest == min(4, n - 1) and first.k == min(5, deepest + (n > 1))
+    assert made.token_ids == tuple((i + 1) % 5 for i in range(n))
+
+
+def without_trees(reason=""):
+    target = toy.cyclic(5)
+    target.caps = replace(target.caps, trees=False, trees_reason=reason)
+    return target
+
+
+def test_a_target_that_cannot_compute_trees_is_refused_before_the_first_token():
+    target = without_trees("its layers have sliding windows")
+    target.forward = lambda *_, **__: pytest.fail("a token was fed")
+    with pytest.raises(InputError, match=r"sliding windows\. Draft a chain \(--tree chain\).*backend=hf"):
+        generate(target, [0], drafter=Trees(3, 5))
+
+
+def test_a_tree_that_was_not_announced_is_refused_as_well():
+    with pytest.raises(InputError, match=r"its engine \(toy\) computes chains of tokens only"):
+        generate(without_trees(), [0], drafter=proposing(Proposal((1, 2), tree=Tree((-1, -1)))))
+
+
+def test_a_controller_of_chains_does_not_reckon_with_trees():
+    with pytest.raises(InputError, match=r"'rolling acceptance' chooses the length of chains, but trees drafts trees"):
+        generate(toy.cyclic(5), [0], drafter=Trees(3, 5), k=RollingAcceptance())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_bad_logits_in_a_tree_stop_the_run_with_their_place(temperature):
+    """The third of the nodes, which is the second of its path, has NaN: two tokens behind the prompt."""
+    fed = []
+
+    def logits_of(prefix):
+        row = np.full(5, -1e9)
+        row[(prefix[-1] + 1) % 5] = np.nan if prefix == (0, 1, 2) else 4.0
+        return row
+
+    target = toy.ToyLM(logits_of, toy.letters(5))
+    target.locate_nonfinite = lambda ids: fed.append(list(ids)) or "layer 7"
+    shape = Proposal((1, 4, 2), tree=Tree((-1, -1, 0)))
+    with pytest.raises(NonFiniteLogits, match=r"after 3 tokens.*layer 7"):
+        generate(target, [0], drafter=proposing(shape), k=3, temperature=temperature)
+    assert fed == [[0, 1, 2]]
+    assert generate(target, [3], max_new_tokens=1).token_ids == (4,), "the state can be used again"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_depth_cutting_keeps_the_upper_part_as_it_was(seed):
+    drawn = random_tree(12, seed)
+    whole = Proposal(tuple(range(12)), tree=drawn)
+    for depth in range(1, 6):
+        cut = tree.checked(whole, depth)
+        kept = [node for node in range(12) if drawn.depths[node] < depth]
+        assert list(cut.ids) == kept
+        assert [cut.up_to(i) for i in range(len(kept))] == [whole.up_to(node) for node in kept]
+
+
+class Knowing(Trees):
+    """Drafts a bush in which the true continuation runs along nodes 1, 3, 4, other tokens beside it."""
+
+    def __init__(self, prompt, truth, vocab):
+        super().__init__(6, vocab)
+        self._text = [*prompt, *truth, *[0] * 8]
+
+    def propose(self, tokens, k, rng):
+        a, b, c, d = self._text[len(tokens) : len(tokens) + 4]
+        ids = [(a + 1) % self._vocab, a, (b + 1) % self._vocab, b, c, d]
+        return Proposal(tuple(ids), tree=Tree((-1, -1, 1, 1, 3, 4))) if k >= 6 else Proposal(())
+
+
+@pytest.mark.model
+def test_a_real_model_verifies_trees_as_it_decodes_plainly(opened):
+    target = opened("smollm2-135m?backend=hf")
+    plain = generate(target, "def fibonacci(n):\n", max_new_tokens=32)
+    drafter = Knowing(plain.prompt_ids, plain.token_ids, target.vocab.size)
+    made = generate(target, plain.prompt_ids, drafter=drafter, max_new_tokens=32)
+    assert made.token_ids == plain.token_ids and made.tau > 3
+    wrong = generate(target, plain.prompt_ids, drafter=Trees(6, target.vocab.size), max_new_tokens=8)
+    assert wrong.token_ids == plain.token_ids[:8]
