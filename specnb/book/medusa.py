@@ -1,5 +1,6 @@
 """Figures of notebook 05 on what heads are: faults and their fingerprints, the ablation, accuracy by head."""
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -7,17 +8,13 @@ from plotly.subplots import make_subplots
 from specnb.book.style import series, template
 from specnb.errors import InputError
 
+COUNTED = ("alpha_1", "kept", "tested")
 FINGERPRINT = {
     "alpha_1": "drafts kept (alpha_1)",
     "right_normed_once": "right, were the norm applied once",
     "copies": "equal to the backbone's own next token",
 }
 """Columns of `head_planted.judge` that tell faults apart, and what they are called."""
-
-
-def named(faults: pd.DataFrame) -> pd.DataFrame:
-    """Every fault, the gates it failed, and whether the gates called it by its name."""
-    return faults[["fault", "failed", "named"]]
 
 
 def fingerprints(faults: pd.DataFrame) -> pd.DataFrame:
@@ -27,7 +24,14 @@ def fingerprints(faults: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"fault": faults["fault"], "alpha_1": kept, **shares, "tau": faults["tau"].round(2)})
 
 
-COUNTED = ("alpha_1", "kept", "tested")
+def chains(accuracy: np.ndarray) -> pd.DataFrame:
+    """What greedy chains of 1, 2, … heads come to if heads are right independently of one another, as trees assume.
+
+    `accuracy (heads, ranks)` are marginal. Columns: heads, tau, acceptance_rate (accepted / drafted).
+    """
+    accepted = np.cumprod(np.asarray(accuracy)[:, 0]).cumsum()
+    heads = np.arange(1, len(accepted) + 1)
+    return pd.DataFrame({"heads": heads, "tau": 1 + accepted, "acceptance_rate": accepted / heads}).round(2)
 
 
 def faults(table: pd.DataFrame, died: pd.DataFrame) -> go.Figure:

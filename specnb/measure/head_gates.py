@@ -117,7 +117,8 @@ def run(
             heads=heads, norm=backbone.norm, traces=traces, scores=scores, probe=_probe(target, plain),
             tolerance=_tolerance(heads), curve=curve,
         )  # fmt: skip
-        shuffled = [score(_shuffled(heads, backbone, seed), one) for one in traces]
+        control = _shuffled(heads, backbone, seed)
+        shuffled = [score(control, one) for one in traces]
         gates = [
             _loader(report, evidence), _zero_blocks(evidence, backbone), _acceptance(scores, shuffled),
             _alignment(evidence), _serving(target, compare(target, heads, plain, chains, scores)), _schedule(evidence),

@@ -65,4 +65,4 @@ SHOWN: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 
 def shown_rows(speeds: pd.DataFrame) -> list[list[str]]:
     """The rows of a `speed_table` as text, in the columns SHOWN."""
-    return [[show(row) for show in SHOWN.values()] for row in speeds.to_dict(orient="records")]
+    return [[cell(row) for cell in SHOWN.values()] for row in speeds.to_dict(orient="records")]

@@ -66,9 +66,15 @@ class Study(Workbench):
                 self.target, cases, self.prompts[1][:FEWEST], max_new_tokens=self.params.max_new_tokens,
                 seed=self.params.seed, progress=progress,
             )  # fmt: skip
-            self.measured["died"] = rows_of(pd.DataFrame({"step": died.curve.step, "lr": died.curve.lr,
-                                                        "loss": died.curve.loss}))  # fmt: skip
+            self.measured["died"] = rows_of(pd.DataFrame(vars(died.curve)))
             return keep(found)
+
+    @property
+    def died(self) -> pd.DataFrame:
+        """The log of the schedule that died, after `plant`: step, lr, loss. Raises InputError before."""
+        if "died" not in self.measured:
+            raise InputError("no schedule has died yet: call plant first")
+        return pd.DataFrame(self.measured["died"])
 
     def last_hidden_state(self) -> pd.DataFrame:
         """Which state transformers' `hidden_states[-1]` is: `head_planted.last_hidden_state`."""

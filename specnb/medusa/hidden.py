@@ -26,7 +26,7 @@ ROWS = 4
 def compute(net: PreTrainedModel, folder: Path, *, on_tokens: Callable[[int], None] = lambda n: None) -> None:
     """Write the states of every file of text in `folder` that has none yet.
 
-    Raises InputError where the text cannot be read, DiskFullError's like where the states do not fit the disk.
+    Raises InputError where the text cannot be read or the states are not finite, FetchError where the disk is full.
     """
     todo = [file for file in data.files(folder) if not _states_of(file).is_file()]
     size = net.get_output_embeddings().weight.shape[1]

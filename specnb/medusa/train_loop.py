@@ -55,6 +55,8 @@ def train(
 ) -> list[dict[str, Any]]:
     """Train `heads` in place to `recipe.steps`, from `folder`'s checkpoint if there is one; returns the log.
 
+    Weights are float32 while they are trained, and of the backbone's type again afterwards.
+
     `data` is the digest of the text, for a checkpoint is not gone on with on another. `on_start` gets the seconds of
     a step, measured before the first. A line of the log has step, examples, lr, the weighted loss, and for each head,
     unweighted and on held-out text: head_loss, top1, top5; every `save_every` steps it and the checkpoint are written.
@@ -91,7 +93,7 @@ def train(
             if accelerator.is_main_process:
                 _save(folder, {"recipe": asdict(recipe), "data": data, "step": step, "log": log}, heads, optimizer)
             since = time.perf_counter()
-    heads.eval()
+    heads.to(heads.shared_lm_head.dtype).eval()
     return log
 
 
