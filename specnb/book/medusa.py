@@ -42,30 +42,37 @@ def faults(table: pd.DataFrame, died: pd.DataFrame) -> go.Figure:
     if table.empty:
         raise InputError("no fault was planted: the table has no rows")
     figure = make_subplots(
-        cols=2, rows=1, column_widths=[0.62, 0.38], horizontal_spacing=0.12, specs=[[{}, {"secondary_y": True}]],
+        cols=2, rows=1, column_widths=[0.65, 0.35], horizontal_spacing=0.12,
         subplot_titles=["each fault in numbers", "the schedule that died"],
     )  # fmt: skip
     names = table["fault"].tolist()
     for index, (column, label) in enumerate(FINGERPRINT.items()):
         shares = (100 * table[column].astype(float)).tolist()
-        mark = series(index)["marker"] | {"size": 12}
         figure.add_trace(
-            go.Scatter(x=shares, y=names, mode="markers", name=label, marker=mark,
+            go.Scatter(x=shares, y=names, mode="markers", name=label, marker=series(index)["marker"] | {"size": 11},
+                       orientation="h", offsetgroup=label,
                        hovertemplate=f"%{{y}}<br>{label}: %{{x:.1f}} %<extra></extra>"),
             row=1, col=1,
         )  # fmt: skip
-    for index, (column, label) in enumerate((("loss", "loss (nats, heads weighted)"), ("lr", "learning rate")), 3):
-        figure.add_trace(
-            go.Scatter(x=died["step"].tolist(), y=died[column].tolist(), mode="lines+markers", name=label,
-                       **series(index), hovertemplate=f"step %{{x}}: {label} %{{y:.3g}}<extra></extra>"),
-            row=1, col=2, secondary_y=column == "lr",
+    loss = {"x": died["step"].tolist(), "y": died["loss"].tolist(), "text": [f"{rate:.2g}" for rate in died["lr"]]}
+    figure.add_trace(
+        go.Scatter(**loss, mode="lines+markers", name="loss of all heads, weighted", **series(3),
+                   hovertemplate="step %{x}: %{y:.2f} nats, learning rate %{text}<extra></extra>"),
+        row=1, col=2,
+    )  # fmt: skip
+    if (dead := died["lr"] == 0).any():
+        figure.add_vrect(
+            x0=died.loc[~dead, "step"].max(), x1=died["step"].max(), fillcolor="#888", opacity=0.25, line_width=0,
+            annotation_text="rate 0", annotation_position="top left", row=1, col=2,
         )  # fmt: skip
     figure.update_xaxes(title_text="share of positions (%)", range=[-3, 103], col=1)
     figure.update_xaxes(title_text="step", col=2)
     figure.update_yaxes(autorange="reversed", col=1)
-    figure.update_yaxes(title_text="loss (nats)", col=2, secondary_y=False)
-    figure.update_yaxes(title_text="learning rate", rangemode="tozero", showgrid=False, col=2, secondary_y=True)
-    return figure.update_layout(template=template(), title_text="The faults of the Medusa note", margin={"l": 150})
+    figure.update_yaxes(title_text="loss (nats)", col=2)
+    return figure.update_layout(
+        template=template(), title_text="The faults of the Medusa note", margin={"l": 150}, scattermode="group",
+        scattergap=0.3,
+    )  # fmt: skip
 
 
 def ablation_table(table: pd.DataFrame) -> pd.DataFrame:

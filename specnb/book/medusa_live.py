@@ -66,7 +66,7 @@ def training(history: pd.DataFrame, *, runs: list[str], n_heads: int, told: dict
         raise InputError("a figure of training needs the names of the runs")
     figure = make_subplots(
         rows=len(runs), cols=3, shared_xaxes=True, horizontal_spacing=0.08, vertical_spacing=0.14,
-        subplot_titles=[title for run in runs for title in (f"{run}: loss", "top-1 of the batch", "top-5")],
+        subplot_titles=[title for run in runs for title in (f"{run}: loss", "top-1 of a batch", "top-5 of a batch")],
     )  # fmt: skip
     for row, run in enumerate(runs, start=1):
         of_run = history[history["run"] == run]
@@ -91,6 +91,6 @@ def training(history: pd.DataFrame, *, runs: list[str], n_heads: int, told: dict
             figure.update_yaxes(title_text=SHOWN[field], rangemode="tozero", row=row, col=column)
     figure.update_xaxes(title_text="step", row=len(runs))
     title = "Training heads" + "".join(
-        f"<br><sup>{run}: {what}, foretold before the first</sup>" for run, what in (told or {}).items()
+        f"<br><sup>{run}: {what}, foretold before the first step</sup>" for run, what in (told or {}).items()
     )
     return figure.update_layout(template=template(), title_text=title, height=300 * len(runs) + 100, margin={"t": 130})

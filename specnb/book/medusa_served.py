@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -79,7 +80,7 @@ def _draw_tree(figure: go.Figure, nodes: pd.DataFrame, column: int) -> None:
     points = [at[node] for node in range(len(nodes))]
     dots = go.Scatter(
         x=[x for x, _ in points], y=[y for _, y in points], mode="markers+text", text=nodes["rank"].tolist(),
-        textposition="middle right", textfont={"size": 11}, marker={"color": COLOURS[1], "size": 8}, hovertext=told,
+        textposition="top right", textfont={"size": 11}, marker={"color": COLOURS[1], "size": 8}, hovertext=told,
         hovertemplate="%{hovertext}<extra></extra>",
     )  # fmt: skip
     root = go.Scatter(x=[0], y=[0], mode="markers", marker={"color": "#222", "size": 11, "symbol": "square"},
@@ -160,16 +161,20 @@ def speed(table: pd.DataFrame) -> go.Figure:
             row=1, col=1,
         )  # fmt: skip
     whole = table[table["category"] == ALL]
+    before = np.zeros(len(whole))
     for index, part in enumerate(PARTS):
-        shares = (100 * whole[f"{part}_share"]).tolist()
+        shares = 100 * whole[f"{part}_share"].to_numpy(dtype=float)
         figure.add_trace(
-            go.Bar(x=shares, y=whole["kind"].tolist(), name=part, orientation="h", marker_color=COLOURS[index + 2],
-                   hovertemplate=f"%{{y}}, {part}: %{{x:.1f}} %<extra></extra>", offsetgroup="parts"),
+            go.Bar(x=shares.tolist(), y=whole["kind"].tolist(), base=before.tolist(), name=part, orientation="h",
+                   marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(),
+                   hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>"),
             row=1, col=2,
         )  # fmt: skip
+        before = before + shares
     figure.add_shape(type="line", x0=0, x1=1, xref="x domain", y0=1, y1=1, yref="y", line={"color": "#222", "width": 1})
     figure.update_yaxes(title_text="speed-up (plain = 1)", rangemode="tozero", col=1)
     figure.update_xaxes(title_text="share of the time (%)", range=[0, 100], col=2)
+    figure.update_yaxes(autorange="reversed", col=2)
     return figure.update_layout(template=template(), title_text="Medusa and Hydra against plain decoding")
 
 

@@ -20,7 +20,7 @@ from specnb.measure import head_curve, head_gates
 from specnb.measure.experiment import Progress, silent
 from specnb.measure.head_curve import Curve
 from specnb.measure.head_gates import Checked, Report
-from specnb.measure.head_practice import Watch, new_heads, practise
+from specnb.measure.head_practice import new_heads, practise, sets
 from specnb.measure.heads import NO_LABEL, Trace, network, score, states, trace
 from specnb.medusa import checkpoint
 from specnb.medusa.backbone import Backbone
@@ -28,20 +28,19 @@ from specnb.medusa.heads import Heads
 from specnb.medusa.recipe import Recipe
 from specnb.prompts import Prompt
 
-ALIVE = 1 / 3
-"""Share of the steps of the dying schedule that have a rate."""
+STEPS, ALIVE, EVERY = 18, 12, 3
+"""Of the schedule that dies: all steps, those that have a rate, and those from line to line of its log."""
 
 
 @dataclass(frozen=True)
 class DyingRecipe(Recipe):
-    """A recipe whose rate has fallen to zero after ALIVE of the steps, as a cosine without eta_min, gone on with, has.
+    """A recipe whose rate is zero after ALIVE steps, as that of a run which goes on behind the end of a schedule.
 
     `Recipe` itself refuses a schedule that ends at zero.
     """
 
     def lr(self, step: int) -> float:
-        alive = max(2, round(ALIVE * self.steps))
-        return Recipe(**vars(self) | {"steps": alive}).lr(step) if step < alive else 0.0
+        return super().lr(step) if step < ALIVE else 0.0
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,16 @@ def other_norm(heads: Heads, backbone: Backbone, report: Report, *, twice: bool)
     return Planted(fault, "double norm" if twice else "missing norm", made.eval(), report)
 
 
-def rate_died(
-    heads: Heads, backbone: Backbone, recipe: Recipe, text: Path, folder: Path, *, watch: Watch | None = None
-) -> Planted:
-    """New heads, trained for real with a schedule that dies, saved and loaded again with the log of it."""
+def rate_died(heads: Heads, backbone: Backbone, recipe: Recipe, text: Path, folder: Path) -> Planted:
+    """New heads, trained for real with a schedule that dies, saved and loaded again with the log of it.
+
+    Steps, warm-up and size of a batch are this module's, the rest is `recipe`'s.
+    """
     made = new_heads(heads.config, backbone, heads.token_map, recipe.seed)
-    dying = DyingRecipe(**vars(recipe))
-    log = practise("rate died", made, dying, text, folder / "run", watch=watch, save_every=2).log
+    # all examples in every batch: the loss of so few steps then falls without noise, as that of thousands does
+    whole = {"batch_size": len(sets(text, made)["train"]), "steps": STEPS, "warmup": 1}
+    dying = DyingRecipe(**vars(recipe) | whole)
+    log = practise("rate died", made, dying, text, folder / "run", save_every=EVERY).log
     checkpoint.save(made, folder / "heads", facts={"log": log})
     loaded, report = checkpoint.load_trained_heads(folder / "heads", backbone)
     return Planted("learning rate died", "dead schedule", loaded, report, head_curve.read(report.path))

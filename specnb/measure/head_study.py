@@ -27,7 +27,7 @@ from specnb.measure.stats import FEWEST
 from specnb.medusa.recipe import Recipe
 
 TOPS = (1, 5)
-RESUMED, FRESH = "resumed from the shipped heads", "from scratch"
+RESUMED, FRESH = "resumed", "from scratch"
 BATCH = 128
 """Positions a step of the short trainings."""
 PROBE = 64
@@ -54,7 +54,7 @@ class Study(Workbench):
         heads, report, backbone = self.heads["medusa"], self.reports["medusa"], self.backbone
         with self.keeping("faults") as keep, TemporaryDirectory(dir=self.work) as folder:
             progress(0, 1, "a schedule that dies")
-            died = head_planted.rate_died(heads, backbone, self._recipe(RATE), self.text, Path(folder))
+            died = head_planted.rate_died(heads, backbone, self._recipe(RATE, teacher=0.0), self.text, Path(folder))
             cases = [
                 head_planted.Planted("none", "", heads, report, head_curve.read(report.path)),
                 head_planted.never_loaded(heads, backbone, self.params.seed),
@@ -110,8 +110,10 @@ class Study(Workbench):
         shipped = self.heads["medusa"]
         recipe = self._recipe(RATE, steps=self.params.ablation_steps, teacher=0.0)
         with self.keeping("ablation") as keep:
-            return keep(head_ablation.run(self.target, shipped.config, shipped.token_map, recipe, self.text,
-                                          progress=progress))  # fmt: skip
+            found = head_ablation.run(
+                self.target, shipped.config, shipped.token_map, recipe, self.text, progress=progress
+            )
+            return keep(found)
 
     def gate(self, progress: Progress = silent) -> pd.DataFrame:
         """The gates on both sets of heads. A row for each gate: kind, gate, passed, says."""
@@ -146,10 +148,12 @@ class Study(Workbench):
         with self.keeping("trees") as keep:
             for kind, checked in self._judged().items():
                 self.drafting[kind] = heads_bench.choose_drafts(self.target, self.heads[kind], checked, 0, self.bench)
-            return keep(pd.DataFrame([
+            found = pd.DataFrame([
                 {"kind": kind, "nodes": len(c.plan), "depth": c.plan.depth, "tokens": c.tokens, "seconds": c.seconds}
                 for kind, drafting in self.drafting.items() for c in drafting.candidates
-            ]))  # fmt: skip
+            ])  # fmt: skip
+            # nodes of no worth are left out, so that two sizes asked for may be one tree
+            return keep(found.drop_duplicates(["kind", "nodes"]) if len(found) else found)
 
     def tree(self) -> pd.DataFrame:
         """The nodes of the chosen trees, after `choose`: kind, node, parent, head, rank, value, worth.
@@ -184,8 +188,8 @@ class Study(Workbench):
     def compare_texts(self, progress: Progress = silent) -> pd.DataFrame:
         """Chains and the chosen trees against plain decoding in float32, after `choose`: `head_identity.identity`."""
         p = self.params
-        timed = [prompt for c in p.categories for prompt in self.prompts[0] if prompt.category == c]
-        each = {c: [q for q in timed if q.category == c][: p.identity_prompts] for c in p.categories}
+        of = {c: [prompt for prompt in self.prompts[0] if prompt.category == c] for c in p.categories}
+        chosen = [prompt for found in of.values() for prompt in found[: p.identity_prompts]]
         with self.keeping("identity") as keep, ExitStack() as opened:
             target = load(p.target, backend="hf", dtype="float32")
             opened.callback(target.close)
@@ -193,8 +197,8 @@ class Study(Workbench):
                 kind: (loaded_heads(getattr(p, kind), kind, target)[0], chosen.plan)
                 for kind, chosen in self._chosen().items()
             }
-            return keep(identity(target, drafting, [q for found in each.values() for q in found],
-                                 max_new_tokens=p.max_new_tokens, progress=progress))  # fmt: skip
+            found = identity(target, drafting, chosen, max_new_tokens=p.max_new_tokens, progress=progress)
+            return keep(found)
 
     def _recipe(self, rate: float, *, steps: int = 0, teacher: float = 0.5) -> Recipe:
         steps = steps or self.params.steps

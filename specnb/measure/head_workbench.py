@@ -14,7 +14,7 @@ from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure import heads_bench
-from specnb.measure.experiment import record_of, saving_failures
+from specnb.measure.experiment import models_of, record_of, saving_failures
 from specnb.measure.head_gates import Checked
 from specnb.measure.heads import network
 from specnb.measure.heads_bench import Drafting, HeadsBenchParams
@@ -23,6 +23,7 @@ from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.heads import Heads
 from specnb.params import MedusaParams
 from specnb.prompts import Prompt
+from specnb.provenance import file_digest
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "05_medusa"
@@ -91,8 +92,11 @@ class Workbench:
     def record(self, error: BaseException | None = None) -> RunRecord:
         """The record of what has been measured so far; the same run id at any time."""
         timed, judged = self.prompts
-        models = [{"role": "target", "id": self.target.name, "sha256": None}]
-        models += [{"role": "drafter", "id": getattr(self.params, kind), "sha256": None} for kind in KINDS]
+        models = models_of(self.target, [])
+        models += [
+            {"role": "drafter", "id": getattr(self.params, kind), "sha256": file_digest(self.reports[kind].path)}
+            for kind in KINDS
+        ]
         return record_of(
             EXPERIMENT, self.params, [*timed, *judged], self.target, models, self._started, self._generations(),
             self.measured, error=error,

@@ -51,7 +51,7 @@ PRESETS = MappingProxyType(
     {
         "report": Recipe(30_000, batch_size=4096, peak_lr=3e-4),
         "reference": Recipe(30_000, batch_size=4096, peak_lr=1e-3),
-        "cpu": Recipe(4000, batch_size=1024, peak_lr=2e-3, warmup=100),
+        "cpu": Recipe(2500, batch_size=1024, peak_lr=2e-3, warmup=100),
         "minute": Recipe(60, batch_size=512, peak_lr=2e-3, warmup=5),
     }
 )

@@ -2,17 +2,18 @@
 
 Stages, each of which goes on where it was stopped: text by the backbone, its hidden states, the heads, and the export
 to a folder that `specnb generate --drafter medusa --heads-checkpoint FOLDER` opens. Several GPUs:
-`accelerate launch -m specnb.medusa.train …`.
+`accelerate launch -m specnb.medusa.train --target '…&device=cuda' …`, after `--stage data` in as many shards.
 """
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from accelerate import PartialState
 from tqdm import tqdm
 
 from specnb.errors import InputError, SpecnbError
@@ -107,13 +108,18 @@ def command(
                "draft_vocab": draft_vocab}  # fmt: skip
     changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher, "seed": seed}
     home = work or default_work()
+    processes = PartialState(cpu="device=cuda" not in target)  # before the model, which goes to this process's GPU
     with Work.open(
         target, home, heads=options, preset=preset, changed=changed, batches=batches, shard=_shard(shard),
         texts=texts, start=start, save_every=save_every,
     ) as made:  # fmt: skip
         todo = stages(made, out or home / f"{kind}-{preset}-export")
         for one in list(todo) if stage is Stage.ALL else [stage]:
-            typer.echo(f"{one}: {todo[one]()}")
+            # files are written by one process, and found by the others behind it; heads are trained by all at once
+            with nullcontext() if one is Stage.HEADS else processes.main_process_first():
+                told = todo[one]()
+            if processes.is_main_process:
+                typer.echo(f"{one}: {told}")
 
 
 def _shard(text: str) -> tuple[int, int]:
