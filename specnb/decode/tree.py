@@ -70,10 +70,9 @@ def walk(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> TreeAccept
 
     `logits (len(ids) + 1, vocab)`: the row after the newest token, then the row after each node.
     """
-    below = _drafted_below(proposal)
     node, path, tested = COMMITTED, [], []
     while True:
-        drafted = below[node]
+        drafted = {proposal.ids[child]: child for child in proposal.tree.children(node)}
         token, row = chooser.pick(logits[node + 1])
         if drafted:
             chance = float(token in drafted) if row is None else min(1.0, float(row[list(drafted)].sum()))
@@ -105,11 +104,3 @@ def typical(p_target: Rows, proposal: Proposal, draws: Draws) -> TreeAcceptance:
     path = tuple(proposal.tree.path(end))
     rejected = (0.0,) if end in proposal.tree.parents else ()
     return TreeAcceptance(path, draws.categorical(p_target[end + 1]), (1.0,) * len(path) + rejected)
-
-
-def _drafted_below(proposal: Proposal) -> list[dict[int, int]]:
-    """For each node its children, token -> node; those of -1, the newest token, come last."""
-    below: list[dict[int, int]] = [{} for _ in range(len(proposal.ids) + 1)]
-    for node, (parent, token) in enumerate(zip(proposal.tree.parents, proposal.ids, strict=True)):
-        below[parent][token] = node
-    return below

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from specnb.draft.heads_load import MAX_CARD_BYTES, MAX_CARD_VALUES
 from specnb.errors import InputError
 from specnb.lm.bounded_json import read_json
 from specnb.medusa.checkpoint import TRAINING_FILE
 
 LOG = "log"
-MAX_BYTES = 16 * 1024 * 1024
-MAX_VALUES = 2_000_000
 DEAD = 1e-3
 """Share of the highest rate below which a rate moves nothing that counts; the presets end at 1/30 and 1/100."""
 DEAD_SHARE = 0.05
@@ -51,13 +50,18 @@ class Curve:
     def dead_share(self) -> float:
         """Share of all steps that were made at a rate below DEAD of the highest, behind that highest one."""
         widths = np.diff(self.step, prepend=0.0)
-        behind = np.arange(len(self.lr)) > int(self.lr.argmax())
-        return float(widths[behind & (self.lr <= DEAD * self.lr.max())].sum() / self.step[-1])
+        return float(widths[self._behind_highest & (self.lr <= DEAD * self.lr.max())].sum() / self.step[-1])
 
     @property
     def dead(self) -> bool:
-        """Whether the rate was dead for DEAD_SHARE of the steps, or exactly zero before the last line."""
-        return self.dead_share >= DEAD_SHARE or bool((self.lr[:-1] == 0).any())
+        """Whether, behind the highest rate, it was dead for DEAD_SHARE of all steps, or zero before the last line."""
+        zero = self._behind_highest & (self.lr == 0)
+        return self.dead_share >= DEAD_SHARE or bool(zero[:-1].any())
+
+    @property
+    def _behind_highest(self) -> np.ndarray:
+        """The lines behind that of the highest rate: what comes before is a warm-up, which may begin at 0."""
+        return np.arange(len(self.lr)) > int(self.lr.argmax())
 
     @property
     def falling(self) -> bool:
@@ -89,7 +93,7 @@ def read(checkpoint: Path) -> Curve | None:
     file = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / TRAINING_FILE
     if not file.exists():
         return None
-    log = read_json(file, MAX_BYTES, MAX_VALUES).nodes(LOG)
+    log = read_json(file, MAX_CARD_BYTES, MAX_CARD_VALUES).nodes(LOG)
     try:
         return Curve.of([line.values for line in log]) if log else None
     except InputError as error:

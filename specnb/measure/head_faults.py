@@ -126,12 +126,17 @@ def wrong_lm_head(e: Evidence) -> Diagnosis | None:
 
 
 def label_shift(e: Evidence) -> Diagnosis | None:
-    """Head i is much more often right about the token before or behind the one that it has to say."""
+    """Head i is much more often right about the token before or behind the one that it has to say.
+
+    Heads that learned little say the backbone's next token: the first looks shifted by -1 then. So those behind it must
+    show it too, and a single head, of which the two cannot be told apart, is asked about the token behind only.
+    """
     now = accuracy(e.scores)
-    found = {shift: accuracy([score(e.heads, t, shift=shift) for t in e.traces]) for shift in (-1, 1)}
+    alone = len(now.n) == 1
+    shifts = (1,) if alone else (-1, 1)
+    found = {shift: accuracy([score(e.heads, t, shift=shift) for t in e.traces]) for shift in shifts}
     shift = max(found, key=lambda key: found[key].rate.mean())
-    # Heads that learned nothing say the backbone's next token: of those the first alone looks shifted.
-    deeper = len(now.n) == 1 or found[shift].behind_first().beats(now.behind_first())
+    deeper = alone or found[shift].behind_first().beats(now.behind_first())
     if never_loaded(e) or not deeper or not found[shift].beats(now):
         return None
     return Diagnosis(

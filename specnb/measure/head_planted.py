@@ -57,6 +57,21 @@ class Planted:
     curve: Curve | None = None
 
 
+class Twice(nn.Module):
+    """The final norm two times over, as `heads` hold it: the backbone's own has listeners that must not hear of it."""
+
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self._heads = (heads,)
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        heads = self._heads[0]
+        return heads.normed(heads.normed(state))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Twice":
+        return self  # frozen, and without a state of its own
+
+
 def never_loaded(heads: Heads, backbone: Backbone, seed: int) -> Planted:
     """New heads with blocks as torch draws a layer, which is what a benchmark measures that loads no checkpoint."""
     made = new_heads(heads.config, backbone, heads.token_map, seed)
@@ -71,8 +86,8 @@ def never_loaded(heads: Heads, backbone: Backbone, seed: int) -> Planted:
 
 def other_norm(heads: Heads, backbone: Backbone, report: Report, *, twice: bool) -> Planted:
     """Trained heads that are fed the state normed `twice`, or not at all."""
-    norm = nn.Sequential(backbone.norm, backbone.norm) if twice else nn.Identity()
     config = heads.config.model_copy(update={"input": "pre_norm"})
+    norm = Twice(Heads(config, backbone, heads.token_map)) if twice else nn.Identity()
     made = Heads(config, replace(backbone, norm=norm), heads.token_map)
     made.load_state_dict(heads.state_dict())
     fault = "norm applied twice" if twice else "norm left out"

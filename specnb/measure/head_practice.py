@@ -4,6 +4,7 @@ Short of what heads need by a factor of hundreds: they show how training goes, n
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -68,7 +69,7 @@ def write_text(
         digest = Backbone.of(writer.network).digest
         batches = dict.fromkeys(data.SPLITS, 1)
         data.write(writer, writer.network, folder, batches=batches, made=made, backbone=digest, on_tokens=on_tokens)
-        hidden.compute(writer.network, folder, on_tokens=on_tokens)
+        hidden.compute(writer.network, folder, backbone=digest, on_tokens=on_tokens)
     finally:
         writer.close()
     text = {split: data.read(folder, split) for split in data.SPLITS}
@@ -148,30 +149,26 @@ def survives_a_kill(make: Callable[[], Heads], text: Path, folder: Path, *, seed
     One row for each tensor of the heads: name, values, `differing` values (bitwise), and whether it was `trained` at
     all, for two trainings that change nothing agree as well.
     """
-
     recipe = Recipe(KILL_STEPS, batch_size=KILL_BATCH, warmup=1, seed=seed)
 
     def kill(report: train_loop.Report) -> None:
         if report.step > KILLED_AFTER:
             raise _Killed("as planned")
 
-    def train(heads: Heads, where: str, **options: Any) -> Heads:
+    def train(where: str, **options: Any) -> dict[str, torch.Tensor]:
+        heads = make()
         of = sets(text, heads)
         train_loop.train(
             heads, recipe, of["train"], of["held_out"], folder / where, data="kill", save_every=1, **options
         )
-        return heads
+        return train_loop.read_checkpoint(folder / where)["heads"]  # float32: afterwards heads are rounded
 
-    whole = train(make(), "whole").state_dict()
-    try:
-        train(make(), "killed", on_step=kill)
-    except _Killed:
-        again = train(make(), "killed").state_dict()
-    return pd.DataFrame([_compared(name, whole[name], again[name], start) for name, start in _floats(make())])
-
-
-def _floats(heads: Heads) -> list[tuple[str, torch.Tensor]]:
-    return [(n, t) for n, t in heads.float().state_dict().items() if t.is_floating_point()]
+    whole = train("whole")
+    with suppress(_Killed):
+        train("killed", on_step=kill)
+    again = train("killed")
+    start = {name: tensor for name, tensor in make().float().state_dict().items() if tensor.is_floating_point()}
+    return pd.DataFrame([_compared(name, whole[name], again[name], start[name]) for name in start])
 
 
 def _compared(name: str, whole: torch.Tensor, again: torch.Tensor, start: torch.Tensor) -> Mapping[str, Any]:

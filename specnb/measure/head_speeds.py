@@ -17,8 +17,8 @@ PARTS = ("draft", "verify", "rewind", "other")
 def speed_table(runs: Sequence[Timed], categories: Sequence[str], name: str) -> pd.DataFrame:
     """One row for each category, and one of all: `category` (of each prompt), then what heads did there.
 
-    Columns: those of `bench.table` for the method `name`, plain_tokens_per_s, alpha_1 with accepted_1 and tested_1,
-    share_identical, and the share of the decoding time of each of PARTS.
+    Columns: those of `bench.table` for the method `name`, plain_tokens_per_s, alpha_1 with accepted_1 and tested_1 (of
+    one run of each prompt), share_identical, and the share of the decoding time of each of PARTS.
     """
     return pd.DataFrame([
         _speeds(category, [r for r in runs if category in (ALL, categories[r.prompt])], name)
@@ -29,7 +29,9 @@ def speed_table(runs: Sequence[Timed], categories: Sequence[str], name: str) -> 
 def _speeds(category: str, runs: Sequence[Timed], name: str) -> dict[str, Any]:
     rows = {row["method"]: row for row in table(runs, baseline=PLAIN).to_dict(orient="records")}
     made = [r.generation for r in runs if r.method == name]
-    first = [counts[0] for one in made if len(counts := served_counts(one))]
+    # a greedy generation repeats itself: only its times are new evidence
+    once = [r.generation for r in runs if r.method == name and not r.repeat]
+    first = [counts[0] for one in once if len(counts := served_counts(one))]
     accepted, tested = np.sum(first, axis=0) if first else (0, 0)
     parts = {part: sum(getattr(r, f"{part}_s") for one in made for r in one.rounds) for part in PARTS}
     return {

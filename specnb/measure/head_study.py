@@ -30,6 +30,8 @@ TOPS = (1, 5)
 RESUMED, FRESH = "resumed", "from scratch"
 BATCH = 128
 """Positions a step of the short trainings."""
+FAULT_TOKENS = 24
+"""At most, of the texts that planted faults are judged on: what they do shows soon."""
 PROBE = 64
 """Tokens whose states are compared."""
 RATE, RESUMED_RATE = 2e-3, 1e-4
@@ -63,8 +65,8 @@ class Study(Workbench):
                 died,
             ]
             found, _ = head_planted.judge(
-                self.target, cases, self.prompts[1][:FEWEST], max_new_tokens=self.params.max_new_tokens,
-                seed=self.params.seed, progress=progress,
+                self.target, cases, self.prompts[1][:FEWEST], seed=self.params.seed, progress=progress,
+                max_new_tokens=min(FAULT_TOKENS, self.params.max_new_tokens),
             )  # fmt: skip
             self.measured["died"] = rows_of(pd.DataFrame(vars(died.curve)))
             return keep(found)

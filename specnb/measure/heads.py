@@ -20,9 +20,9 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.hf_hidden import final_norm
 from specnb.measure.stats import Interval, bootstrap
 from specnb.medusa.heads import Heads
+from specnb.medusa.losses import RANKS
 from specnb.records import Generation
 
-RANKS = 10
 NO_LABEL = -1
 """In ranks: the text ends before the token that this head would have to say."""
 PIECE = 32

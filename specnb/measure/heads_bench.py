@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from specnb.decode.generate import generate
 from specnb.decode.tree_choice import Candidate
 from specnb.draft.heads import HeadsDrafter
-from specnb.draft.heads_load import AUTO, fitting_checkpoint, tree_size
+from specnb.draft.heads_load import AUTO, accuracy_of, fitting_checkpoint, tree_size
 from specnb.draft.tree_plan import TreePlan, grow
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
@@ -142,7 +142,7 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
         if not checked.passed:
             return made
         progress(0, 1, "costs of trees")
-        drafting = choose_drafts(target, heads, checked, size, params)
+        drafting = choose_drafts(target, heads, checked, size, params, trained=accuracy_of(report.path))
         speeds = time_prompts(target, heads, drafting, timed, params, progress)
         return HeadsBench(params, made.loaded, checked, made.provenance, drafting, speeds)
     finally:
@@ -150,25 +150,47 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
 
 
 def chosen_prompts(params: HeadsBenchParams) -> tuple[list[Prompt], list[Prompt]]:
-    """Those that are timed, the first of each category; and those that are judged, the last, FEWEST in all or more."""
-    found = [prompts(category) for category in dict.fromkeys(params.categories)]
-    each = -(-FEWEST // len(found))
+    """Those that are timed, the first of each category; and those that are judged, the last, FEWEST in all or more.
+
+    Raises InputError where a category has too few for both.
+    """
+    found = {category: prompts(category) for category in params.categories}
+    each, timed = -(-FEWEST // len(found)), params.prompts_per_category
+    for category, of in found.items():
+        if timed + each > len(of):
+            raise InputError(
+                f"{category} has {len(of)} prompts, too few for {timed} that are timed and {each} others that the "
+                f"gates judge: at most {max(0, len(of) - each)} a category can be timed, give fewer"
+            )
     return (
-        [prompt for of in found for prompt in of[: params.prompts_per_category]],
-        [prompt for of in found for prompt in of[-each:]],
+        [prompt for of in found.values() for prompt in of[:timed]],
+        [prompt for of in found.values() for prompt in of[-each:]],
     )
 
 
 def choose_drafts(
-    target: LanguageModel, heads: Heads, checked: Checked, size: int | TreePlan, params: HeadsBenchParams
+    target: LanguageModel,
+    heads: Heads,
+    checked: Checked,
+    size: int | TreePlan,
+    params: HeadsBenchParams,
+    *,
+    trained: np.ndarray | None = None,
 ) -> Drafting:
-    """What `params.tree` comes to on this machine, from the accuracies that the gates measured."""
-    accuracy = accuracy_matrix(checked.accuracy)
+    """What `params.tree` comes to on this machine.
+
+    A tree is grown from `trained`, the accuracies `(heads, ranks)` that came with the heads, of far more text than the
+    gates see, as `specnb generate` does; only where there are none, from those that the gates measured.
+    """
+    accuracy = accuracy_matrix(checked.accuracy) if trained is None else trained[: heads.config.n_heads]
+    source = f"measured here on {len(checked.plain)} prompts" if trained is None else "that came with the heads"
     plan: TreePlan | None = None
     candidates: tuple[Candidate, ...] = ()
     if size:
         plan = size if isinstance(size, TreePlan) else grow(accuracy, size)[0]
         says = f"a tree of {len(plan)} nodes, as asked for"
+        if not isinstance(size, TreePlan):
+            says += f", by accuracies {source}"
     elif params.tree != AUTO:
         says = "a chain, as asked for"
     elif not target.caps.trees:
@@ -179,7 +201,8 @@ def choose_drafts(
         best = max(candidates[1:], key=lambda c: c.tokens_per_s)
         plan = best.plan
         says = (
-            f"a tree of {len(plan)} nodes: {best.tokens:.2f} tokens a round, {best.tokens_per_s:.1f} a second expected"
+            f"a tree of {len(plan)} nodes: {best.tokens:.2f} tokens a round, {best.tokens_per_s:.1f} a second expected "
+            f"by accuracies {source}"
         )
         if not len(choice.plan):
             says += "; plain decoding is expected to be faster than any"

@@ -53,7 +53,8 @@ class Backbone:
 def digest(net: PreTrainedModel) -> str:
     """Which weights these are, in whatever type they are held: sha256 over the signs of SAMPLES of each parameter.
 
-    Rounding to another type flips no sign; another model, or a training step of some size, flips many.
+    Rounding to another type flips no sign (but float16 loses weights below 6e-8); another model, or a training step
+    of some size, flips many.
     """
     state = hashlib.sha256()
     for name, parameter in sorted(net.named_parameters()):

@@ -4,26 +4,28 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def card(name: str, facts: Mapping[str, Any], command: str) -> str:
+def card(name: str, facts: Mapping[str, Any]) -> str:
     """Markdown: what it is, how well it does on held-out text, how it was made, from what. `facts`: `training.json`."""
-    parts = [*_head(name, facts), *_accuracy(facts), *_making(facts, command), *_text(facts)]
+    parts = [*_head(name, facts), *_accuracy(facts), *_making(facts), *_text(facts)]
     return "\n".join(parts) + "\n"
 
 
 def _head(name: str, facts: Mapping[str, Any]) -> list[str]:
     heads = facts["heads"]
+    lm_head = {"shared": "the backbone's own lm_head", "low_rank": f"its lm_head and rank {heads['rank']} of their own",
+               "private": "lm_heads of their own"}[heads["lm_head"]]  # fmt: skip
     share = f"{heads['draft_vocab']:,} most frequent tokens" if heads["draft_vocab"] else "whole vocabulary"
     return [
         f"# {name}",
         "",
         f"{heads['n_heads']} {heads['kind'].capitalize()} heads for `{heads['backbone_name']}` "
         f"({facts['parameters'] / 1e6:.2f} M parameters of their own, bfloat16), trained for this project. They are "
-        f"fed the hidden state `{heads['input']}` and draft from the {share} through the backbone's own lm_head.",
+        f"fed the hidden state `{heads['input']}` and draft from the {share} through {lm_head}.",
         "",
         f"`specnb generate --target '{heads['backbone_name'].partition('&exact')[0]}' --drafter medusa "
         f"--heads-checkpoint {name} --baseline --prompt …`",
         "",
-        "Licence: Apache-2.0, as the backbone. They speak no better than it does: verified drafts are its own text.",
+        "They speak no better than the backbone: verified drafts are its own text. For use its licence holds, too.",
         "",
     ]
 
@@ -44,13 +46,13 @@ def _accuracy(facts: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _making(facts: Mapping[str, Any], command: str) -> list[str]:
+def _making(facts: Mapping[str, Any]) -> list[str]:
     recipe, last = facts["recipe"], facts["log"][-1]
     return [
         "## How they were made",
         "",
-        f"`{command}` (torch {facts['torch']}; a CPU of another kind rounds otherwise and gets other weights of the "
-        "same quality). All numbers of the curves are in `training.json`.",
+        f"`{facts['command']}` (torch {facts['torch']}; a CPU of another kind rounds otherwise and gets other "
+        "weights of the same quality). All numbers of the curves are in `training.json`.",
         "",
         "| steps | batch | peak rate, falling to | teacher | examples | hours |",
         "|---|---|---|---|---|---|",
@@ -61,11 +63,13 @@ def _making(facts: Mapping[str, Any], command: str) -> list[str]:
 
 
 def _text(facts: Mapping[str, Any]) -> list[str]:
-    text = facts["text"]
-    return [
-        "## The text",
-        "",
-        f"{text['tokens']['train']:,} tokens, of which {text['own']['train']:,} are the backbone's own greedy choice "
-        f"and labels; {text['tokens']['held_out']:,} more are held out. Seeds and requests are made from the "
-        "permissively licensed texts of `specnb/corpus.py`, or by the backbone itself; none is of `data/prompts`.",
-    ]
+    text, own = facts["text"], f"{facts['text']['own']['train']:,}"
+    if "texts" in text:
+        made = f"labels are the tokens of a given file (sha256 `{text['texts']}`), not what the backbone would say"
+    else:
+        made = (
+            f"{own} are the backbone's own greedy choice and labels. Seeds and requests are made from the permissively "
+            "licensed texts of `specnb/corpus.py`, or by the backbone itself; none is of `data/prompts`"
+        )
+    counts = f"{text['tokens']['train']:,} tokens, and {text['tokens']['held_out']:,} held out"
+    return ["## The text", "", f"{counts}: {made}."]

@@ -10,11 +10,14 @@ the same for every run, since its random numbers come from (seed, number).
 """
 
 import hashlib
+import inspect
 import io
 import json
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +25,15 @@ from transformers import PreTrainedModel
 
 from specnb import corpus, store
 from specnb.errors import InputError
+from specnb.lm import hf_state
 from specnb.lm.base import LanguageModel
+from specnb.lm.bounded_json import read_json
 from specnb.lm.hf_cache import new_cache
 from specnb.medusa.seeds import ASKED, Seed, Turns, seeds
-from specnb.provenance import json_digest
 
 FACTS_FILE = "facts.json"
 SPLITS = ("train", "held_out")
+MAX_FILE, MAX_FACTS = 1 << 30, 1 << 20
 ASKING_TEMPERATURE = 0.8
 """Of the requests that the backbone writes; its answers are greedy."""
 
@@ -123,27 +128,36 @@ def files(folder: Path, split: str = "*") -> list[Path]:
     return found
 
 
-def digest(folder: Path) -> str:
-    """Of the settings the text in `folder` was made with. Raises InputError where there is none."""
-    return json_digest(facts(folder))
-
-
-def facts(folder: Path) -> dict:
+def facts(folder: Path) -> dict[str, Any]:
     """What the text was made with: settings, model, backbone and corpus digests. Raises InputError."""
-    try:
-        return json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"no {FACTS_FILE} in {folder} ({error}): write the text first (--stage data)") from error
+    file = folder / FACTS_FILE
+    if not file.is_file():
+        raise InputError(f"no {FACTS_FILE} in {folder}: write the text first (--stage data)")
+    return read_json(file, MAX_FACTS, MAX_FACTS).values
+
+
+def require_backbone(folder: Path, backbone: str) -> None:
+    """Refuse text that was written by, or cut for, another backbone: its states would be another's (InputError)."""
+    made_with = facts(folder).get("backbone")
+    if made_with != backbone:
+        raise InputError(
+            f"{folder} was made with backbone {str(made_with)[:12]}, not {backbone[:12]}: use another folder"
+        )
 
 
 def open_file(file: Path) -> Rows:
     """The rows of one file. Raises InputError where it is damaged."""
     try:
+        with zipfile.ZipFile(file) as packed:
+            size = sum(entry.file_size for entry in packed.infolist())
+        if size > MAX_FILE:
+            raise ValueError(f"it unpacks to {size} bytes")
         with np.load(file, allow_pickle=False) as arrays:
             rows = Rows(arrays["tokens"], arrays["own"])
     except Exception as error:  # a damaged zip raises what it likes
         raise InputError(f"{file} cannot be read ({error}): remove it to have it written again") from error
-    if rows.tokens.ndim != 2 or rows.tokens.dtype != np.int32 or rows.own.shape != rows.tokens.shape:
+    good = rows.tokens.ndim == 2 and rows.tokens.dtype == np.int32 and rows.own.dtype == bool
+    if not good or rows.own.shape != rows.tokens.shape or not rows.tokens.size or rows.tokens.min() < 0:
         raise InputError(f"{file} holds no rows of int32 tokens: remove it to have it written again")
     return rows
 
@@ -186,6 +200,8 @@ class _Stream:
         self, net: PreTrainedModel, ends: frozenset[int], turns: Turns | None, made: Writing, key: list[int]
     ) -> None:
         self._net, self._ends, self._turns, self._made = net, sorted(ends), turns, made
+        known = inspect.signature(net.forward).parameters
+        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._generator = torch.Generator().manual_seed(_number([*key, 1]))
 
     @torch.inference_mode()
@@ -198,11 +214,15 @@ class _Stream:
         for row, line in zip(rows, tokens, strict=True):
             line[:known] = row.forced[:known]
             row.forced = row.forced[known:]
-        cache, logits = new_cache(self._net), None
+        state, logits = {hf_state.argument(self._net): new_cache(self._net)}, None
         for at in range(known, length):
-            fed = torch.from_numpy(tokens[:, :known] if logits is None else tokens[:, at - 1 : at]).long()
+            fed = slice(0, known) if logits is None else slice(at - 1, at)
             logits = self._net(
-                input_ids=fed.to(self._net.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+                input_ids=torch.from_numpy(tokens[:, fed]).long().to(self._net.device),
+                position_ids=torch.arange(fed.start, fed.stop, device=self._net.device)[None].expand(len(rows), -1),
+                use_cache=True,
+                **state,
+                **self._keep,
             ).logits[:, -1]
             self._write(rows, at, logits, tokens, own)
             on_tokens(len(rows))

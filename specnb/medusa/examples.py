@@ -21,12 +21,12 @@ OUTSIDE = -1
 
 class Batch(NamedTuple):
     """`hidden (batch, hidden)`, `ids (batch, n_heads)` the tokens since, `labels (batch, n_heads)` draft ids,
-    and `later (batch, n_heads, hidden)`, the states in which the backbone chose the labels."""
+    and, where asked for, `later (batch, n_heads, hidden)`, the states in which the backbone chose the labels."""
 
     hidden: Tensor
     ids: Tensor
     labels: Tensor
-    later: Tensor
+    later: Tensor | None
 
 
 class Examples:
@@ -51,31 +51,33 @@ class Examples:
         usable = self._known[:, 0]
         self._known, self._places = self._known[usable], self._places[usable]
         self._draft_id = _draft_ids(token_map, vocab_size)
+        self._order: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0))
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def at_step(self, step: int, *, batch_size: int, seed: int) -> Batch:
+    def at_step(self, step: int, *, batch_size: int, seed: int, later: bool = True) -> Batch:
         """The batch of a step: each epoch visits every example at most once, in another order."""
         if batch_size > len(self):
             raise InputError(
                 f"a batch of {batch_size} was asked for, but there are {len(self)} examples: write more text"
             )
         epoch, place = divmod(step, len(self) // batch_size)
-        order = np.random.default_rng([seed, epoch]).permutation(len(self))
-        return self.batch(torch.from_numpy(order[place * batch_size : (place + 1) * batch_size]))
+        if self._order[0] != (seed, epoch):  # made once an epoch: it takes longer than a small step
+            self._order = ((seed, epoch), np.random.default_rng([seed, epoch]).permutation(len(self)))
+        return self.batch(torch.from_numpy(self._order[1][place * batch_size : (place + 1) * batch_size]), later=later)
 
-    def spread(self, n: int) -> Batch:
+    def spread(self, n: int, *, later: bool = True) -> Batch:
         """About `n` examples spread evenly over all."""
-        return self.batch(torch.arange(0, len(self), max(1, len(self) // n)))
+        return self.batch(torch.arange(0, len(self), max(1, len(self) // n)), later=later)
 
-    def batch(self, chosen: Tensor) -> Batch:
-        """The examples with these numbers."""
+    def batch(self, chosen: Tensor, *, later: bool = True) -> Batch:
+        """The examples with these numbers; `later` are most of the bytes, and only soft targets need them."""
         at = self._places[chosen]
         since = at[:, None] + 1 + torch.arange(self._n_heads)
         labels = self._draft_id[self._tokens[since + 1]]
         labels = torch.where(self._known[chosen], labels, NO_LABEL)
-        return Batch(self._hidden[at], self._tokens[since], labels, self._hidden[since])
+        return Batch(self._hidden[at], self._tokens[since], labels, self._hidden[since] if later else None)
 
 
 def most_frequent(rows: Rows, n: int) -> Tensor:

@@ -27,12 +27,15 @@ ROWS = 256
 """Rows of one file."""
 
 
-def write(model: LanguageModel, texts: Iterable[str], folder: Path, *, facts: dict[str, Any], length: int) -> int:
+def write(
+    model: LanguageModel, texts: Iterable[str], folder: Path, *, facts: dict[str, Any], backbone: str, length: int
+) -> int:
     """Write rows of `length` tokens made of the texts, one behind the other; returns how many tokens.
 
-    `facts` say what the texts are. Raises InputError when the folder holds others, or there are too few.
+    `facts` say what the texts are, `backbone` is the digest of the model. Raises InputError when the folder holds
+    others, or there are too few.
     """
-    data.require_same(folder, facts | {"length": length, "model": model.name})
+    data.require_same(folder, facts | {"length": length, "backbone": backbone, "model": model.name})
     if (folder / "train-00000.npz").is_file():
         return sum(data.open_file(file).tokens.size for file in data.files(folder))
     ids = np.fromiter(islice(_stream(model, texts), MAX_TOKENS), dtype=np.int32)

@@ -9,7 +9,8 @@ Medusa's heads are one product.
 Not known here: which tokens of a text h belongs to, sampling, trees; they are `draft.heads`.
 """
 
-from copy import deepcopy
+from collections import OrderedDict
+from copy import copy, deepcopy
 
 import torch
 import torch.nn.functional as F
@@ -193,7 +194,10 @@ class Heads(nn.Module):
 
 
 def _frozen_copy(norm: nn.Module) -> nn.Module:
-    return deepcopy(norm).requires_grad_(False)
+    bare = copy(norm)
+    # whoever listens to the backbone's norm must not be copied with it: a hook may lead to the whole network
+    bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
+    return deepcopy(bare).requires_grad_(False)
 
 
 def misfits(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None) -> list[str]:

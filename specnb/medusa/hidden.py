@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb import store
-from specnb.errors import InputError
+from specnb.errors import InputError, MemoryShortError
 from specnb.lm.download import need_space
 from specnb.lm.hf_hidden import final_norm
 from specnb.medusa import data
@@ -23,11 +24,15 @@ ROWS = 4
 """Rows of one forward: wide enough for a CPU's matrix products, small enough for its cache."""
 
 
-def compute(net: PreTrainedModel, folder: Path, *, on_tokens: Callable[[int], None] = lambda n: None) -> None:
-    """Write the states of every file of text in `folder` that has none yet.
+def compute(
+    net: PreTrainedModel, folder: Path, *, backbone: str, on_tokens: Callable[[int], None] = lambda n: None
+) -> None:
+    """Write the states of every file of text in `folder` that has none yet; `backbone` is the digest of `net`.
 
-    Raises InputError where the text cannot be read or the states are not finite, FetchError where the disk is full.
+    Raises InputError where the text was made with another backbone or cannot be read, or the states are not finite,
+    FetchError where the disk is full.
     """
+    data.require_backbone(folder, backbone)
     todo = [file for file in data.files(folder) if not _states_of(file).is_file()]
     size = net.get_output_embeddings().weight.shape[1]
     for done, file in enumerate(todo):
@@ -40,16 +45,34 @@ def compute(net: PreTrainedModel, folder: Path, *, on_tokens: Callable[[int], No
 
 
 def read(folder: Path, split: str) -> Tensor:
-    """States of a split, `(rows, length, hidden)` bfloat16, in the order of `data.read`. Raises InputError."""
-    parts = []
-    for file in data.files(folder, split):
-        try:
-            parts.append(np.load(_states_of(file), allow_pickle=False))
-        except (OSError, ValueError) as error:
-            raise InputError(f"no hidden states of {file.name} in {folder} ({error}): run --stage hidden") from error
-    if not parts or any(part.dtype != np.int16 or part.ndim != 3 for part in parts):
-        raise InputError(f"no hidden states of {split} in {folder}: run --stage hidden")
-    return torch.from_numpy(np.concatenate(parts)).view(torch.bfloat16)
+    """States of a split, `(rows, length, hidden)` bfloat16, in the order of `data.read`.
+
+    Raises InputError where they are missing or damaged, MemoryShortError where they do not fit the memory.
+    """
+    parts = [_open(_states_of(file)) for file in data.files(folder, split)]
+    shapes = {part.shape[1:] for part in parts}
+    if len(shapes) > 1:
+        raise InputError(f"the hidden states of {split} in {folder} are of several shapes: remove them")
+    n_bytes, free = sum(part.nbytes for part in parts), psutil.virtual_memory().available
+    if n_bytes > free:
+        raise MemoryShortError(
+            f"the hidden states of {split} take {n_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB of memory are free: train "
+            "on fewer batches"
+        )
+    states = np.empty((sum(len(part) for part in parts), *shapes.pop()), dtype=np.int16)
+    np.concatenate(parts, out=states)
+    return torch.from_numpy(states).view(torch.bfloat16)
+
+
+def _open(file: Path) -> np.ndarray:
+    """The states of one file, not read yet."""
+    try:
+        states = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"no hidden states in {file} ({error}): run --stage hidden") from error
+    if states.dtype != np.int16 or states.ndim != 3:
+        raise InputError(f"{file} holds no hidden states: remove it and run --stage hidden")
+    return states
 
 
 def _states_of(file: Path) -> Path:

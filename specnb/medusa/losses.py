@@ -38,11 +38,13 @@ class Objective(nn.Module):
         super().__init__()
         self.heads, self.recipe = heads, recipe
 
-    def forward(self, hidden: Tensor, ids: Tensor, labels: Tensor, later: Tensor) -> tuple[Tensor, Measured]:
-        """A `Batch`, whose states are those in front of the final norm. Returns (loss, Measured without gradients)."""
+    def forward(self, hidden: Tensor, ids: Tensor, labels: Tensor, later: Tensor | None) -> tuple[Tensor, Measured]:
+        """A `Batch`, with `later` where there is a teacher; its states are those in front of the final norm.
+
+        Returns (loss, Measured without gradients).
+        """
         heads, total, measured = self.heads, hidden.new_zeros((), dtype=torch.float32), []
-        hidden, later = (part.to(heads.shared_lm_head.dtype) for part in (hidden, later))
-        states = heads.as_input(hidden)
+        states = heads.as_input(hidden.to(heads.shared_lm_head.dtype))
         for i in range(heads.config.n_heads):
             logits = heads.logits(i, heads.features(i, heads.normed(states), ids)).float()
             rows = logits.log_softmax(-1)
@@ -60,7 +62,7 @@ class Objective(nn.Module):
     def _teacher_rows(self, later: Tensor) -> Tensor:
         """Log probabilities of the backbone in the states where it chose the labels, over the draft vocabulary."""
         heads = self.heads
-        normed = heads.normed(heads.as_input(later))
+        normed = heads.normed(heads.as_input(later.to(heads.shared_lm_head.dtype)))
         return F.linear(normed, heads.shared_lm_head).float().log_softmax(-1)
 
 

@@ -64,8 +64,12 @@ class Turns:
         parts = chat.render(model.vocab, messages).split(MARK)
         if len(parts) != 4:
             raise InputError(f"the chat template of {model.name} does not write each message once: give plain texts")
-        encoded = [tuple(model.encode(part)) for part in parts]
-        return cls(encoded[0], encoded[1], encoded[2])
+        opening, *others = (tuple(model.encode(part)) for part in parts[:3])
+        if not model.vocab.add_bos:
+            return cls(opening, *others)
+        # encode puts a BOS token in front of each part; it belongs in front of the chat alone, and there once
+        bos = (model.vocab.bos,)
+        return cls(opening[1:] if opening[:2] == bos * 2 else opening, *(part[1:] for part in others))
 
 
 @dataclass(frozen=True)

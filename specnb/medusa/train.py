@@ -6,8 +6,9 @@ to a folder that `specnb generate --drafter medusa --heads-checkpoint FOLDER` op
 """
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,7 +51,8 @@ def _trained(work: Work) -> str:
     with _bar("heads", steps * size, "examples") as bar:
 
         def on_start(seconds: float) -> None:
-            bar.set_description(f"heads: {size / seconds:,.0f} examples/s, {steps * seconds / 60:.0f} min for all")
+            left = (steps - work.steps_done) * seconds
+            bar.set_description(f"heads: {size / seconds:,.0f} examples/s, {left / 60:.0f} min left")
 
         def on_step(report: Any) -> None:
             top1 = " ".join(f"{share:.2f}" for share in report.heads.top1.tolist())
@@ -80,6 +82,7 @@ def stages(work: Work, out: Path) -> dict[Stage, Callable[[], str]]:
 
 
 def command(
+    context: typer.Context,
     kind: Annotated[str, typer.Option(help="medusa | hydra")] = "medusa",
     preset: Annotated[str, typer.Option(help="report | reference (GPU), cpu, minute")] = "cpu",
     stage: Annotated[Stage, typer.Option(help="one stage, or all in order")] = Stage.ALL,
@@ -111,15 +114,30 @@ def command(
     processes = PartialState(cpu="device=cuda" not in target)  # before the model, which goes to this process's GPU
     with Work.open(
         target, home, heads=options, preset=preset, changed=changed, batches=batches, shard=_shard(shard),
-        texts=texts, start=start, save_every=save_every,
+        texts=texts, start=start, save_every=save_every, command=_typed(context),
     ) as made:  # fmt: skip
         todo = stages(made, out or home / f"{kind}-{preset}-export")
         for one in list(todo) if stage is Stage.ALL else [stage]:
-            # files are written by one process, and found by the others behind it; heads are trained by all at once
-            with nullcontext() if one is Stage.HEADS else processes.main_process_first():
+            # files are written by one process while the others wait; heads are trained by all at once
+            if one is Stage.HEADS or processes.is_main_process:
                 told = todo[one]()
+            processes.wait_for_everyone()
             if processes.is_main_process:
                 typer.echo(f"{one}: {told}")
+
+
+PLACES = frozenset({"stage", "work", "out", "shard", "save_every"})
+"""Options that say where and how far, not what heads come out."""
+
+
+def _typed(context: typer.Context) -> str:
+    """The command that makes these heads from the beginning, in one go."""
+    said = ["python -m specnb.medusa.train"]
+    for option in context.command.params:
+        value = context.params.get(option.name)
+        if option.name not in PLACES and value is not None and value != option.default:
+            said.append(f"{option.opts[0]} {shlex.quote(str(value))}")
+    return " ".join(said)
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -1,8 +1,10 @@
 """The training loop of heads: one recipe in, one checkpoint out, resumable to the bit. The backbone is never run here.
 
-Under `accelerate launch` every process takes its share of each batch, and gradients are averaged: the same run.
+Under `accelerate launch` every process takes its share of each batch, and gradients are averaged: the same run, but for
+rounding and for shares that differ in how many labels they have.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -48,6 +50,7 @@ def train(
     folder: Path,
     *,
     data: str,
+    start: str = "",
     accelerator: Accelerator | None = None,
     save_every: int = 100,
     on_start: Callable[[float], None] = lambda seconds: None,
@@ -57,11 +60,12 @@ def train(
 
     Weights are float32 while they are trained, and of the backbone's type again afterwards.
 
-    `data` is the digest of the text, for a checkpoint is not gone on with on another. `on_start` gets the seconds of
+    `data` is the digest of the text, and `start` says which heads these were at first: a checkpoint is gone on with
+    only where both, the recipe, the heads' config and their token map are the same. `on_start` gets the seconds of
     a step, measured before the first. A line of the log has step, examples, lr, the weighted loss, and for each head,
     unweighted and on held-out text: head_loss, top1, top5; every `save_every` steps it and the checkpoint are written.
 
-    Raises InputError (another recipe or text in the folder), NonFiniteLogits, EngineError (a gradient that is not
+    Raises InputError (another run in the folder), NonFiniteLogits, EngineError (a gradient that is not
     finite); the last checkpoint is whole.
     """
     if not recipe.bf16 and heads.shared_lm_head.dtype != torch.float32:
@@ -70,30 +74,34 @@ def train(
         )
     accelerator = accelerator or Accelerator(cpu=heads.shared_lm_head.device.type == "cpu")
     heads.float().train()
-    optimizer = torch.optim.AdamW(
-        [p for p in heads.parameters() if p.requires_grad], lr=recipe.peak_lr, weight_decay=recipe.weight_decay
-    )
-    step, log = _resume(folder, recipe, data, heads, optimizer)
-    objective, optimizer = accelerator.prepare(Objective(heads, recipe), optimizer)
-    loop = _Loop(objective, optimizer, recipe, examples, accelerator)
-    if step < recipe.steps:
-        on_start(loop.seconds_of_a_step(step))
-    since = time.perf_counter()
-    while step < recipe.steps:
-        report = loop.step(step)
-        step += 1
-        on_step(report)
-        if step % save_every == 0 or step == recipe.steps:
-            now = time.perf_counter()
-            log.append(
-                {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1), "loss": report.loss}
-                | evaluate(heads, recipe, held_out)
-                | {"seconds": now - since + (log[-1]["seconds"] if log else 0.0)}
-            )  # fmt: skip
-            if accelerator.is_main_process:
-                _save(folder, {"recipe": asdict(recipe), "data": data, "step": step, "log": log}, heads, optimizer)
-            since = time.perf_counter()
-    heads.to(heads.shared_lm_head.dtype).eval()
+    try:
+        optimizer = torch.optim.AdamW(
+            [p for p in heads.parameters() if p.requires_grad], lr=recipe.peak_lr, weight_decay=recipe.weight_decay
+        )
+        run = identity(heads, recipe, data, start)
+        step, log = _resume(folder, run, heads, optimizer)
+        # what heads borrow is where the backbone is, and so must they be
+        objective, optimizer = accelerator.prepare(Objective(heads, recipe), optimizer, device_placement=[False, False])
+        loop = _Loop(objective, optimizer, recipe, examples, accelerator)
+        if step < recipe.steps:
+            on_start(loop.seconds_of_a_step(step))
+        since = time.perf_counter()
+        while step < recipe.steps:
+            report = loop.step(step)
+            step += 1
+            on_step(report)
+            if step % save_every == 0 or step == recipe.steps:
+                now = time.perf_counter()
+                log.append(
+                    {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1), "loss": report.loss}
+                    | evaluate(heads, recipe, held_out)
+                    | {"seconds": now - since + (log[-1]["seconds"] if log else 0.0)}
+                )  # fmt: skip
+                if accelerator.is_main_process:
+                    _save(folder, {"run": run, "step": step, "log": log}, heads, optimizer)
+                since = time.perf_counter()
+    finally:
+        heads.to(heads.shared_lm_head.dtype).eval()
     return log
 
 
@@ -102,7 +110,7 @@ def evaluate(heads: Heads, recipe: Recipe, held_out: Examples, n: int = HELD_OUT
     """head_loss, top1 and top5 of each head, unweighted, on `n` held-out examples spread evenly."""
     was_training = heads.training
     with _matmuls(recipe, heads):
-        _, found = Objective(heads.eval(), recipe)(*on_device(held_out.spread(n), heads))
+        _, found = Objective(heads.eval(), recipe)(*on_device(held_out.spread(n, later=recipe.teacher > 0), heads))
     heads.train(was_training)
     return {name: [round(float(x), 5) for x in values] for name, values in found._asdict().items()}
 
@@ -147,9 +155,10 @@ class _Loop:
         return Report(step + 1, float(loss.detach()), measured)
 
     def _loss(self, step: int) -> tuple[Tensor, Measured]:
-        batch = self.examples.at_step(step, batch_size=self.recipe.batch_size, seed=self.recipe.seed)
-        rank, n = self.accelerator.process_index, self.accelerator.num_processes
-        mine = Batch(*(part[rank::n] for part in batch))
+        recipe, rank, n = self.recipe, self.accelerator.process_index, self.accelerator.num_processes
+        later = recipe.teacher > 0
+        batch = self.examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed, later=later)
+        mine = Batch(*(None if part is None else part[rank::n] for part in batch))
         with _matmuls(self.recipe, self.heads):
             return self.objective(*on_device(mine, self.heads))
 
@@ -157,7 +166,7 @@ class _Loop:
 def on_device(batch: Batch, heads: Heads) -> Batch:
     """The batch where the heads are."""
     device = heads.shared_lm_head.device
-    return Batch(*(part.to(device) for part in batch))
+    return Batch(*(None if part is None else part.to(device) for part in batch))
 
 
 @contextmanager
@@ -177,29 +186,41 @@ def _save(folder: Path, place: dict[str, Any], heads: Heads, optimizer: torch.op
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """What `train` saved last: recipe, data, step, log, heads, optimizer; None if nothing. InputError: unreadable."""
+    """What `train` saved last: run, step, log, heads, optimizer; None if nothing. InputError: no such checkpoint."""
     file = folder / CHECKPOINT_FILE
     if not file.exists():
         return None
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        if not saved.keys() >= {"run", "step", "log", "heads", "optimizer"}:
+            raise ValueError(f"it holds {', '.join(map(str, saved))}")
     except Exception as error:
-        raise InputError(f"{file} cannot be read ({error}): remove it to train from the start") from error
+        raise InputError(f"{file} is no checkpoint of heads ({error}): remove it to train from the start") from error
+    return saved
+
+
+def identity(heads: Heads, recipe: Recipe, data: str, start: str) -> dict[str, Any]:
+    """What makes a run this run and no other, in plain values."""
+    token_map = b"" if heads.token_map is None else heads.token_map.cpu().numpy().tobytes()
+    return {
+        "recipe": asdict(recipe),
+        "heads": heads.config.model_dump(),
+        "token_map": hashlib.sha256(token_map).hexdigest(),
+        "data": data,
+        "start": start,
+    }
 
 
 def _resume(
-    folder: Path, recipe: Recipe, data: str, heads: Heads, optimizer: torch.optim.Optimizer
+    folder: Path, run: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer
 ) -> tuple[int, list[dict[str, Any]]]:
     saved = read_checkpoint(folder)
     if saved is None:
         return 0, []
-    if saved["recipe"] != asdict(recipe):
-        raise InputError(f"{folder} holds a run with another recipe ({saved['recipe']}), asked is {recipe}")
-    if saved["data"] != data:
-        raise InputError(f"{folder} was trained on another text ({saved['data'][:12]}, now {data[:12]})")
-    try:
-        heads.load_state_dict(saved["heads"])
-    except RuntimeError as error:
-        raise InputError(f"{folder} holds heads of another shape ({error}): use another folder") from error
+    other = [key for key, value in run.items() if saved["run"].get(key) != value]
+    if other:
+        told = "; ".join(f"{key} was {str(saved['run'].get(key))[:200]}, is {str(run[key])[:200]}" for key in other)
+        raise InputError(f"{folder} holds another run: {told}. Use another folder")
+    heads.load_state_dict(saved["heads"])
     optimizer.load_state_dict(saved["optimizer"])
     return saved["step"], saved["log"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from specnb import store
 from specnb.errors import InputError
+from specnb.lm import hf_attention
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.medusa import checkpoint, data, examples, given, hidden, losses, train_loop
@@ -28,7 +29,8 @@ class Work:
     """What the stages share. Open one with `Work.open`.
 
     `options` are fields of HeadsConfig, `preset` names what `recipe` was before it was changed, and `texts` is a file
-    to learn instead of what the backbone writes. In `home` are the folders `text` and `runs`.
+    to learn instead of what the backbone writes, `command` is what was typed. In `home` are the folders `text` and
+    `runs`.
     """
 
     home: Path
@@ -42,6 +44,7 @@ class Work:
     texts: Path | None = None
     start: str | None = None
     save_every: int = 100
+    command: str = ""
 
     @classmethod
     @contextmanager
@@ -64,6 +67,10 @@ class Work:
         try:
             if not hasattr(model, "network"):
                 raise InputError(f"heads are trained on torch models; open {target!r} with ?backend=hf")
+            if model.caps.details.get("attention") == hf_attention.NAME:
+                raise InputError(
+                    f"{target!r} has row-wise attention, which takes no batches: add exact=False to its name"
+                )
             yield cls(home, model, Backbone.of(model.network), dict(heads), preset, made, **others)
         finally:
             model.close()
@@ -80,14 +87,10 @@ class Work:
         return self.home / "runs" / f"{self.preset}-{shape}"
 
     @property
-    def command(self) -> str:
-        """What to type to have these heads trained, from the beginning; what is not default is said."""
-        fields = HeadsConfig.model_fields
-        shape = [f"--{key.replace('_', '-')} {value}" for key, value in self.options.items()
-                 if key in fields and value != fields[key].default]  # fmt: skip
-        others = {"batches": self.batches, "texts": self.texts, "start": self.start}
-        said = [f"--{key} {value}" for key, value in others.items() if value is not None]
-        return " ".join(["python -m specnb.medusa.train", f"--preset {self.preset}", *shape, *said])
+    def steps_done(self) -> int:
+        """Of this run, by its last checkpoint."""
+        saved = train_loop.read_checkpoint(self.run)
+        return saved["step"] if saved else 0
 
     @property
     def tokens_to_write(self) -> int:
@@ -100,7 +103,9 @@ class Work:
         """Stage 1: the training text, written by the backbone or taken from `texts`."""
         if self.texts is not None:
             texts, facts = given.of_file(self.texts)
-            given.write(self.target, texts, self.text, facts=facts, length=data.Writing().length)
+            given.write(
+                self.target, texts, self.text, facts=facts, backbone=self.backbone.digest, length=data.Writing().length
+            )
         else:
             data.write(
                 self.target, self.target.network, self.text, backbone=self.backbone.digest, shard=self.shard,
@@ -111,13 +116,18 @@ class Work:
 
     def compute_hidden(self, on_tokens: Callable[[int], None] = lambda n: None) -> str:
         """Stage 2: the hidden states of all text that has none yet."""
-        hidden.compute(self.target.network, self.text, on_tokens=on_tokens)
+        hidden.compute(self.target.network, self.text, backbone=self.backbone.digest, on_tokens=on_tokens)
         return f"states of {len(data.files(self.text))} files in {self.text}"
 
     def new_heads(self, rows: data.Rows) -> Heads:
-        """Untrained heads, or those of `start`. Raises InputError for options that make no heads."""
+        """Untrained heads, or those of `start`. Raises InputError for options that make no heads, or not those."""
         if self.start:
-            return checkpoint.load_trained_heads(self.start, self.backbone)[0]
+            heads, _ = checkpoint.load_trained_heads(self.start, self.backbone)
+            other = {key: value for key, value in self.options.items() if getattr(heads.config, key) != value}
+            if other:
+                found = {key: getattr(heads.config, key) for key in other}
+                raise InputError(f"{self.start} holds heads of {found}, but {other} was asked for: ask for the same")
+            return heads
         n = self.options.get("draft_vocab", 0)
         try:
             config = HeadsConfig(
@@ -136,12 +146,12 @@ class Work:
 
         `watching` are `on_start` and `on_step` of `train_loop.train`.
         """
-        rows = {split: data.read(self.text, split) for split in data.SPLITS}
+        rows = self._rows()
         heads = self.new_heads(rows["train"])
         sets = {split: self._examples(split, rows[split], heads) for split in data.SPLITS}
         return train_loop.train(
             heads, self.recipe, sets["train"], sets["held_out"], self.run, data=rows["train"].digest(),
-            save_every=self.save_every, **watching,
+            start=self.start or "", save_every=self.save_every, **watching,
         )  # fmt: skip
 
     def export(self, out: Path) -> dict[str, Any]:
@@ -152,7 +162,7 @@ class Work:
         )
         if saved is None:
             raise InputError(f"nothing was trained in {self.run}: run --stage heads first")
-        if saved["data"] != rows["train"].digest():
+        if saved["run"]["data"] != rows["train"].digest():
             raise InputError(f"{self.text} holds other text than {self.run} was trained on: train again, or restore it")
         heads = self.new_heads(rows["train"])
         heads.load_state_dict(saved["heads"])
@@ -160,10 +170,11 @@ class Work:
             "heads": heads.config.model_dump(),
             "preset": self.preset,
             "start": self.start,
-            "recipe": asdict(Recipe(**saved["recipe"])),
+            "command": self.command,
+            "recipe": saved["run"]["recipe"],
             "log": saved["log"],
             "text": data.facts(self.text)
-            | {"digest": saved["data"], "tokens": {split: one.tokens.size for split, one in rows.items()},
+            | {"digest": saved["run"]["data"], "tokens": {split: one.tokens.size for split, one in rows.items()},
                "own": {split: one.n_own for split, one in rows.items()},
                "coverage": round(examples.coverage(rows["held_out"], heads.token_map), 5)},
             "accuracy": self._accuracy(heads, rows["held_out"]),
@@ -171,8 +182,16 @@ class Work:
             "torch": torch.__version__.split("+")[0],
         }  # fmt: skip
         checkpoint.save(heads, out, dtype="bfloat16", facts=facts)
-        store.write_atomic(out / "README.md", card(out.name, facts, self.command).encode())
+        store.write_atomic(out / "README.md", card(out.name, facts).encode())
         return {"parameters": facts["parameters"], "coverage": facts["text"]["coverage"]} | saved["log"][-1]
+
+    def _rows(self) -> dict[str, data.Rows]:
+        """The text by split. Raises InputError where it is another backbone's, or not as much as was asked for."""
+        data.require_backbone(self.text, self.backbone.digest)
+        found = len(data.files(self.text, "train"))
+        if self.texts is None and found != self.batches:
+            raise InputError(f"{self.text} holds {found} batches, {self.batches} were asked for: say --batches {found}")
+        return {split: data.read(self.text, split) for split in data.SPLITS}
 
     def _examples(self, split: str, rows: data.Rows, heads: Heads) -> examples.Examples:
         token_map = None if heads.token_map is None else heads.token_map.cpu()
@@ -180,7 +199,7 @@ class Work:
         return examples.Examples(rows, hidden.read(self.text, split), token_map=token_map, **sizes)
 
     def _accuracy(self, heads: Heads, held_out: data.Rows) -> list[list[float]]:
-        """Of what ships, on held-out text: `losses.rank_shares`, by which trees are chosen."""
-        batch = self._examples("held_out", held_out, heads).spread(4 * train_loop.HELD_OUT)
+        """On held-out text, in the backbone's type: `losses.rank_shares`, by which trees are chosen."""
+        batch = self._examples("held_out", held_out, heads).spread(4 * train_loop.HELD_OUT, later=False)
         shares = losses.rank_shares(heads, train_loop.on_device(batch, heads))
         return [[round(share, 5) for share in row] for row in shares.tolist()]

@@ -18,6 +18,7 @@ from specnb.measure import head_study
 from specnb.measure.head_study import FRESH, RESUMED, Study
 from specnb.measure.head_workbench import loaded_heads
 from specnb.medusa import checkpoint, hidden
+from specnb.medusa.backbone import Backbone
 from specnb.medusa.losses import Measured
 from specnb.medusa.train_loop import Report
 from specnb.params import MedusaParams
@@ -75,11 +76,12 @@ def study(target, folders, prompts, tmp_path_factory):
 
 def write_circles(target, folder):
     folder.mkdir()
-    (folder / "facts.json").write_text(json.dumps({"by": "the tests"}))
+    digest = Backbone.of(target.network).digest
+    (folder / "facts.json").write_text(json.dumps({"backbone": digest}))
     rows = walks(40)
     for split in ("train", "held_out"):
         np.savez_compressed(folder / f"{split}-00000.npz", tokens=rows, own=np.ones(rows.shape, bool))
-    hidden.compute(target.network, folder)
+    hidden.compute(target.network, folder, backbone=digest)
     return {"train_tokens": rows.size, "seconds": 0.1}
 
 

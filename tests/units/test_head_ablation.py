@@ -44,13 +44,14 @@ def walks(length):
 def text(target, tmp_path_factory):
     """Rows along the circles, the backbone's own choice from the third token on; and their states."""
     folder = tmp_path_factory.mktemp("text")
-    (folder / "facts.json").write_text(json.dumps({"by": "the tests"}))
+    digest = Backbone.of(target.network).digest
+    (folder / "facts.json").write_text(json.dumps({"backbone": digest}))
     rows = walks(32)
     own = np.ones(rows.shape, bool)
     own[:, :2] = False
     for split in ("train", "held_out"):
         np.savez_compressed(folder / f"{split}-00000.npz", tokens=rows, own=own)
-    hidden.compute(target.network, folder)
+    hidden.compute(target.network, folder, backbone=digest)
     return folder
 
 
@@ -102,7 +103,7 @@ def test_without_the_norm_the_blocks_are_fed_the_bare_state(backbone):
     assert torch.equal(bare.normed(state), state) and torch.equal(bare.as_input(state), state)
     # also where the heads to compare with take what is behind the norm
     other = variant_heads(Variant("x", norm=False), periodic.config(input="post_norm"), None, backbone, 0)
-    assert torch.equal(other.normed(other.as_input(state)), state)
+    assert torch.equal(other.normed(other.as_input(state)), state) and other.config.input == "pre_norm"
     sound = variant_heads(Variant("x"), periodic.config(), None, backbone, 0)
     assert torch.equal(sound.normed(state), backbone.norm(state))
 
@@ -202,6 +203,17 @@ def test_every_planted_fault_is_called_by_its_name(target, backbone, fitted, rep
         assert rows.loc[fault, "right_normed_once"] == right > rows.loc[fault, "right"]
     assert rows.loc["never loaded", "alpha_1"] < 0.2
     assert rows["repeats"].max() == 0  # circles have no token twice in a row
+
+
+def test_planting_a_norm_does_not_disturb_who_listens_to_the_backbones(target, backbone, fitted, report):
+    heard = []
+    hook = backbone.norm.register_forward_hook(lambda *_: heard.append(1))
+    state = torch.randn(1, periodic.HIDDEN, generator=torch.Generator().manual_seed(0))
+    expected = backbone.norm(backbone.norm(state))
+    heard.clear()
+    planted = head_planted.other_norm(fitted, backbone, report, twice=True)
+    assert torch.equal(planted.heads.normed(state), expected) and not heard
+    hook.remove()
 
 
 def test_a_fault_that_was_not_planted_is_not_named(target, fitted, report):

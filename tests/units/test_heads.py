@@ -242,3 +242,24 @@ def test_borrowed_matrices_have_a_row_a_token_and_no_gradient():
     backbone = Backbone.of(torch_model("llama"))
     assert backbone.embeddings.shape == backbone.lm_head.shape == (VOCAB, WIDTH)
     assert not backbone.lm_head.requires_grad and not backbone.embeddings.requires_grad
+
+
+def test_heads_do_not_copy_the_network_through_a_listener(llama):
+    """Whoever watches the hidden states hangs on the norm that heads copy."""
+    from copy import deepcopy
+
+    net = deepcopy(llama)
+
+    class Listener:
+        def __init__(self):
+            self.network = net
+
+        def hear(self, *_):
+            """Nothing."""
+
+    heard = Listener()
+    net.model.norm.register_forward_hook(heard.hear)
+    backbone = Backbone.of(net)
+    config = HeadsConfig(n_heads=2, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
+    copied = Heads(config, backbone)._borrowed[0]
+    assert not copied._forward_hooks and len(net.model.norm._forward_hooks) == 1

@@ -1,6 +1,7 @@
 """Training text: what the backbone writes is its greedy choice, goes on after a stop, and knows whose turn it is."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def test_damaged_text_is_one_clear_error(net, writer, tmp_path, bytes_):
 
 def test_hidden_states_are_those_in_front_of_the_final_norm(net, writer, tmp_path):
     rows = written(net, writer, tmp_path)
-    hidden.compute(net, tmp_path)
+    hidden.compute(net, tmp_path, backbone="ab")
     states = hidden.read(tmp_path, "train")
     with torch.inference_mode():
         wanted = net(torch.from_numpy(rows.tokens.astype(np.int64))).logits
@@ -146,10 +147,10 @@ def test_hidden_states_are_those_in_front_of_the_final_norm(net, writer, tmp_pat
 def test_hidden_states_go_on_where_files_are_new(net, writer, tmp_path):
     written(net, writer, tmp_path, batches={"train": 1})
     counted = []
-    hidden.compute(net, tmp_path, on_tokens=counted.append)
+    hidden.compute(net, tmp_path, backbone="ab", on_tokens=counted.append)
     written(net, writer, tmp_path, batches={"train": 2})
     again = []
-    hidden.compute(net, tmp_path, on_tokens=again.append)
+    hidden.compute(net, tmp_path, backbone="ab", on_tokens=again.append)
     assert sum(counted) == sum(again) == WRITING.batch_size * WRITING.length
 
 
@@ -212,10 +213,10 @@ def test_given_text(writer, tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": "abcdefgh" * 20}) + "\n" for _ in range(10)))
     texts, facts = given.of_file(file)
-    n = given.write(writer, texts, tmp_path / "out", facts=facts, length=40)
+    n = given.write(writer, texts, tmp_path / "out", facts=facts, backbone="ab", length=40)
     train, held_out = (data.read(tmp_path / "out", split) for split in data.SPLITS)
     assert train.own.all() and train.tokens.size + held_out.tokens.size == n
-    assert n == given.write(writer, texts, tmp_path / "out", facts=facts, length=40)
+    assert n == given.write(writer, texts, tmp_path / "out", facts=facts, backbone="ab", length=40)
 
 
 @pytest.mark.parametrize("line", ['{"text": 1}', "[]", '{"text": "a", "more": 1}', "{"])
@@ -228,4 +229,31 @@ def test_a_line_that_is_no_text(tmp_path, line):
 
 def test_too_little_text(writer, tmp_path):
     with pytest.raises(InputError, match="at least"):
-        given.write(writer, ["abc"], tmp_path / "out", facts={}, length=40)
+        given.write(writer, ["abc"], tmp_path / "out", facts={}, backbone="ab", length=40)
+
+
+def test_states_of_another_backbone_are_not_computed(net, writer, tmp_path):
+    written(net, writer, tmp_path)
+    with pytest.raises(InputError, match="another folder"):
+        hidden.compute(net, tmp_path, backbone="cd")
+
+
+def test_a_bos_token_stands_in_front_of_the_chat_only():
+    class Adding(Writer):
+        def encode(self, text, *, special=True):
+            return [1, *super().encode(text)] if special else super().encode(text)
+
+    writer = Adding(64)
+    writer.vocab = replace(writer.vocab, bos=1, add_bos=True)
+    assert seeds.Turns.of(writer) == seeds.Turns((1, 3), (END, 4), (END, 3))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "gpt2", "gpt_neox"])
+def test_families_that_keep_their_state_otherwise(writer, tmp_path, kind):
+    net = torch_model(kind, vocab_size=64, max_position_embeddings=128).eval()
+    rows = written(net, writer, tmp_path, batches={"train": 1})
+    with torch.inference_mode():
+        logits = net(torch.from_numpy(rows.tokens.astype(np.int64))).logits
+    best = logits[:, :-1].gather(-1, torch.from_numpy(rows.tokens[:, 1:, None].astype(np.int64)))[..., 0]
+    own = torch.from_numpy(rows.own[:, 1:])
+    assert (best - logits[:, :-1].amax(-1))[own].min() > -1e-3
