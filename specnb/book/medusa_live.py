@@ -13,7 +13,7 @@ from specnb.measure.experiment import Progress, silent
 from specnb.measure.head_practice import Watch
 from specnb.medusa.train_loop import Report
 
-SHOWN = {"loss": "loss (nats, weighted)", "top1": "top-1 (%)", "top5": "top-5 (%)"}
+SHOWN = {"loss": "loss (nats)", "top1": "top-1 (%)", "top5": "top-5 (%)"}
 EVERY = 2
 """Steps between two drawings: one of them takes the browser longer than a short step."""
 

@@ -41,8 +41,8 @@ class HeadsDrafter:
 
     A chain is greedy or sampled, as generation is, and at most as long as there are heads; a tree is deterministic,
     and where fewer nodes are asked for, the first of the plan; an empty plan drafts nothing. Raises InputError for a
-    target whose hidden states cannot be read, or that has other sizes than the heads, and for a plan that needs more
-    heads or ranks than there are.
+    target whose hidden states cannot be read, or that has other sizes, another type or device than the heads, and for a
+    plan that needs more heads or ranks than there are.
     """
 
     vocab = None
@@ -100,15 +100,18 @@ class _Draft:
         rows: list[np.ndarray] = []
         for head in range(min(k, self._heads.config.n_heads)):
             began = perf_counter()
-            logits = self._heads.full_logits(self._logits(head, [ids])[0]).cpu().numpy()
+            logits = self._logits(head, [ids])[0].cpu().numpy()
             self._forward_s += perf_counter() - began
-            picked = rng.pick(logits)
+            try:  # among the draft vocabulary: ascending, so ties go to the same token as among the whole one
+                picked = rng.pick(logits)
+            except NonFiniteLogits as error:  # which names a draft id
+                raise _broken(head) from error
             if picked is None:
                 break
             token, row = picked
-            ids.append(token)
+            ids.append(int(self._heads.full_ids(token)))
             if row is not None:
-                rows.append(row)
+                rows.append(self._full_row(row))
             if rng.enough:
                 break
         return Proposal(tuple(ids), np.stack(rows) if rows else None, self._forward_s)
@@ -122,7 +125,7 @@ class _Draft:
             logits = self._logits(head, [paths[parent] for parent in parents])
             best, drafts = logits.topk(1 + max(plan.ranks[node] for node in level))
             if not bool(best.isfinite().all()):
-                raise NonFiniteLogits(f"head {head} has NaN or infinite logits")
+                raise _broken(head)
             tokens = self._heads.full_ids(drafts).expand(len(parents), -1).tolist()
             for node in level:
                 parent = plan.parents[node]
@@ -130,6 +133,14 @@ class _Draft:
         ids = tuple(paths[node][-1] for node in range(len(plan)))
         forward_s = self._forward_s + perf_counter() - began
         return Proposal(ids, None, forward_s, plan.tree if ids else None)
+
+    def _full_row(self, row: np.ndarray) -> np.ndarray:
+        """Probabilities over the vocabulary, of those over the draft vocabulary."""
+        if self._heads.token_map is None:
+            return row
+        full = np.zeros(self._heads.config.vocab_size)
+        full[self._heads.token_map.cpu().numpy()] = row
+        return full
 
     def _logits(self, head: int, paths: list[list[int]]) -> Tensor:
         """Logits of one head after each of `paths`, tokens drafted so far: `(paths, draft_size)`.
@@ -142,6 +153,10 @@ class _Draft:
         return self._heads.draft_logits(head, self._hidden.expand(len(paths), -1), since)
 
 
+def _broken(head: int) -> NonFiniteLogits:
+    return NonFiniteLogits(f"head {head} has NaN or infinite logits")
+
+
 def require_hidden(target: LanguageModel) -> None:
     """Refuse a target whose engine does not show hidden states."""
     if not hasattr(target, "watch_hidden"):
@@ -151,14 +166,28 @@ def require_hidden(target: LanguageModel) -> None:
         )
 
 
+def _place(weight: Tensor) -> str:
+    return f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
+
+
 def _require_fit(target: LanguageModel, heads: Heads, plan: TreePlan | None) -> None:
     require_hidden(target)
     config = heads.config
-    hidden = target.network.get_output_embeddings().weight.shape[1]
-    sizes = {"hidden_size": (config.hidden_size, hidden), "vocab_size": (config.vocab_size, target.vocab.size)}
+    lm_head = target.network.get_output_embeddings().weight
+    sizes = {
+        "hidden_size": (config.hidden_size, lm_head.shape[1]),
+        "vocab_size": (config.vocab_size, target.vocab.size),
+    }
     for name, (ours, theirs) in sizes.items():
         if ours != theirs:
             raise InputError(f"these heads have {name} {ours}, but {target.name} has {theirs}: made for another model")
+    # other types would be promoted without a word, or fail in the middle of a generation
+    for weight in (heads.shared_lm_head, *heads.parameters()):
+        if (weight.dtype, weight.device) != (lm_head.dtype, lm_head.device):
+            raise InputError(
+                f"these heads are {_place(weight)}, but {target.name} is {_place(lm_head)}: load them for this "
+                "target, whose network says type and device (load_trained_heads)"
+            )
     if plan is None or not len(plan):
         return
     if plan.depth > config.n_heads:

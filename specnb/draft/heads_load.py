@@ -9,7 +9,7 @@ import numpy as np
 from specnb.draft.tree_plan import TreePlan, checked_accuracy, grow
 from specnb.errors import InputError, LoadError
 from specnb.lm.base import LanguageModel
-from specnb.lm.bounded_json import read_json
+from specnb.lm.bounded_json import Node, read_json
 
 if TYPE_CHECKING:
     from specnb.draft.heads import HeadsDrafter
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CHAIN, AUTO = "chain", "auto"
 TREE_HELP = f"{CHAIN}, {AUTO}, or a number of nodes"
 MAX_CARD_BYTES, MAX_CARD_VALUES = 32 << 20, 2_000_000
-"""Bounds of the JSON beside a checkpoint: a training log of 100,000 lines with a loss for each of five heads fits."""
+"""Bounds of the JSON beside a checkpoint, of which the training's log is the most."""
 
 PUBLISHED = np.diff(
     [
@@ -78,18 +78,25 @@ def accuracy_of(checkpoint: Path) -> np.ndarray | None:
 
     They stand in training.json under `accuracy`, a list for each head. Raises InputError for what are none.
     """
-    from specnb.medusa.checkpoint import TRAINING_FILE
-
-    card = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / TRAINING_FILE
-    if not card.exists():
-        return None
-    found = read_json(card, MAX_CARD_BYTES, MAX_CARD_VALUES).values.get("accuracy")
+    card = training_card(checkpoint)
+    found = card and card.values.get("accuracy")
     if found is None:
         return None
     try:
         return checked_accuracy(found)
     except InputError as error:
-        raise InputError(f"{card}: {error}; train again, or remove `accuracy`") from error
+        raise InputError(f"{card.path}: {error}; train again, or remove `accuracy`") from error
+
+
+def training_card(checkpoint: Path) -> Node | None:
+    """What training left beside the weights, training.json; `checkpoint` is the folder or a file in it.
+
+    None where there is none. Raises InputError for what is no such JSON, or too large.
+    """
+    from specnb.medusa.checkpoint import TRAINING_FILE
+
+    card = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / TRAINING_FILE
+    return read_json(card, MAX_CARD_BYTES, MAX_CARD_VALUES) if card.exists() else None
 
 
 def _plan(size: int | TreePlan, n_heads: int, accuracy: np.ndarray | None) -> tuple[TreePlan | None, tuple[str, ...]]:

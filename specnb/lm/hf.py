@@ -7,8 +7,10 @@ passed; several model families count from 0 when they are not.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from weakref import ref
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from specnb.lm.hf_attention import MAX_ROWS, use_rowwise
 from specnb.lm.hf_cache import uncroppable
 from specnb.lm.hf_engine import TorchEngine
 from specnb.lm.hf_hidden import HiddenStates
-from specnb.lm.hf_tree import probe_trees, why_no_trees
+from specnb.lm.hf_tree import ProbedLater, probe_trees, why_no_trees
 from specnb.lm.preflight import same_bits, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, Crop, Recompute, Rollback
 from specnb.lm.rollback_model import GoesBack
@@ -85,12 +87,11 @@ class HfModel(GoesBack):
             details=self.caps.details | ({"steps": STEPS[steps]} if steps in STEPS else {}),
             same_bits_up_to=MAX_ROWS if rowwise and same_bits(self) else 0,
         )
-        self._allow_trees(why_no_trees(model, self.rollback))
-        if self.caps.trees:
-            self._allow_trees(probe_trees(self))
-
-    def _allow_trees(self, reason: str) -> None:
+        reason = why_no_trees(model, self.rollback)
         self.caps = replace(self.caps, trees=not reason, trees_reason=reason)
+        if not reason:
+            me = ref(self)  # capabilities go into records, which are not to keep a model in memory
+            self.caps = ProbedLater.of(self.caps, lambda caps: _probe_apart(me(), caps))
 
     @classmethod
     def open(
@@ -242,3 +243,13 @@ class HfModel(GoesBack):
         """
         self._require_open()
         return self._engine.first_nonfinite(ids)
+
+
+def _probe_apart(model: HfModel | None, caps: Capabilities) -> str:
+    """`probe_trees` of a model that is said to have `caps`, in a state of its own: the look may come amid a text."""
+    if model is None or model._engine is None:
+        return "it was closed before anybody asked for trees"
+    twin, engine = copy(model), copy(model._engine)
+    engine.clear()
+    twin._engine, twin.rollback, twin._hidden, twin.unsettled, twin.caps = engine, Crop(engine), None, None, caps
+    return probe_trees(twin)

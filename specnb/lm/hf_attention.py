@@ -7,6 +7,7 @@ the keys up to its own token, padded with masked entries, which add exact zeros,
 the bits, benchmarks the price.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -44,26 +45,50 @@ def rowwise_attention(
     if n > MAX_ROWS:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if attention_mask.dim() == 4:
-        mask = torch.nn.functional.pad(attention_mask[0, 0], (0, -key.shape[2] % LANES), value=float("-inf"))
-        return _rows_against(query, key, value, mask, scaling), None
+        mask = _once(attention_mask, "padded", _padded_mask)
+        return _rows_against(query, key, value, mask, slice(0, n), mask.shape[-1], scaling), None
     # The padded length belongs to a token, not to the block: sums over 192 and 256 keys run in different orders. A
     # block has at most MAX_ROWS = LANES tokens, so it crosses at most one such border.
     padded = attention_mask.shape[-1]
     short = max(0, padded - LANES - (key.shape[2] - n))
     if not short:
-        return _rows_against(query, key, value, attention_mask, scaling), None
+        return _rows_against(query, key, value, attention_mask, slice(0, n), padded, scaling), None
     parts = [
-        _rows_against(query[:, :, rows], key, value, attention_mask[rows, :width], scaling)
+        _rows_against(query[:, :, rows], key, value, attention_mask, rows, width, scaling)
         for rows, width in ((slice(0, short), padded - LANES), (slice(short, n), padded))
         if rows.start < rows.stop
     ]
     return torch.cat(parts, dim=1), None
 
 
+def _once(mask: torch.Tensor, name: object, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What `make` makes of the mask of a forward, which all layers are handed: the first makes it for the others.
+
+    It is kept on the mask itself, and so no longer than that lives.
+    """
+    made = mask.__dict__.setdefault("specnb_made", {})
+    if name not in made:
+        made[name] = make(mask)
+    return made[name]
+
+
+def _padded_mask(mask: torch.Tensor) -> torch.Tensor:
+    """`(1, 1, n, length)` as `(n, padded)`."""
+    return torch.nn.functional.pad(mask[0, 0], (0, -mask.shape[-1] % LANES), value=float("-inf"))
+
+
 def _rows_against(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    tokens: slice,
+    length: int,
+    scaling: float | None,
 ) -> torch.Tensor:
-    """Attention of `query (1, heads, n, dim)` over the first `mask.shape[-1]` keys: `(1, n, heads, dim)`.
+    """Attention of `query (1, heads, n, dim)` over the first `length` keys: `(1, n, heads, dim)`.
+
+    The `n` queries are those `tokens` of the block whose mask `(block, at least length)` is.
 
     The heads that share keys and values become rows of one query, so nothing is repeated in memory, and as many
     tokens as fit fill its ROWS; what is left stays zero. Rows in other numbers than whole eights would round
@@ -71,7 +96,7 @@ def _rows_against(
     alignment.
     """
     _, heads, n, dim = query.shape
-    kv_heads, length = key.shape[1], mask.shape[-1]
+    kv_heads = key.shape[1]
     shared = heads // kv_heads
     each = min(n, max(1, ROWS // shared))  # tokens a call
     calls = -(-n // each)
@@ -80,7 +105,11 @@ def _rows_against(
     rows = torch.nn.functional.pad(query, (0, 0, 0, calls * each - n)) if calls > 1 else query
     rows = rows.reshape(kv_heads, shared, calls, each, dim).permute(2, 0, 1, 3, 4).reshape(calls, kv_heads, -1, dim)
     rows = torch.nn.functional.pad(rows, (0, 0, 0, size - each * shared))
-    masks = mask.index_select(0, _token_of_row(n, calls, each, size)).view(calls, 1, size, length)
+    masks = _once(
+        mask,
+        (tokens.start, tokens.stop, length, each, size),
+        lambda whole: whole[tokens, :length].index_select(0, _token_of_row(n, calls, each, size)),
+    ).view(calls, 1, size, length)
     out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=masks, scale=scaling)
     out = out[:, :, : each * shared].unflatten(2, (shared, each))  # (calls, kv_heads, shared, each, dim)
     return out.permute(0, 3, 1, 2, 4).reshape(1, calls * each, heads, -1)[:, :n]

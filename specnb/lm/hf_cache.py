@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -52,15 +53,22 @@ class KeptPastLayer(DynamicLayer):
     def gather(self, start: int, nodes: Sequence[int]) -> None:
         """Of the positions from `start` on keep these, counted from there, in this order and in place."""
         end = start + len(nodes)
-        if list(nodes) != list(range(len(nodes))):  # else they lie where they should
-            rows = torch.tensor([start + node for node in nodes], device=self.keys.device)
+        stay = next((at for at, node in enumerate(nodes) if at != node), len(nodes))
+        if stay < len(nodes):  # those before lie where they should
+            rows = _rows(start, tuple(nodes[stay:]), self.keys.device)
             for held in (self.keys, self.values):
-                held[:, :, start:end] = held.index_select(2, rows)
+                held[:, :, start + stay : end] = held.index_select(2, rows)
         self._length = end
 
     def reset(self) -> None:
         super().reset()
         self._length = 0
+
+
+@lru_cache(maxsize=1)
+def _rows(start: int, nodes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Positions of nodes behind `start`; every layer of a cache asks for the same ones in turn."""
+    return torch.tensor([start + node for node in nodes], device=device)
 
 
 CROPPABLE = (DynamicLayer, DynamicSlidingWindowLayer)

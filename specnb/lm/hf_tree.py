@@ -6,13 +6,16 @@ error and be wrong. What the configuration does not tell, `probe_trees` finds by
 """
 
 import inspect
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from specnb.lm.base import TreeModel
+from specnb.lm.base import Capabilities, TreeModel
 from specnb.lm.hf_attention import NAME, attends_to_all
 from specnb.lm.preflight import TOLERANCE, apart
 from specnb.lm.tree import Tree
@@ -51,6 +54,27 @@ def why_no_trees(model: PreTrainedModel, rollback: "Rollback") -> str:
     if attention not in MASKED:
         return f"its attention ({attention}) takes no mask of a tree; {' and '.join(MASKED[:2])} do"
     return ""
+
+
+class ProbedLater(Capabilities):
+    """Capabilities whose `trees` and `trees_reason` are found at the first look at either: most users look at none."""
+
+    @classmethod
+    def of(cls, caps: Capabilities, probe: Callable[[Capabilities], str]) -> Self:
+        """`caps`, which allow trees, but that `probe` is asked once what stands against them, "" if nothing."""
+        made = cls(**{one.name: getattr(caps, one.name) for one in fields(caps)})
+        for name in ("trees", "trees_reason"):
+            del made.__dict__[name]  # where the values below are then kept
+        made.__dict__["_ask"] = lambda: probe(caps)
+        return made
+
+    @cached_property
+    def trees_reason(self) -> str:
+        return self._ask()
+
+    @cached_property
+    def trees(self) -> bool:
+        return not self.trees_reason
 
 
 def probe_trees(model: TreeModel) -> str:

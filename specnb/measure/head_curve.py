@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from specnb.draft.heads_load import MAX_CARD_BYTES, MAX_CARD_VALUES
+from specnb.draft.heads_load import training_card
 from specnb.errors import InputError
-from specnb.lm.bounded_json import read_json
-from specnb.medusa.checkpoint import TRAINING_FILE
 
 LOG = "log"
 DEAD = 1e-3
@@ -90,11 +88,9 @@ def read(checkpoint: Path) -> Curve | None:
 
     Raises InputError for a file that is none.
     """
-    file = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / TRAINING_FILE
-    if not file.exists():
-        return None
-    log = read_json(file, MAX_CARD_BYTES, MAX_CARD_VALUES).nodes(LOG)
+    card = training_card(checkpoint)
+    log = card.nodes(LOG) if card else []
     try:
         return Curve.of([line.values for line in log]) if log else None
     except InputError as error:
-        raise InputError(f"{file}: {error}") from error
+        raise InputError(f"{card.path}: {error}") from error

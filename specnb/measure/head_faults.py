@@ -91,7 +91,8 @@ def wrong_norm(e: Evidence) -> Diagnosis | None:
 
 def trained_under_another_norm(e: Evidence) -> Diagnosis | None:
     """The heads are much better when the norm is applied twice, or not at all, than when it is applied once."""
-    if wrong_norm(e):  # it is not applied once now
+    # Now it is not applied once; or there are no blocks, and another norm only turns lm_heads away from their start.
+    if wrong_norm(e) or not residual_share(e.heads, e.traces).any():
         return None
     now = accuracy(e.scores)
     inputs: dict[bool, Callable[[Trace], Tensor]] = {True: lambda t: e.norm(t.post_norm), False: lambda t: t.pre_norm}

@@ -23,6 +23,8 @@ from specnb.medusa.examples import Examples
 from specnb.medusa.heads import Heads
 from specnb.medusa.recipe import Recipe
 
+PACKAGES = ("rich", "transformers")
+"""Whose texts the seeds are made from: the smallest with code and prose on both sides of the split, read in seconds."""
 KILLED_AFTER, KILL_STEPS, KILL_BATCH = 2, 4, 32
 """Of the run that is killed and goes on: as short as can be, with steps of the optimizer on both sides."""
 
@@ -68,7 +70,10 @@ def write_text(
     try:
         digest = Backbone.of(writer.network).digest
         batches = dict.fromkeys(data.SPLITS, 1)
-        data.write(writer, writer.network, folder, batches=batches, made=made, backbone=digest, on_tokens=on_tokens)
+        data.write(
+            writer, writer.network, folder, batches=batches, made=made, backbone=digest, packages=PACKAGES,
+            on_tokens=on_tokens,
+        )  # fmt: skip
         hidden.compute(writer.network, folder, backbone=digest, on_tokens=on_tokens)
     finally:
         writer.close()

@@ -14,7 +14,7 @@ import inspect
 import io
 import json
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,16 +81,17 @@ def write(
     batches: dict[str, int],
     made: Writing = Writing(),
     backbone: str,
+    packages: Iterable[str] = corpus.LICENCES,
     shard: tuple[int, int] = (0, 1),
     on_tokens: Callable[[int], None] = lambda n: None,
 ) -> None:
     """Write the batches of each split (`train`, `held_out`) that are not in `folder` yet.
 
-    `net` is the network behind `model`, and `backbone` its digest. `shard` (i, n) writes every n-th batch from the
-    i-th on, so that n processes share the work. Calls `on_tokens` with the tokens of each step.
-    Raises InputError when the folder holds text made otherwise.
+    `net` is the network behind `model`, and `backbone` its digest; seeds are of the `packages` that are installed.
+    `shard` (i, n) writes every n-th batch from the i-th on, so that n processes share the work. Calls `on_tokens`
+    with the tokens of each step. Raises InputError when the folder holds text made otherwise.
     """
-    documents = dict(zip(SPLITS, corpus.split(corpus.documents(corpus.installed())), strict=True))
+    documents = dict(zip(SPLITS, corpus.split(corpus.documents(corpus.installed(packages))), strict=True))
     facts = {
         "writing": asdict(made),
         "backbone": backbone,

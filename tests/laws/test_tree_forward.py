@@ -4,8 +4,11 @@ For the toy, and for random torch models of several families under both attentio
 below, and are seen.
 """
 
+from collections import Counter
+from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specnb.errors import CapacityError, EngineError, InputError, StateError
-from specnb.lm import hf_engine, hf_tree, toy
+from specnb.lm import hf, hf_attention, hf_cache, hf_engine, hf_tree, toy
 from specnb.lm.base import LanguageModel, TreeModel
 from specnb.lm.hf import HfModel
 from specnb.lm.hf_cache import FIRST_ROOM, KeptPastLayer
@@ -393,6 +396,75 @@ def test_a_model_whose_trees_fail_opens_without_them(monkeypatch):
     model = torch_lm()
     assert not model.caps.trees and "a tree fails: torch failed on a tree of 8 nodes" in model.caps.trees_reason
     assert model.n_past == 0 and model.forward(IDS[:3]).shape == (3, VOCAB)
+
+
+def test_trees_are_probed_at_the_first_look_and_in_a_state_of_their_own(monkeypatch):
+    """Who never drafts a tree never pays for the probe; who asks amid a text finds the text as it was."""
+    probes = []
+    monkeypatch.setattr(hf, "probe_trees", lambda model: probes.append(model) or hf_tree.probe_trees(model))
+    model = torch_lm()
+    states = model.watch_hidden()
+    model.forward(IDS[:5])
+    assert model.caps.n_ctx and model.caps.rewind == "crop" and not probes
+    held, cost = states.at(4), model.rollback.cost
+    assert model.caps.trees and model.caps.trees_reason == "" and len(probes) == 1
+    assert model.n_past == 5 and model.unsettled is None and model.rollback.cost is cost
+    assert all(a is b or torch.equal(a, b) for a, b in zip(held, states.at(4), strict=True))
+    np.testing.assert_array_equal(model.forward(IDS[5:7]), fed_in(torch_lm(), IDS[:5], IDS[5:7]))
+    assert model.caps.trees and asdict(model.caps)["trees"] and len(probes) == 1
+    model.caps = replace(model.caps, trees=False, trees_reason="a reason")
+    assert not model.caps.trees and model.caps.trees_reason == "a reason" and len(probes) == 1
+
+
+def fed_in(model, *pieces):
+    return [model.forward(piece) for piece in pieces][-1]
+
+
+def test_the_first_tree_is_probed_before_it_is_fed(monkeypatch):
+    monkeypatch.setattr(hf, "probe_trees", lambda model: "its trees are wrong")
+    model = torch_lm()
+    model.forward(IDS[:3])
+    with pytest.raises(InputError, match="cannot compute trees: its trees are wrong"):
+        model.forward_tree(IDS[3:5], Tree((-1, -1)))
+    assert model.n_past == 3 and model.unsettled is None
+
+
+def test_capabilities_outlive_their_model_and_do_not_keep_it():
+    model = torch_lm()
+    caps, network = model.caps, ref(model.network)
+    del model
+    assert network() is None and not caps.trees and "closed before" in caps.trees_reason
+    closed = torch_lm()
+    closed.close()
+    assert "closed before" in closed.caps.trees_reason
+
+
+def test_a_path_that_is_kept_moves_only_the_rows_that_have_to(monkeypatch):
+    """With one index for all layers: the first of a path that is a prefix stay where they are."""
+    moved, rows = [], hf_cache._rows
+    monkeypatch.setattr(hf_cache, "_rows", lambda *args: moved.append(args[:2]) or rows(*args))
+    model, tree = torch_lm(), Tree((-1, 0, 0, 2, 1, 2))
+    for kept, expected in (([0, 1], []), ([0, 2, 5], [(9, (2, 5))] * 2), ([], [])):
+        in_tree(model, IDS[:9], tree)
+        rows.cache_clear()
+        moved.clear()
+        model.keep_path(kept)
+        assert moved == expected and rows.cache_info().misses == bool(expected)
+
+
+@pytest.mark.parametrize("tree", [Tree((-1, 0, 0, 2, 1, 2)), Tree.chain(6)], ids=["tree", "chain"])
+def test_what_all_layers_need_of_a_mask_is_made_once_a_forward(monkeypatch, tree):
+    model = torch_lm(n_ctx=256, dtype=torch.bfloat16)
+    assert model.caps.trees and model.network.config.num_hidden_layers == 2
+    made = Counter()
+    once = hf_attention._once
+
+    def counted(mask, name, make):
+        return once(mask, name, lambda whole: made.update([name]) or make(whole))
+
+    monkeypatch.setattr(hf_attention, "_once", counted)
+    in_tree(model, IDS[:61], tree)  # a chain crosses a border of what keys are padded to
+    assert made and set(made.values()) == {1}
 
 
 # --- the real model -------------------------------------------------------------------------------------------------

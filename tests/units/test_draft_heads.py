@@ -19,7 +19,7 @@ from specnb.draft.tree_plan import TreePlan, grow
 from specnb.errors import InputError, LoadError, NonFiniteLogits
 from specnb.lm import toy
 from specnb.lm.hf import HfModel
-from specnb.measure import pair
+from specnb.measure import head_curve, pair
 from specnb.measure.trees import best_tree, drafting_s, tree_curve, with_best_tree
 from specnb.medusa import checkpoint
 from specnb.medusa.backbone import Backbone
@@ -260,6 +260,24 @@ class Limited:
         return self._chooser.pick(logits)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_chain_is_picked_among_the_tokens_that_heads_can_draft(target, temperature):
+    """Rows over the whole vocabulary take longer to fill than to look through."""
+    seen = []
+
+    class Watching(Chooser):
+        def pick(self, logits):
+            seen.append(len(logits))
+            return super().pick(logits)
+
+    target.reset()
+    target.forward(PROMPT)
+    picker = Watching(Sampling(temperature), Draws(np.random.default_rng(0)))
+    made = HeadsDrafter(target, made_heads(target, draft_vocab=20)).propose(TokenView([*PROMPT, 7]), 3, picker)
+    assert seen == [20] * 3 and all(token % 2 for token in made.ids)
+    assert temperature == 0 or made.q_draft.shape == (3, VOCAB)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("refuses", [True, False])
 @pytest.mark.parametrize("picks", [1, 2])
@@ -298,6 +316,17 @@ def test_heads_of_other_sizes_are_refused(target):
         HeadsDrafter(target, heads)
 
 
+@pytest.mark.parametrize("contract", ["pre_norm", "post_norm"])
+def test_heads_of_another_type_than_the_target_are_refused(target, contract):
+    """In front of the norm they would be promoted without a word, behind it fail at the first draft."""
+    half = HfModel(torch_model().to(torch.bfloat16), None, name="half")
+    with pytest.raises(InputError, match=r"heads are float32 on cpu, but half is bfloat16 on cpu: load them for this"):
+        HeadsDrafter(half, made_heads(target, input=contract))
+    with pytest.raises(InputError, match=r"heads are bfloat16 on cpu, but tiny is float32 on cpu"):
+        HeadsDrafter(target, made_heads(target, input=contract).to(torch.bfloat16))  # borrowed parts stay as they were
+    assert HeadsDrafter(half, made_heads(half, input=contract)).name == "medusa"
+
+
 def test_a_plan_beyond_the_heads_is_refused(target):
     with pytest.raises(InputError, match="4 tokens deep, but there are 3 heads"):
         HeadsDrafter(target, made_heads(target), TreePlan.chain(4))
@@ -323,7 +352,7 @@ def test_broken_heads_are_named_as_such(target, plan):
     heads = made_heads(target)
     with torch.no_grad():
         heads.heads[1].blocks[0].linear.bias.fill_(float("nan"))
-    with pytest.raises(NonFiniteLogits, match="while drafting, after 5 tokens"):
+    with pytest.raises(NonFiniteLogits, match=r"while drafting, after 5 tokens.*head 1 has NaN"):
         generate(target, PROMPT, drafter=HeadsDrafter(target, heads, plan), k=3)
 
 
@@ -464,6 +493,13 @@ def test_heads_on_an_engine_that_shows_no_states_name_the_remedy(loads_tiny):
 
 def test_the_card_is_found_beside_a_file_of_weights(target, saved):
     assert heads_load.accuracy_of(saved / "heads.safetensors").shape == heads_load.accuracy_of(saved).shape == (3, 2)
+
+
+def test_what_reads_the_card_has_the_same_bounds(saved, monkeypatch):
+    monkeypatch.setattr(heads_load, "MAX_CARD_BYTES", 10)
+    for read in (heads_load.accuracy_of, head_curve.read):
+        with pytest.raises(InputError, match=r"training\.json has more than 10 bytes"):
+            read(saved)
 
 
 def test_the_command_prints_what_there_is_to_know_of_heads(loads_tiny, saved, monkeypatch):

@@ -217,8 +217,11 @@ def test_planting_a_norm_does_not_disturb_who_listens_to_the_backbones(target, b
 
 
 def test_a_fault_that_was_not_planted_is_not_named(target, fitted, report):
-    case = head_planted.Planted("claimed", "double norm", fitted, report)
-    found, _ = head_planted.judge(target, [case], periodic.prompts(), max_new_tokens=24)
+    cases = [
+        head_planted.Planted("claimed", "double norm", fitted, report),
+        head_planted.Planted("none", "", periodic.new_heads(target), None),  # said to be sound, and never loaded
+    ]
+    found, _ = head_planted.judge(target, cases, periodic.prompts(), max_new_tokens=24)
     assert not found["named"].any()
 
 

@@ -66,6 +66,17 @@ def one_zero(target):
     return heads
 
 
+def only_lm_heads(target, steps=10):
+    """Private lm_heads that were trained a little in front of blocks that never were."""
+    heads = periodic.new_heads(target, lm_head="private")
+    blocks = [weight for head in heads.heads for weight in head.blocks.parameters()]
+    keep = [weight.register_hook(torch.zeros_like) for weight in blocks]
+    periodic.fit(heads, target, steps=steps)
+    for hook in keep:
+        hook.remove()
+    return heads
+
+
 def died(done):
     """A schedule that ends after a tenth of the steps."""
     return 1.0 if done < 0.1 else 0.0
@@ -175,6 +186,26 @@ def test_weights_that_nothing_explains_are_no_better_than_shuffled_ones(target):
     assert "shuffled" in found.diagnoses[0].evidence
 
 
+def test_little_trained_lm_heads_without_blocks_are_not_called_trained_without_the_norm(target):
+    heads = only_lm_heads(target)
+    assert not any(weight.any() for head in heads.heads for weight in head.blocks.parameters())
+    found = checked(target, heads)
+    assert "acceptance" in failed(found) and [d.name for d in found.diagnoses] == ["never loaded"]
+
+
+def test_a_single_head_that_learned_little_is_not_called_shifted(target):
+    """It says the backbone's next token, as it did at the start."""
+    heads = periodic.new_heads(target, n_heads=1)
+    periodic.fit(heads, target, steps=20, lr=2e-4)
+    found = checked(target, heads)
+    assert "alignment" not in failed(found) and "label shift" not in {d.name for d in found.diagnoses}
+
+
+def test_a_single_head_whose_labels_are_one_too_late_is(target):
+    found = checked(target, trained(target, n_heads=1, shift=1))
+    assert "alignment" in failed(found) and [d.name for d in found.diagnoses] == ["label shift"]
+
+
 def test_a_drafter_that_hands_over_other_states_is_told_from_bad_heads(target, monkeypatch):
     heads = trained(target)
     at = HiddenStates.at
@@ -217,6 +248,7 @@ def test_a_curve_knows_a_schedule_that_died():
     assert not curve([*cosine(70, 0), *np.zeros(30)], FLAT).falling
     assert curve([1, 1, 0, 1], [4, 3, 2, 1]).dead  # exactly zero in the middle
     assert not curve([1e-4, 0.5, 1, 1], [4, 3, 2, 1]).dead  # a warm-up is no death
+    assert not curve([0, 0.5, 1, 1], [4, 3, 2, 1]).dead  # also one from zero
 
 
 def test_losses_of_heads_are_averaged_and_bad_logs_refused(tmp_path):

@@ -1,13 +1,14 @@
 """`specnb bench medusa`: no speed without sound heads, and with them a table whose numbers are the runs'."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from specnb import cli
-from specnb.draft.tree_plan import TreePlan
+from specnb.draft.tree_plan import TreePlan, grow
 from specnb.errors import InputError
 from specnb.measure import heads_bench
 from specnb.measure.bench import Timed
@@ -116,6 +117,15 @@ def test_gates_have_their_own_prompts_and_enough_of_them(categories):
     assert len(timed) == 2 * len(set(categories))
 
 
+def test_prompts_that_are_timed_and_judged_never_overlap():
+    """A category has 14: one alone is judged on 5 of them, each of six on 1."""
+    for categories, most in ((("code",), 9), (("code", "prose"), 11), (heads_bench.CATEGORIES, 13)):
+        timed, judged = chosen_prompts(HeadsBenchParams(categories=categories, prompts_per_category=most))
+        assert len(timed) == most * len(categories) and not {p.id for p in timed} & {p.id for p in judged}
+        with pytest.raises(InputError, match=f"code has 14 prompts.*at most {most} a category"):
+            chosen_prompts(HeadsBenchParams(categories=categories, prompts_per_category=most + 1))
+
+
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +163,14 @@ def test_an_interval_is_shown_where_prompts_allow_one():
     assert shown_rows(frame)[-1][3] == "2.00 [2.00, 2.00]"
 
 
+def test_repeats_of_a_prompt_are_no_more_evidence_of_alpha():
+    once = list(runs([1, 0, 1]))
+    again = [r._replace(repeat=repeat) for repeat in range(5) for r in once]
+    columns = ["category", "alpha_1", "accepted_1", "tested_1", "tau"]
+    one, five = (speed_table(found, ["code", "json", "code"], "medusa")[columns] for found in (once, again))
+    assert one.equals(five) and one["tested_1"].tolist() == [10, 5, 15]
+
+
 def test_rounds_that_drafted_nothing_give_no_alpha():
     frame = speed_table([r._replace(generation=made(4, 0, 0, second=0.1)) for r in runs([1])], ["code"], "medusa")
     assert frame["alpha_1"].isna().all() and frame["tested_1"].tolist() == [0, 0]
@@ -160,5 +178,18 @@ def test_rounds_that_drafted_nothing_give_no_alpha():
 
 
 def test_a_tree_asked_for_by_size_is_grown_from_the_accuracies_of_the_gates(stage):
-    plan = heads_bench.run(params(stage / "sound", tree="3")).drafting.plan
-    assert plan == TreePlan((-1, 0, 1), (0, 0, 0))  # heads that are right are right about their first choices
+    drafting = heads_bench.run(params(stage / "sound", tree="3")).drafting
+    assert drafting.plan == TreePlan((-1, 0, 1), (0, 0, 0))  # heads that are right are right about their first choices
+    assert drafting.says.endswith("by accuracies measured here on 6 prompts")
+
+
+@pytest.mark.parametrize("tree", ["3", "auto"])
+def test_accuracies_that_came_with_the_heads_go_before_those_of_the_gates(stage, tree, tmp_path):
+    """As for `specnb generate`: trees of the same heads are then the same."""
+    shutil.copytree(stage / "sound", tmp_path / "heads")
+    card = tmp_path / "heads" / "training.json"
+    table = [[0.2, 0.7], [0.1, 0.0], [0.1, 0.0], [0.1, 0.0]]  # one row more than there are heads
+    card.write_text(json.dumps(json.loads(card.read_text()) | {"accuracy": table}))
+    drafting = heads_bench.run(params(tmp_path / "heads", tree=tree)).drafting
+    assert drafting.plan.ranks[0] == 1 and drafting.says.endswith("by accuracies that came with the heads")
+    assert tree == "auto" or drafting.plan == grow(np.array(table[:3]), 3)[0]

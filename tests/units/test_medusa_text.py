@@ -55,7 +55,7 @@ def documents(monkeypatch):
         for i in range(6)
         for kind in ("code", "prose")
     ]
-    monkeypatch.setattr(corpus, "installed", lambda: [])
+    monkeypatch.setattr(corpus, "installed", lambda _packages: [])
     monkeypatch.setattr(corpus, "documents", lambda _sources: found)
     monkeypatch.setattr(corpus, "split", lambda documents: (documents, documents))
 
