@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import pandas as pd
 
 from specnb.decode.generate import prompt_ids
+from specnb.draft.heads_load import accuracy_of
 from specnb.draft.tree_plan import TreePlan
 from specnb.errors import InputError
 from specnb.lm.load import load
@@ -149,7 +150,9 @@ class Study(Workbench):
         """The tree of each kind that pays here, after `gate`; a row for each size: nodes, depth, tokens, seconds."""
         with self.keeping("trees") as keep:
             for kind, checked in self._judged().items():
-                self.drafting[kind] = heads_bench.choose_drafts(self.target, self.heads[kind], checked, 0, self.bench)
+                self.drafting[kind] = heads_bench.choose_drafts(
+                    self.target, self.heads[kind], checked, 0, self.bench, trained=accuracy_of(self.reports[kind].path)
+                )
             found = pd.DataFrame([
                 {"kind": kind, "nodes": len(c.plan), "depth": c.plan.depth, "tokens": c.tokens, "seconds": c.seconds}
                 for kind, drafting in self.drafting.items() for c in drafting.candidates

@@ -215,6 +215,7 @@ def test_a_chain_in_reduced_precision_has_the_bits_of_single_steps(monkeypatch):
     On some CPUs the mask alone would not change them, so that there is none is seen too.
     """
     model = torch_lm(n_ctx=256, dtype=torch.bfloat16)
+    assert model.caps.trees  # probed with the mask
     monkeypatch.setattr(hf_engine, "tree_mask", None)
     for held, length in ((20, 1), (20, 6), (61, 6)):
         from_scratch(model, IDS[:held], 0)
