@@ -217,6 +217,7 @@ def test_a_forward_that_failed_leaves_no_rows_of_its_own(where):
     def fail(*_):
         raise RuntimeError("no memory")
 
+    assert model.caps.trees  # asked for before anything fails
     hook = model.network.get_submodule(where).register_forward_hook(fail)
     with pytest.raises(EngineError):
         model.forward(IDS[20:23])
