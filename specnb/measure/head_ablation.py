@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.measure.experiment import Progress, silent
-from specnb.measure.head_practice import new_heads, practise
+from specnb.measure.head_practice import practise
 from specnb.measure.heads import network
 from specnb.measure.trees import drafting_s
 from specnb.medusa.backbone import Backbone
 from specnb.medusa.config import HeadsConfig
-from specnb.medusa.heads import Heads
+from specnb.medusa.heads import Heads, new_heads
 from specnb.medusa.recipe import Recipe
 
 REPEATS = 15

@@ -20,11 +20,11 @@ from specnb.measure import head_curve, head_gates
 from specnb.measure.experiment import Progress, silent
 from specnb.measure.head_curve import Curve
 from specnb.measure.head_gates import Checked, Report
-from specnb.measure.head_practice import new_heads, practise, sets
+from specnb.measure.head_practice import practise, sets
 from specnb.measure.heads import NO_LABEL, Trace, network, score, states, trace
 from specnb.medusa import checkpoint
 from specnb.medusa.backbone import Backbone
-from specnb.medusa.heads import Heads
+from specnb.medusa.heads import Heads, new_heads
 from specnb.medusa.recipe import Recipe
 from specnb.prompts import Prompt
 

@@ -18,7 +18,6 @@ from specnb.lm.load import load
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import data, hidden, train_loop
 from specnb.medusa.backbone import Backbone
-from specnb.medusa.config import HeadsConfig
 from specnb.medusa.examples import Examples
 from specnb.medusa.heads import Heads
 from specnb.medusa.recipe import Recipe
@@ -87,16 +86,7 @@ def write_text(
 
 def sets(folder: Path, heads: Heads) -> dict[str, Examples]:
     """The examples of each split for these heads."""
-    token_map = None if heads.token_map is None else heads.token_map.cpu()
-    common = {"n_heads": heads.config.n_heads, "token_map": token_map, "vocab_size": heads.config.vocab_size}
-    return {s: Examples(data.read(folder, s), hidden.read(folder, s), **common) for s in data.SPLITS}
-
-
-def new_heads(config: HeadsConfig, backbone: Backbone, token_map: torch.Tensor | None, seed: int) -> Heads:
-    """Untrained heads, whose first weights depend on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Heads(config, backbone, token_map)
+    return {split: Examples.of(folder, split, data.read(folder, split), heads) for split in data.SPLITS}
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import typer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specnb import store
-from specnb.errors import HeadsMismatch, InputError, SpecnbError, did_you_mean
+from specnb import script, store
+from specnb.errors import HeadsMismatch, InputError, did_you_mean
 from specnb.lm.load import load
 from specnb.medusa.backbone import Backbone
 from specnb.medusa.config import HeadsConfig
@@ -281,14 +281,8 @@ def command(
 
 
 def main() -> None:
-    """Entry point: errors made on purpose become one line and exit code 2."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
-    try:
-        app()
-    except SpecnbError as error:
-        typer.echo(f"checkpoint: {error}", err=True)
-        raise SystemExit(2) from error
+    """Entry point."""
+    script.run("checkpoint", command)
 
 
 if __name__ == "__main__":

@@ -108,9 +108,7 @@ def write(
             key = [made.seed, SPLITS.index(split), number]
             chosen = _batch_of_seeds(model, documents[split], made, turns, key)
             rows = _Stream(net, model.vocab.eog, turns, made, key).run(chosen, on_tokens)
-            packed = io.BytesIO()
-            np.savez_compressed(packed, tokens=rows.tokens, own=rows.own)
-            store.write_atomic(file, packed.getvalue())
+            save(file, rows)
 
 
 def read(folder: Path, split: str) -> Rows:
@@ -161,6 +159,13 @@ def open_file(file: Path) -> Rows:
     if not good or rows.own.shape != rows.tokens.shape or not rows.tokens.size or rows.tokens.min() < 0:
         raise InputError(f"{file} holds no rows of int32 tokens: remove it to have it written again")
     return rows
+
+
+def save(file: Path, rows: Rows) -> None:
+    """Write rows so that `open_file` reads them: whole or not at all."""
+    packed = io.BytesIO()
+    np.savez_compressed(packed, tokens=rows.tokens, own=rows.own)
+    store.write_atomic(file, packed.getvalue())
 
 
 def require_same(folder: Path, made: dict) -> None:
@@ -243,9 +248,8 @@ class _Stream:
             self._turn(row, tokens[i, at] in self._ends)
 
     def _draw(self, logits: torch.Tensor) -> list[int]:
-        return torch.multinomial((logits.float() / ASKING_TEMPERATURE).softmax(-1).cpu(), 1, generator=self._generator)[
-            :, 0
-        ].tolist()
+        chances = (logits.float() / ASKING_TEMPERATURE).softmax(-1).cpu()
+        return torch.multinomial(chances, 1, generator=self._generator)[:, 0].tolist()
 
     def _turn(self, row: _Row, ended: bool) -> None:
         """Count a token; hand over where the answer or the request has ended."""

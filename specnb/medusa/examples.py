@@ -5,14 +5,17 @@ tokens t + 1 … t + 1 + i. An example exists where token t + 2 is the backbone'
 far as all tokens from there on are: what a user or a template writes is not the backbone's to foretell.
 """
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specnb.errors import InputError
+from specnb.medusa import hidden
 from specnb.medusa.data import Rows
+from specnb.medusa.heads import Heads
 
 NO_LABEL = -100
 OUTSIDE = -1
@@ -32,14 +35,14 @@ class Batch(NamedTuple):
 class Examples:
     """All examples of a split, drawn by step: the batch of step n is a function of (seed, n) alone."""
 
-    def __init__(self, rows: Rows, hidden: Tensor, *, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
-        """`hidden (rows, length, size)` as `hidden.read` gives it. Raises InputError where text and states differ."""
-        if tuple(hidden.shape[:2]) != rows.tokens.shape:
-            raise InputError(f"text of {rows.tokens.shape} and states of {tuple(hidden.shape[:2])}: compute them again")
+    def __init__(self, rows: Rows, states: Tensor, *, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
+        """`states (rows, length, size)` as `hidden.read` gives it. Raises InputError where text and states differ."""
+        if tuple(states.shape[:2]) != rows.tokens.shape:
+            raise InputError(f"text of {rows.tokens.shape} and states of {tuple(states.shape[:2])}: compute them again")
         n_rows, length = rows.tokens.shape
         if length < n_heads + 2:
             raise InputError(f"rows of {length} tokens hold no example for {n_heads} heads")
-        self._hidden = hidden.flatten(0, 1)
+        self._hidden = states.flatten(0, 1)
         self._tokens = torch.from_numpy(rows.tokens.astype(np.int64)).flatten()
         self._n_heads = n_heads
         steps = range(n_heads)
@@ -52,6 +55,13 @@ class Examples:
         self._known, self._places = self._known[usable], self._places[usable]
         self._draft_id = _draft_ids(token_map, vocab_size)
         self._order: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0))
+
+    @classmethod
+    def of(cls, folder: Path, split: str, rows: Rows, heads: Heads) -> Self:
+        """The examples of the `rows` of a split, with their states in `folder`, for these heads."""
+        token_map = None if heads.token_map is None else heads.token_map.cpu()
+        sizes = {"n_heads": heads.config.n_heads, "vocab_size": heads.config.vocab_size}
+        return cls(rows, hidden.read(folder, split), token_map=token_map, **sizes)
 
     def __len__(self) -> int:
         return len(self._places)

@@ -4,7 +4,6 @@ Every token counts as a label, so heads learn to foretell these texts, not what 
 differ they are accepted less often. (Warming heads up on such text before their own gained nothing: LOG.md.)
 """
 
-import io
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from specnb import store
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.bounded_json import read_text
@@ -46,9 +44,7 @@ def write(
     for split, chosen in (("held_out", rows[held_out]), ("train", rows[~held_out])):
         for number in reversed(range(-(-len(chosen) // ROWS))):  # the first file last: then all are there
             part = chosen[number * ROWS : (number + 1) * ROWS]
-            packed = io.BytesIO()
-            np.savez_compressed(packed, tokens=part, own=np.ones(part.shape, dtype=bool))
-            store.write_atomic(folder / f"{split}-{number:05d}.npz", packed.getvalue())
+            data.save(folder / f"{split}-{number:05d}.npz", data.Rows(part, np.ones(part.shape, dtype=bool)))
     return rows.size
 
 

@@ -193,6 +193,13 @@ class Heads(nn.Module):
         return {"parameters": own, "own_bytes": own_bytes, "shared_bytes": shared}
 
 
+def new_heads(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None, seed: int) -> Heads:
+    """Untrained heads, whose first weights depend on the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Heads(config, backbone, token_map)
+
+
 def _frozen_copy(norm: nn.Module) -> nn.Module:
     bare = copy(norm)
     # whoever listens to the backbone's norm must not be copied with it: a hook may lead to the whole network

@@ -17,7 +17,8 @@ import typer
 from accelerate import PartialState
 from tqdm import tqdm
 
-from specnb.errors import InputError, SpecnbError
+from specnb import script
+from specnb.errors import InputError
 from specnb.medusa.work import Work
 from specnb.paths import cache_dir
 
@@ -148,14 +149,8 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Entry point: errors made on purpose become one line and exit code 2."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
-    try:
-        app()
-    except SpecnbError as error:
-        typer.echo(f"medusa.train: {error}", err=True)
-        raise SystemExit(2) from error
+    """Entry point."""
+    script.run("medusa.train", command)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from specnb.medusa import checkpoint, data, examples, given, hidden, losses, tra
 from specnb.medusa.backbone import Backbone
 from specnb.medusa.card import card
 from specnb.medusa.config import HeadsConfig
-from specnb.medusa.heads import Heads
+from specnb.medusa.heads import Heads, new_heads
 from specnb.medusa.recipe import Recipe, recipe
 
 HELD_OUT_BATCHES = 2
@@ -137,9 +137,7 @@ class Work:
         except ValidationError as error:
             raise InputError(f"these options make no heads: {error}") from error
         token_map = examples.most_frequent(rows, n) if n else None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.recipe.seed)
-            return Heads(config, self.backbone, token_map)
+        return new_heads(config, self.backbone, token_map, self.recipe.seed)
 
     def train(self, **watching: Any) -> list[dict[str, Any]]:
         """Stage 3: the heads, from their last checkpoint on. Returns the log.
@@ -148,7 +146,7 @@ class Work:
         """
         rows = self._rows()
         heads = self.new_heads(rows["train"])
-        sets = {split: self._examples(split, rows[split], heads) for split in data.SPLITS}
+        sets = {split: examples.Examples.of(self.text, split, rows[split], heads) for split in data.SPLITS}
         return train_loop.train(
             heads, self.recipe, sets["train"], sets["held_out"], self.run, data=rows["train"].digest(),
             start=self.start or "", save_every=self.save_every, **watching,
@@ -156,10 +154,7 @@ class Work:
 
     def export(self, out: Path) -> dict[str, Any]:
         """Stage 4: the trained heads as a checkpoint with the facts of their making; returns the last of these."""
-        saved, rows = (
-            train_loop.read_checkpoint(self.run),
-            {split: data.read(self.text, split) for split in data.SPLITS},
-        )
+        saved, rows = train_loop.read_checkpoint(self.run), self._rows()
         if saved is None:
             raise InputError(f"nothing was trained in {self.run}: run --stage heads first")
         if saved["run"]["data"] != rows["train"].digest():
@@ -193,13 +188,9 @@ class Work:
             raise InputError(f"{self.text} holds {found} batches, {self.batches} were asked for: say --batches {found}")
         return {split: data.read(self.text, split) for split in data.SPLITS}
 
-    def _examples(self, split: str, rows: data.Rows, heads: Heads) -> examples.Examples:
-        token_map = None if heads.token_map is None else heads.token_map.cpu()
-        sizes = {"n_heads": heads.config.n_heads, "vocab_size": heads.config.vocab_size}
-        return examples.Examples(rows, hidden.read(self.text, split), token_map=token_map, **sizes)
-
     def _accuracy(self, heads: Heads, held_out: data.Rows) -> list[list[float]]:
         """On held-out text, in the backbone's type: `losses.rank_shares`, by which trees are chosen."""
-        batch = self._examples("held_out", held_out, heads).spread(4 * train_loop.HELD_OUT, later=False)
+        of = examples.Examples.of(self.text, "held_out", held_out, heads)
+        batch = of.spread(4 * train_loop.HELD_OUT, later=False)
         shares = losses.rank_shares(heads, train_loop.on_device(batch, heads))
         return [[round(share, 5) for share in row] for row in shares.tolist()]

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import typer
 from tqdm import tqdm
 
-from specnb.errors import InputError, SpecnbError
+from specnb import script
+from specnb.errors import InputError
 from specnb.lm import embedded
 from specnb.paths import cache_dir
 from specnb.ssm.train_data import open_data, prepare
@@ -104,14 +105,8 @@ def command(
 
 
 def main() -> None:
-    """Entry point: errors made on purpose become one line and exit code 2."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
-    try:
-        app()
-    except SpecnbError as error:
-        typer.echo(f"train_tiny: {error}", err=True)
-        raise SystemExit(2) from error
+    """Entry point."""
+    script.run("train_tiny", command)
 
 
 if __name__ == "__main__":
