@@ -121,9 +121,9 @@ def practise(
     heads.float()
     before = train_loop.evaluate(heads, recipe, of["held_out"])
 
-    def on_start(seconds: float) -> None:
+    def on_start(seconds: float, left: int) -> None:
         nonlocal told
-        told = seconds * recipe.steps
+        told = seconds * left
         watch.starts(run, recipe.steps, seconds)
 
     began = perf_counter()

@@ -21,9 +21,9 @@ from specnb.measure.experiment import Progress, silent
 from specnb.measure.head_gates import Checked
 from specnb.measure.head_identity import identity
 from specnb.measure.head_practice import Watch, practise, survives_a_kill, write_text
-from specnb.measure.head_workbench import Workbench, loaded_heads, rows_of
+from specnb.measure.head_workbench import Workbench, loaded_heads
 from specnb.measure.heads import NO_LABEL, Scores, accuracy_matrix, score, share_interval, trace
-from specnb.measure.heads_bench import Drafting
+from specnb.measure.heads_bench import Drafting, rows_of
 from specnb.measure.stats import FEWEST
 from specnb.medusa.heads import new_heads
 from specnb.medusa.recipe import Recipe

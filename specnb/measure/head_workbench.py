@@ -17,7 +17,7 @@ from specnb.measure import heads_bench
 from specnb.measure.experiment import models_of, record_of, saving_failures
 from specnb.measure.head_gates import Checked
 from specnb.measure.heads import network
-from specnb.measure.heads_bench import Drafting, HeadsBenchParams
+from specnb.measure.heads_bench import Drafting, HeadsBenchParams, rows_of
 from specnb.medusa.backbone import Backbone
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.heads import Heads
@@ -129,8 +129,3 @@ def loaded_heads(name_or_path: str, kind: str, target: LanguageModel) -> tuple[H
     if heads.config.kind != kind:
         raise InputError(f"{name_or_path!r} are {heads.config.kind} heads, given as {kind}: give each its own")
     return heads, report
-
-
-def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """With None for what does not exist, which a record holds and NaN it does not."""
-    return frame.astype(object).where(frame.notna(), None).to_dict("records")

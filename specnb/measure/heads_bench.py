@@ -112,12 +112,12 @@ class HeadsBench:
             "passed": self.checked.passed,
             "gates": [_plain(asdict(gate)) for gate in self.checked.gates],
             "diagnoses": [d._asdict() for d in self.checked.diagnoses],
-            "alpha": _records(self.checked.served),
-            "accuracy": _records(self.checked.accuracy),
+            "alpha": rows_of(self.checked.served),
+            "accuracy": rows_of(self.checked.accuracy),
         }
         if self.drafting is not None and self.speeds is not None:
             made["drafting"] = _drafting_document(self.drafting)
-            made["speeds"] = _records(self.speeds)
+            made["speeds"] = rows_of(self.speeds)
         return made
 
 
@@ -259,7 +259,8 @@ def _drafting_document(drafting: Drafting) -> dict[str, Any]:
     }
 
 
-def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows that a record or a JSON document holds: None for what does not exist."""
     return _plain(frame.to_dict(orient="records"))
 
 

@@ -51,9 +51,8 @@ def _trained(work: Work) -> str:
     steps, size = work.recipe.steps, work.recipe.batch_size
     with _bar("heads", steps * size, "examples") as bar:
 
-        def on_start(seconds: float) -> None:
-            left = (steps - work.steps_done) * seconds
-            bar.set_description(f"heads: {size / seconds:,.0f} examples/s, {left / 60:.0f} min left")
+        def on_start(seconds: float, left: int) -> None:
+            bar.set_description(f"heads: {size / seconds:,.0f} examples/s, {left * seconds / 60:.0f} min left")
 
         def on_step(report: Any) -> None:
             top1 = " ".join(f"{share:.2f}" for share in report.heads.top1.tolist())

@@ -53,7 +53,7 @@ def train(
     start: str = "",
     accelerator: Accelerator | None = None,
     save_every: int = 100,
-    on_start: Callable[[float], None] = lambda seconds: None,
+    on_start: Callable[[float, int], None] = lambda seconds, left: None,
     on_step: OnStep = lambda report: None,
 ) -> list[dict[str, Any]]:
     """Train `heads` in place to `recipe.steps`, from `folder`'s checkpoint if there is one; returns the log.
@@ -62,8 +62,9 @@ def train(
 
     `data` is the digest of the text, and `start` says which heads these were at first: a checkpoint is gone on with
     only where both, the recipe, the heads' config and their token map are the same. `on_start` gets the seconds of
-    a step, measured before the first. A line of the log has step, examples, lr, the weighted loss, and for each head,
-    unweighted and on held-out text: head_loss, top1, top5; every `save_every` steps it and the checkpoint are written.
+    a step, measured before the first, and the steps that are left. A line of the log has step, examples, lr, the
+    weighted loss, and for each head, unweighted and on held-out text: head_loss, top1, top5; every `save_every` steps
+    it and the checkpoint are written.
 
     Raises InputError (another run in the folder), NonFiniteLogits, EngineError (a gradient that is not
     finite); the last checkpoint is whole.
@@ -84,7 +85,7 @@ def train(
         objective, optimizer = accelerator.prepare(Objective(heads, recipe), optimizer, device_placement=[False, False])
         loop = _Loop(objective, optimizer, recipe, examples, accelerator)
         if step < recipe.steps:
-            on_start(loop.seconds_of_a_step(step))
+            on_start(loop.seconds_of_a_step(step), recipe.steps - step)
         since = time.perf_counter()
         while step < recipe.steps:
             report = loop.step(step)

@@ -87,12 +87,6 @@ class Work:
         return self.home / "runs" / f"{self.preset}-{shape}"
 
     @property
-    def steps_done(self) -> int:
-        """Of this run, by its last checkpoint."""
-        saved = train_loop.read_checkpoint(self.run)
-        return saved["step"] if saved else 0
-
-    @property
     def tokens_to_write(self) -> int:
         """By this process, were no batch there yet."""
         made = data.Writing()

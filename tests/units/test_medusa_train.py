@@ -226,7 +226,8 @@ def test_the_time_left_is_told_before_the_first_step(backbone, periodic, tmp_pat
     heads = new_heads(backbone)
     before = [p.clone() for p in heads.parameters()]
 
-    def started(seconds):
+    def started(seconds, left):
+        assert left == RECIPE.steps
         order.append(seconds)
         assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), before, strict=True))
 
