@@ -100,6 +100,7 @@ def sizes(table: pd.DataFrame) -> go.Figure:
     figure = make_subplots(cols=len(kinds), rows=1, shared_yaxes=True, subplot_titles=kinds, horizontal_spacing=0.04)
     for column, kind in enumerate(kinds, start=1):
         rows = table[table["kind"] == kind].sort_values("nodes")
+        rows = rows[rows["tokens"] == rows["tokens"].cummax()]  # a wide flat tree that a smaller one outdoes is no size
         step_s = rows.loc[rows["nodes"] == 0, "seconds"].iloc[0]
         lines = {
             "tokens a round": rows["tokens"], "time of a round (plain steps)": rows["seconds"] / step_s,

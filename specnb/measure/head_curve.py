@@ -70,6 +70,8 @@ class Curve:
         return bool(len(before)) and float(last) < (1 - FALL) * float(before.mean())
 
     def __str__(self) -> str:
+        if not self.dead:
+            return f"the learning rate, {self.lr.max():.2g} at its highest, was alive in all {self.step[-1]:.0f} steps"
         state = "still falling" if self.falling else "no longer falling"
         return (
             f"{self.dead_share:.0%} of {self.step[-1]:.0f} steps were made at less than a thousandth of the highest "

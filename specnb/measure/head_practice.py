@@ -21,6 +21,7 @@ from specnb.medusa.backbone import Backbone
 from specnb.medusa.examples import Examples
 from specnb.medusa.heads import Heads
 from specnb.medusa.recipe import Recipe
+from specnb.medusa.stream import Writing
 
 PACKAGES = ("rich", "transformers")
 """Whose texts the seeds are made from: the smallest with code and prose on both sides of the split, read in seconds."""
@@ -53,7 +54,7 @@ def write_text(
     Returns what came of it: tokens, how many are the backbone's own choice, seconds. Raises InputError where the
     target writes no such rows.
     """
-    made = data.Writing(
+    made = Writing(
         length=length, batch_size=rows, longest_seed=length // 3, longest_answer=length // 2,
         longest_request=max(1, length // 4), seed=seed,
     )  # fmt: skip

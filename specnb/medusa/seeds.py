@@ -1,7 +1,8 @@
 """What the backbone is asked to write from: texts it continues, and requests about them.
 
 Seeds are of the kinds that people send: code and prose to go on with, and chat requests to explain, edit, summarise
-or extract, made from the permissively licensed texts of `specnb.corpus`. Nothing of `data/prompts` is among them, so
+or extract, made from the permissively licensed texts of `specnb.corpus`; and next to nothing, an opening of a few
+words or an empty request, from which the backbone draws the rest itself. Nothing of `data/prompts` is among them, so
 what is measured there is measured on prompts that training never saw.
 """
 
@@ -17,8 +18,20 @@ from specnb.lm.base import LanguageModel
 
 ASKED = "asked"
 """The kind of seed that holds no request: the backbone writes one itself (Magpie, Xu et al. 2406.08464)."""
-KINDS = ("code", "prose", "request", ASKED)
-SHARES = (0.15, 0.2, 0.35, 0.3)
+KINDS = ("code", "prose", "opening", "request", ASKED)
+SHARES = (0.1, 0.1, 0.2, 0.25, 0.35)
+OPENINGS = (
+    "The", "It was", "Once upon a time", "Chapter One\n\n", "In the beginning", "She", "When I was", "There are many",
+    "How to", "Dear", "The history of", "In this article", "Introduction\n\n", "According to", "My name is", "Q:",
+    "1.", "# ", "## ", "- ", "Abstract\n\n", "Recipe:", "Question:", "On the morning of", "\"", "Most people",
+    "def ", "import ", "class ", "from ", "# -*- coding: utf-8 -*-\n", "async def ", "#!/bin/sh\n", "#include <",
+    "function ", "const ", "public class ", "SELECT ", "CREATE TABLE ", "<html>\n", "{\n  \"", "[\n  {\n    \"",
+    "---\n", "name,", "try:\n", "@dataclass\nclass ", "for i in range(",
+)  # fmt: skip
+"""Beginnings of texts of all kinds; what follows is drawn."""
+LEADS = {"code": 16, "prose": 16, "opening": 48, "request": 12, ASKED: 12}
+"""At most so many tokens are drawn before the greedy text, so that no two rows go on alike; half of the rows that need
+none have none."""
 REQUESTS = {
     "code": (
         "Explain step by step what this Python code does.\n\n```python\n{text}\n```",
@@ -74,10 +87,14 @@ class Turns:
 
 @dataclass(frozen=True)
 class Seed:
-    """Token ids to begin with; of the kind `asked`, the backbone goes on with a request, else with an answer."""
+    """Token ids to begin with; of the kind `asked`, the backbone goes on with a request, else with an answer.
+
+    The first `lead` tokens of what it writes first are drawn, not greedy.
+    """
 
     kind: str
     ids: tuple[int, ...]
+    lead: int = 0
 
 
 def seeds(
@@ -91,21 +108,33 @@ def seeds(
     if missing := [kind for kind, found in texts.items() if not found]:
         raise InputError(f"no documents of the kind {', '.join(missing)} to make seeds from")
     rng = np.random.default_rng(seed)
-    shares = np.asarray(SHARES if turns else (SHARES[0], SHARES[1], 0, 0))
+    shares = np.asarray(SHARES if turns else (*SHARES[:3], 0, 0))
     while True:
         kind = KINDS[rng.choice(len(KINDS), p=shares / shares.sum())]
+        lead = lead_of(kind, rng)
         if kind == ASKED:
             yield Seed(kind, turns.opening)
+            continue
+        if kind == "opening":
+            yield Seed(kind, tuple(model.encode(str(rng.choice(OPENINGS)), special=False)), lead)
             continue
         about = kind if kind in REQUESTS else ("code", "prose")[rng.integers(2)]
         excerpt = _excerpt(texts[about], rng)
         if kind == about:
-            yield Seed(kind, tuple(model.encode(excerpt, special=False))[:longest])
+            yield Seed(kind, tuple(model.encode(excerpt, special=False))[:longest], lead)
             continue
         request = str(rng.choice(REQUESTS[about])).format(text=excerpt.strip("\n"))
         ids = (*turns.opening, *model.encode(request, special=False), *turns.to_answer)
         if len(ids) <= longest:  # a request cut in the middle would have no question
-            yield Seed(kind, ids)
+            yield Seed(kind, ids, lead)
+
+
+def lead_of(kind: str, rng: np.random.Generator) -> int:
+    """How many tokens are drawn before the greedy text of a seed of this kind."""
+    most = LEADS[kind]
+    if kind == "opening":
+        return int(rng.integers(most // 2, most + 1))
+    return int(rng.integers(1, most + 1)) * int(rng.integers(2))
 
 
 def _excerpt(texts: Sequence[str], rng: np.random.Generator) -> str:

@@ -20,6 +20,7 @@ from specnb.medusa.card import card
 from specnb.medusa.config import HeadsConfig
 from specnb.medusa.heads import Heads, new_heads
 from specnb.medusa.recipe import Recipe, recipe
+from specnb.medusa.stream import Writing
 
 HELD_OUT_BATCHES = 2
 
@@ -89,7 +90,7 @@ class Work:
     @property
     def tokens_to_write(self) -> int:
         """By this process, were no batch there yet."""
-        made = data.Writing()
+        made = Writing()
         mine = sum(len(range(self.shard[0], n, self.shard[1])) for n in (self.batches, HELD_OUT_BATCHES))
         return mine * made.batch_size * made.length
 
@@ -98,7 +99,7 @@ class Work:
         if self.texts is not None:
             texts, facts = given.of_file(self.texts)
             given.write(
-                self.target, texts, self.text, facts=facts, backbone=self.backbone.digest, length=data.Writing().length
+                self.target, texts, self.text, facts=facts, backbone=self.backbone.digest, length=Writing().length
             )
         else:
             data.write(

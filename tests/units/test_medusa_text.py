@@ -11,7 +11,7 @@ from specnb import corpus
 from specnb.corpus import Document
 from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
-from specnb.medusa import data, examples, given, hidden, seeds
+from specnb.medusa import data, examples, given, hidden, seeds, stream
 from tests.units.tiny_models import torch_model
 
 END, ROLE = 2, {"user": 3, "assistant": 4}
@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}\x11{% endif %}"
 )
 CONTROL = {"\x10": ROLE["user"], "\x11": ROLE["assistant"], "\x12": END}
-WRITING = data.Writing(length=40, batch_size=3, longest_seed=16, longest_answer=8, longest_request=5)
+WRITING = stream.Writing(length=40, batch_size=3, longest_seed=16, longest_answer=8, longest_request=5)
 
 
 class Writer:
@@ -84,7 +84,7 @@ def test_turns_are_written_as_the_template_writes_them(net, writer, tmp_path):
         for at in range(WRITING.longest_seed, WRITING.length - 1):  # END hands over, so what follows it is a role
             if tokens[at - 1] == END and not own[at]:
                 roles += 1
-                assert tokens[at] in ROLE.values() and own[at + 1] == (tokens[at] == ROLE["assistant"])
+                assert tokens[at] in ROLE.values() and not (own[at + 1] and tokens[at] == ROLE["user"])
     assert roles, "rows hold turns beside the first"
 
 
@@ -204,9 +204,10 @@ class TestExamples:
         tokens = np.array([[5, 5, 5, 9, 9, 1, 7]], dtype=np.int32)
         rows = data.Rows(tokens, np.array([[True] * 6 + [False]]))
         assert examples.most_frequent(rows, 2).tolist() == [5, 9]
+        assert examples.most_frequent(rows, 4).tolist() == [1, 5, 7, 9], "7 was not its own, but is in the text"
         assert examples.coverage(rows, torch.tensor([5, 9])) == 5 / 6
-        with pytest.raises(InputError, match="3 different"):
-            examples.most_frequent(rows, 4)
+        with pytest.raises(InputError, match="4 different"):
+            examples.most_frequent(rows, 5)
 
 
 def test_given_text(writer, tmp_path):
@@ -257,3 +258,41 @@ def test_families_that_keep_their_state_otherwise(writer, tmp_path, kind):
     best = logits[:, :-1].gather(-1, torch.from_numpy(rows.tokens[:, 1:, None].astype(np.int64)))[..., 0]
     own = torch.from_numpy(rows.own[:, 1:])
     assert (best - logits[:, :-1].amax(-1))[own].min() > -1e-3
+
+
+def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, writer, tmp_path, monkeypatch):
+    """No label among the drawn ones, and as many of them as the seed says."""
+    lead = 4
+    monkeypatch.setattr("specnb.medusa.seeds.lead_of", lambda kind, rng: lead)
+    rows = written(net, Writer(64, None), tmp_path, batches={"train": 3})
+    first = rows.own.argmax(axis=1)
+    drawn = 0
+    for tokens, own, start in zip(rows.tokens, rows.own, first, strict=True):
+        assert own[start:].all() and not own[:start].any()
+        with torch.inference_mode():
+            best = net(torch.from_numpy(tokens[None].astype(np.int64))).logits[0].argmax(-1)
+        drawn += int((best[start - lead - 1 : start - 1].numpy() != tokens[start - lead : start]).sum())
+    assert drawn > len(first), "most of the drawn tokens are others than the best"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_loop"),
+    [
+        ([1, 2, 3, 4] * 5, True),
+        ([7] * 12, True),
+        ([*range(40), *range(40), *range(8)], True),
+        ([*range(40), *range(40)], False),  # once again is no loop yet
+        ([*range(60), *range(60), *range(60)], False),  # longer than what is looked for
+        ([1, 2, 3, 4] * 5 + [9], False),
+        ([], False),
+    ],
+)
+def test_loops(text, is_loop):
+    assert stream.loops(text) is is_loop
+
+
+def test_an_answer_ends_where_it_loops(net, writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "loops", lambda tokens: len(tokens) >= stream.LOOP_CHECK)
+    rows = written(net, writer, tmp_path, made=replace(WRITING, length=120, longest_answer=100))
+    for own in rows.own:
+        assert np.diff(np.flatnonzero(np.diff(np.concatenate([[0], own, [0]]))))[::2].max() <= stream.LOOP_CHECK
