@@ -1,6 +1,7 @@
 """The hidden state before lm_head, as the last forward computed it: what heads are fed, before and after the norm."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,6 +31,17 @@ def final_norm(net: PreTrainedModel) -> nn.Module:
             "heads cannot tell which of them stands before lm_head"
         )
     return next(iter(found.values()))
+
+
+@contextmanager
+def pre_norm_states(net: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """A list that gets, of each forward inside the block, the states before the final norm, `(rows, n, hidden)`."""
+    caught: list[Tensor] = []
+    hook = final_norm(net).register_forward_pre_hook(lambda _norm, inputs: caught.append(inputs[0]))
+    try:
+        yield caught
+    finally:
+        hook.remove()
 
 
 class Rows(NamedTuple):

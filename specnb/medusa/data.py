@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb import corpus, store
@@ -57,12 +58,13 @@ def write(
     packages: Iterable[str] = corpus.LICENCES,
     shard: tuple[int, int] = (0, 1),
     on_tokens: Callable[[int], None] = lambda n: None,
+    on_states: Callable[[Path, Tensor], None] = lambda file, states: None,
 ) -> None:
     """Write the batches of each split (`train`, `held_out`) that are not in `folder` yet, as `made` says.
 
     `net` is the network behind `model`, and `backbone` its digest; seeds are of the `packages` that are installed.
     `shard` (i, n) writes every n-th batch from the i-th on, so that n processes share the work. Calls `on_tokens`
-    with the tokens of each step. Raises InputError when the folder holds text made otherwise.
+    with the tokens of each step, and `on_states` with the hidden states of each file that was written. Raises InputError when the folder holds text made otherwise.
     """
     made = made or Writing()
     documents = dict(zip(SPLITS, corpus.split(corpus.documents(corpus.installed(packages))), strict=True))
@@ -81,8 +83,9 @@ def write(
                 continue
             key = [made.seed, SPLITS.index(split), number]
             chosen = _batch_of_seeds(model, documents[split], made, turns, key)
-            tokens, own = Stream(net, model.vocab.eog, turns, made, key).run(chosen, on_tokens)
-            save(file, Rows(tokens, own))
+            written = Stream(net, model.vocab.eog, turns, made, key).run(chosen, on_tokens)
+            save(file, Rows(written.tokens, written.own))
+            on_states(file, written.states)
 
 
 def read(folder: Path, split: str) -> Rows:

@@ -1,6 +1,7 @@
 """Hidden states of the training text, computed once: the backbone is frozen, so every epoch would compute the same.
 
-What is kept is the state in front of the final norm, in bfloat16: with it and the norm both contracts of
+Text that the backbone writes here comes with its states (`data.write`); they are computed where text was given, or
+its states were removed. What is kept is the state in front of the final norm, in bfloat16: with it and the norm both contracts of
 `HeadsConfig.input` can be trained. One file a file of text: `(rows, length, hidden)`, 23 MB for 64 rows of 320.
 """
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from specnb import store
 from specnb.errors import InputError, MemoryShortError
 from specnb.lm.download import need_space
-from specnb.lm.hf_hidden import final_norm
+from specnb.lm.hf_hidden import pre_norm_states
 from specnb.medusa import data
 
 ROWS = 4
@@ -38,10 +39,20 @@ def compute(
     for done, file in enumerate(todo):
         tokens = data.open_file(file).tokens
         need_space(folder, tokens.size * size * 2 * (len(todo) - done))
-        states = np.concatenate([_states(net, tokens[at : at + ROWS], on_tokens) for at in range(0, len(tokens), ROWS)])
-        packed = io.BytesIO()
-        np.save(packed, states)
-        store.write_atomic(_states_of(file), packed.getvalue())
+        save(file, torch.cat([_states(net, tokens[at : at + ROWS], on_tokens) for at in range(0, len(tokens), ROWS)]))
+
+
+def save(file: Path, states: Tensor) -> None:
+    """Keep the states `(rows, length, hidden)` of one file of text.
+
+    Raises InputError where they are not finite, FetchError where the disk is full.
+    """
+    if not bool(torch.isfinite(states).all()):
+        raise InputError("the backbone's hidden states are not finite: try another dtype")
+    need_space(file.parent, states.numel() * 2)
+    packed = io.BytesIO()
+    np.save(packed, states.to(torch.bfloat16).cpu().view(torch.int16).numpy())
+    store.write_atomic(_states_of(file), packed.getvalue())
 
 
 def read(folder: Path, split: str) -> Tensor:
@@ -80,15 +91,9 @@ def _states_of(file: Path) -> Path:
 
 
 @torch.inference_mode()
-def _states(net: PreTrainedModel, tokens: np.ndarray, on_tokens: Callable[[int], None]) -> np.ndarray:
-    """`(rows, length, hidden)` bfloat16, as int16 for numpy, of `tokens (rows, length)`."""
-    caught: list[Tensor] = []
-    hook = final_norm(net).register_forward_pre_hook(lambda _norm, inputs: caught.append(inputs[0]))
-    try:
+def _states(net: PreTrainedModel, tokens: np.ndarray, on_tokens: Callable[[int], None]) -> Tensor:
+    """`(rows, length, hidden)` bfloat16 of `tokens (rows, length)`."""
+    with pre_norm_states(net) as caught:
         net(input_ids=torch.from_numpy(tokens).long().to(net.device), use_cache=False, logits_to_keep=1)
-    finally:
-        hook.remove()
-    if not bool(torch.isfinite(caught[0]).all()):
-        raise InputError("the backbone's hidden states are not finite: try another dtype")
     on_tokens(tokens.size)
-    return caught[0].to(torch.bfloat16).cpu().view(torch.int16).numpy()
+    return caught[0].to(torch.bfloat16).cpu()

@@ -8,6 +8,7 @@ small models runs into loops, from which there is nothing more to learn: there t
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from transformers import PreTrainedModel
 from specnb.errors import InputError
 from specnb.lm import hf_state
 from specnb.lm.hf_cache import new_cache
+from specnb.lm.hf_grouped import grouped
+from specnb.lm.hf_hidden import pre_norm_states
 from specnb.medusa.seeds import ASKED, Seed, Turns, lead_of
 
 DRAWING_TEMPERATURE = 0.8
@@ -41,6 +44,15 @@ class Writing:
     def __post_init__(self) -> None:
         if min(self.length - self.longest_seed, self.batch_size, self.longest_answer, self.longest_request) < 1:
             raise InputError(f"rows must be longer than their seeds and every length at least 1, got {self}")
+
+
+class Written(NamedTuple):
+    """`tokens (rows, length)` int32, `own (rows, length)` bool: the backbone's greedy choices, and
+    `states (rows, length, hidden)` bfloat16, in front of the final norm."""
+
+    tokens: np.ndarray
+    own: np.ndarray
+    states: torch.Tensor
 
 
 class _Row:
@@ -104,8 +116,8 @@ class Stream:
         self._rng = np.random.default_rng([*key, 2])
 
     @torch.inference_mode()
-    def run(self, chosen: list[Seed], on_tokens: Callable[[int], None]) -> tuple[np.ndarray, np.ndarray]:
-        """Rows after `chosen` seeds: `tokens (rows, length)` int32, `own` bool. `on_tokens` gets those of each step."""
+    def run(self, chosen: list[Seed], on_tokens: Callable[[int], None]) -> Written:
+        """Rows after `chosen` seeds. `on_tokens` gets the tokens of each step."""
         length = self._made.length
         rows = [_Row(seed, self._made, self._rng) for seed in chosen]
         tokens = np.zeros((len(rows), length), dtype=np.int32)
@@ -114,19 +126,25 @@ class Stream:
         for row, line in zip(rows, tokens, strict=True):
             line[:known] = row.forced[:known]
             row.forced = row.forced[known:]
-        state, logits = {hf_state.argument(self._net): new_cache(self._net)}, None
-        for at in range(known, length):
-            fed = slice(0, known) if logits is None else slice(at - 1, at)
-            logits = self._net(
-                input_ids=torch.from_numpy(tokens[:, fed]).long().to(self._net.device),
-                position_ids=torch.arange(fed.start, fed.stop, device=self._net.device)[None].expand(len(rows), -1),
-                use_cache=True,
-                **state,
-                **self._keep,
-            ).logits[:, -1]
-            self._write(rows, at, logits, tokens, own)
-            on_tokens(len(rows))
-        return tokens, own
+        state = {hf_state.argument(self._net): new_cache(self._net)}
+        with grouped(self._net), pre_norm_states(self._net) as caught:
+            for at in range(known, length):
+                logits = self._feed(tokens, slice(0 if at == known else at - 1, at), state)
+                self._write(rows, at, logits, tokens, own)
+                on_tokens(len(rows))
+            self._feed(tokens, slice(length - 1, length), state)  # nothing follows: for its state alone
+        return Written(tokens, own, torch.cat(caught, dim=1).to(torch.bfloat16).cpu())
+
+    def _feed(self, tokens: np.ndarray, fed: slice, state: dict[str, object]) -> torch.Tensor:
+        """Logits `(rows, vocab)` behind the last token fed."""
+        device = self._net.device
+        return self._net(
+            input_ids=torch.from_numpy(tokens[:, fed]).long().to(device),
+            position_ids=torch.arange(fed.start, fed.stop, device=device)[None].expand(len(tokens), -1),
+            use_cache=True,
+            **state,
+            **self._keep,
+        ).logits[:, -1]
 
     def _write(self, rows: list[_Row], at: int, logits: torch.Tensor, tokens: np.ndarray, own: np.ndarray) -> None:
         """The token of every row at position `at`: forced, the best, or drawn."""
