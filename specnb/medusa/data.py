@@ -64,7 +64,8 @@ def write(
 
     `net` is the network behind `model`, and `backbone` its digest; seeds are of the `packages` that are installed.
     `shard` (i, n) writes every n-th batch from the i-th on, so that n processes share the work. Calls `on_tokens`
-    with the tokens of each step, and `on_states` with the hidden states of each file that was written. Raises InputError when the folder holds text made otherwise.
+    with the tokens of each step, and `on_states` with each file and its hidden states `(rows, length, hidden)`.
+    Raises InputError when the folder holds text made otherwise.
     """
     made = made or Writing()
     documents = dict(zip(SPLITS, corpus.split(corpus.documents(corpus.installed(packages))), strict=True))

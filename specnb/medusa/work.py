@@ -104,7 +104,8 @@ class Work:
         else:
             data.write(
                 self.target, self.target.network, self.text, backbone=self.backbone.digest, shard=self.shard,
-                batches={"held_out": HELD_OUT_BATCHES, "train": self.batches}, on_tokens=on_tokens, on_states=hidden.save,
+                batches={"held_out": HELD_OUT_BATCHES, "train": self.batches},
+                on_tokens=on_tokens, on_states=hidden.save,
             )  # fmt: skip
         rows = data.read(self.text, "train")
         return f"{rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {self.text}"

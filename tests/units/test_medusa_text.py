@@ -144,6 +144,16 @@ def test_hidden_states_are_those_in_front_of_the_final_norm(net, writer, tmp_pat
     assert (found - wanted).abs().max() < 0.02 * wanted.abs().max()
 
 
+def test_states_that_come_with_the_text_are_those_computed_from_it(net, writer, tmp_path):
+    written(net, writer, tmp_path, on_states=hidden.save)
+    came = hidden.read(tmp_path, "train").float()
+    for file in tmp_path.glob("*.hidden.npy"):
+        file.unlink()
+    hidden.compute(net, tmp_path, backbone="ab")
+    computed = hidden.read(tmp_path, "train").float()
+    assert (came - computed).abs().max() <= 2**-7 * computed.abs().max(), "no further apart than bfloat16 rounds"
+
+
 def test_hidden_states_go_on_where_files_are_new(net, writer, tmp_path):
     written(net, writer, tmp_path, batches={"train": 1})
     counted = []
