@@ -126,6 +126,12 @@ class Heads(nn.Module):
         """The backbone's rows that stand for the draft vocabulary, `(draft_size, hidden)`."""
         return self._borrowed[1]
 
+    @property
+    def on_embeddings(self) -> list[Tensor]:
+        """The parts of weights that are applied to embeddings: Hydra's, views `(hidden, conditions * hidden)`."""
+        return [head.blocks[0].linear.weight.detach()[:, self.config.hidden_size :] for head in self.heads
+                if head.conditions]  # fmt: skip
+
     def normed(self, hidden: Tensor) -> Tensor:
         """What the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
         return self._borrowed[0](hidden) if self.config.input == "pre_norm" else hidden

@@ -62,6 +62,25 @@ def train(heads, periodic, folder, recipe=RECIPE, **changed):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_rate_of_embeddings_is_that_of_larger_embeddings(backbone, periodic, tmp_path, kind):
+    """W moved 8 times as far on e is V on 8 e, with W = 8 V: AdamW's steps do not depend on how large gradients are."""
+    factor, made = 8.0, replace(RECIPE, clip=1e9)  # clipping would: V's gradients are larger
+    faster, larger = new_heads(backbone, kind), new_heads(backbone, kind)
+    norm, lm_head, embeddings = larger._borrowed
+    larger._borrowed = norm, lm_head, factor * embeddings
+    plain = new_heads(backbone, kind)
+    for name, heads, rate in (("faster", faster, factor), ("larger", larger, 1.0), ("plain", plain, 1.0)):
+        train(heads, periodic, tmp_path / name, replace(made, embedding_rate=rate))
+    batch = periodic.spread(64)
+    said = [
+        torch.stack([h.draft_logits(i, batch.hidden.float(), batch.ids) for i in range(N_HEADS)])
+        for h in (faster, larger, plain)
+    ]
+    assert torch.allclose(said[0], said[1], atol=1e-3 * float(said[1].abs().max()))
+    assert torch.equal(said[0], said[2]) == (kind == "medusa"), "a Medusa sees no embeddings"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("norm", ["pre_norm", "post_norm"])
 def test_a_periodic_text_is_learned_by_heart(backbone, periodic, tmp_path, kind, norm):
     heads = new_heads(backbone, kind, input=norm)
@@ -166,7 +185,10 @@ def test_the_report_preset_is_the_notes():
     assert PRESETS["reference"] == replace(made, peak_lr=1e-3)
 
 
-@pytest.mark.parametrize("changed", [{"eta_min": 0.0}, {"eta_min": 1.0}, {"steps": 0}, {"teacher": 2.0}, {"clip": 0.0}])
+@pytest.mark.parametrize(
+    "changed",
+    [{"eta_min": 0.0}, {"eta_min": 1.0}, {"steps": 0}, {"teacher": 2.0}, {"clip": 0.0}, {"embedding_rate": 0}],
+)
 def test_recipes_that_cannot_be(changed):
     with pytest.raises(InputError):
         replace(RECIPE, **changed)
