@@ -54,10 +54,11 @@ def _making(facts: Mapping[str, Any]) -> list[str]:
         f"`{facts['command']}` (torch {facts['torch']}; a CPU of another kind rounds otherwise and gets other "
         "weights of the same quality). All numbers of the curves are in `training.json`.",
         "",
-        "| steps | batch | peak rate, falling to | teacher | examples | hours |",
-        "|---|---|---|---|---|---|",
+        "| steps | batch | peak rate, falling to | on embeddings | teacher | examples | hours |",
+        "|---|---|---|---|---|---|---|",
         f"| {last['step']:,} of {recipe['steps']:,} | {recipe['batch_size']:,} | {recipe['peak_lr']:g}, "
-        f"{recipe['eta_min']:g} | {recipe['teacher']:g} | {last['examples']:,} | {last['seconds'] / 3600:.2f} |",
+        f"{recipe['eta_min']:g} | {recipe['embedding_rate']:g} times | {recipe['teacher']:g} | {last['examples']:,} | "
+        f"{last['seconds'] / 3600:.2f} |",
         "",
     ]
 

@@ -103,13 +103,17 @@ def command(
     batch_size: Annotated[int | None, typer.Option(help="positions a step, instead of the preset's")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="instead of the preset's")] = None,
     teacher: Annotated[float | None, typer.Option(help="share of the soft loss, instead of the preset's")] = None,
+    embedding_rate: Annotated[
+        float | None, typer.Option(help="of Hydra's weights on embeddings, in rates of the others [the preset's]")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="of weights and order [0]")] = None,
     save_every: Annotated[int, typer.Option(help="steps between checkpoints", min=1)] = 100,
 ) -> None:
     """Train heads for a frozen backbone. Stop it at any time: the same command goes on from the last checkpoint."""
     options = {"kind": kind, "n_heads": n_heads, "n_layers": n_layers, "input": norm, "lm_head": lm_head, "rank": rank,
                "draft_vocab": draft_vocab}  # fmt: skip
-    changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher, "seed": seed}
+    changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher,
+               "embedding_rate": embedding_rate, "seed": seed}  # fmt: skip
     home = work or default_work()
     processes = PartialState(cpu="device=cuda" not in target)  # before the model, which goes to this process's GPU
     with Work.open(
