@@ -35,6 +35,8 @@ def grouped_attention(
     if n > 1 or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     shared = query.view(rows, key.shape[1], -1, dim)
+    # what a cache hands out is the front of a longer buffer; the product of such keys takes ten times the copy's time
+    key, value = key.contiguous(), value.contiguous()
     scores = torch.matmul(shared, key.transpose(-1, -2)) * (dim**-0.5 if scaling is None else scaling)
     return torch.matmul(scores.float().softmax(-1).to(value.dtype), value).reshape(rows, 1, heads, -1), None
 
