@@ -1,0 +1,196 @@
+"""The table of a trace while it grows: tensors are copied when they are seen and measured a stack at a time."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from specnb.divergence.at_use import Owned, Registry, version_of
+from specnb.divergence.fingerprint import STATISTICS, digest, fingerprints
+from specnb.divergence.names import Chooser
+from specnb.divergence.tokens import Step
+from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
+
+PENDING_BYTES = 64 << 20
+"""Copies that wait to be measured; more are measured at once."""
+STACKED = 1 << 16
+"""Values up to which tensors of one shape are measured together."""
+HASHED_BESIDE = 1 << 20
+"""Bytes from which hashing in a second thread is worth the hand-over."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Frame:
+    """A call of a module that is running."""
+
+    module: str
+    kind: str
+    arguments: dict[str, Any]
+    call: int = 0
+    params: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Waiting:
+    """A copy of what was seen, and the rows that showed exactly this."""
+
+    copy: torch.Tensor
+    token_axis: int
+    rows: list[int]
+
+
+class TraceBuilder:
+    """Collects what hooks see; `trace()` gives the trace, once the capture has ended or in between."""
+
+    def __init__(self, registry: Registry, full: Chooser) -> None:
+        self.facts: dict[str, Any] = {"steps": []}
+        self._registry, self._full = registry, full
+        self._tensors: list[dict[str, Any]] = []
+        self._params: list[dict[str, Any]] = []
+        self._arrays: dict[str, np.ndarray] = {}
+        self._calls: Counter[str] = Counter()
+        self._order = 0
+        self._step: Step | None = None
+        self._waiting: dict[tuple, _Waiting] = {}
+        self._bytes = 0
+
+    @property
+    def n_steps(self) -> int:
+        return len(self.facts["steps"])
+
+    def begin_step(self, step: Step) -> None:
+        """A call of the outermost module begins."""
+        self._step = step
+        self._calls.clear()
+        seen = {"step": step.index, "batch": step.batch, "length": step.length, "first_position": step.first}
+        self.facts["steps"].append(seen | {"token_ids": step.ids})
+
+    def count(self, frame: Frame) -> None:
+        """Number the call: the how manieth of its module in this step it is."""
+        frame.call = self._calls[frame.module]
+        self._calls[frame.module] += 1
+
+    def see(self, frame: Frame, role: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write down tensors that a call was given or gave: one event of `order`."""
+        for name, tensor in named:
+            self._row(frame, role, name, tensor.detach())
+        self._order += 1
+
+    def use(self, frame: Frame, owned: Owned) -> None:
+        """Write down that an operation of this call read a parameter, once a call."""
+        if id(owned.tensor) in frame.params:
+            return
+        frame.params.add(id(owned.tensor))
+        row = {"step": self._step.index, "module": frame.module, "call": frame.call, "owner": owned.owner}
+        row |= {"owner_path": owned.path, "object_id": id(owned.tensor), "digest": self._registry.digest(owned)}
+        self._params.append(row | {"dtype": _dtype(owned.tensor)})
+
+    def trace(self) -> Trace:
+        """The trace of what was seen so far."""
+        self.measure()
+        return Trace(
+            dict(self.facts),
+            table(self._tensors, TENSOR_COLUMNS),
+            table(self._params, PARAM_COLUMNS),
+            dict(self._arrays),
+        )
+
+    def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
+        shape, step = tuple(tensor.shape), self._step
+        axis = step.token_axis(role, name, shape)
+        key = len(self._tensors)
+        self._tensors.append(
+            {
+                "row": key,
+                "step": step.index,
+                "module": frame.module,
+                "kind": frame.kind,
+                "call": frame.call,
+                "order": self._order,
+                "role": role,
+                "name": name,
+                "shape": shape,
+                "dtype": _dtype(tensor),
+                "device": str(tensor.device),
+                "contiguous": tensor.is_contiguous(),
+                "storage": tensor.untyped_storage().data_ptr(),
+                "version": version_of(tensor),
+                "token_axis": axis,
+                "first_position": step.first_position(role, axis, shape),
+            }
+        )
+        if self._full(frame.module, role, name):
+            self._arrays[f"{key}.full"] = _array(tensor)
+        self._wait(key, tensor, axis)
+
+    def _wait(self, key: int, tensor: torch.Tensor, axis: int) -> None:
+        """An output is mostly the next module's input: measured once, if every bit is still what it was.
+
+        The memory alone would not tell: buffers are freed, used again, and written without torch counting it.
+        """
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, axis)
+        known = self._waiting.get(place) if tensor.device.type == "cpu" else None
+        if known is not None and _same_bits(known.copy, tensor):
+            known.rows.append(key)
+            return
+        if known is not None:  # other content in the same place: the older copy keeps waiting under a name of its own
+            self._waiting[(key, *place)] = known
+        self._waiting[place] = _Waiting(tensor.clone(), axis, [key])
+        self._bytes += tensor.nbytes
+        if self._bytes > PENDING_BYTES:
+            self.measure()
+
+    def measure(self) -> None:
+        """Make digests, statistics and sketches of what waits."""
+        stacks: dict[tuple, list[_Waiting]] = defaultdict(list)
+        for number, waiting in enumerate(self._waiting.values()):
+            copy = waiting.copy
+            alone = number if copy.numel() > STACKED else -1
+            stacks[copy.shape, copy.dtype, copy.device, waiting.token_axis, alone].append(waiting)
+        # hashing leaves the interpreter free, so it runs beside the sketches where a core is free
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            each = pool.map if self._bytes > HASHED_BESIDE else map
+            digests = {key: each(digest, [w.copy for w in stack]) for key, stack in stacks.items()}
+            for key, stack in stacks.items():
+                self._measure_stack(stack, digests[key])
+        self._waiting.clear()
+        self._bytes = 0
+
+    def _measure_stack(self, stack: list[_Waiting], digests: Iterable[str]) -> None:
+        copies = stack[0].copy[None] if len(stack) == 1 else torch.stack([waiting.copy for waiting in stack])
+        prints = fingerprints(copies, stack[0].token_axis)
+        columns = {name: prints.statistics[name].tolist() for name in STATISTICS}
+        for i, (waiting, text) in enumerate(zip(stack, digests, strict=True)):
+            values = {name: column[i] for name, column in columns.items()} | {"digest": text}
+            for key in waiting.rows:
+                self._tensors[key] |= values
+                self._arrays[f"{key}.sketch"] = prints.sketch[i]
+                if prints.tokens is not None:
+                    self._arrays[f"{key}.tokens"] = prints.tokens[i]
+                    self._arrays[f"{key}.token_l2"] = prints.token_l2[i]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """As numbers, NaN would differ from itself and -0 would equal 0."""
+    kind = _BITS.get(a.element_size())
+    return kind is not None and torch.equal(a.view(kind), b.view(kind))
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """A copy in numpy; types that numpy lacks become float32, exactly."""
+    plain = (
+        tensor.is_complex()
+        or not tensor.is_floating_point()
+        or tensor.dtype in (torch.float16, torch.float32, torch.float64)
+    )
+    return (tensor if plain else tensor.float()).cpu().numpy().copy()

@@ -1,0 +1,211 @@
+"""Hooks on a torch model in any process: what each module was given, gave back, kept, and which weights it read.
+
+Eager execution only: a compiled or replayed graph runs past the hooks, which is refused instead of called clean.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from specnb.divergence.at_use import UNKNOWN, AtUse, Owned, Registry
+from specnb.divergence.builder import Frame, TraceBuilder
+from specnb.divergence.names import (
+    Arguments,
+    Chooser,
+    canonical,
+    chooser,
+    compiled,
+    outputs_in,
+    states_in,
+    tensors_in,
+)
+from specnb.divergence.tokens import step_of
+from specnb.errors import InputError
+
+SCALARS_KEPT = 8
+"""Different values of one plain argument (a flag, a scaling) that the facts hold."""
+
+
+@contextlib.contextmanager
+def capture(
+    model: nn.Module,
+    *,
+    tag: str = "draft",
+    known: Mapping[str, nn.Module] | None = None,
+    modules: str | None = None,
+    full: str | Chooser | None = None,
+    at_use: bool = True,
+) -> Iterator[TraceBuilder]:
+    """Write down the forwards of `model` inside the block; `trace()` of what it yields is the trace.
+
+    `known`: other models in the process, by tag, whose weights are told apart from the model's own when an operation
+    reads them. `modules`: a regular expression found in the canonical paths of the modules to write down (default all).
+    `full`: a regular expression, or a function of (module, role, name), for tensors that are kept as they are.
+    `at_use`: follow every operation to the parameters it reads. One call of the outermost module is one step; its ids
+    and positions are taken from its arguments. Results are the same bits as without.
+
+    Tensors are copied at the hook and measured after the step. Hooks go away with the block, also after an error.
+    Raises InputError for a compiled model and for a tag used twice.
+    """
+    known = dict(known or {})
+    if tag in known or UNKNOWN in (tag, *known):
+        raise InputError(
+            f"tag {tag!r} with known models {sorted(known)}: give each model a tag of its own, not {UNKNOWN!r}"
+        )
+    _refuse_graphs(model)
+    registry = Registry({tag: model} | known)
+    builder = TraceBuilder(registry, chooser(full))
+    hooks = _Hooks(builder, None if modules is None else compiled(modules).search)
+    builder.facts |= _facts(model, tag, known)
+    with contextlib.ExitStack() as stack:
+        # a list of layers has no forward of its own: nothing to see there
+        runs = {path: module for path, module in model.named_modules() if type(module).forward is not nn.Module.forward}
+        names = canonical(runs)
+        for path, module in runs.items():
+            for handle in hooks.put_on(module, names[path]):
+                stack.callback(handle.remove)
+        if at_use:
+            stack.enter_context(AtUse(registry, hooks.note, hooks.is_running))
+        try:
+            yield builder
+        finally:
+            with _disable_current_modes():
+                builder.measure()
+            builder.facts |= hooks.facts(names.values())
+
+
+class _Hooks:
+    """The stack of running modules, and what is seen of each."""
+
+    def __init__(self, builder: TraceBuilder, chosen: Any) -> None:
+        self._builder, self._chosen = builder, chosen
+        self._running: list[Frame] = []
+        self._own_work = False
+        self._called: Counter[str] = Counter()
+        self._scalars: dict[str, list[Any]] = {}
+
+    def put_on(self, module: nn.Module, path: str) -> Iterator[Any]:
+        arguments, kind, seen = (
+            Arguments(module),
+            type(module).__name__,
+            self._chosen is None or bool(self._chosen(path)),
+        )
+
+        def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            with self._quiet():
+                self._enter(path, kind, arguments(args, kwargs), seen)
+
+        def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
+            with self._quiet():
+                self._leave(module, path, output, seen)
+
+        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        # also called when forward raises: a frame left on the stack would shift all that comes later
+        yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+    def note(self, owned: Owned) -> None:
+        self._builder.use(self._running[-1], owned)
+
+    def is_running(self) -> bool:
+        return bool(self._running) and not self._own_work
+
+    def facts(self, paths: Any) -> dict[str, Any]:
+        """Coverage: which modules ran. A module that never ran was not looked at."""
+        paths = list(paths)
+        never = [path for path in paths if not self._called[path]]
+        chosen = len(paths) if self._chosen is None else sum(bool(self._chosen(path)) for path in paths)
+        return {
+            "modules": {
+                "hooked": len(paths),
+                "written": chosen,
+                "called": len(paths) - len(never),
+                "never_called": never,
+            },
+            "scalars": self._scalars,
+        }
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """The work of a hook reads no parameters and leaves no gradient."""
+        self._own_work = True
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                yield
+        finally:
+            self._own_work = False
+
+    def _enter(self, path: str, kind: str, arguments: dict[str, Any], seen: bool) -> None:
+        outermost = not self._running
+        frame = Frame(path, kind, arguments)
+        self._running.append(frame)  # before anything that can fail: `_leave` is called in any case
+        if outermost:
+            _refuse_recording(arguments)
+            self._builder.begin_step(step_of(self._builder.n_steps, arguments))
+        self._builder.count(frame)
+        self._called[path] += 1
+        if seen:
+            self._note_scalars(path, arguments)
+            self._builder.see(frame, "in", _named(arguments))
+
+    def _leave(self, module: nn.Module, path: str, output: object, seen: bool) -> None:
+        if not self._running or self._running[-1].module != path:
+            return  # another hook raised before `_enter` was reached
+        frame = self._running.pop()
+        if seen:
+            layer = getattr(module, "layer_idx", None)
+            if isinstance(layer, int):
+                self._builder.see(frame, "state", states_in(frame.arguments, layer))
+            self._builder.see(frame, "out", outputs_in(output))
+        frame.arguments.clear()
+        if not self._running:
+            self._builder.measure()
+
+    def _note_scalars(self, path: str, arguments: Mapping[str, Any]) -> None:
+        for name, value in arguments.items():
+            if isinstance(value, bool | int | float):
+                kept = self._scalars.setdefault(f"{path}:{name}", [])
+                text = repr(value)
+                if text not in kept and len(kept) < SCALARS_KEPT:
+                    kept.append(text)
+
+
+def _named(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in arguments.items():
+        yield from tensors_in(name, value)
+
+
+def _refuse_graphs(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"hooks go on a torch nn.Module, got {type(model).__name__}: give the model inside it")
+    for path, module in model.named_modules():
+        compiled_by = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        if compiled_by or isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"module {path or 'the model itself'!r} ({type(module).__name__}) is compiled, and its graph runs "
+                "past hooks: run it eagerly (no torch.compile, no CUDA graphs; in vLLM enforce_eager=True)"
+            )
+
+
+def _refuse_recording(arguments: Mapping[str, Any]) -> None:
+    """A graph under recording would hold the hook's work, and its replays would show nothing."""
+    on_gpu = any(tensor.is_cuda for _, tensor in _named(arguments))
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        raise InputError("a CUDA graph is being recorded: its replays run past hooks; run eagerly and capture again")
+
+
+def _facts(model: nn.Module, tag: str, known: Mapping[str, nn.Module]) -> dict[str, Any]:
+    first = next(model.parameters(), None)
+    return {
+        "tag": tag,
+        "model": type(model).__name__,
+        "known": {name: type(other).__name__ for name, other in known.items()},
+        "dtype": None if first is None else str(first.dtype).removeprefix("torch."),
+        "device": None if first is None else str(first.device),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }

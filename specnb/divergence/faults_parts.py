@@ -1,0 +1,260 @@
+"""What the planted faults share: their description, the parts of a model they are put on, and how they are undone.
+
+A fault is a context manager. It changes what a module computes, never what the module looks like from outside: the
+module's own `forward` is replaced on the instance, so hooks see the inputs and the output of the faulty op as they
+would see those of a real one.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from specnb.divergence.names import canonical
+from specnb.errors import InputError
+
+CAUSES = ("IDENTITY", "WEIGHTS", "ROUTING", "KV_SLOT", "STATE", "POSITION", "PRECISION_ONLY", "HEAD", "INPUT")
+"""The classes a cause is named from."""
+
+ALL = ((0, None),)
+"""The token range of a fault that reaches every token."""
+
+BANK = "bank of experts (a module with `num_experts` and fused weights)"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault as it was planted, and what an investigation must say of it.
+
+    `first` is the canonical path of the module that must be found first ("" is the model itself: it was fed other
+    inputs), None where nothing structural may be found: a benign change, or a fault that needs a neighbour and has
+    none. `tokens` are half-open ranges of logical positions, (start, None) to the end; a start that depends on what is
+    run is a lower bound. `struck` gets the first position of each time the fault really acted, for faults that wait for
+    something. `issues` are upstream threads where this happened.
+    """
+
+    name: str
+    cause: str
+    first: str | None
+    tokens: tuple[tuple[int, int | None], ...]
+    note: str
+    issues: tuple[str, ...] = ()
+    struck: list[int] = field(default_factory=list, compare=False)
+
+
+Named = tuple[str, nn.Module]
+"""A module with its canonical path."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules of a model that faults are put on, in the order the model registers them."""
+
+    banks: tuple[Named, ...]
+    routers: tuple[Named, ...]
+    attentions: tuple[Named, ...]
+    rotaries: tuple[Named, ...]
+
+    def every_bank(self) -> tuple[Named, ...]:
+        """All banks of experts, in call order. InputError for a model without any."""
+        if not self.banks:
+            raise InputError(f"the model has no {BANK}: this fault is one of mixtures of experts")
+        return self.banks
+
+    def bank(self, layer: int) -> Named:
+        """The bank of experts of a layer. InputError where there is none."""
+        return _of_layer(self.banks, layer, BANK)
+
+    def router(self, layer: int) -> Named:
+        """The router of a layer. InputError where there is none."""
+        return _of_layer(self.routers, layer, "router (a module with `top_k` beside a bank of experts)")
+
+    def attention(self, layer: int) -> Named:
+        """The attention of a layer. InputError where there is none."""
+        return _of_layer(self.attentions, layer, "attention (a module with `layer_idx` and linear layers)")
+
+    def rotary(self) -> Named:
+        """The first module that makes rotary positions. InputError where there is none."""
+        if not self.rotaries:
+            raise InputError("the model has no rotary embedding (a module with `inv_freq`): this fault needs one")
+        return self.rotaries[0]
+
+
+def named(model: nn.Module) -> list[Named]:
+    """All modules with their canonical paths. InputError for a compiled model, whose modules' forward is not run."""
+    if hasattr(model, "_orig_mod"):
+        raise InputError("a compiled model does not run its modules' own forward: plant faults in the eager model")
+    modules = dict(model.named_modules())
+    names = canonical(modules)
+    return [(names[path], module) for path, module in modules.items()]
+
+
+def find(model: nn.Module) -> Parts:
+    """The parts of any transformers-like model, known by what they have, not by their class.
+
+    Parts that are missing are empty, and an InputError where a fault asks for them. InputError for a compiled model.
+    """
+    modules = named(model)
+    banks = tuple((path, module) for path, module in modules if _is_bank(module))
+    blocks = {path.rpartition(".")[0] for path, _ in banks}
+    return Parts(
+        banks=banks,
+        routers=tuple((p, m) for p, m in modules if p.rpartition(".")[0] in blocks and hasattr(m, "top_k")),
+        attentions=tuple((path, module) for path, module in modules if _is_attention(module)),
+        rotaries=tuple((path, module) for path, module in modules if hasattr(module, "inv_freq")),
+    )
+
+
+def output_head(model: nn.Module) -> Named:
+    """The linear layer that makes logits. InputError where the model has none."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    for path, module in named(model):
+        if module is head:
+            return path, module
+    raise InputError(f"{type(model).__name__} has no output head: give the model that makes logits")
+
+
+def layer_number(path: str) -> int | None:
+    """The number of the layer a module is in: the first number in its path; None outside the layers."""
+    return next((int(part) for part in path.split(".") if part.isdecimal()), None)
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """The attribute `name` of this one instance is `value` inside, and what it was before afterwards."""
+    own = vars(owner)
+    before = own.get(name, own)  # the dict itself: no value that an attribute can have
+    own[name] = value
+    try:
+        yield
+    finally:
+        if before is own:
+            own.pop(name, None)
+        else:
+            own[name] = before
+
+
+Around = Callable[..., Any]
+"""`around(original, *args, **kwargs)`: what runs in a forward's place."""
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, around: Around) -> Iterator[None]:
+    """`module` runs `around(original, …)` inside its hooks. The signature stays: captures name arguments by it."""
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    with replaced(module, "forward", forward):
+        yield
+
+
+@contextmanager
+def values_changed(new: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Each parameter holds the new values inside, in its own memory, and the very same bits as before afterwards."""
+    with torch.no_grad():
+        before = {parameter: parameter.detach().clone() for parameter in new}
+    try:
+        _write(new)
+        yield
+    finally:
+        _write(before)
+
+
+def arguments(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    """The arguments of a call by their names, however the caller passed them."""
+    return inspect.signature(original).bind(*args, **kwargs)
+
+
+def positions_fed(bound: inspect.BoundArguments) -> torch.Tensor:
+    """Logical positions (1 or batch, length) of what a model is called with: as given, else on from its cache."""
+    given = bound.arguments.get("position_ids")
+    if given is not None:
+        return given
+    cache, ids = (bound.arguments.get(name) for name in ("past_key_values", "input_ids"))
+    ids = bound.arguments.get("inputs_embeds") if ids is None else ids
+    if ids is None:
+        raise InputError(f"a model was called without `input_ids` or `inputs_embeds`: {', '.join(bound.arguments)}")
+    past = 0 if cache is None else cache.get_seq_length()
+    return torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+
+
+class Clock:
+    """Which logical positions the rows of the running forward have: read where the rotary embedding is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rotary = find(model).rotary()[1]
+        self._positions: torch.Tensor | None = None
+
+    @contextmanager
+    def running(self) -> Iterator["Clock"]:
+        """Listen inside."""
+        handle = self._rotary.register_forward_pre_hook(self._hear, with_kwargs=True)
+        try:
+            yield self
+        finally:
+            handle.remove()
+
+    def rows(self, n_rows: int) -> torch.Tensor:
+        """Positions (n_rows,) of rows that are flattened over batch and length; one row of positions serves a batch."""
+        if self._positions is None or n_rows % self._positions.numel():
+            raise InputError(f"{n_rows} rows have no positions: the model's rotary embedding was not called for them")
+        return self._positions.repeat(n_rows // self._positions.numel())
+
+    def _hear(self, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._positions = positions_argument(arguments(rotary.forward, args, kwargs))[1].flatten()
+
+
+def with_argument(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with one argument replaced or added, all others passed the way the caller passed them.
+
+    Decorated forwards look into keywords, so what was given as one has to stay one.
+    """
+    place = list(inspect.signature(original).parameters).index(name)
+    if place < len(args):
+        return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
+    return args, {**kwargs, name: value}
+
+
+def positions_argument(bound: inspect.BoundArguments) -> tuple[str, torch.Tensor]:
+    """Name and value of the integer tensor among a rotary embedding's arguments. InputError where there is none."""
+    for name, value in bound.arguments.items():
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            return name, value
+    raise InputError(f"a rotary embedding was called without integer positions: it got {', '.join(bound.arguments)}")
+
+
+def _is_bank(module: nn.Module) -> bool:
+    n_experts = getattr(module, "num_experts", None)
+    weights = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
+    return isinstance(n_experts, int) and bool(weights) and all(len(weight) == n_experts for weight in weights)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    has_linear = any(isinstance(child, nn.Linear) for child in module.children())
+    return isinstance(getattr(module, "layer_idx", None), int) and has_linear
+
+
+def _of_layer(parts: tuple[Named, ...], layer: int, what: str) -> Named:
+    for path, module in parts:
+        if layer_number(path) == layer:
+            return path, module
+    numbers = sorted({number for path, _ in parts if (number := layer_number(path)) is not None})
+    have = f"layers that have one: {', '.join(map(str, numbers))}" if numbers else "the model has none"
+    raise InputError(f"layer {layer!r} has no {what}; {have}")
+
+
+def _write(values: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in values.items():
+            parameter.copy_(value)

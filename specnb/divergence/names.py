@@ -1,0 +1,136 @@
+"""Names of what a module is given and gives back, and of modules: the same in every set-up."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from specnb.errors import InputError
+
+DEEPEST = 6
+"""Levels of nested containers that are looked into."""
+
+_PREFIX = re.compile(r"(?:(?:model|draft_model)\.)+")
+STATES = ("keys", "values", "conv_states", "recurrent_states")
+
+
+def canonical(paths: Iterable[str]) -> dict[str, str]:
+    """Module paths -> the same without leading `model.` or `draft_model.`. InputError where two become one."""
+    short = {path: _PREFIX.sub("", path, count=1) if _PREFIX.match(path) else path for path in paths}
+    back: dict[str, str] = {}
+    for path, name in short.items():
+        if name in back:
+            raise InputError(
+                f"modules {back[name]!r} and {path!r} of one model are both {name!r} without their prefix: "
+                "capture the two inner models one by one"
+            )
+        back[name] = path
+    return short
+
+
+class Arguments:
+    """Names the arguments of a module's calls by the signature of its forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._signature = _signature(module)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if self._signature is not None:
+            try:
+                bound = self._signature.bind(*args, **kwargs).arguments
+            except TypeError:
+                bound = None
+            if bound is not None:
+                return self._spread(bound)
+        return {f"args.{i}": value for i, value in enumerate(args)} | dict(kwargs)
+
+    def _spread(self, bound: Mapping[str, Any]) -> dict[str, Any]:
+        """**kwargs stand under their own names, *args as `args.0` and so on."""
+        named: dict[str, Any] = {}
+        for name, value in bound.items():
+            if self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                named |= value
+            else:
+                named[name] = value
+        return named
+
+
+def _signature(module: nn.Module) -> inspect.Signature | None:
+    """A forward that was patched on the object may say `*args, **kwargs` only: then that of its class."""
+    for forward, skip in ((module.forward, 0), (type(module).forward, 1)):
+        try:
+            found = inspect.signature(forward)
+        except (TypeError, ValueError):
+            continue
+        parameters = list(found.parameters.values())[skip:]
+        if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
+            return found.replace(parameters=parameters)
+    return None
+
+
+def is_cache(value: object) -> bool:
+    """A transformers Cache, told by what it can do: the class is not imported for that."""
+    return hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list)
+
+
+def tensors_in(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in tuples, lists, mappings and dataclasses, with dotted names."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    if depth == DEEPEST or value is None or isinstance(value, str | bytes | int | float | nn.Module) or is_cache(value):
+        return
+    for key, inner in _items(value):
+        yield from tensors_in(f"{name}.{key}", inner, depth + 1)
+
+
+def _items(value: object) -> Iterable[tuple[object, object]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, tuple | list):
+        return enumerate(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    return ()
+
+
+def outputs_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """`out` for a tensor; of a tuple `out`, `out.1`, …: a module that also gives its weights back keeps its name."""
+    if isinstance(value, tuple | list) and value and not hasattr(value, "_fields"):
+        yield from tensors_in("out", value[0])
+        for i, inner in enumerate(value[1:], 1):
+            yield from tensors_in(f"out.{i}", inner)
+        return
+    yield from tensors_in("out", value)
+
+
+def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Keys and values (or recurrent states) that the caches among the arguments hold for `layer`."""
+    for value in arguments.values():
+        if is_cache(value) and 0 <= layer < len(value.layers):
+            for name in STATES:
+                yield from tensors_in(name, getattr(value.layers[layer], name, None))
+
+
+Chooser = Callable[[str, str, str], bool]
+
+
+def chooser(full: str | Chooser | None) -> Chooser:
+    """Which tensors are kept in full: none, those of modules whose path has the pattern, or what a function says."""
+    if full is None:
+        return lambda module, role, name: False
+    if callable(full):
+        return full
+    pattern = compiled(full)
+    return lambda module, role, name: pattern.search(module) is not None
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"{pattern!r} is no regular expression ({error}); use e.g. r'layers\\.0\\.mlp'") from error

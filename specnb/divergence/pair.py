@@ -1,0 +1,129 @@
+"""The embedded small pair of the divergence lab: the gpt-oss architecture, made on the fly.
+
+The case is a mixture-of-experts draft beside a larger mixture-of-experts target. Both are transformers' GptOss classes:
+attention with sinks, sliding and full layers in turn, YaRN, routing to four experts. The draft has fewer layers and
+half the experts; hidden and intermediate size are equal, as those of gpt-oss-20b and gpt-oss-120b are, so that one
+model's experts fit into the other without an error. The weights are random: a divergence is a matter of which operands
+an op gets, not of what the model knows. The twins are made of any model, so they serve a user's own too.
+"""
+
+import copy
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from specnb.errors import InputError
+
+DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
+"""The types the small models are made in, by name."""
+
+WIDTH = 64
+_SHARED = {
+    "vocab_size": 256,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 4,
+    "sliding_window": 16,
+    "max_position_embeddings": 1024,
+    "attn_implementation": "eager",  # sinks have no other implementation that runs without a GPU
+    "experts_implementation": "eager",  # the loop over experts reads its parameters with plain ops, so they are seen
+}
+SHAPES = MappingProxyType(
+    {
+        "draft": MappingProxyType({"num_hidden_layers": 4, "num_local_experts": 8}),
+        "target": MappingProxyType({"num_hidden_layers": 6, "num_local_experts": 16}),
+    }
+)
+"""What differs between the two."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A draft and the larger target it runs beside; both in evaluation mode, with the same vocabulary."""
+
+    draft: nn.Module
+    target: nn.Module
+
+
+def pair(*, seed: int = 0, dtype: str = "float32") -> Pair:
+    """The embedded pair (7 MB in float32). Same seed and dtype give the same bits; global generators stay untouched.
+
+    InputError for a dtype that is not in DTYPES.
+    """
+    return Pair(draft=make("draft", seed=seed, dtype=dtype), target=make("target", seed=seed, dtype=dtype))
+
+
+def make(role: str, *, seed: int = 0, dtype: str = "float32") -> nn.Module:
+    """One model of the pair: `role` is a name in SHAPES. InputError for another role or dtype."""
+    if role not in SHAPES:
+        raise InputError(f"no small model {role!r}: there are {', '.join(SHAPES)}")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not one the small pair is made in: use {' or '.join(DTYPES)}")
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(**_SHARED, **SHAPES[role], rope_parameters=_rope())
+    with torch.random.fork_rng(devices=[]):  # building draws weights, which are overwritten below
+        model = GptOssForCausalLM(config).eval()
+    # the two roles draw from different streams: no weight of the target may be one of the draft's
+    _draw(model, torch.Generator().manual_seed(2 * seed + list(SHAPES).index(role)))
+    return _cast(model, DTYPES[dtype])
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A separate copy of `model`: the draft beside itself. Nothing is shared but the configuration's values."""
+    return copy.deepcopy(model).eval()
+
+
+def decoy_twin(model: nn.Module, *, seed: int = 1) -> nn.Module:
+    """A model of the same configuration with other weights, each parameter's own values in another order.
+
+    So mean and standard deviation of every parameter are those of `model`, and a set-up beside the twin differs from
+    one beside a copy in nothing but which values are where. Tied parameters stay tied.
+    """
+    twin = copy_of(model)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            order = torch.randperm(parameter.numel(), generator=draw).to(parameter.device)
+            parameter.copy_(parameter.flatten()[order].view_as(parameter))
+    return twin
+
+
+def _rope() -> dict[str, Any]:
+    """YaRN as gpt-oss has it, with a short original length; a new one each time, for transformers writes into it."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 150_000.0}
+    return yarn | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+
+
+def _draw(model: nn.Module, draw: torch.Generator) -> None:
+    """Weights large enough for logits to depend on the whole past and to differ clearly between tokens."""
+    # every fan-in is WIDTH, so one standard deviation keeps a layer's output near its input's size
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            parameter.copy_(_values(name, parameter.dim(), noise))
+
+
+def _values(name: str, dim: int, noise: torch.Tensor) -> torch.Tensor:
+    if "norm" in name:
+        return 1 + 0.1 * noise
+    if "embed_tokens" in name or name.endswith("sinks"):
+        return noise
+    if name.endswith("bias"):
+        return 0.1 * noise
+    gain = {"lm_head.weight": 4.0}.get(name, 1.5)
+    return gain / WIDTH**0.5 * noise
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast as loading does: norms stay float32, and so do the RoPE frequencies, which `Module.to` would round."""
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.data = parameter.data.to(dtype)
+    return model

@@ -1,0 +1,136 @@
+"""What the configs of a draft and a target disagree on: RoPE, quantisation, defaults of sampling.
+
+They differ for good reasons, too: models trained apart have each their own RoPE. What matters is where the draft ends
+before the target does, or is taken for what it is not.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specnb.divergence.preflight_finding import Finding
+from specnb.lm.bounded_json import Node, read_json
+
+MAX_BYTES, MAX_VALUES = 8 << 20, 200_000
+SAMPLING = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
+"""What generation_config.json sets, and transformers' defaults, which stand in where one file says nothing."""
+FROM_TARGET = ("eagle", "mtp", "dflash", "medusa", "nextn")
+"""In the name of an architecture: it runs on the target's hidden states, so that it must have the target's RoPE."""
+SCALE_NAMES = (
+    ".weight_scale", ".weight_scale_inv", ".weight_packed", ".qzeros", ".scales", "_scales", "_blocks", ".absmax",
+)  # fmt: skip
+"""Ends of the names of tensors that only quantised weights have."""
+
+
+def read_config(folder: Path | str, name: str = "config.json") -> Node | None:
+    """The object in a config of a model folder; None without the file. Raises InputError for one that is not sound."""
+    path = Path(folder) / name
+    return read_json(path, MAX_BYTES, MAX_VALUES) if path.exists() else None
+
+
+def text_part(config: Node) -> Node:
+    """The language model's part of a config that has others as well."""
+    return config.node("text_config") if config.values.get("text_config") else config
+
+
+def rope(draft: Node | None, target: Node | None) -> Finding:
+    """Whether positions mean the same as far as the target goes."""
+    check, issues = "rope", ("vLLM #58080", "vLLM #57941", "SGLang #38786")
+    if draft is None or target is None:
+        return Finding(check, "skipped", "it needs config.json of draft and target")
+    of_draft, of_target = text_part(draft), text_part(target)
+    ends = [node.count("max_position_embeddings", 1 << 40) for node in (of_draft, of_target)]
+    a, b = _rope(of_draft), _rope(of_target)
+    apart = {key: (a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
+    shown = "; ".join(f"{key}: {mine!r:.40} against {its!r:.40}" for key, (mine, its) in apart.items())
+    if apart and _runs_on_target(draft):
+        return Finding(check, "fail", f"the draft runs on the target's states, with another RoPE: {shown}",
+                       "copy rope_parameters (or rope_theta and rope_scaling) of the target into the draft's config",
+                       issues)  # fmt: skip
+    if None not in ends and ends[0] < ends[1]:
+        seen = f"the draft knows {ends[0]} positions, the target {ends[1]}" + (f"; {shown}" if shown else "")
+        remedy = f"keep prompt and answer within {ends[0]} tokens, or expect no acceptance beyond"
+        return Finding(check, "warn", seen, remedy, issues)
+    if shown:
+        return Finding(check, "ok", f"they differ, as models trained apart do: {shown}")
+    return Finding(check, "ok", f"the same: {', '.join(f'{key} {value}' for key, value in a.items()) or 'none given'}")
+
+
+def _rope(text: Node) -> dict[str, Any]:
+    """RoPE as stated, old keys and new (transformers 5: rope_parameters, possibly by layer type), None left out."""
+    stated: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        stated |= _flat(text.node(key).values)
+    if (theta := text.number("rope_theta")) is not None:
+        stated.setdefault("rope_theta", theta)
+    renamed = {("rope_type" if key == "type" else key): value for key, value in stated.items()}
+    factor = text.number("partial_rotary_factor")
+    found = renamed | ({"partial_rotary_factor": factor} if factor is not None else {})
+    return {
+        key: value for key, value in found.items() if value is not None and (key, value) != ("rope_type", "default")
+    }
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and not before:
+            found |= _flat(value, f"{key}.")
+        else:
+            found[f"{before}{key}"] = value
+    return found
+
+
+def _runs_on_target(config: Node) -> bool:
+    names = [config.values.get("model_type"), *(config.get("architectures", list, "a list of names") or [])]
+    return any(mark in str(name).lower() for name in names for mark in FROM_TARGET)
+
+
+def quantisation(
+    draft: Node | None, target: Node | None, stored: Mapping[str, str], opened: Mapping[str, Any] | None = None
+) -> Finding:
+    """Whether the draft is quantised as its own files say, and not as the target is.
+
+    `stored` are dtypes by name from the headers of the draft's weights; `opened` is the quantisation_config of the
+    model that was made of them ({}: none), None where there is no opened model.
+    """
+    check, issues = "quantisation", ("SGLang #39087", "SGLang #22823", "SGLang #34622", "SGLang #28196")
+    if draft is None:
+        return Finding(check, "skipped", "it needs the draft's config.json")
+    own, its = (_method(node.node("quantization_config").values) if node else "" for node in (draft, target))
+    if opened is not None and _method(opened) != own:
+        now = _method(opened) or "none"
+        inherited = " (the target's)" if _method(opened) == its and its else ""
+        return Finding(check, "fail", f"its config says {own or 'none'}, the opened model has {now}{inherited}",
+                       "open the draft with its own quantisation_config", issues)  # fmt: skip
+    scales = [name for name in stored if name.endswith(SCALE_NAMES)]
+    if stored and bool(scales) != bool(own) and (scales or own != "bitsandbytes"):
+        seen = f"{len(scales)} tensors of scales (the first: {scales[0]:.80})" if scales else "no scales"
+        return Finding(check, "fail", f"its config says {own or 'none'}, its files hold {seen}",
+                       "fetch config.json and weights of the same revision", issues)  # fmt: skip
+    if own != its and target is not None:
+        return Finding(check, "warn", f"draft: {own or 'none'}, target: {its or 'none'}",
+                       "make sure that the engine takes each from its own config", issues)  # fmt: skip
+    return Finding(check, "ok", f"draft: {own or 'none'}" + (f", target: {its or 'none'}" if target else ""))
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    return str(config.get("quant_method") or ("unnamed" if config else ""))[:40]
+
+
+def sampling_defaults(draft: Node | None, target: Node | None) -> Finding:
+    """Whether both would sample alike if nobody says how: a draft's own top-k makes its reported q another one."""
+    check = "sampling defaults"
+    if draft is None and target is None:
+        return Finding(check, "skipped", "neither folder has a generation_config.json")
+    a, b = ({key: _default(node, key) for key in SAMPLING} for node in (draft, target))
+    apart = [f"{key}: {a[key]!r:.20} against {b[key]!r:.20}" for key in SAMPLING if a[key] != b[key]]
+    if not apart:
+        return Finding(check, "ok", "the same in both generation configs")
+    return Finding(check, "warn", "; ".join(apart), "state temperature, top_k and top_p in every call, for both models",
+                   ("transformers #47932", "transformers #32867", "vLLM #33497"))  # fmt: skip
+
+
+def _default(config: Node | None, key: str) -> Any:
+    value = config.values.get(key) if config else None
+    return SAMPLING[key] if value is None else value

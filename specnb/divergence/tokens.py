@@ -1,0 +1,74 @@
+"""Where the tokens of a forward are: which axis of a tensor counts them, and which positions they have."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specnb.divergence.names import is_cache
+
+IDS = ("input_ids", "tokens", "token_ids")
+EMBEDDED = ("inputs_embeds", "hidden_states")
+POSITIONS = ("position_ids", "positions", "cache_position")
+KEPT_IDS = 4096
+"""Token ids of one step that are written down."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward: `batch` rows of `length` tokens, the first at position `first`; `ids` where they are known."""
+
+    index: int
+    batch: int
+    length: int
+    first: int
+    ids: list[int]
+
+    def token_axis(self, role: str, name: str, shape: tuple[int, ...]) -> int:
+        """The axis of `shape` that counts tokens, -1 where there is none.
+
+        Known layouts: (batch, length, …), (batch, heads, length, dim), (batch * length, …) as routers and flat engines
+        have it, and for keys and values of a cache (batch, heads, all tokens so far, dim).
+        """
+        if role == "state":
+            return len(shape) - 2 if name in ("keys", "values") and len(shape) >= 3 else -1
+        fits = [len(shape) > axis and shape[axis] == self.length and shape[0] in (1, self.batch) for axis in (1, 2)]
+        if len(shape) >= 2 and fits[0] and (len(shape) > 2 or shape[0] != self.batch * self.length or self.length > 1):
+            return 1
+        if len(shape) == 4 and fits[1]:
+            return 2
+        return 0 if shape and shape[0] == self.batch * self.length else -1
+
+    def first_position(self, role: str, axis: int, shape: tuple[int, ...]) -> int:
+        """Position of the first token on `axis`: a cache ends with the last token of the step. 0 where no token is."""
+        if axis < 0:
+            return 0
+        return max(self.first + self.length - shape[axis], 0) if role == "state" else self.first
+
+
+def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
+    """The step that a call with these named arguments is: from its ids or states, its positions, its cache."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.ndim}
+    ids = _first(tensors, IDS)
+    others = [name for name in tensors if name not in POSITIONS and "mask" not in name]
+    batch, length = _extent(_first(tensors, (*IDS, *EMBEDDED, *others)))
+    given = _first(tensors, [name for name in POSITIONS if name in tensors and tensors[name].numel()])
+    cache = next((value for value in arguments.values() if is_cache(value)), None)
+    first = cache.get_seq_length() if cache is not None else 0
+    if given is not None:
+        first = given.reshape(-1)[0]
+    kept = [] if ids is None or ids.is_floating_point() else ids.reshape(-1)[:KEPT_IDS].tolist()
+    return Step(index, batch, length, int(first), kept)
+
+
+def _first(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> torch.Tensor | None:
+    return next((tensors[name] for name in names if name in tensors), None)
+
+
+def _extent(main: torch.Tensor | None) -> tuple[int, int]:
+    """(batch, length) of ids (batch, length) or states (batch, length, features); flat ones have no batch axis."""
+    if main is None:
+        return 1, 0
+    flat = main.ndim == (2 if main.is_floating_point() else 1)
+    return (1, main.shape[0]) if flat or main.ndim == 1 else (main.shape[0], main.shape[1])

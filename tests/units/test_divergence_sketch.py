@@ -1,0 +1,175 @@
+"""Digests, statistics and sketches: what they tell, and what means and cosines do not."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from specnb.divergence.fingerprint import BLOCK, digest, fingerprint, fingerprints, token_rows
+from specnb.divergence.sketch import gain, relative_l2, signs
+from specnb.errors import InputError
+
+
+def random(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape():
+    x = random(6, 8)
+    others = [x[torch.tensor([1, 0, 2, 3, 4, 5])], x.reshape(8, 6), x.view(torch.int32), x.double()]
+    assert digest(x) not in {digest(other) for other in others}
+    assert digest(torch.zeros(2)) != digest(-torch.zeros(2))
+
+
+def test_digest_is_of_the_logical_order_and_the_same_for_numpy():
+    x = random(6, 8)
+    assert digest(x.t().contiguous().t()) == digest(x) == digest(x.numpy())
+    assert digest(x[:, ::2]) == digest(x[:, ::2].contiguous())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.complex64]
+)
+def test_any_dtype_and_any_shape_has_a_fingerprint(dtype):
+    for shape in [(), (3,), (2, 5, 7)]:
+        x = random(*shape).to(dtype)
+        assert len(digest(x)) == 32
+        assert np.isfinite(fingerprint(x).sketch).all()
+
+
+def test_signs_are_even_and_never_change():
+    drawn = signs("tensor", 4096)
+    assert set(np.unique(drawn)) == {-1, 1}
+    assert abs(drawn.mean()) < 0.01
+    assert np.abs(drawn.T.astype(float) @ drawn / 4096 - np.eye(64)).max() < 0.1
+    assert not np.array_equal(drawn, signs("token", 4096))
+    # traces of other machines and versions must stay comparable
+    assert (drawn[0, :12] > 0).astype(int).tolist() == [0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1, 1]
+    assert np.array_equal(signs("tensor", 10), drawn[:10])
+
+
+def errors_of(kind, count=60):
+    """Pairs (a, b) of one relative error, and shapes of error that a poor sketch is wrong about."""
+    rng = np.random.default_rng(7)
+    for _ in range(count):
+        a = rng.standard_normal((40, 512)).astype(np.float32)
+        error = np.zeros_like(a)
+        if kind == "spread":
+            error = rng.standard_normal(a.shape)
+        elif kind == "one token":
+            error[rng.integers(40)] = rng.standard_normal(512)
+        elif kind == "one channel":
+            error[:, rng.integers(512)] = 1
+        elif kind == "all alike":
+            error += rng.standard_normal(512)
+        error *= 0.1 * np.linalg.norm(a) / np.linalg.norm(error)
+        yield a, (a + error).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["spread", "one token", "one channel", "all alike"])
+def test_relative_error_is_told_within_its_standard_error_whatever_the_shape_of_the_error(kind):
+    seen = []
+    for a, b in errors_of(kind):
+        left, right = fingerprint(a), fingerprint(b)
+        told = relative_l2(left.sketch, right.sketch, norm=left.statistics["l2"])
+        seen.append((float(told.value) - 0.1) / float(told.error))
+    assert abs(np.mean(seen)) < 0.5
+    # one channel and rows alike meet in few columns; the error stays the one that is stated
+    assert 0.5 < np.std(seen) < 1.5
+
+
+def test_gain_tells_a_scale_that_the_cosine_cannot_see():
+    a = random(30, 100)
+    left, right = fingerprint(a, 0), fingerprint(1.02 * a, 0)
+    told = gain(left.sketch, right.sketch)
+    assert told.value == pytest.approx(1.02, abs=1e-5) and told.error < 1e-5
+    each = gain(left.tokens, right.tokens)
+    assert each.value.shape == (30,) and np.allclose(each.value, 1.02, atol=1e-4)
+    noisy = [
+        gain(*(fingerprint(x).sketch for x in (a, 1.02 * a + 0.3 * random(30, 100, seed=s)))) for s in range(1, 60)
+    ]
+    z = [(float(g.value) - 1.02) / float(g.error) for g in noisy]
+    assert abs(np.mean(z)) < 0.5 and 0.7 < np.std(z) < 1.3
+
+
+def test_statistics_are_blind_to_permuted_rows_and_sketches_are_not():
+    a = random(32, 64)
+    b = a.flip(0)
+    left, right = fingerprint(a, 0), fingerprint(b, 0)
+    assert left.statistics["std"] == pytest.approx(right.statistics["std"], rel=1e-6)
+    assert relative_l2(left.sketch, right.sketch).value > 0.8
+    assert np.allclose(left.tokens, right.tokens[::-1], atol=1e-5)  # one row's sketch does not depend on its place
+
+
+def test_zero_sketches_have_no_relative_error_and_no_gain():
+    zero, one = np.zeros(64), np.ones(64)
+    assert relative_l2(zero, zero).value == 0 and relative_l2(zero, one).value == math.inf
+    assert np.isnan(gain(zero, one).value)
+    with pytest.raises(InputError, match="same k"):
+        relative_l2(np.ones(64), np.ones(16))
+
+
+@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 300 * BLOCK + 5])
+def test_a_sketch_is_linear_and_sees_the_last_value(size):
+    a, b = random(size), random(size, seed=1)
+    parts = [fingerprint(x).sketch for x in (a, b, a + 2 * b)]
+    assert np.allclose(parts[0] + 2 * parts[1], parts[2], atol=1e-3 * math.sqrt(size))
+    last = a.clone()
+    last[-1] += 100
+    assert np.allclose(np.abs(fingerprint(last).sketch - parts[0]), 100 / 8, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((5, 12), 0), ((2, 5, 12), 1), ((2, 3, 5, 4), 2), ((7,), -1)])
+def test_statistics_are_those_of_numpy_and_a_stack_gives_what_single_tensors_give(shape, axis):
+    x = random(3, *shape)
+    many = fingerprints(x, axis)
+    for i, one in enumerate(x.double().numpy()):
+        assert many.statistics["mean"][i] == pytest.approx(one.mean(), abs=1e-7)
+        assert many.statistics["std"][i] == pytest.approx(one.std(), rel=1e-6)
+        assert many.statistics["l1"][i] == pytest.approx(np.abs(one).sum(), rel=1e-6)
+        assert many.statistics["l2"][i] == pytest.approx(np.linalg.norm(one), rel=1e-6)
+        assert many.statistics["min"][i] == one.min() and many.statistics["max"][i] == one.max()
+        alone = fingerprint(x[i], axis)
+        assert np.allclose(alone.sketch, many.sketch[i], atol=1e-5)
+        if axis >= 0:
+            assert np.allclose(alone.tokens, many.tokens[i], atol=1e-5)
+            assert np.allclose(alone.token_l2**2 @ np.ones(len(alone.token_l2)), np.linalg.norm(one) ** 2, rtol=1e-5)
+
+
+def test_tokens_come_batch_by_batch_with_their_heads_together():
+    x = random(2, 3, 5, 4)
+    rows = token_rows(x[None], 2)[0]
+    assert torch.equal(rows[5 + 1], x[1, :, 1].reshape(-1))  # second sequence, second token
+    assert fingerprint(x, 2).tokens.shape == (10, 16)
+
+
+def test_values_that_are_not_finite_are_counted_and_kept_out_of_the_rest():
+    x = random(4, 8)
+    x[1, 2], x[2, 0], x[3, 3] = math.nan, math.inf, -math.inf
+    clean = x.nan_to_num(0, 0, 0)
+    both = fingerprints(torch.stack([x, random(4, 8, seed=1)]), 0)
+    finite = x[x.isfinite()].double().numpy()
+    told = {name: column[0] for name, column in both.statistics.items()}
+    assert (told["n_nan"], told["n_inf"], both.statistics["n_nan"][1]) == (1, 2, 0)
+    assert told["mean"] == pytest.approx(finite.mean()) and told["std"] == pytest.approx(finite.std())
+    assert told["l2"] == pytest.approx(np.linalg.norm(finite)) and told["max"] == finite.max()
+    assert np.allclose(both.sketch[0], fingerprint(clean).sketch, atol=1e-5)
+    assert np.allclose(both.sketch[1], fingerprint(random(4, 8, seed=1)).sketch, atol=1e-5)
+
+
+def test_a_mask_of_the_lowest_float_overflows_nothing(recwarn):
+    mask = torch.full((1, 1, 6, 6), torch.finfo(torch.float32).min).triu(1)
+    told = fingerprint(mask, 2)
+    assert np.isfinite(told.sketch).all() and np.isfinite(told.tokens).all() and np.isfinite(told.token_l2).all()
+    assert told.statistics["l2"] == pytest.approx(math.sqrt(15) * 3.4028235e38) and told.statistics["n_inf"] == 0
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "tokens"), [((0,), -1, None), ((2, 0, 4), 1, 0), ((2, 3, 0, 4), 2, 0), ((3, 0), 0, 3)]
+)
+def test_an_empty_tensor_has_the_statistics_of_no_values(shape, axis, tokens):
+    told = fingerprint(torch.zeros(shape), axis)
+    assert told.statistics["l2"] == 0 and math.isnan(told.statistics["mean"]) and not told.sketch.any()
+    assert (None if told.tokens is None else len(told.tokens)) == tokens
