@@ -1,0 +1,113 @@
+"""What a draft is fed, the same tokens in every set-up: a prompt, then rounds of which some tokens are taken back.
+
+Set-ups can be compared token by token only if none of them chooses its own. So nothing is sampled here: the tokens are
+given, and the last feed of every position is the text.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from specnb.errors import InputError
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One forward over `ids`, after which the last `forget` tokens of the state are taken back."""
+
+    ids: tuple[int, ...]
+    forget: int = 0
+
+
+@dataclass(frozen=True)
+class Script:
+    """Feeds in their order. InputError for an empty one, and where more is taken back than is there."""
+
+    feeds: tuple[Feed, ...]
+
+    def __post_init__(self) -> None:
+        held = 0
+        for number, feed in enumerate(self.feeds):
+            held += len(feed.ids) - feed.forget
+            if not feed.ids or feed.forget < 0 or held < 1:
+                raise InputError(f"feed {number} of {len(feed.ids)} tokens, {feed.forget} taken back, leaves {held}")
+        if not self.feeds:
+            raise InputError("a script needs at least one feed: the prompt")
+
+    @classmethod
+    def drafting(cls, text: Sequence[int], *, prompt: int, k: int, vocab_size: int, seed: int = 0) -> "Script":
+        """`text` as a draft model meets it: the prompt, then rounds of `k` steps of one token.
+
+        Every other round its drafts but the first are wrong and taken back; the right tokens come with the next one.
+        """
+        if not 0 < prompt < len(text) or k < 1:
+            raise InputError(f"a prompt of {prompt} tokens and rounds of {k} do not fit a text of {len(text)}")
+        rng = np.random.default_rng(seed)
+        feeds, at, wrong = [Feed(tuple(text[:prompt]))], prompt, False
+        while at < len(text):
+            right = 1 if wrong else min(k, len(text) - at)
+            drafts = [*text[at : at + right], *rng.integers(0, vocab_size, k - right if wrong else 0).tolist()]
+            steps = [Feed((int(token),)) for token in drafts]
+            steps[-1] = Feed(steps[-1].ids, len(drafts) - right)
+            feeds += steps
+            at, wrong = at + right, not wrong
+        return cls(tuple(feeds))
+
+    @classmethod
+    def blocks(cls, text: Sequence[int], *, width: int) -> "Script":
+        """`text` in blocks of `width`: the same tokens in other shapes."""
+        return cls(tuple(Feed(tuple(text[at : at + width])) for at in range(0, len(text), width)))
+
+    @property
+    def last_feeds(self) -> np.ndarray:
+        """The feed in which each position of the text came last, `(tokens,)`; positions are counted, not asked for."""
+        held: list[int] = []
+        for number, feed in enumerate(self.feeds):
+            held += [number] * len(feed.ids)
+            del held[len(held) - feed.forget :]
+        return np.asarray(held)
+
+    @property
+    def starts(self) -> list[int]:
+        """The position of the first token of each feed."""
+        changes = [len(feed.ids) - feed.forget for feed in self.feeds]
+        return [sum(changes[:number]) for number in range(len(changes))]
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """The tokens that are in the state at the end."""
+        held: list[int] = []
+        for feed in self.feeds:
+            held += feed.ids
+            del held[len(held) - feed.forget :]
+        return tuple(held)
+
+
+@torch.no_grad()
+def run(
+    model: nn.Module,
+    script: Script,
+    *,
+    before: Callable[[Feed], None] = lambda feed: None,
+    after: Callable[[Feed], None] = lambda feed: None,
+) -> list[Tensor]:
+    """Feed a transformers model; the logits of each feed, `(tokens, vocab)`. `before` and `after` every feed, others
+    may run."""
+    cache, logits, device = None, [], next(model.parameters()).device
+    for feed in script.feeds:
+        before(feed)
+        ids = torch.tensor([feed.ids], device=device)
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        if cache is None:
+            cache = out.past_key_values
+            for layer in cache.layers:  # layers of a window forget at once what a crop would need
+                if hasattr(layer, "activate_past_recording"):
+                    layer.activate_past_recording()
+        logits.append(out.logits[0])
+        if feed.forget:
+            cache.crop(-feed.forget)
+        after(feed)
+    return logits

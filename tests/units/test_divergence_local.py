@@ -1,0 +1,120 @@
+"""Shadow replay: sound runs agree in whatever shapes, and of a planted fault the first module and token are found."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from specnb.divergence import local
+from specnb.divergence import pair as small
+from specnb.divergence.along import Along
+from specnb.divergence.capture import capture
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.script import Feed, Script, run
+from specnb.errors import InputError
+
+TEXT = np.random.default_rng(0).integers(0, 256, 30).tolist()
+SCRIPT = Script.drafting(TEXT, prompt=12, k=3, vocab_size=256)
+BENIGN_BY_RELATION = ("uniform_offset",)
+"""A module that is wrong by itself, and yet nothing is: positions count relative to one another."""
+
+
+def test_a_script_ends_with_its_text_whatever_was_taken_back():
+    assert SCRIPT.text == tuple(TEXT) and any(feed.forget for feed in SCRIPT.feeds)
+    assert Script.blocks(TEXT, width=4).text == tuple(TEXT)
+    fed = [None] * len(TEXT)
+    for start, feed in zip(SCRIPT.starts, SCRIPT.feeds, strict=True):
+        fed[start : start + len(feed.ids)] = feed.ids
+    assert fed[: len(TEXT)] == TEXT
+    for position, number in enumerate(SCRIPT.last_feeds):
+        assert SCRIPT.feeds[number].ids[position - SCRIPT.starts[number]] == TEXT[position]
+
+
+@pytest.mark.parametrize("feeds", [(), (Feed(()),), (Feed((1,), 1),), (Feed((1, 2)), Feed((3,), 4)), (Feed((1,), -1),)])
+def test_a_script_that_cannot_be_run_is_refused(feeds):
+    with pytest.raises(InputError):
+        Script(feeds)
+
+
+def test_running_gives_the_logits_of_the_text(pair):
+    whole = pair.reference(torch.tensor([TEXT])).logits[0]
+    logits = run(pair.draft, SCRIPT)
+    for position, number in enumerate(SCRIPT.last_feeds):
+        row = logits[number][position - SCRIPT.starts[number]]
+        assert (row - whole[position]).abs().max() < pair.noise
+
+
+class Subject:
+    """A pair, a pristine copy of its draft, and the floors of sound runs."""
+
+    def __init__(self, dtype):
+        made = small.pair(dtype=dtype)
+        self.draft, self.target, self.reference = made.draft, made.target, small.copy_of(made.draft)
+        self.noise = {"float32": 1e-4, "bfloat16": 0.6}[dtype]
+        self.sound = [self.errors(script=script) for script in (SCRIPT, Script.blocks(TEXT, width=5))]
+        self.floor = local.floors(self.sound, dtype)
+
+    def errors(self, fault=None, beside=None, script=SCRIPT, **options):
+        planted = FAULTS[fault](self.draft, beside, **options) if fault else nullcontext()
+        with planted as self.fault, capture(self.draft, full="") as builder:
+            run(self.draft, script, before=lambda feed: beside and beside(torch.tensor([TEXT[:16]])))
+        return local.local_errors(self.reference, Along.of(builder.trace(), script))
+
+    def first(self, fault, **options):
+        found = local.beyond(self.errors(fault, self.target, **options), self.floor, SCRIPT)
+        return found.iloc[0] if len(found) else None
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def pair(request):
+    return Subject(request.param)
+
+
+def test_sound_runs_are_within_their_floors_in_every_shape(pair):
+    for errors in (*pair.sound, pair.errors(script=Script.blocks(TEXT, width=7)), pair.errors(beside=pair.target)):
+        assert {"layers.0.mlp.experts", "layers.3.self_attn", "lm_head", "model"} <= {*errors["at"]}
+        assert local.beyond(errors, pair.floor, Script.blocks(TEXT, width=7)).empty
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in BENIGN_BY_RELATION])
+def test_the_first_module_and_token_of_a_fault_are_found(pair, fault):
+    found = pair.first(fault)
+    if pair.fault.first is None:
+        assert found is None
+        return
+    assert found["module"] == pair.fault.first
+    assert any(
+        start <= found["position"] and (end is None or found["position"] < end) for start, end in pair.fault.tokens
+    )
+
+
+@pytest.mark.parametrize("layer", [1, 3])
+@pytest.mark.parametrize("fault", ["positional_registry", "expert_scale_in_op", "kv_slot_swap", "foreign_routing"])
+def test_a_fault_in_a_later_layer_is_found_there(pair, fault, layer):
+    assert pair.first(fault, layer=layer)["module"].startswith(f"layers.{layer}.")
+
+
+def test_how_much_larger_is_told(pair):
+    errors = pair.errors("expert_scale_in_op", pair.target, eps=0.05)
+    wrong = local.beyond(errors, pair.floor, SCRIPT)
+    assert {*wrong["module"]} == {"layers.0.mlp.experts"}
+    assert wrong["gain"].median() == pytest.approx(1.05, abs=0.01)
+
+
+def test_two_faults_are_both_found_and_nothing_else(pair):
+    with FAULTS["kv_slot_swap"](pair.draft, layer=2):
+        errors = pair.errors("expert_scale_in_op", pair.target)
+    wrong = local.beyond(errors, pair.floor, SCRIPT)
+    assert {*wrong["module"]} == {"layers.0.mlp.experts", "layers.2.self_attn"}
+
+
+def test_a_trace_of_another_run_is_refused(pair):
+    with capture(pair.draft, full="") as builder:
+        run(pair.draft, Script.blocks(TEXT, width=5))
+    with pytest.raises(InputError, match="other ones"):
+        Along.of(builder.trace(), SCRIPT)
+    with capture(pair.draft) as builder:
+        run(pair.draft, SCRIPT)
+    with pytest.raises(InputError, match="full"):
+        Along.of(builder.trace(), SCRIPT)
