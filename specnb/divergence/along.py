@@ -46,7 +46,7 @@ class Along:
         """
         seen = [step["length"] for step in trace.facts["steps"]]
         if seen != [len(feed.ids) for feed in script.feeds]:
-            raise InputError(f"the trace has {len(seen)} steps of {sum(seen)} tokens, the script other ones: run again")
+            raise InputError(f"the trace has {len(seen)} steps of {sum(seen)} tokens, the script other ones")
         values, axes, dtypes, left_out = {}, {}, {}, []
         for key, rows in _tensors(trace):
             merged = _merged(trace, rows, script)
@@ -66,7 +66,7 @@ def _tensors(trace: Trace) -> Iterator[tuple[Key, pd.DataFrame]]:
 
 
 def _merged(trace: Trace, rows: pd.DataFrame, script: Script) -> np.ndarray | None:
-    """The rows of each step at the positions that were fed last in it, in order; None where they do not fit together."""
+    """The rows of each step at the positions fed last in it, in order; None where they do not fit together."""
     last, starts, parts, at = script.last_feeds, script.starts, [], []
     for row in rows.itertuples():
         full = trace.arrays.get(f"{row.row}.full")
