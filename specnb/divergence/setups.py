@@ -1,0 +1,141 @@
+"""The matrix of set-ups: the same draft, fed the same tokens, beside different neighbours. Each contrast kills a guess.
+
+S0 alone, S1 beside a copy of itself, S2 beside a decoy twin (the same shapes, other weights), S3 beside the larger
+target; then, where something is wrong, S4 beside a target that is loaded and never run, S5 beside another decoy, S6
+with the neighbour's step behind the draft's. "Beside itself" cannot show that the draft is given another model's
+weights: they are its own values. The decoy can.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import pandas as pd
+import torch
+from torch import nn
+
+from specnb.divergence import local
+from specnb.divergence.along import Along
+from specnb.divergence.capture import capture
+from specnb.divergence.pair import copy_of, decoy_twin
+from specnb.divergence.script import Script, run
+from specnb.divergence.trace import Trace
+from specnb.errors import InputError
+
+NEIGHBOUR = "neighbour"
+"""The tag of the model beside the draft."""
+OWN = "draft"
+BLOCK = 5
+"""Width of the feeds of the second sound run."""
+
+Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
+"""What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """One way to run the draft; `kills` is what is ruled out where it is clean, or wrong, as `S0` is not."""
+
+    id: str
+    says: str
+    beside: Literal["nobody", "copy", "decoy", "other decoy", "target"]
+    runs: Literal["before", "after", "never"] = "before"
+    kills: str = ""
+
+
+SETUPS: Mapping[str, SetUp] = MappingProxyType(
+    {
+        one.id: one
+        for one in (
+            SetUp("S0", "alone", "nobody", kills="wrong here: no neighbour is needed"),
+            SetUp("S1", "beside itself", "copy", kills="wrong: buffers or state are shared, whatever the weights"),
+            SetUp("S2", "beside a decoy twin", "decoy", kills="S1 clean, wrong here: another model's values get in"),
+            SetUp("S3", "beside the target", "target", kills="S2 clean, wrong here: size, layout or number of layers"),
+            SetUp("S4", "the target loaded, never run", "target", "never", "wrong: made at loading; clean: at running"),
+            SetUp("S5", "beside another decoy", "other decoy", kills="wrong otherwise than S2: the neighbour's values"),
+            SetUp("S6", "the target's step afterwards", "target", "after", "clean: the order of steps matters"),
+        )
+    }
+)  # fmt: skip
+FIRST, ON_DEMAND = ("S0", "S1", "S2", "S3"), ("S4", "S5", "S6")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one set-up showed: `wrong` as `local.beyond` has it, first in time first; `trace` of the draft."""
+
+    setup: SetUp
+    wrong: pd.DataFrame
+    errors: pd.DataFrame
+    trace: Trace
+
+    @property
+    def clean(self) -> bool:
+        return self.wrong.empty
+
+    @property
+    def foreign(self) -> pd.DataFrame:
+        """Parameters of others that the draft's modules read, at the point of use."""
+        return self.trace.params[self.trace.params["owner"] != OWN]
+
+
+class Lab:
+    """A draft under suspicion: runs set-ups, each compared with what a pristine copy makes of the same inputs.
+
+    `deploy(draft, neighbour)` is the service under suspicion; left out, the models just run in turn. The copy is made
+    here, before anything is deployed. Raises InputError for a draft in a dtype without known rounding.
+    """
+
+    def __init__(
+        self, draft: nn.Module, target: nn.Module | None = None, *, script: Script, deploy: Deploy | None = None
+    ) -> None:
+        self.draft, self.target, self.script = draft, target, script
+        self.dtype = str(next(draft.parameters()).dtype).removeprefix("torch.")
+        if self.dtype not in local.ROUNDING:
+            raise InputError(f"the draft computes in {self.dtype}: give it in {', '.join(local.ROUNDING)}")
+        self._deploy = deploy or (lambda draft, neighbour: nullcontext())
+        self.reference = copy_of(draft)
+        self.floor = self._floors()
+
+    def run(self, name: str) -> Outcome:
+        """Run one set-up. Raises InputError for one that does not exist, or needs a target where there is none."""
+        if name not in SETUPS:
+            raise InputError(f"no set-up {name!r}: there are {', '.join(SETUPS)}")
+        setup = SETUPS[name]
+        neighbour = self._neighbour(setup)
+        runs = neighbour is not None and setup.runs != "never"
+        steps = {setup.runs: lambda feed: self._step(neighbour)} if runs else {}
+        known = {} if neighbour is None else {NEIGHBOUR: neighbour}
+        with self._deploy(self.draft, neighbour), capture(self.draft, tag=OWN, known=known, full="") as builder:
+            run(self.draft, self.script, **steps)
+        trace = builder.trace()
+        errors = local.local_errors(self.reference, Along.of(trace, self.script))
+        return Outcome(setup, local.beyond(errors, self.floor, self.script), errors, trace)
+
+    def _neighbour(self, setup: SetUp) -> nn.Module | None:
+        if setup.beside == "target" and self.target is None:
+            raise InputError(f"{setup.id} runs the draft beside the target: give one")
+        made = {
+            "nobody": lambda: None,
+            "copy": lambda: copy_of(self.reference),
+            "decoy": lambda: decoy_twin(self.reference),
+            "other decoy": lambda: decoy_twin(self.reference, seed=2),
+            "target": lambda: self.target,
+        }
+        return made[setup.beside]()
+
+    @torch.no_grad()
+    def _step(self, neighbour: nn.Module) -> None:
+        """The neighbour reads the text, as a target that verifies does."""
+        neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
+
+    def _floors(self) -> pd.Series:
+        """How far sound runs are from the replay: the pristine copy fed as the script has it, and in blocks."""
+        sound = []
+        for script in (self.script, Script.blocks(self.script.text, width=BLOCK)):
+            with capture(self.reference, tag=OWN, full="", at_use=False) as builder:
+                run(self.reference, script)
+            sound.append(local.local_errors(self.reference, Along.of(builder.trace(), script)))
+        return local.floors(sound, self.dtype)
