@@ -117,6 +117,7 @@ def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, t
 
 
 Chooser = Callable[[str, str, str], bool]
+"""Whether (module, role, name) is chosen."""
 
 
 def chooser(full: str | Chooser | None) -> Chooser:
@@ -130,6 +131,7 @@ def chooser(full: str | Chooser | None) -> Chooser:
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
+    """A user's regular expression. Raises InputError for what is none."""
     try:
         return re.compile(pattern)
     except re.error as error:

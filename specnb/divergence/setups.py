@@ -19,6 +19,7 @@ from torch import nn
 from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
+from specnb.divergence.fingerprint import digest
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.script import Script, run
 from specnb.divergence.trace import Trace
@@ -70,6 +71,7 @@ class Outcome:
     wrong: pd.DataFrame
     errors: pd.DataFrame
     trace: Trace
+    along: Along
 
     @property
     def clean(self) -> bool:
@@ -97,6 +99,9 @@ class Lab:
             raise InputError(f"the draft computes in {self.dtype}: give it in {', '.join(local.ROUNDING)}")
         self._deploy = deploy or (lambda draft, neighbour: nullcontext())
         self.reference = copy_of(draft)
+        self.meant = {name: digest(value) for name, value in self.reference.named_parameters()}
+        """Digests of the parameters, as a capture has them."""
+        self.sound: list[Along] = []
         self.floor = self._floors()
 
     def run(self, name: str) -> Outcome:
@@ -111,8 +116,9 @@ class Lab:
         with self._deploy(self.draft, neighbour), capture(self.draft, tag=OWN, known=known, full="") as builder:
             run(self.draft, self.script, **steps)
         trace = builder.trace()
-        errors = local.local_errors(self.reference, Along.of(trace, self.script))
-        return Outcome(setup, local.beyond(errors, self.floor, self.script), errors, trace)
+        along = Along.of(trace, self.script)
+        errors = local.local_errors(self.reference, along)
+        return Outcome(setup, local.beyond(errors, self.floor, self.script), errors, trace, along)
 
     def _neighbour(self, setup: SetUp) -> nn.Module | None:
         if setup.beside == "target" and self.target is None:
@@ -137,5 +143,6 @@ class Lab:
         for script in (self.script, Script.blocks(self.script.text, width=BLOCK)):
             with capture(self.reference, tag=OWN, full="", at_use=False) as builder:
                 run(self.reference, script)
-            sound.append(local.local_errors(self.reference, Along.of(builder.trace(), script)))
+            self.sound.append(Along.of(builder.trace(), script))
+            sound.append(local.local_errors(self.reference, self.sound[-1]))
         return local.floors(sound, self.dtype)

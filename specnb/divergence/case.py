@@ -1,0 +1,121 @@
+"""What the set-ups of an investigation showed, reduced to what causes are told apart by."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+
+from specnb.divergence.along import Along, Key
+from specnb.divergence.faults_parts import Parts, find, output_head
+from specnb.divergence.setups import OWN, Lab, Outcome
+from specnb.errors import InputError
+
+ONE_FACTOR = 0.2
+"""Spread of the gain over tokens, as a share of its distance from 1, up to which it is one factor for all of them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Outcomes by set-up, in the order they were run; `meant` are digests of the draft's parameters by their path."""
+
+    outcomes: Mapping[str, Outcome]
+    meant: Mapping[str, str]
+    parts: Parts
+    head: str
+    n_tokens: int
+
+    @classmethod
+    def of(cls, lab: Lab, outcomes: Mapping[str, Outcome]) -> "Case":
+        """The outcomes of a lab's set-ups."""
+        return cls(dict(outcomes), lab.meant, find(lab.draft), _head(lab), len(lab.script.text))
+
+    @cached_property
+    def bad(self) -> Outcome | None:
+        """The first set-up that is wrong; None where all are clean."""
+        return next((one for one in self.outcomes.values() if not one.clean), None)
+
+    def wrong(self, name: str) -> bool | None:
+        """Whether this set-up is wrong; None where it was not run."""
+        return not self.outcomes[name].clean if name in self.outcomes else None
+
+    @cached_property
+    def first(self) -> pd.Series:
+        """The row that is wrong first in time: its `module` is the first divergence."""
+        return self.bad.wrong.iloc[0]
+
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        """All wrong rows of that tensor."""
+        wrong, first = self.bad.wrong, self.first
+        return wrong[(wrong["at"] == first["at"]) & (wrong["role"] == first["role"]) & (wrong["name"] == first["name"])]
+
+    @cached_property
+    def others(self) -> list[str]:
+        """Modules that are wrong by themselves besides the first, in order of time."""
+        return [name for name in self.bad.wrong["module"].unique() if name != self.first["module"]]
+
+    @cached_property
+    def share(self) -> float:
+        """Share of the text's tokens at which the first tensor is wrong."""
+        return self.rows["position"].nunique() / self.n_tokens
+
+    @cached_property
+    def factor(self) -> float | None:
+        """The one factor by which the first tensor is too large at all of its tokens; None where there is none."""
+        gain = self.rows["gain"].to_numpy()
+        middle = float(np.median(gain))
+        # what is left of the error once the factor is out, by Pythagoras: error^2 = (gain - 1)^2 + rest^2
+        rest = np.sqrt(np.clip(self.rows["error"].to_numpy() ** 2 - (gain - 1) ** 2, 0, None))
+        spread = max(float(np.abs(gain - middle).max()), float(np.median(rest)))
+        return middle if middle > 0 and spread < ONE_FACTOR * abs(middle - 1) else None
+
+    @cached_property
+    def reads(self) -> pd.DataFrame:
+        """The parameters that operations of the first module read."""
+        params = self.bad.trace.params
+        return params[params["module"] == self.first["module"]].drop_duplicates(["owner", "owner_path", "digest"])
+
+    @cached_property
+    def foreign(self) -> list[str]:
+        """Of these, the parameters of other models, as owner:path."""
+        theirs = self.reads[self.reads["owner"] != OWN]
+        return sorted({f"{row.owner}:{row.owner_path}" for row in theirs.itertuples()})
+
+    @cached_property
+    def changed(self) -> list[str]:
+        """Of these, the draft's own whose content is not that of the pristine copy."""
+        ours = self.reads[self.reads["owner"] == OWN]
+        return sorted({row.owner_path for row in ours.itertuples() if self.meant.get(row.owner_path) != row.digest})
+
+    def error_like(self, one: str, other: str) -> bool | None:
+        """Whether two set-ups are wrong by the same amounts; None where one was not run."""
+        if one not in self.outcomes or other not in self.outcomes:
+            return None
+        a, b = (self.outcomes[name].wrong["error"].to_numpy() for name in (one, other))
+        return len(a) == len(b) and bool(np.allclose(a, b, rtol=1e-3))
+
+
+def one_offset(along: Along, reference: Along, module: str) -> bool:
+    """Whether the rows of a rotary module are turned by the same angles at every position: then nothing is changed.
+
+    Attention sees differences of positions only (Su et al. 2104.09864). `module` gives cosines first, sines second.
+    """
+    turned = [_phases(one, module) for one in (along, reference)]
+    if any(one is None for one in turned):
+        return False
+    between = turned[0] * turned[1].conj()
+    return bool(np.abs(between - between[:1]).max() < 1e-2 * np.abs(between).max())
+
+
+def _phases(along: Along, module: str) -> np.ndarray | None:
+    cos, sin = (along.values.get(Key(module, 0, "out", name)) for name in ("out", "out.1"))
+    return None if cos is None or sin is None or cos.shape != sin.shape else cos.astype(float) + 1j * sin
+
+
+def _head(lab: Lab) -> str:
+    try:
+        return output_head(lab.draft)[0]
+    except InputError:  # a drafter that has no head of its own
+        return ""

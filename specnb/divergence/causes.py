@@ -1,0 +1,165 @@
+"""Causes, ranked: what speaks for each of them, what against, where it happened before, what to try next.
+
+Each cause has rules, and each rule that applies says so in a sentence and gives its weight, a log-likelihood ratio by
+judgement: 1 a hint, 3 strong, 5 nearly proof. Priors are the frequencies of 30 upstream cases, which is a convenience
+sample. The table of all that applied comes with the ranking, so that nobody has to trust the sum.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from specnb.divergence.case import Case
+
+
+class Sign(NamedTuple):
+    """A sentence that speaks for a cause by `weight`, or against it below 0."""
+
+    weight: float
+    says: str
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One class of causes: `signs` are all that applied."""
+
+    name: str
+    score: float
+    signs: tuple[Sign, ...]
+    issues: tuple[str, ...]
+    next_experiment: str
+
+    @property
+    def for_it(self) -> list[str]:
+        return [sign.says for sign in self.signs if sign.weight > 0]
+
+    @property
+    def against_it(self) -> list[str]:
+        return [sign.says for sign in self.signs if sign.weight < 0]
+
+
+def _identity(case: Case) -> Iterator[Sign]:
+    if case.foreign:
+        yield Sign(6, f"operations of {case.first['module']} read {', '.join(case.foreign[:3])}")
+    if case.wrong("S1") is False and case.wrong("S2"):
+        yield Sign(3, "beside itself it is right, beside a decoy of the same shapes it is not: values of another model")
+    if case.wrong("S4"):
+        yield Sign(1, "a target that never runs is enough: it was made at loading")
+    if case.bad is not None and not case.foreign:
+        yield Sign(-3, "no operation of the first module was seen to read another model's parameters")
+
+
+def _weights(case: Case) -> Iterator[Sign]:
+    if case.changed:
+        yield Sign(5, f"{', '.join(case.changed[:3])} as used is not what the pristine copy has")
+    if case.wrong("S0"):
+        yield Sign(2, "it is wrong alone, too")
+    if case.factor is not None:
+        yield Sign(3, f"the output is {case.factor:.4g} times what it should be, at every token alike: a scale")
+    if case.wrong("S0") is False:
+        yield Sign(-4, "alone, with the same weights, it is right")
+
+
+def _head(case: Case) -> Iterator[Sign]:
+    if case.first["module"] == case.head:
+        yield Sign(6, f"{case.head} is the output head, and all before it is right")
+    else:
+        yield Sign(-4, f"the first module is {case.first['module'] or 'the model itself'}, not the output head")
+
+
+def _routing(case: Case) -> Iterator[Sign]:
+    if case.first["module"] in dict(case.parts.routers):
+        yield Sign(6, f"{case.first['module']} chose other experts than its weights choose for the same states")
+
+
+def _kv_slot(case: Case) -> Iterator[Sign]:
+    inside = case.first["module"] in dict(case.parts.attentions) and case.first["role"] == "in"
+    if inside:
+        yield Sign(5, "attention is wrong between its projections, which are right: other keys or values")
+        if case.share < 0.9:
+            yield Sign(1, f"only {case.share:.0%} of the tokens are")
+
+
+def _state(case: Case) -> Iterator[Sign]:
+    if case.wrong("S0") is False and case.wrong("S1"):
+        yield Sign(3, "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory")
+    if case.bad is not None and case.wrong("S0") is False and not case.foreign:
+        yield Sign(2, "no foreign parameter was read as an operand")
+    if case.wrong("S4") is False and case.wrong("S3"):
+        yield Sign(1, "a target that never runs does no harm: made when it runs")
+    if case.error_like("S2", "S5") is False:
+        yield Sign(1, "another decoy makes other errors: what is read comes from the neighbour")
+    if case.bad is not None and case.rows["position"].nunique() == 1:
+        yield Sign(1, f"one token only, at position {int(case.first['position'])}: a row that was not written")
+
+
+def _position(case: Case) -> Iterator[Sign]:
+    if case.first["module"] in dict(case.parts.rotaries):
+        yield Sign(6, f"{case.first['module']} turns from position {int(case.first['position'])} on by other angles")
+
+
+def _input(case: Case) -> Iterator[Sign]:
+    if case.first["module"] == "":
+        yield Sign(6, f"the model was given other {case.first['name']} than it should, from position "
+                      f"{int(case.first['position'])} on")  # fmt: skip
+
+
+class _Class(NamedTuple):
+    cases: int
+    rules: Callable[[Case], Iterator[Sign]]
+    issues: tuple[str, ...]
+    next_experiment: str
+
+
+CLASSES: Mapping[str, _Class] = MappingProxyType(
+    {
+        "IDENTITY": _Class(
+            3, _identity, ("vLLM #33497", "vLLM #32805", "vLLM #33624", "vLLM #48622", "ik_llama.cpp #645"),
+            "resolve modules by name instead of by order (vLLM: fast_moe_cold_start=False) and run S2 again",
+        ),
+        "WEIGHTS": _Class(
+            5, _weights, ("SGLang #39087", "SGLang #22823", "speculators #1131", "NeMo Automodel #2447"),
+            "compare the loaded parameters with the checkpoint's, scales included (preflight: load_report)",
+        ),
+        "HEAD": _Class(
+            3, _head, ("vLLM #46435", "SGLang #27829"),
+            "compare the head with the checkpoint's, or with the embedding it is tied to",
+        ),
+        "ROUTING": _Class(
+            2, _routing, ("vLLM #48622", "SGLang #26980"),
+            "compare router logits and chosen experts with those of S0",
+        ),
+        "KV_SLOT": _Class(
+            7, _kv_slot, ("vLLM #50169", "vLLM #26191", "mlx-lm #1914", "vLLM #9730"),
+            "compare keys and values by position with a fresh prefill's, and the cache's length after each round",
+        ),
+        "STATE": _Class(
+            6, _state, ("vLLM #56734", "triton #10772", "vLLM #47303"),
+            "give the two models buffers of their own, poison free memory, and run S3 again",
+        ),
+        "POSITION": _Class(
+            2, _position, ("vLLM #58080", "vLLM #57941"),
+            "compare inv_freq and RoPE overrides of the two code paths",
+        ),
+        "INPUT": _Class(
+            6, _input, ("vLLM #50170", "SGLang #32226", "vLLM #14647", "exo #1188"),
+            "print what is fed, and the draft's maximal length",
+        ),
+    }
+)  # fmt: skip
+"""Classes of causes: how many of 30 upstream cases were such, the rules, the cases, what to try next."""
+
+
+def rank(case: Case) -> list[Cause]:
+    """All classes, the likeliest first; empty where no set-up is wrong."""
+    if case.bad is None:
+        return []
+    total = sum(one.cases for one in CLASSES.values())
+    found = []
+    for name, one in CLASSES.items():
+        signs = tuple(one.rules(case))
+        score = math.log(one.cases / total) + sum(sign.weight for sign in signs)
+        found.append(Cause(name, score, signs, one.issues, one.next_experiment))
+    return sorted(found, key=lambda cause: -cause.score)
