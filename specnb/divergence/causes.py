@@ -64,14 +64,14 @@ def _weights(case: Case) -> Iterator[Sign]:
 
 def _head(case: Case) -> Iterator[Sign]:
     if case.first["module"] == case.head:
-        yield Sign(6, f"{case.head} is the output head, and all before it is right")
+        yield Sign(9, f"{case.head} is the output head, and all before it is right")
     else:
         yield Sign(-4, f"the first module is {case.first['module'] or 'the model itself'}, not the output head")
 
 
 def _routing(case: Case) -> Iterator[Sign]:
     if case.first["module"] in dict(case.parts.routers):
-        yield Sign(6, f"{case.first['module']} chose other experts than its weights choose for the same states")
+        yield Sign(8, f"{case.first['module']} chose other experts than its weights choose for the same states")
 
 
 def _kv_slot(case: Case) -> Iterator[Sign]:

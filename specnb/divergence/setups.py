@@ -99,8 +99,9 @@ class Lab:
             raise InputError(f"the draft computes in {self.dtype}: give it in {', '.join(local.ROUNDING)}")
         self._deploy = deploy or (lambda draft, neighbour: nullcontext())
         self.reference = copy_of(draft)
-        self.meant = {name: digest(value) for name, value in self.reference.named_parameters()}
-        """Digests of the parameters, as a capture has them."""
+        weights = (*self.reference.named_parameters(), *self.reference.named_buffers())
+        self.meant = {name: digest(value) for name, value in weights}
+        """Digests of parameters and buffers, as a capture has them."""
         self.sound: list[Along] = []
         self.floor = self._floors()
 

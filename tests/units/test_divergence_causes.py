@@ -1,0 +1,66 @@
+"""Causes: the class of a planted fault comes first, and what speaks for it is said."""
+
+import numpy as np
+import pytest
+
+from specnb.divergence import pair as small
+from specnb.divergence.case import Case, one_offset
+from specnb.divergence.causes import CLASSES, rank
+from specnb.divergence.faults import CAUSES, FAULTS
+from specnb.divergence.script import Script
+from specnb.divergence.setups import Lab
+
+TEXT = np.random.default_rng(0).integers(0, 256, 24).tolist()
+SCRIPT = Script.drafting(TEXT, prompt=14, k=3, vocab_size=256)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return small.pair()
+
+
+def investigated(pair, fault, setups=("S0", "S1", "S2")):
+    lab = Lab(pair.draft, pair.target, script=SCRIPT, deploy=FAULTS[fault] if fault else None)
+    return lab, Case.of(lab, {name: lab.run(name) for name in setups})
+
+
+@pytest.mark.parametrize(
+    "fault, cause",
+    [
+        ("positional_registry", "IDENTITY"),
+        ("stale_row", "STATE"),
+        ("foreign_routing", "ROUTING"),
+        ("expert_scale_in_op", "WEIGHTS"),
+        ("kv_slot_swap", "KV_SLOT"),
+        ("rope_mismatch", "POSITION"),
+        ("dummy_tokens", "INPUT"),
+        ("random_head", "HEAD"),
+    ],
+)
+def test_the_class_of_a_fault_comes_first(pair, fault, cause):
+    ranked = rank(investigated(pair, fault)[1])
+    assert ranked[0].name == cause and ranked[0].score > ranked[1].score + 1
+    assert ranked[0].for_it and ranked[0].issues and ranked[0].next_experiment
+
+
+def test_a_foreign_module_is_named(pair):
+    ranked = rank(investigated(pair, "positional_registry")[1])
+    assert any("neighbour:model.layers.0.mlp.experts" in says for says in ranked[0].for_it)
+    weights = next(cause for cause in ranked if cause.name == "WEIGHTS")
+    assert any("alone" in says for says in weights.against_it)
+
+
+def test_sound_models_have_no_cause(pair):
+    assert rank(investigated(pair, None)[1]) == []
+
+
+def test_one_offset_of_all_positions_is_told_from_one_of_some(pair):
+    """Attention sees differences of positions, so the first is no fault and the second is."""
+    for fault, uniform in (("uniform_offset", True), ("rope_mismatch", False)):
+        lab, case = investigated(pair, fault, ("S0",))
+        assert case.first["module"] == "rotary_emb"
+        assert one_offset(case.bad.along, lab.sound[0], "rotary_emb") is uniform
+
+
+def test_every_class_is_one_that_faults_are_named_from():
+    assert {*CLASSES} == {*CAUSES} - {"PRECISION_ONLY"}
