@@ -17,6 +17,7 @@ from specnb.draft.base import Drafter, model_of
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, SpecnbError
 from specnb.lm.base import LanguageModel
+from specnb.lm.preflight import probe_ids
 from specnb.measure import head_curve
 from specnb.measure.head_curve import Curve
 
@@ -147,4 +148,4 @@ def _prompt(drafter: Drafter | None, target: LanguageModel | None, given: Sequen
         return tuple(given)
     models = [one for one in (model_of(drafter) if drafter else None, target) if one is not None]
     size = min((one.vocab.size for one in models), default=PROMPT)
-    return tuple((7 * i + 3) % size for i in range(PROMPT))
+    return tuple(probe_ids(size, PROMPT))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from specnb.lm.base import Capabilities, TreeModel
 from specnb.lm.hf_attention import NAME, attends_to_all
-from specnb.lm.preflight import TOLERANCE, apart
+from specnb.lm.preflight import TOLERANCE, apart, probe_ids
 from specnb.lm.tree import Tree
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def probe_trees(model: TreeModel) -> str:
 
 def _probe_ids(model: TreeModel) -> tuple[list[int], list[int], list[int]]:
     """Tokens of the past, of the nodes, and of what follows."""
-    ids = [(7 * i + 3) % model.vocab.size for i in range(PAST + len(PROBE) + 1)]
+    ids = probe_ids(model.vocab.size, PAST + len(PROBE) + 1)
     return ids[:PAST], ids[PAST:-1], ids[-1:]
 
 

@@ -21,6 +21,11 @@ COMPARED = 32
 Steps = Literal["blocks", "later", "single"]
 
 
+def probe_ids(vocab_size: int, n: int) -> list[int]:
+    """`n` tokens that every vocabulary has, to try out a model with."""
+    return [(7 * i + 3) % vocab_size for i in range(n)]
+
+
 def steps_needed(model: LanguageModel) -> Steps:
     """How this model must be fed for all ways of feeding to agree, found by comparing blocks and single tokens.
 
@@ -30,7 +35,7 @@ def steps_needed(model: LanguageModel) -> Steps:
     continue the state either (an encoder, which sees the tokens to come, shows the same way).
     """
     half = min(COMPARED, model.caps.n_ctx) // 2
-    ids = [(7 * i + 3) % model.vocab.size for i in range(2 * half)]
+    ids = probe_ids(model.vocab.size, 2 * half)
     exact = model.caps.lossless_dtype
     try:
         whole = _last_rows(model, [ids] if ids else [], half)
@@ -58,7 +63,7 @@ def same_bits(model: LanguageModel) -> bool:
     """Whether widths 1, 2 and 9 give the same logits bit for bit, on this CPU's kernels. Leaves the state empty."""
     if model.caps.n_ctx < 2 * PROBED[-1]:
         return False
-    ids = [(7 * i + 3) % model.vocab.size for i in range(2 * PROBED[-1])]
+    ids = probe_ids(model.vocab.size, 2 * PROBED[-1])
     by_width = [
         _last_rows(model, [ids[i : i + width] for i in range(0, len(ids), width)], len(ids)) for width in PROBED
     ]
@@ -70,7 +75,7 @@ def goes_back(model: LanguageModel) -> bool:
     width = min(WIDTH, (model.caps.n_ctx - 1) // 3)
     if width < 1:
         return True
-    ids = [(7 * i + 3) % model.vocab.size for i in range(2 * width)]
+    ids = probe_ids(model.vocab.size, 2 * width)
     wrong = [(5 * i + 1) % model.vocab.size for i in range(width)]
     tolerance = TOLERANCE[model.caps.lossless_dtype]
     expected = _last_rows(model, [ids[:width], ids[width:]], width)
