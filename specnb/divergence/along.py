@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Along:
-    """`values[key]`: `(tokens, …)`, the token axis first, and `axes[key]` where it was; `dtypes[key]` by name.
+    """`values[key]`: `(tokens, …)`, the token axis first, and `axes[key]` where it was.
 
     `left_out` are keys without a token axis, or of shapes that differ between steps (masks): they are not compared.
     """
@@ -35,7 +35,6 @@ class Along:
     text: tuple[int, ...]
     values: dict[Key, np.ndarray]
     axes: dict[Key, int]
-    dtypes: dict[Key, str]
     left_out: tuple[Key, ...]
 
     @classmethod
@@ -47,16 +46,16 @@ class Along:
         seen = [step["length"] for step in trace.facts["steps"]]
         if seen != [len(feed.ids) for feed in script.feeds]:
             raise InputError(f"the trace has {len(seen)} steps of {sum(seen)} tokens, the script other ones")
-        values, axes, dtypes, left_out = {}, {}, {}, []
+        values, axes, left_out = {}, {}, []
         for key, rows in _tensors(trace):
             merged = _merged(trace, rows, script)
             if merged is None:
                 left_out.append(key)
                 continue
-            values[key], axes[key], dtypes[key] = merged, int(rows["token_axis"].iloc[0]), rows["dtype"].iloc[0]
+            values[key], axes[key] = merged, int(rows["token_axis"].iloc[0])
         if not values:
             raise InputError('the trace holds no full tensors: capture with full="" (all modules)')
-        return cls(script.text, values, axes, dtypes, tuple(left_out))
+        return cls(script.text, values, axes, tuple(left_out))
 
 
 def _tensors(trace: Trace) -> Iterator[tuple[Key, pd.DataFrame]]:
@@ -69,7 +68,7 @@ def _merged(trace: Trace, rows: pd.DataFrame, script: Script) -> np.ndarray | No
     """The rows of each step at the positions fed last in it, in order; None where they do not fit together."""
     last, starts, parts, at = script.last_feeds, script.starts, [], []
     for row in rows.itertuples():
-        full = trace.arrays.get(f"{row.row}.full")
+        full = trace.array(row.row, "full")
         if full is None or row.token_axis < 0:
             return None
         whole = np.moveaxis(full, row.token_axis, 0)

@@ -11,7 +11,7 @@ import torch
 
 from specnb.divergence.at_use import Owned, Registry, version_of
 from specnb.divergence.fingerprint import STATISTICS, digest, fingerprints
-from specnb.divergence.names import Chooser
+from specnb.divergence.names import Chooser, dtype_name
 from specnb.divergence.tokens import Step
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 
@@ -89,7 +89,7 @@ class TraceBuilder:
         frame.params.add(id(owned.tensor))
         row = {"step": self._step.index, "module": frame.module, "call": frame.call, "owner": owned.owner}
         row |= {"owner_path": owned.path, "object_id": id(owned.tensor), "digest": self._registry.digest(owned)}
-        self._params.append(row | {"dtype": _dtype(owned.tensor)})
+        self._params.append(row | {"dtype": dtype_name(owned.tensor)})
 
     def trace(self) -> Trace:
         """The trace of what was seen so far."""
@@ -116,7 +116,7 @@ class TraceBuilder:
                 "role": role,
                 "name": name,
                 "shape": shape,
-                "dtype": _dtype(tensor),
+                "dtype": dtype_name(tensor),
                 "device": str(tensor.device),
                 "contiguous": tensor.is_contiguous(),
                 "storage": tensor.untyped_storage().data_ptr(),
@@ -180,10 +180,6 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """As numbers, NaN would differ from itself and -0 would equal 0."""
     kind = _BITS.get(a.element_size())
     return kind is not None and torch.equal(a.view(kind), b.view(kind))
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -20,9 +20,10 @@ from specnb.divergence.names import (
     canonical,
     chooser,
     compiled,
+    dtype_name,
+    named_tensors,
     outputs_in,
     states_in,
-    tensors_in,
 )
 from specnb.divergence.tokens import step_of
 from specnb.errors import InputError
@@ -150,7 +151,7 @@ class _Hooks:
         self._called[path] += 1
         if seen:
             self._note_scalars(path, arguments)
-            self._builder.see(frame, "in", _named(arguments))
+            self._builder.see(frame, "in", named_tensors(arguments))
 
     def _leave(self, module: nn.Module, path: str, output: object, seen: bool) -> None:
         if not self._running or self._running[-1].module != path:
@@ -174,11 +175,6 @@ class _Hooks:
                     kept.append(text)
 
 
-def _named(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in arguments.items():
-        yield from tensors_in(name, value)
-
-
 def _refuse_graphs(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"hooks go on a torch nn.Module, got {type(model).__name__}: give the model inside it")
@@ -193,7 +189,7 @@ def _refuse_graphs(model: nn.Module) -> None:
 
 def _refuse_recording(arguments: Mapping[str, Any]) -> None:
     """A graph under recording would hold the hook's work, and its replays would show nothing."""
-    on_gpu = any(tensor.is_cuda for _, tensor in _named(arguments))
+    on_gpu = any(tensor.is_cuda for _, tensor in named_tensors(arguments))
     if on_gpu and torch.cuda.is_current_stream_capturing():
         raise InputError("a CUDA graph is being recorded: its replays run past hooks; run eagerly and capture again")
 
@@ -204,7 +200,7 @@ def _facts(model: nn.Module, tag: str, known: Mapping[str, nn.Module]) -> dict[s
         "tag": tag,
         "model": type(model).__name__,
         "known": {name: type(other).__name__ for name, other in known.items()},
-        "dtype": None if first is None else str(first.dtype).removeprefix("torch."),
+        "dtype": None if first is None else dtype_name(first),
         "device": None if first is None else str(first.device),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -47,7 +47,7 @@ def _identity(case: Case) -> Iterator[Sign]:
         yield Sign(3, "beside itself it is right, beside a decoy of the same shapes it is not: values of another model")
     if case.wrong("S4"):
         yield Sign(1, "a target that never runs is enough: it was made at loading")
-    if case.bad is not None and not case.foreign:
+    if not case.foreign:
         yield Sign(-3, "no operation of the first module was seen to read another model's parameters")
 
 
@@ -85,13 +85,13 @@ def _kv_slot(case: Case) -> Iterator[Sign]:
 def _state(case: Case) -> Iterator[Sign]:
     if case.wrong("S0") is False and case.wrong("S1"):
         yield Sign(3, "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory")
-    if case.bad is not None and case.wrong("S0") is False and not case.foreign:
+    if case.wrong("S0") is False and not case.foreign:
         yield Sign(2, "no foreign parameter was read as an operand")
     if case.wrong("S4") is False and case.wrong("S3"):
         yield Sign(1, "a target that never runs does no harm: made when it runs")
     if case.error_like("S2", "S5") is False:
         yield Sign(1, "another decoy makes other errors: what is read comes from the neighbour")
-    if case.bad is not None and case.rows["position"].nunique() == 1:
+    if case.rows["position"].nunique() == 1:
         yield Sign(1, f"one token only, at position {int(case.first['position'])}: a row that was not written")
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specnb.divergence.names import dtype_name
 from specnb.divergence.sketch import BITS, TENSOR_K, TOKEN_K, digest_bytes, signs
 
 # A prime, so that a channel that repeats with the width of the model (a power of two, say) falls on all columns.
@@ -37,7 +38,7 @@ class Prints:
 def digest(values: torch.Tensor | np.ndarray) -> str:
     """Order-sensitive digest (blake2b, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
     tensor = _as_tensor(values).detach()
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    shape, dtype = tuple(tensor.shape), dtype_name(tensor)
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return digest_bytes(dtype, shape, flat.view(torch.uint8).cpu().numpy().data)
 

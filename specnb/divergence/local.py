@@ -11,7 +11,7 @@ What remains between sound runs is rounding: sums of other shapes in another ord
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from specnb.divergence.along import Along, Key
-from specnb.divergence.names import Arguments, canonical, outputs_in, tensors_in
+from specnb.divergence.names import Arguments, canonical, named_tensors, outputs_in
 from specnb.divergence.script import Script
 
 COLUMNS = ("order", "module", "call", "role", "name", "at", "position", "error", "gain", "discrete")
@@ -30,7 +30,6 @@ TIMES_FLOOR = 3.0
 """How far above the largest error between sound runs an error must be."""
 ROUNDING = {"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}
 """Relative L2 error that sums in another order may always have, whether or not the sound runs showed it."""
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 @torch.no_grad()
@@ -88,50 +87,44 @@ class _Replay:
         arguments = Arguments(module)
 
         def before(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            call = self._calls[path]
-            named = [pair for name, value in arguments(args, kwargs).items() for pair in tensors_in(name, value)]
-            self._compare(Key(path, call, "in", ""), named, self._running[-1] if self._running else path)
+            holder = self._running[-1] if self._running else path
             self._running.append(path)
-            taken = self._taken(path, call, "in", named)
+            taken = self._compare("in", named_tensors(arguments(args, kwargs)), holder)
             return _exchanged(args, taken), _exchanged(kwargs, taken)
 
         def after(_module: nn.Module, args: tuple, output: object) -> object:
-            call = self._calls[path]
-            self._calls[path] += 1
+            taken = self._compare("out", outputs_in(output), path)
             self._running.pop()
-            named = list(outputs_in(output))
-            self._compare(Key(path, call, "out", ""), named, path)
-            return _exchanged(output, self._taken(path, call, "out", named))
+            self._calls[path] += 1
+            return _exchanged(output, taken)
 
         yield module.register_forward_pre_hook(before, with_kwargs=True)
         yield module.register_forward_hook(after)
 
-    def _taken(self, path: str, call: int, role: str, named: list[tuple[str, Tensor]]) -> dict[int, Tensor]:
-        """What stands in the run where the replay has these tensors, by their id; only where the shapes agree."""
-        taken = {}
+    def _compare(self, role: str, named: Iterable[tuple[str, Tensor]], maker: str) -> dict[int, Tensor]:
+        """Note how far the run's tensors of the running module are from these; what goes on in their place, by id.
+
+        Only where the run has a tensor of this name and shape.
+        """
+        self._order += 1
+        at, taken = self._running[-1], {}
         for name, ours in named:
-            theirs = self._theirs(Key(path, call, role, name))
-            if theirs is not None and theirs.shape == ours.shape:
-                taken[id(ours)] = theirs.to(ours.device, ours.dtype)
+            key = Key(at, self._calls[at], role, name)
+            theirs = self._theirs(key)
+            if theirs is None or theirs.shape != ours.shape:
+                continue
+            taken[id(ours)] = theirs.to(ours.device, ours.dtype)
+            self.found.append(_apart(ours, theirs, self._along.axes[key]).assign(
+                order=self._order, module=maker, call=key.call, role=role, name=name, at=at
+            )[list(COLUMNS)])  # fmt: skip
         return taken
 
     def _theirs(self, key: Key) -> Tensor | None:
-        """As the module has it: the token axis where it was, the type it had."""
+        """As the module has it, the token axis where it was; of types that numpy lacks the same values as float32."""
         found = self._along.values.get(key)
         if found is None:
             return None
-        whole = torch.from_numpy(np.ascontiguousarray(np.moveaxis(found, 0, self._along.axes[key])))
-        return whole.to(TYPES.get(self._along.dtypes[key], whole.dtype))
-
-    def _compare(self, of: Key, named: list[tuple[str, Tensor]], maker: str) -> None:
-        self._order += 1
-        for name, ours in named:
-            key = of._replace(name=name)
-            theirs = self._theirs(key)
-            if theirs is not None and theirs.shape == ours.shape:
-                self.found.append(_apart(ours, theirs, self._along.axes[key]).assign(
-                    order=self._order, module=maker, call=key.call, role=key.role, name=name, at=key.module
-                )[list(COLUMNS)])  # fmt: skip
+        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(found, 0, self._along.axes[key])))
 
 
 def _apart(ours: Tensor, theirs: Tensor, axis: int) -> pd.DataFrame:

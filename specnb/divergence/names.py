@@ -77,6 +77,17 @@ def is_cache(value: object) -> bool:
     return hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list)
 
 
+def dtype_name(tensor: torch.Tensor) -> str:
+    """`float32` and the like."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def named_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in all arguments of a call, with dotted names."""
+    for name, value in arguments.items():
+        yield from tensors_in(name, value)
+
+
 def tensors_in(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in tuples, lists, mappings and dataclasses, with dotted names."""
     if isinstance(value, torch.Tensor):

@@ -6,6 +6,8 @@ given, and the last feed of every position is the text.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -61,29 +63,30 @@ class Script:
         """`text` in blocks of `width`: the same tokens in other shapes."""
         return cls(tuple(Feed(tuple(text[at : at + width])) for at in range(0, len(text), width)))
 
-    @property
+    @cached_property
+    def _held(self) -> list[tuple[int, int]]:
+        """Of each token that is in the state at the end: the feed in which it came last, and its id."""
+        held: list[tuple[int, int]] = []
+        for number, feed in enumerate(self.feeds):
+            held += [(number, token) for token in feed.ids]
+            del held[len(held) - feed.forget :]
+        return held
+
+    @cached_property
     def last_feeds(self) -> np.ndarray:
         """The feed in which each position of the text came last, `(tokens,)`; positions are counted, not asked for."""
-        held: list[int] = []
-        for number, feed in enumerate(self.feeds):
-            held += [number] * len(feed.ids)
-            del held[len(held) - feed.forget :]
-        return np.asarray(held)
+        return np.asarray([number for number, _ in self._held])
 
-    @property
+    @cached_property
     def starts(self) -> list[int]:
         """The position of the first token of each feed."""
-        changes = [len(feed.ids) - feed.forget for feed in self.feeds]
-        return [sum(changes[:number]) for number in range(len(changes))]
+        changes = (len(feed.ids) - feed.forget for feed in self.feeds)
+        return list(accumulate(changes, initial=0))[:-1]
 
-    @property
+    @cached_property
     def text(self) -> tuple[int, ...]:
         """The tokens that are in the state at the end."""
-        held: list[int] = []
-        for feed in self.feeds:
-            held += feed.ids
-            del held[len(held) - feed.forget :]
-        return tuple(held)
+        return tuple(token for _, token in self._held)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
 from specnb.divergence.fingerprint import digest
+from specnb.divergence.names import dtype_name
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.script import Script, run
 from specnb.divergence.trace import Trace
@@ -94,7 +95,7 @@ class Lab:
         self, draft: nn.Module, target: nn.Module | None = None, *, script: Script, deploy: Deploy | None = None
     ) -> None:
         self.draft, self.target, self.script = draft, target, script
-        self.dtype = str(next(draft.parameters()).dtype).removeprefix("torch.")
+        self.dtype = dtype_name(next(draft.parameters()))
         if self.dtype not in local.ROUNDING:
             raise InputError(f"the draft computes in {self.dtype}: give it in {', '.join(local.ROUNDING)}")
         self._deploy = deploy or (lambda draft, neighbour: nullcontext())
