@@ -7,7 +7,6 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.along import Along, Key
 from specnb.divergence.faults_parts import Parts, find, output_head
 from specnb.divergence.setups import OWN, Lab, Outcome
 from specnb.errors import InputError
@@ -95,23 +94,6 @@ class Case:
             return None
         a, b = (self.outcomes[name].wrong["error"].to_numpy() for name in (one, other))
         return len(a) == len(b) and bool(np.allclose(a, b, rtol=1e-3))
-
-
-def one_offset(along: Along, reference: Along, module: str) -> bool:
-    """Whether the rows of a rotary module are turned by the same angles at every position: then nothing is changed.
-
-    Attention sees differences of positions only (Su et al. 2104.09864). `module` gives cosines first, sines second.
-    """
-    turned = [_phases(one, module) for one in (along, reference)]
-    if any(one is None for one in turned):
-        return False
-    between = turned[0] * turned[1].conj()
-    return bool(np.abs(between - between[:1]).max() < 1e-2 * np.abs(between).max())
-
-
-def _phases(along: Along, module: str) -> np.ndarray | None:
-    cos, sin = (along.values.get(Key(module, 0, "out", name)) for name in ("out", "out.1"))
-    return None if cos is None or sin is None or cos.shape != sin.shape else cos.astype(float) + 1j * sin
 
 
 def _head(lab: Lab) -> str:

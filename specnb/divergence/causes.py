@@ -80,6 +80,8 @@ def _kv_slot(case: Case) -> Iterator[Sign]:
         yield Sign(5, "attention is wrong between its projections, which are right: other keys or values")
         if case.share < 0.9:
             yield Sign(1, f"only {case.share:.0%} of the tokens are")
+        if case.wrong("S0") and case.wrong("S0w") is False:
+            yield Sign(2, "fed in blocks, with nothing taken back, it is right: what is left of rejected tokens")
 
 
 def _state(case: Case) -> Iterator[Sign]:
@@ -89,6 +91,8 @@ def _state(case: Case) -> Iterator[Sign]:
         yield Sign(2, "no foreign parameter was read as an operand")
     if case.wrong("S4") is False and case.wrong("S3"):
         yield Sign(1, "a target that never runs does no harm: made when it runs")
+    if case.wrong("S6") is False and case.wrong("S3"):
+        yield Sign(1, "with the neighbour's step behind the draft's it is right: what the neighbour leaves is read")
     if case.error_like("S2", "S5") is False:
         yield Sign(1, "another decoy makes other errors: what is read comes from the neighbour")
     if case.rows["position"].nunique() == 1:

@@ -1,9 +1,9 @@
 """The matrix of set-ups: the same draft, fed the same tokens, beside different neighbours. Each contrast kills a guess.
 
-S0 alone, S1 beside a copy of itself, S2 beside a decoy twin (the same shapes, other weights), S3 beside the larger
-target; then, where something is wrong, S4 beside a target that is loaded and never run, S5 beside another decoy, S6
-with the neighbour's step behind the draft's. "Beside itself" cannot show that the draft is given another model's
-weights: they are its own values. The decoy can.
+S0 alone, S0w alone in feeds of another width, S1 beside a copy of itself, S2 beside a decoy twin (the same shapes,
+other weights), S3 beside the larger target; then, where a neighbour makes it wrong, S4 beside a target that is loaded
+and never run, S5 beside another decoy, S6 with the neighbour's step behind the draft's. "Beside itself" cannot show
+that the draft is given another model's weights: they are its own values. The decoy can.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +19,10 @@ from torch import nn
 from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
+from specnb.divergence.faults_parts import find
 from specnb.divergence.fingerprint import digest
 from specnb.divergence.names import dtype_name
+from specnb.divergence.offset import without_offset
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.script import Script, run
 from specnb.divergence.trace import Trace
@@ -30,7 +32,7 @@ NEIGHBOUR = "neighbour"
 """The tag of the model beside the draft."""
 OWN = "draft"
 BLOCK = 5
-"""Width of the feeds of the second sound run."""
+"""Width of the feeds of S0w and of the second sound run."""
 
 Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
 """What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
@@ -45,6 +47,7 @@ class SetUp:
     beside: Literal["nobody", "copy", "decoy", "other decoy", "target"]
     runs: Literal["before", "after", "never"] = "before"
     kills: str = ""
+    in_blocks: bool = False
 
 
 SETUPS: Mapping[str, SetUp] = MappingProxyType(
@@ -52,6 +55,8 @@ SETUPS: Mapping[str, SetUp] = MappingProxyType(
         one.id: one
         for one in (
             SetUp("S0", "alone", "nobody", kills="wrong here: no neighbour is needed"),
+            SetUp("S0w", "alone, in blocks", "nobody", kills="clean, S0 wrong: single steps, or tokens taken back",
+                  in_blocks=True),
             SetUp("S1", "beside itself", "copy", kills="wrong: buffers or state are shared, whatever the weights"),
             SetUp("S2", "beside a decoy twin", "decoy", kills="S1 clean, wrong here: another model's values get in"),
             SetUp("S3", "beside the target", "target", kills="S2 clean, wrong here: size, layout or number of layers"),
@@ -61,18 +66,33 @@ SETUPS: Mapping[str, SetUp] = MappingProxyType(
         )
     }
 )  # fmt: skip
-FIRST, ON_DEMAND = ("S0", "S1", "S2", "S3"), ("S4", "S5", "S6")
+FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
+"""Those that are always run, and those for a draft that only a neighbour makes wrong."""
+
+
+def setup_of(name: str) -> SetUp:
+    """The set-up of that name. Raises InputError for one that does not exist."""
+    if name not in SETUPS:
+        raise InputError(f"no set-up {name!r}: there are {', '.join(SETUPS)}")
+    return SETUPS[name]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one set-up showed: `wrong` as `local.beyond` has it, first in time first; `trace` of the draft."""
+    """What one set-up showed: `wrong` as `local.beyond` has it, first in time first; `trace` of the draft.
+
+    `logits` are those of each feed, `(tokens, vocab)`. `offset`: all positions are one number off, which RoPE does not
+    see: such rows are not in `wrong`.
+    """
 
     setup: SetUp
+    script: Script
     wrong: pd.DataFrame
     errors: pd.DataFrame
     trace: Trace
     along: Along
+    logits: tuple[torch.Tensor, ...]
+    offset: bool
 
     @property
     def clean(self) -> bool:
@@ -103,24 +123,40 @@ class Lab:
         weights = (*self.reference.named_parameters(), *self.reference.named_buffers())
         self.meant = {name: digest(value) for name, value in weights}
         """Digests of parameters and buffers, as a capture has them."""
+        self.blocks = Script.blocks(script.text, width=BLOCK)
+        self._rotaries = [path for path, _ in find(self.reference).rotaries]
         self.sound: list[Along] = []
+        """The pristine copy's runs: fed as the script has it, and in blocks."""
+        self.sound_logits: list[tuple[torch.Tensor, ...]] = []
         self.floor = self._floors()
 
-    def run(self, name: str) -> Outcome:
-        """Run one set-up. Raises InputError for one that does not exist, or needs a target where there is none."""
-        if name not in SETUPS:
-            raise InputError(f"no set-up {name!r}: there are {', '.join(SETUPS)}")
-        setup = SETUPS[name]
+    def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
+        """Run one set-up; `deploy` stands in for the lab's own, so that one reference serves many services.
+
+        Raises InputError for a set-up that does not exist, or needs a target where there is none.
+        """
+        setup = setup_of(name)
+        script = self.blocks if setup.in_blocks else self.script
         neighbour = self._neighbour(setup)
         runs = neighbour is not None and setup.runs != "never"
         steps = {setup.runs: lambda feed: self._step(neighbour)} if runs else {}
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
-        with self._deploy(self.draft, neighbour), capture(self.draft, tag=OWN, known=known, full="") as builder:
-            run(self.draft, self.script, **steps)
+        with (
+            (deploy or self._deploy)(self.draft, neighbour),
+            capture(self.draft, tag=OWN, known=known, full="") as builder,
+        ):
+            logits = run(self.draft, script, **steps)
         trace = builder.trace()
-        along = Along.of(trace, self.script)
+        along = Along.of(trace, script)
         errors = local.local_errors(self.reference, along)
-        return Outcome(setup, local.beyond(errors, self.floor, self.script), errors, trace, along)
+        wrong = local.beyond(errors, self.floor, script)
+        kept = without_offset(wrong, along, self.sound[0], self._rotaries)
+        return Outcome(setup, script, kept, errors, trace, along, tuple(logits), len(kept) < len(wrong))
+
+    def bare(self, deploy: Deploy | None = None) -> tuple[torch.Tensor, ...]:
+        """The logits of S0 without hooks."""
+        with (deploy or self._deploy)(self.draft, None):
+            return tuple(run(self.draft, self.script))
 
     def _neighbour(self, setup: SetUp) -> nn.Module | None:
         if setup.beside == "target" and self.target is None:
@@ -140,11 +176,11 @@ class Lab:
         neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
 
     def _floors(self) -> pd.Series:
-        """How far sound runs are from the replay: the pristine copy fed as the script has it, and in blocks."""
+        """How far sound runs are from the replay."""
         sound = []
-        for script in (self.script, Script.blocks(self.script.text, width=BLOCK)):
+        for script in (self.script, self.blocks):
             with capture(self.reference, tag=OWN, full="", at_use=False) as builder:
-                run(self.reference, script)
+                self.sound_logits.append(tuple(run(self.reference, script)))
             self.sound.append(Along.of(builder.trace(), script))
             sound.append(local.local_errors(self.reference, self.sound[-1]))
         return local.floors(sound, self.dtype)

@@ -1,12 +1,15 @@
 """Causes: the class of a planted fault comes first, and what speaks for it is said."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from specnb.divergence import pair as small
-from specnb.divergence.case import Case, one_offset
+from specnb.divergence.case import Case
 from specnb.divergence.causes import CLASSES, rank
 from specnb.divergence.faults import CAUSES, FAULTS
+from specnb.divergence.offset import one_offset
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
 
@@ -54,12 +57,23 @@ def test_sound_models_have_no_cause(pair):
     assert rank(investigated(pair, None)[1]) == []
 
 
-def test_one_offset_of_all_positions_is_told_from_one_of_some(pair):
-    """Attention sees differences of positions, so the first is no fault and the second is."""
-    for fault, uniform in (("uniform_offset", True), ("rope_mismatch", False)):
-        lab, case = investigated(pair, fault, ("S0",))
-        assert case.first["module"] == "rotary_emb"
-        assert one_offset(case.bad.along, lab.sound[0], "rotary_emb") is uniform
+def test_one_offset_of_all_positions_is_no_fault_and_one_of_some_is(pair):
+    """Attention sees differences of positions only."""
+    _, shifted = investigated(pair, "uniform_offset", ("S0", "S3"))
+    assert shifted.bad is None and all(one.offset for one in shifted.outcomes.values())
+    _, case = investigated(pair, "rope_mismatch", ("S0",))
+    assert case.first["module"] == "rotary_emb" and not case.bad.offset
+
+
+def test_angles_that_are_all_too_long_are_no_offset(pair):
+    lab, case = investigated(pair, None, ("S0",))
+    along = case.outcomes["S0"].along
+    longer = {
+        key: value * 1.1 if key.module == "rotary_emb" and key.role == "out" else value
+        for key, value in along.values.items()
+    }
+    assert one_offset(along, lab.sound[0], "rotary_emb")
+    assert not one_offset(replace(along, values=longer), lab.sound[0], "rotary_emb")
 
 
 def test_every_class_is_one_that_faults_are_named_from():

@@ -1,0 +1,67 @@
+"""What an investigation looked at, and what it did not: a verdict is worth what it covers."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from specnb.divergence.setups import OWN, Outcome
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Modules that ran and, of these, those of which something was `compared`; `left_out` are "module:role:name".
+
+    Left out are tensors without a token axis or of changing shapes (masks): what they do shows in what is made of them.
+    `seen_at_use` are those of the draft's parameters that an operation was seen to read.
+    """
+
+    modules: int
+    uncompared: tuple[str, ...]
+    never_called: tuple[str, ...]
+    tensors: int
+    left_out: tuple[str, ...]
+    tokens: int
+    parameters: int
+    seen_at_use: int
+    output: bool
+
+    @classmethod
+    def of(cls, outcome: Outcome, draft: nn.Module) -> "Coverage":
+        """Of one set-up's run."""
+        seen = outcome.trace.facts["modules"]
+        compared = {*outcome.errors.loc[outcome.errors["role"] == "out", "at"]}
+        ran = {*outcome.trace.tensors["module"]}
+        params = outcome.trace.params
+        read = {*params.loc[params["owner"] == OWN, "owner_path"]}
+        own = [name for name, _ in draft.named_parameters()]
+        return cls(
+            modules=len(ran),
+            uncompared=tuple(sorted(ran - compared)),
+            never_called=tuple(seen["never_called"]),
+            tensors=len(outcome.errors[["at", "call", "role", "name"]].drop_duplicates()),
+            left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in outcome.along.left_out),
+            tokens=len(outcome.along.text),
+            parameters=len(own),
+            seen_at_use=sum(name in read for name in own),
+            output="" in compared,
+        )
+
+    @property
+    def compared(self) -> int:
+        return self.modules - len(self.uncompared)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every module that ran was compared, and so was what the model gave."""
+        return self.output and not self.uncompared
+
+    def __str__(self) -> str:
+        never = (
+            f", {len(self.never_called)} never ran ({', '.join(self.never_called[:3])})" if self.never_called else ""
+        )
+        not_seen = f", not {', '.join(self.uncompared[:3])}" if self.uncompared else ""
+        return (
+            f"{self.compared} of {self.modules} modules{not_seen}{never}; {self.tensors} tensors at {self.tokens} "
+            f"tokens, {len(self.left_out)} left out (no token axis); {self.seen_at_use} of {self.parameters} "
+            "parameters seen at use"
+        )

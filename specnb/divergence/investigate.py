@@ -1,0 +1,143 @@
+"""One call: run the set-ups, find the module that is wrong first, rank the causes, say what was looked at.
+
+    from specnb.divergence.investigate import investigate
+    investigate(draft, target, deploy=my_service).line
+
+`deploy(draft, target)` is what puts the draft into service as it is when nothing is accepted: a context manager under
+which calling the draft does what it does there. The lab feeds the same tokens in every set-up and compares, module by
+module, with what a pristine copy makes of the same inputs.
+"""
+
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from specnb.divergence.case import Case
+from specnb.divergence.causes import rank
+from specnb.divergence.coverage import Coverage
+from specnb.divergence.investigation import Investigation, Verdict
+from specnb.divergence.script import Script
+from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Deploy, Lab, Outcome, setup_of
+from specnb.errors import InputError
+from specnb.measure.experiment import Progress, silent
+
+TOKENS, PROMPT, K = 32, 16, 3
+"""Of the script that is made up where none is given."""
+REPEATS = 2
+"""Runs of S0 without hooks, besides the one with them."""
+
+
+def investigate(
+    draft: nn.Module,
+    target: nn.Module | None = None,
+    *,
+    script: Script | None = None,
+    deploy: Deploy | None = None,
+    setups: Sequence[str] | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Investigation:
+    """Investigate a transformers draft, beside `target` where one is given.
+
+    `setups` None: S0, S0w, S1, S2 and with a target S3; then S4 to S6 where only a neighbour makes it wrong. `seed` is
+    that of the script's tokens, if none is given. Raises InputError for set-ups that cannot be run, a compiled model, a
+    dtype without known rounding. Everything every module gave is kept: some MB a token for a model of 1 B parameters.
+    """
+    started = time.perf_counter()
+    lab = Lab(draft, target, script=script or made_up(draft, seed=seed), deploy=deploy)
+    return judge(lab, setups=setups, progress=progress, started=started)
+
+
+def judge(
+    lab: Lab,
+    *,
+    deploy: Deploy | None = None,
+    setups: Sequence[str] | None = None,
+    progress: Progress = silent,
+    started: float | None = None,
+) -> Investigation:
+    """`investigate` with a lab that is already there: one reference and its floors serve several services."""
+    started = time.perf_counter() if started is None else started
+    wanted = _wanted(lab, setups)
+    outcomes: dict[str, Outcome] = {}
+    for name in wanted:
+        progress(len(outcomes), len(wanted), f"{name}: {setup_of(name).says}")
+        outcomes[name] = lab.run(name, deploy)
+    if setups is None and outcomes["S0"].clean and not all(one.clean for one in outcomes.values()):
+        more = [name for name in ON_DEMAND if lab.target is not None or SETUPS[name].beside != "target"]
+        for name in more:
+            progress(len(outcomes), len(wanted) + len(more), f"{name}: {SETUPS[name].says}")
+            outcomes[name] = lab.run(name, deploy)
+    case = Case.of(lab, outcomes)
+    coverage = Coverage.of(case.bad or next(iter(outcomes.values())), lab.draft)
+    repeats, inert = _same_bits(lab, outcomes, deploy)
+    verdict, reason = _verdict(lab, case, coverage, inert)
+    return Investigation(
+        verdict, reason, case, tuple(rank(case)), coverage, lab.floor, repeats, inert,
+        _facts(lab, time.perf_counter() - started),
+    )  # fmt: skip
+
+
+def made_up(draft: nn.Module, *, seed: int = 0) -> Script:
+    """A short script of random tokens. Raises InputError for a model that does not say how many tokens it knows."""
+    embedding = getattr(draft, "get_input_embeddings", lambda: None)()
+    size = getattr(embedding, "num_embeddings", None)
+    if not size:
+        raise InputError(f"{type(draft).__name__} has no input embedding that tells its vocabulary: give a script")
+    text = np.random.default_rng(seed).integers(0, size, TOKENS).tolist()
+    return Script.drafting(text, prompt=PROMPT, k=K, vocab_size=size, seed=seed)
+
+
+def _wanted(lab: Lab, setups: Sequence[str] | None) -> tuple[str, ...]:
+    if setups is None:
+        return tuple(name for name in FIRST if lab.target is not None or SETUPS[name].beside != "target")
+    if not setups:
+        raise InputError(f"there is no set-up to run: give some of {', '.join(SETUPS)}, or None for all that fit")
+    return tuple(dict.fromkeys(setups))
+
+
+def _same_bits(lab: Lab, outcomes: dict[str, Outcome], deploy: Deploy | None) -> tuple[bool, bool]:
+    """Whether S0 repeats, and whether hooks change nothing."""
+    bare = [lab.bare(deploy) for _ in range(REPEATS)]
+    hooked = outcomes["S0"].logits if "S0" in outcomes else lab.run("S0", deploy).logits
+    return all(_equal(bare[0], one) for one in bare[1:]), _equal(bare[0], hooked)
+
+
+def _verdict(lab: Lab, case: Case, coverage: Coverage, inert: bool) -> tuple[Verdict, str]:
+    if case.bad is not None:
+        return "DIVERGENT", ""
+    if not coverage.complete:
+        missed = ", ".join(coverage.uncompared[:3]) or "the model's output"
+        return "INCONCLUSIVE", f"nothing that was compared is wrong, but {missed} could not be compared"
+    if not inert:
+        return "INCONCLUSIVE", "the draft gives other logits with hooks on it than without: what was seen is not it"
+    if any(one.offset for one in case.outcomes.values()):
+        return "PRECISION_ONLY", "all positions are one number off, which RoPE does not see; the rest is rounding"
+    sound = {False: lab.sound_logits[0], True: lab.sound_logits[1]}
+    if all(_equal(one.logits, sound[one.setup.in_blocks]) for one in case.outcomes.values()):
+        return "SOUND", "every set-up gives the very bits of the pristine copy"
+    return (
+        "PRECISION_ONLY",
+        "bits differ from the pristine copy's, and no module by more than sums in another order may",
+    )
+
+
+def _equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _facts(lab: Lab, seconds: float) -> dict[str, Any]:
+    script = lab.script
+    return {
+        "draft": type(lab.draft).__name__, "target": lab.target and type(lab.target).__name__,
+        "dtype": lab.dtype, "device": str(next(lab.draft.parameters()).device), "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "transformers": metadata.version("transformers"),
+        "tokens": len(script.text),
+        "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
+        "taken_back": sum(feed.forget for feed in script.feeds), "seconds": seconds,
+    }  # fmt: skip

@@ -1,0 +1,169 @@
+"""What an investigation found: a verdict, the first divergence, causes, and all that it rests on."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from specnb.divergence.case import Case
+from specnb.divergence.causes import Cause
+from specnb.divergence.coverage import Coverage
+from specnb.divergence.local import WHICH
+from specnb.divergence.setups import SETUPS, Outcome
+from specnb.errors import InputError
+
+Verdict = Literal["DIVERGENT", "PRECISION_ONLY", "SOUND", "INCONCLUSIVE"]
+EXIT: Mapping[str, int] = MappingProxyType({"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125})
+"""Exit codes by verdict; 125 is what `git bisect run` skips."""
+SCHEMA = 1
+HEAT = (-1.0, 8.0)
+"""Range of the heat map, log10 of error over floor."""
+
+
+class Node(NamedTuple):
+    """A tensor that is wrong by itself: the `module` that made it, where it was seen, at which tokens, by how much."""
+
+    module: str
+    role: str
+    name: str
+    at: str
+    first_token: int
+    last_token: int
+    n_tokens: int
+    error: float
+    floor: float
+    ratio: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class Investigation:
+    """The result of `investigate`.
+
+    `reason` says why the verdict is not DIVERGENT. `floor`: the largest error of each tensor in sound runs. `repeats`:
+    S0 without hooks gives the same bits each time; `inert`: with hooks, too. `facts`: classes, dtype, versions, script.
+    """
+
+    verdict: Verdict
+    reason: str
+    case: Case
+    causes: tuple[Cause, ...]
+    coverage: Coverage
+    floor: pd.Series
+    repeats: bool
+    inert: bool
+    facts: Mapping[str, Any]
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT[self.verdict]
+
+    @property
+    def first(self) -> Node | None:
+        """The first divergence; None where there is none."""
+        if self.verdict != "DIVERGENT":
+            return None
+        rows, first = self.case.rows, self.case.first
+        worst = rows.loc[rows["error"].idxmax()]
+        return Node(
+            first["module"], first["role"], first["name"], first["at"], int(first["position"]),
+            int(rows["position"].max()), rows["position"].nunique(), float(worst["error"]), float(worst["floor"]),
+            float(worst["ratio"]), float(rows["gain"].median()),
+        )  # fmt: skip
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line."""
+        clean = [name for name, one in self.case.outcomes.items() if one.clean]
+        wrong = [name for name, one in self.case.outcomes.items() if not one.clean]
+        said = "; ".join(f"{' '.join(names)} {what}" for names, what in ((clean, "clean"), (wrong, "wrong")) if names)
+        first = self.first
+        if first is None:
+            return f"{self.verdict}: {self.reason}; {said}"
+        tokens = f"{first.n_tokens} of {self.coverage.tokens} tokens from {first.first_token} on"
+        cause = self.causes[0]
+        why = f" ({cause.for_it[0]})" if cause.for_it else ""
+        return f"DIVERGENT: first at {shown(first.module)}, {tokens}; cause {cause.name}{why}; {said}"
+
+    def nodes(self) -> pd.DataFrame:
+        """The modules that are wrong by themselves in the first wrong set-up, first in time first; a row a tensor."""
+        if self.case.bad is None:
+            return pd.DataFrame(columns=list(Node._fields))
+        wrong = self.case.bad.wrong
+        found = wrong.groupby(["module", "at", "call", "role", "name"], sort=False)
+        table = found.agg(
+            first_token=("position", "min"), last_token=("position", "max"), n_tokens=("position", "nunique"),
+            error=("error", "max"), floor=("floor", "first"), ratio=("ratio", "max"), gain=("gain", "median"),
+        )  # fmt: skip
+        return table.reset_index()[list(Node._fields)]
+
+    def setups(self) -> pd.DataFrame:
+        """One row for each set-up: setup, says, verdict, first, n_wrong (tensors), foreign (parameters), kills."""
+        return pd.DataFrame([self._setup(name) for name in SETUPS])
+
+    def ranked(self) -> pd.DataFrame:
+        """The causes, likeliest first: cause, score, for_it, against_it, issues, next_experiment."""
+        columns = ["cause", "score", "for_it", "against_it", "issues", "next_experiment"]
+        rows = [[c.name, c.score, c.for_it, c.against_it, list(c.issues), c.next_experiment] for c in self.causes]
+        return pd.DataFrame(rows, columns=columns)
+
+    def heat(self, setup: str | None = None) -> pd.DataFrame:
+        """log10 of error over floor, modules in order of time by positions, 0 at the floor, within HEAT.
+
+        `setup` None is the first that is wrong, else the last that was run. Of a module's tensors the largest counts.
+        Raises InputError for a set-up that was not run.
+        """
+        outcome = self._outcome(setup)
+        errors = outcome.errors.join(self.floor, on=list(WHICH))
+        with np.errstate(divide="ignore"):
+            errors["heat"] = np.log10(errors["error"] / errors["floor"]).fillna(0).clip(*HEAT)
+        order = errors.groupby("module")["order"].min().sort_values().index
+        return errors.pivot_table(index="module", columns="position", values="heat", aggfunc="max").loc[order]
+
+    def document(self) -> dict[str, Any]:
+        """A JSON document; its shape is told by `schema`."""
+        first = self.first
+        return {
+            "schema": SCHEMA, "verdict": self.verdict, "line": self.line, "reason": self.reason,
+            "exit_code": self.exit_code, "first": first and first._asdict(), "nodes": _records(self.nodes()),
+            "setups": _records(self.setups()), "causes": _records(self.ranked()),
+            "coverage": asdict(self.coverage) | {"says": str(self.coverage)},
+            "floors": {"largest": float(self.floor.max()), "median": float(self.floor.median())},
+            "repeats": self.repeats, "inert": self.inert, "facts": dict(self.facts),
+        }  # fmt: skip
+
+    def _setup(self, name: str) -> dict[str, Any]:
+        setup, outcome = SETUPS[name], self.case.outcomes.get(name)
+        row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": 0, "foreign": 0}
+        if outcome is not None:
+            row["verdict"] = "clean" if outcome.clean else "wrong"
+            row["foreign"] = outcome.foreign["owner_path"].nunique()
+        if outcome is not None and not outcome.clean:
+            row["first"] = shown(outcome.wrong["module"].iloc[0])
+            row["n_wrong"] = len(outcome.wrong[list(WHICH)].drop_duplicates())
+        return row | {"kills": setup.kills}
+
+    def _outcome(self, setup: str | None) -> Outcome:
+        if setup is None:
+            return self.case.bad or list(self.case.outcomes.values())[-1]
+        if setup not in self.case.outcomes:
+            raise InputError(f"set-up {setup!r} was not run: there are {', '.join(self.case.outcomes)}")
+        return self.case.outcomes[setup]
+
+
+def shown(module: str) -> str:
+    """A module's path for readers: that of the whole model is empty."""
+    return module or "the model's inputs"
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(key): _plain(value) for key, value in row.items()} for row in table.to_dict("records")]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: no numpy, and None for what is not finite."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,0 +1,44 @@
+"""Positions that are all one number off: seen by every comparison of angles, and of no consequence.
+
+Attention sees differences of positions only (Su et al. 2104.09864), so another base of the positions, as another KV
+layout may bring, changes rounding and nothing else. What must hold is that every angle is turned alike.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from specnb.divergence.along import Along, Key
+
+TURNED_ALIKE = 1e-2
+"""How far turns may be apart: bfloat16 rounds cosines to 2**-9."""
+
+
+def without_offset(wrong: pd.DataFrame, along: Along, sound: Along, rotaries: Sequence[str]) -> pd.DataFrame:
+    """The rows that are still wrong once rows of positions and angles are left out, if one offset explains those.
+
+    `rotaries` are the rotary modules: cosines first, sines second in what they give. A model without any has learned
+    positions, where an offset is an error.
+    """
+    if wrong.empty or not rotaries or not all(one_offset(along, sound, path) for path in rotaries):
+        return wrong
+    explained = wrong["module"].isin(rotaries) | (wrong["discrete"] & wrong["name"].str.contains("position"))
+    return wrong[~explained].reset_index(drop=True)
+
+
+def one_offset(along: Along, sound: Along, module: str) -> bool:
+    """Whether the rows of a rotary module are turned by the same angles at every position."""
+    turned = [_phases(one, module) for one in (along, sound)]
+    if any(one is None for one in turned):
+        return False
+    theirs, ours = turned
+    turn = theirs * ours.conj() / np.abs(ours) ** 2
+    # of length 1, too: longer cosines and sines would scale every product of a query and a key
+    off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
+    return bool(off < TURNED_ALIKE)
+
+
+def _phases(along: Along, module: str) -> np.ndarray | None:
+    cos, sin = (along.values.get(Key(module, 0, "out", name)) for name in ("out", "out.1"))
+    return None if cos is None or sin is None or cos.shape != sin.shape else cos.astype(float) + 1j * sin

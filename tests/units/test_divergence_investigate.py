@@ -1,0 +1,137 @@
+"""Investigations in one call: verdict, first divergence, coverage, exit code."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from specnb.divergence import investigate as module
+from specnb.divergence import pair as small
+from specnb.divergence.coverage import Coverage
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.investigate import investigate, judge, made_up
+from specnb.divergence.investigation import HEAT
+from specnb.divergence.setups import FIRST, ON_DEMAND, Lab
+from specnb.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return small.pair()
+
+
+@pytest.fixture(scope="module")
+def lab(pair):
+    return Lab(pair.draft, pair.target, script=made_up(pair.draft))
+
+
+@pytest.fixture(scope="module")
+def foreign(lab):
+    """The case: the draft's experts are looked up by position, and the target's come first."""
+    return judge(lab, deploy=FAULTS["positional_registry"])
+
+
+def test_a_sound_draft_is_said_to_be_sound_in_every_set_up(lab):
+    found = judge(lab)
+    assert found.verdict == "SOUND" and found.exit_code == 0 and found.first is None
+    assert found.repeats and found.inert and found.coverage.complete
+    assert tuple(found.case.outcomes) == FIRST  # nothing is wrong, so nothing more is asked
+    assert found.nodes().empty and not found.causes
+
+
+def test_the_case_is_solved_in_one_call(foreign):
+    assert foreign.verdict == "DIVERGENT" and foreign.exit_code == 1
+    assert foreign.first.module == "layers.0.mlp.experts" and foreign.first.first_token == 0
+    assert foreign.causes[0].name == "IDENTITY"
+    assert foreign.line.startswith(
+        "DIVERGENT: first at layers.0.mlp.experts, 32 of 32 tokens from 0 on; cause IDENTITY"
+    )
+    assert foreign.line.endswith("S0 S0w S1 clean; S2 S3 S4 S5 S6 wrong")
+    assert list(foreign.nodes()["module"]) == [f"layers.{i}.mlp.experts" for i in range(4)]
+
+
+def test_the_matrix_has_every_set_up_also_those_not_run(lab, foreign):
+    alone = judge(lab, setups=["S0"], deploy=FAULTS["positional_registry"])
+    assert list(alone.setups()["verdict"]) == ["clean"] + ["not run"] * (len(FIRST) + len(ON_DEMAND) - 1)
+    assert list(foreign.setups()["foreign"]) == [0, 0, 16, 16, 16, 16, 16, 16]
+
+
+def test_a_draft_that_is_wrong_alone_needs_no_more_neighbours(lab):
+    found = judge(lab, deploy=FAULTS["expert_scale_in_op"])
+    assert tuple(found.case.outcomes) == FIRST and found.causes[0].name == "WEIGHTS"
+
+
+@pytest.mark.parametrize("fault, says", [("uniform_offset", "one number off"), ("split_k", "another order")])
+def test_benign_changes_are_precision_only(lab, fault, says):
+    found = judge(lab, deploy=FAULTS[fault])
+    assert found.verdict == "PRECISION_ONLY" and says in found.reason and found.exit_code == 0
+
+
+def test_the_heat_map_has_the_first_divergence_hot_and_all_before_it_cold(foreign):
+    heat = foreign.heat()
+    assert heat.shape == (foreign.coverage.modules, 32) and heat.max().max() <= HEAT[1]
+    assert (heat.loc["layers.0.mlp.experts"] > 4).all()
+    before = heat.loc[:"layers.0.mlp.router"]
+    assert (before <= 0.5).all().all()
+    assert (foreign.heat("S0") <= 0.5).all().all()
+    with pytest.raises(InputError, match="S0w"):
+        foreign.heat("S9")
+
+
+def test_the_document_is_json_and_says_what_the_object_says(foreign):
+    read = json.loads(json.dumps(foreign.document(), allow_nan=False))
+    assert read["schema"] == 1 and read["line"] == foreign.line and read["exit_code"] == 1
+    assert read["first"]["module"] == "layers.0.mlp.experts" and read["causes"][0]["cause"] == "IDENTITY"
+    assert [row["setup"] for row in read["setups"]] == [*FIRST, *ON_DEMAND]
+    assert "50 of 50 modules" in read["coverage"]["says"]
+
+
+def test_what_could_not_be_compared_is_no_clean_bill(lab, monkeypatch):
+    """A module whose output was not seen may be anything."""
+    whole = Coverage.of
+
+    def blind(outcome, draft):
+        errors = outcome.errors[outcome.errors["at"] != "layers.1.mlp.experts"]
+        return whole(module.Outcome(**{**vars(outcome), "errors": errors}), draft)
+
+    monkeypatch.setattr(module.Coverage, "of", blind)
+    found = judge(lab, setups=["S0"])
+    assert found.verdict == "INCONCLUSIVE" and "layers.1.mlp.experts" in found.reason and found.exit_code == 125
+    assert "49 of 50 modules, not layers.1.mlp.experts" in str(found.coverage)
+
+
+def test_a_draft_that_hooks_change_is_not_judged(pair, lab):
+    """A service that computes something else while it is watched: the lab would judge the wrong thing."""
+
+    class Watched:
+        def __init__(self, draft, neighbour):
+            self.head = draft.lm_head
+
+        def __enter__(self):
+            original = nn.Linear.forward
+            self.head.forward = lambda x: original(self.head, x) + (0.0 if self.head._forward_hooks else 1.0)
+
+        def __exit__(self, *_):
+            del self.head.forward
+
+    found = judge(lab, deploy=Watched, setups=["S0"])
+    assert not found.inert and found.verdict == "INCONCLUSIVE" and "hooks" in found.reason
+
+
+def test_without_a_target_the_draft_is_looked_at_alone_and_beside_its_twins(pair):
+    found = investigate(pair.draft, deploy=FAULTS["positional_registry"])
+    assert found.causes[0].name == "IDENTITY" and {*found.case.outcomes} == {"S0", "S0w", "S1", "S2", "S5"}
+
+
+def test_the_made_up_script_is_the_seeds(pair):
+    assert made_up(pair.draft, seed=3) == made_up(pair.draft, seed=3) != made_up(pair.draft, seed=4)
+    with pytest.raises(InputError, match="Linear"):
+        made_up(torch.nn.Linear(2, 2))
+
+
+def test_set_ups_are_asked_for_by_name(lab):
+    with pytest.raises(InputError, match="no set-up 'S9'"):
+        judge(lab, setups=["S9"])
+    with pytest.raises(InputError, match="no set-up to run"):
+        judge(lab, setups=[])
