@@ -59,7 +59,8 @@ class Registry:
         """Who owns the memory that `tensor`, or the start of this view, lies in."""
         start = _address(tensor)
         found = self._at(start) if start else self._objects.get(id(tensor))
-        if found is None and isinstance(tensor, nn.Parameter):
+        # the exact type first: asking whether something is a Parameter runs Python, and most operands are activations
+        if found is None and type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             self.add(Owned(UNKNOWN, UNKNOWN, tensor))
             return self.find(tensor)
         return found

@@ -19,7 +19,7 @@ PENDING_BYTES = 64 << 20
 """Copies that wait to be measured; more are measured at once."""
 STACKED = 1 << 16
 """Values up to which tensors of one shape are measured together."""
-HASHED_BESIDE = 1 << 20
+HASHED_BESIDE = 16 << 20
 """Bytes from which hashing in a second thread is worth the hand-over."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from specnb.divergence.at_use import UNKNOWN, AtUse, Owned, Registry
@@ -61,7 +62,8 @@ def capture(
     _refuse_graphs(model)
     registry = Registry({tag: model} | known)
     builder = TraceBuilder(registry, chooser(full))
-    hooks = _Hooks(builder, None if modules is None else compiled(modules).search)
+    plain = all(type(one) in (nn.Parameter, torch.Tensor) for one in (*model.parameters(), *model.buffers()))
+    hooks = _Hooks(builder, None if modules is None else compiled(modules).search, plain=plain)
     builder.facts |= _facts(model, tag, known)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
@@ -83,10 +85,12 @@ def capture(
 class _Hooks:
     """The stack of running modules, and what is seen of each."""
 
-    def __init__(self, builder: TraceBuilder, chosen: Any) -> None:
+    def __init__(self, builder: TraceBuilder, chosen: Any, *, plain: bool) -> None:
         self._builder, self._chosen = builder, chosen
         self._running: list[Frame] = []
         self._own_work = False
+        # far cheaper, but it would silence weights that are wrappers of their own (quantised, distributed), too
+        self._undispatched = no_dispatch if plain else _disable_current_modes
         self._called: Counter[str] = Counter()
         self._scalars: dict[str, list[Any]] = {}
 
@@ -135,7 +139,7 @@ class _Hooks:
         """The work of a hook reads no parameters and leaves no gradient."""
         self._own_work = True
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with self._undispatched(), torch.no_grad():
                 yield
         finally:
             self._own_work = False

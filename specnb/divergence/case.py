@@ -12,7 +12,7 @@ from specnb.divergence.setups import OWN, Lab, Outcome
 from specnb.errors import InputError
 
 ONE_FACTOR = 0.2
-"""Spread of the gain over tokens, as a share of its distance from 1, up to which it is one factor for all of them."""
+"""Spread of the gain over tokens, as a share of it and of its distance from 1, up to which it is one factor for all."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Case:
         # what is left of the error once the factor is out, by Pythagoras: error^2 = (gain - 1)^2 + rest^2
         rest = np.sqrt(np.clip(self.rows["error"].to_numpy() ** 2 - (gain - 1) ** 2, 0, None))
         spread = max(float(np.abs(gain - middle).max()), float(np.median(rest)))
-        return middle if middle > 0 and spread < ONE_FACTOR * abs(middle - 1) else None
+        # of an output that is small and has nothing to do with the right one all gains are near 0, too
+        return middle if spread < ONE_FACTOR * min(abs(middle - 1), middle) else None
 
     @cached_property
     def reads(self) -> pd.DataFrame:

@@ -1,6 +1,7 @@
 """Names of what a module is given and gives back, and of modules: the same in every set-up."""
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -79,7 +80,12 @@ def is_cache(value: object) -> bool:
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """`float32` and the like."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def named_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -33,11 +33,12 @@ class Step:
         """
         if role == "state":
             return len(shape) - 2 if name in ("keys", "values") and len(shape) >= 3 else -1
-        fits = [len(shape) > axis and shape[axis] == self.length and shape[0] in (1, self.batch) for axis in (1, 2)]
-        if len(shape) >= 2 and fits[0] and (len(shape) > 2 or shape[0] != self.batch * self.length or self.length > 1):
-            return 1
-        if len(shape) == 4 and fits[1]:
-            return 2
+        if len(shape) >= 2 and shape[0] in (1, self.batch):
+            flat = len(shape) == 2 and shape[0] == self.batch * self.length and self.length <= 1
+            if shape[1] == self.length and not flat:
+                return 1
+            if len(shape) == 4 and shape[2] == self.length:
+                return 2
         return 0 if shape and shape[0] == self.batch * self.length else -1
 
     def first_position(self, role: str, axis: int, shape: tuple[int, ...]) -> int:

@@ -53,6 +53,13 @@ def test_a_foreign_module_is_named(pair):
     assert any("alone" in says for says in weights.against_it)
 
 
+def test_an_output_that_is_small_and_unrelated_is_no_scale(pair):
+    _, case = investigated(pair, "random_head", ("S0",))
+    assert abs(case.rows["gain"].median()) < 0.1 and case.factor is None
+    _, scaled = investigated(pair, "expert_scale_in_op", ("S0",))
+    assert scaled.factor == pytest.approx(scaled.rows["gain"].median()) and scaled.factor > 1
+
+
 def test_sound_models_have_no_cause(pair):
     assert rank(investigated(pair, None)[1]) == []
 
