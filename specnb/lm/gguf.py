@@ -15,6 +15,7 @@ from specnb.errors import InputError
 from specnb.lm import binding, gguf_open, gguf_rollback
 from specnb.lm.base import Capabilities, check_forward
 from specnb.lm.gguf_engine import LlamaEngine
+from specnb.lm.gguf_eval import Watch
 from specnb.lm.memory import Need, free_bytes, require
 from specnb.lm.rollback import AUTO, Recompute, Rollback
 from specnb.lm.rollback_model import GoesBack
@@ -23,15 +24,26 @@ from specnb.lm.rollback_model import GoesBack
 class GgufModel(GoesBack):
     """llama.cpp behind the LanguageModel interface. Make one with `GgufModel.open`."""
 
-    def __init__(self, model: object, context: object, *, name: str, caps: Capabilities, fixed_width: int) -> None:
+    def __init__(
+        self,
+        model: object,
+        context: object,
+        *,
+        name: str,
+        caps: Capabilities,
+        fixed_width: int,
+        watch: Watch | None = None,
+    ) -> None:
         self.name = name
         self.vocab = binding.vocabulary(model)
         self.caps = caps
         self._model, self._context = model, context
         self._lacks_bytes = self.vocab.kind == "spm" and not {bytes([b]) for b in range(256)} <= set(self.vocab.pieces)
-        self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width, fixed_width=fixed_width)
+        self._engine = LlamaEngine(
+            name, context, self.vocab.size, width=caps.max_width, fixed_width=fixed_width, watch=watch
+        )
         # a notebook cell that is run again drops its model without closing it
-        self._free = weakref.finalize(self, _free, self._engine.batch, context, model)
+        self._free = weakref.finalize(self, _free, self._engine.batch, context, model, watch)
         self._free.atexit = False
         self.rollback: Rollback = Recompute(self._engine)
         """The way back, and what it has cost."""
@@ -40,6 +52,7 @@ class GgufModel(GoesBack):
     def open(
         cls,
         path: Path | str,
+        watch: Watch | None = None,
         *,
         name: str | None = None,
         n_ctx: int = 0,
@@ -58,7 +71,7 @@ class GgufModel(GoesBack):
         shorter forward to that many tokens, so that all run the same kernels and plain decoding equals verification
         bit for bit, at the price of T(fixed_width) a plain step (0: off); `rollback` how the state of a recurrent
         model goes back (crop, snapshots, fused, checkpoint, recompute; "auto": the first that a probe finds exact),
-        and `rollback_depth` how many tokens of it llama.cpp keeps snapshots of.
+        and `rollback_depth` how many tokens of it llama.cpp keeps snapshots of; `watch` is shown what is computed.
 
         Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
@@ -99,12 +112,12 @@ class GgufModel(GoesBack):
                     planes = 0
                     need = Need(weights, gguf_open.state_bytes(model, room, kv))
                 require(need, device="cpu", what=name)
-            context = gguf_open.open_context(model, room, kv, settings["threads"], flash_attention, planes)
+            context = gguf_open.open_context(model, room, kv, settings["threads"], flash_attention, planes, watch)
             # flash attention rounds to 16 bits inside, for every type of cache
             exact = dtype == kv == "f32" and not flash_attention
             caps = gguf_open.capabilities(model, context, n_ctx, dtype, "gpu" if gpu_layers else "cpu")
             caps = replace(caps, lossless_dtype=exact, same_bits_up_to=fixed_width, details=settings)
-            opened = cls(model, context, name=name, caps=caps, fixed_width=fixed_width)
+            opened = cls(model, context, name=name, caps=caps, fixed_width=fixed_width, watch=watch)
         except BaseException:
             if context is not None:
                 binding.library().api.llama_free(context)
@@ -157,7 +170,8 @@ class GgufModel(GoesBack):
         return ""
 
 
-def _free(batch: object, context: object, model: object) -> None:
+def _free(batch: object, context: object, model: object, _watch: Watch | None) -> None:
+    """`_watch` is held until here: llama.cpp calls into it as long as the context lives."""
     api = binding.library().api
     api.llama_batch_free(batch)
     api.llama_free(context)

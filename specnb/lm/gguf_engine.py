@@ -6,12 +6,14 @@ because `llama_memory_seq_rm` answers True to more than it can do: see `PlaneRec
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
 from specnb.errors import EngineError, InputError, RewindError
 from specnb.lm import binding
+from specnb.lm.gguf_eval import Watch
 
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""
@@ -36,14 +38,23 @@ class LlamaEngine:
     is freed by its owner.
     """
 
-    def __init__(self, name: str, context: object, vocab_size: int, *, width: int, fixed_width: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        context: object,
+        vocab_size: int,
+        *,
+        width: int,
+        fixed_width: int,
+        watch: Watch | None = None,
+    ) -> None:
         self.held = 0
         self.last_decoded = 0
         """Tokens of the last decode, as far as nothing but decoding came since."""
         self.name, self._context, self._vocab_size = name, context, vocab_size
         self._api = binding.library().api
         self._memory = self._api.llama_get_memory(context)
-        self._width, self._fixed_width = width, fixed_width
+        self._width, self._fixed_width, self._watch = width, fixed_width, watch
         room = max(width, fixed_width)
         self.batch = self._api.llama_batch_init(room, 0, 1)
         self._fields = _batch_views(self.batch, room)
@@ -81,14 +92,16 @@ class LlamaEngine:
         wants[0 if pad else n - n_logits : width] = 1
         self.batch.n_tokens = width
         self.last_decoded = 0
-        code = self._api.llama_decode(self._context, self.batch)
+        rows = width if pad else n_logits
+        with self._watch.decoding(token[:width], self.held, rows, pad) if self._watch else nullcontext():
+            code = self._api.llama_decode(self._context, self.batch)
         if code != 0:
             raise EngineError(f"llama.cpp could not decode {n} tokens of {self.name} at position {self.held}: {code}")
         if n_logits:
             # llama.cpp's buffer is overwritten by its next call: copy the rows out
-            shape = (width if pad else n_logits, self._vocab_size)
-            rows = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=shape)
-            out[:] = rows[n - n_logits : n] if pad else rows
+            shape = (rows, self._vocab_size)
+            logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=shape)
+            out[:] = logits[n - n_logits : n] if pad else logits
         if pad and not self._remove_from(self.held + n):
             raise RewindError(f"llama.cpp did not remove {pad} padding tokens of {self.name}")
         self.held += n

@@ -9,6 +9,7 @@ import psutil
 from specnb.errors import InputError, LoadError
 from specnb.lm import binding
 from specnb.lm.base import Capabilities
+from specnb.lm.gguf_eval import Watch
 from specnb.lm.memory import kv_bytes
 from specnb.provenance import quota_cores
 
@@ -53,7 +54,15 @@ def open_model(path: Path, gpu_layers: int) -> object:
     return model
 
 
-def open_context(model: object, n_ctx: int, kv: str, threads: int, flash_attention: bool, planes: int = 0) -> object:
+def open_context(
+    model: object,
+    n_ctx: int,
+    kv: str,
+    threads: int,
+    flash_attention: bool,
+    planes: int = 0,
+    watch: Watch | None = None,
+) -> object:
     """llama_init_from_model: one sequence, every entry kept, equal threads for all widths.
 
     `planes` snapshots of a recurrent state are asked for; architectures that have none get none.
@@ -70,6 +79,8 @@ def open_context(model: object, n_ctx: int, kv: str, threads: int, flash_attenti
     params.flash_attn_type = 1 if flash_attention else 0
     params.swa_full = True  # sliding-window layers keep every entry, so that a rewind is exact
     params.no_perf = True
+    if watch is not None:  # llama.cpp takes it now or never
+        params.cb_eval = watch.callback
     lib.errors.clear()
     context = lib.api.llama_init_from_model(model, params)
     if not context:

@@ -13,12 +13,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
 from specnb.errors import InputError
 from specnb.lm import embedded, zoo
 from specnb.lm.base import LanguageModel
+
+if TYPE_CHECKING:
+    from specnb.lm.gguf_eval import Watch
 
 BACKENDS = ("llama", "hf")
 
@@ -97,15 +100,20 @@ def local_file(spec: ModelSpec) -> Path | None:
         raise InputError(f"no such model file: {spec.source} ({error})") from error
 
 
-def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
+def load(name_or_path: str | Path, *, watch: "Watch | None" = None, **options: Any) -> LanguageModel:
     """Open a model by name (see the module's text); `options` go to the engine's `open`.
+
+    `watch` is shown what llama.cpp computes (see `lm.gguf_eval`).
 
     Raises InputError (name, option), FetchError (zoo file not to be had), LoadError, MemoryShortError.
     """
     spec = parse(str(name_or_path), **options)
+    if watch is not None and spec.backend != "llama":
+        raise InputError(f"{spec.text!r} is opened in torch: a watch is for llama.cpp, torch's modules have hooks")
     source = local_file(spec) or embedded.folder(spec.source) or spec.source
     opener = _opener(spec.backend)
-    return opener(source, name=spec.text, **_typed(opener, spec))
+    watched = () if watch is None else (watch,)
+    return opener(source, *watched, name=spec.text, **_typed(opener, spec))
 
 
 def _opener(backend: str) -> Callable[..., LanguageModel]:

@@ -1,0 +1,273 @@
+"""ggml's tensors as Python sees them: those of a graph under computation, and those of a file.
+
+The binding has no functions for tensors, so ggml's own are called, and what they do not tell is read from the memory of
+a tensor as ggml.h of 0.3.36 lays it out. `ggml()` proves that layout on tensors of its own before the first is read.
+"""
+
+import ctypes
+import os
+import re
+import weakref
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from specnb.errors import LoadError
+from specnb.lm import binding
+
+REMEDY = "install llama-cpp-python as requirements.txt does"
+WEIGHTS = 1
+"""GGML_BACKEND_BUFFER_USAGE_WEIGHTS."""
+_MAX_DIMS, _MAX_SRC = 4, 10
+OBJECT_BYTES = 32
+"""Of the header that ggml puts before each tensor of a context."""
+PLAIN = {"f32": np.float32, "f16": np.float16, "f64": np.float64, "i8": np.int8, "i16": np.int16, "i32": np.int32,
+         "i64": np.int64}  # fmt: skip
+"""ggml's types that are numbers in memory, as numpy has them; the others are blocks of quantised ones, or bf16."""
+REORDERED = ("CPU", "AMX")
+"""Names of buffers begin so that lie in plain memory, whatever they say: weights in the order that the kernels of this
+processor want. ggml would end the process if it were asked to copy from one."""
+
+
+class _Raw(ctypes.Structure):
+    """struct ggml_tensor of ggml.h."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * _MAX_DIMS),
+        ("nb", ctypes.c_size_t * _MAX_DIMS),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * _MAX_SRC),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+        ("extra", ctypes.c_void_p),
+        ("padding", ctypes.c_char * 8),
+    ]
+
+
+class _InitParams(ctypes.Structure):
+    """struct ggml_init_params of ggml.h."""
+
+    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
+
+
+class _FileParams(ctypes.Structure):
+    """struct gguf_init_params of gguf.h."""
+
+    _fields_ = [("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p)]
+
+
+_P, _S, _I, _L = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int64
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_version": (_S, ()),
+    "ggml_get_name": (_P, (_P,)),
+    "ggml_set_name": (_P, (_P, _S)),
+    "ggml_op_desc": (_S, (_P,)),
+    "ggml_type_name": (_S, (_I,)),
+    "ggml_nbytes": (ctypes.c_size_t, (_P,)),
+    "ggml_get_data": (_P, (_P,)),
+    "ggml_tensor_overhead": (ctypes.c_size_t, ()),
+    "ggml_init": (_P, (_InitParams,)),
+    "ggml_free": (None, (_P,)),
+    "ggml_new_tensor_3d": (_P, (_P, _I, _L, _L, _L)),
+    "ggml_permute": (_P, (_P, _P, _I, _I, _I, _I)),
+    "ggml_mul_mat": (_P, (_P, _P, _P)),
+    "ggml_backend_cpu_buffer_type": (_P, ()),
+    "ggml_backend_alloc_ctx_tensors_from_buft": (_P, (_P, _P)),
+    "ggml_backend_buffer_free": (None, (_P,)),
+    "ggml_backend_buffer_get_usage": (_I, (_P,)),
+    "ggml_backend_buffer_is_host": (ctypes.c_bool, (_P,)),
+    "ggml_backend_buffer_name": (_S, (_P,)),
+    "gguf_init_from_file": (_P, (_S, _FileParams)),
+    "gguf_free": (None, (_P,)),
+    "gguf_find_tensor": (_L, (_P, _S)),
+    "gguf_get_data_offset": (ctypes.c_size_t, (_P,)),
+    "gguf_get_tensor_offset": (ctypes.c_size_t, (_P, _L)),
+    "gguf_get_tensor_size": (ctypes.c_size_t, (_P, _L)),
+    "ggml_backend_tensor_get": (None, (_P, _P, ctypes.c_size_t, ctypes.c_size_t)),
+}
+
+
+class Node:
+    """A tensor of a graph under computation. Valid only while the callback that got it runs."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self._ggml = ggml()
+        self._raw = _Raw.from_address(address)
+
+    @property
+    def name(self) -> str:
+        return self._raw.name.decode("utf-8", errors="replace")
+
+    @property
+    def op(self) -> str:
+        """What computes it: `MUL_MAT`, `SILU`, …; `NONE` of weights, inputs and caches."""
+        return self._ggml.ggml_op_desc(self.address).decode()
+
+    @property
+    def type(self) -> str:
+        """ggml's name of the type: `f32`, `q8_0`, …"""
+        return self._ggml.ggml_type_name(self._raw.type).decode()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As numpy counts axes (ggml the other way round), all four of them."""
+        return tuple(reversed(self._raw.ne))
+
+    @property
+    def data(self) -> int:
+        """Address of the first value; 0 where it has no memory."""
+        return self._raw.data or 0
+
+    @property
+    def nbytes(self) -> int:
+        """From the first value to the end of the last one."""
+        return self._ggml.ggml_nbytes(self.address)
+
+    @property
+    def sources(self) -> list["Node"]:
+        """What it is computed from, in ggml's order; places that are empty are left out."""
+        return [Node(address) for address in self._raw.src if address]
+
+    @property
+    def base(self) -> "Node":
+        """The tensor whose memory a view shows; itself where it is none."""
+        return Node(self._raw.view_src) if self._raw.view_src else self
+
+    @property
+    def buffer(self) -> str:
+        """Name of the buffer that it lies in; "" where it has none."""
+        held = self.base._raw.buffer
+        return self._ggml.ggml_backend_buffer_name(held).decode() if held else ""
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is (a view of) a tensor of a model file."""
+        held = self.base._raw.buffer
+        return bool(held) and self._ggml.ggml_backend_buffer_get_usage(held) == WEIGHTS
+
+    @property
+    def readable(self) -> bool:
+        """Whether its memory is this process's own."""
+        held = self.base._raw.buffer
+        if not held or not self.data:
+            return False
+        return self._ggml.ggml_backend_buffer_is_host(held) or self.reordered
+
+    @property
+    def reordered(self) -> bool:
+        """Whether it is a weight whose bytes are not in the order of the file."""
+        held = self.base._raw.buffer
+        plain = not held or self._ggml.ggml_backend_buffer_is_host(held)
+        return not plain and self.buffer.startswith(REORDERED)
+
+    def overlaps(self, other: "Node") -> bool:
+        """Whether they share memory."""
+        return self.data < other.data + other.nbytes and other.data < self.data + self.nbytes
+
+    def raw_bytes(self) -> memoryview | bytes:
+        """Its bytes as they lie there, of whatever type; a copy where they are on another device."""
+        if self.readable:
+            return memoryview((ctypes.c_uint8 * self.nbytes).from_address(self.data)).cast("B")
+        out = ctypes.create_string_buffer(self.nbytes)
+        self._ggml.ggml_backend_tensor_get(self.address, out, 0, self.nbytes)
+        return out.raw
+
+    def values(self) -> np.ndarray | None:
+        """Its values, axes as in `shape`; None for types that are no plain numbers.
+
+        The array shows llama.cpp's memory where that can be: copy what is to outlive the callback.
+        """
+        dtype = PLAIN.get(self.type)
+        if dtype is None or not self.data:
+            return None
+        return np.ndarray(self.shape, dtype, self.raw_bytes(), 0, tuple(reversed(self._raw.nb)))
+
+
+class StoredWeights:
+    """The tensors of a GGUF file (or of all parts of one), as their bytes lie there."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises LoadError for a file that ggml cannot read."""
+        self._ggml = ggml()
+        self._files: list[tuple[int, np.memmap]] = []
+        for part in _parts(path):
+            header = self._ggml.gguf_init_from_file(os.fsencode(part), _FileParams(True, None))
+            if not header:
+                raise LoadError(f"ggml cannot read the header of {part}: fetch or convert it again")
+            weakref.finalize(self, self._ggml.gguf_free, header)
+            self._files.append((header, np.memmap(part, np.uint8, "r")))
+
+    def find(self, name: str) -> memoryview | None:
+        """The bytes of the tensor of this name; None where there is none."""
+        for header, content in self._files:
+            place = self._ggml.gguf_find_tensor(header, name.encode())
+            if place >= 0:
+                start = self._ggml.gguf_get_data_offset(header) + self._ggml.gguf_get_tensor_offset(header, place)
+                return content[start : start + self._ggml.gguf_get_tensor_size(header, place)].data
+        return None
+
+
+def _parts(path: Path) -> list[Path]:
+    """All files of a model that is stored in several, as llama.cpp names them."""
+    split = re.fullmatch(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", path.name)
+    if not split:
+        return [path]
+    return [path.with_name(f"{split[1]}-{i:05d}-of-{split[2]}.gguf") for i in range(1, int(split[2]) + 1)]
+
+
+@cache
+def ggml() -> SimpleNamespace:
+    """ggml's functions for tensors. Raises LoadError where one is missing or a tensor is laid out otherwise."""
+    # the symbols of the libraries that libllama itself is linked with: a file loaded beside would be a second copy
+    library = binding.library().api._lib
+    found = SimpleNamespace()
+    for name, (result, arguments) in _FUNCTIONS.items():
+        try:
+            function = library[name]  # by index a new object: no one else's types are changed
+        except AttributeError as error:
+            raise LoadError(f"this llama.cpp has no {name}: {REMEDY}") from error
+        function.restype, function.argtypes = result, arguments
+        setattr(found, name, function)
+    _check_layout(found)
+    return found
+
+
+def _check_layout(ggml: SimpleNamespace) -> None:
+    """Make tensors of which everything is known, and find it at the places where `_Raw` has it."""
+    context = ggml.ggml_init(_InitParams(1 << 20, None, True))
+    buffer = None
+    try:
+        a, b = ggml.ggml_new_tensor_3d(context, 0, 7, 5, 3), ggml.ggml_new_tensor_3d(context, 0, 7, 4, 3)
+        ggml.ggml_set_name(a, b"specnb-3")
+        product, turned = ggml.ggml_mul_mat(context, a, b), ggml.ggml_permute(context, a, 1, 2, 0, 3)
+        buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, ggml.ggml_backend_cpu_buffer_type())
+        raw, of_product, of_turned = (_Raw.from_address(x) for x in (a, product, turned))
+        facts = {
+            "size": ggml.ggml_tensor_overhead() == OBJECT_BYTES + ctypes.sizeof(_Raw),
+            "type": raw.type == 0 and ggml.ggml_type_name(raw.type) == b"f32",
+            "name": ggml.ggml_get_name(a) == a + _Raw.name.offset and raw.name == b"specnb-3",
+            "ne": tuple(raw.ne) == (7, 5, 3, 1) and tuple(of_product.ne) == (5, 4, 3, 1),
+            "nb": tuple(raw.nb) == (4, 28, 140, 420) and tuple(of_turned.nb) == (140, 4, 28, 420),
+            "nbytes": ggml.ggml_nbytes(a) == 420,
+            "op": ggml.ggml_op_desc(product) == b"MUL_MAT" and raw.op == 0 and of_product.op != of_turned.op,
+            "src": tuple(of_product.src) == (a, b) + (None,) * (_MAX_SRC - 2),
+            "view_src": of_turned.view_src == a and raw.view_src is None,
+            "buffer": buffer is not None and raw.buffer == buffer,
+            "data": raw.data is not None and raw.data == ggml.ggml_get_data(a) == of_turned.data,
+        }
+    finally:
+        ggml.ggml_backend_buffer_free(buffer)
+        ggml.ggml_free(context)
+    if wrong := [name for name, right in facts.items() if not right]:
+        version = ggml.ggml_version().decode()
+        raise LoadError(f"ggml {version} lays tensors out otherwise than 0.25.3 ({', '.join(wrong)}): {REMEDY}")
