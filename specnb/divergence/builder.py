@@ -104,6 +104,7 @@ class TraceBuilder:
     def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
         shape, step = tuple(tensor.shape), self._step
         axis = step.token_axis(role, name, shape)
+        kept = self._full(frame.module, role, name)  # a chooser of the caller's: what it raises leaves no half row
         key = len(self._tensors)
         self._tensors.append(
             {
@@ -125,7 +126,7 @@ class TraceBuilder:
                 "first_position": step.first_position(role, axis, shape),
             }
         )
-        if self._full(frame.module, role, name):
+        if kept:
             self._arrays[f"{key}.full"] = _array(tensor)
         self._wait(key, tensor, axis)
 

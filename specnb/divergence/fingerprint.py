@@ -39,7 +39,8 @@ def digest(values: torch.Tensor | np.ndarray) -> str:
     """Order-sensitive digest (blake2b, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
     tensor = _as_tensor(values).detach()
     shape, dtype = tuple(tensor.shape), dtype_name(tensor)
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # by strides: one value counts as contiguous whatever its stride, and then cannot be viewed as bytes
+    flat = tensor.resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
     return digest_bytes(dtype, shape, flat.view(torch.uint8).cpu().numpy().data)
 
 

@@ -200,8 +200,6 @@ class _Nodes:
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
     """The same memory as a tensor of torch. An inference tensor: torch counts no changes that llama.cpp makes."""
-    if values.size == 1:  # its strides say nothing, and torch takes odd ones for another order
-        values = values.copy()
     with torch.inference_mode():
         return torch.from_numpy(values)
 
