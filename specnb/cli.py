@@ -1,7 +1,7 @@
 """The command line: a thin shell over the package. The only module that prints.
 
 Every command has `--json`: one JSON document on stdout, with the records' field names. Progress goes to stderr.
-Exit codes: 0 done, 1 something that was run failed, 2 wrong input.
+Exit codes: 0 done, 1 something that was run failed, 2 wrong input, 125 a draft that could not be judged (`divergence`).
 """
 
 import json
@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
-from specnb import cli_bench
+from specnb import cli_bench, cli_divergence
+from specnb.cli_show import Show
 from specnb.errors import InputError, SpecnbError
 
 app = typer.Typer(
@@ -35,8 +36,13 @@ def main() -> None:
     try:
         app()
     except SpecnbError as error:
-        print(f"specnb: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        _complain(error)
         sys.exit(2)
+
+
+def _complain(what: object) -> None:
+    """One line on stderr."""
+    print(f"specnb: {' '.join(str(what).splitlines())}", file=sys.stderr)
 
 
 class _TakesPairs(TyperCommand):
@@ -107,7 +113,7 @@ def run(
         _print_table("runs", ["notebook", "status", "seconds", "run", "output"], rows)
     for outcome in outcomes:
         if outcome.error is not None:
-            print(f"specnb: {outcome.notebook}: {outcome.error.kind}: {outcome.error.message}", file=sys.stderr)
+            _complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
     raise typer.Exit(1 if any(o.status != "completed" for o in outcomes) else 0)
 
 
@@ -151,6 +157,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate once, speculatively if a drafter is given."""
+    from specnb.book.suspicions import suspicion
     from specnb.measure.pair import run_pair
 
     if draft and drafter:
@@ -175,8 +182,11 @@ def generate(
         stop=stop or (),
         ignore_eog=ignore_eog,
     )
+    suspicious = suspicion(result)
+    if suspicious:
+        _complain(suspicious)
     if as_json:
-        _print_json(result.model_dump(mode="json"))
+        _print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
         return
     print(result.generation.text)
     shown = result.summary.model_dump(exclude={"notes"})
@@ -261,6 +271,8 @@ def fetch(
 
 
 app.add_typer(cli_bench.bench_app(_print_json, _print_table), name="bench")
+_show = Show(_print_json, _print_table, print, _complain)
+app.add_typer(cli_divergence.divergence_app(_show), name="divergence")
 
 
 @app.command()

@@ -6,23 +6,14 @@ out alike, so set-ups of other shapes can be compared.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from specnb.divergence.align import Key
 from specnb.divergence.script import Script
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
-
-
-class Key(NamedTuple):
-    """One tensor of a module's call: `role` is "in" or "out"."""
-
-    module: str
-    call: int
-    role: str
-    name: str
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,11 @@ class TraceBuilder:
             self.measure()
 
     def measure(self) -> None:
-        """Make digests, statistics and sketches of what waits."""
+        """Make digests, statistics and sketches of what waits, in float32 also where the model is under autocast."""
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            self._measure()
+
+    def _measure(self) -> None:
         stacks: dict[tuple, list[_Waiting]] = defaultdict(list)
         for number, waiting in enumerate(self._waiting.values()):
             copy = waiting.copy

@@ -20,7 +20,8 @@ from torch import nn
 from specnb.divergence.case import Case
 from specnb.divergence.causes import rank
 from specnb.divergence.coverage import Coverage
-from specnb.divergence.investigation import Investigation, Verdict
+from specnb.divergence.investigation import Investigation
+from specnb.divergence.ladder import Verdict
 from specnb.divergence.script import Script
 from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Deploy, Lab, Outcome, setup_of
 from specnb.errors import InputError
@@ -118,6 +119,12 @@ def _verdict(lab: Lab, case: Case, coverage: Coverage, inert: bool) -> tuple[Ver
         return "INCONCLUSIVE", "the draft gives other logits with hooks on it than without: what was seen is not it"
     if any(one.offset for one in case.outcomes.values()):
         return "PRECISION_ONLY", "all positions are one number off, which RoPE does not see; the rest is rounding"
+    coarser = [one.coarser for one in case.outcomes.values() if one.coarser]
+    if coarser:
+        return (
+            "PRECISION_ONLY",
+            f"modules compute in {coarser[0]}, the draft is {lab.dtype}: all errors are rounding to it",
+        )
     sound = {False: lab.sound_logits[0], True: lab.sound_logits[1]}
     if all(_equal(one.logits, sound[one.setup.in_blocks]) for one in case.outcomes.values()):
         return "SOUND", "every set-up gives the very bits of the pristine copy"

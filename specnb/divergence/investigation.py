@@ -3,40 +3,25 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from specnb.divergence.case import Case
 from specnb.divergence.causes import Cause
+from specnb.divergence.compare_result import Node
 from specnb.divergence.coverage import Coverage
+from specnb.divergence.ladder import Verdict
 from specnb.divergence.local import WHICH
 from specnb.divergence.setups import SETUPS, Outcome
 from specnb.errors import InputError
 
-Verdict = Literal["DIVERGENT", "PRECISION_ONLY", "SOUND", "INCONCLUSIVE"]
 EXIT: Mapping[str, int] = MappingProxyType({"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125})
 """Exit codes by verdict; 125 is what `git bisect run` skips."""
 SCHEMA = 1
 HEAT = (-1.0, 8.0)
 """Range of the heat map, log10 of error over floor."""
-
-
-class Node(NamedTuple):
-    """A tensor that is wrong by itself: the `module` that made it, where it was seen, at which tokens, by how much."""
-
-    module: str
-    role: str
-    name: str
-    at: str
-    first_token: int
-    last_token: int
-    n_tokens: int
-    error: float
-    floor: float
-    ratio: float
-    gain: float
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from specnb.divergence.along import Along, Key
+from specnb.divergence.ladder import ROUNDING, TIMES_FLOOR
 from specnb.divergence.names import Arguments, canonical, named_tensors, outputs_in
 from specnb.divergence.script import Script
 
 COLUMNS = ("order", "module", "call", "role", "name", "at", "position", "error", "gain", "discrete")
 WHICH = ("at", "call", "role", "name")
 """What tells one tensor from another."""
-TIMES_FLOOR = 3.0
-"""How far above the largest error between sound runs an error must be."""
-ROUNDING = {"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}
-"""Relative L2 error that sums in another order may always have, whether or not the sound runs showed it."""
 
 
 @torch.no_grad()
@@ -38,7 +35,7 @@ def local_errors(reference: nn.Module, along: Along) -> pd.DataFrame:
 
     `module` is who made it: of an output (`role` "out") the module itself, of an input the one that holds it; `at` is
     the module where it was seen. `gain` is <ours, theirs> / <ours, ours>, of the reference's and the run's; of integers
-    `error` is 1 where any differs.
+    `error` is 1 where any differs; of a choice by scores (experts) the difference of the scores, relative to all.
     """
     replay = _Replay(along)
     names = canonical(path for path, _ in reference.named_modules())
@@ -107,14 +104,17 @@ class _Replay:
         Only where the run has a tensor of this name and shape.
         """
         self._order += 1
-        at, taken = self._running[-1], {}
-        for name, ours in named:
+        at, taken, pairs = self._running[-1], {}, list(named)
+        for name, ours in pairs:
             key = Key(at, self._calls[at], role, name)
             theirs = self._theirs(key)
             if theirs is None or theirs.shape != ours.shape:
                 continue
             taken[id(ours)] = theirs.to(ours.device, ours.dtype)
-            self.found.append(_apart(ours, theirs, self._along.axes[key]).assign(
+            apart = _apart(ours, theirs, self._along.axes[key])
+            if (scores := _scores(ours, theirs, [one for _, one in pairs])) is not None:
+                apart = apart.assign(error=_margins(ours, theirs, scores), discrete=False)
+            self.found.append(apart.assign(
                 order=self._order, module=maker, call=key.call, role=role, name=name, at=at
             )[list(COLUMNS)])  # fmt: skip
         return taken
@@ -136,6 +136,23 @@ def _apart(ours: Tensor, theirs: Tensor, axis: int) -> pd.DataFrame:
     return pd.DataFrame(
         {"position": np.arange(len(a)), "error": error.numpy(), "gain": (dot / own).numpy(), "discrete": discrete}
     )
+
+
+def _scores(ours: Tensor, theirs: Tensor, beside: Sequence[Tensor]) -> Tensor | None:
+    """The scores by which `ours` was chosen, if it is a choice `(…, k)` of columns of a tensor beside it."""
+    if ours.is_floating_point() or ours.dtype is torch.bool or not ours.numel() or ours.ndim < 2:
+        return None
+    top = max(int(ours.max()), int(theirs.max()))
+    fits = (one for one in beside if one.is_floating_point() and one.shape[:-1] == ours.shape[:-1])
+    return next((one for one in fits if one.shape[-1] > max(top, ours.shape[-1])), None)
+
+
+def _margins(ours: Tensor, theirs: Tensor, scores: Tensor) -> np.ndarray:
+    """By how much the scores of what was chosen differ, relative to all scores `(tokens,)`: a near-tie is rounding."""
+    chosen = [torch.gather(scores.double(), -1, one.long().to(scores.device)) for one in (ours, theirs)]
+    # in order of score: the same experts in another order are no other choice
+    (a, b), length = (one.sort(-1).values for one in chosen), scores.double().norm(dim=-1)
+    return ((a - b).norm(dim=-1) / length.clamp(min=1e-30)).cpu().numpy().ravel()
 
 
 def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:

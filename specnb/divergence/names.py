@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from specnb.divergence.align import PREFIX
 from specnb.errors import InputError
 
 DEEPEST = 6
 """Levels of nested containers that are looked into."""
 
-_PREFIX = re.compile(r"(?:(?:model|draft_model)\.)+")
 STATES = ("keys", "values", "conv_states", "recurrent_states")
 
 
 def canonical(paths: Iterable[str]) -> dict[str, str]:
     """Module paths -> the same without leading `model.` or `draft_model.`. InputError where two become one."""
-    short = {path: _PREFIX.sub("", path, count=1) if _PREFIX.match(path) else path for path in paths}
+    short = {path: PREFIX.sub("", path, count=1) if PREFIX.match(path) else path for path in paths}
     back: dict[str, str] = {}
     for path, name in short.items():
         if name in back:

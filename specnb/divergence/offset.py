@@ -15,20 +15,19 @@ TURNED_ALIKE = 1e-2
 """How far turns may be apart: bfloat16 rounds cosines to 2**-9."""
 
 
-def without_offset(wrong: pd.DataFrame, along: Along, sound: Along, rotaries: Sequence[str]) -> pd.DataFrame:
-    """The rows that are still wrong once rows of positions and angles are left out, if one offset explains those.
+def explained(errors: pd.DataFrame, along: Along, sound: Along, rotaries: Sequence[str]) -> pd.Series:
+    """Which rows of `local_errors` one offset of all positions explains; none where there is no such offset.
 
     `rotaries` are the rotary modules: cosines first, sines second in what they give. A model without any has learned
     positions, where an offset is an error.
     """
-    if wrong.empty or not rotaries or not all(one_offset(along, sound, path) for path in rotaries):
-        return wrong
-    explained = wrong["module"].isin(rotaries) | (wrong["discrete"] & wrong["name"].str.contains("position"))
-    return wrong[~explained].reset_index(drop=True)
+    if not rotaries or not all(one_offset(along, sound, path) for path in rotaries):
+        return pd.Series(False, index=errors.index)
+    return errors["module"].isin(rotaries) | (errors["discrete"] & errors["name"].str.contains("position"))
 
 
 def one_offset(along: Along, sound: Along, module: str) -> bool:
-    """Whether the rows of a rotary module are turned by the same angles at every position."""
+    """Whether the rows of a rotary module are turned, and by the same angles at every position."""
     turned = [_phases(one, module) for one in (along, sound)]
     if any(one is None for one in turned):
         return False
@@ -36,7 +35,7 @@ def one_offset(along: Along, sound: Along, module: str) -> bool:
     turn = theirs * ours.conj() / np.abs(ours) ** 2
     # of length 1, too: longer cosines and sines would scale every product of a query and a key
     off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
-    return bool(off < TURNED_ALIKE)
+    return bool(off < TURNED_ALIKE < np.abs(turn[:1] - 1).max())
 
 
 def _phases(along: Along, module: str) -> np.ndarray | None:

@@ -22,8 +22,9 @@ from specnb.divergence.capture import capture
 from specnb.divergence.faults_parts import find
 from specnb.divergence.fingerprint import digest
 from specnb.divergence.names import dtype_name
-from specnb.divergence.offset import without_offset
+from specnb.divergence.offset import explained
 from specnb.divergence.pair import copy_of, decoy_twin
+from specnb.divergence.precision import coarser
 from specnb.divergence.script import Script, run
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
@@ -82,7 +83,7 @@ class Outcome:
     """What one set-up showed: `wrong` as `local.beyond` has it, first in time first; `trace` of the draft.
 
     `logits` are those of each feed, `(tokens, vocab)`. `offset`: all positions are one number off, which RoPE does not
-    see: such rows are not in `wrong`.
+    see: such rows have no error. `coarser`: the type to which all that differs is rounded, "" for that of the draft.
     """
 
     setup: SetUp
@@ -93,6 +94,7 @@ class Outcome:
     along: Along
     logits: tuple[torch.Tensor, ...]
     offset: bool
+    coarser: str
 
     @property
     def clean(self) -> bool:
@@ -149,9 +151,12 @@ class Lab:
         trace = builder.trace()
         along = Along.of(trace, script)
         errors = local.local_errors(self.reference, along)
+        shifted = explained(errors, along, self.sound[0], self._rotaries)
+        errors.loc[shifted, "error"] = 0.0
         wrong = local.beyond(errors, self.floor, script)
-        kept = without_offset(wrong, along, self.sound[0], self._rotaries)
-        return Outcome(setup, script, kept, errors, trace, along, tuple(logits), len(kept) < len(wrong))
+        rounded = coarser(wrong, trace, self.dtype)
+        wrong = wrong.iloc[:0] if rounded else wrong
+        return Outcome(setup, script, wrong, errors, trace, along, tuple(logits), bool(shifted.any()), rounded)
 
     def bare(self, deploy: Deploy | None = None) -> tuple[torch.Tensor, ...]:
         """The logits of S0 without hooks."""

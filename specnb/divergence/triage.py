@@ -16,9 +16,12 @@ from specnb.divergence.triage_profile import Profile, Share, profile
 from specnb.divergence.triage_rules import NEAR_ZERO, RULES, Case, DrafterKind, Suspicion
 from specnb.errors import InputError, did_you_mean
 from specnb.measure.fork import Fork
+from specnb.medusa.config import HeadsConfig
 from specnb.records import Generation
 
 KINDS: tuple[str, ...] = get_args(DrafterKind)
+HEADS: tuple[str, ...] = get_args(HeadsConfig.model_fields["kind"].annotation)
+"""What a drafter of trained heads is called."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,22 @@ def triage(
     return Triage("inconclusive" if reason else "nothing suspicious", (), case.profile, reason)
 
 
-def line(generations: Sequence[Generation], *, vocab_size: int, drafter_kind: DrafterKind = "model") -> str:
+def line(
+    generations: Sequence[Generation],
+    *,
+    vocab_size: int,
+    drafter_kind: DrafterKind = "model",
+    forks: Sequence[Fork | Mapping[str, Any]] = (),
+) -> str:
     """The one line of `triage`; "" when nothing is suspicious, or too few rounds say anything. Raises InputError."""
-    return triage(generations, vocab_size=vocab_size, drafter_kind=drafter_kind).line
+    return triage(generations, vocab_size=vocab_size, drafter_kind=drafter_kind, forks=forks).line
+
+
+def kind_of(drafter: str) -> DrafterKind:
+    """The kind of a drafter by its name in a `Generation`: a draft model is called what `specnb.load` takes."""
+    if drafter in HEADS:
+        return "heads"
+    return "lookup" if drafter.startswith("lookup(") else "model"
 
 
 def _as_mapping(fork: Fork | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -72,7 +72,7 @@ def record_of(
             seeds={"seed": params.seed},
             models=models,
             prompts_digest=digest(chosen),
-            extra={"target": asdict(target.caps)},
+            extra={"target": asdict(target.caps), "vocab_size": target.vocab.size},
         ),
         started=started,
         ended=datetime.now(UTC),

@@ -38,6 +38,7 @@ class Pair(BaseModel):
     generation: Generation
     baseline: Generation | None = None
     summary: PairSummary
+    vocab_size: int = Field(exclude=True, description="of the target; no part of the document")
 
 
 def run_pair(
@@ -83,7 +84,7 @@ def run_pair(
         made = generate(target, prompt, drafter=drafter, **settings)
         made = made.model_copy(update={"fallback": fallback})
         summary = _summary(target, made, baseline, settings).model_copy(update={"notes": notes})
-        return Pair(generation=made, baseline=baseline, summary=summary)
+        return Pair(generation=made, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
     finally:
         if drafter is not None:
             drafter.close()

@@ -141,7 +141,8 @@ def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb,
     words = ["--target", "five", "--draft", "draft", "--k", "3", "--prompt", "ab", "--max-new-tokens", "10"]
     code, out, err = specnb("generate", *words, "--baseline", "--json")
     document = json.loads(out)
-    assert code == 0 and err == "" and out.count("\n") == 1 and list(document) == ["generation", "baseline", "summary"]
+    assert code == 0 and err == "" and out.count("\n") == 1
+    assert list(document) == ["generation", "baseline", "summary", "triage"] and document["triage"] is None
     assert document["generation"]["token_ids"] == document["baseline"]["token_ids"] == [2, 3, 4, 0, 1] * 2
     assert document["generation"]["k"] == 3 and document["baseline"]["k"] == 0
     summary = document["summary"]

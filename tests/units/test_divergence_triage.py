@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specnb.decode.generate import generate
-from specnb.divergence.triage import line, triage
+from specnb.divergence.triage import kind_of, line, triage
 from specnb.divergence.triage_profile import Share, profile
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
@@ -179,6 +179,27 @@ def test_a_text_that_leaves_plain_decoding_points_to_the_side_that_is_wrong(targ
     assert first_of(perfect, forks=[tie]) == ""
     poor = run(target, ScriptedDrafter(truth, 0.5, vocab_size=SIZE))
     assert first_of(poor, forks=[hard], drafter_kind="lookup") == "text differs"
+
+
+def test_the_line_counts_forks_too(target, truth):
+    poor = run(target, ScriptedDrafter(truth, 0.5, vocab_size=SIZE))
+    hard = Fork(**FORK, near_tie=False)
+    assert line([poor], vocab_size=SIZE) == "" and "plain decoding" in line([poor], vocab_size=SIZE, forks=[hard])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (LookupDrafter().name, "lookup"),
+        ("medusa", "heads"),
+        ("hydra", "heads"),
+        ("./lookup-model", "model"),
+        ("smollm2-135m:q4_0", "model"),
+        ("", "model"),
+    ],
+)
+def test_a_drafters_name_tells_its_kind(name, kind):
+    assert kind_of(name) == kind
 
 
 def test_the_profile_counts_what_was_tested(target, truth):

@@ -1,0 +1,226 @@
+"""An investigation as a folder that can be handed on: a page that needs no network, a JSON document, a reproduction."""
+
+import html
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from specnb.book import divergence_figures as figures
+from specnb.divergence import report
+from specnb.divergence.investigation import Investigation, shown
+from specnb.divergence.triage_profile import Share
+from specnb.errors import InputError
+from specnb.store import write_atomic
+
+if TYPE_CHECKING:
+    from specnb.divergence.repro import Repro
+    from specnb.divergence.triage import Triage
+
+COLOURS = {"DIVERGENT": "#b2182b", "SOUND": "#1b7837", "PRECISION_ONLY": "#1b7837", "INCONCLUSIVE": "#8a6d00"}
+NOTHING = "nothing"
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 "DejaVu Sans", "Liberation Sans", Arial, sans-serif; color: #222; max-width: 1000px;
+       margin: 2em auto; padding: 0 1em }}
+h1 {{ font-size: 1.25em; border-left: 10px solid {colour}; padding: .4em .7em; background: #f6f6f6;
+     overflow-wrap: anywhere }}
+h2 {{ font-size: 1.1em; margin-top: 2.2em; border-bottom: 1px solid #ccc }}
+dt {{ font-weight: bold; margin-top: .5em }}
+dd {{ margin-left: 1.5em; overflow-wrap: anywhere }}
+table {{ border-collapse: collapse; font-size: 13px; margin: .8em 0 }}
+th, td {{ border: 1px solid #ccc; padding: 3px 7px; text-align: left; vertical-align: top; overflow-wrap: break-word }}
+th {{ background: #f0f0f0 }}
+.wide {{ overflow-x: auto }}
+</style>
+<script>{plotly}</script></head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+def write(
+    investigation: Investigation,
+    folder: Path,
+    *,
+    repro: "Repro | None" = None,
+    triage: "Triage | None" = None,
+    false_alarms: tuple[int, int] | None = None,
+) -> Path:
+    """Write `report.html`, `report.json`, `report.txt` and, of a `repro`, `repro/repro.py`; the path of the page.
+
+    `repro` is `divergence.repro.minimal`'s, `triage` that of generations with this draft, `false_alarms` the structural
+    verdicts among how many controls, where they were counted. An older report in `folder` is replaced; each file is
+    written in one step. Raises InputError where the folder cannot be written.
+    """
+    folder = Path(folder)
+    told = html_page(investigation, repro=repro, triage=triage, false_alarms=false_alarms)
+    report.write_json(investigation, folder / "report.json", _more(repro, triage, false_alarms))
+    try:
+        write_atomic(folder / "report.txt", report.text(investigation, false_alarms).encode())
+        if repro is not None:
+            repro.write(folder / "repro")
+        write_atomic(folder / "report.html", told.encode("utf-8", "xmlcharrefreplace"))
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
+    return folder / "report.html"
+
+
+def html_page(
+    investigation: Investigation,
+    *,
+    repro: "Repro | None" = None,
+    triage: "Triage | None" = None,
+    false_alarms: tuple[int, int] | None = None,
+) -> str:
+    """The page: everything is in it, plotly's script (4.5 MB) too."""
+    parts = [
+        f"<h1>{html.escape(investigation.line)}</h1>",
+        _section("What one asks first", _answers(report.answers(investigation, false_alarms))),
+        *_where(investigation),
+        _section("Set-ups", _setups(investigation)),
+        *_why(investigation),
+        _section("KV slots", _slots()),
+        *([_section("Acceptance", _acceptance(triage))] if triage is not None else []),
+        *([_section("Reproduction", _repro(repro))] if repro is not None else []),
+        _section("Circumstances", _table(pd.DataFrame(list(investigation.facts.items()), columns=["what", "value"]))),
+    ]
+    title, colour = html.escape(investigation.line[:100]), COLOURS[investigation.verdict]
+    return PAGE.format(title=title, colour=colour, plotly=get_plotlyjs(), body="\n".join(parts))
+
+
+def _more(repro: "Repro | None", triage: "Triage | None", false_alarms: tuple[int, int] | None) -> dict[str, object]:
+    more: dict[str, object] = {"slots": report.slots().to_dict("records")}
+    if repro is not None:
+        more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
+                         "tokens": len(repro.script.text), "feeds": len(repro.script.feeds)}  # fmt: skip
+    if triage is not None:
+        more["acceptance"] = {
+            "verdict": triage.verdict, "line": triage.line, "reason": triage.reason,
+            "alpha": [share._asdict() for share in triage.profile.alpha],
+        }  # fmt: skip
+    if false_alarms is not None:
+        more["false_alarms"] = Share.of(*false_alarms)._asdict()
+    return more
+
+
+def _where(found: Investigation) -> Iterator[str]:
+    """Where the draft parts from itself: one map of the first wrong set-up, or of the last."""
+    name = found.case.bad.setup.id if found.case.bad is not None else list(found.case.outcomes)[-1]
+    yield _section(f"Where, in {name}", _plot(heat(found, name)))
+    if found.case.bad is not None:
+        yield _section("Earliest divergences", _table(_nodes(report.earliest(found))))
+
+
+def _nodes(nodes: pd.DataFrame) -> pd.DataFrame:
+    """The table of nodes in as few columns as fit on a page."""
+    tokens = nodes[["n_tokens", "first_token", "last_token"]].itertuples(index=False)
+    merged = nodes.assign(
+        module=[shown(module) for module in nodes["module"]],
+        tensor=nodes["role"] + " " + nodes["name"],
+        tokens=[f"{n} ({first} to {last})" for n, first, last in tokens],
+    )
+    names = {"module": "module", "tensor": "tensor", "tokens": "tokens", "in_error": "error of inputs",
+             "error": "largest error", "floor": "floor", "ratio": "error / floor", "gain": "gain", "cosine": "cosine",
+             "reads": "parameters its operations read"}  # fmt: skip
+    return merged[list(names)].rename(columns=names)
+
+
+def heat(found: Investigation, setup: str | None = None) -> go.Figure:
+    """The heat map of one set-up, the first divergence framed; None: the first that is wrong, else the last."""
+    name = setup or (found.case.bad.setup.id if found.case.bad is not None else list(found.case.outcomes)[-1])
+    first = found.first if found.case.bad is not None and name == found.case.bad.setup.id else None
+    box = None if first is None else figures.Box(first.module, first.first_token, first.last_token)
+    says = found.case.outcomes[name].setup.says
+    title = f"{name}, {says}: where modules are wrong by themselves"
+    return figures.heat(found.heat(name), box=box, cells=report.cells(found, name), title=title)
+
+
+def heats(found: Investigation) -> go.Figure:
+    """A small heat map of every set-up that was run."""
+    runs = found.case.outcomes.items()
+    tables = {f"{name}, {'clean' if one.clean else 'wrong'}:\n{one.setup.says}": found.heat(name) for name, one in runs}
+    return figures.heats(tables, title="The same draft, the same tokens, other neighbours")
+
+
+def _setups(found: Investigation) -> str:
+    table = found.setups().astype(object)
+    table.loc[table["verdict"] == "not run", ["n_wrong", "foreign"]] = ""
+    table = table.rename(columns={
+        "says": "the draft runs", "first": "first wrong module", "n_wrong": "wrong tensors",
+        "foreign": "parameters of others read", "kills": "what it tells",
+    })  # fmt: skip
+    return _table(table) + _plot(heats(found))
+
+
+def _why(found: Investigation) -> Iterator[str]:
+    if not found.causes:
+        return
+    spoken = [cause for cause in found.causes if cause.for_it or cause.against_it]
+    rows = [
+        (cause.name, f"{cause.score:+.1f}", "; ".join(cause.for_it) or NOTHING, "; ".join(cause.against_it) or NOTHING,
+         ", ".join(cause.issues), cause.next_experiment)
+        for cause in spoken
+    ]  # fmt: skip
+    columns = ["cause", "score", "for it", "against it", "seen before in", "next experiment"]
+    silent = ", ".join(cause.name for cause in found.causes if cause not in spoken)
+    yield _section("Causes, likeliest first", _table(pd.DataFrame(rows, columns=columns)) + _paragraph(
+        "The score is a log-likelihood: the frequency of the class among 30 upstream cases, a convenience sample, and "
+        "a weight for each sign, by judgement." + (f" Nothing speaks for or against {silent}." if silent else "")
+    ))  # fmt: skip
+
+
+def _slots() -> str:
+    table = report.slots().rename(columns={"block_table": "blocks held", "first_slot": "first slot"})
+    return _paragraph(
+        "Raw slot numbers of two runs are never compared. In a paged cache the groups of both models draw their blocks "
+        "from one pool, so the draft's slots depend on its neighbour, and 336 beside gpt-oss-120b and 176 beside "
+        f"gpt-oss-20b are what correct allocation gives ({report.CASE_TOKENS} tokens, blocks of 16, block 0 unused):"
+    ) + _table(table)
+
+
+def _acceptance(triage: "Triage") -> str:
+    parts = [_paragraph(triage.line or triage.reason or "Nothing about the acceptance is suspicious.")]
+    table = triage.profile.table()
+    parts += [] if table.empty else [_plot(figures.acceptance(table))]
+    parts += [_table(triage.table())] if triage.suspicious else []
+    return "".join(parts)
+
+
+def _repro(repro: "Repro") -> str:
+    kinds = {
+        "module": "The first module alone, on the inputs that it was given and with the draft's own weights.",
+        "model": "The whole draft reads the text: the module cannot be told apart from its cache, masks or caller.",
+    }
+    return _paragraph(f"{repro}. {kinds[repro.kind]} Run it with torch, transformers and safetensors:") + (
+        "<pre>python repro/repro.py</pre>"
+    )
+
+
+def _answers(answers: list[report.Answer]) -> str:
+    rows = (f"<dt>{html.escape(one.question)}</dt><dd>{html.escape(one.answer)}</dd>" for one in answers)
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _section(title: str, body: str) -> str:
+    return f"<h2>{html.escape(title)}</h2>\n{body}"
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
+def _table(table: pd.DataFrame) -> str:
+    shown = table.to_html(index=False, border=0, escape=True, na_rep="", float_format=lambda value: f"{value:.4g}")
+    return f'<div class="wide">{shown}</div>'
+
+
+def _plot(figure: go.Figure) -> str:
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})

@@ -1,0 +1,208 @@
+"""`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; printing is `cli`'s."""
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specnb.cli_divergence_kit import faults, preflight, score
+from specnb.cli_show import Json, Show, names, show_frame
+from specnb.errors import InputError, SpecnbError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from specnb.divergence.investigation import Investigation
+
+
+PAIR = "pair"
+UNKNOWN = 125
+"""Exit code where nothing could be judged: `git bisect run` skips it, and takes 1 to 124 for a bad commit."""
+
+
+def divergence_app(show: Show) -> typer.Typer:
+    """The group of commands, which find `show` in their context."""
+    app = typer.Typer(
+        help="Acceptance is 0 % and nothing crashes: which module is wrong, at which token, and why?",
+        no_args_is_help=True,
+    )
+
+    @app.callback()
+    def lab(context: typer.Context) -> None:
+        context.obj = show
+
+    for command in (investigate, compare, preflight, score, faults):
+        app.command()(command)
+    return app
+
+
+def investigate(
+    context: typer.Context,
+    draft: Annotated[
+        str, typer.Option(help="a model in torch: zoo name, folder, hf:ORG/NAME; or pair, made here")
+    ] = PAIR,
+    target: Annotated[str | None, typer.Option(help="the model it runs beside [none; of pair its own]")] = None,
+    deploy: Annotated[
+        str | None, typer.Option(help="the service under suspicion, module:function; the current directory is searched")
+    ] = None,
+    fault: Annotated[str | None, typer.Option(help="plant this fault, to try the lab out (see faults)")] = None,
+    layer: Annotated[int | None, typer.Option(help="layer of the planted fault")] = None,
+    setups: Annotated[str | None, typer.Option(help="such as S0,S2 [all that fit, more where one is wrong]")] = None,
+    report: Annotated[Path | None, typer.Option(help="folder for a page, a JSON document and a reproduction")] = None,
+    seed: Annotated[int, typer.Option(help="of the tokens that are fed, and of the pair's weights")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 [float32]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a draft alone and beside others, and find the module that is wrong first.
+
+    A service is a context manager deploy(draft, neighbour): while it is entered, calling the draft does what it does
+    where nothing is accepted; neighbour is None where the draft is alone.
+
+    Exit code: 0 sound, 1 divergent, 125 inconclusive, or nothing could be judged because a model does not open or the
+    service raises. git takes these for good, bad and skip, so this finds the commit that broke a service:
+
+    git bisect run specnb divergence investigate --draft DRAFT --target TARGET --deploy my_service:deploy
+    """
+    show: Show = context.obj
+    if deploy and fault:
+        raise InputError(f"give --deploy or --fault, not both (got {deploy!r} and {fault!r})")
+    if layer is not None and not fault:
+        raise InputError(f"--layer {layer} is that of a planted fault: add --fault NAME")
+    if draft == PAIR and target is not None:
+        raise InputError(f"the embedded pair has its own target: leave --target {target} out, or name a --draft")
+    from specnb.book.progress import ProgressBar
+    from specnb.divergence import deploy as services
+    from specnb.divergence import investigate as lab
+    from specnb.divergence.report import text
+
+    service = services.planted(fault, layer=layer) if fault else None
+    wanted = _known_setups(setups)
+    with ExitStack() as opened:
+        with _judged(show.complain):
+            service = services.imported(deploy) if deploy else service
+            models = _opened(draft, target, seed, dtype, opened)
+            with ProgressBar() as progress:
+                found = lab.investigate(*models, deploy=service, setups=wanted, seed=seed, progress=progress)
+        if as_json:
+            show.json(found.document())
+        else:
+            show.line(text(found))
+        if report is not None:  # last, for it may take as long again
+            with _judged(show.complain):
+                _reported(found, report, models, service, show.complain)
+    raise typer.Exit(found.exit_code)
+
+
+@contextmanager
+def _judged(complain: Callable[[object], None]) -> Iterator[None]:
+    """What keeps a draft from being judged ends with UNKNOWN, whatever it is: Python's own exit code 1 is a verdict.
+
+    A service may print; stdout is for the result.
+    """
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except SpecnbError as error:
+        complain(error)
+        raise typer.Exit(UNKNOWN) from error
+    except Exception as error:
+        traceback.print_exc()
+        complain(f"the draft was not judged: {type(error).__name__}: {error}")
+        raise typer.Exit(UNKNOWN) from error
+
+
+def _opened(
+    draft: str, target: str | None, seed: int, dtype: str | None, until: ExitStack
+) -> tuple["nn.Module", "nn.Module | None"]:
+    """Draft and target as torch modules; those that were loaded are closed with `until`."""
+    typed = {"dtype": dtype} if dtype else {}
+    if draft == PAIR:
+        from specnb.divergence.pair import pair
+
+        made = pair(seed=seed, **typed)
+        return made.draft, made.target
+    from specnb.lm.load import load
+
+    def network(name: str) -> "nn.Module":
+        model = load(name, backend="hf", exact=False, **typed)  # with transformers' own attention
+        until.callback(model.close)
+        return model.network
+
+    return network(draft), None if target is None else network(target)
+
+
+def _reported(
+    found: "Investigation",
+    folder: Path,
+    models: tuple["nn.Module", "nn.Module | None"],
+    service: Any,
+    complain: Callable[[object], None],
+) -> None:
+    """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict."""
+    from specnb.book.divergence_report import write
+    from specnb.divergence.repro import minimal
+
+    repro = None
+    if found.case.bad is not None:
+        try:
+            repro = minimal(*models, outcome=found.case.bad, deploy=service)
+        except SpecnbError as error:
+            complain(f"the report has no reproduction: {error}")
+    try:
+        complain(f"the report is in {write(found, folder, repro=repro)}")
+    except SpecnbError as error:
+        complain(error)
+
+
+def compare(
+    context: typer.Context,
+    reference: Annotated[Path, typer.Argument(help="folder of the trace of a run that is right")],
+    candidate: Annotated[Path, typer.Argument(help="folder of the trace of the run that is not")],
+    sound: Annotated[
+        str | None, typer.Option(help="folders of more runs that are right, by commas: the floors")
+    ] = None,
+    precise: Annotated[Path | None, typer.Option(help="folder of a float32 run of the same draft")] = None,
+    as_json: Json = False,
+) -> None:
+    """Where two runs of one draft part, from the traces that `divergence.capture` wrote, on whatever machine.
+
+    Exit code: 0 nothing but rounding, 1 divergent, 125 inconclusive, or a trace that cannot be read.
+    """
+    import pandas as pd
+
+    from specnb.divergence.compare import compare
+    from specnb.divergence.compare_result import Node
+    from specnb.divergence.trace import Trace
+
+    show: Show = context.obj
+    with _judged(show.complain):
+        more = [Trace.load(Path(folder)) for folder in names(sound) or ()]
+        exact = None if precise is None else Trace.load(precise)
+        found = compare(Trace.load(reference), Trace.load(candidate), sound=more, precise=exact)
+    if as_json:
+        show.json(found.document())
+    else:
+        show.line(found.line)
+        show.line(f"looked at: {found.coverage}")
+        for one in found.doubts:
+            show.line(f"doubtful: {one.module} chose otherwise at {one.count} tokens, from position {one.position} on")
+        columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
+        show_frame(
+            show, "wrong by themselves, first in time first", pd.DataFrame(found.minimal, columns=Node._fields)[columns]
+        )
+        show_frame(show, "parameters that were not read alike", found.reads[["module", "read", "says"]])
+    raise typer.Exit({"DIVERGENT": 1, "INCONCLUSIVE": UNKNOWN}.get(found.verdict, 0))
+
+
+def _known_setups(text: str | None) -> list[str] | None:
+    """Raises InputError for a set-up that there is not."""
+    from specnb.divergence.setups import SETUPS
+
+    wanted = names(text)
+    if unknown := [name for name in wanted or () if name not in SETUPS]:
+        raise InputError(f"unknown set-up {unknown[0]!r} in --setups {text}; known: {', '.join(SETUPS)}")
+    return wanted

@@ -1,0 +1,248 @@
+"""Two traces side by side: the same module, call, tensor and logical position. No torch here.
+
+Steps may be cut otherwise (a prefill against steps of one token), sequences may stand in other rows of the batch, and
+cache slots may lie elsewhere: none of that is compared. A step that starts at position p forgets all that was fed at p
+and behind, so what counts is what was fed last.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specnb.divergence.sketch import TOKEN_K
+from specnb.divergence.trace import Trace
+from specnb.errors import InputError
+
+PREFIX = re.compile(r"(?:(?:model|draft_model)\.)+")
+MAX_TOKENS = 1 << 22
+UNKNOWN = -1
+"""The id of a token that was not written down."""
+FLOATS = ("float", "bfloat", "complex")
+
+
+class Key(NamedTuple):
+    """One tensor of a module's call."""
+
+    module: str
+    call: int
+    role: str
+    name: str
+
+
+class Row(NamedTuple):
+    """Where the values of one key in one step are: the key of its arrays, and what the table says of it."""
+
+    row: int
+    step: int
+    order: int
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+    odd: int
+    axis: int
+    first: int
+
+
+@dataclass(frozen=True)
+class Values:
+    """One tensor along the text: `sketch` (sequences, positions, 16), `size` its L2 norms, `row` which row it is from.
+
+    `row` is -1 where nothing was kept; `full` (sequences, positions, features) only where all rows have it.
+    """
+
+    sketch: np.ndarray
+    size: np.ndarray
+    row: np.ndarray
+    features: int
+    dtype: str
+    full: np.ndarray | None
+
+    @property
+    def discrete(self) -> bool:
+        return not self.dtype.startswith(FLOATS)
+
+
+class Laid:
+    """A trace in the order of its text. Raises InputError for facts that no capture writes, and for names that clash.
+
+    `firsts`: where the steps start, by their number, in place of what the run itself thought.
+
+    `positions` (n,) are those held at the end, `last_step` (n,) in which step each was fed, `tokens` (sequences, n).
+    """
+
+    def __init__(
+        self, trace: Trace, rename: Mapping[str, str] | None = None, firsts: Mapping[int, int] | None = None
+    ) -> None:
+        self.trace, self.rename = trace, dict(rename or {})
+        self.names = canonical_names(trace.tensors["module"].unique(), rename)
+        self.steps, self.batch = _steps(trace.facts)
+        self._late = {number: at - self.steps[number]["first_position"] for number, at in (firsts or {}).items()}
+        for number, late in self._late.items():
+            self.steps[number] = self.steps[number] | {"first_position": self.steps[number]["first_position"] + late}
+        held = _held(self.steps, self.batch)
+        self.positions = np.array(sorted(held), np.int64)
+        self.last_step = np.array([held[at][0] for at in self.positions.tolist()], np.int64)
+        self.tokens = np.array([held[at][1] for at in self.positions.tolist()], np.int64).reshape(-1, self.batch).T
+
+    @cached_property
+    def rows(self) -> dict[Key, list[Row]]:
+        """The rows of each key, in the order of the run."""
+        found: dict[Key, list[Row]] = defaultdict(list)
+        for one in self.trace.tensors.sort_values(["step", "order"], kind="stable").itertuples():
+            key = Key(self.names[one.module], one.call, one.role, one.name)
+            odd, first = one.n_nan + one.n_inf, one.first_position + self._late.get(one.step, 0)
+            row = Row(one.row, one.step, one.order, one.shape, one.dtype, one.digest, odd, one.token_axis, first)
+            found[key].append(row)
+        return dict(found)
+
+    @cached_property
+    def row_of(self) -> dict[int, Row]:
+        return {row.row: row for rows in self.rows.values() for row in rows}
+
+    def values(self, key: Key, positions: np.ndarray) -> Values | None:
+        """The tensor at these (held, sorted) positions; None where it has no tokens, or changes its shape (masks)."""
+        sketch = np.zeros((self.batch, len(positions), TOKEN_K), np.float32)
+        size, source = np.zeros(sketch.shape[:2], np.float32), np.full(len(positions), -1, np.int64)
+        parts: list[tuple[np.ndarray, np.ndarray | None]] = []
+        kinds = set()
+        for row in self.rows[key]:
+            cut = self._cut(row, key.role)
+            if cut is None:
+                return None
+            tokens, norms, features = cut
+            kinds.add((features, row.dtype))
+            at, to = self._places(row, norms.shape[1], positions)
+            sketch[:, to], size[:, to], source[to] = tokens[:, at], norms[:, at], row.row
+            if len(to):
+                full = self._full(row, norms.shape)
+                parts.append((to, None if full is None else full[:, at]))
+        if len(kinds) != 1:
+            return None
+        [(features, dtype)] = kinds
+        whole = None
+        if parts and all(part is not None for _, part in parts):
+            whole = np.zeros((*size.shape, features), parts[0][1].dtype)
+            for to, part in parts:
+                whole[:, to] = part
+        return Values(sketch, size, source, features, dtype, whole)
+
+    def _places(self, row: Row, length: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which tokens of a row were fed last in its step, and where in `positions` they belong."""
+        at = row.first + np.arange(length)
+        fed = _index(self.positions, at)
+        kept = (fed >= 0) & (self.last_step[fed] == row.step)
+        to = _index(positions, at)
+        kept &= to >= 0
+        return np.flatnonzero(kept), to[kept]
+
+    def states(self, module: str, name: str, positions: np.ndarray) -> np.ndarray | None:
+        """Sketches (positions, 16) of the first sequence's rows of a cache, as seen last; NaN where never; None where
+        no cache was seen."""
+        found = np.full((len(positions), TOKEN_K), np.nan)
+        rows = [row for key, rows in self.rows.items() if key[:1] + key[2:] == (module, "state", name) for row in rows]
+        for row in rows:
+            cut = self._cut(row, "state")
+            if cut is None:
+                return None
+            to = _index(positions, row.first + np.arange(cut[1].shape[1]))
+            found[to[to >= 0]] = cut[0][0, to >= 0]
+        return found if rows else None
+
+    def _cut(self, row: Row, role: str) -> tuple[np.ndarray, np.ndarray, int] | None:
+        """Sketches and norms of a row, by sequence and token, and how many values a token has."""
+        tokens, norms = (self.trace.array(row.row, what) for what in ("tokens", "token_l2"))
+        step = self.steps.get(row.step)
+        if tokens is None or norms is None or row.axis < 0 or step is None:
+            return None
+        length = row.shape[row.axis] if role == "state" else step["length"]
+        n = len(norms)
+        if not n or n not in (length, length * self.batch):
+            return None
+        cut = (n // length, length)
+        tokens, norms = tokens.reshape(*cut, TOKEN_K), norms.reshape(cut)
+        spread = (self.batch, length)  # one row of positions may serve the whole batch
+        features = int(np.prod(row.shape, dtype=np.float64)) // n
+        return np.broadcast_to(tokens, (*spread, TOKEN_K)), np.broadcast_to(norms, spread), features
+
+    def _full(self, row: Row, cut: tuple[int, int]) -> np.ndarray | None:
+        full = self.trace.array(row.row, "full")
+        if full is None or full.dtype.kind == "c":
+            return None
+        n = len(self.trace.array(row.row, "token_l2"))
+        whole = np.moveaxis(full, row.axis, min(row.axis, 1)).reshape(-1, cut[1], full.size // n)
+        return np.broadcast_to(whole, (*cut, whole.shape[-1]))
+
+
+def canonical_name(path: str, rename: Mapping[str, str] | None = None) -> str:
+    """A path without leading `model.` or `draft_model.`, then with each regular expression of `rename` replaced.
+
+    Raises InputError for a wrong expression.
+    """
+    name = PREFIX.sub("", path, count=1) if PREFIX.match(path) else path
+    for pattern, by in (rename or {}).items():
+        try:
+            name = re.sub(pattern, by, name)
+        except (re.error, IndexError, TypeError) as error:
+            raise InputError(f"rename {pattern!r} to {by!r} does not work ({error}): give re.sub's two") from error
+    return name
+
+
+def canonical_names(paths: Iterable[str], rename: Mapping[str, str] | None = None) -> dict[str, str]:
+    """`canonical_name` of each path. Raises InputError where two modules of one trace get one name."""
+    names = {path: canonical_name(path, rename) for path in paths}
+    back: dict[str, str] = {}
+    for path, name in names.items():
+        if back.setdefault(name, path) != path:
+            raise InputError(f"modules {back[name]!r} and {path!r} are both {name!r}: give a `rename` that tells them")
+    return names
+
+
+def _steps(facts: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], int]:
+    """The steps by their numbers, and how many sequences each has."""
+    steps = facts.get("steps")
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise InputError("the facts of a trace have no list of `steps`: capture it again")
+    for step in steps:
+        for name in ("step", "batch", "length", "first_position"):
+            if not isinstance(step.get(name), int) or isinstance(step[name], bool) or not 0 <= step[name] < MAX_TOKENS:
+                raise InputError(f"a step of the trace has {name} {step.get(name)!r}: capture it again")
+        ids = step.get("token_ids")
+        if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+            raise InputError(f"step {step['step']} of the trace has no list of token_ids: capture it again")
+    batches = {step["batch"] for step in steps if step["length"]}
+    if len(batches) > 1 or 0 in batches:
+        raise InputError(f"the batch of the trace changes its size ({sorted(batches)}): capture one request alone")
+    if sum(step["length"] * step["batch"] for step in steps) > MAX_TOKENS:
+        raise InputError(f"the trace has more than {MAX_TOKENS} tokens: capture fewer steps")
+    return {step["step"]: step for step in steps}, batches.pop() if batches else 1
+
+
+def _held(steps: Mapping[int, Mapping[str, Any]], batch: int) -> dict[int, tuple[int, list[int]]]:
+    """Of each position in the state at the end: the step in which it was fed last, and the tokens of all sequences."""
+    held: dict[int, tuple[int, list[int]]] = {}
+    end = 0
+    for number, step in sorted(steps.items()):
+        first, length, ids = step["first_position"], step["length"], step["token_ids"]
+        if not length:
+            continue
+        for at in range(first, end):
+            held.pop(at, None)
+        end = first + length
+        whole = len(ids) == batch * length  # of a long step only the first ids are kept
+        for i in range(length):
+            known = whole or (batch == 1 and i < len(ids))
+            held[first + i] = (number, [ids[row * length + i] if known else UNKNOWN for row in range(batch)])
+    return held
+
+
+def _index(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Where each wanted value is in a sorted array; -1 where it is not."""
+    if not len(known):
+        return np.full(len(wanted), -1, np.int64)
+    at = np.searchsorted(known, wanted).clip(max=len(known) - 1)
+    return np.where(known[at] == wanted, at, -1)

@@ -1,0 +1,154 @@
+"""Two traces that were written anywhere, compared without torch: which module parts first, at which token, how.
+
+    comparison = compare(Trace.load("alone"), Trace.load("beside-120b"))
+    comparison.verdict, comparison.line, comparison.first
+
+Both runs must have been fed the same tokens. Where they were not, only what comes before the first other token is
+compared, for from there on the two compute different things; a draft that goes wrong picks other tokens, so the fault
+is often found before them. One request at a time: what a flat engine packs into one step is not taken apart.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from specnb.divergence import compare_tables as tables
+from specnb.divergence import ladder
+from specnb.divergence.align import Key, Laid, canonical_name
+from specnb.divergence.compare_errors import Apart, floors
+from specnb.divergence.compare_judge import Judge, Precise
+from specnb.divergence.compare_offset import turned
+from specnb.divergence.compare_reads import reads
+from specnb.divergence.compare_result import Comparison
+from specnb.divergence.compare_shape import fork_shape, shape
+from specnb.divergence.compare_texts import counted_alike
+from specnb.divergence.compare_walk import Plan, harmless, walk
+from specnb.divergence.ladder import Verdict
+from specnb.divergence.trace import Trace
+from specnb.errors import InputError
+
+GROWN = 100.0
+"""Times the floor that errors may grow to by rounding alone, where no sound runs say what is usual."""
+
+
+def compare(
+    reference: Trace,
+    candidate: Trace,
+    *,
+    sound: Sequence[Trace | tuple[Trace, Trace]] = (),
+    precise: Trace | None = None,
+    rename: Mapping[str, str] | None = None,
+) -> Comparison:
+    """Where `candidate` parts from `reference`, traces of one draft fed the same tokens.
+
+    `sound`: runs of the same text that are known to be right, each against the reference or as a pair: their largest
+    errors are the floors; without any, rounding to the dtype is. `precise`: a float32 run of the same draft; an error
+    against it no larger than three times the reference's own is rounding. `rename`: regular expressions and what
+    replaces them in the module paths of all traces.
+
+    Raises InputError for traces in which nothing can be compared: empty, or without a module in common.
+    """
+    ours, theirs = _laid(reference, "reference", rename), _laid(candidate, "candidate", rename)
+    _check_common(ours, theirs)
+    theirs, drift = counted_alike(ours, theirs)
+    apart = Apart.of(ours, theirs)
+    pairs = [_pair(one, ours, rename) for one in sound]
+    floor = floors(pairs, {key: apart.limit(key) for key in apart.errors})
+    exact = None if precise is None else _laid(precise, "precise", rename)
+    third = None if exact is None else Precise(Apart.of(exact, ours), Apart.of(exact, theirs))
+    plan, judge = Plan.of(ours), Judge(apart, pairs, third)
+    offset = turned(apart, plan)
+    found = walk(plan, apart.errors | {key: _rounded(apart, key) for key in offset}, floor, judge)
+    idle = harmless(plan, found, floor) | {key.module for key in offset if key.role == "out"}
+    own = {key: part for key, part in found.items() if part.own.any() and part.event.maker not in idle}
+    minimal = tables.minimal(apart, own, floor)
+    ratios = tables.ratios(apart, plan, found, floor)
+    table = reads(ours, theirs)
+    verdict, reason = ("DIVERGENT", "") if minimal else _verdict(apart, judge, ratios, idle, bool(pairs))
+    foreign = table.loc[table["says"] == "foreign", ["module", "read"]].to_numpy().tolist()
+    if foreign and not minimal:
+        reason += f"; yet {foreign[0][0]} read {foreign[0][1]}, which is not the draft's own"
+    return Comparison(
+        verdict=verdict,
+        reason=reason,
+        minimal=tuple(node for node, _ in minimal),
+        likely=shape(apart, minimal[0][1], own[minimal[0][1]]) if minimal else fork_shape(apart.where.fork),
+        nodes=tables.nodes(apart, found, own, floor),
+        reads=table,
+        coverage=tables.overlap(apart),
+        fork=apart.where.fork,
+        drift=drift,
+        doubts=tuple(judge.doubts),
+        ratios=ratios,
+        paths={module: _paths(module, ours, theirs) for module in plan.modules},
+    )
+
+
+def _laid(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Laid:
+    if trace.tensors.empty:
+        raise InputError(f"the {role} trace shows no tensor: was the model run inside the `capture` block?")
+    return Laid(trace, rename)
+
+
+def _check_common(ours: Laid, theirs: Laid) -> None:
+    a, b = set(ours.names.values()), set(theirs.names.values())
+    if not a & b:
+        raise InputError(
+            f"the traces have no module in common: the reference has e.g. {max(a)!r}, the candidate {max(b)!r}; "
+            "give `rename`, regular expressions that make the paths alike"
+        )
+
+
+def _pair(one: Trace | tuple[Trace, Trace], ours: Laid, rename: Mapping[str, str] | None) -> Apart:
+    first, second = (ours, one) if isinstance(one, Trace) else one
+    laid = [each if isinstance(each, Laid) else _laid(each, "sound", rename) for each in (first, second)]
+    apart = Apart.of(*laid)
+    if not apart.errors or not len(apart.where.positions):
+        raise InputError("a sound trace has nothing in common with the reference: give runs of the same text")
+    return apart
+
+
+def _rounded(apart: Apart, key: Key) -> np.ndarray:
+    """What is left of a tensor that differs by an offset only: it was rounded elsewhere."""
+    return np.where(np.isnan(apart.errors[key]), np.nan, apart.limit(key))
+
+
+def _verdict(apart: Apart, judge: Judge, ratios: pd.DataFrame, idle: set[str], calibrated: bool) -> tuple[Verdict, str]:
+    """The verdict where no module is wrong by itself, and why."""
+    where, worst = apart.where, float(np.fmax.reduce(ratios.to_numpy(), axis=None, initial=0))
+    if where.fork is not None:
+        before = "before it nothing is wrong" if len(where.positions) else "nothing comes before it"
+        return "INCONCLUSIVE", f"{before}: feed both runs the same tokens (teacher-force them) and capture again"
+    if not len(where.positions) or not apart.errors:
+        return "INCONCLUSIVE", "the traces share no position or no tensor with tokens: capture the same text in both"
+    if judge.doubts:
+        one = judge.doubts[0]
+        return "INCONCLUSIVE", (
+            f"{one.module} made another choice at position {one.position}, which may be a tie (unknown margin): "
+            "capture both runs again with full=comparison.around()"
+        )
+    if len(apart.equal) == len(apart.errors):
+        return "SOUND", "every tensor that was compared is equal in every bit"
+    if idle:
+        return "PRECISION_ONLY", f"{', '.join(sorted(idle))} differs, but nothing that is made from it does"
+    if judge.ties or judge.rounded:
+        return "PRECISION_ONLY", (
+            f"{judge.ties} choices are ties or usual in sound runs, and {judge.rounded} tokens are no further from the "
+            "precise run than the reference's are"
+        )
+    if worst <= ladder.TIMES_FLOOR:
+        if calibrated:
+            return "SOUND", "no error is above what the sound runs show"
+        return "PRECISION_ONLY", "no error is above what rounding does"
+    if worst > GROWN and not calibrated:
+        return "INCONCLUSIVE", (
+            f"errors grow to {worst:.2g} times rounding, and no module is wrong by itself: give `sound` traces of the "
+            "same text (another block width) to tell what is usual"
+        )
+    return "PRECISION_ONLY", "errors grow on their way, and no module is wrong by itself"
+
+
+def _paths(module: str, *traces: Laid) -> tuple[str, ...]:
+    """What a capture calls the module in either run."""
+    return tuple(sorted({canonical_name(raw) for one in traces for raw, name in one.names.items() if name == module}))

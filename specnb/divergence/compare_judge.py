@@ -1,0 +1,111 @@
+"""What is no fault though it is above its floor: ties between experts, and what a precise run shows to be rounding."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specnb.divergence import ladder
+from specnb.divergence.align import Key
+from specnb.divergence.compare_errors import Apart, logit_noise
+from specnb.divergence.compare_walk import Event
+
+
+class Doubt(NamedTuple):
+    """Other experts were chosen at `position` (and `count` tokens), with an unknown margin."""
+
+    module: str
+    position: int
+    count: int
+
+
+class Precise(NamedTuple):
+    """A precise run against the reference and against the candidate."""
+
+    reference: Apart
+    candidate: Apart
+
+
+class Judge:
+    """Called by the walk with each tensor that seems wrong by itself; says where it is not.
+
+    `ties` and `rounded` count tokens excused by their margin and by the precise run; `doubts` are choices whose margin
+    cannot be known from sketches.
+    """
+
+    def __init__(self, apart: Apart, sound: Sequence[Apart], precise: Precise | None) -> None:
+        self._apart, self._sound, self._precise = apart, sound, precise
+        self.ties, self.rounded = 0, 0
+        self.doubts: list[Doubt] = []
+
+    def __call__(self, event: Event, key: Key, own: np.ndarray) -> np.ndarray:
+        rounded = own & self._no_worse(key)
+        self.rounded += int(rounded.sum())
+        left = own & ~rounded
+        logits = self._logits(event, key)
+        if logits is None or not left.any():
+            return rounded
+        return rounded | self._routing(key, logits, left)
+
+    def _no_worse(self, key: Key) -> np.ndarray:
+        errors = self._apart.errors[key]
+        if self._precise is None:
+            return np.zeros(errors.shape, bool)
+        candidate, reference = (
+            _onto(one, key, self._apart.where.positions, sequences, errors.shape)
+            for one, sequences in (
+                (self._precise.candidate, self._apart.where.theirs),
+                (self._precise.reference, self._apart.where.ours),
+            )
+        )
+        discrete = key in self._apart.discrete
+        return ladder.no_worse(candidate, reference, discrete=discrete, least=self._apart.limit(key))
+
+    def _logits(self, event: Event, key: Key) -> Key | None:
+        """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
+        if key.role != "out" or key not in self._apart.discrete:
+            return None
+        shapes = self._apart.features
+        wider = [one for one in event.keys if one in self._apart.errors and one not in self._apart.discrete
+                 and shapes[one] > shapes[key]]  # fmt: skip
+        return max(wider, key=shapes.__getitem__, default=None)
+
+    def _routing(self, key: Key, logits: Key, own: np.ndarray) -> np.ndarray:
+        """Excuse ties; where only sketches are there, excuse what is usual in sound runs and doubt what noise could do,
+        but no other choice from the same bits."""
+        values, chosen = self._apart.pair(logits), self._apart.pair(key)
+        if all(one.full is not None for one in (*values, *chosen)):
+            noise = logit_noise(self._sound, logits)
+            rows = values[0].full[own].astype(np.float64)
+            if noise is None:
+                noise = ladder.TIMES_FLOOR * self._apart.limit(logits) * float(np.abs(rows).max(initial=0))
+            near = ladder.margins(rows, *(one.full[own].astype(np.int64) for one in chosen)) <= 2 * noise
+            excused = np.zeros(own.shape, bool)
+            excused[own] = near
+            self.ties += int(near.sum())
+            return excused
+        error = self._apart.errors[logits]
+        doubtful = own & (error > 0)
+        n, largest = int(doubtful.sum()), float(np.nanmax(error[own], initial=0))
+        tokens = int((~np.isnan(error)).sum())
+        usual = max((np.nansum(one.errors[key]) for one in self._sound if key in one.errors), default=0)
+        if 0 < n <= ladder.TIMES_FLOOR * usual:
+            self.ties += n
+            return doubtful
+        if not n or n > ladder.chance_flips(tokens, self._apart.features[logits], largest):
+            return np.zeros(own.shape, bool)
+        first = int(self._apart.where.positions[doubtful.any(0)][0])
+        self.doubts.append(Doubt(key.module, first, n))
+        return doubtful
+
+
+def _onto(one: Apart, key: Key, positions: np.ndarray, sequences: list[int], shape: tuple[int, ...]) -> np.ndarray:
+    """Errors of another comparison at these positions and sequences of its second trace; NaN where it has none."""
+    found = np.full(shape, np.nan)
+    if key not in one.errors:
+        return found
+    _, ours, theirs = np.intersect1d(positions, one.where.positions, return_indices=True)
+    for i, sequence in enumerate(sequences):
+        if sequence in one.where.theirs:
+            found[i, ours] = one.errors[key][one.where.theirs.index(sequence), theirs]
+    return found

@@ -1,0 +1,92 @@
+"""What an error looks like, in one sentence: a factor, other operands, one token, rows of a cache that were moved."""
+
+import numpy as np
+
+from specnb.divergence import ladder
+from specnb.divergence.align import Key
+from specnb.divergence.compare_errors import Apart, gains
+from specnb.divergence.compare_texts import Fork
+from specnb.divergence.compare_walk import Finding
+
+ONE_FACTOR = 0.4
+"""What is left once the factor is out, as a share of the factor's distance from 1 and from 0, where it is a factor."""
+UNRELATED = 0.9
+"""Least median relative error of unrelated tensors, which is sqrt(2) where they are of one size."""
+COSINE = 0.35
+"""Up to which their median cosine is near 0, told from 16 numbers of each token."""
+ROWS_NAMED = 4
+
+
+def shape(apart: Apart, key: Key, part: Finding) -> str:
+    """One sentence about where `part.own` is and what the tensor is like there."""
+    places = _where(apart, key, part.own)
+    error = part.error[part.own]
+    moved = _moved_rows(apart, part.event.maker)
+    if np.isinf(error).any():
+        return f"NaN, infinities or zeros where the other run has none, {places}"
+    if moved:
+        return f"{places}; {moved}"
+    if key in apart.discrete:
+        return f"other integers, {places}"
+    factor, cosine = _alike(apart, key, part)
+    if factor is not None:
+        return f"{factor:.4g} times what it should be at every such token: a scale; {places}"
+    if float(np.median(error)) > UNRELATED and abs(cosine) < COSINE:
+        return f"it has nothing to do with what it should be (cosine {cosine:.2f}): other operands; {places}"
+    return places
+
+
+def _alike(apart: Apart, key: Key, part: Finding) -> tuple[float | None, float]:
+    """The one factor by which the tensor is too large, None where there is none, and the median cosine."""
+    a, b = apart.pair(key)
+    gain = gains(a, b, part.own)
+    middle = float(np.median(gain.value))
+    # by Pythagoras: error^2 = (gain - 1)^2 + rest^2; a sketch's gain is as far off as the rest lets it be
+    rest = np.sqrt(np.clip(part.error[part.own] ** 2 - (gain.value - 1) ** 2, 0, None))
+    rest = rest if a.full is not None else gain.error * np.sqrt(a.sketch.shape[-1])
+    spread = max(float(np.median(np.abs(gain.value - middle))), float(np.median(rest)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cosine = float(np.nanmedian(gain.value * a.size[part.own] / b.size[part.own]))
+    return (middle if spread < ONE_FACTOR * min(abs(middle - 1), middle) else None), cosine
+
+
+def fork_shape(fork: Fork | None) -> str:
+    """One sentence about runs that were fed other tokens; "" where there is nothing to say."""
+    if fork is None or not fork.repeated:
+        return ""
+    return f"from position {fork.position} on the candidate is fed token {fork.candidate} only, as past a wrong length"
+
+
+def _where(apart: Apart, key: Key, own: np.ndarray) -> str:
+    """Which tokens, among those of this tensor that were compared."""
+    compared = np.flatnonzero((~np.isnan(apart.errors[key])).any(0))
+    hit = np.flatnonzero(own.any(0))
+    positions = apart.where.positions
+    first, last = int(positions[hit[0]]), int(positions[hit[-1]])
+    if len(hit) == len(compared):
+        return "at every token"
+    if len(hit) == 1:
+        return f"at one token, position {first}: a row that was not written, or by somebody else"
+    if hit[0] == compared[0]:
+        return f"at the first tokens, up to position {last}"
+    kind = "from position {} on" if hit[-1] == compared[-1] else "between positions {} and {}"
+    return f"at {len(hit)} tokens {kind.format(first, last)}"
+
+
+def _moved_rows(apart: Apart, module: str) -> str:
+    """Which rows of the module's cache hold what the reference has at another position."""
+    positions = apart.where.positions
+    ours, theirs = (one.states(module, "keys", positions) for one in (apart.ours, apart.theirs))
+    if ours is None or theirs is None or apart.where.ours[:1] != [0] or apart.where.theirs[:1] != [0]:
+        return ""
+    size = np.linalg.norm(ours, axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        far = np.linalg.norm(theirs[:, None] - ours[None], axis=-1) / size[None]
+    far = np.where(np.isnan(far), np.inf, far)
+    near = far.argmin(1)
+    tolerance = 10 * ladder.TIMES_FLOOR * ladder.rounding([apart.ours.trace.facts.get("dtype")])
+    rows = np.arange(len(positions))
+    moved = rows[(far[rows, near] < tolerance) & (far[rows, rows] > tolerance) & np.isfinite(far[rows, rows])]
+    said = [f"position {positions[i]} holds that of {positions[near[i]]}" for i in moved[:ROWS_NAMED]]
+    more = f" and {len(moved) - ROWS_NAMED} more" if len(moved) > ROWS_NAMED else ""
+    return f"in its cache the row of {', that of '.join(said)}{more}" if said else ""

@@ -1,0 +1,181 @@
+"""False-alarm controls: real runs in which nothing is wrong, so that no module may be named.
+
+What is sound looks different all the time: other widths, other batches, other kernels, other slots, another dtype. A
+tool that names a module in one of these would have people look for days where nothing is.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from torch import nn
+
+from specnb.divergence import benign, local
+from specnb.divergence.along import Along
+from specnb.divergence.capture import capture
+from specnb.divergence.faults_parts import find
+from specnb.divergence.grid import Subject, lab_row, others
+from specnb.divergence.investigate import judge
+from specnb.divergence.pair import copy_of
+from specnb.divergence.score_rows import NOTHING
+from specnb.divergence.script import Script, run
+from specnb.divergence.setups import OWN, Deploy, Lab
+from specnb.divergence.trace import Trace
+
+ROWS = 3
+"""Equal rows of the batch."""
+
+
+class Ran(NamedTuple):
+    """What the lab said of a control, and the run that the other tools get: `lab` has its script and sound runs."""
+
+    told: dict[str, Any]
+    run: Along
+    lab: Lab
+
+
+Control = Callable[[Subject], Ran]
+
+
+def controlled(subject: Subject, name: str) -> list[dict[str, Any]]:
+    """The rows of one control."""
+    ran = CONTROLS[name](subject)
+    told = [ran.told, *others(ran.run, ran.lab)]
+    return [subject.row("control", name, expected=NOTHING, expected_cause="PRECISION_ONLY", **one) for one in told]
+
+
+def _judged(lab: Lab, deploy: Deploy | None = None, setups: Sequence[str] | None = ("S0", "S3")) -> Ran:
+    found = judge(lab, deploy=deploy, setups=setups)
+    same_script = [one for one in found.case.outcomes.values() if not one.setup.in_blocks]
+    return Ran(lab_row(found), same_script[-1].along, lab)
+
+
+def _served(service: Deploy) -> Control:
+    """The draft in that service, alone and beside the target."""
+    return lambda subject: _judged(subject.lab, service)
+
+
+def _untouched(subject: Subject) -> Ran:
+    """Every set-up that is always run, with nothing in it."""
+    return _judged(subject.lab, setups=None)
+
+
+def _width(width: int) -> Control:
+    """Fed in blocks of another width than the lab measured its floors with."""
+
+    def control(subject: Subject) -> Ran:
+        lab = copy.copy(subject.lab)
+        lab.script = Script.blocks(lab.script.text, width=width or len(lab.script.text))
+        with capture(lab.reference, tag=OWN, full="", at_use=False) as builder:
+            logits = tuple(run(lab.reference, lab.script))
+        lab.sound = [Along.of(builder.trace(), lab.script), lab.sound[1]]
+        lab.sound_logits = [logits, lab.sound_logits[1]]
+        return _judged(lab)
+
+    return control
+
+
+def _batch(subject: Subject) -> Ran:
+    """ROWS equal rows in one forward; compared is the first of them."""
+    lab, draft = subject.lab, subject.pair.draft
+    with capture(draft, tag=OWN, full="") as builder:
+        run(_Rows(draft), lab.script)
+    along = Along.of(_first_row(builder.trace()), lab.script)
+    wrong = local.beyond(local.local_errors(lab.reference, along), lab.floor, lab.script)
+    return Ran(_told(wrong), along, lab)
+
+
+def _told(wrong: pd.DataFrame) -> dict[str, Any]:
+    if wrong.empty:
+        return {"verdict": "PRECISION_ONLY"}
+    first = wrong.iloc[0]
+    named = {"module": first["module"], "position": int(first["position"])}
+    return {"verdict": "DIVERGENT", "structural": True} | named
+
+
+class _Rows(nn.Module):
+    """Feeds its model ROWS times the same row."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        return self.model(input_ids=input_ids.expand(ROWS, -1), **options)
+
+
+def _first_row(trace: Trace) -> Trace:
+    """The first row of each full tensor: of (batch, …), or of (batch * length, …) where these are one axis."""
+    axes = dict(zip(trace.tensors["row"], trace.tensors["token_axis"], strict=True))
+    arrays = {}
+    for name, value in trace.arrays.items():
+        row, what = name.split(".")
+        if what == "full" and value.ndim and axes[int(row)] != 0:
+            value = value[:1]
+        elif what == "full" and value.ndim:
+            value = value[: len(value) // ROWS]
+        arrays[name] = value
+    return replace(trace, arrays=arrays)
+
+
+def _renamed(subject: Subject) -> Ran:
+    """The draft inside a wrapper, as engines hold it: other paths, the same modules."""
+    lab = copy.copy(subject.lab)
+    lab.draft = _Wrapped(subject.pair.draft)
+    return _judged(lab)
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, draft: nn.Module) -> None:
+        super().__init__()
+        self.draft_model = draft
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        return self.draft_model(input_ids=input_ids, **options)
+
+
+def _ties(subject: Subject) -> Ran:
+    """Two tokens have the same logit everywhere, and two experts the same score: which is chosen means nothing."""
+    draft = copy_of(subject.pair.draft)
+    with torch.no_grad():
+        draft.lm_head.weight[1] = draft.lm_head.weight[0]
+        for _, router in find(draft).routers:
+            router.weight[1], router.bias[1] = router.weight[0], router.bias[0]
+    return _judged(Lab(draft, subject.pair.target, script=subject.lab.script), setups=None)
+
+
+def _against_float32(subject: Subject) -> Ran:
+    """Three ways: a run in the draft's dtype with other kernels, its sound runs, and a reference in float32.
+
+    Replayed in float32, sound runs are off by the rounding of their own dtype; the run may be, too, and not more.
+    """
+    lab = copy.copy(subject.lab)
+    lab.reference = copy_of(lab.reference).float()
+    lab.floor = local.floors([local.local_errors(lab.reference, along) for along in lab.sound], lab.dtype)
+    return _judged(lab, benign.configured(_experts_implementation="batched_mm"), ("S0",))
+
+
+CONTROLS: Mapping[str, Control] = MappingProxyType(
+    {
+        "untouched": _untouched,
+        "width 1": _width(1),
+        "width 7": _width(7),
+        "one forward": _width(0),
+        f"batch of {ROWS}": _batch,
+        "slots from 176": _served(benign.paged(176)),
+        "slots from 336": _served(benign.paged(336)),
+        "experts in batched products": _served(benign.configured(_experts_implementation="batched_mm")),
+        "experts in grouped products": _served(benign.configured(_experts_implementation="grouped_mm")),
+        "other temperature": _served(benign.generating(temperature=0.3)),
+        "renamed modules": _renamed,
+        "exact ties": _ties,
+        "against float32": _against_float32,
+        "products in the other dtype": _served(benign.other_products),
+    }
+)
+"""Controls by name. That positions are off by one number, and that sums are made in parts, are planted with the faults
+(`uniform_offset`, `split_k`)."""

@@ -1,0 +1,70 @@
+"""What counts as different: rounding, floors from sound runs, three ways against a precise run, margins of choices.
+
+The rungs, the cheapest first: equal bits; the floor that sound runs of the same text show, or else what rounding to the
+dtype does; an error against a more precise run that is no larger than the reference's own (the three-way rule of the
+AWS Neuron accuracy toolkit, ratio 3); and for chosen experts the margin of the logits. No torch here.
+"""
+
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+Verdict = Literal["DIVERGENT", "PRECISION_ONLY", "SOUND", "INCONCLUSIVE"]
+
+TIMES_FLOOR = 3.0
+"""How far above the largest error between sound runs an error must be."""
+ROUNDING = MappingProxyType({"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8})
+"""Relative L2 error that sums in another order may always have, whether or not the sound runs showed it."""
+CARRIES = 4.0
+"""How many times larger a sound module may make the relative error of what it is given (softmax, cancelling sums)."""
+
+
+def rounding(dtypes: Iterable[str | None]) -> float:
+    """The rounding of the coarsest of these dtypes that are known; float32 where none is."""
+    return max((ROUNDING[name] for name in dtypes if name in ROUNDING), default=ROUNDING["float32"])
+
+
+def wrong_by_itself(error: np.ndarray, floor: float, given: np.ndarray, given_wrong: np.ndarray) -> np.ndarray:
+    """Where an error is above its floor, what the tensor was made from is not, and it is no growth of that.
+
+    `error`, and `given`, the largest error of what it was made from, are of the same shape; `given_wrong` says where
+    that is above its own floor. In runs that compute freely errors travel, so the floor alone would blame everybody
+    behind the first one. NaN (not compared) is not wrong.
+    """
+    return (error > TIMES_FLOOR * floor) & ~given_wrong & (error > TIMES_FLOOR * CARRIES * given)
+
+
+def no_worse(candidate: np.ndarray, reference: np.ndarray, *, discrete: bool, least: float) -> np.ndarray:
+    """Where the candidate is no further from a precise run than the reference, times TIMES_FLOOR, is anywhere.
+
+    Of discrete tensors the number of differences counts. False where one of the two was not compared.
+    """
+    if np.isnan(reference).all():
+        return np.zeros(candidate.shape, bool)
+    if discrete:
+        few = np.nansum(candidate) <= TIMES_FLOOR * np.nansum(reference)
+        return np.full(candidate.shape, few) & ~np.isnan(candidate)
+    return candidate <= TIMES_FLOOR * max(np.nanmax(reference), least)
+
+
+def margins(logits: np.ndarray, chosen: np.ndarray, instead: np.ndarray) -> np.ndarray:
+    """How far apart the logits `(n, experts)` of what was `chosen` and what was taken `instead`, both `(n, k)`, are.
+
+    inf where an index is no expert. A sound run can choose otherwise only where this is at most twice its noise.
+    """
+    known = ((chosen >= 0) & (chosen < logits.shape[-1]) & (instead >= 0) & (instead < logits.shape[-1])).all(-1)
+    top = logits.shape[-1] - 1
+    ours, theirs = (np.take_along_axis(logits, np.clip(which, 0, top), -1) for which in (chosen, instead))
+    return np.where(known, np.abs(ours - theirs).max(-1), np.inf)
+
+
+def chance_flips(tokens: int, experts: int, noise: float) -> float:
+    """At most so many tokens get other experts from relative `noise` of the logits, where no margin is known.
+
+    Gaps between neighbours of `experts` sorted logits are about their spread / experts wide, so a token is within the
+    noise of a tie with a probability of about experts * noise. Three standard deviations, and one, are added.
+    """
+    expected = tokens * min(1.0, experts * noise)
+    return expected + 3 * expected**0.5 + 1

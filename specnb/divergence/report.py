@@ -1,0 +1,212 @@
+"""An investigation in words and tables: what a reader asks first, and all of it as plain text and JSON. No torch."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from specnb.divergence import kv_slots
+from specnb.divergence.kv_slots import Layers
+from specnb.divergence.triage_profile import Share
+from specnb.errors import InputError
+from specnb.store import write_atomic
+
+if TYPE_CHECKING:
+    from specnb.divergence.investigation import Investigation
+    from specnb.divergence.setups import Outcome
+
+EARLIEST = 8
+"""Rows of the table of nodes."""
+CASE_TOKENS, CASE_GROUP = 80, 12
+"""Of the case's KV groups: 65 to 80 tokens take five blocks, and only groups of 12 layers give its six and four."""
+GPT_OSS = {"120b": {"full": 18, "sliding": 18}, "20b": {"full": 12, "sliding": 12}}
+
+
+class Answer(NamedTuple):
+    """What somebody asks who is told of a divergence, and what this investigation has to say."""
+
+    question: str
+    answer: str
+
+
+def answers(investigation: "Investigation", false_alarms: tuple[int, int] | None = None) -> list[Answer]:
+    """The questions that come first. `false_alarms`: structural verdicts among how many controls, if measured."""
+    return [Answer(question, answer) for question, answer in _answers(investigation, false_alarms)]
+
+
+def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> Iterator[tuple[str, str]]:
+    facts, coverage = found.facts, found.coverage
+    yield (
+        "Same inputs?",
+        "Yes: every module is compared with what a pristine copy makes of the very inputs that the module was given, "
+        "so no error travels from one module to the next.",
+    )
+    other = ", ".join(name for name, one in found.case.outcomes.items() if not _as_fed(one))
+    yield (
+        "Same tokens in all runs?",
+        f"{f'NO, the model got others in {other}' if other else 'Yes'}: nothing is sampled; each set-up is fed "
+        f"the same {facts['tokens']} tokens, a prompt of {facts['prompt']} and then {facts['feeds'] - 1} feeds, "
+        f"{facts['taken_back']} tokens taken back on the way (S0w: in blocks).",
+    )
+    yield (
+        "Does it repeat?",
+        (
+            "Yes: the draft alone gives the same bits each time."
+            if found.repeats
+            else "NO: the draft alone gives other bits from run to run; what is below the floor of that is not seen."
+        ),
+    )
+    yield (
+        "Do the hooks change anything?",
+        (
+            "No: the logits with hooks are the bits of those without."
+            if found.inert
+            else "YES: the logits with hooks are not those without: what was seen is not what runs."
+        ),
+    )
+    yield "Eager or graphs?", "Eager: a compiled model is refused, for its graph runs past the hooks."
+    yield "What was looked at?", f"{coverage}."
+    yield "What was not?", _not_seen(found)
+    yield (
+        "What counts as wrong?",
+        (
+            f"More than 3 times the floor, the largest error of that tensor between sound runs of other shapes: median "
+            f"{found.floor.median():.2g}, largest {found.floor.max():.2g} (relative L2, {facts['dtype']})."
+        ),
+    )
+    yield "How often is that a false alarm?", _false_alarms(found, false_alarms)
+
+
+def _as_fed(outcome: "Outcome") -> bool:
+    """Whether the model was given the tokens that the script has, as far as the trace has them."""
+    steps = [step["token_ids"] for step in outcome.trace.facts["steps"]]
+    feeds = [list(feed.ids) for feed in outcome.script.feeds]
+    return len(steps) == len(feeds) and all(ids == fed[: len(ids)] for ids, fed in zip(steps, feeds, strict=True))
+
+
+def _not_seen(found: "Investigation") -> str:
+    coverage = found.coverage
+    said = [f"never ran: {', '.join(coverage.never_called)}"] if coverage.never_called else []
+    said += [f"ran and not compared: {', '.join(coverage.uncompared)}"] if coverage.uncompared else []
+    said += [f"left out, for lack of a token axis: {', '.join(coverage.left_out)}"] if coverage.left_out else []
+    not_run = found.setups().query("verdict == 'not run'")["setup"].tolist()
+    said += [f"set-ups not run: {', '.join(not_run)}"] if not_run else []
+    unread = coverage.parameters - coverage.seen_at_use
+    said += [f"{unread} parameters of the draft that no operation was seen to read"] if unread else []
+    return "; ".join(said) + "." if said else "Nothing is known to be missing."
+
+
+def _false_alarms(found: "Investigation", measured: tuple[int, int] | None) -> str:
+    clean = [one for one in found.case.outcomes.values() if one.clean]
+    compared = sum(len(one.errors) for one in clean)
+    here = f"{compared} comparisons in {len(clean)} clean set-ups of this draft, none beyond the limit" if clean else ""
+    if measured is None:
+        return f"{here or 'No set-up is clean'}; the rate on controls was not handed to this report."
+    share = Share.of(*measured)
+    return f"{share} controls were called divergent (at most {share.high:.1%} at 95 %)" + (
+        f"; {here}." if here else "."
+    )
+
+
+def earliest(investigation: "Investigation", k: int = EARLIEST) -> pd.DataFrame:
+    """The first `k` wrong tensors with what they need to be believed, the first in time first.
+
+    Columns of `Investigation.nodes`, and `in_error`, the largest error of what that module was given, `cosine` at the
+    worst token, and `reads`, the parameters that its operations read: those of others in full.
+    """
+    nodes = investigation.nodes().head(k)
+    bad = investigation.case.bad
+    if bad is None:
+        return nodes.assign(in_error=[], cosine=[], reads=[])
+    given = bad.errors[bad.errors["role"] == "in"].groupby("at")["error"].max()
+    rows = []
+    for node in nodes.itertuples():
+        params = bad.trace.params[bad.trace.params["module"] == node.module]
+        rows.append((given.get(node.at, np.nan), _cosine(bad.wrong, node), _reads(params)))
+    return nodes.assign(**dict(zip(("in_error", "cosine", "reads"), zip(*rows, strict=True), strict=True)))
+
+
+def _cosine(wrong: pd.DataFrame, node: tuple) -> float:
+    """By the law of cosines: |b|^2 = |a|^2 (error^2 + 2 gain - 1), and gain = |b| / |a| cosine."""
+    same = wrong[(wrong["at"] == node.at) & (wrong["role"] == node.role) & (wrong["name"] == node.name)]
+    worst = same.loc[same["error"].idxmax()]
+    length = worst["error"] ** 2 + 2 * worst["gain"] - 1
+    return float(worst["gain"] / np.sqrt(length)) if length > 0 and not worst["discrete"] else float("nan")
+
+
+def _reads(params: pd.DataFrame) -> str:
+    once = params.drop_duplicates(["owner", "owner_path"])
+    own = once[once["owner"] == "draft"]
+    foreign = [f"{row.owner}:{row.owner_path}" for row in once[once["owner"] != "draft"].itertuples()]
+    return ", ".join([*foreign, *([f"{len(own)} of its own"] if len(own) else [])]) or "no parameter"
+
+
+def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
+    """What is behind each place of the heat map: by module and position the tensor that is farthest over its floor.
+
+    Columns: module, position, at, role, name, error, floor, gain. Raises KeyError for a set-up that was not run.
+    """
+    floor = investigation.floor
+    errors = investigation.case.outcomes[setup].errors.join(floor, on=list(floor.index.names))
+    worst = (errors["error"] / errors["floor"]).fillna(0).groupby([errors["module"], errors["position"]]).idxmax()
+    columns = ["module", "position", "at", "role", "name", "error", "floor", "gain"]
+    return errors.loc[worst, columns].reset_index(drop=True)
+
+
+def slots() -> pd.DataFrame:
+    """The case's KV slots by arithmetic: where correct allocation puts each group, beside either target.
+
+    The draft's first slot is 336 beside gpt-oss-120b and 176 beside a second gpt-oss-20b: other slots are no evidence.
+    """
+    tables = []
+    for target in GPT_OSS:
+        models = [Layers(f"target {target}", GPT_OSS[target]), Layers("draft 20b", GPT_OSS["20b"])]
+        groups = kv_slots.allocate(models, CASE_TOKENS, group_size=CASE_GROUP)
+        tables.append(kv_slots.arithmetic(groups).assign(beside=f"gpt-oss-{target}"))
+    both = pd.concat(tables, ignore_index=True)
+    return both[["beside", *(name for name in both.columns if name != "beside")]]
+
+
+def text(investigation: "Investigation", false_alarms: tuple[int, int] | None = None) -> str:
+    """The report as plain text: the verdict line first, ready to be printed."""
+    parts = [investigation.line, ""]
+    parts += [f"{one.question} {one.answer}" for one in answers(investigation, false_alarms)]
+    told = investigation.setups()[["setup", "says", "verdict", "first", "n_wrong", "foreign", "kills"]]
+    parts += ["", "Set-ups", told.to_string(index=False)]
+    if investigation.case.bad is not None:
+        nodes = earliest(investigation).drop(columns=["at", "reads"])
+        parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format=lambda value: f"{value:.4g}")]
+        parts += ["", "Causes, likeliest first", *_causes(investigation)]
+    return "\n".join(parts) + "\n"
+
+
+def _causes(investigation: "Investigation") -> Iterator[str]:
+    for cause in investigation.causes:
+        if cause.for_it:
+            yield f"{cause.name} ({cause.score:+.1f}): {'; '.join(cause.for_it)}"
+            if cause.against_it:
+                yield f"  against it: {'; '.join(cause.against_it)}"
+            yield f"  seen before: {', '.join(cause.issues)}; next: {cause.next_experiment}"
+
+
+def write_json(investigation: "Investigation", path: Path, more: Mapping[str, object] | None = None) -> Path:
+    """Write `Investigation.document()`, with `more` beside its keys, to `path` in one step, and return it.
+
+    Raises InputError where it cannot be written, or `more` holds a key of the document or what JSON cannot.
+    """
+    path, document, more = Path(path), investigation.document(), dict(more or {})
+    if taken := sorted(document.keys() & more.keys()):
+        raise InputError(f"the document has a key {taken[0]!r} already: choose another")
+    try:
+        content = json.dumps(document | more, indent=1, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the report is stored as JSON, and this cannot be ({error})") from error
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, f"{content}\n".encode())
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror}): give another folder") from error
+    return path

@@ -1,0 +1,204 @@
+"""The score of the lab: the whole grid of planted faults and controls, beside the tools that people use instead.
+
+from specnb.divergence.score import score
+print(score(seeds=1, layers=(0,)).by_tool())
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from specnb.divergence import score_rows
+from specnb.divergence.controls import CONTROLS, controlled
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.grid import Subject, examined
+from specnb.divergence.grid_cases import cases
+from specnb.divergence.pair import DTYPES, SHAPES
+from specnb.divergence.score_rows import alarms, of_lab, right, shares
+from specnb.divergence.smallest import scaled, smallest
+from specnb.errors import InputError
+from specnb.measure.experiment import Progress, silent
+from specnb.provenance import provenance
+
+BY_TOOL = ["tool", "against"]
+TARGETS = {"float32": 1e-3, "bfloat16": 2e-2}
+"""The smallest scale fault that has to be found, by dtype."""
+TABLES = ("by_tool", "by_fault", "smallest", "misses", "false_alarms")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process does: all cases of one model and text. It is kept when it is done."""
+
+    dtype: str
+    seed: int
+    faults: tuple[str, ...]
+    layers: tuple[int, ...]
+    controls: bool
+
+    @property
+    def file(self) -> str:
+        """A name that changes with all that changes the rows: what is run, and the code of the lab."""
+        whole = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6)
+        for path in sorted(Path(__file__).parent.glob("*.py")):
+            whole.update(path.read_bytes())
+        return f"{self.dtype}-{self.seed}-{whole.hexdigest()}.parquet"
+
+
+@dataclass(frozen=True)
+class Score:
+    """`rows` as `score_rows.SCHEMA` has them; `facts`: what was run, and the provenance."""
+
+    rows: pd.DataFrame
+    facts: dict[str, Any]
+
+    def by_tool(self) -> pd.DataFrame:
+        """A row for each tool and what it compared with: shares of right modules, tokens, causes, and false alarms."""
+        return shares(self.rows, BY_TOOL).merge(alarms(self.rows, BY_TOOL), on=BY_TOOL, how="outer", sort=False)
+
+    def by_fault(self) -> pd.DataFrame:
+        """A row for each fault and dtype, of the lab."""
+        return shares(of_lab(self.rows), ["name", "dtype"])
+
+    def smallest(self) -> pd.DataFrame:
+        """By dtype the smallest scale that is always found, and whether it is as small as it has to be."""
+        table = smallest(self.rows[self.rows["kind"] == "scale"])
+        return table.assign(reached=table["eps"] <= table["dtype"].map(TARGETS).astype(float))
+
+    def misses(self) -> pd.DataFrame:
+        """Every fault of which the lab got module, token or first cause wrong."""
+        own = of_lab(self.rows[self.rows["kind"] == "fault"])
+        return own[~(right(own) & own["token"] & (own["rank"] == 1))].reset_index(drop=True)
+
+    def false_alarms(self) -> pd.DataFrame:
+        """Every control in which the lab named a module."""
+        own = of_lab(self.rows[self.rows["kind"] == "control"])
+        return own[own["structural"]].reset_index(drop=True)
+
+    def seconds(self) -> pd.Series:
+        """What one investigation took, in seconds: quartiles of the faults' cases."""
+        own = of_lab(self.rows[self.rows["kind"] == "fault"])
+        return own["seconds"].quantile([0.25, 0.5, 0.75])
+
+    def document(self) -> dict[str, Any]:
+        """A JSON document of the tables and facts; the raw rows are in the file that `save` writes."""
+        tables = {name: json.loads(getattr(self, name)().to_json(orient="records")) for name in TABLES}
+        return {"schema": 1, **tables, "facts": self.facts}
+
+    def save(self, path: Path) -> Path:
+        """Write one parquet file."""
+        return score_rows.write(path, self.rows, self.facts)
+
+    @classmethod
+    def load(cls, path: Path) -> "Score":
+        """What `save` wrote. Raises InputError for anything else."""
+        return cls(*score_rows.read(path))
+
+
+def score(
+    *,
+    seeds: int = 3,
+    layers: Sequence[int] | None = None,
+    dtypes: Sequence[str] = tuple(DTYPES),
+    faults: Sequence[str] | None = None,
+    controls: bool = True,
+    workers: int = 1,
+    keep: Path | None = None,
+    progress: Progress = silent,
+) -> Score:
+    """Run the grid on the embedded pair and score it; `layers` and `faults` None: all.
+
+    `seeds` counts models, each with a text of its own. `controls` also runs the false-alarm controls and looks for the
+    smallest scale fault. Work is shared by `workers` processes of one thread each, a model and dtype at a time. With
+    `keep`, a folder, each of these is written down when it is done and not run again. Raises InputError for what cannot
+    be run, and for a fault that did not act.
+    """
+    parts = list(_parts(seeds, layers, dtypes, faults, controls))
+    done = {part: rows for part in parts if (rows := _kept(part, keep)) is not None}
+    done |= dict(_run([part for part in parts if part not in done], keep, workers, progress))
+    first, numbers = parts[0], list(range(seeds))
+    ran = {"seeds": numbers, "dtypes": list(dtypes), "faults": list(first.faults), "layers": list(first.layers)}
+    facts = {"ran": ran | {"controls": controls}, "provenance": provenance(seeds={"pair": numbers})}
+    return Score(pd.concat([done[part] for part in parts], ignore_index=True), facts)
+
+
+def _parts(
+    seeds: int, layers: Sequence[int] | None, dtypes: Sequence[str], faults: Sequence[str] | None, controls: bool
+) -> Iterator[Part]:
+    n_layers = SHAPES["draft"]["num_hidden_layers"]
+    every = tuple(range(n_layers)) if layers is None else tuple(layers)
+    chosen = tuple(FAULTS) if faults is None else tuple(faults)
+    for what, given, known in (("dtype", dtypes, DTYPES), ("fault", chosen, FAULTS), ("layer", every, range(n_layers))):
+        if not given or (unknown := [one for one in given if one not in known]):
+            raise InputError(f"no {what} {unknown[0] if given else ''!r}: there are {', '.join(map(str, known))}")
+    if seeds < 1:
+        raise InputError(f"a score needs at least one seed, not {seeds}")
+    for seed in range(seeds):
+        for dtype in dtypes:
+            yield Part(dtype, seed, chosen, every, controls)
+
+
+def _kept(part: Part, keep: Path | None) -> pd.DataFrame | None:
+    """What an earlier run left of a part. Raises InputError for a file that is damaged."""
+    path = None if keep is None else Path(keep) / part.file
+    return None if path is None or not path.exists() else score_rows.read(path)[0]
+
+
+def _run(
+    parts: Sequence[Part], keep: Path | None, workers: int, progress: Progress
+) -> Iterator[tuple[Part, pd.DataFrame]]:
+    """Parts as they are done. Each is kept by the process that did it: where one fails, the others are not lost."""
+    if workers < 2 or len(parts) < 2:
+        for number, part in enumerate(parts):
+            yield part, _written(part, keep, _said(part, number, len(parts), progress))
+        return
+    # a fresh process each: one that is forked has torch's threads, but none of them running
+    with ProcessPoolExecutor(min(workers, len(parts)), get_context("spawn"), initializer=_one_thread) as pool:
+        running = {pool.submit(_written, part, keep): part for part in parts}
+        for number, future in enumerate(as_completed(running)):
+            part = running[future]
+            progress(number, len(parts), f"{part.dtype}, seed {part.seed}: done")
+            yield part, future.result()
+
+
+def _said(part: Part, number: int, total: int, progress: Progress) -> Callable[[str], None]:
+    return lambda what: progress(number, total, f"{part.dtype}, seed {part.seed}: {what}")
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _unheard(_what: str) -> None:
+    """The progress of a part in another process."""
+
+
+def _written(part: Part, keep: Path | None, note: Callable[[str], None] = _unheard) -> pd.DataFrame:
+    rows = measured(part, note)
+    if keep is not None:
+        score_rows.write(Path(keep) / part.file, rows, {})
+    return rows
+
+
+def measured(part: Part, note: Callable[[str], None]) -> pd.DataFrame:
+    """All rows of a part."""
+    subject, rows = Subject(part.dtype, part.seed), []
+    lab = subject.lab
+    for case in cases(lab.draft, lab.script, seed=part.seed, faults=part.faults, layers=part.layers):
+        note(case.says)
+        rows += examined(subject, case)
+    for name in CONTROLS if part.controls else ():
+        note(name)
+        rows += controlled(subject, name)
+    for layer in part.layers if part.controls else ():
+        note(f"smallest scale in layer {layer}")
+        rows += scaled(subject, layer)
+    return score_rows.table(rows)

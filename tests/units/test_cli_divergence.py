@@ -1,0 +1,421 @@
+"""`specnb divergence`, and the triage that `specnb generate` and a sweep call by themselves."""
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from specnb import cli, cli_divergence_kit
+from specnb.book.suspicions import suspicions
+from specnb.divergence.deploy import imported
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.score import Score
+from specnb.draft import load as draft_load
+from specnb.draft.load import LoadedDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.errors import InputError
+from specnb.lm import toy
+from specnb.measure import ksweep, pair
+from specnb.params import KSweepParams
+from tests.units.tiny_models import torch_folder, torch_model
+
+SIZE = 300
+
+
+@pytest.fixture
+def specnb(monkeypatch, capsys):
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["specnb", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def investigate(specnb):
+    return lambda *words: specnb("divergence", "investigate", *words)
+
+
+def told(err):
+    """The line on stderr that is no progress bar's."""
+    return next(line for line in err.replace("\r", "\n").splitlines() if line.startswith("specnb: "))
+
+
+# --- investigate ----------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_draft_is_exit_code_zero(investigate):
+    code, out, _ = investigate("--setups", "S0")
+    assert code == 0 and out.startswith("SOUND: ") and "50 of 50 modules" in out and "Causes" not in out
+
+
+def test_the_case_is_exit_code_one_and_names_module_and_cause(investigate):
+    code, out, _ = investigate("--setups", "S0,S1,S2", "--fault", "positional_registry")
+    line = out.splitlines()[0]
+    assert code == 1 and line.startswith("DIVERGENT: first at layers.0.mlp.experts,")
+    assert "IDENTITY" in line and "S0 S1 clean; S2 wrong" in line
+    assert "resolve modules by name" in out and "vLLM #33497" in out and "Does it repeat? Yes" in out
+
+
+def test_json_is_one_document_with_the_verdict(investigate):
+    words = ["--fault", "expert_scale", "--layer", "2", "--setups", "S0", "--dtype", "bfloat16", "--seed", "3"]
+    code, out, _ = investigate(*words, "--json")
+    document = json.loads(out)
+    assert code == document["exit_code"] == 1 and out.count("\n") == 1
+    assert document["verdict"] == "DIVERGENT" and document["facts"]["dtype"] == "bfloat16"
+    assert document["first"]["module"] == "layers.2.mlp.experts" and document["causes"][0]["cause"] == "WEIGHTS"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--fault", "positional"], ["unknown fault 'positional'", "did you mean positional_registry?", "known: "]),
+        (["--fault", "random_head", "--layer", "1"], ["random_head is in no one layer", "leave layer 1 out"]),
+        (["--layer", "1"], ["add --fault NAME"]),
+        (["--fault", "split_k", "--deploy", "a:b"], ["--deploy or --fault, not both", "'a:b' and 'split_k'"]),
+        (["--setups", "S0,S9"], ["unknown set-up 'S9'", "known: S0, S0w, S1"]),
+        (["--setups", ""], ["unknown set-up ''"]),
+        (["--target", "smollm2-135m"], ["the embedded pair has its own target", "smollm2-135m"]),
+    ],
+    ids=lambda x: " ".join(x)[:40],
+)
+def test_wrong_words_are_one_line_and_exit_code_two(investigate, words, parts):
+    code, out, err = investigate(*words)
+    assert code == 2 and out == "" and err.startswith("specnb: ") and err.count("\n") == 1, err
+    assert all(part in err for part in parts), err
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--draft", "no-such-model"], "no-such-model"),
+        (["--dtype", "float8"], "float8"),
+        (["--fault", "expert_scale", "--layer", "9"], "layer 9 has no bank of experts"),
+        (["--draft", "./no-such-folder", "--target", "pair"], "no-such-folder"),
+    ],
+)
+def test_what_cannot_be_judged_is_no_verdict(investigate, words, part):
+    code, out, err = investigate(*words)
+    assert code == 125 and out == "" and part in told(err) and "Traceback" not in err
+
+
+SERVICE = """
+from contextlib import contextmanager
+from specnb.divergence.faults import FAULTS
+print("a service may print")
+number = 3
+
+def deploy(draft, neighbour):
+    print("so it may")
+    return FAULTS["positional_registry"](draft, neighbour)
+
+@contextmanager
+def sound(draft, neighbour):
+    yield
+
+def once(draft, neighbour):
+    yield
+
+@contextmanager
+def raises(draft, neighbour):
+    if neighbour is not None:
+        raise KeyError("slot 17")
+    yield
+
+@contextmanager
+def crashes(draft, neighbour):
+    def forward(*args, **kwargs):
+        raise ZeroDivisionError("in the kernel")
+    kept, draft.forward = draft.forward, forward
+    try:
+        yield
+    finally:
+        del draft.forward
+"""
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    """`my_service.py` in the current directory, forgotten afterwards."""
+    (tmp_path / "my_service.py").write_text(SERVICE)
+    (tmp_path / "broken.py").write_text("import my_service\nimport nothing_like_it\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("my_service", "broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    for name in ("my_service", "broken"):
+        sys.modules.pop(name, None)
+
+
+def test_a_service_of_the_users_is_found_in_the_current_directory(investigate, service):
+    code, out, err = investigate("--deploy", "my_service:deploy", "--setups", "S2", "--json")
+    assert code == 1 and json.loads(out)["causes"][0]["cause"] == "IDENTITY"
+    assert "a service may print" in err and "so it may" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("my_service", ["'my_service' names no function", "my_service:deploy"]),
+        ("my service:deploy", ["names no function"]),
+        ("nothing_like_it:deploy", ["importing nothing_like_it raised ModuleNotFoundError"]),
+        ("broken:deploy", ["importing broken raised ModuleNotFoundError", "nothing_like_it", "(broken.py, line 2)"]),
+        ("my_service:deploi", ["no 'deploi' in the module my_service", "did you mean deploy"]),
+        ("my_service:number", ["my_service:number is a int, not a function"]),
+        ("my_service:once", ["gave a generator, not a context manager", "contextlib.contextmanager"]),
+        (
+            "my_service:raises",
+            ["my_service:raises(draft, neighbour) raised KeyError: 'slot 17'", "(my_service.py, line"],
+        ),
+    ],
+)
+def test_a_service_that_does_not_start_says_why_and_where(service, name, parts):
+    with pytest.raises(InputError) as failed, imported(name)(object(), object()):
+        pass
+    assert all(part in str(failed.value) for part in parts)
+
+
+def test_a_service_that_does_not_start_is_one_line_and_no_verdict(investigate, service):
+    code, out, err = investigate("--deploy", "nothing_like_it:deploy")
+    assert code == 125 and out == "" and "Traceback" not in err and "ModuleNotFoundError" in told(err)
+
+
+def test_a_service_that_crashes_in_a_forward_shows_where_and_is_no_verdict(investigate, service):
+    """Python's own exit code for it is 1: git would take every commit of a broken build for the bad one."""
+    code, out, err = investigate("--deploy", "my_service:crashes", "--setups", "S0")
+    assert code == 125 and out == ""
+    assert "Traceback" in err and "my_service.py" in err
+    assert told(err) == "specnb: the draft was not judged: ZeroDivisionError: in the kernel"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(torch_folder(tmp_path_factory.mktemp("tiny") / "draft"))
+
+
+def test_models_of_the_users_are_opened_in_torch(investigate, tiny):
+    code, out, err = investigate("--draft", tiny, "--target", tiny, "--setups", "S0,S3", "--json")
+    document = json.loads(out)
+    assert code == 0 and document["verdict"] in ("SOUND", "PRECISION_ONLY"), err
+    assert document["facts"]["draft"] == document["facts"]["target"] == "LlamaForCausalLM"
+    assert {s["setup"] for s in document["setups"] if s["verdict"] == "clean"} == {"S0", "S3"}
+
+
+def test_a_report_holds_the_verdict_and_a_reproduction(investigate, tiny, tmp_path):
+    words = ["--draft", tiny, "--dtype", "bfloat16", "--fault", "random_head", "--setups", "S0", "--json"]
+    code, out, err = investigate(*words, "--report", str(tmp_path / "report"))
+    document = json.loads(out)
+    assert code == 1 and document["causes"][0]["cause"] == "HEAD" and "report.html" in told(err)
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["line"] == document["line"]
+    assert "import" in (tmp_path / "report" / "repro" / "repro.py").read_text()
+
+
+def test_a_report_that_cannot_be_written_keeps_the_verdict(investigate, tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, out, err = investigate("--draft", tiny, "--setups", "S0", "--report", str(tmp_path / "file" / "in"), "--json")
+    assert code == 0 and json.loads(out)["exit_code"] == 0 and "cannot be written" in told(err)
+
+
+# --- compare, preflight, score, faults ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """Traces of a tiny model: two alike, one with a random head."""
+    from specnb.divergence.capture import capture
+    from specnb.divergence.faults import FAULTS
+    from specnb.divergence.investigate import made_up
+    from specnb.divergence.script import run
+
+    model, folder = torch_model().eval(), tmp_path_factory.mktemp("traces")
+    for name, service in (("a", nullcontext()), ("b", nullcontext()), ("wrong", FAULTS["random_head"](model))):
+        with service, capture(model) as builder:
+            run(model, made_up(model))
+        builder.trace().save(folder / name)
+    return folder
+
+
+def test_traces_are_compared_by_their_folders(specnb, traces):
+    a, b, wrong = (str(traces / name) for name in ("a", "b", "wrong"))
+    code, out, _ = specnb("divergence", "compare", a, b)
+    assert code == 0 and out.startswith("SOUND: ") and "looked at: " in out
+    code, out, _ = specnb("divergence", "compare", a, wrong, "--sound", b)
+    assert code == 1 and out.startswith("DIVERGENT: first at lm_head") and "changed" in out
+    code, out, _ = specnb("divergence", "compare", a, wrong, "--json")
+    assert code == 1 and json.loads(out)["first"]["module"] == "lm_head"
+    code, out, err = specnb("divergence", "compare", a, str(traces / "none"))
+    assert code == 125 and out == "" and "none" in told(err)
+
+
+def test_comparing_needs_no_torch(traces):
+    words = ["divergence", "compare", str(traces / "a"), str(traces / "b")]
+    code = f"""
+import sys
+from specnb.cli import main
+sys.argv = ["specnb", *{words!r}]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+print(sorted({{"torch", "transformers", "llama_cpp"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("[]\n"), done.stdout + done.stderr
+
+
+def test_a_preflight_fails_with_what_is_wrong(specnb, tiny, tmp_path):
+    code, out, _ = specnb("divergence", "preflight", "--draft", tiny, "--target", tiny, "--json")
+    found = {one["check"]: one["verdict"] for one in json.loads(out)}
+    assert code == 0 and found["load report"] == found["recurrence"] == found["rope"] == "ok"
+    (tmp_path / "training.json").write_text("{")
+    code, out, _ = specnb("divergence", "preflight", "--draft", tiny, "--training", str(tmp_path))
+    assert code == 1 and "fail" in out and "learning rate" in out
+    assert specnb("divergence", "preflight", "--draft", tiny, "--training", str(tmp_path / "none"))[0] == 2
+
+
+def test_a_drafter_without_a_model_needs_a_target_for_its_preflight(specnb):
+    code, out, err = specnb("divergence", "preflight", "--draft", "lookup")
+    assert code == 2 and out == "" and "add --target" in err
+
+
+def test_files_of_a_hub_model_are_those_that_were_fetched(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **more: asked.update(more, a=a) or tmp_path)
+    assert cli_divergence_kit._folder("hf:org/name?revision=v1") == tmp_path
+    assert asked == {"a": ("org/name",), "revision": "v1", "local_files_only": True}
+    assert cli_divergence_kit._folder("smollm2-135m") is None and cli_divergence_kit._folder("lookup") is None
+
+
+def test_every_planted_fault_is_listed_with_its_options(specnb):
+    code, out, _ = specnb("divergence", "faults", "--json")
+    rows = {row["fault"]: row for row in json.loads(out)}
+    assert code == 0 and list(rows) == list(FAULTS)
+    case = rows["positional_registry"]
+    assert case["cause"] == "IDENTITY" and case["first"] == "layers.0.mlp.experts" and "vllm#33497" in case["issues"]
+    assert rows["expert_scale"]["options"]["eps"] == 0.02 and rows["uniform_offset"]["first"] is None
+
+
+@pytest.mark.slow
+def test_a_score_is_told_and_kept(specnb, tmp_path):
+    words = ["--seeds", "1", "--layers", "1", "--dtypes", "float32", "--faults", "expert_scale", "--no-controls"]
+    code, out, _ = specnb("divergence", "score", *words, "--out", str(tmp_path / "rows.parquet"))
+    assert code == 0 and "0 faults missed or misnamed, 0 false alarms" in out and "cosine" in out
+    assert Score.load(tmp_path / "rows.parquet").facts["ran"]["layers"] == [1]
+
+
+def test_wrong_words_for_a_score_are_one_line(specnb):
+    for words, part in ((["--layers", "x"], "'x'"), (["--layers", "9"], "9"), (["--faults", "none"], "none")):
+        code, out, err = specnb("divergence", "score", *words)
+        assert code == 2 and out == "" and part in told(err)
+
+
+# --- triage by itself -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """Toys: a target, a drafter that is the target, and one of other rules."""
+    made = {"target": (SIZE, 1), "same": (SIZE, 1), "other": (SIZE, 2)}
+
+    def load(name, **options):
+        size, seed = made[name]
+        return toy.markov(size, order=3, seed=seed)
+
+    monkeypatch.setattr(pair, "load", load)
+    monkeypatch.setattr(draft_load, "load", load)
+
+
+def generated(specnb, *words):
+    more = ["--target", "target", "--prompt", "", "--max-new-tokens", "150", "--ignore-eog"]
+    return specnb("generate", *more, *words)
+
+
+def test_a_draft_that_is_never_kept_is_told_in_one_line(specnb, models):
+    code, out, err = generated(specnb, "--draft", "other", "--json")
+    document = json.loads(out)
+    assert code == 0 and err.count("\n") == 1 and err.startswith("specnb: suspicious acceptance: ")
+    assert document["triage"] in err and "first drafts kept" in document["triage"]
+    code, out, err = generated(specnb, "--draft", "other")
+    assert code == 0 and "suspicious" in err and "suspicious" not in out
+
+
+@pytest.mark.parametrize("words", [["--draft", "same"], ["--drafter", "lookup"], [], ["--draft", "same", "--baseline"]])
+def test_a_sound_drafter_is_not_remarked_upon(specnb, models, words):
+    code, out, err = generated(specnb, *words, "--json")
+    assert code == 0 and err == "" and json.loads(out)["triage"] is None
+
+
+def test_a_text_that_leaves_plain_decoding_is_told(specnb, models, monkeypatch):
+    """The target answers blocks otherwise than single steps, and by more than rounding."""
+    plain = toy.ToyLM.forward
+
+    def forward(self, ids, n_logits=None):
+        rows = plain(self, ids, n_logits)
+        return np.roll(rows, 7, axis=1) if len(ids) > 1 and self.n_past > 40 else rows
+
+    monkeypatch.setattr(toy.ToyLM, "forward", forward)
+    code, out, err = generated(specnb, "--draft", "same", "--baseline", "--json")
+    document = json.loads(out)
+    assert code == 0 and document["summary"]["identical"] is False and not document["summary"]["fork"]["near_tie"]
+    assert "plain decoding" in document["triage"] and document["triage"] in err
+
+
+def test_a_sweep_names_the_drafter_that_is_suspicious(monkeypatch):
+    class Reading(toy.ToyLM):
+        def encode(self, text, *, special=True):
+            return [b % self.vocab.size for b in text.encode()]
+
+    def opened(seed):
+        model = toy.markov(SIZE, order=3, seed=seed)
+        model.__class__ = Reading
+        return model
+
+    params = KSweepParams(
+        ks=[1, 4], k_max=4, temperatures=[0.0], categories=["code"], prompts_per_category=3, max_new_tokens=40,
+        conversations=0,
+    )  # fmt: skip
+    monkeypatch.setattr(ksweep, "load", lambda *_, **__: opened(1))
+    for seed, n_lines in ((1, 0), (2, 1)):
+        drafter = ModelDrafter(opened(seed))
+        drafter.name = "draft"
+        monkeypatch.setattr(ksweep, "load_drafter", lambda *_, drafter=drafter, **__: LoadedDrafter(drafter))
+        record = ksweep.run(params)
+        lines = suspicions(record)
+        assert len(lines) == n_lines and all(line.startswith("draft: suspicious acceptance: ") for line in lines)
+    old = record.model_copy(update={"provenance": record.provenance | {"extra": {}}})
+    with pytest.raises(InputError, match="run it again"):
+        suspicions(old)
+
+
+@pytest.mark.slow
+def test_git_narrows_down_the_commit_that_broke_a_service(tmp_path):
+    """The commit before it does not start and is skipped, so it stays a candidate; a verdict it would not be."""
+
+    def git(*words, code=0):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", *author, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    git("init", "-q")
+    commits = {}
+    for name, serve in {"old": "sound", "good": "sound", "dead": "raises", "bad": "deploy", "new": "deploy"}.items():
+        (tmp_path / "my_service.py").write_text(f"{SERVICE}\nserve = {serve}  # {name}\n")
+        git("add", "my_service.py")
+        git("commit", "-q", "-m", name)
+        commits[name] = git("rev-parse", "HEAD").strip()
+    git("bisect", "start", commits["new"], commits["old"])
+    judge = [sys.executable, "-c", "from specnb.cli import main; main()", "divergence", "investigate"]
+    said = git("bisect", "run", *judge, "--deploy", "my_service:serve", "--setups", "S0,S2", code=2)
+    candidates = said.split("The first bad commit could be any of:")[1]
+    assert {name for name, commit in commits.items() if commit in candidates} == {"dead", "bad"}

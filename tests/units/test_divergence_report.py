@@ -1,0 +1,278 @@
+"""The report of an investigation, and reproductions that run where this package is not."""
+
+import ast
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specnb.divergence import pair as small
+from specnb.divergence import report, repro_script
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.investigate import judge
+from specnb.divergence.repro import minimal
+from specnb.divergence.script import Feed, Script
+from specnb.divergence.setups import Lab
+from specnb.errors import InputError
+
+TEXT = np.random.default_rng(0).integers(0, 256, 14).tolist()
+SCRIPT = Script.drafting(TEXT, prompt=11, k=2, vocab_size=256)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return small.pair()
+
+
+@pytest.fixture(scope="module")
+def lab(pair):
+    return Lab(pair.draft, pair.target, script=SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def wrong(lab):
+    return judge(lab, deploy=FAULTS["positional_registry"], setups=("S0", "S1", "S2"))
+
+
+@pytest.fixture(scope="module")
+def sound(lab):
+    return judge(lab, setups=("S0", "S2"))
+
+
+def answered(found, about, **options):
+    return next(one.answer for one in report.answers(found, **options) if about in one.question)
+
+
+# --- words and tables -----------------------------------------------------------------------------------------------
+
+
+def test_every_question_has_an_answer_and_coverage_is_among_them(wrong, sound):
+    for found in (wrong, sound):
+        told = report.answers(found)
+        assert all(one.question.endswith("?") and one.answer.endswith(".") for one in told)
+        assert str(found.coverage) in answered(found, "looked at")
+        assert "attention_mask" in answered(found, "What was not") and "S6" in answered(found, "What was not")
+        assert report.text(found).startswith(found.line)
+
+
+def test_a_run_that_does_not_repeat_or_is_changed_by_hooks_is_told_in_capitals(sound):
+    assert answered(sound, "repeat").startswith("Yes") and answered(sound, "hooks").startswith("No:")
+    doubtful = dataclasses.replace(sound, repeats=False, inert=False)
+    assert answered(doubtful, "repeat").startswith("NO") and answered(doubtful, "hooks").startswith("YES")
+
+
+def test_tokens_that_reached_the_model_otherwise_are_told(lab, wrong):
+    assert answered(wrong, "Same tokens").startswith("Yes")
+    fed = judge(lab, deploy=FAULTS["dummy_tokens"], setups=("S0",))
+    assert "NO, the model got others in S0" in answered(fed, "Same tokens")
+
+
+def test_false_alarms_are_counted_or_said_to_be_unknown(wrong):
+    assert "not handed" in answered(wrong, "false alarm")
+    told = answered(wrong, "false alarm", false_alarms=(1, 40))
+    assert told.startswith("1 of 40 controls were called divergent (at most 12.9%")
+
+
+def test_the_earliest_nodes_say_what_was_read_and_that_inputs_were_right(wrong, sound):
+    first = report.earliest(wrong).iloc[0]
+    assert first["module"] == "layers.0.mlp.experts" == wrong.first.module
+    assert "neighbour:model.layers.0.mlp.experts.gate_up_proj" in first["reads"]
+    assert first["in_error"] < first["floor"] < first["error"]
+    assert len(report.earliest(wrong, 2)) == 2 and report.earliest(sound).empty
+
+
+def test_the_cosine_of_the_worst_token_is_that_of_its_vectors(lab, wrong):
+    first = report.earliest(wrong).iloc[0]
+    bad = wrong.case.bad
+    at = bad.wrong[bad.wrong["at"] == first["at"]].sort_values("error").iloc[-1]["position"]
+    inputs = [bad.along.values[first["at"], 0, "in", n] for n in ("hidden_states", "router_indices", "routing_weights")]
+    bank = lab.reference.get_submodule(f"model.{first['at']}")
+    with torch.no_grad():
+        ours = bank(*(torch.from_numpy(value) for value in inputs))[at]
+    theirs = torch.from_numpy(bad.along.values[first["at"], 0, "out", "out"][at])
+    assert first["cosine"] == pytest.approx(torch.cosine_similarity(ours, theirs, dim=0).item(), abs=1e-4)
+
+
+def test_cells_are_what_the_heat_map_shows(wrong):
+    heat = wrong.heat("S2")
+    cells = report.cells(wrong, "S2").set_index(["module", "position"])
+    assert len(cells) == heat.notna().sum().sum()
+    for (module, position), cell in cells.sample(40, random_state=0).iterrows():
+        with np.errstate(divide="ignore"):
+            expected = np.clip(np.log10(cell["error"] / cell["floor"]), -1, 8)
+        assert heat.loc[module, position] == pytest.approx(expected)
+
+
+def test_the_slots_of_the_case_are_those_of_correct_allocation():
+    table = report.slots()
+    first = table[table["model"] == "draft 20b"].groupby("beside")["first_slot"].min()
+    assert first.to_dict() == {"gpt-oss-120b": 336, "gpt-oss-20b": 176}
+    assert table.groupby("beside")["gid"].count().to_dict() == {"gpt-oss-120b": 6, "gpt-oss-20b": 4}
+
+
+def test_the_document_is_read_back_as_it_was_written(wrong, sound, tmp_path):
+    for found in (wrong, sound):
+        path = report.write_json(found, tmp_path / "new" / "report.json", {"more": [1]})
+        assert json.loads(path.read_text()) == json.loads(json.dumps(found.document() | {"more": [1]}))
+        assert [one.name for one in path.parent.iterdir()] == ["report.json"]
+    with pytest.raises(InputError, match="verdict"):
+        report.write_json(wrong, tmp_path / "report.json", {"verdict": "SOUND"})
+    with pytest.raises(InputError, match="cannot be"):
+        report.write_json(wrong, tmp_path / "report.json", {"x": float("nan")})
+    with pytest.raises(InputError, match="another folder"):
+        report.write_json(wrong, path / "below" / "report.json")
+
+
+def test_words_need_no_torch():
+    code = "import sys, specnb.divergence.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- reproductions --------------------------------------------------------------------------------------------------
+
+
+def made(pair, lab, fault, setup="S0", **options):
+    outcome = lab.run(setup, FAULTS[fault])
+    return minimal(pair.draft, pair.target, outcome=outcome, deploy=FAULTS[fault], **options)
+
+
+@pytest.fixture(scope="module")
+def identity(pair, lab):
+    return made(pair, lab, "positional_registry", "S2")
+
+
+GUARD = """
+import runpy, sys
+sys.modules["specnb"] = None
+runpy.run_path("repro.py", run_name="__main__")
+"""
+
+
+def executed(script: Path) -> subprocess.CompletedProcess:
+    """Run with this package nowhere to be found: isolated, elsewhere, and its import forbidden."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS") if name in os.environ}
+    command = [sys.executable, "-I", "-c", GUARD]
+    return subprocess.run(command, cwd=script.parent, env=kept, capture_output=True, text=True, check=False)
+
+
+def test_an_identity_fault_becomes_one_token_through_one_module(identity, tmp_path):
+    found = identity
+    assert found.kind == "module" and found.script.feeds == (Feed(tuple(TEXT[:1])),)
+    script = found.write(tmp_path)
+    assert {one.name for one in tmp_path.iterdir()} == {"repro.py", "repro.json", "repro.safetensors"}
+    done = executed(script)
+    assert done.returncode == 1 and "layers.0.mlp.experts" in done.stdout and "DIVERGENT" in done.stdout
+    assert "1 of 1 tokens differ" in done.stdout and not done.stderr
+    # only the bank's own weights go along
+    weights = {name for name in load_file(tmp_path / "repro.safetensors") if name.startswith("weights/")}
+    assert len(weights) == 4 and all("layers.0.mlp.experts" in name for name in weights)
+
+
+def test_the_script_ends_with_zero_once_the_captured_tensor_is_right(identity, tmp_path, capsys):
+    found = identity
+    found.write(tmp_path)
+    right = repro_script.rerun(found.facts, found.tensors).detach()
+    save_file({"captured": right.contiguous()}, tmp_path / "fixed.safetensors")
+    assert repro_script.main(tmp_path, tmp_path / "fixed.safetensors") == 0 and "SOUND" in capsys.readouterr().out
+    assert repro_script.main(tmp_path) == 1
+
+
+def test_attention_is_shown_on_the_whole_draft_at_its_tokens(pair, lab, tmp_path, capsys):
+    found = made(pair, lab, "kv_slot_swap", runs=2)
+    # slots 5 and 9 are exchanged: token 5 is wrong, and is right in a text that ends with it
+    assert found.kind == "model" and found.script.feeds == (SCRIPT.feeds[0],)
+    found.write(tmp_path)
+    assert repro_script.main(tmp_path) == 1
+    told = capsys.readouterr().out
+    assert "token 5:" in told and "token 4:" not in told
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "tokens"),
+    [("expert_scale_in_op", "module", 1), ("rope_mismatch", "module", 9), ("dummy_tokens", "model", 9)],
+)
+def test_text_is_as_short_as_the_fault_allows(pair, lab, fault, kind, tokens):
+    found = made(pair, lab, fault, runs=2)
+    assert (found.kind, len(found.script.text)) == (kind, tokens)
+    assert str(tokens) in str(found) and found.runs <= 2
+
+
+def test_feeds_that_are_needed_are_kept(pair):
+    script = Script.drafting(TEXT, prompt=3, k=2, vocab_size=256)
+    found = made(pair, Lab(pair.draft, script=script), "untrimmed", runs=8)
+    assert found.kind == "model" and any(feed.forget for feed in found.script.feeds)
+    assert len(found.script.feeds) <= len(script.feeds) and len(found.script.feeds[0].ids) < 3
+
+
+def test_the_number_of_runs_is_bounded(pair, lab):
+    assert made(pair, lab, "rope_mismatch", runs=1).runs == 1
+    with pytest.raises(InputError, match="at least 1"):
+        made(pair, lab, "rope_mismatch", runs=0)
+    with pytest.raises(InputError, match=r"not wrong again in 1 runs of S0: .* more runs"):
+        made(pair, lab, "kv_slot_swap", runs=1)
+
+
+def test_what_cannot_be_reproduced_is_refused(pair, lab):
+    clean = lab.run("S0")
+    with pytest.raises(InputError, match="S0 is clean"):
+        minimal(pair.draft, outcome=clean)
+    outcome = lab.run("S0", FAULTS["expert_scale"])
+    with pytest.raises(InputError, match="not wrong again"):
+        minimal(pair.draft, pair.target, outcome=outcome)  # without the service that made it wrong
+
+
+def test_a_draft_that_is_not_from_transformers_is_refused(pair, lab, monkeypatch):
+    outcome = lab.run("S0", FAULTS["expert_scale"])
+    monkeypatch.setattr(type(pair.draft), "__module__", "mine")
+    with pytest.raises(InputError, match=r"mine\.GptOssForCausalLM, which is not in transformers"):
+        minimal(pair.draft, pair.target, outcome=outcome, deploy=FAULTS["expert_scale"])
+
+
+def test_a_folder_that_cannot_be_written_is_told(identity, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="another folder"):
+        identity.write(tmp_path / "file" / "below")
+
+
+def test_the_script_imports_nothing_of_this_package():
+    tree = ast.parse(Path(repro_script.__file__).read_text())
+    named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    named += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert not [name for name in named if name.startswith("specnb")]
+
+
+def test_errors_of_tokens_are_by_token():
+    ours = torch.tensor([[[3.0, 4.0], [1.0, 0.0]]])
+    theirs = torch.tensor([[[3.0, 4.0], [1.0, 1.0]]])
+    assert repro_script.apart(ours, theirs, 1) == [0, 1]
+    assert repro_script.apart(ours.int(), theirs.int(), 1) == [0, 1]
+    assert repro_script.apart(ours[:, :1], theirs, 1) == [float("inf")] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("x", 1),
+        ("pair.1", 3),
+        ("pair.1.0", None),
+        ("deep.a.0", 4),
+        ("with.dot", 5),
+        ("missing.0", None),
+        ("pair.x", None),
+    ],
+)
+def test_dotted_names_are_looked_up_as_a_capture_gives_them(name, found):
+    values = {"x": 1, "pair": (2, 3), "deep": {"a": [4]}, "with.dot": 5}
+    assert repro_script.inner(values, name) == found
+
+
+def test_tables_are_frames(wrong):
+    assert isinstance(report.earliest(wrong), pd.DataFrame) and isinstance(report.slots(), pd.DataFrame)
