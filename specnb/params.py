@@ -201,6 +201,32 @@ class MedusaParams(Params):
     _no_repeats = field_validator("categories")(_each_once)
 
 
+class DivergenceParams(Params):
+    """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?
+
+    The embedded pair of `dtype` and `seed` reads `tokens` tokens, `prompt_tokens` of them at once and the others in
+    rounds of `k`. `fault` is planted in `layer` (-1: where it is by default) and investigated; then each of `gallery`
+    (empty: all planted faults).
+    """
+
+    fault: str = "positional_registry"
+    layer: int = Field(default=-1, ge=-1, le=1000)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    tokens: int = Field(default=24, ge=8, le=4096)
+    prompt_tokens: int = Field(default=14, ge=1, le=4096)
+    k: int = Field(default=3, ge=1, le=64)
+    gallery: list[str] = Field(default=[], max_length=64)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+    _no_repeats = field_validator("gallery")(_each_once)
+
+    @model_validator(mode="after")
+    def _something_to_draft(self) -> Self:
+        if self.prompt_tokens >= self.tokens:
+            raise ValueError(f"a prompt of {self.prompt_tokens} tokens leaves none of {self.tokens} to draft")
+        return self
+
+
 class ExplorerParams(Params):
     """Notebook 09: what would another K, drafter, temperature, content or machine give?
 

@@ -1,78 +1,27 @@
 """What notebook 06 shows: the table of the case, why statistics mislead, and the gallery of planted faults."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Self
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from pydantic import Field, field_validator, model_validator
 
 from specnb.book import divergence_figures as figures
 from specnb.divergence.along import Key
-from specnb.divergence.deploy import planted
-from specnb.divergence.faults import FAULTS
-from specnb.divergence.faults_parts import Fault
-from specnb.divergence.investigate import judge
-from specnb.divergence.investigation import Investigation, shown
-from specnb.divergence.script import Script
-from specnb.divergence.setups import SETUPS, Deploy, Lab, Outcome
-from specnb.errors import InputError, did_you_mean
-from specnb.measure.experiment import Progress, silent
-from specnb.params import Params
+from specnb.divergence.gallery import NOTHING, Gallery
+from specnb.divergence.investigation import Investigation
+from specnb.divergence.score import Score
+from specnb.divergence.score_rows import LAB
+from specnb.divergence.setups import Outcome
+from specnb.errors import InputError
 from specnb.provenance import json_digest
 
+SCORED = {"module": "module", "or its part": "near", "token": "token", "cause": "cause"}
+"""Columns of a score, and how the table calls them."""
 CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
 """The set-ups of the case, and how its notes call them."""
-GALLERY = ("S0", "S1", "S2", "S3")
-NOTHING = "-"
-"""Named where there is no module to name."""
 SHORT = 8
 """Digits of a digest that a table shows."""
-
-
-class DivergenceParams(Params):
-    """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?
-
-    The embedded pair of `dtype` and `seed` reads `tokens` tokens, `prompt_tokens` of them at once and the others in
-    rounds of `k`. `fault` is planted in `layer` (-1: where it is by default) and investigated; then each of `gallery`.
-    """
-
-    fault: str = "positional_registry"
-    layer: int = Field(default=-1, ge=-1, le=1000)
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    tokens: int = Field(default=24, ge=8, le=4096)
-    prompt_tokens: int = Field(default=14, ge=1, le=4096)
-    k: int = Field(default=3, ge=1, le=64)
-    gallery: list[str] = Field(default=list(FAULTS), min_length=1, max_length=64)
-    seed: int = Field(default=0, ge=0, lt=2**31)
-
-    @field_validator("fault", "gallery")
-    @classmethod
-    def _known(cls, names: str | list[str]) -> str | list[str]:
-        listed = [names] if isinstance(names, str) else names
-        for name in listed:
-            if name not in FAULTS:
-                raise ValueError(f"{did_you_mean(name, list(FAULTS))}known faults: {', '.join(FAULTS)}")
-        if len(set(listed)) < len(listed):
-            raise ValueError("a fault is listed twice")
-        return names
-
-    @model_validator(mode="after")
-    def _something_to_draft(self) -> Self:
-        if self.prompt_tokens >= self.tokens:
-            raise ValueError(f"a prompt of {self.prompt_tokens} tokens leaves none of {self.tokens} to draft")
-        return self
-
-    def script(self, vocab_size: int) -> Script:
-        """What the draft is fed: seeded tokens."""
-        text = np.random.default_rng(self.seed).integers(0, vocab_size, self.tokens).tolist()
-        return Script.drafting(text, prompt=self.prompt_tokens, k=self.k, vocab_size=vocab_size, seed=self.seed)
-
-    def deploy(self) -> Deploy:
-        """The fault as a service. Raises InputError for a layer of one that is in no layer."""
-        return planted(self.fault, layer=None if self.layer < 0 else self.layer)
 
 
 def case_table(
@@ -164,67 +113,6 @@ def _compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]
         return b.mean() / a.mean(), b.std() / a.std(), float(cosine), float(np.linalg.norm(b - a) / length)
 
 
-@dataclass(frozen=True)
-class Gallery:
-    """`table`: one row for each fault; `strips`: faults by modules, the worst of all tokens, log10 of error over floor.
-
-    `named`: of each fault the module that was named first.
-    """
-
-    table: pd.DataFrame
-    strips: pd.DataFrame
-    named: Mapping[str, str]
-
-    def figure(self) -> go.Figure:
-        """A strip for each fault, what was named first is framed."""
-        title = "Planted faults: where modules are wrong by themselves"
-        return figures.strips(self.strips, title=title, marks=self.named)
-
-
-def gallery(
-    lab: Lab, faults: Sequence[str] = tuple(FAULTS), *, setups: Sequence[str] | None = None, progress: Progress = silent
-) -> Gallery:
-    """Plant one fault after the other and investigate each as a service of its own.
-
-    `setups` None: those of GALLERY that the lab can run. Columns of the table: fault, planted (what it is), verdict,
-    module, module_right, token, cause, cause_right, seconds. A fault that is none (`split_k`, `uniform_offset`) is
-    right where nothing is named. Raises InputError for an unknown fault, and one that does not fit the lab's models.
-    """
-    if not faults:
-        raise InputError(f"no fault to plant: give some of {', '.join(FAULTS)}")
-    for name in faults:
-        if name not in FAULTS:
-            raise InputError(f"unknown fault {name!r}; {did_you_mean(name, list(FAULTS))}known: {', '.join(FAULTS)}")
-    beside = lab.reference if lab.target is None else lab.target
-    if setups is None:
-        setups = [name for name in GALLERY if lab.target is not None or SETUPS[name].beside != "target"]
-    rows, strips, named = [], {}, {}
-    for done, name in enumerate(faults):
-        progress(done, len(faults), name)
-        with FAULTS[name](lab.draft, beside) as fault:
-            pass  # only to be told what must be found
-        found = judge(lab, deploy=FAULTS[name], setups=setups)
-        rows.append(_row(name, fault, found))
-        strips[name] = found.heat().max(axis=1)
-        if found.first is not None:
-            named[name] = found.first.module
-    order = list(dict.fromkeys(module for strip in strips.values() for module in strip.index))
-    return Gallery(pd.DataFrame(rows), pd.DataFrame(strips, index=order).T, named)
-
-
-def _row(name: str, fault: Fault, found: Investigation) -> dict[str, object]:
-    first = found.first
-    sound = fault.first is None
-    module = None if first is None else first.module
-    cause = found.causes[0].name if found.causes else ("PRECISION_ONLY" if found.verdict == "PRECISION_ONLY" else None)
-    return {
-        "fault": name, "planted": fault.note, "verdict": found.verdict,
-        "module": NOTHING if module is None else shown(module), "module_right": module == fault.first,
-        "token": -1 if first is None else first.first_token, "cause": cause or NOTHING,
-        "cause_right": (first is None) if sound else cause == fault.cause, "seconds": found.facts["seconds"],
-    }  # fmt: skip
-
-
 def setups_figure(investigation: Investigation) -> go.Figure:
     """The matrix of set-ups: a strip for each that was run, modules in order of time; named first is framed."""
     outcomes = investigation.case.outcomes
@@ -234,3 +122,39 @@ def setups_figure(investigation: Investigation) -> go.Figure:
     marks = {names[name]: one.wrong["module"].iloc[0] for name, one in outcomes.items() if not one.clean}
     title = "Beside whom the draft goes wrong, and where"
     return figures.strips(pd.DataFrame(strips, index=order).T, title=title, marks=marks)
+
+
+def gallery_figure(gallery: Gallery) -> go.Figure:
+    """A strip for each fault, what was named first is framed."""
+    title = "Planted faults: where modules are wrong by themselves"
+    return figures.strips(gallery.strips, title=title, marks=gallery.named)
+
+
+def score_table(score: Score) -> pd.DataFrame:
+    """By tool, and what it compared with: cases, right module, its part or itself, token, cause, false alarms.
+
+    Shares with their 95 % intervals as text; "-" for what a tool does not tell.
+    """
+    table = score.by_tool()
+    shown = table[["tool", "against", "n"]].rename(columns={"n": "cases"})
+    for name, column in SCORED.items():
+        tells = table["tool"].eq(LAB) | (column not in ("token", "cause"))
+        shares = [_share(row, column) for row in table.to_dict("records")]
+        shown[name] = [share if told else NOTHING for share, told in zip(shares, tells, strict=True)]
+    alarms = zip(table["alarms"], table["controls"], strict=True)
+    return shown.assign(**{"false alarms": [f"{int(a)} of {int(n)}" for a, n in alarms]})
+
+
+def score_figure(score: Score) -> go.Figure:
+    """How often each tool names the right module."""
+    table = score.by_tool()
+    names = [
+        f"{tool}, {against}" if tool != LAB else tool
+        for tool, against in zip(table["tool"], table["against"], strict=True)
+    ]
+    columns = {"tool": names, "module_right": table["module"], "low": table["module_low"], "high": table["module_high"]}
+    return figures.scores(pd.DataFrame(columns))
+
+
+def _share(row: Mapping[str, float], name: str) -> str:
+    return f"{row[name]:.3f} ({row[f'{name}_low']:.3f}-{row[f'{name}_high']:.3f})"

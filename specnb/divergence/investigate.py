@@ -8,6 +8,7 @@ which calling the draft does what it does there. The lab feeds the same tokens i
 module, with what a pristine copy makes of the same inputs.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -23,7 +24,7 @@ from specnb.divergence.coverage import Coverage
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.ladder import Verdict
 from specnb.divergence.script import Script
-from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Deploy, Lab, Outcome, setup_of
+from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Deploy, Lab, Outcome, setup_of, vocabulary_size
 from specnb.errors import InputError
 from specnb.measure.experiment import Progress, silent
 
@@ -50,7 +51,7 @@ def investigate(
     dtype without known rounding. Everything every module gave is kept: some MB a token for a model of 1 B parameters.
     """
     started = time.perf_counter()
-    lab = Lab(draft, target, script=script or made_up(draft, seed=seed), deploy=deploy)
+    lab = Lab(draft, target, script=script or made_up(draft, target, seed=seed), deploy=deploy)
     return judge(lab, setups=setups, progress=progress, started=started)
 
 
@@ -84,11 +85,10 @@ def judge(
     )  # fmt: skip
 
 
-def made_up(draft: nn.Module, *, seed: int = 0) -> Script:
-    """A short script of random tokens. Raises InputError for a model that does not say how many tokens it knows."""
-    embedding = getattr(draft, "get_input_embeddings", lambda: None)()
-    size = getattr(embedding, "num_embeddings", None)
-    if not size:
+def made_up(draft: nn.Module, target: nn.Module | None = None, *, seed: int = 0) -> Script:
+    """A short script of random tokens that both know. Raises InputError for a draft that does not say how many."""
+    size = min(vocabulary_size(one) for one in (draft, target) if one is not None)
+    if size == sys.maxsize:
         raise InputError(f"{type(draft).__name__} has no input embedding that tells its vocabulary: give a script")
     text = np.random.default_rng(seed).integers(0, size, TOKENS).tolist()
     return Script.drafting(text, prompt=PROMPT, k=K, vocab_size=size, seed=seed)
@@ -123,7 +123,7 @@ def _verdict(lab: Lab, case: Case, coverage: Coverage, inert: bool) -> tuple[Ver
     if coarser:
         return (
             "PRECISION_ONLY",
-            f"modules compute in {coarser[0]}, the draft is {lab.dtype}: all errors are rounding to it",
+            f"modules compute in {coarser[0]}, the draft is {lab.dtype}: the rest is rounding",
         )
     sound = {False: lab.sound_logits[0], True: lab.sound_logits[1]}
     if all(_equal(one.logits, sound[one.setup.in_blocks]) for one in case.outcomes.values()):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,11 @@ from specnb.divergence.case import Case
 from specnb.divergence.causes import Cause
 from specnb.divergence.compare_result import Node
 from specnb.divergence.coverage import Coverage
-from specnb.divergence.ladder import Verdict
+from specnb.divergence.ladder import EXIT, Verdict
 from specnb.divergence.local import WHICH
 from specnb.divergence.setups import SETUPS, Outcome
 from specnb.errors import InputError
 
-EXIT: Mapping[str, int] = MappingProxyType({"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125})
-"""Exit codes by verdict; 125 is what `git bisect run` skips."""
 SCHEMA = 1
 HEAT = (-1.0, 8.0)
 """Range of the heat map, log10 of error over floor."""

@@ -5,13 +5,16 @@ dtype does; an error against a more precise run that is no larger than the refer
 AWS Neuron accuracy toolkit, ratio 3); and for chosen experts the margin of the logits. No torch here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
 Verdict = Literal["DIVERGENT", "PRECISION_ONLY", "SOUND", "INCONCLUSIVE"]
+
+EXIT: Mapping[str, int] = MappingProxyType({"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125})
+"""Exit codes by verdict; 125 is what `git bisect run` skips."""
 
 TIMES_FLOOR = 3.0
 """How far above the largest error between sound runs an error must be."""

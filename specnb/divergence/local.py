@@ -131,11 +131,20 @@ def _apart(ours: Tensor, theirs: Tensor, axis: int) -> pd.DataFrame:
     """Of each token: position, error, gain."""
     a, b = (x.cpu().movedim(axis, 0).double() for x in (ours, theirs))
     a, b = (x.reshape(len(x), -1) for x in (a, b))
+    same = ~a.isfinite() & (
+        (a == b) | (a.isnan() & b.isnan())
+    )  # masks hold infinities, and their difference is no number
+    a, b = a.masked_fill(same, 0.0), b.masked_fill(same, 0.0)
     dot, own, discrete = (a * b).sum(1), (a * a).sum(1).clamp(min=1e-60), not ours.is_floating_point()
-    error = (a != b).any(1).double() if discrete else (a - b).norm(dim=1) / own.sqrt()
+    error = (a != b).any(1).double() if discrete else _or_inf((a - b).norm(dim=1) / own.sqrt())
     return pd.DataFrame(
         {"position": np.arange(len(a)), "error": error.numpy(), "gain": (dot / own).numpy(), "discrete": discrete}
     )
+
+
+def _or_inf(error: Tensor) -> Tensor:
+    """A difference that is no number, of an infinity or NaN on one side only, is as large as can be."""
+    return torch.where(error.isnan(), torch.inf, error)
 
 
 def _scores(ours: Tensor, theirs: Tensor, beside: Sequence[Tensor]) -> Tensor | None:

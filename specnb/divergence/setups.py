@@ -6,6 +6,7 @@ and never run, S5 beside another decoy, S6 with the neighbour's step behind the 
 that the draft is given another model's weights: they are its own values. The decoy can.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ class Lab:
     """A draft under suspicion: runs set-ups, each compared with what a pristine copy makes of the same inputs.
 
     `deploy(draft, neighbour)` is the service under suspicion; left out, the models just run in turn. The copy is made
-    here, before anything is deployed. Raises InputError for a draft in a dtype without known rounding.
+    here, before anything is deployed. Raises InputError for a draft in a dtype without known rounding, and for a script
+    with tokens that the target has not.
     """
 
     def __init__(
@@ -120,6 +122,10 @@ class Lab:
         self.dtype = dtype_name(next(draft.parameters()))
         if self.dtype not in local.ROUNDING:
             raise InputError(f"the draft computes in {self.dtype}: give it in {', '.join(local.ROUNDING)}")
+        if target is not None and (size := vocabulary_size(target)) <= max(script.text):
+            raise InputError(
+                f"the text has token {max(script.text)}, and the target knows {size}: give a script of tokens both have"
+            )
         self._deploy = deploy or (lambda draft, neighbour: nullcontext())
         self.reference = copy_of(draft)
         weights = (*self.reference.named_parameters(), *self.reference.named_buffers())
@@ -189,3 +195,9 @@ class Lab:
             self.sound.append(Along.of(builder.trace(), script))
             sound.append(local.local_errors(self.reference, self.sound[-1]))
         return local.floors(sound, self.dtype)
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """Tokens that a model has an embedding of; sys.maxsize where it does not tell."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    return getattr(embedding, "num_embeddings", sys.maxsize)

@@ -11,32 +11,39 @@ import pytest
 
 from specnb.book import divergence, divergence_report
 from specnb.book import divergence_figures as figures
-from specnb.divergence import pair as small
 from specnb.divergence.faults import FAULTS
+from specnb.divergence.gallery import gallery
 from specnb.divergence.investigate import judge
 from specnb.divergence.repro import minimal
-from specnb.divergence.setups import Lab
+from specnb.divergence.score import score
+from specnb.divergence.study import Study
 from specnb.divergence.triage import triage
 from specnb.errors import InputError
+from specnb.params import DivergenceParams
 from specnb.records import Generation, Round
 
-PARAMS = divergence.DivergenceParams(tokens=13, prompt_tokens=11, k=2)
+PARAMS = DivergenceParams(tokens=13, prompt_tokens=11, k=2, gallery=["positional_registry", "kv_slot_swap", "split_k"])
 HOSTILE = "layers.0.<script>alert(1)</script>&amp;"
 
 
 @pytest.fixture(scope="module")
-def pair():
-    return small.pair()
+def study():
+    return Study(PARAMS)
 
 
 @pytest.fixture(scope="module")
-def lab(pair):
-    return Lab(pair.draft, pair.target, script=PARAMS.script(256))
+def lab(study):
+    return study.lab
 
 
 @pytest.fixture(scope="module")
-def wrong(lab):
-    return judge(lab, deploy=PARAMS.deploy(), setups=("S0", "S1", "S2", "S3"))
+def pair(study):
+    return study.pair
+
+
+@pytest.fixture(scope="module")
+def wrong(study):
+    return study.investigate()
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +119,9 @@ def test_without_a_wrong_set_up_nothing_misleads(sound):
 
 
 @pytest.fixture(scope="module")
-def shown(lab):
+def shown(study):
     told = []
-    faults = ("positional_registry", "kv_slot_swap", "split_k")
-    found = divergence.gallery(lab, faults, setups=("S0", "S2"), progress=lambda *said: told.append(said))
-    return found, told
+    return study.gallery(lambda *said: told.append(said)), told
 
 
 def test_the_gallery_names_what_was_planted_and_nothing_where_nothing_was(shown):
@@ -133,7 +138,7 @@ def test_strips_hold_the_worst_token_and_frame_what_was_named(shown):
     found, _ = shown
     assert found.strips.loc["positional_registry", "layers.0.mlp.experts"] > 3
     assert found.strips.loc["split_k"].max() < np.log10(3)
-    figure = found.figure()
+    figure = divergence.gallery_figure(found)
     frames = {(round(shape.y0 + 0.42), round(shape.x0 + 0.5)) for shape in figure.layout.shapes}
     columns = list(found.strips.columns)
     assert frames == {(0, columns.index("layers.0.mlp.experts")), (1, columns.index("layers.0.self_attn"))}
@@ -141,27 +146,46 @@ def test_strips_hold_the_worst_token_and_frame_what_was_named(shown):
 
 def test_unknown_faults_are_refused_with_the_nearest(lab):
     with pytest.raises(InputError, match="did you mean kv_slot_swap"):
-        divergence.gallery(lab, ["kv_slot_swaps"])
+        gallery(lab, ["kv_slot_swaps"])
     with pytest.raises(InputError, match="no fault to plant"):
-        divergence.gallery(lab, [])
+        gallery(lab, [])
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("fault", "none"), ("gallery", []), ("gallery", ["split_k", "split_k"]), ("gallery", ["x"]), ("dtype", "int8"),
-     ("tokens", 7), ("k", 0), ("layer", -2), ("seed", -1)],
-)  # fmt: skip
+    [("gallery", ["split_k", "split_k"]), ("dtype", "int8"), ("tokens", 7), ("k", 0), ("layer", -2), ("seed", -1)],
+)
 def test_bad_parameters_are_told_with_their_field(field, value):
     with pytest.raises(InputError, match=f"parameters of DivergenceParams: {field}"):
-        divergence.DivergenceParams.checked(**{field: value})
+        DivergenceParams.checked(**{field: value})
 
 
 def test_a_prompt_that_leaves_nothing_to_draft_is_refused():
     with pytest.raises(InputError, match="leaves none of 12"):
-        divergence.DivergenceParams.checked(tokens=12, prompt_tokens=12)
-    assert (
-        len(PARAMS.script(256).text) == 13 and divergence.DivergenceParams().deploy() is FAULTS["positional_registry"]
-    )
+        DivergenceParams.checked(tokens=12, prompt_tokens=12)
+
+
+@pytest.mark.parametrize("named", [{"fault": "none"}, {"gallery": ["x"]}, {"fault": "kv_slot_swap", "layer": 99}])
+def test_faults_that_cannot_be_planted_are_refused_before_anything_runs(named):
+    with pytest.raises(InputError):
+        Study(DivergenceParams.checked(**named)).investigate()
+
+
+def test_the_record_holds_what_was_measured_and_nothing_else(study, wrong, shown):
+    record = study.record()
+    assert record.experiment == "divergence" and record.measurements["investigation"]["line"] == wrong.line
+    assert [row["fault"] for row in record.measurements["gallery"]] == PARAMS.gallery
+    assert Study(DivergenceParams()).faults == tuple(FAULTS) and not Study(PARAMS).record().measurements
+
+
+def test_the_score_table_has_the_lab_beside_the_tools_that_people_use():
+    found = score(seeds=1, layers=(0,), dtypes=("float32",), faults=("kv_slot_swap", "split_k"), controls=False)
+    table = divergence.score_table(found)
+    lab = table[table["tool"] == "lab"].iloc[0]
+    assert lab["cases"] == 1 and lab["module"].startswith("1.000 (") and lab["false alarms"] == "0 of 1"
+    others = table[table["tool"] != "lab"]
+    assert len(others) > 6 and (others["cause"] == "-").all() and not (others["module"].str.startswith("1.000")).any()
+    assert divergence.score_figure(found).data[0].x[0] == 100
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

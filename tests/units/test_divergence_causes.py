@@ -73,7 +73,7 @@ def test_one_offset_of_all_positions_is_no_fault_and_one_of_some_is(pair):
 
 
 def test_angles_that_are_all_too_long_are_no_offset(pair):
-    lab, case = investigated(pair, None, ("S0",))
+    lab, case = investigated(pair, "uniform_offset", ("S0",))
     along = case.outcomes["S0"].along
     longer = {
         key: value * 1.1 if key.module == "rotary_emb" and key.role == "out" else value
@@ -81,6 +81,7 @@ def test_angles_that_are_all_too_long_are_no_offset(pair):
     }
     assert one_offset(along, lab.sound[0], "rotary_emb")
     assert not one_offset(replace(along, values=longer), lab.sound[0], "rotary_emb")
+    assert not one_offset(lab.sound[1], lab.sound[0], "rotary_emb")  # nothing is turned
 
 
 def test_every_class_is_one_that_faults_are_named_from():

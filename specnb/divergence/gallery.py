@@ -1,0 +1,74 @@
+"""The gallery: one planted fault after the other, each investigated as a service of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from specnb.divergence.deploy import planted
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.faults_parts import Fault
+from specnb.divergence.investigate import judge
+from specnb.divergence.investigation import Investigation, shown
+from specnb.divergence.setups import SETUPS, Lab
+from specnb.errors import InputError
+from specnb.measure.experiment import Progress, silent
+
+GALLERY = ("S0", "S1", "S2", "S3")
+"""Set-ups that tell the planted faults apart."""
+NOTHING = "-"
+"""Named where there is no module to name."""
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """`table`: one row for each fault; `strips`: faults by modules, the worst of all tokens, log10 of error over floor.
+
+    `named`: of each fault the module that was named first.
+    """
+
+    table: pd.DataFrame
+    strips: pd.DataFrame
+    named: Mapping[str, str]
+
+
+def gallery(
+    lab: Lab, faults: Sequence[str] = tuple(FAULTS), *, setups: Sequence[str] | None = None, progress: Progress = silent
+) -> Gallery:
+    """Plant one fault after the other and investigate each as a service of its own.
+
+    `setups` None: those of GALLERY that the lab can run. Columns of the table: fault, planted (what it is), verdict,
+    module, module_right, token, cause, cause_right, seconds. A fault that is none (`split_k`, `uniform_offset`) is
+    right where nothing is named. Raises InputError for an unknown fault, and one that does not fit the lab's models.
+    """
+    if not faults:
+        raise InputError(f"no fault to plant: give some of {', '.join(FAULTS)}")
+    services = {name: planted(name) for name in faults}
+    beside = lab.reference if lab.target is None else lab.target
+    if setups is None:
+        setups = [name for name in GALLERY if lab.target is not None or SETUPS[name].beside != "target"]
+    rows, strips, named = [], {}, {}
+    for done, (name, deploy) in enumerate(services.items()):
+        progress(done, len(services), name)
+        with deploy(lab.draft, beside) as fault:
+            pass  # only to be told what must be found
+        found = judge(lab, deploy=deploy, setups=setups)
+        rows.append(_row(name, fault, found))
+        strips[name] = found.heat().max(axis=1)
+        if found.first is not None:
+            named[name] = found.first.module
+    order = list(dict.fromkeys(module for strip in strips.values() for module in strip.index))
+    return Gallery(pd.DataFrame(rows), pd.DataFrame(strips, index=order).T, named)
+
+
+def _row(name: str, fault: Fault, found: Investigation) -> dict[str, object]:
+    first = found.first
+    sound = fault.first is None
+    module = None if first is None else first.module
+    cause = found.causes[0].name if found.causes else ("PRECISION_ONLY" if found.verdict == "PRECISION_ONLY" else None)
+    return {
+        "fault": name, "planted": fault.note, "verdict": found.verdict,
+        "module": NOTHING if module is None else shown(module), "module_right": module == fault.first,
+        "token": -1 if first is None else first.first_token, "cause": cause or NOTHING,
+        "cause_right": (first is None) if sound else cause == fault.cause, "seconds": found.facts["seconds"],
+    }  # fmt: skip
