@@ -24,7 +24,7 @@ from specnb.provenance import provenance
 from specnb.records import RunRecord
 from specnb.store import run_id
 
-EXPERIMENT = "divergence"
+EXPERIMENT = "06_divergence"
 PUBLISHED = ("data", "divergence", "score.parquet")
 
 

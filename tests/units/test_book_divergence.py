@@ -173,7 +173,7 @@ def test_faults_that_cannot_be_planted_are_refused_before_anything_runs(named):
 
 def test_the_record_holds_what_was_measured_and_nothing_else(study, wrong, shown):
     record = study.record()
-    assert record.experiment == "divergence" and record.measurements["investigation"]["line"] == wrong.line
+    assert record.experiment == "06_divergence" and record.measurements["investigation"]["line"] == wrong.line
     assert [row["fault"] for row in record.measurements["gallery"]] == PARAMS.gallery
     assert Study(DivergenceParams()).faults == tuple(FAULTS) and not Study(PARAMS).record().measurements
 
