@@ -53,6 +53,9 @@ def investigate(
     layer: Annotated[int | None, typer.Option(help="layer of the planted fault")] = None,
     setups: Annotated[str | None, typer.Option(help="such as S0,S2 [all that fit, more where one is wrong]")] = None,
     report: Annotated[Path | None, typer.Option(help="folder for a page, a JSON document and a reproduction")] = None,
+    tokens: Annotated[int, typer.Option(help="length of the text: longer than a window that is suspected")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(help="of these, fed at once")] = 16,
+    k: Annotated[int, typer.Option("--k", help="tokens drafted a round")] = 3,
     seed: Annotated[int, typer.Option(help="of the tokens that are fed, and of the pair's weights")] = 0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 [float32]")] = None,
     as_json: Json = False,
@@ -86,13 +89,14 @@ def investigate(
             service = services.imported(deploy) if deploy else service
             models = _opened(draft, target, seed, dtype, opened)
             with ProgressBar() as progress:
-                found = lab.investigate(*models, deploy=service, setups=wanted, seed=seed, progress=progress)
+                script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
+                found = lab.investigate(*models, script=script, deploy=service, setups=wanted, progress=progress)
         if as_json:
             show.json(found.document())
         else:
             show.line(text(found))
         if report is not None:  # last, for it may take as long again
-            with _judged(show.complain):
+            with redirect_stdout(sys.stderr):
                 _reported(found, report, models, service, show.complain)
     raise typer.Exit(found.exit_code)
 
@@ -109,7 +113,7 @@ def _judged(complain: Callable[[object], None]) -> Iterator[None]:
     except SpecnbError as error:
         complain(error)
         raise typer.Exit(UNKNOWN) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that is taken into service may end itself
         traceback.print_exc()
         complain(f"the draft was not judged: {type(error).__name__}: {error}")
         raise typer.Exit(UNKNOWN) from error
@@ -150,12 +154,24 @@ def _reported(
     if found.case.bad is not None:
         try:
             repro = minimal(*models, outcome=found.case.bad, deploy=service)
-        except SpecnbError as error:
+        except (Exception, SystemExit) as error:
             complain(f"the report has no reproduction: {error}")
     try:
-        complain(f"the report is in {write(found, folder, repro=repro)}")
-    except SpecnbError as error:
+        complain(f"the report is in {write(found, folder, repro=repro, false_alarms=_published_alarms())}")
+    except Exception as error:
         complain(error)
+
+
+def _published_alarms() -> tuple[int, int] | None:
+    """Of the score that is in the checkout: false alarms of the lab, and controls."""
+    from specnb.divergence.score import Score
+    from specnb.divergence.score_rows import LAB
+    from specnb.divergence.study import published
+
+    if not published().exists():
+        return None
+    lab = Score.load(published()).by_tool().set_index("tool").loc[LAB]
+    return int(lab["alarms"]), int(lab["controls"])
 
 
 def compare(
@@ -176,6 +192,7 @@ def compare(
 
     from specnb.divergence.compare import compare
     from specnb.divergence.compare_result import Node
+    from specnb.divergence.ladder import EXIT
     from specnb.divergence.trace import Trace
 
     show: Show = context.obj
@@ -195,7 +212,7 @@ def compare(
             show, "wrong by themselves, first in time first", pd.DataFrame(found.minimal, columns=Node._fields)[columns]
         )
         show_frame(show, "parameters that were not read alike", found.reads[["module", "read", "says"]])
-    raise typer.Exit({"DIVERGENT": 1, "INCONCLUSIVE": UNKNOWN}.get(found.verdict, 0))
+    raise typer.Exit(EXIT[found.verdict])
 
 
 def _known_setups(text: str | None) -> list[str] | None:

@@ -79,9 +79,11 @@ def score(
     if as_json:
         show.json(found.document())
         return
-    right = ["n", "module", "token", "cause"]
+    right = ["n", "module", "token", "exact", "cause"]
     tables = {
-        "shares of the faults of which a tool names it rightly": found.by_tool()[["tool", "against", *right, "alarms"]],
+        "shares of the faults of which a tool names it rightly": found.by_tool()[
+            ["tool", "against", *right, "alarms", "controls"]
+        ],
         "the lab, by fault": found.by_fault()[["name", "dtype", *right]],
         "smallest scale fault that is found": found.smallest(),
     }

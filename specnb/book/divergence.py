@@ -16,8 +16,10 @@ from specnb.divergence.setups import Outcome
 from specnb.errors import InputError
 from specnb.provenance import json_digest
 
-SCORED = {"module": "module", "or its part": "near", "token": "token", "cause": "cause"}
+SCORED = {"module": "module", "or its part": "near", "a token": "token", "the first token": "exact", "cause": "cause"}
 """Columns of a score, and how the table calls them."""
+TOLD_BY = {"token": (LAB, "allclose"), "exact": (LAB, "allclose"), "cause": (LAB,)}
+"""Which tools tell it; others all do."""
 CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
 """The set-ups of the case, and how its notes call them."""
 SHORT = 8
@@ -131,14 +133,16 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
 
 
 def score_table(score: Score) -> pd.DataFrame:
-    """By tool, and what it compared with: cases, right module, its part or itself, token, cause, false alarms.
+    """By tool, and what it compared with: how often module, a token that is wrong, the first of them, cause were right.
 
-    Shares with their 95 % intervals as text; "-" for what a tool does not tell.
+    Shares with their 95 % intervals as text; "-" for what a tool does not tell. `or its part` also counts a module that
+    the right one holds. False alarms are of controls that change bits: where none does, no tool can be wrong.
     """
     table = score.by_tool()
     shown = table[["tool", "against", "n"]].rename(columns={"n": "cases"})
     for name, column in SCORED.items():
-        tells = table["tool"].eq(LAB) | (column not in ("token", "cause"))
+        told_by = TOLD_BY.get(column)
+        tells = [told_by is None or tool in told_by for tool in table["tool"]]
         shares = [_share(row, column) for row in table.to_dict("records")]
         shown[name] = [share if told else NOTHING for share, told in zip(shares, tells, strict=True)]
     alarms = zip(table["alarms"], table["controls"], strict=True)
@@ -152,8 +156,9 @@ def score_figure(score: Score) -> go.Figure:
         f"{tool}, {against}" if tool != LAB else tool
         for tool, against in zip(table["tool"], table["against"], strict=True)
     ]
-    columns = {"tool": names, "module_right": table["module"], "low": table["module_low"], "high": table["module_high"]}
-    return figures.scores(pd.DataFrame(columns))
+    columns = {"module_right": "module", "low": "module_low", "high": "module_high", "near": "near"}
+    shares = {name: table[column].to_numpy() for name, column in columns.items()}
+    return figures.scores(pd.DataFrame({"tool": names} | shares), ours=LAB)
 
 
 def _share(row: Mapping[str, float], name: str) -> str:

@@ -10,12 +10,13 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.style import COLOURS, series, template
+from specnb.divergence.investigation import HEAT
+from specnb.divergence.ladder import TIMES_FLOOR
 from specnb.errors import InputError
 
-LIMIT = float(np.log10(3))
-"""From here on a tensor counts as wrong: three times its floor."""
-LOW, HIGH = -1.0, 8.0
-"""Range of the heat maps, log10 of error over floor."""
+LIMIT = float(np.log10(TIMES_FLOOR))
+"""From here on a tensor counts as wrong."""
+LOW, HIGH = HEAT
 MOST_ROWS = 120
 """Modules that a heat map shows; of more those that are wrong and their neighbours in time."""
 SCALE = [(0.0, "#ffffff"), (0.111, "#f4f7fa"), (0.164, "#d6e6f2"), (0.166, "#fdd49e"), (0.4, "#fc8d59"),
@@ -23,7 +24,7 @@ SCALE = [(0.0, "#ffffff"), (0.111, "#f4f7fa"), (0.164, "#d6e6f2"), (0.166, "#fdd
 LEAST = 1e-8
 """What is less is drawn here on a logarithmic axis."""
 MISSING = "#bdbdbd"
-TOLD = "0: at the floor of sound runs; wrong from 0.48 on (3 times the floor)"
+TOLD = f"0: at the floor of sound runs; wrong from {LIMIT:.2f} on ({TIMES_FLOOR:g} times the floor)"
 
 
 class Box(NamedTuple):
@@ -179,39 +180,38 @@ def misleading(table: pd.DataFrame, *, title: str = "What each number says of th
     )
 
 
-def scores(table: pd.DataFrame, *, title: str = "How often each tool names the right module") -> go.Figure:
-    """Share of cases in which each tool names the right module, with its interval.
+def scores(table: pd.DataFrame, *, ours: str, title: str = "How often each tool names the right module") -> go.Figure:
+    """Share of cases in which each tool names the right module, with its interval, and in which it or a part of it.
 
-    Columns `tool`, `module_right`, `low`, `high` (shares). Raises InputError for a table without rows.
+    Columns `tool`, `module_right`, `low`, `high`, `near` (shares); `ours` is the tool in colour. Raises InputError for
+    a table without rows.
     """
     if table.empty:
         raise InputError("no tool was scored: the table has no rows")
-    value, low, high = (100 * table[name].astype(float) for name in ("module_right", "low", "high"))
+    value, low, high, near = (100 * table[name].astype(float) for name in ("module_right", "low", "high", "near"))
+    names = [html.escape(str(tool)) for tool in table["tool"]]
+    colours = [COLOURS[0] if tool == ours else COLOURS[6] for tool in table["tool"]]
+    interval = {"type": "data", "symmetric": False, "array": (high - value).tolist(),
+                "arrayminus": (value - low).tolist(), "thickness": 1.5, "color": "#111"}  # fmt: skip
     figure = go.Figure(
-        go.Bar(
-            x=value.tolist(), y=[html.escape(str(tool)) for tool in table["tool"]], orientation="h",
-            marker_color=[COLOURS[0] if at == 0 else COLOURS[6] for at in range(len(table))],
-            error_x={"type": "data", "symmetric": False, "array": (high - value).tolist(),
-                     "arrayminus": (value - low).tolist(), "thickness": 1.5, "color": "#111"},
-            hovertemplate="%{y}: %{x:.1f} %<extra></extra>",
-        )
+        [
+            go.Bar(x=value.tolist(), y=names, orientation="h", marker_color=colours, error_x=interval,
+                   name="the module itself", hovertemplate="%{y}: %{x:.1f} %<extra></extra>"),
+            go.Bar(x=near.tolist(), y=names, orientation="h", marker={"color": colours, "opacity": 0.45},
+                   name="or a part that it holds", hovertemplate="%{y}: %{x:.1f} % with parts<extra></extra>"),
+        ]
     )  # fmt: skip
-    for tool, share, end in zip(table["tool"], value, high, strict=True):
-        figure.add_annotation(
-            x=max(share, end),
-            y=html.escape(str(tool)),
-            text=f"{share:.0f} %",
-            xanchor="left",
-            xshift=6,
-            showarrow=False,
-        )
+    for tool, share, end in zip(names, value, high, strict=True):
+        at = {"x": max(share, end), "y": tool, "xanchor": "left", "xshift": 6, "yshift": 8}
+        figure.add_annotation(text=f"{share:.0f} %", showarrow=False, **at)
     figure.update_xaxes(
         title_text="cases with the right module named first (%)", range=[0, 112], tickvals=[*range(0, 101, 20)]
     )
     figure.update_yaxes(autorange="reversed", automargin=True)
     return figure.update_layout(
-        template=template(), title_text=html.escape(title), height=190 + 34 * len(table), margin={"l": 60}
-    )
+        template=template(), title_text=f"{html.escape(title)}<br><sup>pale: or a part that it holds</sup>",
+        height=220 + 44 * len(table), margin={"l": 60, "t": 80}, showlegend=False,
+    )  # fmt: skip
 
 
 def acceptance(table: pd.DataFrame, *, title: str = "Drafts kept, by position") -> go.Figure:

@@ -20,6 +20,9 @@ class Sign(NamedTuple):
     weight: float
     says: str
 
+    def __str__(self) -> str:
+        return f"{self.says} ({self.weight:+g})"
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -33,11 +36,11 @@ class Cause:
 
     @property
     def for_it(self) -> list[str]:
-        return [sign.says for sign in self.signs if sign.weight > 0]
+        return [str(sign) for sign in self.signs if sign.weight > 0]
 
     @property
     def against_it(self) -> list[str]:
-        return [sign.says for sign in self.signs if sign.weight < 0]
+        return [str(sign) for sign in self.signs if sign.weight < 0]
 
 
 def _identity(case: Case) -> Iterator[Sign]:

@@ -32,10 +32,10 @@ def imported(name: str) -> Deploy:
     if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
         raise InputError(f"{name!r} names no function: write module:function, such as my_service:deploy")
     if (here := str(Path.cwd())) not in sys.path:  # a console script's first entry is its own folder
-        sys.path.insert(0, here)
+        sys.path.append(here)  # last: a file of the user's must not stand in for a library's module
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a module of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
         raise _failed(f"importing {module_name}", error) from error
     try:
         service = reduce(getattr, path.split("."), module)
@@ -71,7 +71,7 @@ def _in_service(
             context = service(draft, neighbour)
             if isinstance(context, AbstractContextManager):
                 running.enter_context(context)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _failed(f"{name}(draft, {'neighbour' if neighbour is not None else None})", error) from error
         if not isinstance(context, AbstractContextManager):
             raise InputError(
@@ -81,7 +81,7 @@ def _in_service(
         yield
 
 
-def _failed(what: str, error: Exception) -> InputError:
+def _failed(what: str, error: BaseException) -> InputError:
     """The user's error in one line, with the innermost place that is none of the machinery's."""
     machinery = {__file__, importlib.__file__, contextlib.__file__}
     places = [

@@ -8,16 +8,16 @@ import pandas as pd
 from specnb.divergence.deploy import planted
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults_parts import Fault
+from specnb.divergence.grid_cases import GridCase, Service
 from specnb.divergence.investigate import judge
 from specnb.divergence.investigation import Investigation, shown
+from specnb.divergence.score_rows import NOTHING
 from specnb.divergence.setups import SETUPS, Lab
 from specnb.errors import InputError
 from specnb.measure.experiment import Progress, silent
 
 GALLERY = ("S0", "S1", "S2", "S3")
 """Set-ups that tell the planted faults apart."""
-NOTHING = "-"
-"""Named where there is no module to name."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,19 @@ def gallery(
 
     `setups` None: those of GALLERY that the lab can run. Columns of the table: fault, planted (what it is), verdict,
     module, module_right, token, cause, cause_right, seconds. A fault that is none (`split_k`, `uniform_offset`) is
-    right where nothing is named. Raises InputError for an unknown fault, and one that does not fit the lab's models.
+    right where nothing is named. Raises InputError for an unknown fault, one that does not fit the lab's models, and
+    one that waits for something that this script does not do.
     """
     if not faults:
         raise InputError(f"no fault to plant: give some of {', '.join(FAULTS)}")
-    services = {name: planted(name) for name in faults}
-    beside = lab.reference if lab.target is None else lab.target
+    services = {name: Service(GridCase(name, None)) for name in faults if planted(name)}
     if setups is None:
         setups = [name for name in GALLERY if lab.target is not None or SETUPS[name].beside != "target"]
     rows, strips, named = [], {}, {}
     for done, (name, deploy) in enumerate(services.items()):
         progress(done, len(services), name)
-        with deploy(lab.draft, beside) as fault:
-            pass  # only to be told what must be found
         found = judge(lab, deploy=deploy, setups=setups)
-        rows.append(_row(name, fault, found))
+        rows.append(_row(name, deploy.told(), found))
         strips[name] = found.heat().max(axis=1)
         if found.first is not None:
             named[name] = found.first.module

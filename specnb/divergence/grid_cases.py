@@ -64,10 +64,18 @@ class Service:
     def beside(self, neighbour: nn.Module) -> Fault:
         """The fault as it was first planted beside this model. Raises InputError where it waited and never acted."""
         # the first: later set-ups beside the same model may be those in which it never runs
-        fault = next(fault for model, fault in self.planted if model is neighbour)
-        if self.case.fault in WAITING and not fault.struck:
+        return self._acted([fault for model, fault in self.planted if model is neighbour][:1])
+
+    def told(self) -> Fault:
+        """The fault as it was planted when it first acted, or at all. Raises InputError where it waited in vain."""
+        acted = [fault for _, fault in self.planted if fault.struck] or [fault for _, fault in self.planted]
+        structural = [fault for fault in acted if fault.first is not None] or acted
+        return self._acted(structural[:1])
+
+    def _acted(self, found: Sequence[Fault]) -> Fault:
+        if not found or (self.case.fault in WAITING and not found[0].struck):
             raise InputError(f"{self.case.says} never acted: choose a script in which what it waits for happens")
-        return fault
+        return found[0]
 
 
 def cases(
@@ -89,9 +97,7 @@ def cases(
     if strange := set(layers or ()) - set(every):
         raise InputError(f"no layer {min(strange)}: the draft has {', '.join(map(str, every))}")
     return [
-        GridCase(
-            name, layer, _options(name, script, np.random.default_rng([seed, list(FAULTS).index(name), layer or 0]))
-        )
+        GridCase(name, layer, _options(name, script, _drawn(seed, name, layer)))
         for name in chosen
         for layer in _layers(name, every if layers is None else layers)
     ]

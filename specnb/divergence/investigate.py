@@ -78,20 +78,31 @@ def judge(
     case = Case.of(lab, outcomes)
     coverage = Coverage.of(case.bad or next(iter(outcomes.values())), lab.draft)
     repeats, inert = _same_bits(lab, outcomes, deploy)
-    verdict, reason = _verdict(lab, case, coverage, inert)
+    verdict, reason = _verdict(lab, case, coverage, repeats, inert)
     return Investigation(
         verdict, reason, case, tuple(rank(case)), coverage, lab.floor, repeats, inert,
         _facts(lab, time.perf_counter() - started),
     )  # fmt: skip
 
 
-def made_up(draft: nn.Module, target: nn.Module | None = None, *, seed: int = 0) -> Script:
-    """A short script of random tokens that both know. Raises InputError for a draft that does not say how many."""
+def made_up(
+    draft: nn.Module,
+    target: nn.Module | None = None,
+    *,
+    tokens: int = TOKENS,
+    prompt: int = PROMPT,
+    k: int = K,
+    seed: int = 0,
+) -> Script:
+    """A script of random tokens that both know: `prompt` of them at once, the others in rounds of `k`.
+
+    Raises InputError for a draft that does not say how many tokens it knows, and for a prompt that leaves none.
+    """
     size = min(vocabulary_size(one) for one in (draft, target) if one is not None)
     if size == sys.maxsize:
         raise InputError(f"{type(draft).__name__} has no input embedding that tells its vocabulary: give a script")
-    text = np.random.default_rng(seed).integers(0, size, TOKENS).tolist()
-    return Script.drafting(text, prompt=PROMPT, k=K, vocab_size=size, seed=seed)
+    text = np.random.default_rng(seed).integers(0, size, tokens).tolist()
+    return Script.drafting(text, prompt=prompt, k=k, vocab_size=size, seed=seed)
 
 
 def _wanted(lab: Lab, setups: Sequence[str] | None) -> tuple[str, ...]:
@@ -109,12 +120,14 @@ def _same_bits(lab: Lab, outcomes: dict[str, Outcome], deploy: Deploy | None) ->
     return all(_equal(bare[0], one) for one in bare[1:]), _equal(bare[0], hooked)
 
 
-def _verdict(lab: Lab, case: Case, coverage: Coverage, inert: bool) -> tuple[Verdict, str]:
+def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> tuple[Verdict, str]:
     if case.bad is not None:
         return "DIVERGENT", ""
     if not coverage.complete:
         missed = ", ".join(coverage.uncompared[:3]) or "the model's output"
         return "INCONCLUSIVE", f"nothing that was compared is wrong, but {missed} could not be compared"
+    if not repeats and not inert:
+        return "INCONCLUSIVE", "alone, the draft gives other bits from run to run: make it deterministic first"
     if not inert:
         return "INCONCLUSIVE", "the draft gives other logits with hooks on it than without: what was seen is not it"
     if any(one.offset for one in case.outcomes.values()):
@@ -127,7 +140,7 @@ def _verdict(lab: Lab, case: Case, coverage: Coverage, inert: bool) -> tuple[Ver
         )
     sound = {False: lab.sound_logits[0], True: lab.sound_logits[1]}
     if all(_equal(one.logits, sound[one.setup.in_blocks]) for one in case.outcomes.values()):
-        return "SOUND", "every set-up gives the very bits of the pristine copy"
+        return "SOUND", "every set-up gives the very bits of a copy of the draft as it was loaded"
     return (
         "PRECISION_ONLY",
         "bits differ from the pristine copy's, and no module by more than sums in another order may",

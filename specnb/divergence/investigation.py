@@ -67,7 +67,7 @@ class Investigation:
             return f"{self.verdict}: {self.reason}; {said}"
         tokens = f"{first.n_tokens} of {self.coverage.tokens} tokens from {first.first_token} on"
         cause = self.causes[0]
-        why = f" ({cause.for_it[0]})" if cause.for_it else ""
+        why = next((f" ({sign.says})" for sign in cause.signs if sign.weight > 0), "")
         return f"DIVERGENT: first at {shown(first.module)}, {tokens}; cause {cause.name}{why}; {said}"
 
     def nodes(self) -> pd.DataFrame:
@@ -98,7 +98,7 @@ class Investigation:
         `setup` None is the first that is wrong, else the last that was run. Of a module's tensors the largest counts.
         Raises InputError for a set-up that was not run.
         """
-        outcome = self._outcome(setup)
+        outcome = self.outcome(setup)
         errors = outcome.errors.join(self.floor, on=list(WHICH))
         with np.errstate(divide="ignore"):
             errors["heat"] = np.log10(errors["error"] / errors["floor"]).fillna(0).clip(*HEAT)
@@ -128,7 +128,8 @@ class Investigation:
             row["n_wrong"] = len(outcome.wrong[list(WHICH)].drop_duplicates())
         return row | {"kills": setup.kills}
 
-    def _outcome(self, setup: str | None) -> Outcome:
+    def outcome(self, setup: str | None = None) -> Outcome:
+        """What a set-up showed; None: the first that is wrong, else the last. InputError for one that was not run."""
         if setup is None:
             return self.case.bad or list(self.case.outcomes.values())[-1]
         if setup not in self.case.outcomes:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from specnb.divergence import kv_slots
 from specnb.divergence.kv_slots import Layers
+from specnb.divergence.ladder import TIMES_FLOOR
 from specnb.divergence.triage_profile import Share
 from specnb.errors import InputError
 from specnb.store import write_atomic
@@ -42,7 +43,12 @@ def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> It
     yield (
         "Same inputs?",
         "Yes: every module is compared with what a pristine copy makes of the very inputs that the module was given, "
-        "so no error travels from one module to the next.",
+        "so no error travels from one module to the next"
+        + (
+            f"; of {len(coverage.left_out)} tensors without a token axis the effects only."
+            if coverage.left_out
+            else "."
+        ),
     )
     other = ", ".join(name for name, one in found.case.outcomes.items() if not _as_fed(one))
     yield (
@@ -67,24 +73,26 @@ def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> It
             else "YES: the logits with hooks are not those without: what was seen is not what runs."
         ),
     )
-    yield "Eager or graphs?", "Eager: a compiled model is refused, for its graph runs past the hooks."
+    yield "Eager or graphs?", "Eager: a model that is compiled is refused; parts that run past hooks show as never run."
     yield "What was looked at?", f"{coverage}."
     yield "What was not?", _not_seen(found)
     yield (
         "What counts as wrong?",
         (
-            f"More than 3 times the floor, the largest error of that tensor between sound runs of other shapes: median "
-            f"{found.floor.median():.2g}, largest {found.floor.max():.2g} (relative L2, {facts['dtype']})."
+            f"More than {TIMES_FLOOR:g} times the floor, the largest error of that tensor between sound runs of other "
+            f"shapes: median {found.floor.median():.2g}, largest {found.floor.max():.2g} (relative L2, {facts['dtype']})."
         ),
     )
-    yield "How often is that a false alarm?", _false_alarms(found, false_alarms)
+    yield "How often is that a false alarm?", _false_alarms(false_alarms)
 
 
 def _as_fed(outcome: "Outcome") -> bool:
     """Whether the model was given the tokens that the script has, as far as the trace has them."""
     steps = [step["token_ids"] for step in outcome.trace.facts["steps"]]
     feeds = [list(feed.ids) for feed in outcome.script.feeds]
-    return len(steps) == len(feeds) and all(ids == fed[: len(ids)] for ids, fed in zip(steps, feeds, strict=True))
+    return len(steps) == len(feeds) and all(
+        ids and ids == fed[: len(ids)] for ids, fed in zip(steps, feeds, strict=True)
+    )
 
 
 def _not_seen(found: "Investigation") -> str:
@@ -96,19 +104,16 @@ def _not_seen(found: "Investigation") -> str:
     said += [f"set-ups not run: {', '.join(not_run)}"] if not_run else []
     unread = coverage.parameters - coverage.seen_at_use
     said += [f"{unread} parameters of the draft that no operation was seen to read"] if unread else []
-    return "; ".join(said) + "." if said else "Nothing is known to be missing."
+    said += ["whether the weights that were loaded are the checkpoint's (`specnb divergence preflight`)"]
+    said += [f"positions from {coverage.tokens} on"]
+    return "; ".join(said) + "."
 
 
-def _false_alarms(found: "Investigation", measured: tuple[int, int] | None) -> str:
-    clean = [one for one in found.case.outcomes.values() if one.clean]
-    compared = sum(len(one.errors) for one in clean)
-    here = f"{compared} comparisons in {len(clean)} clean set-ups of this draft, none beyond the limit" if clean else ""
+def _false_alarms(measured: tuple[int, int] | None) -> str:
     if measured is None:
-        return f"{here or 'No set-up is clean'}; the rate on controls was not handed to this report."
+        return "Not known here: `specnb divergence score` measures it on controls."
     share = Share.of(*measured)
-    return f"{share} controls were called divergent (at most {share.high:.1%} at 95 %)" + (
-        f"; {here}." if here else "."
-    )
+    return f"{share} controls of the published score were called divergent (at most {share.high:.1%} at 95 %)."
 
 
 def earliest(investigation: "Investigation", k: int = EARLIEST) -> pd.DataFrame:
@@ -147,10 +152,10 @@ def _reads(params: pd.DataFrame) -> str:
 def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
     """What is behind each place of the heat map: by module and position the tensor that is farthest over its floor.
 
-    Columns: module, position, at, role, name, error, floor, gain. Raises KeyError for a set-up that was not run.
+    Columns: module, position, at, role, name, error, floor, gain. Raises InputError for a set-up that was not run.
     """
     floor = investigation.floor
-    errors = investigation.case.outcomes[setup].errors.join(floor, on=list(floor.index.names))
+    errors = investigation.outcome(setup).errors.join(floor, on=list(floor.index.names))
     worst = (errors["error"] / errors["floor"]).fillna(0).groupby([errors["module"], errors["position"]]).idxmax()
     columns = ["module", "position", "at", "role", "name", "error", "floor", "gain"]
     return errors.loc[worst, columns].reset_index(drop=True)

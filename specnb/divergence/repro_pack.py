@@ -102,7 +102,8 @@ def _shows(facts: dict[str, Any], tensors: dict[str, Tensor], first: pd.Series, 
     """
     try:
         ours = repro_script.rerun(facts, tensors)
-    except (RuntimeError, TypeError, ValueError, AttributeError, ImportError):  # it needs more than this
+    except (RuntimeError, TypeError, ValueError, AttributeError, ImportError, LookupError, SystemExit):
+        # it needs more than this
         return False
     errors = repro_script.apart(ours, tensors[CAPTURED], facts["token_axis"])
     if facts["kind"] == "module":

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,9 @@ class Part:
 
     @property
     def file(self) -> str:
-        """A name that changes with all that changes the rows: what is run, and the code of the lab."""
+        """A name that changes with what changes the rows: what is run, the code of the lab, torch, transformers."""
         whole = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6)
+        whole.update(f"{torch.__version__} {metadata.version('transformers')}".encode())
         for path in sorted(Path(__file__).parent.glob("*.py")):
             whole.update(path.read_bytes())
         return f"{self.dtype}-{self.seed}-{whole.hexdigest()}.parquet"
@@ -62,7 +64,11 @@ class Score:
 
     def by_tool(self) -> pd.DataFrame:
         """A row for each tool and what it compared with: shares of right modules, tokens, causes, and false alarms."""
-        return shares(self.rows, BY_TOOL).merge(alarms(self.rows, BY_TOOL), on=BY_TOOL, how="outer", sort=False)
+        both = self.rows.loc[self.rows["kind"] != "scale", BY_TOOL].drop_duplicates()  # the lab first: outer joins sort
+        for part in (shares(self.rows, BY_TOOL), alarms(self.rows, BY_TOOL)):
+            both = both.merge(part, on=BY_TOOL, how="left")
+        counts = ["n", "controls", "alarms", "same_bits"]
+        return both.fillna(dict.fromkeys(counts, 0)).astype(dict.fromkeys(counts, int))
 
     def by_fault(self) -> pd.DataFrame:
         """A row for each fault and dtype, of the lab."""
@@ -117,7 +123,8 @@ def score(
     """Run the grid on the embedded pair and score it; `layers` and `faults` None: all.
 
     `seeds` counts models, each with a text of its own. `controls` also runs the false-alarm controls and looks for the
-    smallest scale fault. Work is shared by `workers` processes of one thread each, a model and dtype at a time. With
+    smallest scale fault. Work is shared by `workers` processes, of one thread each if they are several, a model and
+    dtype at a time. With
     `keep`, a folder, each of these is written down when it is done and not run again. Raises InputError for what cannot
     be run, and for a fault that did not act.
     """
@@ -137,6 +144,8 @@ def _parts(
     every = tuple(range(n_layers)) if layers is None else tuple(layers)
     chosen = tuple(FAULTS) if faults is None else tuple(faults)
     for what, given, known in (("dtype", dtypes, DTYPES), ("fault", chosen, FAULTS), ("layer", every, range(n_layers))):
+        if len({*given}) < len(given):
+            raise InputError(f"a {what} is named twice in {', '.join(map(str, given))}")
         if not given or (unknown := [one for one in given if one not in known]):
             raise InputError(f"no {what} {unknown[0] if given else ''!r}: there are {', '.join(map(str, known))}")
     if seeds < 1:
@@ -148,8 +157,13 @@ def _parts(
 
 def _kept(part: Part, keep: Path | None) -> pd.DataFrame | None:
     """What an earlier run left of a part. Raises InputError for a file that is damaged."""
-    path = None if keep is None else Path(keep) / part.file
-    return None if path is None or not path.exists() else score_rows.read(path)[0]
+    path = _place(part, keep)
+    if path is None or not path.exists():
+        return None
+    try:
+        return score_rows.read(path)[0]
+    except InputError as error:
+        raise InputError(f"{error}; or delete that file, and only its part is run again") from error
 
 
 def _run(
@@ -158,11 +172,11 @@ def _run(
     """Parts as they are done. Each is kept by the process that did it: where one fails, the others are not lost."""
     if workers < 2 or len(parts) < 2:
         for number, part in enumerate(parts):
-            yield part, _written(part, keep, _said(part, number, len(parts), progress))
+            yield part, _written(part, _place(part, keep), _said(part, number, len(parts), progress))
         return
     # a fresh process each: one that is forked has torch's threads, but none of them running
     with ProcessPoolExecutor(min(workers, len(parts)), get_context("spawn"), initializer=_one_thread) as pool:
-        running = {pool.submit(_written, part, keep): part for part in parts}
+        running = {pool.submit(_written, part, _place(part, keep)): part for part in parts}
         for number, future in enumerate(as_completed(running)):
             part = running[future]
             progress(number, len(parts), f"{part.dtype}, seed {part.seed}: done")
@@ -181,10 +195,15 @@ def _unheard(_what: str) -> None:
     """The progress of a part in another process."""
 
 
-def _written(part: Part, keep: Path | None, note: Callable[[str], None] = _unheard) -> pd.DataFrame:
+def _place(part: Part, keep: Path | None) -> Path | None:
+    """Before it is run: code that is changed meanwhile did not make the rows."""
+    return None if keep is None else Path(keep) / part.file
+
+
+def _written(part: Part, path: Path | None, note: Callable[[str], None] = _unheard) -> pd.DataFrame:
     rows = measured(part, note)
-    if keep is not None:
-        score_rows.write(Path(keep) / part.file, rows, {})
+    if path is not None:
+        score_rows.write(path, rows, {})
     return rows
 
 

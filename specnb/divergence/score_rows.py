@@ -115,14 +115,21 @@ def shares(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def alarms(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Of the controls, by some columns: how often a module was named though none is wrong. Columns: controls, alarms,
-    alarm (share), alarm_low, alarm_high."""
+    """Of the controls, by some columns: how often a module was named though none is wrong.
+
+    Columns: controls, alarms, alarm (share), alarm_low, alarm_high, and same_bits: how many more controls changed no
+    bit, so that no tool could be wrong about them.
+    """
+    controls, run = rows[rows["kind"] == "control"], ["name", "layer", "dtype", "seed"]
+    same = controls.loc[controls["verdict"] == "SOUND", run].drop_duplicates().assign(same=True)
+    controls = controls.merge(same, on=run, how="left")
     found = []
-    for values, part in rows[rows["kind"] == "control"].groupby(by, sort=False):
-        share = Share.of(int(part["structural"].sum()), len(part))
-        counted = {"controls": share.n, "alarms": share.hits, "alarm": share.rate}
+    for values, part in controls.groupby(by, sort=False):
+        changed = part[part["same"].isna()]
+        share = Share.of(int(changed["structural"].sum()), len(changed))
+        counted = {"controls": share.n, "alarms": share.hits, "alarm": share.rate, "same_bits": len(part) - share.n}
         found.append(dict(zip(by, values, strict=True)) | counted | {"alarm_low": share.low, "alarm_high": share.high})
-    return pd.DataFrame(found, columns=[*by, "controls", "alarms", "alarm", "alarm_low", "alarm_high"])
+    return pd.DataFrame(found, columns=[*by, "controls", "alarms", "alarm", "alarm_low", "alarm_high", "same_bits"])
 
 
 def of_lab(rows: pd.DataFrame) -> pd.DataFrame:

@@ -25,7 +25,6 @@ from specnb.records import RunRecord
 from specnb.store import run_id
 
 EXPERIMENT = "06_divergence"
-PUBLISHED = ("data", "divergence", "score.parquet")
 
 
 class Study:
@@ -71,7 +70,7 @@ class Study:
 
     def score(self) -> Score:
         """The whole grid, as `specnb divergence score --out` wrote it."""
-        found = Score.load(Path(project_dir(), *PUBLISHED))
+        found = Score.load(published())
         self._measured["score"] = found.document()
         return found
 
@@ -84,3 +83,8 @@ class Study:
             provenance=provenance(seeds={"seed": self.params.seed}, models=models), started=self._started,
             ended=datetime.now(UTC), measurements=dict(self._measured),
         )  # fmt: skip
+
+
+def published() -> Path:
+    """Where the score of the whole grid lies in the checkout."""
+    return project_dir() / "data" / "divergence" / "score.parquet"
