@@ -16,7 +16,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from specnb import cli_bench, cli_divergence
-from specnb.cli_show import Show
+from specnb.cli_show import Json, Show
 from specnb.errors import InputError, SpecnbError
 
 app = typer.Typer(
@@ -27,7 +27,6 @@ models_app = typer.Typer(help="The zoo: models that run without a hub.", invoke_
 app.add_typer(models_app, name="models")
 
 PARAMETER = ("-p", "--parameter")
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
 def main() -> None:

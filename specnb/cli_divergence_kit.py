@@ -79,11 +79,9 @@ def score(
     if as_json:
         show.json(found.document())
         return
-    right = ["n", "module", "token", "exact", "cause"]
+    right, counts = ["n", "module", "token", "exact", "cause"], ["alarms", "controls"]
     tables = {
-        "shares of the faults of which a tool names it rightly": found.by_tool()[
-            ["tool", "against", *right, "alarms", "controls"]
-        ],
+        "shares of the faults of which a tool names it rightly": found.by_tool()[["tool", "against", *right, *counts]],
         "the lab, by fault": found.by_fault()[["name", "dtype", *right]],
         "smallest scale fault that is found": found.smallest(),
     }

@@ -80,7 +80,7 @@ def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> It
         "What counts as wrong?",
         (
             f"More than {TIMES_FLOOR:g} times the floor, the largest error of that tensor between sound runs of other "
-            f"shapes: median {found.floor.median():.2g}, largest {found.floor.max():.2g} (relative L2, {facts['dtype']})."
+            f"shapes: median {found.floor.median():.2g}, largest {found.floor.max():.2g} (relative L2)."
         ),
     )
     yield "How often is that a false alarm?", _false_alarms(false_alarms)

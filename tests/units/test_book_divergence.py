@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import partial
 from html.parser import HTMLParser
 
 import numpy as np
@@ -185,7 +186,10 @@ def test_the_score_table_has_the_lab_beside_the_tools_that_people_use():
     assert lab["cases"] == 1 and lab["module"].startswith("1.000 (") and lab["false alarms"] == "0 of 1"
     others = table[table["tool"] != "lab"]
     assert len(others) > 6 and (others["cause"] == "-").all() and not (others["module"].str.startswith("1.000")).any()
-    assert divergence.score_figure(found).data[0].x[0] == 100
+    exactly, with_parts = divergence.score_figure(found).data
+    assert exactly.x[0] == with_parts.x[0] == 100 and exactly.y[0] == "lab"
+    assert exactly.marker.color[0] != exactly.marker.color[1]
+    assert (table.set_index("tool").loc["allclose", "a token"] != "-").all()
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
@@ -193,14 +197,20 @@ def test_the_score_table_has_the_lab_beside_the_tools_that_people_use():
 
 def all_figures(wrong, suspicious):
     score = pd.DataFrame(
-        {"tool": ["lab", "mean and std"], "module_right": [1.0, 0.2], "low": [0.9, 0.1], "high": [1, 0.4]}
+        {
+            "tool": ["lab", "mean and std"],
+            "module_right": [1.0, 0.2],
+            "low": [0.9, 0.1],
+            "high": [1, 0.4],
+            "near": [1.0, 0.8],
+        }
     )
     return {
         "heat": divergence_report.heat(wrong),
         "heats": divergence_report.heats(wrong),
         "setups": divergence.setups_figure(wrong),
         "misleading": figures.misleading(divergence.misleading(wrong)),
-        "scores": figures.scores(score),
+        "scores": figures.scores(score, ours="lab"),
         "acceptance": figures.acceptance(suspicious.profile.table()),
     }
 
@@ -248,7 +258,8 @@ def test_layers_are_named_where_they_begin():
 
 def test_tables_without_rows_are_refused():
     empty = pd.DataFrame()
-    for draw in (figures.heat, figures.misleading, figures.scores, figures.acceptance):
+    scores = partial(figures.scores, ours="lab")
+    for draw in (figures.heat, figures.misleading, scores, figures.acceptance):
         with pytest.raises(InputError):
             draw(empty)
     with pytest.raises(InputError, match="no run"):
