@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 
 from specnb.book import divergence_figures as figures
 from specnb.divergence.along import Key
+from specnb.divergence.baselines import TELLS_TOKEN
 from specnb.divergence.gallery import NOTHING, Gallery
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.score import Score
@@ -18,7 +19,7 @@ from specnb.provenance import json_digest
 
 SCORED = {"module": "module", "or its part": "near", "a token": "token", "the first token": "exact", "cause": "cause"}
 """Columns of a score, and how the table calls them."""
-TOLD_BY = {"token": (LAB, "allclose"), "exact": (LAB, "allclose"), "cause": (LAB,)}
+TOLD_BY = {"token": (LAB, *TELLS_TOKEN), "exact": (LAB, *TELLS_TOKEN), "cause": (LAB,)}
 """Which tools tell it; others all do."""
 CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
 """The set-ups of the case, and how its notes call them."""

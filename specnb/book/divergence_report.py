@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from specnb.book import divergence_figures as figures
 from specnb.divergence import report
-from specnb.divergence.investigation import Investigation, shown
+from specnb.divergence.investigation import Investigation, named
 from specnb.divergence.triage_profile import Share
 from specnb.errors import InputError
 from specnb.store import write_atomic
@@ -123,7 +123,7 @@ def _nodes(nodes: pd.DataFrame) -> pd.DataFrame:
     """The table of nodes in as few columns as fit on a page."""
     tokens = nodes[["n_tokens", "first_token", "last_token"]].itertuples(index=False)
     merged = nodes.assign(
-        module=[shown(module) for module in nodes["module"]],
+        module=[named(node) for node in nodes.itertuples()],
         tensor=nodes["role"] + " " + nodes["name"],
         tokens=[f"{n} ({first} to {last})" for n, first, last in tokens],
     )

@@ -5,11 +5,13 @@ cache slots may lie elsewhere: none of that is compared. A step that starts at p
 and behind, so what counts is what was fed last.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,10 @@ PREFIX = re.compile(r"(?:(?:model|draft_model)\.)+")
 MAX_TOKENS = 1 << 22
 UNKNOWN = -1
 """The id of a token that was not written down."""
+MAX_ID = 1 << 31
+MAX_AXES = 16
+MAX_VALUES = 1 << 40
+"""Axes and values of one tensor: no framework and no machine has more."""
 FLOATS = ("float", "bfloat", "complex")
 
 
@@ -154,24 +160,32 @@ class Laid:
         return found if rows else None
 
     def _cut(self, row: Row, role: str) -> tuple[np.ndarray, np.ndarray, int] | None:
-        """Sketches and norms of a row, by sequence and token, and how many values a token has."""
+        """Sketches and norms of a row, by sequence and token, and how many values a token has.
+
+        None where there are no tokens, and where the table, the step and the arrays do not belong together.
+        """
         tokens, norms = (self.trace.array(row.row, what) for what in ("tokens", "token_l2"))
         step = self.steps.get(row.step)
-        if tokens is None or norms is None or row.axis < 0 or step is None:
+        if tokens is None or norms is None or step is None or not 0 <= row.axis < len(row.shape):
             return None
-        length = row.shape[row.axis] if role == "state" else step["length"]
-        n = len(norms)
-        if not n or n not in (length, length * self.batch):
+        if len(row.shape) > MAX_AXES or not -MAX_TOKENS < row.first < MAX_TOKENS:
+            return None
+        n, along, total = len(norms), row.shape[row.axis], math.prod(row.shape)
+        # of a step of one sequence the last layer may go on with its last tokens only
+        last = self.batch == 1 and along <= step["length"]
+        length = along if role == "state" or last else step["length"]
+        if not n or n not in (length, length * self.batch) or along not in (length, n) or tokens.shape != (n, TOKEN_K):
+            return None
+        if not 0 < total < MAX_VALUES or total % n:
             return None
         cut = (n // length, length)
         tokens, norms = tokens.reshape(*cut, TOKEN_K), norms.reshape(cut)
         spread = (self.batch, length)  # one row of positions may serve the whole batch
-        features = int(np.prod(row.shape, dtype=np.float64)) // n
-        return np.broadcast_to(tokens, (*spread, TOKEN_K)), np.broadcast_to(norms, spread), features
+        return np.broadcast_to(tokens, (*spread, TOKEN_K)), np.broadcast_to(norms, spread), total // n
 
     def _full(self, row: Row, cut: tuple[int, int]) -> np.ndarray | None:
         full = self.trace.array(row.row, "full")
-        if full is None or full.dtype.kind == "c":
+        if full is None or full.dtype.kind == "c" or full.shape != row.shape:
             return None
         n = len(self.trace.array(row.row, "token_l2"))
         whole = np.moveaxis(full, row.axis, min(row.axis, 1)).reshape(-1, cut[1], full.size // n)
@@ -212,8 +226,17 @@ def _steps(facts: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], int]:
             if not isinstance(step.get(name), int) or isinstance(step[name], bool) or not 0 <= step[name] < MAX_TOKENS:
                 raise InputError(f"a step of the trace has {name} {step.get(name)!r}: capture it again")
         ids = step.get("token_ids")
-        if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+        if not isinstance(ids, list) or not all(isinstance(one, int) and abs(one) < MAX_ID for one in ids):
             raise InputError(f"step {step['step']} of the trace has no list of token_ids: capture it again")
+        padding = step.get("padding", 0)
+        if not isinstance(padding, int) or isinstance(padding, bool) or not 0 <= padding <= step["length"]:
+            raise InputError(
+                f"step {step['step']} of the trace has {step['length']} tokens and a padding of {padding!r}: capture it "
+                "again"
+            )
+    for number, following in pairwise(sorted(step["step"] for step in steps)):
+        if number == following:
+            raise InputError(f"the trace has two steps of number {number}: capture it again")
     batches = {step["batch"] for step in steps if step["length"]}
     if len(batches) > 1 or 0 in batches:
         raise InputError(f"the batch of the trace changes its size ({sorted(batches)}): capture one request alone")
@@ -228,13 +251,14 @@ def _held(steps: Mapping[int, Mapping[str, Any]], batch: int) -> dict[int, tuple
     end = 0
     for number, step in sorted(steps.items()):
         first, length, ids = step["first_position"], step["length"], step["token_ids"]
-        if not length:
+        fed = length - step.get("padding", 0)  # what only fills up a step is taken back at once
+        if not fed:
             continue
         for at in range(first, end):
             held.pop(at, None)
-        end = first + length
+        end = first + fed
         whole = len(ids) == batch * length  # of a long step only the first ids are kept
-        for i in range(length):
+        for i in range(fed):
             known = whole or (batch == 1 and i < len(ids))
             held[first + i] = (number, [ids[row * length + i] if known else UNKNOWN for row in range(batch)])
     return held

@@ -1,8 +1,9 @@
 """What people do by hand, on the very runs the lab captured: compare what modules give of two runs, name the first.
 
-The three rules are those of the case's own notes (mean and standard deviation), of msprobe (cosine) and of
-torch.testing (allclose). Each compares the run under suspicion with a sound one, forward by forward, and names the
-first module in time whose output differs. None of them sees inputs, other set-ups or floors. Needs numpy only.
+The rules are those of the case's own notes (mean and standard deviation), of msprobe (cosine), of torch.testing
+(allclose), and the first bit that differs. Each compares the run under suspicion with a sound one, forward by forward,
+and names the first module in time whose output differs, or the model itself where what it is fed does. None of them
+sees inputs of modules, other set-ups or floors. Needs numpy only.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ CLOSE = MappingProxyType({"float64": 1e-7, "float32": 1.3e-6, "float16": 1e-3, "
 CLOSE_ABSOLUTE = MappingProxyType({"float64": 1e-7, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5})
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1)
 """Thresholds of mean and standard deviation that are tried: the notes have 1 %, and it shall be no straw man."""
+LOOSER = (1, 10, 100)
+"""Factors on the tolerances of allclose, which are tight for bfloat16; and 0, the first bit that differs."""
 COSINES = (0.99, 0.999)
 """The threshold of msprobe, and a tighter one."""
 
@@ -35,18 +38,19 @@ def differences(run: Along, sound: Along, last_feeds: np.ndarray, dtype: str) ->
 
     `last_feeds` (tokens,): the forward in which the suspected run computed each position. Columns: feed, module,
     `moved` (distance of the means, in standard deviations), `spread` (relative distance of the standard deviations),
-    `cosine`, and `position`, the first that is not close, -1 where all are.
+    `cosine`, and `close x0`, `close x1`, …: the first position that is not close by so many tolerances, -1: all are.
     """
     rows = []
     for order, (key, theirs) in enumerate(run.values.items()):
         ours = sound.values.get(key)
-        if key.role != "out" or ours is None or ours.shape != theirs.shape:
+        fed = key.module == "" and key.role == "in"
+        if not (key.role == "out" or fed) or ours is None or ours.shape != theirs.shape:
             continue
         for feed in np.unique(last_feeds):
             positions = np.flatnonzero(last_feeds == feed)
             measured = _measured(ours[positions].astype(float), theirs[positions].astype(float), positions, dtype)
             rows.append((feed, order, key.module, *measured))
-    columns = ["feed", "order", "module", "moved", "spread", "cosine", "position"]
+    columns = ["feed", "order", "module", "moved", "spread", "cosine", *(f"close x{n}" for n in (0, *LOOSER))]
     return pd.DataFrame(rows, columns=columns).sort_values(["feed", "order"], ignore_index=True)
 
 
@@ -55,9 +59,14 @@ def _measured(ours: np.ndarray, theirs: np.ndarray, positions: np.ndarray, dtype
     moved, spread = _relative(theirs.mean() - ours.mean(), std), _relative(theirs.std() - std, std)
     norms = np.linalg.norm(ours) * np.linalg.norm(theirs)
     cosine = float((ours * theirs).sum() / norms) if norms else float(np.array_equal(ours, theirs))
-    close = np.isclose(theirs, ours, rtol=CLOSE[dtype], atol=CLOSE_ABSOLUTE[dtype])
+    same = (theirs == ours) | (np.isnan(theirs) & np.isnan(ours))
+    close = [np.isclose(theirs, ours, rtol=n * CLOSE[dtype], atol=n * CLOSE_ABSOLUTE[dtype]) for n in LOOSER]
+    return moved, spread, cosine, *(_first_off(one, positions) for one in (same, *close))
+
+
+def _first_off(close: np.ndarray, positions: np.ndarray) -> int:
     far = np.flatnonzero(~close.reshape(len(close), -1).all(axis=1))
-    return moved, spread, cosine, int(positions[far[0]]) if len(far) else -1
+    return int(positions[far[0]]) if len(far) else -1
 
 
 def _relative(difference: float, scale: float) -> float:
@@ -77,10 +86,20 @@ def _cosine(least: float) -> Rule:
     return lambda rows: ~(rows["cosine"] >= least)
 
 
+TELLS_TOKEN: Mapping[str, str] = MappingProxyType(
+    {"first other bit": "close x0"} | {f"allclose x{n}" if n > 1 else "allclose": f"close x{n}" for n in LOOSER}
+)
+"""The rules that tell a token, by name, and the column that has it."""
+
+
+def _off(column: str) -> Rule:
+    return lambda rows: rows[column] >= 0
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
     {f"mean/std {share:.1%}": _statistics(share) for share in SHARES}
     | {f"cosine {least}": _cosine(least) for least in COSINES}
-    | {"allclose": lambda rows: rows["position"] >= 0}
+    | {name: _off(column) for name, column in TELLS_TOKEN.items()}
 )
 """Tools by name."""
 
@@ -91,4 +110,4 @@ def pointed(tool: str, rows: pd.DataFrame) -> Pointed | None:
     if found.empty:
         return None
     first = found.iloc[0]
-    return Pointed(str(first["module"]), int(first["position"]) if tool == "allclose" else -1)
+    return Pointed(str(first["module"]), int(first[TELLS_TOKEN[tool]]) if tool in TELLS_TOKEN else -1)

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence.faults_parts import Parts, find, output_head
+from specnb.divergence.local import WHICH
 from specnb.divergence.setups import OWN, Lab, Outcome
 from specnb.errors import InputError
 
@@ -40,6 +41,12 @@ class Case:
         return not self.outcomes[name].clean if name in self.outcomes else None
 
     @cached_property
+    def alone(self) -> bool | None:
+        """Whether it is wrong without a neighbour; None where that was not run."""
+        alone = [one for one in self.outcomes.values() if one.setup.beside == "nobody"]
+        return any(not one.clean for one in alone) if alone else None
+
+    @cached_property
     def first(self) -> pd.Series:
         """The row that is wrong first in time: its `module` is the first divergence."""
         return self.bad.wrong.iloc[0]
@@ -47,8 +54,8 @@ class Case:
     @cached_property
     def rows(self) -> pd.DataFrame:
         """All wrong rows of that tensor."""
-        wrong, first = self.bad.wrong, self.first
-        return wrong[(wrong["at"] == first["at"]) & (wrong["role"] == first["role"]) & (wrong["name"] == first["name"])]
+        wrong, which = self.bad.wrong, list(WHICH)
+        return wrong[(wrong[which] == self.first[which]).all(axis=1)]
 
     @cached_property
     def others(self) -> list[str]:
@@ -87,7 +94,8 @@ class Case:
     def changed(self) -> list[str]:
         """Of these, the draft's own whose content is not that of the pristine copy."""
         ours = self.reads[self.reads["owner"] == OWN]
-        return sorted({row.owner_path for row in ours.itertuples() if self.meant.get(row.owner_path) != row.digest})
+        pairs = zip(ours["owner_path"], ours["digest"], strict=True)
+        return sorted({path for path, digest in pairs if self.meant.get(path, digest) != digest})
 
     def error_like(self, one: str, other: str) -> bool | None:
         """Whether two set-ups are wrong by the same amounts; None where one was not run."""

@@ -1,7 +1,7 @@
 """Causes, ranked: what speaks for each of them, what against, where it happened before, what to try next.
 
 Each cause has rules, and each rule that applies says so in a sentence and gives its weight, a log-likelihood ratio by
-judgement: 1 a hint, 3 strong, 5 nearly proof. Priors are the frequencies of 30 upstream cases, which is a convenience
+judgement: 1 a hint, 3 strong, 5 nearly proof. Priors are the frequencies of some 30 upstream cases, a convenience
 sample. The table of all that applied comes with the ranking, so that nobody has to trust the sum.
 """
 
@@ -12,6 +12,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from specnb.divergence.case import Case
+
+FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attention_mask")
+"""What a model is fed, as transformers name it."""
 
 
 class Sign(NamedTuple):
@@ -48,6 +51,8 @@ def _identity(case: Case) -> Iterator[Sign]:
         yield Sign(6, f"operations of {case.first['module']} read {', '.join(case.foreign[:3])}")
     if case.wrong("S1") is False and case.wrong("S2"):
         yield Sign(3, "beside itself it is right, beside a decoy of the same shapes it is not: values of another model")
+    if case.error_like("S2", "S5") is False:
+        yield Sign(1, "another decoy makes other errors: its values are what comes in")
     if case.wrong("S4"):
         yield Sign(1, "a target that never runs is enough: it was made at loading")
     if not case.foreign:
@@ -57,11 +62,11 @@ def _identity(case: Case) -> Iterator[Sign]:
 def _weights(case: Case) -> Iterator[Sign]:
     if case.changed:
         yield Sign(5, f"{', '.join(case.changed[:3])} as used is not what the pristine copy has")
-    if case.wrong("S0"):
+    if case.alone:
         yield Sign(2, "it is wrong alone, too")
     if case.factor is not None:
         yield Sign(3, f"the output is {case.factor:.4g} times what it should be, at every token alike: a scale")
-    if case.wrong("S0") is False:
+    if case.alone is False:
         yield Sign(-4, "alone, with the same weights, it is right")
 
 
@@ -74,7 +79,7 @@ def _head(case: Case) -> Iterator[Sign]:
 
 def _routing(case: Case) -> Iterator[Sign]:
     if case.first["module"] in dict(case.parts.routers):
-        yield Sign(8, f"{case.first['module']} chose other experts than its weights choose for the same states")
+        yield Sign(10, f"{case.first['module']} chose other experts than its weights choose for the same states")
 
 
 def _kv_slot(case: Case) -> Iterator[Sign]:
@@ -88,9 +93,9 @@ def _kv_slot(case: Case) -> Iterator[Sign]:
 
 
 def _state(case: Case) -> Iterator[Sign]:
-    if case.wrong("S0") is False and case.wrong("S1"):
+    if case.alone is False and case.wrong("S1"):
         yield Sign(3, "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory")
-    if case.wrong("S0") is False and not case.foreign:
+    if case.alone is False and not case.foreign:
         yield Sign(2, "no foreign parameter was read as an operand")
     if case.wrong("S4") is False and case.wrong("S3"):
         yield Sign(1, "a target that never runs does no harm: made when it runs")
@@ -103,12 +108,15 @@ def _state(case: Case) -> Iterator[Sign]:
 
 
 def _position(case: Case) -> Iterator[Sign]:
-    if case.first["module"] in dict(case.parts.rotaries):
+    handed = case.first["role"] == "in" and "position" in case.first["name"] and case.first["at"] != ""
+    if handed:
+        yield Sign(6, f"{case.first['at']} is handed other {case.first['name']} than it should be")
+    elif case.first["module"] in dict(case.parts.rotaries):
         yield Sign(6, f"{case.first['module']} turns from position {int(case.first['position'])} on by other angles")
 
 
 def _input(case: Case) -> Iterator[Sign]:
-    if case.first["module"] == "":
+    if case.first["module"] == "" and case.first["role"] == "in" and case.first["name"] in FED:
         yield Sign(6, f"the model was given other {case.first['name']} than it should, from position "
                       f"{int(case.first['position'])} on")  # fmt: skip
 
@@ -156,7 +164,7 @@ CLASSES: Mapping[str, _Class] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""Classes of causes: how many of 30 upstream cases were such, the rules, the cases, what to try next."""
+"""Classes of causes: how many of some 30 upstream cases were such (a few count twice), rules, threads, a next step."""
 
 
 def rank(case: Case) -> list[Cause]:

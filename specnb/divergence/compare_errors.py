@@ -3,11 +3,13 @@ sketches of the tokens elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from specnb.divergence import ladder, sketch
-from specnb.divergence.align import Key, Laid, Values
+from specnb.divergence.align import Key, Laid, Row, Values
 from specnb.divergence.compare_texts import Together, together
 
 
@@ -54,6 +56,22 @@ class Apart:
         models = (one.trace.facts.get("dtype") for one in (self.ours, self.theirs))
         return ladder.rounding(name for name in (*self.dtypes[key], *models) if isinstance(name, str))
 
+    @cached_property
+    def flipped(self) -> dict[Key, np.ndarray]:
+        """(sequences, positions) of each tensor, in the order of the run: where integers that were made before it, the
+        chosen experts say, differ at the position or before it. A sound run is as far off there as a wrong one."""
+        found, flips = {}, None
+        for key, error in self.errors.items():
+            flips = np.zeros(error.shape, bool) if flips is None else flips
+            found[key] = flips
+            if key in self.discrete:
+                flips = flips | np.logical_or.accumulate(error > 0, axis=1)
+        return found
+
+    def unflipped(self, key: Key) -> np.ndarray:
+        """The errors of a tensor, NaN behind flips."""
+        return np.where(self.flipped[key], np.nan, self.errors[key])
+
     def _compare(self, key: Key) -> None:
         pair = self.pair(key)
         if pair is None:
@@ -70,7 +88,8 @@ class Apart:
         if same.all():
             self.equal.add(key)
         error = np.where(same, 0.0, _error(a, b))
-        error[self._not_finite(a, b, error, key)] = np.inf
+        if a.full is None or b.full is None:
+            error[self._not_finite(a, b, error, key)] = np.inf
         error[:, (a.row < 0) | (b.row < 0)] = np.nan
         self.errors[key] = error
 
@@ -86,37 +105,68 @@ class Apart:
         return np.array([known[pair] for pair in zip(a.row.tolist(), b.row.tolist(), strict=True)], bool)
 
     def _not_finite(self, a: Values, b: Values, error: np.ndarray, key: Key) -> np.ndarray:
-        """Tokens that differ in rows of which only one has NaN or infinities: sketches count those as 0."""
-        odd = np.array([i >= 0 <= j and (self.ours.row_of[i].odd > 0) != (self.theirs.row_of[j].odd > 0)
-                        for i, j in zip(a.row.tolist(), b.row.tolist(), strict=True)], bool)  # fmt: skip
-        return odd & (error > ladder.TIMES_FLOOR * self.limit(key))
+        """Tokens of which only one trace has NaN or infinities, which sketches count as 0.
+
+        What is known is how many a row has. Those of its tokens that differ have them; where none does, those that are
+        0 in both sketches; else the one that differs most. That much is said only of rows that were compared as a
+        whole, against rows that have none.
+        """
+        odd = np.zeros(error.shape, bool)
+        for x, y, ours, theirs in ((a, b, self.ours, self.theirs), (b, a, self.theirs, self.ours)):
+            rows = [ours.row_of[i] for i in np.unique(x.row[x.row >= 0]).tolist()]
+            for row in (row for row in rows if row.odd):
+                at = np.flatnonzero((x.row == row.row) & (y.row >= 0))
+                sound = np.array([theirs.row_of[j].odd == 0 for j in y.row[at].tolist()], bool)
+                if not sound.any():
+                    continue
+                seen = error[:, at] > ladder.TIMES_FLOOR * self.limit(key)
+                if not seen.any() and sound.all() and self._whole(ours, row, len(at)):
+                    blank = (x.size[:, at] == 0) & (y.size[:, at] == 0)
+                    seen = blank if blank.any() else error[:, at] == error[:, at].max()
+                odd[:, at] |= seen & sound
+        return odd
+
+    def _whole(self, one: Laid, row: Row, n: int) -> bool:
+        """Whether all of a row's values are among `n` compared tokens."""
+        length = row.shape[row.axis] if one.batch == 1 else one.steps[row.step]["length"]
+        return n == length and len(self.where.ours) == one.batch
 
 
-def floors(sound: Sequence[Apart], least: dict[Key, float]) -> dict[Key, float]:
+class Floors(NamedTuple):
+    """The largest error of each tensor in sound runs: `before` any other choice, and `behind` one."""
+
+    before: dict[Key, float]
+    behind: dict[Key, float]
+
+
+def floors(sound: Sequence[Apart], least: dict[Key, float]) -> Floors:
     """The largest error of each tensor in sound pairs, and at least what `least` says.
 
-    Behind a token that got other experts a sound run is as far off as a wrong one: nothing there is taken for a floor.
+    Behind a token that got other experts a sound run is as far off as a wrong one: what is seen there is a floor only
+    for what is behind such a token, too.
     """
-    found = dict(least)
-    for apart in sound:
-        flipped = np.full(len(apart.where.positions), False)
-        for key, error in apart.errors.items():  # in the order of the run
-            clean = error[:, ~flipped]
-            if key in apart.discrete:
-                flipped |= np.maximum.accumulate((error > 0).any(0))
-            elif key in found and clean.size and not np.isnan(clean).all():
-                found[key] = max(found[key], float(np.nanmax(clean)))
-    return found
+    before, behind = dict(least), {}
+    for key in least:
+        aparts = [apart for apart in sound if key in apart.errors and key not in apart.discrete]
+        before[key] = max(least[key], *(_largest(apart.unflipped(key)) for apart in aparts), 0.0)
+        behind[key] = max(before[key], *(_largest(apart.errors[key]) for apart in aparts), 0.0)
+    return Floors(before, behind)
 
 
 def logit_noise(sound: Sequence[Apart], key: Key) -> float | None:
-    """The largest absolute error of a tensor kept in full in sound pairs; None where none of them has it."""
+    """The largest absolute error of a tensor kept in full in sound pairs, before flips; None where none of them has
+    it."""
     found = []
     for apart in sound:
         pair = apart.pair(key) if key in apart.errors else None
-        if pair is not None and pair[0].full is not None and pair[1].full is not None:
-            found.append(float(np.abs(pair[0].full.astype(np.float64) - pair[1].full).max(initial=0)))
+        cells = ~np.isnan(apart.unflipped(key)) if pair is not None else np.zeros(0, bool)
+        if cells.any() and pair[0].full is not None and pair[1].full is not None:
+            found.append(float(np.abs(pair[0].full[cells].astype(np.float64) - pair[1].full[cells]).max(initial=0)))
     return max(found, default=None)
+
+
+def _largest(errors: np.ndarray) -> float:
+    return float(np.fmax.reduce(errors, axis=None, initial=0.0))
 
 
 def gains(a: Values, b: Values, cells: np.ndarray) -> sketch.Estimate:
@@ -137,7 +187,11 @@ def _error(a: Values, b: Values) -> np.ndarray:
         return (a.sketch != b.sketch).any(-1).astype(float)
     if a.full is None or b.full is None:
         return sketch.relative_l2(a.sketch, b.sketch, norm=a.size).value
-    x, y = (np.nan_to_num(one.full.astype(np.float64), posinf=0.0, neginf=0.0) for one in (a, b))
+    raw = [one.full.astype(np.float64) for one in (a, b)]
+    x, y = (np.where(np.isfinite(one), one, 0.0) for one in raw)
     top, below = np.linalg.norm(y - x, axis=-1), np.linalg.norm(x, axis=-1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(top == 0, 0.0, top / below)
+    # NaN against NaN is 0, and an infinity against itself; any other pair with one of them is another value
+    odd = [np.where(np.isfinite(one), 0.0, one) for one in raw]
+    other = ((odd[0] != odd[1]) & ~(np.isnan(odd[0]) & np.isnan(odd[1]))).any(-1)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return np.where(other, np.inf, np.where(top == 0, 0.0, top / below))

@@ -29,8 +29,8 @@ class Precise(NamedTuple):
 class Judge:
     """Called by the walk with each tensor that seems wrong by itself; says where it is not.
 
-    `ties` and `rounded` count tokens excused by their margin and by the precise run; `doubts` are choices whose margin
-    cannot be known from sketches.
+    `ties` and `rounded` count tokens excused by their margin, or as usual in sound runs, and by the precise run;
+    `doubts` are choices whose margin cannot be known from sketches.
     """
 
     def __init__(self, apart: Apart, sound: Sequence[Apart], precise: Precise | None) -> None:
@@ -39,15 +39,16 @@ class Judge:
         self.doubts: list[Doubt] = []
 
     def __call__(self, event: Event, key: Key, own: np.ndarray) -> np.ndarray:
-        rounded = own & self._no_worse(key)
+        rounded = own & self.no_worse(key)
         self.rounded += int(rounded.sum())
         left = own & ~rounded
-        logits = self._logits(event, key)
+        logits = self.logits(event, key)
         if logits is None or not left.any():
             return rounded
         return rounded | self._routing(key, logits, left)
 
-    def _no_worse(self, key: Key) -> np.ndarray:
+    def no_worse(self, key: Key) -> np.ndarray:
+        """(sequences, positions): no further from the precise run than the reference is; nowhere without one."""
         errors = self._apart.errors[key]
         if self._precise is None:
             return np.zeros(errors.shape, bool)
@@ -61,7 +62,7 @@ class Judge:
         discrete = key in self._apart.discrete
         return ladder.no_worse(candidate, reference, discrete=discrete, least=self._apart.limit(key))
 
-    def _logits(self, event: Event, key: Key) -> Key | None:
+    def logits(self, event: Event, key: Key) -> Key | None:
         """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
         if key.role != "out" or key not in self._apart.discrete:
             return None
@@ -88,7 +89,7 @@ class Judge:
         doubtful = own & (error > 0)
         n, largest = int(doubtful.sum()), float(np.nanmax(error[own], initial=0))
         tokens = int((~np.isnan(error)).sum())
-        usual = max((np.nansum(one.errors[key]) for one in self._sound if key in one.errors), default=0)
+        usual = max((np.nansum(one.unflipped(key)) for one in self._sound if key in one.errors), default=0)
         if 0 < n <= ladder.TIMES_FLOOR * usual:
             self.ties += n
             return doubtful
@@ -100,12 +101,14 @@ class Judge:
 
 
 def _onto(one: Apart, key: Key, positions: np.ndarray, sequences: list[int], shape: tuple[int, ...]) -> np.ndarray:
-    """Errors of another comparison at these positions and sequences of its second trace; NaN where it has none."""
+    """Errors of another comparison before its flips, at these positions and sequences of its second trace; NaN where
+    it has none."""
     found = np.full(shape, np.nan)
     if key not in one.errors:
         return found
+    errors = one.unflipped(key)
     _, ours, theirs = np.intersect1d(positions, one.where.positions, return_indices=True)
     for i, sequence in enumerate(sequences):
         if sequence in one.where.theirs:
-            found[i, ours] = one.errors[key][one.where.theirs.index(sequence), theirs]
+            found[i, ours] = errors[one.where.theirs.index(sequence), theirs]
     return found

@@ -1,7 +1,7 @@
 """Positions that are all one number off in one of two runs: another base of the cache, and no error.
 
 Attention sees differences of positions only (Su et al. 2104.09864). From sketches this is seen where the rotary module
-gave, at every position, what the reference's gave a fixed number of positions later.
+gave, at every position, what the reference's gave a fixed number of positions later, and nowhere what it gave there.
 """
 
 import numpy as np
@@ -13,7 +13,9 @@ from specnb.divergence.compare_walk import Plan
 
 NAMED = "position"
 FEWEST = 3
-"""Positions that must agree before one offset is believed."""
+"""Positions that must agree before one offset is believed: so many, and half of those there are."""
+TRIED = 16
+"""Offsets that the first positions suggest and that are tried, the smallest first."""
 
 
 def turned(apart: Apart, plan: Plan) -> set[Key]:
@@ -38,15 +40,24 @@ def _late(apart: Apart, key: Key) -> int | None:
     positions, near = apart.where.positions, ladder.TIMES_FLOOR * apart.limit(key)
     if (np.diff(positions) != 1).any() or (a.row < 0).any() or (b.row < 0).any():
         return None
+    if not (apart.errors[key] > near).all():
+        return None  # another base of the cache turns every position
     n = len(positions)
-    for late in (shift for size in range(1, n - FEWEST + 1) for shift in (size, -size)):
+    most = min(n // 2, n - FEWEST)
+    ahead, behind = (np.flatnonzero(_alike(x, y[:, :1], near).all(0)) for x, y in ((a.sketch, b.sketch), (b.sketch, a.sketch)))
+    lates = sorted([*ahead.tolist(), *(-behind).tolist()], key=abs)
+    for late in [one for one in lates if 0 < abs(one) <= most][:TRIED]:
         ours, theirs = (
             (a.sketch[:, late:], b.sketch[:, : n - late]) if late > 0 else (a.sketch[:, :late], b.sketch[:, -late:])
         )
-        size = np.linalg.norm(ours, axis=-1)
-        if (np.linalg.norm(theirs - ours, axis=-1) <= near * size).all():
+        if _alike(ours, theirs, near).all():
             return late
     return None
+
+
+def _alike(ours: np.ndarray, theirs: np.ndarray, near: float) -> np.ndarray:
+    """(sequences, positions) of sketches."""
+    return np.linalg.norm(theirs - ours, axis=-1) <= near * np.linalg.norm(ours, axis=-1)
 
 
 def _one_step(a: Values, b: Values) -> bool:

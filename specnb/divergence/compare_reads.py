@@ -10,9 +10,9 @@ COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_dige
 def reads(reference: Laid, candidate: Laid) -> pd.DataFrame:
     """One row for each parameter that a module of the candidate read otherwise than the reference's module did.
 
-    `says`: "foreign" (another model's, which the reference did not read), "changed" (other values), "cast" (another
-    dtype), "extra" (the reference's module did not read it). `same_values`: the reference's module read these very
-    values, whatever their name.
+    `says`: "foreign" (not the draft's own, and the reference's module did not read it), "changed" (other values),
+    "cast" (another dtype), "extra" (the draft's own, and the reference's module did not read it). `same_values`: the
+    reference's module read these very values, whatever their name.
     Empty where one of the traces was captured without `at_use`.
     """
     known = dict(iter(_read(reference).groupby("module")))
@@ -21,7 +21,9 @@ def reads(reference: Laid, candidate: Laid) -> pd.DataFrame:
         ours = known.get(one.module)
         if ours is None:
             continue
-        named = ours[(ours["path"] == one.path) & (ours["own"] == one.own)]
+        # each model calls itself as it likes, so only of others the owner's name counts
+        whose = ours["own"] if one.own else ~ours["own"] & (ours["owner"] == one.owner)
+        named = ours[(ours["path"] == one.path) & whose]
         if one.digest in set(named["digest"]):
             continue
         says = _says(one.own, named, one.dtype)
@@ -43,8 +45,6 @@ def _read(one: Laid) -> pd.DataFrame:
 
 
 def _says(own: bool, named: pd.DataFrame, dtype: str) -> str:
-    if not own:
-        return "foreign"
     if named.empty:
-        return "extra"
+        return "extra" if own else "foreign"
     return "changed" if dtype in set(named["dtype"]) else "cast"

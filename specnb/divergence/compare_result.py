@@ -64,10 +64,11 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two traces say. `minimal`: every module that is wrong by itself, first in time first.
+    """What two traces say. `minimal`: every module that is wrong by itself where what it was made from is right, first
+    in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
 
     `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `nodes`
-    (NODE_COLUMNS) are all tensors above their floor, `own` those wrong by themselves; `reads` the parameters that were
+    (compare_tables.COLUMNS) are all tensors above their floor, `own` those wrong by themselves; `reads` the parameters that were
     not read alike; `fork` where the runs were fed other tokens, `drift` where the candidate counts positions otherwise.
     """
 

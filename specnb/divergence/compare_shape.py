@@ -15,6 +15,8 @@ UNRELATED = 0.9
 COSINE = 0.35
 """Up to which their median cosine is near 0, told from 16 numbers of each token."""
 ROWS_NAMED = 4
+ROWS_TRIED = 256
+"""Moved rows of a cache of which is looked for where they come from."""
 
 
 def shape(apart: Apart, key: Key, part: Finding) -> str:
@@ -80,13 +82,17 @@ def _moved_rows(apart: Apart, module: str) -> str:
     if ours is None or theirs is None or apart.where.ours[:1] != [0] or apart.where.theirs[:1] != [0]:
         return ""
     size = np.linalg.norm(ours, axis=-1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        far = np.linalg.norm(theirs[:, None] - ours[None], axis=-1) / size[None]
-    far = np.where(np.isnan(far), np.inf, far)
-    near = far.argmin(1)
     tolerance = 10 * ladder.TIMES_FLOOR * ladder.rounding([apart.ours.trace.facts.get("dtype")])
-    rows = np.arange(len(positions))
-    moved = rows[(far[rows, near] < tolerance) & (far[rows, rows] > tolerance) & np.isfinite(far[rows, rows])]
-    said = [f"position {positions[i]} holds that of {positions[near[i]]}" for i in moved[:ROWS_NAMED]]
+
+    def far(theirs: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            away = np.linalg.norm(theirs - ours, axis=-1) / size
+        return np.where(np.isnan(away), np.inf, away)
+
+    here = far(theirs)
+    others = np.flatnonzero((here > tolerance) & np.isfinite(here))[:ROWS_TRIED]
+    from_where = {int(i): far(theirs[i]) for i in others}
+    moved = {i: int(away.argmin()) for i, away in from_where.items() if away.min() < tolerance}
+    said = [f"position {positions[i]} holds that of {positions[j]}" for i, j in moved.items()][:ROWS_NAMED]
     more = f" and {len(moved) - ROWS_NAMED} more" if len(moved) > ROWS_NAMED else ""
     return f"in its cache the row of {', that of '.join(said)}{more}" if said else ""

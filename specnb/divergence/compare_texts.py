@@ -38,12 +38,16 @@ class Drift(NamedTuple):
 
 @dataclass(frozen=True)
 class Together:
-    """Where two traces can be compared: `positions`, and pairs of sequences that were fed the same there."""
+    """Where two traces can be compared: `positions`, and pairs of sequences that were fed the same there.
+
+    `strangers`: how many sequences that should have found their like, for the smaller batch has them, did not.
+    """
 
     positions: np.ndarray
     ours: list[int]
     theirs: list[int]
     fork: Fork | None
+    strangers: int = 0
 
 
 def together(reference: Laid, candidate: Laid) -> Together:
@@ -60,7 +64,8 @@ def together(reference: Laid, candidate: Laid) -> Together:
             free.remove(same)
             pairs.append((i, same))
     if pairs or not len(shared):
-        return Together(shared, [i for i, _ in pairs], [j for _, j in pairs], None)
+        strangers = min(len(ours), len(theirs)) - len(pairs)
+        return Together(shared, [i for i, _ in pairs], [j for _, j in pairs], None, strangers)
     where = {(i, j): int(np.argmax(_differs(a, b))) for i, a in enumerate(ours) for j, b in enumerate(theirs)}
     i, j = max(where, key=lambda pair: (where[pair], pair[0] == pair[1]))
     differs = np.flatnonzero(_differs(ours[i], theirs[j]))

@@ -17,7 +17,8 @@ from specnb.divergence import ladder
 from specnb.divergence.align import Key, Laid
 
 HARMLESS = 1e-2
-"""What is left of a difference behind the module that made it, at most, where nothing depends on it."""
+"""What is left of a difference behind the module that made it, at most, where nothing depends on it; and never more
+than errors may grow to without a fault."""
 
 Call = tuple[str, int]
 OUTSIDE: Call = ("", -1)
@@ -81,6 +82,12 @@ class Plan:
             if source in found:
                 found.add(key)
         return found
+
+    @property
+    def outermost(self) -> set[Key]:
+        """What came out of the outermost module; of a graph that is no tree, out of the last one."""
+        last = [event for event in self.events if not event.given and event.holders == (OUTSIDE,)]
+        return {key for event in last if event.at == last[-1].at for key in event.keys}
 
     @property
     def modules(self) -> list[str]:
@@ -153,8 +160,9 @@ def _dies_out(
     start = min(found[key].event.order for key in wrong)
     behind = np.logical_or.accumulate(np.any([found[key].own for key in wrong], axis=0), axis=1)
     most = HARMLESS * min(1.0, max(float(found[key].error[found[key].own].max()) for key in wrong))
-    later = (key for key, part in found.items() if part.event.order > start and key not in same)
-    return all((found[key].error[behind] <= max(most, ladder.TIMES_FLOOR * floor[key])).all() for key in later)
+    later = [key for key, part in found.items() if part.event.order > start and key not in same]
+    left = {key: max(min(most, ladder.GROWN * floor[key]), ladder.TIMES_FLOOR * floor[key]) for key in later}
+    return all((found[key].error[behind] <= left[key]).all() for key in later)
 
 
 class _Scope:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from specnb.divergence.align import Key
 from specnb.divergence.setups import OWN, Outcome
 
 
@@ -11,7 +12,7 @@ from specnb.divergence.setups import OWN, Outcome
 class Coverage:
     """Modules that ran and, of these, those of which something was `compared`; `left_out` are "module:role:name".
 
-    Left out are tensors without a token axis or of changing shapes (masks): what they do shows in what is made of them.
+    Left out are tensors without a token axis or of other shapes (masks): what they do shows in what is made of them.
     `seen_at_use` are those of the draft's parameters that an operation was seen to read.
     """
 
@@ -29,12 +30,13 @@ class Coverage:
     def of(cls, outcome: Outcome, draft: nn.Module) -> "Coverage":
         """Of one set-up's run."""
         seen = outcome.trace.facts["modules"]
-        compared = {*outcome.errors.loc[outcome.errors["role"] == "out", "at"]}
-        given = outcome.trace.rows(role="out")
+        left_out = [*outcome.along.left_out, *_reshaped(outcome)]
         ran = {*outcome.trace.tensors["module"]}
+        compared = {*outcome.errors.loc[outcome.errors["role"] == "out", "at"]}
         # a wrapper that the pristine copy has not: what it gives is what a module inside gave
-        known = {*given.loc[given["module"].isin(compared), "digest"]}
-        compared |= {one for one in ran - compared if known.issuperset(given.loc[given["module"] == one, "digest"])}
+        gave = outcome.trace.rows(role="out").groupby("module")["digest"].agg(set)
+        known = set().union(*(gave[one] for one in compared))
+        compared |= {one for one in ran - compared if one in gave and gave[one] <= known}
         params = outcome.trace.params
         read = {*params.loc[params["owner"] == OWN, "owner_path"]}
         own = [name for name, _ in draft.named_parameters()]
@@ -43,7 +45,7 @@ class Coverage:
             uncompared=tuple(sorted(ran - compared)),
             never_called=tuple(seen["never_called"]),
             tensors=len(outcome.errors[["at", "call", "role", "name"]].drop_duplicates()),
-            left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in outcome.along.left_out),
+            left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out),
             tokens=len(outcome.along.text),
             parameters=len(own),
             seen_at_use=sum(name in read for name in own),
@@ -66,6 +68,12 @@ class Coverage:
         not_seen = f", not {', '.join(self.uncompared[:3])}" if self.uncompared else ""
         return (
             f"{self.compared} of {self.modules} modules{not_seen}{never}; {self.tensors} tensors at {self.tokens} "
-            f"tokens, {len(self.left_out)} left out (no token axis); {self.seen_at_use} of {self.parameters} "
+            f"tokens, {len(self.left_out)} left out (other shapes); {self.seen_at_use} of {self.parameters} "
             "parameters seen at use"
         )
+
+
+def _reshaped(outcome: Outcome) -> list[Key]:
+    """Tensors along the text that came in another shape than the pristine copy has: attention weights over a window."""
+    seen = {*outcome.errors[["at", "call", "role", "name"]].itertuples(index=False, name=None)}
+    return [key for key in outcome.along.values if tuple(key) not in seen]

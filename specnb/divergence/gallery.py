@@ -10,7 +10,7 @@ from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults_parts import Fault
 from specnb.divergence.grid_cases import GridCase, Service
 from specnb.divergence.investigate import judge
-from specnb.divergence.investigation import Investigation, shown
+from specnb.divergence.investigation import Investigation, named
 from specnb.divergence.score_rows import NOTHING
 from specnb.divergence.setups import SETUPS, Lab
 from specnb.errors import InputError
@@ -47,16 +47,16 @@ def gallery(
     services = {name: Service(GridCase(name, None)) for name in faults if planted(name)}
     if setups is None:
         setups = [name for name in GALLERY if lab.target is not None or SETUPS[name].beside != "target"]
-    rows, strips, named = [], {}, {}
+    rows, strips, framed = [], {}, {}
     for done, (name, deploy) in enumerate(services.items()):
         progress(done, len(services), name)
         found = judge(lab, deploy=deploy, setups=setups)
         rows.append(_row(name, deploy.told(), found))
         strips[name] = found.heat().max(axis=1)
         if found.first is not None:
-            named[name] = found.first.module
+            framed[name] = found.first.module
     order = list(dict.fromkeys(module for strip in strips.values() for module in strip.index))
-    return Gallery(pd.DataFrame(rows), pd.DataFrame(strips, index=order).T, named)
+    return Gallery(pd.DataFrame(rows), pd.DataFrame(strips, index=order).T, framed)
 
 
 def _row(name: str, fault: Fault, found: Investigation) -> dict[str, object]:
@@ -66,7 +66,7 @@ def _row(name: str, fault: Fault, found: Investigation) -> dict[str, object]:
     cause = found.causes[0].name if found.causes else ("PRECISION_ONLY" if found.verdict == "PRECISION_ONLY" else None)
     return {
         "fault": name, "planted": fault.note, "verdict": found.verdict,
-        "module": NOTHING if module is None else shown(module), "module_right": module == fault.first,
+        "module": NOTHING if first is None else named(first), "module_right": module == fault.first,
         "token": -1 if first is None else first.first_token, "cause": cause or NOTHING,
         "cause_right": (first is None) if sound else cause == fault.cause, "seconds": found.facts["seconds"],
     }  # fmt: skip

@@ -30,6 +30,8 @@ from specnb.measure.experiment import Progress, silent
 
 TOKENS, PROMPT, K = 32, 16, 3
 """Of the script that is made up where none is given."""
+OTHERS = {name for name, one in SETUPS.items() if one.beside not in ("nobody", "copy")}
+"""Set-ups in which a neighbour's values are not the draft's own."""
 REPEATS = 2
 """Runs of S0 without hooks, besides the one with them."""
 
@@ -70,13 +72,14 @@ def judge(
     for name in wanted:
         progress(len(outcomes), len(wanted), f"{name}: {setup_of(name).says}")
         outcomes[name] = lab.run(name, deploy)
-    if setups is None and outcomes["S0"].clean and not all(one.clean for one in outcomes.values()):
+    if setups is None and not Case.of(lab, outcomes).alone and not all(one.clean for one in outcomes.values()):
         more = [name for name in ON_DEMAND if lab.target is not None or SETUPS[name].beside != "target"]
         for name in more:
             progress(len(outcomes), len(wanted) + len(more), f"{name}: {SETUPS[name].says}")
             outcomes[name] = lab.run(name, deploy)
     case = Case.of(lab, outcomes)
-    coverage = Coverage.of(case.bad or next(iter(outcomes.values())), lab.draft)
+    covered = [Coverage.of(one, lab.draft) for one in ([case.bad] if case.bad else outcomes.values())]
+    coverage = max(covered, key=lambda one: (not one.output, len(one.uncompared)))
     repeats, inert = _same_bits(lab, outcomes, deploy)
     verdict, reason = _verdict(lab, case, coverage, repeats, inert)
     return Investigation(
@@ -114,37 +117,56 @@ def _wanted(lab: Lab, setups: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _same_bits(lab: Lab, outcomes: dict[str, Outcome], deploy: Deploy | None) -> tuple[bool, bool]:
-    """Whether S0 repeats, and whether hooks change nothing."""
-    bare = [lab.bare(deploy) for _ in range(REPEATS)]
+    """Whether S0 repeats, and whether hooks change nothing in it and in the last set-up that was run."""
+    bare = [lab.bare("S0", deploy) for _ in range(REPEATS)]
     hooked = outcomes["S0"].logits if "S0" in outcomes else lab.run("S0", deploy).logits
-    return all(_equal(bare[0], one) for one in bare[1:]), _equal(bare[0], hooked)
+    last, its = list(outcomes.items())[-1]
+    inert = _equal(bare[0], hooked) and _equal(lab.bare(last, deploy), its.logits)
+    return all(_equal(bare[0], one) for one in bare[1:]), inert
 
 
 def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> tuple[Verdict, str]:
     if case.bad is not None:
         return "DIVERGENT", ""
-    if not coverage.complete:
-        missed = ", ".join(coverage.uncompared[:3]) or "the model's output"
-        return "INCONCLUSIVE", f"nothing that was compared is wrong, but {missed} could not be compared"
-    if not repeats and not inert:
-        return "INCONCLUSIVE", "alone, the draft gives other bits from run to run: make it deterministic first"
-    if not inert:
-        return "INCONCLUSIVE", "the draft gives other logits with hooks on it than without: what was seen is not it"
-    if any(one.offset for one in case.outcomes.values()):
-        return "PRECISION_ONLY", "all positions are one number off, which RoPE does not see; the rest is rounding"
-    coarser = [one.coarser for one in case.outcomes.values() if one.coarser]
-    if coarser:
+    doubt = _doubt(lab, case, coverage, repeats, inert)
+    if doubt:
+        return "INCONCLUSIVE", doubt
+    outcomes, also = case.outcomes.values(), _foreign(case)
+    if any(one.offset for one in outcomes):
         return (
             "PRECISION_ONLY",
-            f"modules compute in {coarser[0]}, the draft is {lab.dtype}: the rest is rounding",
+            f"all positions are one number off, which RoPE does not see{also}",
         )
+    if rounded := [one.coarser for one in outcomes if one.coarser]:
+        return "PRECISION_ONLY", f"what differs looks rounded to {rounded[0]}, the draft is {lab.dtype}{also}"
     sound = {False: lab.sound_logits[0], True: lab.sound_logits[1]}
-    if all(_equal(one.logits, sound[one.setup.in_blocks]) for one in case.outcomes.values()):
-        return "SOUND", "every set-up gives the very bits of a copy of the draft as it was loaded"
-    return (
-        "PRECISION_ONLY",
-        "bits differ from the pristine copy's, and no module by more than sums in another order may",
-    )
+    if all(_equal(one.logits, sound[one.setup.in_blocks]) for one in outcomes):
+        return "SOUND", f"every set-up gives the very bits of a copy of the draft as it was loaded{also}"
+    return "PRECISION_ONLY", f"bits differ from the pristine copy's, no module by more than another order of sums{also}"
+
+
+def _doubt(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> str:
+    """Why nothing can be said of a draft of which nothing is wrong; "" where something can."""
+    if not coverage.complete:
+        missed = ", ".join(coverage.uncompared[:3]) or "the model's output"
+        return f"nothing that was compared is wrong, but {missed} could not be compared"
+    if not repeats:
+        return "alone, the draft gives other bits from run to run: make it deterministic first"
+    if not inert:
+        return "the draft gives other logits with hooks on it than without: what was seen is not it"
+    foreign = _foreign(case)
+    if foreign and not OTHERS & {*case.outcomes}:
+        return f"nothing is wrong{foreign}, and in no set-up that was run are its values others: run S2"
+    far, limit = lab.logits_off(case.outcomes.values())
+    if far > limit and not any(one.coarser for one in case.outcomes.values()):
+        return f"the logits are {far:.2g} off, and no module that was compared is wrong by itself"
+    return ""
+
+
+def _foreign(case: Case) -> str:
+    """What was read of other models while everything was right, as the end of a sentence."""
+    read = [row for one in case.outcomes.values() for row in one.foreign.itertuples()]
+    return f"; yet {read[0].module} read {read[0].owner}:{read[0].owner_path}" if read else ""
 
 
 def _equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:

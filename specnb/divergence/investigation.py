@@ -67,8 +67,9 @@ class Investigation:
             return f"{self.verdict}: {self.reason}; {said}"
         tokens = f"{first.n_tokens} of {self.coverage.tokens} tokens from {first.first_token} on"
         cause = self.causes[0]
-        why = next((f" ({sign.says})" for sign in cause.signs if sign.weight > 0), "")
-        return f"DIVERGENT: first at {shown(first.module)}, {tokens}; cause {cause.name}{why}; {said}"
+        strongest = max(cause.signs, default=None)
+        why = f" ({strongest.says})" if strongest and strongest.weight > 0 else ""
+        return f"DIVERGENT: first at {named(first)}, {tokens}; cause {cause.name}{why}; {said}"
 
     def nodes(self) -> pd.DataFrame:
         """The modules that are wrong by themselves in the first wrong set-up, first in time first; a row a tensor."""
@@ -113,7 +114,7 @@ class Investigation:
             "exit_code": self.exit_code, "first": first and first._asdict(), "nodes": _records(self.nodes()),
             "setups": _records(self.setups()), "causes": _records(self.ranked()),
             "coverage": asdict(self.coverage) | {"says": str(self.coverage)},
-            "floors": {"largest": float(self.floor.max()), "median": float(self.floor.median())},
+            "floors": {"largest": _plain(self.floor.max()), "median": _plain(self.floor.median())},
             "repeats": self.repeats, "inert": self.inert, "facts": dict(self.facts),
         }  # fmt: skip
 
@@ -124,7 +125,7 @@ class Investigation:
             row["verdict"] = "clean" if outcome.clean else "wrong"
             row["foreign"] = outcome.foreign["owner_path"].nunique()
         if outcome is not None and not outcome.clean:
-            row["first"] = shown(outcome.wrong["module"].iloc[0])
+            row["first"] = named(outcome.wrong.iloc[0])
             row["n_wrong"] = len(outcome.wrong[list(WHICH)].drop_duplicates())
         return row | {"kills": setup.kills}
 
@@ -137,9 +138,9 @@ class Investigation:
         return self.case.outcomes[setup]
 
 
-def shown(module: str) -> str:
-    """A module's path for readers: that of the whole model is empty."""
-    return module or "the model's inputs"
+def named(first: Any) -> str:
+    """Where a wrong row or Node is, for readers: the path of the whole model is empty."""
+    return first.module or ("the model's inputs" if first.role == "in" and not first.at else "the model itself")
 
 
 def _records(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -20,6 +20,10 @@ TIMES_FLOOR = 3.0
 """How far above the largest error between sound runs an error must be."""
 ROUNDING = MappingProxyType({"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8})
 """Relative L2 error that sums in another order may always have, whether or not the sound runs showed it."""
+GROWN = 100.0
+"""Times the floor that errors may grow to on their way with no module wrong by itself; beyond it somebody must be."""
+LARGE = 0.1
+"""Relative error from which on nothing is put down to growth, whatever the floor: a tenth is no rounding."""
 CARRIES = 4.0
 """How many times larger a sound module may make the relative error of what it is given (softmax, cancelling sums)."""
 
@@ -42,7 +46,8 @@ def wrong_by_itself(error: np.ndarray, floor: float, given: np.ndarray, given_wr
 def no_worse(candidate: np.ndarray, reference: np.ndarray, *, discrete: bool, least: float) -> np.ndarray:
     """Where the candidate is no further from a precise run than the reference, times TIMES_FLOOR, is anywhere.
 
-    Of discrete tensors the number of differences counts. False where one of the two was not compared.
+    Of discrete tensors the number of differences counts. NaN is what was not compared, and what lies behind another
+    choice than the precise run's: there an error says nothing about rounding. False where one of the two is NaN.
     """
     if np.isnan(reference).all():
         return np.zeros(candidate.shape, bool)

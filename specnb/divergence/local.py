@@ -10,6 +10,7 @@ module is given is compared, too: a difference there was made between modules, b
 What remains between sound runs is rounding: sums of other shapes in another order. `floors` measures it.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -64,9 +65,11 @@ def beyond(errors: pd.DataFrame, floor: pd.Series, script: Script, times: float 
     With `floor`, `ratio`, and `feed`, the feed of the script in which the position was computed.
     """
     joined = errors.join(floor, on=list(WHICH))
+    joined["floor"] = joined["floor"].fillna(floor.min())  # of what sound runs did not have in this form
     joined["ratio"] = joined["error"] / joined["floor"]
     joined["feed"] = script.last_feeds[joined["position"]]
-    found = joined[(joined["ratio"] > times) | ~np.isfinite(joined["error"])]
+    # an infinite floor is that of a sound run with NaN, and says nothing
+    found = joined[(joined["ratio"] > times) | (~np.isfinite(joined["error"]) & np.isfinite(joined["floor"]))]
     return found.sort_values(["feed", "order", "position"], kind="stable").reset_index(drop=True)
 
 
@@ -112,8 +115,9 @@ class _Replay:
                 continue
             taken[id(ours)] = theirs.to(ours.device, ours.dtype)
             apart = _apart(ours, theirs, self._along.axes[key])
-            if (scores := _scores(ours, theirs, [one for _, one in pairs])) is not None:
-                apart = apart.assign(error=_margins(ours, theirs, scores), discrete=False)
+            margins = _margins(ours, theirs, [one for _, one in pairs])
+            if margins is not None and len(margins) == len(apart):
+                apart = apart.assign(error=margins, discrete=False)
             self.found.append(apart.assign(
                 order=self._order, module=maker, call=key.call, role=role, name=name, at=at
             )[list(COLUMNS)])  # fmt: skip
@@ -131,9 +135,8 @@ def _apart(ours: Tensor, theirs: Tensor, axis: int) -> pd.DataFrame:
     """Of each token: position, error, gain."""
     a, b = (x.cpu().movedim(axis, 0).double() for x in (ours, theirs))
     a, b = (x.reshape(len(x), -1) for x in (a, b))
-    same = ~a.isfinite() & (
-        (a == b) | (a.isnan() & b.isnan())
-    )  # masks hold infinities, and their difference is no number
+    # masks hold infinities, and the difference of two is no number
+    same = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
     a, b = a.masked_fill(same, 0.0), b.masked_fill(same, 0.0)
     dot, own, discrete = (a * b).sum(1), (a * a).sum(1).clamp(min=1e-60), not ours.is_floating_point()
     error = (a != b).any(1).double() if discrete else _or_inf((a - b).norm(dim=1) / own.sqrt())
@@ -147,21 +150,24 @@ def _or_inf(error: Tensor) -> Tensor:
     return torch.where(error.isnan(), torch.inf, error)
 
 
-def _scores(ours: Tensor, theirs: Tensor, beside: Sequence[Tensor]) -> Tensor | None:
-    """The scores by which `ours` was chosen, if it is a choice `(…, k)` of columns of a tensor beside it."""
+def _margins(ours: Tensor, theirs: Tensor, beside: Sequence[Tensor]) -> np.ndarray | None:
+    """By how much the scores of what was chosen differ, relative to all scores `(tokens,)`: a near-tie is rounding.
+
+    None where `ours` is no choice `(…, k)` among columns of a tensor beside it.
+    """
     if ours.is_floating_point() or ours.dtype is torch.bool or not ours.numel() or ours.ndim < 2:
         return None
-    top = max(int(ours.max()), int(theirs.max()))
-    fits = (one for one in beside if one.is_floating_point() and one.shape[:-1] == ours.shape[:-1])
-    return next((one for one in fits if one.shape[-1] > max(top, ours.shape[-1])), None)
-
-
-def _margins(ours: Tensor, theirs: Tensor, scores: Tensor) -> np.ndarray:
-    """By how much the scores of what was chosen differ, relative to all scores `(tokens,)`: a near-tie is rounding."""
-    chosen = [torch.gather(scores.double(), -1, one.long().to(scores.device)) for one in (ours, theirs)]
-    # in order of score: the same experts in another order are no other choice
-    (a, b), length = (one.sort(-1).values for one in chosen), scores.double().norm(dim=-1)
-    return ((a - b).norm(dim=-1) / length.clamp(min=1e-30)).cpu().numpy().ravel()
+    if min(int(ours.min()), int(theirs.min())) < 0:  # how an expert that is not there is written
+        return None
+    top = max(int(ours.max()), int(theirs.max()), ours.shape[-1])
+    floats = [one for one in beside if one.is_floating_point() and one.shape[:-1] == ours.shape[:-1]]
+    scores = next((one for one in floats if one.shape[-1] > top), None)
+    if scores is None:
+        return None
+    a, b = (torch.gather(scores.double(), -1, one.long().to(scores.device)) for one in (ours, theirs))
+    if not any(one.shape == ours.shape for one in floats):  # with weights beside them, the order counts
+        a, b = a.sort(-1).values, b.sort(-1).values
+    return ((a - b).norm(dim=-1) / scores.double().norm(dim=-1).clamp(min=1e-30)).cpu().numpy().ravel()
 
 
 def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
@@ -173,6 +179,10 @@ def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
     if isinstance(value, dict):
         changed = {key: _exchanged(inner, taken) for key, inner in value.items()}
         return changed if type(value) is dict else type(value)(**changed)
-    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return type(value)(_exchanged(inner, taken) for inner in value)
+    if isinstance(value, tuple | list):
+        changed = [_exchanged(inner, taken) for inner in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value) if one.init)
+        return dataclasses.replace(value, **{name: _exchanged(inner, taken) for name, inner in held})
     return value

@@ -11,8 +11,8 @@ import pandas as pd
 
 from specnb.divergence.along import Along, Key
 
-TURNED_ALIKE = 1e-2
-"""How far turns may be apart: bfloat16 rounds cosines to 2**-9."""
+TURNED_ALIKE = 3e-2
+"""How far turns may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
 
 
 def explained(errors: pd.DataFrame, along: Along, sound: Along, rotaries: Sequence[str]) -> pd.Series:

@@ -7,7 +7,7 @@ that the draft is given another model's weights: they are its own values. The de
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from specnb.divergence.names import dtype_name
 from specnb.divergence.offset import explained
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.precision import coarser
-from specnb.divergence.script import Script, run
+from specnb.divergence.script import Feed, Script, run
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
 
@@ -35,6 +35,9 @@ NEIGHBOUR = "neighbour"
 OWN = "draft"
 BLOCK = 5
 """Width of the feeds of S0w and of the second sound run."""
+
+GROWN = 100.0
+"""How many times farther than sound runs are from one another logits may be that rounding alone has moved."""
 
 Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
 """What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
@@ -144,30 +147,35 @@ class Lab:
         Raises InputError for a set-up that does not exist, or needs a target where there is none.
         """
         setup = setup_of(name)
-        script = self.blocks if setup.in_blocks else self.script
-        neighbour = self._neighbour(setup)
-        runs = neighbour is not None and setup.runs != "never"
-        steps = {setup.runs: lambda feed: self._step(neighbour)} if runs else {}
+        script, neighbour = self._script_of(setup), self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
         with (
             (deploy or self._deploy)(self.draft, neighbour),
             capture(self.draft, tag=OWN, known=known, full="") as builder,
         ):
-            logits = run(self.draft, script, **steps)
+            logits = run(self.draft, script, **self._steps(setup, neighbour))
         trace = builder.trace()
         along = Along.of(trace, script)
         errors = local.local_errors(self.reference, along)
         shifted = explained(errors, along, self.sound[0], self._rotaries)
         errors.loc[shifted, "error"] = 0.0
         wrong = local.beyond(errors, self.floor, script)
-        rounded = coarser(wrong, trace, self.dtype)
+        rounded = coarser(wrong, trace, self.dtype) if self._as_meant(trace) else ""
         wrong = wrong.iloc[:0] if rounded else wrong
         return Outcome(setup, script, wrong, errors, trace, along, tuple(logits), bool(shifted.any()), rounded)
 
-    def bare(self, deploy: Deploy | None = None) -> tuple[torch.Tensor, ...]:
-        """The logits of S0 without hooks."""
-        with (deploy or self._deploy)(self.draft, None):
-            return tuple(run(self.draft, self.script))
+    def bare(self, name: str, deploy: Deploy | None = None) -> tuple[torch.Tensor, ...]:
+        """The logits of a set-up without hooks. Raises InputError as `run` does."""
+        setup = setup_of(name)
+        neighbour = self._neighbour(setup)
+        with (deploy or self._deploy)(self.draft, neighbour):
+            return tuple(run(self.draft, self._script_of(setup), **self._steps(setup, neighbour)))
+
+    def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
+        """How far the logits of set-ups are from sound ones at most (relative L2), and how far rounding takes them."""
+        sound = [text_logits(*both) for both in zip(self.sound_logits, (self.script, self.blocks), strict=True)]
+        far = [off(text_logits(one.logits, one.script), sound[one.setup.in_blocks]) for one in outcomes]
+        return max(far), GROWN * max(off(*sound), local.ROUNDING[self.dtype])
 
     def _neighbour(self, setup: SetUp) -> nn.Module | None:
         if setup.beside == "target" and self.target is None:
@@ -180,6 +188,20 @@ class Lab:
             "target": lambda: self.target,
         }
         return made[setup.beside]()
+
+    def _script_of(self, setup: SetUp) -> Script:
+        return self.blocks if setup.in_blocks else self.script
+
+    def _steps(self, setup: SetUp, neighbour: nn.Module | None) -> dict[str, Callable[[Feed], None]]:
+        """What the neighbour does around each of the draft's forwards."""
+        runs = neighbour is not None and setup.runs != "never"
+        return {setup.runs: lambda feed: self._step(neighbour)} if runs else {}
+
+    def _as_meant(self, trace: Trace) -> bool:
+        """Whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
+        read = trace.params
+        meant = [self.meant.get(path, digest) for path, digest in zip(read["owner_path"], read["digest"], strict=True)]
+        return bool((read["owner"] == OWN).all() and (read["digest"] == meant).all())
 
     @torch.no_grad()
     def _step(self, neighbour: nn.Module) -> None:
@@ -201,3 +223,15 @@ def vocabulary_size(model: nn.Module) -> int:
     """Tokens that a model has an embedding of; sys.maxsize where it does not tell."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     return getattr(embedding, "num_embeddings", sys.maxsize)
+
+
+def text_logits(logits: Sequence[torch.Tensor], script: Script) -> torch.Tensor:
+    """The logits of each token of the text, `(tokens, vocab)`, from those of each feed."""
+    rows = (logits[feed][position - script.starts[feed]] for position, feed in enumerate(script.last_feeds))
+    return torch.stack(list(rows)).double()
+
+
+def off(logits: torch.Tensor, sound: torch.Tensor) -> float:
+    """The largest relative L2 error of a token's logits; infinite where one is no number."""
+    error = float(((logits - sound).norm(dim=-1) / sound.norm(dim=-1)).max())
+    return error if error == error else float("inf")

@@ -42,6 +42,7 @@ class Watch:
         if not self.on:
             yield
             return
+        self._error = None  # of a decode that failed by itself nobody took it
         self.begin(Decode([int(i) for i in ids], first, rows, padding))
         self._decoding = True
         try:
