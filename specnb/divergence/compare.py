@@ -11,10 +11,8 @@ is often found before them. One request at a time: what a flat engine packs into
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import pandas as pd
 
 from specnb.divergence import compare_tables as tables
-from specnb.divergence import ladder
 from specnb.divergence.align import Key, Laid, canonical_name
 from specnb.divergence.compare_errors import Apart, floors
 from specnb.divergence.compare_judge import Judge, Precise
@@ -23,13 +21,10 @@ from specnb.divergence.compare_reads import reads
 from specnb.divergence.compare_result import Comparison
 from specnb.divergence.compare_shape import fork_shape, shape
 from specnb.divergence.compare_texts import counted_alike
+from specnb.divergence.compare_verdict import verdict as judged
 from specnb.divergence.compare_walk import Plan, harmless, walk
-from specnb.divergence.ladder import Verdict
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
-
-GROWN = 100.0
-"""Times the floor that errors may grow to by rounding alone, where no sound runs say what is usual."""
 
 
 def compare(
@@ -54,7 +49,8 @@ def compare(
     theirs, drift = counted_alike(ours, theirs)
     apart = Apart.of(ours, theirs)
     pairs = [_pair(one, ours, rename) for one in sound]
-    floor = floors(pairs, {key: apart.limit(key) for key in apart.errors})
+    usual = floors(pairs, {key: apart.limit(key) for key in apart.errors})
+    floor = usual.before
     exact = None if precise is None else _laid(precise, "precise", rename)
     third = None if exact is None else Precise(Apart.of(exact, ours), Apart.of(exact, theirs))
     plan, judge = Plan.of(ours), Judge(apart, pairs, third)
@@ -65,7 +61,9 @@ def compare(
     minimal = tables.minimal(apart, own, floor)
     ratios = tables.ratios(apart, plan, found, floor)
     table = reads(ours, theirs)
-    verdict, reason = ("DIVERGENT", "") if minimal else _verdict(apart, judge, ratios, idle, bool(pairs))
+    verdict, reason = (
+        ("DIVERGENT", "") if minimal else judged(apart, plan, found, usual, judge, idle, calibrated=bool(pairs))
+    )
     foreign = table.loc[table["says"] == "foreign", ["module", "read"]].to_numpy().tolist()
     if foreign and not minimal:
         reason += f"; yet {foreign[0][0]} read {foreign[0][1]}, which is not the draft's own"
@@ -112,41 +110,6 @@ def _pair(one: Trace | tuple[Trace, Trace], ours: Laid, rename: Mapping[str, str
 def _rounded(apart: Apart, key: Key) -> np.ndarray:
     """What is left of a tensor that differs by an offset only: it was rounded elsewhere."""
     return np.where(np.isnan(apart.errors[key]), np.nan, apart.limit(key))
-
-
-def _verdict(apart: Apart, judge: Judge, ratios: pd.DataFrame, idle: set[str], calibrated: bool) -> tuple[Verdict, str]:
-    """The verdict where no module is wrong by itself, and why."""
-    where, worst = apart.where, float(np.fmax.reduce(ratios.to_numpy(), axis=None, initial=0))
-    if where.fork is not None:
-        before = "before it nothing is wrong" if len(where.positions) else "nothing comes before it"
-        return "INCONCLUSIVE", f"{before}: feed both runs the same tokens (teacher-force them) and capture again"
-    if not len(where.positions) or not apart.errors:
-        return "INCONCLUSIVE", "the traces share no position or no tensor with tokens: capture the same text in both"
-    if judge.doubts:
-        one = judge.doubts[0]
-        return "INCONCLUSIVE", (
-            f"{one.module} made another choice at position {one.position}, which may be a tie (unknown margin): "
-            "capture both runs again with full=comparison.around()"
-        )
-    if len(apart.equal) == len(apart.errors):
-        return "SOUND", "every tensor that was compared is equal in every bit"
-    if idle:
-        return "PRECISION_ONLY", f"{', '.join(sorted(idle))} differs, but nothing that is made from it does"
-    if judge.ties or judge.rounded:
-        return "PRECISION_ONLY", (
-            f"{judge.ties} choices are ties or usual in sound runs, and {judge.rounded} tokens are no further from the "
-            "precise run than the reference's are"
-        )
-    if worst <= ladder.TIMES_FLOOR:
-        if calibrated:
-            return "SOUND", "no error is above what the sound runs show"
-        return "PRECISION_ONLY", "no error is above what rounding does"
-    if worst > GROWN and not calibrated:
-        return "INCONCLUSIVE", (
-            f"errors grow to {worst:.2g} times rounding, and no module is wrong by itself: give `sound` traces of the "
-            "same text (another block width) to tell what is usual"
-        )
-    return "PRECISION_ONLY", "errors grow on their way, and no module is wrong by itself"
 
 
 def _paths(module: str, *traces: Laid) -> tuple[str, ...]:

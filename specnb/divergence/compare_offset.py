@@ -44,7 +44,9 @@ def _late(apart: Apart, key: Key) -> int | None:
         return None  # another base of the cache turns every position
     n = len(positions)
     most = min(n // 2, n - FEWEST)
-    ahead, behind = (np.flatnonzero(_alike(x, y[:, :1], near).all(0)) for x, y in ((a.sketch, b.sketch), (b.sketch, a.sketch)))
+    ahead, behind = (
+        np.flatnonzero(_alike(x, y[:, :1], near).all(0)) for x, y in ((a.sketch, b.sketch), (b.sketch, a.sketch))
+    )
     lates = sorted([*ahead.tolist(), *(-behind).tolist()], key=abs)
     for late in [one for one in lates if 0 < abs(one) <= most][:TRIED]:
         ours, theirs = (

@@ -68,8 +68,9 @@ class Comparison:
     in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
 
     `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `nodes`
-    (compare_tables.COLUMNS) are all tensors above their floor, `own` those wrong by themselves; `reads` the parameters that were
-    not read alike; `fork` where the runs were fed other tokens, `drift` where the candidate counts positions otherwise.
+    (compare_tables.COLUMNS) are all tensors above their floor, `own` those wrong by themselves; `reads` the parameters
+    that were not read alike; `fork` where the runs were fed other tokens, `drift` where the candidate counts positions
+    otherwise.
     """
 
     verdict: Verdict

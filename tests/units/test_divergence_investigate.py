@@ -1,12 +1,17 @@
 """Investigations in one call: verdict, first divergence, coverage, exit code."""
 
+import copy
+import functools
 import json
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from specnb.divergence import investigate as module
+from specnb.divergence import local
 from specnb.divergence import pair as small
 from specnb.divergence.coverage import Coverage
 from specnb.divergence.faults import FAULTS
@@ -135,3 +140,101 @@ def test_set_ups_are_asked_for_by_name(lab):
         judge(lab, setups=["S9"])
     with pytest.raises(InputError, match="no set-up to run"):
         judge(lab, setups=[])
+
+
+# --- broken drafts that must not get a clean bill ---------------------------------------------------------------------
+
+
+def patched(path, change):
+    """A service in which the output of a module's forward is changed."""
+
+    @contextmanager
+    def service(draft, neighbour):
+        module = draft.get_submodule(path)
+        original = module.forward
+        module.forward = functools.wraps(original)(lambda *args, **kwargs: change(original(*args, **kwargs)))
+        try:
+            yield
+        finally:
+            del module.forward
+
+    return service
+
+
+def other_order(routed):
+    logits, weights, chosen = routed
+    return logits, weights, chosen.flip(-1)
+
+
+def test_the_same_experts_with_one_anothers_weights_are_another_choice(lab):
+    found = judge(lab, deploy=patched("model.layers.1.mlp.router", other_order), setups=["S0"])
+    assert found.first.module == "layers.1.mlp.router" and found.causes[0].name == "ROUTING"
+
+
+def test_an_expert_that_is_not_there_is_no_choice_by_scores():
+    """Dropped experts are written as -1: they are compared as numbers, and end no investigation."""
+    chosen = torch.tensor([[0, -1]])
+    assert local._margins(chosen, chosen, [chosen, torch.zeros(1, 8)]) is None
+    assert local._margins(chosen.abs(), chosen.abs(), [chosen, torch.ones(1, 8)]).tolist() == [0]
+
+
+def test_weights_that_are_a_little_off_everywhere_are_no_rounding(lab):
+    """By size and place they could be half precision; but they are not what the pristine copy has."""
+
+    @contextmanager
+    def other_weights(draft, neighbour):
+        before = {one: one.weight.detach().clone() for one in draft.modules() if isinstance(one, nn.Linear)}
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for one in before:
+                one.weight.mul_(1 + 0.004 * torch.randn(one.weight.shape, generator=draw))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for one, weight in before.items():
+                    one.weight.copy_(weight)
+
+    found = judge(lab, deploy=other_weights, setups=["S0"])
+    assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS"
+
+
+def test_what_the_outermost_model_does_to_its_logits_is_not_called_its_input(lab):
+    def scaled(out):
+        out.logits = out.logits * 1.3
+        return out
+
+    found = judge(lab, deploy=patched("", scaled), setups=["S0"])
+    assert found.first.module == "" and "first at the model itself" in found.line
+    assert found.causes[0].name != "INPUT"
+
+
+def test_logits_that_are_far_off_are_not_sound_though_no_module_is_wrong(lab):
+    blind = copy.copy(lab)
+    blind.floor = lab.floor * 1e9
+    found = judge(blind, deploy=FAULTS["kv_slot_swap"], setups=["S0"])
+    assert found.verdict == "INCONCLUSIVE" and "the logits are" in found.reason
+
+
+def test_a_draft_that_does_not_repeat_is_not_judged(lab):
+    noise = torch.Generator().manual_seed(0)
+    shaken = patched("lm_head", lambda logits: logits * (1 + 1e-7 * torch.randn(logits.shape, generator=noise)))
+    found = judge(lab, deploy=shaken, setups=["S0"])
+    assert not found.repeats and found.verdict == "INCONCLUSIVE" and "run to run" in found.reason
+
+
+def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab):
+    found = judge(lab, deploy=FAULTS["positional_registry"], setups=["S0", "S1"])
+    assert found.verdict == "INCONCLUSIVE" and "layers.0.mlp.experts read neighbour:" in found.reason
+    assert "run S2" in found.reason
+
+
+def test_every_set_up_must_be_looked_at_whole(lab, monkeypatch):
+    whole = Coverage.of
+
+    def blind_beside_others(outcome, draft):
+        seen = whole(outcome, draft)
+        return replace(seen, uncompared=("lm_head",)) if outcome.setup.id == "S2" else seen
+
+    monkeypatch.setattr(module.Coverage, "of", blind_beside_others)
+    assert judge(lab, setups=["S0", "S2"]).verdict == "INCONCLUSIVE"
