@@ -231,7 +231,7 @@ def _steps(facts: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], int]:
         padding = step.get("padding", 0)
         if not isinstance(padding, int) or isinstance(padding, bool) or not 0 <= padding <= step["length"]:
             raise InputError(
-                f"step {step['step']} of the trace has length {step['length']} and padding {padding!r}: capture it again"
+                f"step {step['step']} of the trace has padding {padding!r}, length {step['length']}: capture it again"
             )
     for number, following in pairwise(sorted(step["step"] for step in steps)):
         if number == following:

@@ -85,12 +85,13 @@ class Apart:
         if a.discrete:
             self.discrete.add(key)
         same = self._same_bits(a, b)
-        if same.all():
+        absent = (a.row < 0) | (b.row < 0)
+        if same.any() and (same | absent).all():
             self.equal.add(key)
         error = np.where(same, 0.0, _error(a, b))
         if a.full is None or b.full is None:
             error[self._not_finite(a, b, error, key)] = np.inf
-        error[:, (a.row < 0) | (b.row < 0)] = np.nan
+        error[:, absent] = np.nan
         self.errors[key] = error
 
     def _same_bits(self, a: Values, b: Values) -> np.ndarray:

@@ -36,6 +36,7 @@ class Judge:
     def __init__(self, apart: Apart, sound: Sequence[Apart], precise: Precise | None) -> None:
         self._apart, self._sound, self._precise = apart, sound, precise
         self.ties, self.rounded = 0, 0
+        self._behind = np.zeros((len(apart.where.ours), len(apart.where.positions)), bool)
         self.doubts: list[Doubt] = []
 
     def __call__(self, event: Event, key: Key, own: np.ndarray) -> np.ndarray:
@@ -52,15 +53,17 @@ class Judge:
         errors = self._apart.errors[key]
         if self._precise is None:
             return np.zeros(errors.shape, bool)
-        candidate, reference = (
-            _onto(one, key, self._apart.where.positions, sequences, errors.shape)
-            for one, sequences in (
-                (self._precise.candidate, self._apart.where.theirs),
-                (self._precise.reference, self._apart.where.ours),
-            )
+        pairs = (
+            (self._precise.candidate, self._apart.where.theirs),
+            (self._precise.reference, self._apart.where.ours),
         )
-        discrete = key in self._apart.discrete
-        return ladder.no_worse(candidate, reference, discrete=discrete, least=self._apart.limit(key))
+        if any(key not in one.errors for one, _ in pairs):
+            return np.zeros(errors.shape, bool)
+        places = (self._apart.where.positions, errors.shape)
+        candidate, reference = (_onto(one, one.errors[key], sequences, *places) for one, sequences in pairs)
+        behind = [_onto(one, one.flipped[key], sequences, *places) == 1 for one, sequences in pairs]
+        discrete, least = key in self._apart.discrete, self._apart.limit(key)
+        return ladder.no_worse(candidate, reference, discrete=discrete, least=least, behind=behind[0] | behind[1])
 
     def logits(self, event: Event, key: Key) -> Key | None:
         """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
@@ -83,32 +86,35 @@ class Judge:
             near = ladder.margins(rows, *(one.full[own].astype(np.int64) for one in chosen)) <= 2 * noise
             excused = np.zeros(own.shape, bool)
             excused[own] = near
-            self.ties += int(near.sum())
-            return excused
+            return self._tied(excused)
         error = self._apart.errors[logits]
+        cascade = own & (error > 0) & self._behind  # one tie leads to others
+        own = own & ~cascade
         doubtful = own & (error > 0)
         n, largest = int(doubtful.sum()), float(np.nanmax(error[own], initial=0))
         tokens = int((~np.isnan(error)).sum())
         usual = max((np.nansum(one.unflipped(key)) for one in self._sound if key in one.errors), default=0)
         if 0 < n <= ladder.TIMES_FLOOR * usual:
-            self.ties += n
-            return doubtful
+            return self._tied(doubtful | cascade)
         if not n or n > ladder.chance_flips(tokens, self._apart.features[logits], largest):
-            return np.zeros(own.shape, bool)
+            return self._tied(cascade)
         first = int(self._apart.where.positions[doubtful.any(0)][0])
         self.doubts.append(Doubt(key.module, first, n))
-        return doubtful
+        return doubtful | self._tied(cascade)
+
+    def _tied(self, cells: np.ndarray) -> np.ndarray:
+        self.ties += int(cells.sum())
+        self._behind |= np.logical_or.accumulate(cells, axis=1)
+        return cells
 
 
-def _onto(one: Apart, key: Key, positions: np.ndarray, sequences: list[int], shape: tuple[int, ...]) -> np.ndarray:
-    """Errors of another comparison before its flips, at these positions and sequences of its second trace; NaN where
-    it has none."""
+def _onto(
+    one: Apart, values: np.ndarray, sequences: list[int], positions: np.ndarray, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Values of another comparison at these sequences of its second trace and positions; NaN where it has none."""
     found = np.full(shape, np.nan)
-    if key not in one.errors:
-        return found
-    errors = one.unflipped(key)
     _, ours, theirs = np.intersect1d(positions, one.where.positions, return_indices=True)
     for i, sequence in enumerate(sequences):
         if sequence in one.where.theirs:
-            found[i, ours] = errors[one.where.theirs.index(sequence), theirs]
+            found[i, ours] = values[one.where.theirs.index(sequence), theirs]
     return found

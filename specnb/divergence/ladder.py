@@ -43,18 +43,26 @@ def wrong_by_itself(error: np.ndarray, floor: float, given: np.ndarray, given_wr
     return (error > TIMES_FLOOR * floor) & ~given_wrong & (error > TIMES_FLOOR * CARRIES * given)
 
 
-def no_worse(candidate: np.ndarray, reference: np.ndarray, *, discrete: bool, least: float) -> np.ndarray:
+def no_worse(
+    candidate: np.ndarray, reference: np.ndarray, *, discrete: bool, least: float, behind: np.ndarray | bool = False
+) -> np.ndarray:
     """Where the candidate is no further from a precise run than the reference, times TIMES_FLOOR, is anywhere.
 
-    Of discrete tensors the number of differences counts. NaN is what was not compared, and what lies behind another
-    choice than the precise run's: there an error says nothing about rounding. False where one of the two is NaN.
+    `behind` says where one of them lies behind another choice than the precise run's. Errors there tell nothing of
+    those elsewhere, and are no worse only up to LARGE: after a choice any error could be the reference's own.
+    Of discrete tensors the number of differences counts, before other choices. False where one of the two was not
+    compared (NaN).
     """
+    behind = np.broadcast_to(behind, candidate.shape)
     if np.isnan(reference).all():
         return np.zeros(candidate.shape, bool)
     if discrete:
-        few = np.nansum(candidate) <= TIMES_FLOOR * np.nansum(reference)
-        return np.full(candidate.shape, few) & ~np.isnan(candidate)
-    return candidate <= TIMES_FLOOR * max(np.nanmax(reference), least)
+        few = np.nansum(candidate[~behind]) <= TIMES_FLOOR * np.nansum(reference[~behind])
+        return np.full(candidate.shape, few) & ~behind & ~np.isnan(candidate)
+    before, later = (
+        TIMES_FLOOR * max(float(np.fmax.reduce(reference[cells], initial=0.0)), least) for cells in (~behind, behind)
+    )
+    return candidate <= np.where(behind, min(later, LARGE), before)
 
 
 def margins(logits: np.ndarray, chosen: np.ndarray, instead: np.ndarray) -> np.ndarray:

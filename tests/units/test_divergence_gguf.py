@@ -9,11 +9,12 @@ import pytest
 
 from specnb.divergence import gguf_capture
 from specnb.divergence.along import Along
+from specnb.divergence.compare import compare
 from specnb.divergence.gguf_capture import capture_gguf
 from specnb.divergence.script import Feed, Script
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError, LoadError
-from specnb.lm import binding, gguf_tensors
+from specnb.lm import binding, gguf_eval, gguf_tensors
 from specnb.lm.load import load
 from tests.units.tiny_models import (
     VOCAB,
@@ -215,6 +216,13 @@ def test_the_last_layer_goes_on_with_the_rows_that_are_asked_for(llama):
         row = placed.loc[module, 0]
         assert (row["shape"][0], row["first_position"]) == (length, first)
         assert trace.array(row["row"], "token_l2").shape == (length,)
+    found = compare(trace, traced(llama, run))
+    assert found.verdict == "SOUND" and "result_output:out:out" not in found.coverage.left_out
+
+
+def test_tokens_that_fill_up_a_step_are_not_compared(llama):
+    found = compare(traced(llama), traced(llama, fixed_width=4))
+    assert found.fork is None and found.coverage.tokens == len(TEXT) and found.verdict == "PRECISION_ONLY"
 
 
 def test_tokens_are_told_from_heads_and_experts_of_the_same_number(files):
@@ -398,6 +406,17 @@ def test_what_a_callback_raises_is_raised_by_the_forward(llama, error):
         seen.rows(step=0)["module"]
     )
     assert "layers.1.ffn_out" in set(seen.rows(step=1)["module"])
+
+
+def test_an_error_of_a_decode_that_failed_is_not_raised_by_the_next():
+    watch = gguf_eval.Watch()
+    watch.on, watch.wanted = True, lambda node: 1 / 0
+    node = (ctypes.c_char * ctypes.sizeof(gguf_tensors._Raw))()
+    with pytest.raises(LoadError, match="decode"), watch.decoding([1], 0, 1, 0):
+        watch._called(ctypes.addressof(node), True, None)
+        raise LoadError("decode failed")
+    with watch.decoding([1], 0, 1, 0):
+        pass
 
 
 def test_what_cannot_be_captured_is_refused_at_once(llama, tmp_path):
