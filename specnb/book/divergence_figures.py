@@ -62,7 +62,7 @@ def heat(
         tickvals=list(range(0, tokens, step)), ticktext=[str(c) for c in drawn.columns[::step]], tickangle=0,
     )  # fmt: skip
     figure.update_yaxes(
-        autorange="reversed", showgrid=False, tickvals=list(range(len(names))), ticktext=names, tickfont={"size": 11},
+        autorange="reversed", showgrid=False, tickvals=names, tickfont={"size": 11},
         title_text="module, in order of time", title_standoff=4,
     )  # fmt: skip
     few = "" if len(drawn) == len(table) else f"; {len(drawn)} of {len(table)} modules"
@@ -95,7 +95,8 @@ def heats(tables: Mapping[str, pd.DataFrame], *, title: str = "Each set-up") -> 
         figure.update_xaxes(title_text="position of the token" if last else None, showgrid=False, row=row, col=column)
         starts, labels = layer_ticks(table.index)
         figure.update_yaxes(
-            autorange="reversed", showgrid=False, tickvals=starts, ticktext=labels, tickfont={"size": 10},
+            autorange="reversed", showgrid=False, tickvals=[names[start] for start in starts], ticktext=labels,
+            tickfont={"size": 10},
             row=row, col=column,
         )  # fmt: skip
     figure.update_annotations(font_size=12)
@@ -114,11 +115,10 @@ def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str] | None =
         raise InputError("there is no run to draw")
     names = [html.escape(str(name)) for name in table.index]
     modules = [_named(module) for module in table.columns]
-    text = [[f"{module}<br>{name}" for module in modules] for name in names]
     figure = go.Figure(
         go.Heatmap(
-            z=_bounded(table), y=names, customdata=text, ygap=3, colorscale=SCALE, zmin=LOW, zmax=HIGH,
-            colorbar=_bar(), hovertemplate="%{customdata}<br>log10(error / floor) %{z:.2f}<extra></extra>",
+            z=_bounded(table), x=modules, y=names, ygap=3, colorscale=SCALE, zmin=LOW, zmax=HIGH,
+            colorbar=_bar(), hovertemplate="%{x}<br>%{y}<br>log10(error / floor) %{z:.2f}<extra></extra>",
         )
     )  # fmt: skip
     for name, module in (marks or {}).items():
@@ -128,7 +128,8 @@ def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str] | None =
                 type="rect", x0=x - 0.5, x1=x + 0.5, y0=y - 0.42, y1=y + 0.42, line={"color": "#111", "width": 2}
             )
     starts, labels = layer_ticks(table.columns)
-    figure.update_xaxes(title_text="module, in order of time", tickvals=starts, ticktext=labels, showgrid=False)
+    at = [modules[start] for start in starts]
+    figure.update_xaxes(title_text="module, in order of time", tickvals=at, ticktext=labels, showgrid=False)
     figure.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
     framed = "; framed: named first" if marks else ""
     return figure.update_layout(
@@ -155,11 +156,8 @@ def misleading(table: pd.DataFrame, *, title: str = "What each number says of th
     figure = go.Figure()
     for index, (name, values) in enumerate(shown.items()):
         line = index < len(shown) - 1  # what a module does by itself has nothing to do with the next one
-        look = (
-            series(index)
-            if line
-            else {"marker": {"color": "#111", "symbol": "x-thin", "size": 9, "line": {"width": 2}}}
-        )
+        cross = {"color": "#111", "symbol": "x-thin", "size": 9, "line": {"width": 2}}
+        look = series(index) if line else {"marker": cross}
         look["marker"] |= {"size": 6} if line else {}
         figure.add_trace(
             go.Scatter(
@@ -202,7 +200,7 @@ def scores(table: pd.DataFrame, *, ours: str, title: str = "How often each tool 
         ]
     )  # fmt: skip
     for tool, share, end in zip(names, value, high, strict=True):
-        at = {"x": max(share, end), "y": tool, "xanchor": "left", "xshift": 6, "yshift": 8}
+        at = {"x": max(share, end), "y": tool, "xanchor": "left", "xshift": 6, "yshift": 5}
         figure.add_annotation(text=f"{share:.0f} %", showarrow=False, **at)
     figure.update_xaxes(
         title_text="cases with the right module named first (%)", range=[0, 112], tickvals=[*range(0, 101, 20)]
@@ -210,7 +208,7 @@ def scores(table: pd.DataFrame, *, ours: str, title: str = "How often each tool 
     figure.update_yaxes(autorange="reversed", automargin=True)
     return figure.update_layout(
         template=template(), title_text=f"{html.escape(title)}<br><sup>pale: or a part that it holds</sup>",
-        height=220 + 44 * len(table), margin={"l": 60, "t": 80}, showlegend=False,
+        height=190 + 30 * len(table), margin={"l": 60, "t": 80}, showlegend=False,
     )  # fmt: skip
 
 
@@ -246,12 +244,13 @@ def layer_ticks(modules: Sequence[str]) -> tuple[list[int], list[str]]:
 
 
 def _heatmap(table: pd.DataFrame, names: list[str], cells: pd.DataFrame | None, *, scale: bool) -> go.Heatmap:
-    told, gap = _told(table, names, cells), 0.5 if cells is not None else 0
-    # places, not names, on the axes: names may be equal once they are shortened, and frames need numbers
+    told = {"hovertemplate": "%{y}, place %{x}<br>log10(error / floor) %{z:.2f}<extra></extra>"}
+    if cells is not None:
+        told = {"hovertemplate": "%{customdata}<extra></extra>", "customdata": _told(table, names, cells)}
+    gap = 0.5 if cells is not None else 0
     return go.Heatmap(
-        z=_bounded(table), customdata=told, colorscale=SCALE, zmin=LOW, zmax=HIGH, showscale=scale,
-        colorbar=_bar() if scale else None, hovertemplate="%{customdata}<extra></extra>",
-        xgap=gap if len(table.columns) <= 80 else 0, ygap=gap,
+        z=_bounded(table), y=names, colorscale=SCALE, zmin=LOW, zmax=HIGH, showscale=scale,
+        colorbar=_bar() if scale else None, xgap=gap if len(table.columns) <= 80 else 0, ygap=gap, **told,
     )  # fmt: skip
 
 
@@ -284,7 +283,7 @@ def _chosen(table: pd.DataFrame) -> pd.DataFrame:
 
 def _bounded(table: pd.DataFrame) -> list[list[float | None]]:
     values = table.to_numpy(float).clip(LOW, HIGH)
-    return [[None if np.isnan(value) else float(value) for value in row] for row in values]
+    return [[None if np.isnan(value) else round(float(value), 2) for value in row] for row in values]
 
 
 def _bar() -> dict:

@@ -133,14 +133,17 @@ def _nodes(nodes: pd.DataFrame) -> pd.DataFrame:
     return merged[list(names)].rename(columns=names)
 
 
-def heat(found: Investigation, setup: str | None = None) -> go.Figure:
-    """The heat map of one set-up, the first divergence framed; None: the first that is wrong, else the last."""
+def heat(found: Investigation, setup: str | None = None, *, told: bool = True) -> go.Figure:
+    """The heat map of one set-up, the first divergence framed; None: the first that is wrong, else the last.
+
+    With `told` the largest error in each place is told on hover, which makes a figure some ten times as large.
+    """
     name = setup or (found.case.bad.setup.id if found.case.bad is not None else list(found.case.outcomes)[-1])
     first = found.first if found.case.bad is not None and name == found.case.bad.setup.id else None
     box = None if first is None else figures.Box(first.module, first.first_token, first.last_token)
     says = found.case.outcomes[name].setup.says
     title = f"{name}, {says}: where modules are wrong by themselves"
-    return figures.heat(found.heat(name), box=box, cells=report.cells(found, name), title=title)
+    return figures.heat(found.heat(name), box=box, cells=report.cells(found, name) if told else None, title=title)
 
 
 def heats(found: Investigation) -> go.Figure:
