@@ -113,7 +113,7 @@ def _false_alarms(measured: tuple[int, int] | None) -> str:
     if measured is None:
         return "Not known here: `specnb divergence score` measures it on controls."
     share = Share.of(*measured)
-    return f"{share} controls of the published score were called divergent (at most {share.high:.1%} at 95 %)."
+    return f"{share} controls were called divergent (at most {share.high:.1%} at 95 %)."
 
 
 def earliest(investigation: "Investigation", k: int = EARLIEST) -> pd.DataFrame:

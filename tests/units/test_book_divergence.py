@@ -12,6 +12,8 @@ import pytest
 
 from specnb.book import divergence, divergence_report
 from specnb.book import divergence_figures as figures
+from specnb.divergence import report
+from specnb.divergence.deploy import planted
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.gallery import gallery
 from specnb.divergence.investigate import judge
@@ -183,7 +185,9 @@ def test_the_score_table_has_the_lab_beside_the_tools_that_people_use():
     found = score(seeds=1, layers=(0,), dtypes=("float32",), faults=("kv_slot_swap", "split_k"), controls=False)
     table = divergence.score_table(found)
     lab = table[table["tool"] == "lab"].iloc[0]
-    assert lab["cases"] == 1 and lab["module"].startswith("1.000 (") and lab["false alarms"] == "0 of 1"
+    assert (
+        lab["cases"] == 1 and lab["module"].startswith("1.000 (") and lab["false alarms"] == "0 of 2"
+    )  # one with and one without layers
     others = table[table["tool"] != "lab"]
     assert len(others) > 6 and (others["cause"] == "-").all() and not (others["module"].str.startswith("1.000")).any()
     exactly, with_parts = divergence.score_figure(found).data
@@ -225,27 +229,29 @@ def test_every_figure_has_a_title_and_units_on_its_axes(wrong, suspicious):
 def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong):
     figure = divergence_report.heat(wrong)
     table, (drawn,), (frame,) = wrong.heat(), figure.data, figure.layout.shapes
-    assert np.allclose(np.array(drawn.z, float), table.to_numpy())
+    assert np.allclose(np.array(drawn.z, float), table.to_numpy(), atol=0.006)
     row = list(table.index).index(wrong.first.module)
     assert (frame.y0, frame.y1) == (row - 0.5, row + 0.5) and (frame.x0, frame.x1) == (-0.5, 12.5)
-    assert figure.layout.yaxis.ticktext[row] == "layers.0.mlp.experts"
+    assert figure.layout.yaxis.tickvals[row] == drawn.y[row] == "layers.0.mlp.experts"
     told = drawn.customdata[row][0]
     assert "error" in told and "floor" in told and "gain" in told and "token 0" in told
     assert not divergence_report.heat(wrong, "S1").layout.shapes
+    assert divergence_report.heat(wrong, told=False).data[0].customdata is None
 
 
 def test_places_that_were_not_compared_are_empty_and_said_to_be(wrong):
     table = wrong.heat().copy()
     table.iloc[3, 2] = np.nan
-    drawn = figures.heat(table).data[0]
-    assert drawn.z[3][2] is None and "not compared" in drawn.customdata[3][2]
+    assert figures.heat(table).data[0].z[3][2] is None
+    cells = report.cells(wrong, wrong.case.bad.setup.id)
+    assert "not compared" in figures.heat(table, cells=cells).data[0].customdata[3][2]
 
 
 def test_of_many_modules_those_around_the_wrong_ones_are_drawn():
     values = pd.DataFrame(0.0, index=[f"layers.{i}.mlp" for i in range(500)], columns=range(3))
     values.loc["layers.321.mlp", 1] = 5.0
     figure = figures.heat(values, box=figures.Box("layers.321.mlp", 1, 1))
-    assert list(figure.layout.yaxis.ticktext) == ["layers.320.mlp", "layers.321.mlp", "layers.322.mlp"]
+    assert list(figure.layout.yaxis.tickvals) == ["layers.320.mlp", "layers.321.mlp", "layers.322.mlp"]
     assert "3 of 500" in figure.layout.title.text and figure.layout.shapes[0].y0 == 0.5
     assert len(figures.heat(values * 0).data[0].z) == figures.MOST_ROWS
 
@@ -292,7 +298,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_needs_nothing_but_itself_and_holds_every_part(pair, wrong, suspicious, tmp_path):
-    repro = minimal(pair.draft, pair.target, outcome=wrong.case.bad, deploy=PARAMS.deploy(), runs=2)
+    repro = minimal(pair.draft, pair.target, outcome=wrong.case.bad, deploy=planted(PARAMS.fault), runs=2)
     path = divergence_report.write(wrong, tmp_path, repro=repro, triage=suspicious, false_alarms=(0, 40))
     assert {one.name for one in tmp_path.iterdir()} == {"report.html", "report.json", "report.txt", "repro"}
     page = Page(path.read_text(encoding="utf-8"))
@@ -324,7 +330,7 @@ def test_names_are_text_and_never_markup(wrong, tmp_path):
     assert Page(source).text.count(HOSTILE) > 3
     # a figure obeys some tags even in its data
     figure = divergence_report.heat(hostile)
-    assert not [name for name in figure.layout.yaxis.ticktext if "<" in name]
+    assert not [name for name in (*figure.layout.yaxis.tickvals, *figure.data[0].y) if "<" in name]
     assert not re.search(r"<script", json.dumps(figure.to_plotly_json(), default=str))
 
 

@@ -76,7 +76,7 @@ def test_tokens_that_reached_the_model_otherwise_are_told(lab, wrong):
 
 
 def test_false_alarms_are_counted_or_said_to_be_unknown(wrong):
-    assert "not handed" in answered(wrong, "false alarm")
+    assert "Not known here" in answered(wrong, "false alarm")
     told = answered(wrong, "false alarm", false_alarms=(1, 40))
     assert told.startswith("1 of 40 controls were called divergent (at most 12.9%")
 
