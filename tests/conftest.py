@@ -1,7 +1,8 @@
 """Shared by all tests: results and figures go to a temporary folder, and each model is opened once a session."""
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -54,6 +55,21 @@ def without_hub() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield
+
+
+@pytest.fixture
+def specnb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    from specnb import cli
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["specnb", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
 
 
 def pytest_report_header() -> str:

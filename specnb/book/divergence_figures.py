@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.style import COLOURS, series, template
-from specnb.divergence.investigation import HEAT
+from specnb.divergence.compare_result import HEAT
 from specnb.divergence.ladder import TIMES_FLOOR
 from specnb.errors import InputError
 

@@ -15,6 +15,7 @@ from specnb.divergence.ladder import Verdict
 from specnb.errors import InputError
 
 HEAT = (-1.0, 8.0)
+"""Range of a heat map, log10 of error over floor."""
 
 
 class Node(NamedTuple):
@@ -143,7 +144,7 @@ class Comparison:
             "nodes": self.nodes.to_dict("records"),
             "reads": self.reads.to_dict("records"),
         }
-        return _plain(found)
+        return plain(found)
 
     def _where(self) -> str:
         node = self.minimal[0]
@@ -185,12 +186,12 @@ def fork_line(fork: Fork) -> str:
     return said
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON values; what is not finite becomes null."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,7 +12,7 @@ from specnb.divergence.grid_cases import GridCase, Service
 from specnb.divergence.investigate import judge
 from specnb.divergence.investigation import Investigation, named
 from specnb.divergence.score_rows import NOTHING
-from specnb.divergence.setups import SETUPS, Lab
+from specnb.divergence.setups import Lab
 from specnb.errors import InputError
 from specnb.measure.experiment import Progress, silent
 
@@ -45,8 +45,7 @@ def gallery(
     if not faults:
         raise InputError(f"no fault to plant: give some of {', '.join(FAULTS)}")
     services = {name: Service(GridCase(name, None)) for name in faults if planted(name)}
-    if setups is None:
-        setups = [name for name in GALLERY if lab.target is not None or SETUPS[name].beside != "target"]
+    setups = lab.fitting(GALLERY) if setups is None else setups
     rows, strips, framed = [], {}, {}
     for done, (name, deploy) in enumerate(services.items()):
         progress(done, len(services), name)

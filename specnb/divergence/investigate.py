@@ -73,7 +73,7 @@ def judge(
         progress(len(outcomes), len(wanted), f"{name}: {setup_of(name).says}")
         outcomes[name] = lab.run(name, deploy)
     if setups is None and not Case.of(lab, outcomes).alone and not all(one.clean for one in outcomes.values()):
-        more = [name for name in ON_DEMAND if lab.target is not None or SETUPS[name].beside != "target"]
+        more = lab.fitting(ON_DEMAND)
         for name in more:
             progress(len(outcomes), len(wanted) + len(more), f"{name}: {SETUPS[name].says}")
             outcomes[name] = lab.run(name, deploy)
@@ -110,7 +110,7 @@ def made_up(
 
 def _wanted(lab: Lab, setups: Sequence[str] | None) -> tuple[str, ...]:
     if setups is None:
-        return tuple(name for name in FIRST if lab.target is not None or SETUPS[name].beside != "target")
+        return lab.fitting(FIRST)
     if not setups:
         raise InputError(f"there is no set-up to run: give some of {', '.join(SETUPS)}, or None for all that fit")
     return tuple(dict.fromkeys(setups))

@@ -9,7 +9,7 @@ import pandas as pd
 
 from specnb.divergence.case import Case
 from specnb.divergence.causes import Cause
-from specnb.divergence.compare_result import Node
+from specnb.divergence.compare_result import HEAT, Node, plain
 from specnb.divergence.coverage import Coverage
 from specnb.divergence.ladder import EXIT, Verdict
 from specnb.divergence.local import WHICH
@@ -17,8 +17,6 @@ from specnb.divergence.setups import SETUPS, Outcome
 from specnb.errors import InputError
 
 SCHEMA = 1
-HEAT = (-1.0, 8.0)
-"""Range of the heat map, log10 of error over floor."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +107,14 @@ class Investigation:
     def document(self) -> dict[str, Any]:
         """A JSON document; its shape is told by `schema`."""
         first = self.first
-        return {
+        return plain({
             "schema": SCHEMA, "verdict": self.verdict, "line": self.line, "reason": self.reason,
-            "exit_code": self.exit_code, "first": first and first._asdict(), "nodes": _records(self.nodes()),
-            "setups": _records(self.setups()), "causes": _records(self.ranked()),
+            "exit_code": self.exit_code, "first": first and first._asdict(), "nodes": self.nodes().to_dict("records"),
+            "setups": self.setups().to_dict("records"), "causes": self.ranked().to_dict("records"),
             "coverage": asdict(self.coverage) | {"says": str(self.coverage)},
-            "floors": {"largest": _plain(self.floor.max()), "median": _plain(self.floor.median())},
-            "repeats": self.repeats, "inert": self.inert, "facts": dict(self.facts),
-        }  # fmt: skip
+            "floors": {"largest": self.floor.max(), "median": self.floor.median()},
+            "repeats": self.repeats, "inert": self.inert, "facts": self.facts,
+        })  # fmt: skip
 
     def _setup(self, name: str) -> dict[str, Any]:
         setup, outcome = SETUPS[name], self.case.outcomes.get(name)
@@ -141,13 +139,3 @@ class Investigation:
 def named(first: Any) -> str:
     """Where a wrong row or Node is, for readers: the path of the whole model is empty."""
     return first.module or ("the model's inputs" if first.role == "in" and not first.at else "the model itself")
-
-
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(key): _plain(value) for key, value in row.items()} for row in table.to_dict("records")]
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it: no numpy, and None for what is not finite."""
-    value = value.item() if isinstance(value, np.generic) else value
-    return None if isinstance(value, float) and not np.isfinite(value) else value

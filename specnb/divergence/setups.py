@@ -141,6 +141,10 @@ class Lab:
         self.sound_logits: list[tuple[torch.Tensor, ...]] = []
         self.floor = self._floors()
 
+    def fitting(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of these set-ups that can be run: without a target none beside it."""
+        return tuple(name for name in names if self.target is not None or SETUPS[name].beside != "target")
+
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
         """Run one set-up; `deploy` stands in for the lab's own, so that one reference serves many services.
 

@@ -5,13 +5,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from specnb.divergence import gallery as shown
 from specnb.divergence.deploy import planted
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.gallery import Gallery
-from specnb.divergence.investigate import judge
+from specnb.divergence.investigate import judge, made_up
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.pair import Pair, pair
 from specnb.divergence.score import Score
@@ -47,9 +45,8 @@ class Study:
     @cached_property
     def script(self) -> Script:
         """What the draft is fed: tokens of the seed."""
-        p, size = self.params, self.pair.draft.config.vocab_size
-        text = np.random.default_rng(p.seed).integers(0, size, p.tokens).tolist()
-        return Script.drafting(text, prompt=p.prompt_tokens, k=p.k, vocab_size=size, seed=p.seed)
+        p = self.params
+        return made_up(self.pair.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
 
     @cached_property
     def lab(self) -> Lab:

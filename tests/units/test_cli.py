@@ -22,19 +22,6 @@ from specnb.lm.vocab import Vocabulary
 from specnb.measure import pair
 
 
-@pytest.fixture
-def specnb(monkeypatch, capsys):
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["specnb", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
-
-
 def process(*words, **env):
     command = [sys.executable, "-c", "from specnb.cli import main; main()", *words]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=120)

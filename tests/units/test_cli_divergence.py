@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from specnb import cli, cli_divergence_kit
+from specnb import cli_divergence_kit
 from specnb.book.suspicions import suspicions
 from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
@@ -23,19 +23,6 @@ from specnb.params import KSweepParams
 from tests.units.tiny_models import torch_folder, torch_model
 
 SIZE = 300
-
-
-@pytest.fixture
-def specnb(monkeypatch, capsys):
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["specnb", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture
