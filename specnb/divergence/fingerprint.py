@@ -36,7 +36,7 @@ class Prints:
 
 
 def digest(values: torch.Tensor | np.ndarray) -> str:
-    """Order-sensitive digest (blake2b, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
+    """Order-sensitive digest (XXH3, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
     tensor = _as_tensor(values).detach()
     shape, dtype = tuple(tensor.shape), dtype_name(tensor)
     # by strides: one value counts as contiguous whatever its stride, and then cannot be viewed as bytes

@@ -1,0 +1,56 @@
+"""What capturing costs: forwards inside `capture` against plain ones, in turn, so that both meet the same machine.
+
+python tests/benchmarks/capture_cost.py [--model smollm2-135m] [--dtype float32] [--tokens 1 16 128] [--pairs 30]
+
+The sketch pass: digests, statistics and sketches of every tensor of every module, no tensor kept in full. The first
+forward in a capture is not timed: it takes the digests of the weights, once.
+"""
+
+import argparse
+import time
+
+import numpy as np
+import torch
+
+from specnb import load
+from specnb.divergence.capture import capture
+from specnb.measure.stats import Interval, bootstrap, rate_ratio
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128])
+    parser.add_argument("--pairs", type=int, default=30)
+    asked = parser.parse_args()
+    network = load(asked.model, backend="hf", dtype=asked.dtype).network
+    print(f"{asked.model}, {asked.dtype}, {torch.get_num_threads()} threads: seconds captured / seconds plain")
+    for n in asked.tokens:
+        for at_use in (False, True):
+            ratio = cost(network, n, at_use=at_use, pairs=asked.pairs)
+            followed = "parameters followed" if at_use else "tensors only"
+            print(f"{n:5} tokens, {followed:20} {ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f})", flush=True)
+
+
+@torch.inference_mode()
+def cost(network: torch.nn.Module, n: int, *, at_use: bool, pairs: int) -> Interval:
+    """Ratio of the times of `pairs` forwards of `n` tokens with and without capture; the first pair warms up."""
+    ids = torch.arange(100, 100 + n)[None]
+
+    def forward() -> float:
+        start = time.perf_counter()
+        network(ids, use_cache=False)
+        return time.perf_counter() - start
+
+    def captured() -> float:
+        with capture(network, at_use=at_use):
+            forward()
+            return forward()
+
+    rows = [(1, forward(), 1, captured()) for _ in range(pairs + 1)]
+    return bootstrap(np.array(rows[1:]), rate_ratio)
+
+
+if __name__ == "__main__":
+    main()
