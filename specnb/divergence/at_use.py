@@ -98,8 +98,11 @@ class AtUse(TorchDispatchMode):
         if self._running():
             reads = not func.is_view
             for tensor in _operands((*args, *kwargs.values()) if kwargs else args):
-                if (owned := self._registry.find(tensor)) is not None and reads:
-                    self._note(owned)
+                # of a view only parameters matter: one that nobody owns is taken up before it is hidden behind the view
+                if reads or type(tensor) is not torch.Tensor:
+                    owned = self._registry.find(tensor)
+                    if owned is not None and reads:
+                        self._note(owned)
         return func(*args, **kwargs)
 
 

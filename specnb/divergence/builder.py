@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,17 +9,15 @@ import numpy as np
 import torch
 
 from specnb.divergence.at_use import Owned, Registry, version_of
-from specnb.divergence.fingerprint import STATISTICS, digest, fingerprints
+from specnb.divergence.fingerprint import STATISTICS, digests, fingerprints
 from specnb.divergence.names import Chooser, dtype_name
 from specnb.divergence.tokens import Step
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 
 PENDING_BYTES = 64 << 20
 """Copies that wait to be measured; more are measured at once."""
-STACKED = 1 << 16
-"""Values up to which tensors of one shape are measured together."""
-HASHED_BESIDE = 16 << 20
-"""Bytes from which hashing in a second thread is worth the hand-over."""
+STACKED = 1 << 19
+"""Values of tensors of one shape that are measured together: fewer calls, as long as they stay in a core's cache."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -79,7 +76,7 @@ class TraceBuilder:
     def see(self, frame: Frame, role: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write down tensors that a call was given or gave: one event of `order`."""
         for name, tensor in named:
-            self._row(frame, role, name, tensor.detach())
+            self._row(frame, role, name, tensor.detach() if tensor.requires_grad else tensor)
         self._order += 1
 
     def use(self, frame: Frame, owned: Owned) -> None:
@@ -154,31 +151,28 @@ class TraceBuilder:
 
     def _measure(self) -> None:
         stacks: dict[tuple, list[_Waiting]] = defaultdict(list)
-        for number, waiting in enumerate(self._waiting.values()):
+        for waiting in self._waiting.values():
             copy = waiting.copy
-            alone = number if copy.numel() > STACKED else -1
-            stacks[copy.shape, copy.dtype, copy.device, waiting.token_axis, alone].append(waiting)
-        # hashing leaves the interpreter free, so it runs beside the sketches where a core is free
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            each = pool.map if self._bytes > HASHED_BESIDE else map
-            digests = {key: each(digest, [w.copy for w in stack]) for key, stack in stacks.items()}
-            for key, stack in stacks.items():
-                self._measure_stack(stack, digests[key])
+            stacks[copy.shape, copy.dtype, copy.device, waiting.token_axis].append(waiting)
+        for (shape, *_), stack in stacks.items():
+            n = max(STACKED // max(shape.numel(), 1), 1)
+            for start in range(0, len(stack), n):
+                self._measure_stack(stack[start : start + n])
         self._waiting.clear()
         self._bytes = 0
 
-    def _measure_stack(self, stack: list[_Waiting], digests: Iterable[str]) -> None:
+    def _measure_stack(self, stack: list[_Waiting]) -> None:
         copies = stack[0].copy[None] if len(stack) == 1 else torch.stack([waiting.copy for waiting in stack])
         prints = fingerprints(copies, stack[0].token_axis)
         columns = {name: prints.statistics[name].tolist() for name in STATISTICS}
-        for i, (waiting, text) in enumerate(zip(stack, digests, strict=True)):
+        arrays = {"sketch": prints.sketch, "tokens": prints.tokens, "token_l2": prints.token_l2}
+        arrays = {name: array for name, array in arrays.items() if array is not None}
+        for i, (waiting, text) in enumerate(zip(stack, digests(copies), strict=True)):
             values = {name: column[i] for name, column in columns.items()} | {"digest": text}
             for key in waiting.rows:
                 self._tensors[key] |= values
-                self._arrays[f"{key}.sketch"] = prints.sketch[i]
-                if prints.tokens is not None:
-                    self._arrays[f"{key}.tokens"] = prints.tokens[i]
-                    self._arrays[f"{key}.token_l2"] = prints.token_l2[i]
+                for name, array in arrays.items():
+                    self._arrays[f"{key}.{name}"] = array[i]
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from specnb.divergence.at_use import UNKNOWN, AtUse, Owned, Registry
@@ -88,9 +87,9 @@ class _Hooks:
     def __init__(self, builder: TraceBuilder, chosen: Any, *, plain: bool) -> None:
         self._builder, self._chosen = builder, chosen
         self._running: list[Frame] = []
-        self._own_work = False
-        # far cheaper, but it would silence weights that are wrappers of their own (quantised, distributed), too
-        self._undispatched = no_dispatch if plain else _disable_current_modes
+        # The work of a hook reads no parameters. The first is far cheaper, but would silence weights that are wrappers
+        # of their own (quantised, distributed), too.
+        self._undispatched = torch._C._DisableTorchDispatch if plain else _disable_current_modes
         self._called: Counter[str] = Counter()
         self._scalars: dict[str, list[Any]] = {}
 
@@ -102,11 +101,11 @@ class _Hooks:
         )
 
         def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            with self._quiet():
+            with self._undispatched():
                 self._enter(path, kind, arguments(args, kwargs), seen)
 
         def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
-            with self._quiet():
+            with self._undispatched():
                 self._leave(module, path, output, seen)
 
         yield module.register_forward_pre_hook(before, with_kwargs=True)
@@ -117,7 +116,7 @@ class _Hooks:
         self._builder.use(self._running[-1], owned)
 
     def is_running(self) -> bool:
-        return bool(self._running) and not self._own_work
+        return bool(self._running)
 
     def facts(self, paths: Any) -> dict[str, Any]:
         """Coverage: which modules ran. A module that never ran was not looked at."""
@@ -133,16 +132,6 @@ class _Hooks:
             },
             "scalars": self._scalars,
         }
-
-    @contextlib.contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """The work of a hook reads no parameters and leaves no gradient."""
-        self._own_work = True
-        try:
-            with self._undispatched(), torch.no_grad():
-                yield
-        finally:
-            self._own_work = False
 
     def _enter(self, path: str, kind: str, arguments: dict[str, Any], seen: bool) -> None:
         outermost = not self._running

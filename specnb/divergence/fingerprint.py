@@ -1,4 +1,4 @@
-"""What is kept of a tensor: its digest, its statistics, its sketch, and a sketch of each of its tokens.
+"""What is kept of a tensor: its digest, its statistics, and a sketch of each of its tokens or, without any, of it all.
 
 Works on a stack of tensors of one shape at once: a decoding step shows a thousand small ones, and the calls would cost
 more than the numbers. The sums are float32 within a token and float64 over tokens.
@@ -27,29 +27,34 @@ STATISTICS = ("mean", "std", "l1", "l2", "min", "max", "n_nan", "n_inf")
 
 @dataclass(frozen=True)
 class Prints:
-    """Of a stack of n tensors: `statistics` name -> (n,), `sketch` (n, 64), `tokens` (n, t, 16), `token_l2` (n, t)."""
+    """Of a stack of n tensors: `statistics` name -> (n,), then `tokens` (n, t, 16) and `token_l2` (n, t), or where there
+    are no tokens `sketch` (n, 64). The t sketches of a tensor's tokens laid end to end are one of the whole tensor."""
 
     statistics: dict[str, np.ndarray]
-    sketch: np.ndarray
+    sketch: np.ndarray | None
     tokens: np.ndarray | None
     token_l2: np.ndarray | None
 
 
 def digest(values: torch.Tensor | np.ndarray) -> str:
     """Order-sensitive digest (XXH3, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
-    tensor = _as_tensor(values).detach()
-    shape, dtype = tuple(tensor.shape), dtype_name(tensor)
+    return digests(_as_tensor(values)[None])[0]
+
+
+def digests(stack: torch.Tensor) -> list[str]:
+    """The digest of each tensor of a stack `(n, *shape)`."""
+    n, shape, dtype = len(stack), tuple(stack.shape[1:]), dtype_name(stack)
     # by strides: one value counts as contiguous whatever its stride, and then cannot be viewed as bytes
-    flat = tensor.resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
-    return digest_bytes(dtype, shape, flat.view(torch.uint8).cpu().numpy().data)
+    flat = stack.detach().resolve_conj().resolve_neg().contiguous().as_strided((stack.numel(),), (1,))
+    rows = flat.view(torch.uint8).cpu().numpy().reshape(n, -1 if stack.numel() else 0)
+    return [digest_bytes(dtype, shape, row.data) for row in rows]
 
 
 def fingerprint(values: torch.Tensor | np.ndarray, token_axis: int = -1) -> Prints:
     """`fingerprints` of one tensor, without the leading axis of the stack."""
     many = fingerprints(_as_tensor(values)[None], token_axis)
     one = {name: column[0] for name, column in many.statistics.items()}
-    tokens, token_l2 = (None if x is None else x[0] for x in (many.tokens, many.token_l2))
-    return Prints(one, many.sketch[0], tokens, token_l2)
+    return Prints(one, *(None if x is None else x[0] for x in (many.sketch, many.tokens, many.token_l2)))
 
 
 @torch.no_grad()
@@ -95,15 +100,18 @@ def _finite_prints(stack: torch.Tensor, token_axis: int) -> Prints:
     }
     columns = {name: _numpy(column) for name, column in statistics.items()}
     columns |= {name: np.zeros(n, np.int64) for name in ("n_nan", "n_inf")}
-    return Prints(columns, _sketch(stack.reshape(n, -1)), tokens, None if tokens is None else _numpy(norms))
+    if tokens is None:
+        return Prints(columns, _sketch(stack.reshape(n, -1)), None, None)
+    return Prints(columns, None, tokens, _numpy(norms))
 
 
 def _mend(prints: Prints, i: int, tensor: torch.Tensor, token_axis: int) -> None:
     """Fill place i again: something in it is not finite, or too large for float32 sums."""
     clean = tensor.to(torch.float32).nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
     again = _finite_prints(clean[None], token_axis)
-    prints.sketch[i] = again.sketch[0]
-    if prints.tokens is not None:
+    if prints.tokens is None:
+        prints.sketch[i] = again.sketch[0]
+    else:
         prints.tokens[i], prints.token_l2[i] = again.tokens[0], again.token_l2[0]
     wide = tensor.double()
     finite = wide[wide.isfinite()]
@@ -123,11 +131,10 @@ def _empty(shape: torch.Size, token_axis: int) -> Prints:
     columns |= {name: np.zeros(n) for name in ("l1", "l2")} | {
         name: np.zeros(n, np.int64) for name in ("n_nan", "n_inf")
     }
-    sketch = np.zeros((n, TENSOR_K), np.float32)
     if token_axis < 0:
-        return Prints(columns, sketch, None, None)
+        return Prints(columns, np.zeros((n, TENSOR_K), np.float32), None, None)
     t = math.prod(shape[1 : token_axis + 2]) if token_axis < 2 else shape[1] * shape[token_axis + 1]
-    return Prints(columns, sketch, np.zeros((n, t, TOKEN_K), np.float32), np.zeros((n, t), np.float32))
+    return Prints(columns, None, np.zeros((n, t, TOKEN_K), np.float32), np.zeros((n, t), np.float32))
 
 
 def token_rows(stack: torch.Tensor, token_axis: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from specnb import load
 from specnb.divergence.capture import capture
-from specnb.measure.stats import Interval, bootstrap, rate_ratio
+from specnb.measure.stats import Interval, bootstrap
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30)
     asked = parser.parse_args()
     network = load(asked.model, backend="hf", dtype=asked.dtype).network
-    print(f"{asked.model}, {asked.dtype}, {torch.get_num_threads()} threads: seconds captured / seconds plain")
+    print(f"{asked.model}, {asked.dtype}, {torch.get_num_threads()} threads: median seconds captured / plain")
     for n in asked.tokens:
         for at_use in (False, True):
             ratio = cost(network, n, at_use=at_use, pairs=asked.pairs)
@@ -35,7 +35,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def cost(network: torch.nn.Module, n: int, *, at_use: bool, pairs: int) -> Interval:
-    """Ratio of the times of `pairs` forwards of `n` tokens with and without capture; the first pair warms up."""
+    """Ratio of the median times of `pairs` forwards of `n` tokens with and without capture; the first pair warms up."""
     ids = torch.arange(100, 100 + n)[None]
 
     def forward() -> float:
@@ -48,8 +48,8 @@ def cost(network: torch.nn.Module, n: int, *, at_use: bool, pairs: int) -> Inter
             forward()
             return forward()
 
-    rows = [(1, forward(), 1, captured()) for _ in range(pairs + 1)]
-    return bootstrap(np.array(rows[1:]), rate_ratio)
+    rows = [(captured(), forward()) for _ in range(pairs + 1)]
+    return bootstrap(rows[1:], lambda sample: float(np.divide(*np.median(sample, axis=0))))
 
 
 if __name__ == "__main__":
