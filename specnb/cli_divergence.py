@@ -164,8 +164,8 @@ def _reported(
 
 def _published_alarms() -> tuple[int, int] | None:
     """Of the score that is in the checkout: false alarms of the lab, and controls."""
+    from specnb.divergence.grading.rows import LAB
     from specnb.divergence.score import Score
-    from specnb.divergence.score_rows import LAB
     from specnb.divergence.study import published
 
     if not published().exists():
@@ -191,8 +191,8 @@ def compare(
     import pandas as pd
 
     from specnb.divergence.compare import compare
-    from specnb.divergence.compare_result import Node
     from specnb.divergence.ladder import EXIT
+    from specnb.divergence.offline.result import Node
     from specnb.divergence.trace import Trace
 
     show: Show = context.obj

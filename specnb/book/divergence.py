@@ -8,11 +8,11 @@ import plotly.graph_objects as go
 
 from specnb.book import divergence_figures as figures
 from specnb.divergence.along import Key
-from specnb.divergence.baselines import TELLS_TOKEN
 from specnb.divergence.gallery import NOTHING, Gallery
+from specnb.divergence.grading.baselines import TELLS_TOKEN
+from specnb.divergence.grading.rows import LAB
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.score import Score
-from specnb.divergence.score_rows import LAB
 from specnb.divergence.setups import Outcome
 from specnb.errors import InputError
 from specnb.provenance import json_digest

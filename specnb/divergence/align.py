@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.divergence.sketch import TOKEN_K
 from specnb.divergence.trace import Trace
+from specnb.divergence.tracing.sketch import TOKEN_K
 from specnb.errors import InputError
 
 PREFIX = re.compile(r"(?:(?:model|draft_model)\.)+")

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from specnb.divergence.at_use import UNKNOWN, AtUse, Owned, Registry
-from specnb.divergence.builder import Frame, TraceBuilder
-from specnb.divergence.names import (
+from specnb.divergence.tracing.at_use import UNKNOWN, AtUse, Owned, Registry
+from specnb.divergence.tracing.builder import Frame, TraceBuilder
+from specnb.divergence.tracing.names import (
     Arguments,
     Chooser,
     canonical,
@@ -25,7 +25,7 @@ from specnb.divergence.names import (
     outputs_in,
     states_in,
 )
-from specnb.divergence.tokens import step_of
+from specnb.divergence.tracing.tokens import step_of
 from specnb.errors import InputError
 
 SCALARS_KEPT = 8

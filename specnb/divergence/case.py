@@ -7,8 +7,8 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.faults_parts import Parts, find, output_head
 from specnb.divergence.local import WHICH
+from specnb.divergence.parts import Parts, find, output_head
 from specnb.divergence.setups import OWN, Lab, Outcome
 from specnb.errors import InputError
 

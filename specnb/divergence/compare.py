@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from specnb.divergence import compare_tables as tables
 from specnb.divergence.align import Key, Laid, canonical_name
-from specnb.divergence.compare_errors import Apart, floors
-from specnb.divergence.compare_judge import Judge, Precise
-from specnb.divergence.compare_offset import turned
-from specnb.divergence.compare_reads import reads
-from specnb.divergence.compare_result import Comparison
-from specnb.divergence.compare_shape import fork_shape, shape
-from specnb.divergence.compare_texts import counted_alike
-from specnb.divergence.compare_verdict import verdict as judged
-from specnb.divergence.compare_walk import Plan, harmless, walk
+from specnb.divergence.offline import tables
+from specnb.divergence.offline.errors import Apart, floors
+from specnb.divergence.offline.excuses import Judge, Precise
+from specnb.divergence.offline.offset import turned
+from specnb.divergence.offline.reads import reads
+from specnb.divergence.offline.result import Comparison
+from specnb.divergence.offline.shape import fork_shape, shape
+from specnb.divergence.offline.texts import counted_alike
+from specnb.divergence.offline.verdict import verdict as judged
+from specnb.divergence.offline.walk import Plan, harmless, walk
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
 

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from specnb.divergence.faults_beside import foreign_routing, neighbour_read, positional_registry, shared_buffer
-from specnb.divergence.faults_cache import foreign_writer, kv_slot_swap, overtrimmed, untrimmed
-from specnb.divergence.faults_inputs import dummy_tokens, rope_mismatch, split_k, uniform_offset
-from specnb.divergence.faults_parts import ALL, CAUSES, Fault, Parts, find
-from specnb.divergence.faults_weights import expert_scale, experts_permuted, random_head
+from specnb.divergence.parts import Parts, find
+from specnb.divergence.planted.beside import foreign_routing, neighbour_read, positional_registry, shared_buffer
+from specnb.divergence.planted.cache import foreign_writer, kv_slot_swap, overtrimmed, untrimmed
+from specnb.divergence.planted.fault import ALL, CAUSES, Fault
+from specnb.divergence.planted.inputs import dummy_tokens, rope_mismatch, split_k, uniform_offset
+from specnb.divergence.planted.weights import expert_scale, experts_permuted, random_head
 
 __all__ = [
     "ALL",

@@ -7,11 +7,11 @@ import pandas as pd
 
 from specnb.divergence.deploy import planted
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.faults_parts import Fault
-from specnb.divergence.grid_cases import GridCase, Service
+from specnb.divergence.grading.cases import GridCase, Service
+from specnb.divergence.grading.rows import NOTHING
 from specnb.divergence.investigate import judge
 from specnb.divergence.investigation import Investigation, named
-from specnb.divergence.score_rows import NOTHING
+from specnb.divergence.planted.fault import Fault
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError
 from specnb.measure.experiment import Progress, silent

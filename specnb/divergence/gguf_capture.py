@@ -16,11 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from specnb.divergence.at_use import UNKNOWN, Registry
-from specnb.divergence.builder import Frame, TraceBuilder
-from specnb.divergence.gguf_names import SHOWN_AGAIN, GraphStep, cache_state, in_order, is_cache, own_path, path_of
-from specnb.divergence.names import Chooser, chooser, compiled
-from specnb.divergence.sketch import digest_bytes
+from specnb.divergence.tracing.at_use import UNKNOWN, Registry
+from specnb.divergence.tracing.builder import Frame, TraceBuilder
+from specnb.divergence.tracing.gguf_names import (
+    SHOWN_AGAIN,
+    GraphStep,
+    cache_state,
+    in_order,
+    is_cache,
+    own_path,
+    path_of,
+)
+from specnb.divergence.tracing.names import Chooser, chooser, compiled
+from specnb.divergence.tracing.sketch import digest_bytes
 from specnb.lm import load
 from specnb.lm.base import LanguageModel
 from specnb.lm.gguf_eval import Decode, Watch

@@ -9,10 +9,10 @@ import pandas as pd
 
 from specnb.divergence.case import Case
 from specnb.divergence.causes import Cause
-from specnb.divergence.compare_result import HEAT, Node, plain
 from specnb.divergence.coverage import Coverage
 from specnb.divergence.ladder import EXIT, Verdict
 from specnb.divergence.local import WHICH
+from specnb.divergence.offline.result import HEAT, Node, plain
 from specnb.divergence.setups import SETUPS, Outcome
 from specnb.errors import InputError
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from specnb.divergence.along import Along, Key
 from specnb.divergence.ladder import ROUNDING, TIMES_FLOOR
-from specnb.divergence.names import Arguments, canonical, named_tensors, outputs_in
 from specnb.divergence.script import Script
+from specnb.divergence.tracing.names import Arguments, canonical, named_tensors, outputs_in
 
 COLUMNS = ("order", "module", "call", "role", "name", "at", "position", "error", "gain", "discrete")
 WHICH = ("at", "call", "role", "name")

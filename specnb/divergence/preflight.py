@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specnb.divergence import preflight_config as config
-from specnb.divergence import preflight_drafter as drafting
-from specnb.divergence import preflight_weights as weights
-from specnb.divergence.preflight_finding import Finding, table
+from specnb.divergence.checks import config, weights
+from specnb.divergence.checks import drafter as drafting
+from specnb.divergence.checks.finding import Finding, table
 from specnb.draft.base import Drafter, model_of
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, SpecnbError

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from specnb.divergence import repro_script
 from specnb.divergence.along import Along, Key
 from specnb.divergence.local import TIMES_FLOOR
-from specnb.divergence.names import canonical
 from specnb.divergence.repro_script import CAPTURED, INPUTS, WEIGHTS
 from specnb.divergence.setups import Lab, Outcome
+from specnb.divergence.tracing.names import canonical
 from specnb.errors import InputError
 
 MAX_BYTES = 4 << 30

@@ -17,14 +17,14 @@ from typing import Any
 import pandas as pd
 import torch
 
-from specnb.divergence import score_rows
-from specnb.divergence.controls import CONTROLS, controlled
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.grid import Subject, examined
-from specnb.divergence.grid_cases import cases
+from specnb.divergence.grading import rows as score_rows
+from specnb.divergence.grading.cases import cases
+from specnb.divergence.grading.controls import CONTROLS, controlled
+from specnb.divergence.grading.grid import Subject, examined
+from specnb.divergence.grading.rows import alarms, of_lab, right, shares
+from specnb.divergence.grading.smallest import scaled, smallest
 from specnb.divergence.pair import DTYPES, SHAPES
-from specnb.divergence.score_rows import alarms, of_lab, right, shares
-from specnb.divergence.smallest import scaled, smallest
 from specnb.errors import InputError
 from specnb.measure.experiment import Progress, silent
 from specnb.provenance import provenance

@@ -20,14 +20,14 @@ from torch import nn
 from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
-from specnb.divergence.faults_parts import find
-from specnb.divergence.fingerprint import digest
-from specnb.divergence.names import dtype_name
 from specnb.divergence.offset import explained
 from specnb.divergence.pair import copy_of, decoy_twin
+from specnb.divergence.parts import find
 from specnb.divergence.precision import coarser
 from specnb.divergence.script import Feed, Script, run
 from specnb.divergence.trace import Trace
+from specnb.divergence.tracing.fingerprint import digest
+from specnb.divergence.tracing.names import dtype_name
 from specnb.errors import InputError
 
 NEIGHBOUR = "neighbour"

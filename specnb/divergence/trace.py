@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.sketch import TENSOR_K, TOKEN_K
+from specnb.divergence.tracing.sketch import TENSOR_K, TOKEN_K
 from specnb.errors import InputError
 from specnb.lm.bounded_json import read_bytes, read_json
 from specnb.store import write_atomic

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from specnb.divergence.builder import TraceBuilder
 from specnb.divergence.capture import capture
-from specnb.divergence.fingerprint import digest
-from specnb.divergence.names import canonical
-from specnb.divergence.tokens import Step, step_of
 from specnb.divergence.trace import Trace
+from specnb.divergence.tracing.builder import TraceBuilder
+from specnb.divergence.tracing.fingerprint import digest
+from specnb.divergence.tracing.names import canonical
+from specnb.divergence.tracing.tokens import Step, step_of
 from specnb.errors import InputError
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
@@ -265,7 +265,7 @@ def test_an_output_that_is_the_next_input_is_measured_once(monkeypatch):
 def test_many_pending_copies_are_measured_early_with_the_same_result(monkeypatch):
     model = moe()
     usual = traced(model)
-    monkeypatch.setattr("specnb.divergence.builder.PENDING_BYTES", 1)
+    monkeypatch.setattr("specnb.divergence.tracing.builder.PENDING_BYTES", 1)
     early = traced(model)
     assert usual.tensors["digest"].tolist() == early.tensors["digest"].tolist()
     for key, value in usual.arrays.items():

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence import compare_shape, ladder
+from specnb.divergence import ladder
 from specnb.divergence import pair as small
 from specnb.divergence.align import Key, Laid
 from specnb.divergence.capture import capture
 from specnb.divergence.compare import compare
-from specnb.divergence.compare_errors import Apart, logit_noise
 from specnb.divergence.faults import FAULTS, find
+from specnb.divergence.offline import shape as error_shape
+from specnb.divergence.offline.errors import Apart, logit_noise
 from specnb.divergence.script import Feed, Script, run
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.errors import InputError
@@ -440,7 +441,7 @@ def test_rows_of_a_long_cache_are_looked_for_in_little_memory():
             for rows in (ours, theirs)]  # fmt: skip
     where = SimpleNamespace(positions=np.arange(n), ours=[0], theirs=[0])
     tracemalloc.start()
-    said = compare_shape._moved_rows(SimpleNamespace(ours=runs[0], theirs=runs[1], where=where), "")
+    said = error_shape._moved_rows(SimpleNamespace(ours=runs[0], theirs=runs[1], where=where), "")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert "position 1 holds that of 0" in said and peak < 10e6

@@ -10,7 +10,7 @@ from torch import nn
 
 from specnb.divergence import pair as small
 from specnb.divergence.faults import CAUSES, FAULTS, find
-from specnb.divergence.names import canonical
+from specnb.divergence.tracing.names import canonical
 from specnb.errors import InputError
 
 IDS = torch.randint(0, 256, (1, 18), generator=torch.Generator().manual_seed(0))

@@ -8,19 +8,21 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from specnb.divergence import grid, grid_cases, score_rows
 from specnb.divergence import score as score_module
 from specnb.divergence.along import Along, Key
-from specnb.divergence.baselines import RULES, differences, pointed
-from specnb.divergence.controls import CONTROLS, controlled
 from specnb.divergence.faults import FAULTS, Fault
-from specnb.divergence.grid import Subject, examined
-from specnb.divergence.grid_cases import GridCase, cases, script_of, starts, within
+from specnb.divergence.grading import cases as grid_cases
+from specnb.divergence.grading import grid
+from specnb.divergence.grading import rows as score_rows
+from specnb.divergence.grading.baselines import RULES, differences, pointed
+from specnb.divergence.grading.cases import GridCase, cases, script_of, starts, within
+from specnb.divergence.grading.controls import CONTROLS, controlled
+from specnb.divergence.grading.grid import Subject, examined
+from specnb.divergence.grading.rows import LAB, alarms, near, right, shares, table
+from specnb.divergence.grading.smallest import scaled, smallest
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import pair
 from specnb.divergence.score import Score, score
-from specnb.divergence.score_rows import LAB, alarms, near, right, shares, table
-from specnb.divergence.smallest import scaled, smallest
 from specnb.errors import InputError
 
 FEEDS = np.array([0, 0, 0, 0, 1, 2])

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specnb.divergence import preflight_config, preflight_drafter, preflight_weights
+from specnb.divergence.checks import config as preflight_config
+from specnb.divergence.checks import drafter as preflight_drafter
+from specnb.divergence.checks import weights as preflight_weights
 from specnb.divergence.preflight import learning_rate, preflight, table
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter

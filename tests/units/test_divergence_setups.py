@@ -9,8 +9,8 @@ import torch
 
 from specnb.divergence import local
 from specnb.divergence import pair as small
-from specnb.divergence.benign import other_products
 from specnb.divergence.faults import FAULTS
+from specnb.divergence.grading.benign import other_products
 from specnb.divergence.script import Script
 from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Lab
 from specnb.errors import InputError

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence.fingerprint import BLOCK, digest, fingerprint, fingerprints, token_rows
-from specnb.divergence.sketch import gain, relative_l2, signs
+from specnb.divergence.tracing.fingerprint import BLOCK, digest, fingerprint, fingerprints, token_rows
+from specnb.divergence.tracing.sketch import gain, relative_l2, signs
 from specnb.errors import InputError
 
 

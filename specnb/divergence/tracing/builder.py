@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from specnb.divergence.at_use import Owned, Registry, version_of
-from specnb.divergence.fingerprint import STATISTICS, digests, fingerprints
-from specnb.divergence.names import Chooser, dtype_name
-from specnb.divergence.tokens import Step
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
+from specnb.divergence.tracing.at_use import Owned, Registry, version_of
+from specnb.divergence.tracing.fingerprint import STATISTICS, digests, fingerprints
+from specnb.divergence.tracing.names import Chooser, dtype_name
+from specnb.divergence.tracing.tokens import Step
 
 PENDING_BYTES = 64 << 20
 """Copies that wait to be measured; more are measured at once."""

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.compare_judge import Doubt
-from specnb.divergence.compare_texts import Drift, Fork
 from specnb.divergence.ladder import Verdict
+from specnb.divergence.offline.excuses import Doubt
+from specnb.divergence.offline.texts import Drift, Fork
 from specnb.errors import InputError
 
 HEAT = (-1.0, 8.0)
@@ -69,7 +69,7 @@ class Comparison:
     in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
 
     `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `nodes`
-    (compare_tables.COLUMNS) are all tensors above their floor, `own` those wrong by themselves; `reads` the parameters
+    (`tables.COLUMNS`) are all tensors above their floor, `own` those wrong by themselves; `reads` the parameters
     that were not read alike; `fork` where the runs were fed other tokens, `drift` where the candidate counts positions
     otherwise.
     """

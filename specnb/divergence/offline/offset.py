@@ -8,8 +8,8 @@ import numpy as np
 
 from specnb.divergence import ladder
 from specnb.divergence.align import Key, Values
-from specnb.divergence.compare_errors import Apart
-from specnb.divergence.compare_walk import Plan
+from specnb.divergence.offline.errors import Apart
+from specnb.divergence.offline.walk import Plan
 
 NAMED = "position"
 FEWEST = 3

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence.align import Key
-from specnb.divergence.compare_errors import Apart, gains
-from specnb.divergence.compare_result import Node, Overlap
-from specnb.divergence.compare_walk import Finding, Plan
+from specnb.divergence.offline.errors import Apart, gains
+from specnb.divergence.offline.result import Node, Overlap
+from specnb.divergence.offline.walk import Finding, Plan
 
 COLUMNS = (
     "module", "at", "call", "role", "name", "first_token", "last_token", "n_tokens", "in_error", "out_error", "floor",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specnb.divergence.fingerprint import digest
+from specnb.divergence.tracing.fingerprint import digest
 
 UNKNOWN = "?"
 

@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from specnb.divergence.faults import FAULTS, Fault
-from specnb.divergence.faults_parts import find, layer_number
+from specnb.divergence.parts import find, layer_number
 from specnb.divergence.script import Script
 from specnb.errors import InputError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specnb.divergence.names import is_cache
+from specnb.divergence.tracing.names import is_cache
 
 IDS = ("input_ids", "tokens", "token_ids")
 EMBEDDED = ("inputs_embeds", "hidden_states")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specnb.divergence.names import dtype_name
-from specnb.divergence.sketch import BITS, TENSOR_K, TOKEN_K, digest_bytes, signs
+from specnb.divergence.tracing.names import dtype_name
+from specnb.divergence.tracing.sketch import BITS, TENSOR_K, TOKEN_K, digest_bytes, signs
 
 # A prime, so that a channel that repeats with the width of the model (a power of two, say) falls on all columns.
 BLOCK = 4093
@@ -27,8 +27,8 @@ STATISTICS = ("mean", "std", "l1", "l2", "min", "max", "n_nan", "n_inf")
 
 @dataclass(frozen=True)
 class Prints:
-    """Of a stack of n tensors: `statistics` name -> (n,), then `tokens` (n, t, 16) and `token_l2` (n, t), or where there
-    are no tokens `sketch` (n, 64). The t sketches of a tensor's tokens laid end to end are one of the whole tensor."""
+    """Of a stack of n tensors: `statistics` name -> (n,), then `tokens` (n, t, 16) and `token_l2` (n, t), or where
+    there are no tokens `sketch` (n, 64). Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
 
     statistics: dict[str, np.ndarray]
     sketch: np.ndarray | None

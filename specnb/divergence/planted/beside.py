@@ -12,14 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from specnb.divergence.faults_parts import (
-    ALL,
-    Clock,
-    Fault,
-    Named,
-    find,
-    forward_replaced,
-)
+from specnb.divergence.parts import Named, find
+from specnb.divergence.planted.fault import ALL, Clock, Fault, forward_replaced
 from specnb.errors import InputError
 
 

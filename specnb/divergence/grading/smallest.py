@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.grid import Subject
+from specnb.divergence.grading.grid import Subject
 
 FAULT = "expert_scale_in_op"
 EPS = (1e-1, 5e-2, 3e-2, 2e-2, 1e-2, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 1e-5)

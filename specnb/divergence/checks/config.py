@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specnb.divergence.preflight_finding import Finding
+from specnb.divergence.checks.finding import Finding
 from specnb.lm.bounded_json import Node, read_json
 
 MAX_BYTES, MAX_VALUES = 8 << 20, 200_000

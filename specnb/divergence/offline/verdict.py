@@ -11,10 +11,10 @@ import numpy as np
 
 from specnb.divergence import ladder
 from specnb.divergence.align import Key
-from specnb.divergence.compare_errors import Apart, Floors
-from specnb.divergence.compare_judge import Judge
-from specnb.divergence.compare_walk import Finding, Plan
 from specnb.divergence.ladder import Verdict
+from specnb.divergence.offline.errors import Apart, Floors
+from specnb.divergence.offline.excuses import Judge
+from specnb.divergence.offline.walk import Finding, Plan
 
 Reasoned = tuple[Verdict, str]
 

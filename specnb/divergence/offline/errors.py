@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specnb.divergence import ladder, sketch
+from specnb.divergence import ladder
 from specnb.divergence.align import Key, Laid, Row, Values
-from specnb.divergence.compare_texts import Together, together
+from specnb.divergence.offline.texts import Together, together
+from specnb.divergence.tracing import sketch
 
 
 @dataclass(frozen=True)

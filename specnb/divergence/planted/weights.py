@@ -10,16 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from specnb.divergence.faults_parts import (
-    ALL,
-    Fault,
-    arguments,
-    find,
-    forward_replaced,
-    output_head,
-    values_changed,
-    with_argument,
-)
+from specnb.divergence.parts import find, output_head
+from specnb.divergence.planted.fault import ALL, Fault, arguments, forward_replaced, values_changed, with_argument
 from specnb.errors import InputError
 
 OUTPUT_SIDE = ("down_proj", "w2")

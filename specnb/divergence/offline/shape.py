@@ -4,9 +4,9 @@ import numpy as np
 
 from specnb.divergence import ladder
 from specnb.divergence.align import Key
-from specnb.divergence.compare_errors import Apart, gains
-from specnb.divergence.compare_texts import Fork
-from specnb.divergence.compare_walk import Finding
+from specnb.divergence.offline.errors import Apart, gains
+from specnb.divergence.offline.texts import Fork
+from specnb.divergence.offline.walk import Finding
 
 ONE_FACTOR = 0.4
 """What is left once the factor is out, as a share of the factor's distance from 1 and from 0, where it is a factor."""

@@ -15,11 +15,11 @@ import pandas as pd
 
 from specnb.divergence import pair as small
 from specnb.divergence.along import Along
-from specnb.divergence.baselines import RULES, differences, pointed
-from specnb.divergence.grid_cases import GridCase, Service, script_of, starts, within
+from specnb.divergence.grading.baselines import RULES, differences, pointed
+from specnb.divergence.grading.cases import GridCase, Service, script_of, starts, within
+from specnb.divergence.grading.rows import LAB, NOTHING
 from specnb.divergence.investigate import judge
 from specnb.divergence.investigation import Investigation
-from specnb.divergence.score_rows import LAB, NOTHING
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError
 

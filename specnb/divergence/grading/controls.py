@@ -14,14 +14,15 @@ import pandas as pd
 import torch
 from torch import nn
 
-from specnb.divergence import benign, local
+from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
-from specnb.divergence.faults_parts import find
-from specnb.divergence.grid import Subject, lab_row, others
+from specnb.divergence.grading import benign
+from specnb.divergence.grading.grid import Subject, lab_row, others
+from specnb.divergence.grading.rows import NOTHING
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
-from specnb.divergence.score_rows import NOTHING
+from specnb.divergence.parts import find
 from specnb.divergence.script import Script, run
 from specnb.divergence.setups import OWN, Deploy, Lab
 from specnb.divergence.trace import Trace

@@ -12,14 +12,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from specnb.divergence.faults_parts import (
+from specnb.divergence.parts import find, layer_number, named
+from specnb.divergence.planted.fault import (
     ALL,
     Fault,
     arguments,
-    find,
     forward_replaced,
-    layer_number,
-    named,
     positions_argument,
     positions_fed,
     with_argument,

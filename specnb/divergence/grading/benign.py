@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from specnb.divergence.faults_parts import find, forward_replaced, replaced
 from specnb.divergence.kv_slots import BLOCK_SIZE
+from specnb.divergence.parts import find
+from specnb.divergence.planted.fault import forward_replaced, replaced
 from specnb.divergence.setups import Deploy
 
 POOL_BLOCKS = 64

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specnb.divergence.tokens import Step
+from specnb.divergence.tracing.tokens import Step
 from specnb.lm.gguf_tensors import Node
 
 LAYERED = re.compile(r"(?:model\.)?(.+)-([0-9]+)")

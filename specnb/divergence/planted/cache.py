@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from specnb.divergence.faults_parts import (
+from specnb.divergence.parts import find
+from specnb.divergence.planted.fault import (
     ALL,
     Fault,
     arguments,
-    find,
     forward_replaced,
     positions_fed,
     replaced,

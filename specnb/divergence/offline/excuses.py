@@ -7,8 +7,8 @@ import numpy as np
 
 from specnb.divergence import ladder
 from specnb.divergence.align import Key
-from specnb.divergence.compare_errors import Apart, logit_noise
-from specnb.divergence.compare_walk import Event
+from specnb.divergence.offline.errors import Apart, logit_noise
+from specnb.divergence.offline.walk import Event
 
 
 class Doubt(NamedTuple):

@@ -1,0 +1,1 @@
+"""What `preflight` looks at before any tensor is traced."""

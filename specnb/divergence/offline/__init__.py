@@ -1,0 +1,1 @@
+"""Two traces from anywhere, compared without torch: what `compare` is made of."""

@@ -1,0 +1,1 @@
+"""What `capture` and `gguf_capture` make traces with."""
