@@ -1,5 +1,6 @@
 """`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; printing is `cli`'s."""
 
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specnb.cli_divergence_audit import audit
+from specnb.cli_divergence_capture import capture
 from specnb.cli_divergence_kit import faults, preflight, score
 from specnb.cli_show import Json, Show, names, show_frame
 from specnb.errors import InputError, SpecnbError
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from specnb.divergence.investigation import Investigation
+    from specnb.divergence.triage import Triage
 
 
 PAIR = "pair"
@@ -35,8 +39,18 @@ def divergence_app(show: Show) -> typer.Typer:
     def lab(context: typer.Context) -> None:
         context.obj = show
 
-    for command in (investigate, compare, preflight, score, faults):
-        app.command()(command)
+    # in the order in which one uses them
+    told = {
+        preflight: "Seconds: weights, configs, caches, drafting. First of all.",
+        investigate: "Run a draft alone and beside others: what is wrong first?",
+        capture: "Write down what a model computes, in torch or llama.cpp.",
+        compare: "Where two such traces part, and whether it is rounding.",
+        audit: "Is what is sampled what the rows of draft and target say?",
+        faults: "List the planted faults, for trying the lab out.",
+        score: "Plant every fault, and count what is found of them.",
+    }
+    for command, line in told.items():
+        app.command(short_help=line)(command)
     return app
 
 
@@ -52,7 +66,13 @@ def investigate(
     fault: Annotated[str | None, typer.Option(help="plant this fault, to try the lab out (see faults)")] = None,
     layer: Annotated[int | None, typer.Option(help="layer of the planted fault")] = None,
     setups: Annotated[str | None, typer.Option(help="such as S0,S2 [all that fit, more where one is wrong]")] = None,
+    features: Annotated[
+        str | None, typer.Option(help="such as graphs,compile: what the service can do without, switched off in turn")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="folder for a page, a JSON document and a reproduction")] = None,
+    generation: Annotated[
+        Path | None, typer.Option(help="what `specnb generate --json` wrote with this draft: what its acceptance says")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="length of the text: longer than a window that is suspected")] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="of these, fed at once")] = 16,
     k: Annotated[int, typer.Option("--k", help="tokens drafted a round")] = 3,
@@ -63,7 +83,8 @@ def investigate(
     """Run a draft alone and beside others, and find the module that is wrong first.
 
     A service is a context manager deploy(draft, neighbour): while it is entered, calling the draft does what it does
-    where nothing is accepted; neighbour is None where the draft is alone.
+    where nothing is accepted; neighbour is None where the draft is alone. One that can leave features out is
+    deploy(draft, neighbour, without), without being the set of their names.
 
     Exit code: 0 sound, 1 divergent, 125 inconclusive, or nothing could be judged because a model does not open or the
     service raises. git takes these for good, bad and skip, so this finds the commit that broke a service:
@@ -80,24 +101,25 @@ def investigate(
     from specnb.book.progress import ProgressBar
     from specnb.divergence import deploy as services
     from specnb.divergence import investigate as lab
-    from specnb.divergence.report import text
 
     service = services.planted(fault, layer=layer) if fault else None
     wanted = _known_setups(setups)
+    switches = [name.strip() for name in features.split(",")] if features else []
     with ExitStack() as opened:
         with _judged(show.complain):
             service = services.imported(deploy) if deploy else service
+            _tell_engine(draft, show.complain)
             models = _opened(draft, target, seed, dtype, opened)
+            accepted = None if generation is None else _accepted(generation, models)
             with ProgressBar() as progress:
                 script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
-                found = lab.investigate(*models, script=script, deploy=service, setups=wanted, progress=progress)
-        if as_json:
-            show.json(found.document())
-        else:
-            show.line(text(found))
+                found = lab.investigate(
+                    *models, script=script, deploy=service, setups=wanted, features=switches, progress=progress
+                )
+        _show(show, found, accepted, as_json)
         if report is not None:  # last, for it may take as long again
             with redirect_stdout(sys.stderr):
-                _reported(found, report, models, service, show.complain)
+                _reported(found, report, models, service, accepted, show.complain)
     raise typer.Exit(found.exit_code)
 
 
@@ -117,6 +139,18 @@ def _judged(complain: Callable[[object], None]) -> Iterator[None]:
         traceback.print_exc()
         complain(f"the draft was not judged: {type(error).__name__}: {error}")
         raise typer.Exit(UNKNOWN) from error
+
+
+def _tell_engine(draft: str, complain: Callable[[object], None]) -> None:
+    """Say so where the draft is known by a name that llama.cpp opens: torch judges other code than runs there."""
+    from specnb.lm.load import parse
+
+    if draft != PAIR and parse(draft).backend == "llama":
+        complain(
+            f"{draft} is opened in torch here, dequantised: this judges transformers' code, not llama.cpp's; for that "
+            f"write traces with `specnb divergence capture {shlex.quote(draft)} --backend llama --out FOLDER` and see "
+            "where they part with `specnb divergence compare`"
+        )
 
 
 def _opened(
@@ -139,11 +173,33 @@ def _opened(
     return network(draft), None if target is None else network(target)
 
 
+def _accepted(path: Path, models: tuple["nn.Module", "nn.Module | None"]) -> "Triage":
+    """What the acceptance of a generation looks like, whose tokens are those of the target, where there is one."""
+    from specnb.book.divergence_acceptance import read
+    from specnb.divergence.setups import vocabulary_size
+
+    draft, target = models
+    return read(path, vocab_size=vocabulary_size(draft if target is None else target))
+
+
+def _show(show: Show, found: "Investigation", accepted: "Triage | None", as_json: bool) -> None:
+    from specnb.book import divergence_acceptance as acceptance
+    from specnb.divergence.report import text
+
+    if as_json:
+        show.json(found.document() | ({} if accepted is None else {"acceptance": acceptance.document(accepted)}))
+        return
+    show.line(text(found))
+    if accepted is not None:
+        show.line(f"Acceptance: {acceptance.told(accepted)}")
+
+
 def _reported(
     found: "Investigation",
     folder: Path,
     models: tuple["nn.Module", "nn.Module | None"],
     service: Any,
+    accepted: "Triage | None",
     complain: Callable[[object], None],
 ) -> None:
     """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict."""
@@ -157,7 +213,8 @@ def _reported(
         except (Exception, SystemExit) as error:
             complain(f"the report has no reproduction: {error}")
     try:
-        complain(f"the report is in {write(found, folder, repro=repro, false_alarms=_published_alarms())}")
+        page = write(found, folder, repro=repro, triage=accepted, false_alarms=_published_alarms())
+        complain(f"the report is in {page}")
     except Exception as error:
         complain(error)
 

@@ -26,6 +26,22 @@ def opened() -> Iterator["Opened"]:
     models.close()
 
 
+@pytest.fixture(scope="session")
+def divergence_lab():
+    """The lab that tests of the divergence lab share."""
+    from tests.units.divergence_lab import shared_lab
+
+    return shared_lab()
+
+
+@pytest.fixture(scope="session")
+def divergence_score(tmp_path_factory: pytest.TempPathFactory):
+    """A small score, made once: `(score, folder of its parts, options)`."""
+    from tests.units.divergence_lab import small_score
+
+    return small_score(tmp_path_factory.mktemp("parts"))
+
+
 class Opened:
     """Real models by name, opened on first use; the last three stay open (each takes up to 0.6 GB)."""
 

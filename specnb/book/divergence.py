@@ -7,10 +7,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from specnb.book import divergence_figures as figures
-from specnb.divergence.along import Key
-from specnb.divergence.gallery import NOTHING, Gallery
+from specnb.divergence.align import Key
+from specnb.divergence.gallery import Gallery
 from specnb.divergence.grading.baselines import TELLS_TOKEN
-from specnb.divergence.grading.rows import LAB
+from specnb.divergence.grading.rows import LAB, NOTHING
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.score import Score
 from specnb.divergence.setups import Outcome
@@ -97,8 +97,8 @@ def misleading(investigation: Investigation, sound: str = "S0", wrong: str | Non
     if name is None or sound not in outcomes or name not in outcomes:
         raise InputError(f"give one sound and one wrong set-up of {', '.join(outcomes)}, not {sound} and {name}")
     ours, theirs = outcomes[sound].along, outcomes[name].along
-    errors = outcomes[name].errors.join(investigation.floor, on=list(investigation.floor.index.names))
-    own = errors[errors["role"] == "out"].assign(ratio=errors["error"] / errors["floor"]).groupby("at", sort=False)
+    errors = investigation.errors(name)
+    own = errors[errors["role"] == "out"].groupby("at", sort=False)
     rows = []
     for module, error, ratio in own[["error", "ratio"]].max().itertuples():
         key = Key(module, 0, "out", "out")

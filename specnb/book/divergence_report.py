@@ -9,9 +9,11 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from specnb.book import divergence_acceptance as acceptance
 from specnb.book import divergence_figures as figures
 from specnb.divergence import report
-from specnb.divergence.investigation import Investigation, named
+from specnb.divergence.investigation import Investigation
+from specnb.divergence.offline.result import named
 from specnb.divergence.triage_profile import Share
 from specnb.errors import InputError
 from specnb.store import write_atomic
@@ -102,10 +104,7 @@ def _more(repro: "Repro | None", triage: "Triage | None", false_alarms: tuple[in
         more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
                          "tokens": len(repro.script.text), "feeds": len(repro.script.feeds)}  # fmt: skip
     if triage is not None:
-        more["acceptance"] = {
-            "verdict": triage.verdict, "line": triage.line, "reason": triage.reason,
-            "alpha": [share._asdict() for share in triage.profile.alpha],
-        }  # fmt: skip
+        more["acceptance"] = acceptance.document(triage)
     if false_alarms is not None:
         more["false_alarms"] = Share.of(*false_alarms)._asdict()
     return more
@@ -155,7 +154,7 @@ def heats(found: Investigation) -> go.Figure:
 
 def _setups(found: Investigation) -> str:
     table = found.setups().astype(object)
-    table.loc[table["verdict"] == "not run", ["n_wrong", "foreign"]] = ""
+    table[["n_wrong", "foreign"]] = table[["n_wrong", "foreign"]].astype("string").fillna("")
     table = table.rename(columns={
         "says": "the draft runs", "first": "first wrong module", "n_wrong": "wrong tensors",
         "foreign": "parameters of others read", "kills": "what it tells",
@@ -190,7 +189,7 @@ def _slots() -> str:
 
 
 def _acceptance(triage: "Triage") -> str:
-    parts = [_paragraph(triage.line or triage.reason or "Nothing about the acceptance is suspicious.")]
+    parts = [_paragraph(acceptance.told(triage))]
     table = triage.profile.table()
     parts += [] if table.empty else [_plot(figures.acceptance(table))]
     parts += [_table(triage.table())] if triage.suspicious else []

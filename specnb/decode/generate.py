@@ -1,6 +1,6 @@
 """One prompt to one `Generation`: the call that notebooks and the command line make."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -67,6 +67,7 @@ def generate(
     stop: str | Sequence[str] = (),
     ignore_eog: bool = False,
     strict: bool = False,
+    listener: Callable[[rules.Rule], rules.Rule] | None = None,
 ) -> Generation:
     """Generate after `prompt` with `target`; with a `drafter`, speculatively, `k` drafts a round.
 
@@ -76,6 +77,7 @@ def generate(
     `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also "lookup" and "self").
     What is opened here is closed here. A draft model that cannot be loaded is left out, and the record says so
     in `fallback`, unless `strict`. `rule` is token, block or typical (lossy). `seed` makes draws repeatable.
+    `listener` may put itself around the rule, to note what each round was decided by (`divergence.sampling_log`).
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
     """
@@ -84,6 +86,7 @@ def generate(
     control = k if isinstance(k, Controller) or k is None else FixedK(k)
     sampling = Sampling(temperature, top_k, top_p)
     verify = rules.rule_named(rule, sampling)
+    verify = listener(verify) if listener else verify
     limits = StopRules(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eog)
     opened: list[LanguageModel | Drafter] = []
     try:

@@ -79,20 +79,25 @@ def _keep(row: np.ndarray, ids: np.ndarray) -> np.ndarray:
 class Draws:
     """The random decisions of one generation, from an explicit generator.
 
-    Every rule draws through these two, so a test can put an enumerator in their place and weigh all outcomes.
+    Every rule draws through `bernoulli` and `categorical`, so a test can put an enumerator in their place and weigh all
+    outcomes. These two draw through `uniform`, so that it can be noted what they were decided by.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
 
+    def uniform(self) -> float:
+        """A number from [0, 1)."""
+        return self._rng.random()
+
     def bernoulli(self, probability: float) -> bool:
         """True with `probability`."""
-        return bool(self._rng.random() < probability)
+        return bool(self.uniform() < probability)
 
     def categorical(self, weights: np.ndarray) -> int:
         """An index with probability proportional to `weights (n,)`, which need not sum to 1."""
         edges = np.cumsum(weights)
-        index = int(np.searchsorted(edges, self._rng.random() * edges[-1], side="right"))
+        index = int(np.searchsorted(edges, self.uniform() * edges[-1], side="right"))
         # rounding may point past the last entry; step back to one that has weight
         return index if index < len(edges) else int(np.flatnonzero(weights)[-1])
 

@@ -94,6 +94,7 @@ class Laid:
         self.positions = np.array(sorted(held), np.int64)
         self.last_step = np.array([held[at][0] for at in self.positions.tolist()], np.int64)
         self.tokens = np.array([held[at][1] for at in self.positions.tolist()], np.int64).reshape(-1, self.batch).T
+        self._placed: tuple[np.ndarray, dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]]] = (np.empty(0), {})
 
     @cached_property
     def rows(self) -> dict[Key, list[Row]]:
@@ -138,7 +139,18 @@ class Laid:
         return Values(sketch, size, source, features, dtype, whole)
 
     def _places(self, row: Row, length: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which tokens of a row were fed last in its step, and where in `positions` they belong."""
+        """Which tokens of a row were fed last in its step, and where in `positions` they belong.
+
+        Remembered while the positions are the same array: all modules of a step ask the same.
+        """
+        if self._placed[0] is not positions:
+            self._placed = (positions, {})
+        known, asked = self._placed[1], (row.first, row.step, length)
+        if asked not in known:
+            known[asked] = self._located(row, length, positions)
+        return known[asked]
+
+    def _located(self, row: Row, length: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         at = row.first + np.arange(length)
         fed = _index(self.positions, at)
         kept = (fed >= 0) & (self.last_step[fed] == row.step)
@@ -171,8 +183,8 @@ class Laid:
         if len(row.shape) > MAX_AXES or not -MAX_TOKENS < row.first < MAX_TOKENS:
             return None
         n, along, total = len(norms), row.shape[row.axis], math.prod(row.shape)
-        # of a step of one sequence the last layer may go on with its last tokens only
-        last = self.batch == 1 and along <= step["length"]
+        # the last layer may go on with a step's last tokens only
+        last = along <= step["length"]
         length = along if role == "state" or last else step["length"]
         if not n or n not in (length, length * self.batch) or along not in (length, n) or tokens.shape != (n, TOKEN_K):
             return None
@@ -180,8 +192,10 @@ class Laid:
             return None
         cut = (n // length, length)
         tokens, norms = tokens.reshape(*cut, TOKEN_K), norms.reshape(cut)
-        spread = (self.batch, length)  # one row of positions may serve the whole batch
-        return np.broadcast_to(tokens, (*spread, TOKEN_K)), np.broadcast_to(norms, spread), total // n
+        spread = (self.batch, length)
+        if cut != spread:  # one row of positions may serve the whole batch
+            tokens, norms = np.broadcast_to(tokens, (*spread, TOKEN_K)), np.broadcast_to(norms, spread)
+        return tokens, norms, total // n
 
     def _full(self, row: Row, cut: tuple[int, int]) -> np.ndarray | None:
         full = self.trace.array(row.row, "full")
@@ -267,5 +281,5 @@ def _index(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Where each wanted value is in a sorted array; -1 where it is not."""
     if not len(known):
         return np.full(len(wanted), -1, np.int64)
-    at = np.searchsorted(known, wanted).clip(max=len(known) - 1)
+    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
     return np.where(known[at] == wanted, at, -1)

@@ -4,11 +4,10 @@ A position that was fed again counts as it was fed last. Steps of one token, blo
 out alike, so set-ups of other shapes can be compared.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from specnb.divergence.align import Key
 from specnb.divergence.script import Script
@@ -38,31 +37,43 @@ class Along:
         if seen != [len(feed.ids) for feed in script.feeds]:
             raise InputError(f"the trace has {len(seen)} steps of {sum(seen)} tokens, the script other ones")
         values, axes, left_out = {}, {}, []
-        for key, rows in _tensors(trace):
+        for key, rows in _tensors(trace).items():
             merged = _merged(trace, rows, script)
             if merged is None:
                 left_out.append(key)
                 continue
-            values[key], axes[key] = merged, int(rows["token_axis"].iloc[0])
+            values[key], axes[key] = merged, rows[0].axis
         if not values:
             raise InputError('the trace holds no full tensors: capture with full="" (all modules)')
         return cls(script.text, values, axes, tuple(left_out))
 
 
-def _tensors(trace: Trace) -> Iterator[tuple[Key, pd.DataFrame]]:
-    known = trace.tensors[trace.tensors["role"] != "state"]
-    for key, rows in known.groupby(["module", "call", "role", "name"], sort=False):
-        yield Key(*key), rows
+class _Row(NamedTuple):
+    """Where a tensor stands in the trace: its row, the step, its token axis."""
+
+    row: int
+    step: int
+    axis: int
 
 
-def _merged(trace: Trace, rows: pd.DataFrame, script: Script) -> np.ndarray | None:
+def _tensors(trace: Trace) -> dict[Key, list[_Row]]:
+    """The rows of each tensor, in the order they were written; as lists, for a frame costs more than a few rows."""
+    found: dict[Key, list[_Row]] = {}
+    columns = ("module", "call", "role", "name", "row", "step", "token_axis")
+    for module, call, role, name, *where in zip(*(trace.tensors[one].tolist() for one in columns), strict=True):
+        if role != "state":
+            found.setdefault(Key(module, call, role, name), []).append(_Row(*where))
+    return found
+
+
+def _merged(trace: Trace, rows: list[_Row], script: Script) -> np.ndarray | None:
     """The rows of each step at the positions fed last in it, in order; None where they do not fit together."""
     last, starts, parts, at = script.last_feeds, script.starts, [], []
-    for row in rows.itertuples():
+    for row in rows:
         full = trace.array(row.row, "full")
-        if full is None or row.token_axis < 0:
+        if full is None or row.axis < 0:
             return None
-        whole = np.moveaxis(full, row.token_axis, 0)
+        whole = np.moveaxis(full, row.axis, 0)
         positions = starts[row.step] + np.arange(len(whole))
         kept = positions < len(last)
         kept[kept] = last[positions[kept]] == row.step

@@ -4,8 +4,11 @@ Eager execution only: a compiled or replayed graph runs past the hooks, which is
 """
 
 import contextlib
+import functools
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +24,16 @@ from specnb.divergence.tracing.names import (
     chooser,
     compiled,
     dtype_name,
+    is_wrapper,
     named_tensors,
     outputs_in,
     states_in,
 )
-from specnb.divergence.tracing.tokens import step_of
+from specnb.divergence.tracing.tokens import IDS, step_of
 from specnb.errors import InputError
 
+ROOT = ""
+"""The canonical path of the model that is captured."""
 SCALARS_KEPT = 8
 """Different values of one plain argument (a flag, a scaling) that the facts hold."""
 
@@ -35,6 +41,7 @@ SCALARS_KEPT = 8
 @contextlib.contextmanager
 def capture(
     model: nn.Module,
+    path: str | Path | None = None,
     *,
     tag: str = "draft",
     known: Mapping[str, nn.Module] | None = None,
@@ -44,14 +51,17 @@ def capture(
 ) -> Iterator[TraceBuilder]:
     """Write down the forwards of `model` inside the block; `trace()` of what it yields is the trace.
 
+    `path`: a folder in which the trace is saved when the block ends, also by an error.
     `known`: other models in the process, by tag, whose weights are told apart from the model's own when an operation
     reads them. `modules`: a regular expression found in the canonical paths of the modules to write down (default all).
     `full`: a regular expression, or a function of (module, role, name), for tensors that are kept as they are.
-    `at_use`: follow every operation to the parameters it reads. One call of the outermost module is one step; its ids
-    and positions are taken from its arguments. Results are the same bits as without.
+    `at_use`: follow every operation to the parameters it reads. One call of the model, by its name or by its `forward`,
+    is one step; its ids and positions are taken from its arguments. A module that is called outside of it (a head, as
+    vLLM's compute_logits does) belongs to the step before. Results are the same bits as without.
 
-    Tensors are copied at the hook and measured after the step. Hooks go away with the block, also after an error.
-    Raises InputError for a compiled model and for a tag used twice.
+    Tensors are copied at the hook and measured after the step; those that torch cannot read (sparse, quantised, on
+    meta) are told in the facts as `unread`. Hooks go away with the block, also after an error. Raises InputError for a
+    compiled model, for a tag used twice, and for a forward in another thread than the block's.
     """
     known = dict(known or {})
     if tag in known or UNKNOWN in (tag, *known):
@@ -61,24 +71,28 @@ def capture(
     _refuse_graphs(model)
     registry = Registry({tag: model} | known)
     builder = TraceBuilder(registry, chooser(full))
-    plain = all(type(one) in (nn.Parameter, torch.Tensor) for one in (*model.parameters(), *model.buffers()))
+    plain = not any(is_wrapper(one) for one in (*model.parameters(), *model.buffers()))
     hooks = _Hooks(builder, None if modules is None else compiled(modules).search, plain=plain)
     builder.facts |= _facts(model, tag, known)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not nn.Module.forward}
         names = canonical(runs)
-        for path, module in runs.items():
-            for handle in hooks.put_on(module, names[path]):
+        for name, module in runs.items():
+            for handle in hooks.put_on(module, names[name]):
                 stack.callback(handle.remove)
+        if model in runs.values():
+            stack.enter_context(hooks.forward_of(model))
         if at_use:
             stack.enter_context(AtUse(registry, hooks.note, hooks.is_running))
         try:
             yield builder
         finally:
+            builder.facts |= hooks.facts(names.values())
             with _disable_current_modes():
                 builder.measure()
-            builder.facts |= hooks.facts(names.values())
+                if path is not None:
+                    builder.trace().save(Path(path))
 
 
 class _Hooks:
@@ -87,6 +101,8 @@ class _Hooks:
     def __init__(self, builder: TraceBuilder, chosen: Any, *, plain: bool) -> None:
         self._builder, self._chosen = builder, chosen
         self._running: list[Frame] = []
+        self._thread = threading.get_ident()
+        self._root_seen = False
         # The work of a hook reads no parameters. The first is far cheaper, but would silence weights that are wrappers
         # of their own (quantised, distributed), too.
         self._undispatched = torch._C._DisableTorchDispatch if plain else _disable_current_modes
@@ -112,6 +128,36 @@ class _Hooks:
         # also called when forward raises: a frame left on the stack would shift all that comes later
         yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
+    @contextlib.contextmanager
+    def forward_of(self, model: nn.Module) -> Iterator[None]:
+        """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
+        original, own = model.forward, "forward" in vars(model)
+        arguments, kind, seen = Arguments(model), type(model).__name__, self._chosen is None or bool(self._chosen(ROOT))
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._running and self._running[-1].module == ROOT:  # called by the hooks' own way
+                return original(*args, **kwargs)
+            output = None
+            with self._undispatched():
+                self._enter(ROOT, kind, arguments(args, kwargs), seen)
+            try:
+                output = original(*args, **kwargs)
+            finally:
+                with self._undispatched():
+                    self._leave(model, ROOT, output, seen)
+            return output
+
+        model.forward = forward
+        try:
+            yield
+        finally:
+            if vars(model).get("forward") is forward:  # else somebody put another one over it: theirs stays
+                if own:
+                    model.forward = original
+                else:
+                    del model.forward
+
     def note(self, owned: Owned) -> None:
         self._builder.use(self._running[-1], owned)
 
@@ -134,17 +180,27 @@ class _Hooks:
         }
 
     def _enter(self, path: str, kind: str, arguments: dict[str, Any], seen: bool) -> None:
+        if threading.get_ident() != self._thread:
+            raise InputError("the model ran in another thread than `capture` was entered in: enter it in that thread")
+        if path == ROOT:
+            self._running.clear()  # a model is not run inside itself: an interrupt left these, which no hook is told of
         outermost = not self._running
         frame = Frame(path, kind, arguments)
         self._running.append(frame)  # before anything that can fail: `_leave` is called in any case
         if outermost:
             _refuse_recording(arguments)
-            self._builder.begin_step(step_of(self._builder.n_steps, arguments))
+            if self._begins_step(path, arguments):
+                self._builder.begin_step(step_of(self._builder.n_steps, arguments))
         self._builder.count(frame)
         self._called[path] += 1
         if seen:
             self._note_scalars(path, arguments)
             self._builder.see(frame, "in", named_tensors(arguments))
+
+    def _begins_step(self, path: str, arguments: Mapping[str, Any]) -> bool:
+        """The model does; a module that is called alone only as long as the model never was, and then with ids."""
+        self._root_seen |= path == ROOT
+        return path == ROOT or not self._builder.n_steps or (not self._root_seen and not {*IDS}.isdisjoint(arguments))
 
     def _leave(self, module: nn.Module, path: str, output: object, seen: bool) -> None:
         if not self._running or self._running[-1].module != path:

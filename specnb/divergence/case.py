@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
+from specnb.divergence.align import canonical_name
 from specnb.divergence.local import WHICH
 from specnb.divergence.parts import Parts, find, output_head
 from specnb.divergence.setups import OWN, Lab, Outcome
@@ -89,6 +90,12 @@ class Case:
         """Of these, the parameters of other models, as owner:path."""
         theirs = self.reads[self.reads["owner"] != OWN]
         return sorted({f"{row.owner}:{row.owner_path}" for row in theirs.itertuples()})
+
+    @cached_property
+    def unseen(self) -> bool:
+        """Whether the first module has parameters and was seen to read none: a kernel that torch is not shown did."""
+        own = {path for path in self.meant if canonical_name(path).rpartition(".")[0] == self.first["module"]}
+        return bool(own) and own.isdisjoint(self.reads["owner_path"]) and not self.foreign
 
     @cached_property
     def changed(self) -> list[str]:

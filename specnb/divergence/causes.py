@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from specnb.divergence.case import Case
+from specnb.divergence.offline.result import named
 
 FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attention_mask")
 """What a model is fed, as transformers name it."""
@@ -74,7 +75,7 @@ def _head(case: Case) -> Iterator[Sign]:
     if case.first["module"] == case.head:
         yield Sign(9, f"{case.head} is the output head, and all before it is right")
     else:
-        yield Sign(-4, f"the first module is {case.first['module'] or 'the model itself'}, not the output head")
+        yield Sign(-4, f"the first module is {named(case.first)}, not the output head")
 
 
 def _routing(case: Case) -> Iterator[Sign]:
@@ -95,7 +96,7 @@ def _kv_slot(case: Case) -> Iterator[Sign]:
 def _state(case: Case) -> Iterator[Sign]:
     if case.alone is False and case.wrong("S1"):
         yield Sign(3, "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory")
-    if case.alone is False and not case.foreign:
+    if case.alone is False and not case.foreign and not case.unseen:
         yield Sign(2, "no foreign parameter was read as an operand")
     if case.wrong("S4") is False and case.wrong("S3"):
         yield Sign(1, "a target that never runs does no harm: made when it runs")

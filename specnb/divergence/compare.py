@@ -15,7 +15,7 @@ import numpy as np
 from specnb.divergence.align import Key, Laid, canonical_name
 from specnb.divergence.offline import tables
 from specnb.divergence.offline.errors import Apart, floors
-from specnb.divergence.offline.excuses import Judge, Precise
+from specnb.divergence.offline.excuses import Excuses, Precise
 from specnb.divergence.offline.offset import turned
 from specnb.divergence.offline.reads import reads
 from specnb.divergence.offline.result import Comparison
@@ -53,16 +53,16 @@ def compare(
     floor = usual.before
     exact = None if precise is None else _laid(precise, "precise", rename)
     third = None if exact is None else Precise(Apart.of(exact, ours), Apart.of(exact, theirs))
-    plan, judge = Plan.of(ours), Judge(apart, pairs, third)
+    plan, excuses = Plan.of(ours), Excuses(apart, pairs, third)
     offset = turned(apart, plan)
-    found = walk(plan, apart.errors | {key: _rounded(apart, key) for key in offset}, floor, judge)
+    found = walk(plan, apart.errors | {key: _rounded(apart, key) for key in offset}, floor, excuses)
     idle = harmless(plan, found, floor) | {key.module for key in offset if key.role == "out"}
     own = {key: part for key, part in found.items() if part.own.any() and part.event.maker not in idle}
     minimal = tables.minimal(apart, own, floor)
     ratios = tables.ratios(apart, plan, found, floor)
     table = reads(ours, theirs)
     verdict, reason = (
-        ("DIVERGENT", "") if minimal else judged(apart, plan, found, usual, judge, idle, calibrated=bool(pairs))
+        ("DIVERGENT", "") if minimal else judged(apart, plan, found, usual, excuses, idle, calibrated=bool(pairs))
     )
     foreign = table.loc[table["says"] == "foreign", ["module", "read"]].to_numpy().tolist()
     if foreign and not minimal:
@@ -77,7 +77,7 @@ def compare(
         coverage=tables.overlap(apart),
         fork=apart.where.fork,
         drift=drift,
-        doubts=tuple(judge.doubts),
+        doubts=tuple(excuses.doubts),
         ratios=ratios,
         paths={module: _paths(module, ours, theirs) for module in plan.modules},
     )

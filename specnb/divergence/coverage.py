@@ -13,7 +13,8 @@ class Coverage:
     """Modules that ran and, of these, those of which something was `compared`; `left_out` are "module:role:name".
 
     Left out are tensors without a token axis or of other shapes (masks): what they do shows in what is made of them.
-    `seen_at_use` are those of the draft's parameters that an operation was seen to read.
+    `unread` are those that torch cannot read, with the reason. `seen_at_use` are those of the draft's parameters that
+    an operation was seen to read: what a kernel of Triton or C++ looks up by itself is not.
     """
 
     modules: int
@@ -21,6 +22,7 @@ class Coverage:
     never_called: tuple[str, ...]
     tensors: int
     left_out: tuple[str, ...]
+    unread: tuple[str, ...]
     tokens: int
     parameters: int
     seen_at_use: int
@@ -46,6 +48,7 @@ class Coverage:
             never_called=tuple(seen["never_called"]),
             tensors=len(outcome.errors[["at", "call", "role", "name"]].drop_duplicates()),
             left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out),
+            unread=tuple(f"{place} ({why})" for place, why in outcome.trace.facts.get("unread", {}).items()),
             tokens=len(outcome.along.text),
             parameters=len(own),
             seen_at_use=sum(name in read for name in own),

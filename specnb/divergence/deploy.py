@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import reduce
+from functools import partial, reduce, wraps
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,14 @@ def imported(name: str) -> Deploy:
         raise InputError(f"there is no {path!r} in the module {module_name}: {near}{error}") from error
     if not callable(service):
         raise InputError(f"{name} is a {type(service).__name__}, not a function deploy(draft, neighbour)")
-    return lambda draft, neighbour: _in_service(name, service, draft, neighbour)
+
+    @wraps(service)  # its signature tells whether features can be switched off
+    def deployed(
+        draft: nn.Module, neighbour: nn.Module | None, **features: frozenset[str]
+    ) -> AbstractContextManager[None]:
+        return _in_service(name, partial(service, **features), draft, neighbour)
+
+    return deployed
 
 
 def planted(fault: str, *, layer: int | None = None) -> Deploy:

@@ -10,7 +10,8 @@ from specnb.divergence.faults import FAULTS
 from specnb.divergence.grading.cases import GridCase, Service
 from specnb.divergence.grading.rows import NOTHING
 from specnb.divergence.investigate import judge
-from specnb.divergence.investigation import Investigation, named
+from specnb.divergence.investigation import Investigation
+from specnb.divergence.offline.result import named
 from specnb.divergence.planted.fault import Fault
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError

@@ -21,6 +21,7 @@ from torch import nn
 from specnb.divergence.case import Case
 from specnb.divergence.causes import rank
 from specnb.divergence.coverage import Coverage
+from specnb.divergence.features import checked, switched_off
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.ladder import Verdict
 from specnb.divergence.script import Script
@@ -43,18 +44,21 @@ def investigate(
     script: Script | None = None,
     deploy: Deploy | None = None,
     setups: Sequence[str] | None = None,
+    features: Sequence[str] = (),
     seed: int = 0,
     progress: Progress = silent,
 ) -> Investigation:
     """Investigate a transformers draft, beside `target` where one is given.
 
-    `setups` None: S0, S0w, S1, S2 and with a target S3; then S4 to S6 where only a neighbour makes it wrong. `seed` is
-    that of the script's tokens, if none is given. Raises InputError for set-ups that cannot be run, a compiled model, a
-    dtype without known rounding. Everything every module gave is kept: some MB a token for a model of 1 B parameters.
+    `setups` None: S0, S0w, S1, S2 and with a target S3; then S4 to S6 where only a neighbour makes it wrong. `features`
+    are names that `deploy` takes as `without` (`features.Service`): what is wrong is run again without each. `seed` is
+    that of the script's tokens, if none is given. Everything every module gave is kept: some MB a token for a model of
+    1 B parameters. Raises InputError for set-ups that cannot be run, a service that leaves no features out, a compiled
+    model, a dtype without known rounding.
     """
     started = time.perf_counter()
     lab = Lab(draft, target, script=script or made_up(draft, target, seed=seed), deploy=deploy)
-    return judge(lab, setups=setups, progress=progress, started=started)
+    return judge(lab, setups=setups, features=features, progress=progress, started=started)
 
 
 def judge(
@@ -62,12 +66,15 @@ def judge(
     *,
     deploy: Deploy | None = None,
     setups: Sequence[str] | None = None,
+    features: Sequence[str] = (),
     progress: Progress = silent,
     started: float | None = None,
 ) -> Investigation:
     """`investigate` with a lab that is already there: one reference and its floors serve several services."""
     started = time.perf_counter() if started is None else started
     wanted = _wanted(lab, setups)
+    service = deploy or lab.deploy
+    features = checked(service, features) if features else ()
     outcomes: dict[str, Outcome] = {}
     for name in wanted:
         progress(len(outcomes), len(wanted), f"{name}: {setup_of(name).says}")
@@ -82,9 +89,12 @@ def judge(
     coverage = max(covered, key=lambda one: (not one.output, len(one.uncompared)))
     repeats, inert = _same_bits(lab, outcomes, deploy)
     verdict, reason = _verdict(lab, case, coverage, repeats, inert)
+    switched = None
+    if features and case.bad is not None:
+        switched = switched_off(lab, service, features, setup=case.bad.setup.id, progress=progress)
     return Investigation(
         verdict, reason, case, tuple(rank(case)), coverage, lab.floor, repeats, inert,
-        _facts(lab, time.perf_counter() - started),
+        _facts(lab, time.perf_counter() - started) | {"in_service": deploy is not None or lab.in_service}, switched,
     )  # fmt: skip
 
 

@@ -10,9 +10,10 @@ import pandas as pd
 from specnb.divergence.case import Case
 from specnb.divergence.causes import Cause
 from specnb.divergence.coverage import Coverage
+from specnb.divergence.features import Features
 from specnb.divergence.ladder import EXIT, Verdict
-from specnb.divergence.local import WHICH
-from specnb.divergence.offline.result import HEAT, Node, plain
+from specnb.divergence.local import WHICH, over_floor
+from specnb.divergence.offline.result import HEAT, Node, named, plain
 from specnb.divergence.setups import SETUPS, Outcome
 from specnb.errors import InputError
 
@@ -25,6 +26,7 @@ class Investigation:
 
     `reason` says why the verdict is not DIVERGENT. `floor`: the largest error of each tensor in sound runs. `repeats`:
     S0 without hooks gives the same bits each time; `inert`: with hooks, too. `facts`: classes, dtype, versions, script.
+    `features`: what came of switching features of the service off, where it was given some and something was wrong.
     """
 
     verdict: Verdict
@@ -36,6 +38,7 @@ class Investigation:
     repeats: bool
     inert: bool
     facts: Mapping[str, Any]
+    features: Features | None = None
 
     @property
     def exit_code(self) -> int:
@@ -62,7 +65,8 @@ class Investigation:
         said = "; ".join(f"{' '.join(names)} {what}" for names, what in ((clean, "clean"), (wrong, "wrong")) if names)
         first = self.first
         if first is None:
-            return f"{self.verdict}: {self.reason}; {said}"
+            alone = "" if self.facts["in_service"] else "; no service was given, so the models ran by themselves"
+            return f"{self.verdict}: {self.reason}; {said}{alone}"
         tokens = f"{first.n_tokens} of {self.coverage.tokens} tokens from {first.first_token} on"
         cause = self.causes[0]
         strongest = max(cause.signs, default=None)
@@ -83,7 +87,7 @@ class Investigation:
 
     def setups(self) -> pd.DataFrame:
         """One row for each set-up: setup, says, verdict, first, n_wrong (tensors), foreign (parameters), kills."""
-        return pd.DataFrame([self._setup(name) for name in SETUPS])
+        return pd.DataFrame([self._setup(name) for name in SETUPS]).astype({"n_wrong": "Int64", "foreign": "Int64"})
 
     def ranked(self) -> pd.DataFrame:
         """The causes, likeliest first: cause, score, for_it, against_it, issues, next_experiment."""
@@ -91,16 +95,19 @@ class Investigation:
         rows = [[c.name, c.score, c.for_it, c.against_it, list(c.issues), c.next_experiment] for c in self.causes]
         return pd.DataFrame(rows, columns=columns)
 
+    def errors(self, setup: str | None = None) -> pd.DataFrame:
+        """All that was compared in a set-up (as `outcome` has it), with `floor`, and `ratio` of error to floor."""
+        return over_floor(self.outcome(setup).errors, self.floor)
+
     def heat(self, setup: str | None = None) -> pd.DataFrame:
         """log10 of error over floor, modules in order of time by positions, 0 at the floor, within HEAT.
 
         `setup` None is the first that is wrong, else the last that was run. Of a module's tensors the largest counts.
         Raises InputError for a set-up that was not run.
         """
-        outcome = self.outcome(setup)
-        errors = outcome.errors.join(self.floor, on=list(WHICH))
+        errors = self.errors(setup)
         with np.errstate(divide="ignore"):
-            errors["heat"] = np.log10(errors["error"] / errors["floor"]).fillna(0).clip(*HEAT)
+            errors["heat"] = np.log10(errors["ratio"]).fillna(0).clip(*HEAT)
         order = errors.groupby("module")["order"].min().sort_values().index
         return errors.pivot_table(index="module", columns="position", values="heat", aggfunc="max").loc[order]
 
@@ -114,13 +121,14 @@ class Investigation:
             "coverage": asdict(self.coverage) | {"says": str(self.coverage)},
             "floors": {"largest": self.floor.max(), "median": self.floor.median()},
             "repeats": self.repeats, "inert": self.inert, "facts": self.facts,
+            "features": self.features and self.features.facts(),
         })  # fmt: skip
 
     def _setup(self, name: str) -> dict[str, Any]:
         setup, outcome = SETUPS[name], self.case.outcomes.get(name)
-        row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": 0, "foreign": 0}
+        row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": None, "foreign": None}
         if outcome is not None:
-            row["verdict"] = "clean" if outcome.clean else "wrong"
+            row["verdict"], row["n_wrong"] = "clean" if outcome.clean else "wrong", 0
             row["foreign"] = outcome.foreign["owner_path"].nunique()
         if outcome is not None and not outcome.clean:
             row["first"] = named(outcome.wrong.iloc[0])
@@ -134,8 +142,3 @@ class Investigation:
         if setup not in self.case.outcomes:
             raise InputError(f"set-up {setup!r} was not run: there are {', '.join(self.case.outcomes)}")
         return self.case.outcomes[setup]
-
-
-def named(first: Any) -> str:
-    """Where a wrong row or Node is, for readers: the path of the whole model is empty."""
-    return first.module or ("the model's inputs" if first.role == "in" and not first.at else "the model itself")

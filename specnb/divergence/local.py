@@ -20,7 +20,8 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from specnb.divergence.along import Along, Key
+from specnb.divergence.align import Key
+from specnb.divergence.along import Along
 from specnb.divergence.ladder import ROUNDING, TIMES_FLOOR
 from specnb.divergence.script import Script
 from specnb.divergence.tracing.names import Arguments, canonical, named_tensors, outputs_in
@@ -49,8 +50,7 @@ def local_errors(reference: nn.Module, along: Along) -> pd.DataFrame:
     finally:
         for hook in hooks:
             hook.remove()
-    parts = [part for part in replay.found if len(part)]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(COLUMNS))
+    return _table(replay.found)
 
 
 def floors(sound: Sequence[pd.DataFrame], dtype: str) -> pd.Series:
@@ -59,14 +59,19 @@ def floors(sound: Sequence[pd.DataFrame], dtype: str) -> pd.Series:
     return together.groupby(list(WHICH))["error"].max().clip(lower=ROUNDING[dtype]).rename("floor")
 
 
+def over_floor(errors: pd.DataFrame, floor: pd.Series) -> pd.DataFrame:
+    """Errors with the `floor` of their tensor, the least of all where sound runs had none, and `ratio` to it."""
+    joined = errors.join(floor, on=list(WHICH))
+    joined["floor"] = joined["floor"].fillna(floor.min())
+    return joined.assign(ratio=joined["error"] / joined["floor"])
+
+
 def beyond(errors: pd.DataFrame, floor: pd.Series, script: Script, times: float = TIMES_FLOOR) -> pd.DataFrame:
     """The rows whose error is more than `times` the floor of their tensor, the first in time first.
 
     With `floor`, `ratio`, and `feed`, the feed of the script in which the position was computed.
     """
-    joined = errors.join(floor, on=list(WHICH))
-    joined["floor"] = joined["floor"].fillna(floor.min())  # of what sound runs did not have in this form
-    joined["ratio"] = joined["error"] / joined["floor"]
+    joined = over_floor(errors, floor)
     joined["feed"] = script.last_feeds[joined["position"]]
     # an infinite floor is that of a sound run with NaN, and says nothing
     found = joined[(joined["ratio"] > times) | (~np.isfinite(joined["error"]) & np.isfinite(joined["floor"]))]
@@ -81,7 +86,8 @@ class _Replay:
         self._calls: Counter[str] = Counter()
         self._running: list[str] = []
         self._order = 0
-        self.found: list[pd.DataFrame] = []
+        self.found: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
+        """Of each tensor what it is, and its columns by position."""
 
     def put_on(self, module: nn.Module, path: str) -> Iterator[Any]:
         arguments = Arguments(module)
@@ -116,11 +122,10 @@ class _Replay:
             taken[id(ours)] = theirs.to(ours.device, ours.dtype)
             apart = _apart(ours, theirs, self._along.axes[key])
             margins = _margins(ours, theirs, [one for _, one in pairs])
-            if margins is not None and len(margins) == len(apart):
-                apart = apart.assign(error=margins, discrete=False)
-            self.found.append(apart.assign(
-                order=self._order, module=maker, call=key.call, role=role, name=name, at=at
-            )[list(COLUMNS)])  # fmt: skip
+            if margins is not None and len(margins) == len(apart["error"]):
+                apart |= {"error": margins, "discrete": np.zeros(len(margins), bool)}
+            what = {"order": self._order, "module": maker, "call": key.call, "role": role, "name": name, "at": at}
+            self.found.append((what, apart))
         return taken
 
     def _theirs(self, key: Key) -> Tensor | None:
@@ -131,8 +136,18 @@ class _Replay:
         return torch.from_numpy(np.ascontiguousarray(np.moveaxis(found, 0, self._along.axes[key])))
 
 
-def _apart(ours: Tensor, theirs: Tensor, axis: int) -> pd.DataFrame:
-    """Of each token: position, error, gain."""
+def _table(found: Sequence[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:
+    """All tensors in one table, made at once: a frame for each of them costs more than its comparison."""
+    lengths = [len(apart["error"]) for _, apart in found]
+    if not sum(lengths):
+        return pd.DataFrame(columns=list(COLUMNS))
+    columns = {name: np.repeat([what[name] for what, _ in found], lengths) for name in found[0][0]}
+    columns |= {name: np.concatenate([apart[name] for _, apart in found]) for name in found[0][1]}
+    return pd.DataFrame({name: columns[name] for name in COLUMNS})
+
+
+def _apart(ours: Tensor, theirs: Tensor, axis: int) -> dict[str, np.ndarray]:
+    """Columns with a value for each token: position, error, gain, discrete."""
     a, b = (x.cpu().movedim(axis, 0).double() for x in (ours, theirs))
     a, b = (x.reshape(len(x), -1) for x in (a, b))
     # masks hold infinities, and the difference of two is no number
@@ -140,9 +155,10 @@ def _apart(ours: Tensor, theirs: Tensor, axis: int) -> pd.DataFrame:
     a, b = a.masked_fill(same, 0.0), b.masked_fill(same, 0.0)
     dot, own, discrete = (a * b).sum(1), (a * a).sum(1).clamp(min=1e-60), not ours.is_floating_point()
     error = (a != b).any(1).double() if discrete else _or_inf((a - b).norm(dim=1) / own.sqrt())
-    return pd.DataFrame(
-        {"position": np.arange(len(a)), "error": error.numpy(), "gain": (dot / own).numpy(), "discrete": discrete}
-    )
+    return {
+        "position": np.arange(len(a)), "error": error.numpy(), "gain": (dot / own).numpy(),
+        "discrete": np.full(len(a), discrete),
+    }  # fmt: skip
 
 
 def _or_inf(error: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.along import Along, Key
+from specnb.divergence.align import Key
+from specnb.divergence.along import Along
 
 TURNED_ALIKE = 3e-2
 """How far turns may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""

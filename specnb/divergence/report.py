@@ -84,6 +84,8 @@ def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> It
         ),
     )
     yield "How often is that a false alarm?", _false_alarms(false_alarms)
+    if found.features is not None:
+        yield "Which feature of the service does it need?", f"{found.features.line}."
 
 
 def _as_fed(outcome: "Outcome") -> bool:
@@ -96,14 +98,16 @@ def _as_fed(outcome: "Outcome") -> bool:
 
 
 def _not_seen(found: "Investigation") -> str:
-    coverage = found.coverage
-    said = [f"never ran: {', '.join(coverage.never_called)}"] if coverage.never_called else []
+    coverage, facts = found.coverage, found.facts
+    said = [] if facts["in_service"] else ["any service: none was given, so the models ran by themselves"]
+    said += [f"never ran: {', '.join(coverage.never_called)}"] if coverage.never_called else []
     said += [f"ran and not compared: {', '.join(coverage.uncompared)}"] if coverage.uncompared else []
+    said += [f"not readable: {', '.join(coverage.unread)}"] if coverage.unread else []
     said += [f"left out, for lack of a token axis: {', '.join(coverage.left_out)}"] if coverage.left_out else []
     not_run = found.setups().query("verdict == 'not run'")["setup"].tolist()
     said += [f"set-ups not run: {', '.join(not_run)}"] if not_run else []
-    unread = coverage.parameters - coverage.seen_at_use
-    said += [f"{unread} parameters of the draft that no operation was seen to read"] if unread else []
+    unseen = coverage.parameters - coverage.seen_at_use
+    said += [f"{unseen} parameters of the draft that no operation was seen to read"] if unseen else []
     said += ["whether the weights that were loaded are the checkpoint's (`specnb divergence preflight`)"]
     said += [f"positions from {coverage.tokens} on"]
     return "; ".join(said) + "."
@@ -154,9 +158,8 @@ def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
 
     Columns: module, position, at, role, name, error, floor, gain. Raises InputError for a set-up that was not run.
     """
-    floor = investigation.floor
-    errors = investigation.outcome(setup).errors.join(floor, on=list(floor.index.names))
-    worst = (errors["error"] / errors["floor"]).fillna(0).groupby([errors["module"], errors["position"]]).idxmax()
+    errors = investigation.errors(setup)
+    worst = errors["ratio"].fillna(0).groupby([errors["module"], errors["position"]]).idxmax()
     columns = ["module", "position", "at", "role", "name", "error", "floor", "gain"]
     return errors.loc[worst, columns].reset_index(drop=True)
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from specnb.divergence import repro_script
-from specnb.divergence.along import Along, Key
-from specnb.divergence.local import TIMES_FLOOR
+from specnb.divergence.align import Key
+from specnb.divergence.along import Along
+from specnb.divergence.ladder import TIMES_FLOOR
+from specnb.divergence.offline.result import named
 from specnb.divergence.repro_script import CAPTURED, INPUTS, WEIGHTS
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.tracing.names import canonical
@@ -41,7 +43,7 @@ def pack(lab: Lab, outcome: Outcome) -> Packed:
         made = kind(lab, outcome, first)
         if made is not None and _shows(*made, first, _sound(lab, made[0])):
             return made
-    raise InputError(f"{first['module'] or 'the model'} is not wrong when the draft is run again: nothing to write")
+    raise InputError(f"nothing is wrong with {named(first)} when the draft is run again: nothing to write")
 
 
 def _module(lab: Lab, outcome: Outcome, first: pd.Series) -> Packed | None:

@@ -6,23 +6,25 @@ print(score(seeds=1, layers=(0,)).by_tool())
 
 import hashlib
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from multiprocessing import get_context
+from multiprocessing import connection, get_context
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pandas as pd
 import torch
 
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.grading import rows as score_rows
+from specnb.divergence.grading import rows
 from specnb.divergence.grading.cases import cases
 from specnb.divergence.grading.controls import CONTROLS, controlled
 from specnb.divergence.grading.grid import Subject, examined
-from specnb.divergence.grading.rows import alarms, of_lab, right, shares
 from specnb.divergence.grading.smallest import scaled, smallest
 from specnb.divergence.pair import DTYPES, SHAPES
 from specnb.errors import InputError
@@ -50,14 +52,14 @@ class Part:
         """A name that changes with what changes the rows: what is run, the code of the lab, torch, transformers."""
         whole = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6)
         whole.update(f"{torch.__version__} {metadata.version('transformers')}".encode())
-        for path in sorted(Path(__file__).parent.glob("*.py")):
+        for path in sorted(Path(__file__).parent.rglob("*.py")):
             whole.update(path.read_bytes())
         return f"{self.dtype}-{self.seed}-{whole.hexdigest()}.parquet"
 
 
 @dataclass(frozen=True)
 class Score:
-    """`rows` as `score_rows.SCHEMA` has them; `facts`: what was run, and the provenance."""
+    """`rows` as `rows.SCHEMA` of `grading` has them; `facts`: what was run, and the provenance."""
 
     rows: pd.DataFrame
     facts: dict[str, Any]
@@ -65,14 +67,14 @@ class Score:
     def by_tool(self) -> pd.DataFrame:
         """A row for each tool and what it compared with: shares of right modules, tokens, causes, and false alarms."""
         both = self.rows.loc[self.rows["kind"] != "scale", BY_TOOL].drop_duplicates()  # the lab first: outer joins sort
-        for part in (shares(self.rows, BY_TOOL), alarms(self.rows, BY_TOOL)):
+        for part in (rows.shares(self.rows, BY_TOOL), rows.alarms(self.rows, BY_TOOL)):
             both = both.merge(part, on=BY_TOOL, how="left")
         counts = ["n", "controls", "alarms", "same_bits"]
         return both.fillna(dict.fromkeys(counts, 0)).astype(dict.fromkeys(counts, int))
 
     def by_fault(self) -> pd.DataFrame:
         """A row for each fault and dtype, of the lab."""
-        return shares(of_lab(self.rows), ["name", "dtype"])
+        return rows.shares(rows.of_lab(self.rows), ["name", "dtype"])
 
     def smallest(self) -> pd.DataFrame:
         """By dtype the smallest scale that is always found, and whether it is as small as it has to be."""
@@ -81,17 +83,17 @@ class Score:
 
     def misses(self) -> pd.DataFrame:
         """Every fault of which the lab got module, token or first cause wrong."""
-        own = of_lab(self.rows[self.rows["kind"] == "fault"])
-        return own[~(right(own) & own["token"] & (own["rank"] == 1))].reset_index(drop=True)
+        own = rows.of_lab(self.rows[self.rows["kind"] == "fault"])
+        return own[~(rows.right(own) & own["token"] & (own["rank"] == 1))].reset_index(drop=True)
 
     def false_alarms(self) -> pd.DataFrame:
         """Every control in which the lab named a module."""
-        own = of_lab(self.rows[self.rows["kind"] == "control"])
+        own = rows.of_lab(self.rows[self.rows["kind"] == "control"])
         return own[own["structural"]].reset_index(drop=True)
 
     def seconds(self) -> pd.Series:
         """What one investigation took, in seconds: quartiles of the faults' cases."""
-        own = of_lab(self.rows[self.rows["kind"] == "fault"])
+        own = rows.of_lab(self.rows[self.rows["kind"] == "fault"])
         return own["seconds"].quantile([0.25, 0.5, 0.75])
 
     def document(self) -> dict[str, Any]:
@@ -101,12 +103,12 @@ class Score:
 
     def save(self, path: Path) -> Path:
         """Write one parquet file."""
-        return score_rows.write(path, self.rows, self.facts)
+        return rows.write(path, self.rows, self.facts)
 
     @classmethod
     def load(cls, path: Path) -> "Score":
         """What `save` wrote. Raises InputError for anything else."""
-        return cls(*score_rows.read(path))
+        return cls(*rows.read(path))
 
 
 def score(
@@ -129,7 +131,7 @@ def score(
     be run, and for a fault that did not act.
     """
     parts = list(_parts(seeds, layers, dtypes, faults, controls))
-    done = {part: rows for part in parts if (rows := _kept(part, keep)) is not None}
+    done = {part: kept for part in parts if (kept := _kept(part, keep)) is not None}
     done |= dict(_run([part for part in parts if part not in done], keep, workers, progress))
     first, numbers = parts[0], list(range(seeds))
     ran = {"seeds": numbers, "dtypes": list(dtypes), "faults": list(first.faults), "layers": list(first.layers)}
@@ -161,7 +163,7 @@ def _kept(part: Part, keep: Path | None) -> pd.DataFrame | None:
     if path is None or not path.exists():
         return None
     try:
-        return score_rows.read(path)[0]
+        return rows.read(path)[0]
     except InputError as error:
         raise InputError(f"{error}; or delete that file, and only its part is run again") from error
 
@@ -169,26 +171,45 @@ def _kept(part: Part, keep: Path | None) -> pd.DataFrame | None:
 def _run(
     parts: Sequence[Part], keep: Path | None, workers: int, progress: Progress
 ) -> Iterator[tuple[Part, pd.DataFrame]]:
-    """Parts as they are done. Each is kept by the process that did it: where one fails, the others are not lost."""
+    """Parts as they are done. Each is kept by the process that did it: where one fails, the others are not lost.
+
+    Where the run itself is stopped, by whatever, no part is begun any more and the processes end at once.
+    """
     if workers < 2 or len(parts) < 2:
         for number, part in enumerate(parts):
             yield part, _written(part, _place(part, keep), _said(part, number, len(parts), progress))
         return
     # a fresh process each: one that is forked has torch's threads, but none of them running
-    with ProcessPoolExecutor(min(workers, len(parts)), get_context("spawn"), initializer=_one_thread) as pool:
-        running = {pool.submit(_written, part, _place(part, keep)): part for part in parts}
-        for number, future in enumerate(as_completed(running)):
-            part = running[future]
-            progress(number, len(parts), f"{part.dtype}, seed {part.seed}: done")
-            yield part, future.result()
+    context = get_context("spawn")
+    theirs, ours = context.Pipe(duplex=False)
+    with theirs, ours, ProcessPoolExecutor(min(workers, len(parts)), context, _as_worker, (theirs,)) as pool:
+        try:
+            running = {pool.submit(_written, part, _place(part, keep)): part for part in parts}
+            for number, future in enumerate(as_completed(running)):
+                part = running[future]
+                progress(number, len(parts), f"{part.dtype}, seed {part.seed}: done")
+                yield part, future.result()
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            ours.close()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _said(part: Part, number: int, total: int, progress: Progress) -> Callable[[str], None]:
     return lambda what: progress(number, total, f"{part.dtype}, seed {part.seed}: {what}")
 
 
-def _one_thread() -> None:
+def _as_worker(line: connection.Connection) -> None:
+    """One thread, and an end as soon as `line` is closed: a signal may leave whoever started this no time to tell."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all processes; whoever started this answers it
+    Thread(target=_end_with, args=(line,), daemon=True).start()
+
+
+def _end_with(line: connection.Connection) -> None:
+    """Nothing is ever sent: a line that can be read was closed, by its owner or by the owner's death."""
+    connection.wait([line])
+    os._exit(1)  # the main thread computes, and would finish its part first
 
 
 def _unheard(_what: str) -> None:
@@ -201,23 +222,23 @@ def _place(part: Part, keep: Path | None) -> Path | None:
 
 
 def _written(part: Part, path: Path | None, note: Callable[[str], None] = _unheard) -> pd.DataFrame:
-    rows = measured(part, note)
+    made = measured(part, note)
     if path is not None:
-        score_rows.write(path, rows, {})
-    return rows
+        rows.write(path, made, {})
+    return made
 
 
 def measured(part: Part, note: Callable[[str], None]) -> pd.DataFrame:
     """All rows of a part."""
-    subject, rows = Subject(part.dtype, part.seed), []
+    subject, made = Subject(part.dtype, part.seed), []
     lab = subject.lab
     for case in cases(lab.draft, lab.script, seed=part.seed, faults=part.faults, layers=part.layers):
         note(case.says)
-        rows += examined(subject, case)
+        made += examined(subject, case)
     for name in CONTROLS if part.controls else ():
         note(name)
-        rows += controlled(subject, name)
+        made += controlled(subject, name)
     for layer in part.layers if part.controls else ():
         note(f"smallest scale in layer {layer}")
-        rows += scaled(subject, layer)
-    return score_rows.table(rows)
+        made += scaled(subject, layer)
+    return rows.table(made)

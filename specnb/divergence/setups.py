@@ -7,8 +7,8 @@ that the draft is given another model's weights: they are its own values. The de
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -16,16 +16,19 @@ from typing import Literal
 import pandas as pd
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
+from specnb.divergence.ladder import ROUNDING
 from specnb.divergence.offset import explained
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.precision import coarser
 from specnb.divergence.script import Feed, Script, run
 from specnb.divergence.trace import Trace
+from specnb.divergence.tracing.at_use import AtUse
 from specnb.divergence.tracing.fingerprint import digest
 from specnb.divergence.tracing.names import dtype_name
 from specnb.errors import InputError
@@ -123,13 +126,14 @@ class Lab:
     ) -> None:
         self.draft, self.target, self.script = draft, target, script
         self.dtype = dtype_name(next(draft.parameters()))
-        if self.dtype not in local.ROUNDING:
-            raise InputError(f"the draft computes in {self.dtype}: give it in {', '.join(local.ROUNDING)}")
+        if self.dtype not in ROUNDING:
+            raise InputError(f"the draft computes in {self.dtype}: give it in {', '.join(ROUNDING)}")
         if target is not None and (size := vocabulary_size(target)) <= max(script.text):
             raise InputError(
                 f"the text has token {max(script.text)}, and the target knows {size}: give a script of tokens both have"
             )
-        self._deploy = deploy or (lambda draft, neighbour: nullcontext())
+        self.in_service = deploy is not None
+        self.deploy = deploy or (lambda draft, neighbour: nullcontext())
         self.reference = copy_of(draft)
         weights = (*self.reference.named_parameters(), *self.reference.named_buffers())
         self.meant = {name: digest(value) for name, value in weights}
@@ -154,7 +158,7 @@ class Lab:
         script, neighbour = self._script_of(setup), self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
         with (
-            (deploy or self._deploy)(self.draft, neighbour),
+            (deploy or self.deploy)(self.draft, neighbour),
             capture(self.draft, tag=OWN, known=known, full="") as builder,
         ):
             logits = run(self.draft, script, **self._steps(setup, neighbour))
@@ -172,14 +176,14 @@ class Lab:
         """The logits of a set-up without hooks. Raises InputError as `run` does."""
         setup = setup_of(name)
         neighbour = self._neighbour(setup)
-        with (deploy or self._deploy)(self.draft, neighbour):
+        with (deploy or self.deploy)(self.draft, neighbour):
             return tuple(run(self.draft, self._script_of(setup), **self._steps(setup, neighbour)))
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
         """How far the logits of set-ups are from sound ones at most (relative L2), and how far rounding takes them."""
         sound = [text_logits(*both) for both in zip(self.sound_logits, (self.script, self.blocks), strict=True)]
         far = [off(text_logits(one.logits, one.script), sound[one.setup.in_blocks]) for one in outcomes]
-        return max(far), GROWN * max(off(*sound), local.ROUNDING[self.dtype])
+        return max(far), GROWN * max(off(*sound), ROUNDING[self.dtype])
 
     def _neighbour(self, setup: SetUp) -> nn.Module | None:
         if setup.beside == "target" and self.target is None:
@@ -210,7 +214,8 @@ class Lab:
     @torch.no_grad()
     def _step(self, neighbour: nn.Module) -> None:
         """The neighbour reads the text, as a target that verifies does."""
-        neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
+        with unfollowed():
+            neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
 
     def _floors(self) -> pd.Series:
         """How far sound runs are from the replay."""
@@ -221,6 +226,13 @@ class Lab:
             self.sound.append(Along.of(builder.trace(), script))
             sound.append(local.local_errors(self.reference, self.sound[-1]))
         return local.floors(sound, self.dtype)
+
+
+@contextmanager
+def unfollowed() -> Iterator[None]:
+    """What the neighbour reads is not noted: to ask of each of its operations would cost more than they do."""
+    with _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), AtUse) else nullcontext():
+        yield
 
 
 def vocabulary_size(model: nn.Module) -> int:

@@ -7,7 +7,6 @@ digests of the others, so files that do not belong together are noticed.
 import hashlib
 import io
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.tracing.sketch import TENSOR_K, TOKEN_K
+from specnb.divergence.tracing import packed
+from specnb.divergence.tracing.bounded_parquet import read_table
+from specnb.divergence.tracing.sketch import DIGEST
 from specnb.errors import InputError
 from specnb.lm.bounded_json import read_bytes, read_json
 from specnb.store import write_atomic
@@ -24,9 +25,11 @@ from specnb.store import write_atomic
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 1
+VERSION = 2
 MAX_ROWS = 2_000_000
 MAX_BYTES = 1 << 32
+TABLE_BYTES = 1 << 30
+"""A table in memory: some 500 bytes for each of MAX_ROWS."""
 FACT_BYTES = 1 << 26
 FACT_VALUES = 1 << 21
 
@@ -74,7 +77,6 @@ PARAM_COLUMNS: dict[str, str] = {
 }
 """One row for each parameter that an operation read while a module ran; `owner` is "?" where no known model has it."""
 
-_ARRAY = re.compile(r"(0|[1-9][0-9]{0,11})\.(sketch|tokens|token_l2|full)")
 _FILES = ("tensors.parquet", "params.parquet", "arrays.safetensors")
 
 
@@ -82,8 +84,8 @@ _FILES = ("tensors.parquet", "params.parquet", "arrays.safetensors")
 class Trace:
     """`facts` (JSON), the tables of TENSOR_COLUMNS and PARAM_COLUMNS, and arrays by f"{row}.{what}".
 
-    Arrays: `sketch` float32 (64,), `tokens` float32 (n_tokens, 16), `token_l2` float32 (n_tokens,), and `full`, the
-    tensor itself, where it was asked for (bfloat16 as float32, which is exact).
+    Arrays: `tokens` float32 (n_tokens, 16), `token_l2` float32 (n_tokens,), and `full`, the tensor itself, where it
+    was asked for (bfloat16 as float32, which is exact). What has no tokens is told by its digest and statistics only.
     """
 
     facts: dict[str, Any]
@@ -106,22 +108,26 @@ class Trace:
 
     def save(self, folder: Path) -> Path:
         """Write the trace into `folder` (made if missing) and return it. InputError for what cannot be stored."""
-        from safetensors.numpy import save
-
         folder = Path(folder)
         data = {
             "tensors.parquet": _to_parquet(self.tensors, TENSOR_COLUMNS, "tensors"),
             "params.parquet": _to_parquet(self.params, PARAM_COLUMNS, "params"),
-            "arrays.safetensors": save({key: np.ascontiguousarray(value) for key, value in self.arrays.items()}),
+            "arrays.safetensors": packed.to_bytes(self.arrays, MAX_BYTES),
         }
         sealed = {
             "version": VERSION,
+            "digest": DIGEST,
             "sha256": {name: hashlib.sha256(value).hexdigest() for name, value in data.items()},
         }
         try:
             facts = json.dumps({"trace": sealed, "facts": self.facts}, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise InputError(f"the facts of a trace are stored as JSON, and these cannot be ({error})") from error
+        if len(facts) > FACT_BYTES:
+            raise InputError(
+                f"the facts of a trace take {len(facts)} bytes, more than the {FACT_BYTES} that can be stored: "
+                "capture fewer steps"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         for name, value in data.items():
             write_atomic(folder / name, value)
@@ -138,15 +144,21 @@ class Trace:
             raise InputError(
                 f"{root.path} is a trace of version {version}; this specnb reads {VERSION}: capture it again"
             )
+        if (digest := sealed.text("digest")) != DIGEST:
+            raise InputError(
+                f"{root.path}: the digests of this trace are made by {digest!r}, those of this specnb by {DIGEST!r}: "
+                "they cannot be compared, capture it again"
+            )
         data = {}
         for name in _FILES:
             data[name] = read_bytes(folder / name, MAX_BYTES)
             if hashlib.sha256(data[name]).hexdigest() != sealed.node("sha256").text(name):
                 raise InputError(f"{folder / name} is not the file that facts.json was written with: capture it again")
-        tensors = _from_parquet(data["tensors.parquet"], TENSOR_COLUMNS, folder / "tensors.parquet")
-        params = _from_parquet(data["params.parquet"], PARAM_COLUMNS, folder / "params.parquet")
+        tensors = _from_parquet(data.pop("tensors.parquet"), TENSOR_COLUMNS, folder / "tensors.parquet")
+        params = _from_parquet(data.pop("params.parquet"), PARAM_COLUMNS, folder / "params.parquet")
         _check_tensors(tensors, folder / "tensors.parquet")
-        arrays = _arrays(data["arrays.safetensors"], tensors, folder / "arrays.safetensors")
+        shapes = dict(zip(tensors["row"], tensors["shape"], strict=True))
+        arrays = packed.from_bytes(data["arrays.safetensors"], shapes, folder / "arrays.safetensors")
         return cls(dict(root.node("facts").values), tensors, params, arrays)
 
 
@@ -171,6 +183,11 @@ def _to_parquet(frame: pd.DataFrame, columns: Mapping[str, str], what: str) -> b
 
     if missing := [name for name in columns if name not in frame]:
         raise InputError(f"the table {what} of a trace has no column {missing[0]!r}: it needs {', '.join(columns)}")
+    if len(frame) > MAX_ROWS:
+        raise InputError(
+            f"the table {what} of a trace has {len(frame)} rows, more than the {MAX_ROWS} that can be stored: "
+            "capture fewer steps, or fewer modules"
+        )
     values = {name: frame[name].tolist() for name in columns}
     buffer = io.BytesIO()
     try:
@@ -181,34 +198,15 @@ def _to_parquet(frame: pd.DataFrame, columns: Mapping[str, str], what: str) -> b
 
 
 def _from_parquet(data: bytes, columns: Mapping[str, str], path: Path) -> pd.DataFrame:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(io.BytesIO(data))
-        groups = range(file.metadata.num_row_groups)
-        if (
-            file.metadata.num_rows > MAX_ROWS
-            or sum(file.metadata.row_group(i).total_byte_size for i in groups) > MAX_BYTES
-        ):
-            raise InputError(
-                f"{path} has {file.metadata.num_rows} rows, more than a trace may have: capture fewer steps"
-            )
-        found = file.schema_arrow
-        for field in _schema(columns):
-            if field.name not in found.names or found.field(field.name).type != field.type:
-                raise InputError(f"{path} has no column {field.name!r} of type {field.type}: it is no table of a trace")
-        read = file.read(columns=list(columns)).to_pydict()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is no parquet file that can be read ({error}): capture it again") from error
+    read = read_table(data, path, _schema(columns), rows=MAX_ROWS, memory=TABLE_BYTES, again="capture it again")
+    frame = {}
     for name, kind in columns.items():
-        if any(value is None for value in read[name]):
-            raise InputError(f"{path}: column {name!r} has an empty place: capture it again")
-        if kind == "ints":
-            read[name] = [tuple(value) for value in read[name]]
-    return table([dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)], columns)
+        if kind in ("str", "ints"):
+            values = read[name].to_pylist()
+            frame[name] = pd.Series([tuple(value) for value in values] if kind == "ints" else values, dtype=object)
+        else:
+            frame[name] = read[name].to_numpy()
+    return pd.DataFrame(frame)
 
 
 def _check_tensors(tensors: pd.DataFrame, path: Path) -> None:
@@ -219,35 +217,3 @@ def _check_tensors(tensors: pd.DataFrame, path: Path) -> None:
     for row, shape, axis in zip(tensors["row"], tensors["shape"], tensors["token_axis"], strict=True):
         if any(size is None or size < 0 for size in shape) or not -1 <= axis < max(len(shape), 1):
             raise InputError(f"{path}: row {row} has shape {shape} and token_axis {axis}: capture it again")
-
-
-def _arrays(data: bytes, tensors: pd.DataFrame, path: Path) -> dict[str, np.ndarray]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        arrays = load(data)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path} is no safetensors file of numpy arrays ({error}): capture it again") from error
-    shapes = dict(zip(tensors["row"], tensors["shape"], strict=True))
-    for key, value in arrays.items():
-        named = _ARRAY.fullmatch(key)
-        if not named or int(named[1]) not in shapes:
-            raise InputError(f"{path}: the array {key[:80]!r} belongs to no row of tensors.parquet: capture it again")
-        if not _fits(named[2], value, shapes[int(named[1])], arrays.get(f"{named[1]}.token_l2")):
-            raise InputError(
-                f"{path}: {key} has shape {value.shape} and type {value.dtype}, or is not finite: capture it again"
-            )
-    return arrays
-
-
-def _fits(what: str, value: np.ndarray, shape: tuple[int, ...], token_l2: np.ndarray | None) -> bool:
-    if what == "full":
-        return value.shape == shape
-    if value.dtype != np.float32 or not np.isfinite(value).all():
-        return False
-    if what == "sketch":
-        return value.shape == (TENSOR_K,)
-    if what == "tokens":
-        return token_l2 is not None and value.shape == (*token_l2.shape, TOKEN_K)
-    return value.ndim == 1

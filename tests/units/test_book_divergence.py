@@ -18,7 +18,6 @@ from specnb.divergence.faults import FAULTS
 from specnb.divergence.gallery import gallery
 from specnb.divergence.investigate import judge
 from specnb.divergence.repro import minimal
-from specnb.divergence.score import score
 from specnb.divergence.study import Study
 from specnb.divergence.triage import triage
 from specnb.errors import InputError
@@ -181,13 +180,11 @@ def test_the_record_holds_what_was_measured_and_nothing_else(study, wrong, shown
     assert Study(DivergenceParams()).faults == tuple(FAULTS) and not Study(PARAMS).record().measurements
 
 
-def test_the_score_table_has_the_lab_beside_the_tools_that_people_use():
-    found = score(seeds=1, layers=(0,), dtypes=("float32",), faults=("kv_slot_swap", "split_k"), controls=False)
+def test_the_score_table_has_the_lab_beside_the_tools_that_people_use(divergence_score):
+    found = divergence_score.score
     table = divergence.score_table(found)
     lab = table[table["tool"] == "lab"].iloc[0]
-    assert (
-        lab["cases"] == 1 and lab["module"].startswith("1.000 (") and lab["false alarms"] == "0 of 2"
-    )  # one with and one without layers
+    assert lab["cases"] == 1 and lab["module"].startswith("1.000 (") and lab["false alarms"] == "0 of 1"
     others = table[table["tool"] != "lab"]
     assert len(others) > 6 and (others["cause"] == "-").all() and not (others["module"].str.startswith("1.000")).any()
     exactly, with_parts = divergence.score_figure(found).data

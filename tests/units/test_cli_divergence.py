@@ -23,6 +23,8 @@ from specnb.params import KSweepParams
 from tests.units.tiny_models import torch_folder, torch_model
 
 SIZE = 300
+SHORT = ("--tokens", "18", "--prompt-tokens", "14")
+"""What a run costs is its number of feeds; the length that the command has by itself is that of the first test."""
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def test_a_sound_draft_is_exit_code_zero(investigate):
 
 
 def test_the_case_is_exit_code_one_and_names_module_and_cause(investigate):
-    code, out, _ = investigate("--setups", "S0,S1,S2", "--fault", "positional_registry")
+    code, out, _ = investigate(*SHORT, "--setups", "S0,S1,S2", "--fault", "positional_registry")
     line = out.splitlines()[0]
     assert code == 1 and line.startswith("DIVERGENT: first at layers.0.mlp.experts,")
     assert "IDENTITY" in line and "S0 S1 clean; S2 wrong" in line
@@ -53,8 +55,9 @@ def test_the_case_is_exit_code_one_and_names_module_and_cause(investigate):
 
 def test_json_is_one_document_with_the_verdict(investigate):
     words = ["--fault", "expert_scale", "--layer", "2", "--setups", "S0", "--dtype", "bfloat16", "--seed", "3"]
-    code, out, _ = investigate(*words, "--json")
+    code, out, _ = investigate(*SHORT, *words, "--json")
     document = json.loads(out)
+    assert document["facts"]["tokens"] == 18 and document["facts"]["prompt"] == 14
     assert code == document["exit_code"] == 1 and out.count("\n") == 1
     assert document["verdict"] == "DIVERGENT" and document["facts"]["dtype"] == "bfloat16"
     assert document["first"]["module"] == "layers.2.mlp.experts" and document["causes"][0]["cause"] == "WEIGHTS"
@@ -89,7 +92,7 @@ def test_wrong_words_are_one_line_and_exit_code_two(investigate, words, parts):
     ],
 )
 def test_what_cannot_be_judged_is_no_verdict(investigate, words, part):
-    code, out, err = investigate(*words)
+    code, out, err = investigate(*SHORT, *words)
     assert code == 125 and out == "" and part in told(err) and "Traceback" not in err
 
 
@@ -143,7 +146,7 @@ def service(tmp_path, monkeypatch):
 
 
 def test_a_service_of_the_users_is_found_in_the_current_directory(investigate, service):
-    code, out, err = investigate("--deploy", "my_service:deploy", "--setups", "S2", "--json")
+    code, out, err = investigate(*SHORT, "--deploy", "my_service:deploy", "--setups", "S2", "--json")
     assert code == 1 and json.loads(out)["causes"][0]["cause"] == "IDENTITY"
     assert "a service may print" in err and "so it may" in err
 
@@ -177,7 +180,7 @@ def test_a_service_that_does_not_start_is_one_line_and_no_verdict(investigate, s
 
 def test_a_service_that_crashes_in_a_forward_shows_where_and_is_no_verdict(investigate, service):
     """Python's own exit code for it is 1: git would take every commit of a broken build for the bad one."""
-    code, out, err = investigate("--deploy", "my_service:crashes", "--setups", "S0")
+    code, out, err = investigate(*SHORT, "--deploy", "my_service:crashes", "--setups", "S0")
     assert code == 125 and out == ""
     assert "Traceback" in err and "my_service.py" in err
     assert told(err) == "specnb: the draft was not judged: ZeroDivisionError: in the kernel"
@@ -189,7 +192,7 @@ def tiny(tmp_path_factory):
 
 
 def test_models_of_the_users_are_opened_in_torch(investigate, tiny):
-    code, out, err = investigate("--draft", tiny, "--target", tiny, "--setups", "S0,S3", "--json")
+    code, out, err = investigate(*SHORT, "--draft", tiny, "--target", tiny, "--setups", "S0,S3", "--json")
     document = json.loads(out)
     assert code == 0 and document["verdict"] in ("SOUND", "PRECISION_ONLY"), err
     assert document["facts"]["draft"] == document["facts"]["target"] == "LlamaForCausalLM"
@@ -197,7 +200,7 @@ def test_models_of_the_users_are_opened_in_torch(investigate, tiny):
 
 
 def test_a_report_holds_the_verdict_and_a_reproduction(investigate, tiny, tmp_path):
-    words = ["--draft", tiny, "--dtype", "bfloat16", "--fault", "random_head", "--setups", "S0", "--json"]
+    words = [*SHORT, "--draft", tiny, "--dtype", "bfloat16", "--fault", "random_head", "--setups", "S0", "--json"]
     code, out, err = investigate(*words, "--report", str(tmp_path / "report"))
     document = json.loads(out)
     assert code == 1 and document["causes"][0]["cause"] == "HEAD" and "report.html" in told(err)
@@ -207,7 +210,9 @@ def test_a_report_holds_the_verdict_and_a_reproduction(investigate, tiny, tmp_pa
 
 def test_a_report_that_cannot_be_written_keeps_the_verdict(investigate, tiny, tmp_path):
     (tmp_path / "file").write_text("")
-    code, out, err = investigate("--draft", tiny, "--setups", "S0", "--report", str(tmp_path / "file" / "in"), "--json")
+    code, out, err = investigate(
+        *SHORT, "--draft", tiny, "--setups", "S0", "--report", str(tmp_path / "file" / "in"), "--json"
+    )
     assert code == 0 and json.loads(out)["exit_code"] == 0 and "cannot be written" in told(err)
 
 
@@ -223,9 +228,10 @@ def traces(tmp_path_factory):
     from specnb.divergence.script import run
 
     model, folder = torch_model().eval(), tmp_path_factory.mktemp("traces")
+    script = made_up(model, tokens=18, prompt=14)
     for name, service in (("a", nullcontext()), ("b", nullcontext()), ("wrong", FAULTS["random_head"](model))):
         with service, capture(model) as builder:
-            run(model, made_up(model))
+            run(model, script)
         builder.trace().save(folder / name)
     return folder
 

@@ -1,6 +1,7 @@
 """Capturing changes nothing, sees what ran, and tells whose weights an operation read."""
 
 import math
+import threading
 from dataclasses import dataclass
 from types import MethodType
 
@@ -462,3 +463,186 @@ def test_statistics_are_of_what_was_seen():
     model, x = nn.Linear(3, 2), torch.tensor([[1.0, math.nan, 3.0], [math.inf, 5.0, 6.0]])
     row = traced(model, lambda m: m(x)).rows(role="in").iloc[0]
     assert (row["n_nan"], row["n_inf"], row["max"], row["mean"]) == (1, 1, 6, 3.75)
+
+
+def test_weights_that_a_custom_operation_looks_up_by_itself_are_seen():
+    draft, target = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = draft
+
+        def forward(self, x):
+            return torch.ops.specnb_test.looked_up([x], 1)
+
+    with torch.library._scoped_library("specnb_test", "FRAGMENT") as library:
+        library.define("looked_up(Tensor[] given, int which) -> Tensor")
+        library.impl("looked_up", lambda given, which: (draft, target)[which](*given), "CompositeExplicitAutograd")
+        model, x = Hidden(), torch.ones(2, 4)
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with capture(model, known={"target": target}) as builder, mode():
+                out = model(x)
+            params = builder.trace().params
+            assert sorted(params["owner"] + ":" + params["owner_path"]) == ["target:bias", "target:weight"]
+            assert torch.equal(out, target(x))
+
+
+def test_a_trace_is_saved_where_it_was_asked_for_also_after_an_error(tmp_path):
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="engine died"), capture(model, tmp_path / "trace") as builder:
+        model(torch.ones(1, 2))
+        raise RuntimeError("engine died")
+    assert Trace.load(tmp_path / "trace").tensors.equals(builder.trace().tensors)
+
+
+class Engine(nn.Module):
+    """The model as flat engines have it: no batch, positions given, the head outside of forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mlp, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20)
+
+    def forward(self, input_ids, positions):
+        return self.mlp(self.embed(input_ids))
+
+
+def feeds(model, call):
+    for start, end in ((0, 5), (5, 6), (6, 7)):
+        model.head(call(torch.arange(start, end), torch.arange(start, end))[-1:])
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_a_step_is_one_call_of_the_model_however_an_engine_calls_it(forward):
+    model = Engine()
+    with capture(model) as builder:
+        feeds(model, model.forward if forward else model)
+    trace = builder.trace()
+    assert [(s["length"], s["first_position"]) for s in trace.facts["steps"]] == [(5, 0), (1, 5), (1, 6)]
+    assert trace.rows(module="", role="out")["step"].tolist() == [0, 1, 2]
+    assert trace.rows(module="head", role="in")["step"].tolist() == [0, 1, 2]
+    assert not trace.facts["modules"]["never_called"] and "forward" not in vars(model)
+
+
+def test_a_module_that_is_run_without_the_model_makes_steps_of_its_own_ids():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Engine()
+
+        def forward(self, x):
+            raise AssertionError
+
+    model = Outer()
+    with capture(model) as builder:
+        feeds(model.inner, model.inner)
+    assert [(s["length"], s["first_position"]) for s in builder.trace().facts["steps"]] == [(5, 0), (1, 5), (1, 6)]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_logits_of_the_last_token_alone_stand_at_its_position(batch):
+    model = llama()
+    prompt = PROMPT.repeat(batch, 1)
+    trace = traced(model, lambda m: m.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0))
+    logits = trace.rows(module="", role="out")
+    assert logits["shape"].tolist() == [(batch, 1, 64)] * 3
+    assert logits["first_position"].tolist() == [9, 10, 11] and set(logits["token_axis"]) == {1}
+
+
+def test_rows_padded_on_the_left_are_counted_by_their_slots():
+    model = llama()
+    ids, mask = torch.tensor([[0, 0, 5, 6], [4, 5, 6, 7]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    options = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    steps = traced(model, lambda m: m.generate(ids, **options)).facts["steps"]
+    assert [s["first_position"] for s in steps] == [0, 4, 5]
+
+
+def test_another_thread_is_refused_and_an_interrupt_leaves_nothing_behind():
+    model, errors = Fails(), []
+
+    def elsewhere():
+        try:
+            model(torch.ones(1, 4))
+        except InputError as error:
+            errors.append(str(error))
+
+    with capture(model) as builder:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        model.inner.register_forward_pre_hook(interrupt := Interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 4))
+        interrupt.over = True
+        for _ in range(2):
+            model.times = 0
+            model(torch.ones(1, 4))
+    assert errors == ["the model ran in another thread than `capture` was entered in: enter it in that thread"]
+    rows = builder.trace().rows(module="", role="out")
+    assert rows["step"].tolist() == [1, 2] and rows["call"].tolist() == [0, 0]
+
+
+class Interrupt:
+    over = False
+
+    def __call__(self, module, args):
+        if not self.over:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "sparse_coo"),
+        (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr"),
+        (lambda: torch.ones(2, 3, device="meta"), "on meta"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8), "quantised"),
+        (lambda: Wrapper(torch.ones(2, 3)), "Wrapper"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_torch_cannot_read_is_named_and_the_model_runs_on(make, why):
+    given = make()
+    trace = traced(nn.Identity(), lambda m: m(given))
+    assert trace.tensors.empty and trace.facts["unread"] == {":in:input": why, ":out:out": why}
+
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+def test_values_that_are_still_to_be_conjugated_or_negated_are_read():
+    given = torch.tensor([[1 + 2j, 3 - 1j]])
+    for lazy in (given.conj(), given.conj().imag):
+        trace = traced(nn.Identity(), lambda m, lazy=lazy: m(lazy))
+        assert set(trace.tensors["digest"]) == {digest(lazy.resolve_conj().resolve_neg())}
+
+
+def test_weights_that_nobody_owns_are_let_go():
+    class Swapping(nn.Module):
+        def forward(self, x):
+            return x @ nn.Parameter(torch.ones(4, 4))
+
+    gone = []
+    model = Swapping()
+    with capture(model) as builder:
+        for _ in range(3):
+            model(torch.ones(1, 4))
+            gone.append(len(builder._registry._spans))
+    assert set(builder.trace().params["owner"]) == {"?"} and len(builder.trace().params) == 3
+    assert gone == [0, 0, 0]
+
+
+def test_two_norms_one_inside_the_other_keep_their_names():
+    assert canonical(["norm", "model.norm", "model.layers.0"]) == {
+        "norm": "norm",
+        "model.norm": "model.norm",
+        "model.layers.0": "layers.0",
+    }

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -18,10 +19,13 @@ from specnb.divergence import pair as small
 from specnb.divergence.align import Key, Laid
 from specnb.divergence.capture import capture
 from specnb.divergence.compare import compare
-from specnb.divergence.faults import FAULTS, find
+from specnb.divergence.faults import FAULTS
 from specnb.divergence.offline import shape as error_shape
 from specnb.divergence.offline.errors import Apart, logit_noise
+from specnb.divergence.offline.result import Node, named
+from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, run
+from specnb.divergence.setups import unfollowed
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.errors import InputError
 
@@ -46,8 +50,13 @@ class Subject:
         with ExitStack() as planted:
             self.faults = [planted.enter_context(FAULTS[name](model, beside, **options)) for name in faults]
             builder = planted.enter_context(capture(model, known=known, full=full, at_use=at_use))
-            run(model, script, before=lambda feed: beside and beside(torch.tensor([TEXT[:16]])))
+            run(model, script, before=lambda feed: beside and self.step(beside))
         return builder.trace()
+
+    @staticmethod
+    def step(beside):
+        with unfollowed():
+            beside(torch.tensor([TEXT[:16]]))
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -124,6 +133,16 @@ def test_a_tensor_that_changes_between_its_maker_and_its_reader_is_put_down_to_t
         handle.remove()
     assert [(node.module, node.at) for node in found.minimal] == [("rotary_emb", "rotary_emb"), ("model", "layers.0")]
     assert found.minimal[1].n_tokens == len(TEXT)
+
+
+def test_nodes_and_rows_of_tables_are_called_alike():
+    node = Node("", "in", "input_ids", "", 0, 3, 4, 1.0, 0.1, 10.0, 1.0)
+    for changes, said in (({}, "the model's inputs"), ({"role": "out"}, "the model itself"),
+                          ({"at": "norm"}, "the model itself"),
+                          ({"module": "norm", "at": "norm"}, "norm")):  # fmt: skip
+        one = node._replace(**changes)
+        table = pd.DataFrame([one])
+        assert named(one) == named(table.iloc[0]) == named(next(table.itertuples())) == said
 
 
 def test_floors_of_sound_runs_are_taken(single):
@@ -516,6 +535,14 @@ def test_tables_that_do_not_belong_to_their_arrays_have_no_tokens(single):
     ):  # fmt: skip
         for pair in ((whole, changed(whole, **columns)), (changed(whole, **columns), whole)):
             assert compare(*pair).verdict == "INCONCLUSIVE"
+
+
+def test_values_are_those_of_the_positions_that_are_asked_for(single):
+    laid, key = Laid(single.reference), Key(EXPERTS, 0, "out", "out")
+    whole = laid.values(key, laid.positions)
+    for first in (3, 14, 0):
+        some = laid.values(key, laid.positions[first:])
+        assert np.array_equal(some.sketch, whole.sketch[:, first:]) and np.array_equal(some.row, whole.row[first:])
 
 
 def test_tokens_that_fill_up_a_step_are_not_in_the_text(single):

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from specnb.divergence import pair as small
-from specnb.divergence.faults import CAUSES, FAULTS, find
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.parts import find
+from specnb.divergence.planted.fault import CAUSES
 from specnb.divergence.tracing.names import canonical
 from specnb.errors import InputError
 

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from specnb.divergence import score as score_module
-from specnb.divergence.along import Along, Key
-from specnb.divergence.faults import FAULTS, Fault
+from specnb.divergence.align import Key
+from specnb.divergence.along import Along
+from specnb.divergence.faults import FAULTS
 from specnb.divergence.grading import cases as grid_cases
 from specnb.divergence.grading import grid
 from specnb.divergence.grading import rows as score_rows
@@ -22,8 +23,10 @@ from specnb.divergence.grading.rows import LAB, alarms, near, right, shares, tab
 from specnb.divergence.grading.smallest import scaled, smallest
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import pair
+from specnb.divergence.planted.fault import Fault
 from specnb.divergence.score import Score, score
 from specnb.errors import InputError
+from tests.units.divergence_lab import short_texts
 
 FEEDS = np.array([0, 0, 0, 0, 1, 2])
 """Two single steps behind a prompt of four tokens."""
@@ -31,10 +34,8 @@ FEEDS = np.array([0, 0, 0, 0, 1, 2])
 
 @pytest.fixture(scope="module", autouse=True)
 def short():
-    """Texts are short here: what a run costs is its number of feeds."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, between in (("TEXTS", (13, 16)), ("PROMPTS", (8, 10)), ("ROUNDS", (2, 4))):
-            patch.setattr(grid_cases, name, between)
+    """What a run costs is its number of feeds."""
+    with short_texts():
         yield
 
 
@@ -44,11 +45,8 @@ def subject():
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Score of one fault and one control, and the folder that its parts are kept in."""
-    keep = tmp_path_factory.mktemp("parts")
-    options = {"seeds": 1, "layers": (0,), "dtypes": ("float32",), "faults": ("kv_slot_swap", "uniform_offset")}
-    return score(**options, controls=False, keep=keep), keep, options
+def small(divergence_score):
+    return divergence_score
 
 
 def along(**outputs):

@@ -12,23 +12,18 @@ from torch import nn
 
 from specnb.divergence import investigate as module
 from specnb.divergence import local
-from specnb.divergence import pair as small
 from specnb.divergence.coverage import Coverage
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import investigate, judge, made_up
-from specnb.divergence.investigation import HEAT
-from specnb.divergence.setups import FIRST, ON_DEMAND, Lab
+from specnb.divergence.offline.result import HEAT
+from specnb.divergence.setups import FIRST, ON_DEMAND
 from specnb.errors import InputError
+from tests.units.divergence_lab import TOKENS
 
 
 @pytest.fixture(scope="module")
-def pair():
-    return small.pair()
-
-
-@pytest.fixture(scope="module")
-def lab(pair):
-    return Lab(pair.draft, pair.target, script=made_up(pair.draft))
+def lab(divergence_lab):
+    return divergence_lab
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +45,7 @@ def test_the_case_is_solved_in_one_call(foreign):
     assert foreign.first.module == "layers.0.mlp.experts" and foreign.first.first_token == 0
     assert foreign.causes[0].name == "IDENTITY"
     assert foreign.line.startswith(
-        "DIVERGENT: first at layers.0.mlp.experts, 32 of 32 tokens from 0 on; cause IDENTITY"
+        f"DIVERGENT: first at layers.0.mlp.experts, {TOKENS} of {TOKENS} tokens from 0 on; cause IDENTITY"
     )
     assert foreign.line.endswith("S0 S0w S1 clean; S2 S3 S4 S5 S6 wrong")
     assert list(foreign.nodes()["module"]) == [f"layers.{i}.mlp.experts" for i in range(4)]
@@ -75,7 +70,7 @@ def test_benign_changes_are_precision_only(lab, fault, says):
 
 def test_the_heat_map_has_the_first_divergence_hot_and_all_before_it_cold(foreign):
     heat = foreign.heat()
-    assert heat.shape == (foreign.coverage.modules, 32) and heat.max().max() <= HEAT[1]
+    assert heat.shape == (foreign.coverage.modules, TOKENS) and heat.max().max() <= HEAT[1]
     assert (heat.loc["layers.0.mlp.experts"] > 4).all()
     before = heat.loc[:"layers.0.mlp.router"]
     assert (before <= 0.5).all().all()
@@ -106,7 +101,7 @@ def test_what_could_not_be_compared_is_no_clean_bill(lab, monkeypatch):
     assert "49 of 50 modules, not layers.1.mlp.experts" in str(found.coverage)
 
 
-def test_a_draft_that_hooks_change_is_not_judged(pair, lab):
+def test_a_draft_that_hooks_change_is_not_judged(lab):
     """A service that computes something else while it is watched: the lab would judge the wrong thing."""
 
     class Watched:
@@ -124,13 +119,15 @@ def test_a_draft_that_hooks_change_is_not_judged(pair, lab):
     assert not found.inert and found.verdict == "INCONCLUSIVE" and "hooks" in found.reason
 
 
-def test_without_a_target_the_draft_is_looked_at_alone_and_beside_its_twins(pair):
-    found = investigate(pair.draft, deploy=FAULTS["positional_registry"])
+def test_without_a_target_the_draft_is_looked_at_alone_and_beside_its_twins(lab):
+    found = investigate(lab.draft, script=lab.script, deploy=FAULTS["positional_registry"])
     assert found.causes[0].name == "IDENTITY" and {*found.case.outcomes} == {"S0", "S0w", "S1", "S2", "S5"}
 
 
-def test_the_made_up_script_is_the_seeds(pair):
-    assert made_up(pair.draft, seed=3) == made_up(pair.draft, seed=3) != made_up(pair.draft, seed=4)
+def test_the_made_up_script_is_the_seeds(lab):
+    assert made_up(lab.draft, seed=3) == made_up(lab.draft, seed=3) != made_up(lab.draft, seed=4)
+    found = investigate(lab.draft, setups=["S0"], seed=3)
+    assert found.case.outcomes["S0"].script == made_up(lab.draft, seed=3)
     with pytest.raises(InputError, match="Linear"):
         made_up(torch.nn.Linear(2, 2))
 

@@ -14,7 +14,7 @@ from specnb.divergence.faults import FAULTS
 from specnb.divergence.script import Feed, Script, run
 from specnb.errors import InputError
 
-TEXT = np.random.default_rng(0).integers(0, 256, 30).tolist()
+TEXT = np.random.default_rng(0).integers(0, 256, 20).tolist()
 SCRIPT = Script.drafting(TEXT, prompt=12, k=3, vocab_size=256)
 BENIGN_BY_RELATION = ("uniform_offset",)
 """A module that is wrong by itself, and yet nothing is: positions count relative to one another."""
@@ -57,7 +57,7 @@ class Subject:
 
     def errors(self, fault=None, beside=None, script=SCRIPT, **options):
         planted = FAULTS[fault](self.draft, beside, **options) if fault else nullcontext()
-        with planted as self.fault, capture(self.draft, full="") as builder:
+        with planted as self.fault, capture(self.draft, full="", at_use=False) as builder:
             run(self.draft, script, before=lambda feed: beside and beside(torch.tensor([TEXT[:16]])))
         return local.local_errors(self.reference, Along.of(builder.trace(), script))
 

@@ -206,7 +206,7 @@ def test_text_is_as_short_as_the_fault_allows(pair, lab, fault, kind, tokens):
 
 
 def test_feeds_that_are_needed_are_kept(pair):
-    script = Script.drafting(TEXT, prompt=3, k=2, vocab_size=256)
+    script = Script.drafting(TEXT[:7], prompt=3, k=2, vocab_size=256)
     found = made(pair, Lab(pair.draft, script=script), "untrimmed", runs=8)
     assert found.kind == "model" and any(feed.forget for feed in found.script.feeds)
     assert len(found.script.feeds) <= len(script.feeds) and len(found.script.feeds[0].ids) < 3

@@ -3,20 +3,17 @@
 import copy
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specnb.divergence import local
-from specnb.divergence import pair as small
+from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.grading.benign import other_products
-from specnb.divergence.script import Script
-from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Lab
+from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Lab, unfollowed
 from specnb.errors import InputError
 
-TEXT = np.random.default_rng(0).integers(0, 256, 24).tolist()
-SCRIPT = Script.drafting(TEXT, prompt=14, k=3, vocab_size=256)
 WRONG = {
     None: (),
     "positional_registry": ("S2", "S3", "S4"),  # beside itself the foreign experts are its own values
@@ -27,56 +24,50 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def pair():
-    return small.pair()
-
-
-def lab(pair, fault=None):
-    return Lab(pair.draft, pair.target, script=SCRIPT, deploy=FAULTS[fault] if fault else None)
+def lab(divergence_lab):
+    return divergence_lab
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_fault_shows_in_its_set_ups(pair, fault):
-    under = lab(pair, fault)
-    outcomes = {name: under.run(name) for name in (*FIRST, "S4")}
+def test_a_fault_shows_in_its_set_ups(lab, fault):
+    outcomes = {name: lab.run(name, FAULTS[fault] if fault else None) for name in (*FIRST, "S4")}
     assert tuple(name for name, one in outcomes.items() if not one.clean) == WRONG[fault]
 
 
-def test_foreign_weights_are_seen_even_where_their_values_are_the_drafts_own(pair):
-    beside_itself = lab(pair, "positional_registry").run("S1")
+def test_foreign_weights_are_seen_even_where_their_values_are_the_drafts_own(lab):
+    beside_itself = lab.run("S1", FAULTS["positional_registry"])
     assert beside_itself.clean and {*beside_itself.foreign["owner"]} == {NEIGHBOUR}
     assert {*beside_itself.foreign["module"]} == {f"layers.{i}.mlp.experts" for i in range(4)}
-    assert lab(pair).run("S3").foreign.empty
+    assert lab.run("S3").foreign.empty
 
 
-def test_the_draft_is_left_as_it_was(pair):
-    before = {name: value.clone() for name, value in pair.draft.state_dict().items()}
-    lab(pair, "expert_scale").run("S0")
-    assert all(torch.equal(value, before[name]) for name, value in pair.draft.state_dict().items())
+def test_the_draft_is_left_as_it_was(lab):
+    before = {name: value.clone() for name, value in lab.draft.state_dict().items()}
+    Lab.run(lab, "S0", FAULTS["expert_scale"])
+    assert all(torch.equal(value, before[name]) for name, value in lab.draft.state_dict().items())
 
 
-def test_set_ups_that_cannot_be_run_are_refused(pair):
-    alone = Lab(pair.draft, script=SCRIPT)
+def test_set_ups_that_cannot_be_run_are_refused(lab):
+    alone = Lab(lab.draft, script=lab.script)
     with pytest.raises(InputError, match="target"):
         alone.run("S3")
     with pytest.raises(InputError, match=", ".join(SETUPS)):
         alone.run("S9")
     with pytest.raises(InputError, match="float8_e5m2"):
-        Lab(torch.nn.Linear(2, 2).to(torch.float8_e5m2), script=SCRIPT)
+        Lab(torch.nn.Linear(2, 2).to(torch.float8_e5m2), script=lab.script)
 
 
-def test_a_script_with_tokens_that_the_target_lacks_is_refused(pair):
-    small_target = copy.deepcopy(pair.target)
-    small_target.resize_token_embeddings(max(TEXT))
-    with pytest.raises(InputError, match=f"the text has token {max(TEXT)}, and the target knows {max(TEXT)}"):
-        Lab(pair.draft, small_target, script=SCRIPT)
+def test_a_script_with_tokens_that_the_target_lacks_is_refused(lab):
+    small_target, largest = copy.deepcopy(lab.target), max(lab.script.text)
+    small_target.resize_token_embeddings(largest)
+    with pytest.raises(InputError, match=f"the text has token {largest}, and the target knows {largest}"):
+        Lab(lab.draft, small_target, script=lab.script)
 
 
-def test_linear_layers_in_half_precision_are_rounding_and_a_scale_of_the_same_size_is_none(pair):
-    under = lab(pair)
-    rounded = under.run("S0", other_products)
+def test_linear_layers_in_half_precision_are_rounding_and_a_scale_of_the_same_size_is_none(lab):
+    rounded = lab.run("S0", other_products)
     assert rounded.clean and rounded.coarser == "bfloat16" and rounded.errors["error"].max() > 1e-3
-    with_autocast = under.run("S0", lambda draft, neighbour: torch.autocast("cpu", dtype=torch.bfloat16))
+    with_autocast = lab.run("S0", lambda draft, neighbour: torch.autocast("cpu", dtype=torch.bfloat16))
     assert with_autocast.trace.rows(role="out")["digest"].ne("").all()  # measured in float32 all the same
 
     @contextmanager
@@ -87,16 +78,17 @@ def test_linear_layers_in_half_precision_are_rounding_and_a_scale_of_the_same_si
             yield
 
     for service in (FAULTS["expert_scale_in_op"], scaled_everywhere):
-        assert not under.run("S0", service).clean and not under.run("S0", service).coarser
+        found = lab.run("S0", service)
+        assert not found.clean and not found.coarser
 
 
-def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(pair):
+def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(lab):
     """Which of two equal experts is chosen means nothing."""
-    draft = copy.deepcopy(pair.draft)
+    draft = copy.deepcopy(lab.draft)
     router = draft.model.layers[0].mlp.router
     with torch.no_grad():
         router.weight[1], router.bias[1] = router.weight[0], router.bias[0]
-    under = Lab(draft, script=SCRIPT)
+    under = Lab(draft, script=lab.script)
 
     @contextmanager
     def exchanged(first, second):
@@ -125,3 +117,36 @@ def test_masks_with_infinities_are_compared():
     assert same["error"].tolist() == [0, 0, 0]
     theirs = torch.tensor([[0.0, -inf], [0.0, -inf], [1.0, 0.0]])
     assert local._apart(ours, theirs, 0)["error"].tolist() == [0, inf, inf]
+
+
+class Counting(TorchDispatchMode):
+    """A mode of the service's own."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_only_the_capture_does_not_follow_the_neighbour(inside):
+    draft, counting = torch.nn.Linear(2, 2), Counting()
+
+    def step():
+        before = counting.seen
+        with unfollowed():
+            torch.ones(2).add(1)
+        return counting.seen - before
+
+    with torch.no_grad(), ExitStack() as entered:
+        if not inside:
+            entered.enter_context(counting)
+        builder = entered.enter_context(capture(draft))
+        if inside:
+            entered.enter_context(counting)
+        assert step() == 2
+        draft(torch.ones(1, 2))
+        assert step() == 2
+    assert {*builder.trace().params["owner_path"]} == {"weight", "bias"}
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

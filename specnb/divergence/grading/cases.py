@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from specnb.divergence.faults import FAULTS, Fault
+from specnb.divergence.faults import FAULTS
 from specnb.divergence.parts import find, layer_number
+from specnb.divergence.planted.fault import Fault
 from specnb.divergence.script import Script
 from specnb.errors import InputError
 

@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from specnb.divergence.tracing.bounded_parquet import read_table
 from specnb.divergence.triage_profile import Share
 from specnb.errors import InputError
 from specnb.lm.bounded_json import read_bytes
@@ -24,6 +25,10 @@ NOTHING = "-"
 FORMAT = 1
 MAX_BYTES = 64 << 20
 MAX_ROWS = 1_000_000
+MAX_MEMORY = 512 << 20
+"""The table in memory: some 500 bytes for each of MAX_ROWS."""
+FACT_BYTES = 1 << 20
+AGAIN = "run `specnb divergence score` again"
 FACTS = b"specnb_score"
 
 SCHEMA = pa.schema(
@@ -50,11 +55,13 @@ def write(path: Path, rows: pd.DataFrame, facts: Mapping[str, Any]) -> Path:
     """Write rows and facts (JSON) as one parquet file. InputError for what cannot be stored."""
     try:
         whole = pa.Table.from_pandas(rows, schema=SCHEMA, preserve_index=False)
-        meta = {FACTS: json.dumps({"format": FORMAT, "facts": dict(facts)}, allow_nan=False).encode()}
+        meta = json.dumps({"format": FORMAT, "facts": dict(facts)}, allow_nan=False).encode()
     except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise InputError(f"this is no table of a score: {error}") from error
+    if len(meta) > FACT_BYTES:
+        raise InputError(f"the facts of a score take {len(meta)} bytes, and {FACT_BYTES} can be read: store fewer")
     sink = io.BytesIO()
-    pq.write_table(whole.replace_schema_metadata(meta), sink, compression="zstd")
+    pq.write_table(whole.replace_schema_metadata({FACTS: meta}), sink, compression="zstd")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(Path(path), sink.getvalue())
     return Path(path)
@@ -63,24 +70,23 @@ def write(path: Path, rows: pd.DataFrame, facts: Mapping[str, Any]) -> Path:
 def read(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
     """What `write` wrote. InputError for anything else, and for more rows than a grid has."""
     data = read_bytes(Path(path), MAX_BYTES)
-    try:
-        with pq.ParquetFile(io.BytesIO(data)) as file:
-            size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
-            if file.metadata.num_rows > MAX_ROWS or size > MAX_BYTES:
-                raise InputError(f"{path} has {file.metadata.num_rows} rows, {size} bytes: more than a grid has")
-            whole = file.read()
-        meta = json.loads((whole.schema.metadata or {}).get(FACTS, b"{}"))
-    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is no table of a score: {error}; run `specnb divergence score` again") from error
-    known = isinstance(meta, dict) and meta.get("format") == FORMAT and isinstance(meta.get("facts"), dict)
-    if not known or not whole.schema.remove_metadata().equals(SCHEMA) or any(c.null_count for c in whole.columns):
-        raise InputError(f"{path} is no score of format {FORMAT}: run `specnb divergence score` again")
+    whole = read_table(data, Path(path), SCHEMA, rows=MAX_ROWS, memory=MAX_MEMORY, again=AGAIN)
+    meta = _meta((whole.schema.metadata or {}).get(FACTS, b"{}"))
+    if meta.get("format") != FORMAT or not isinstance(meta.get("facts"), dict):
+        raise InputError(f"{path} is no score of format {FORMAT}: {AGAIN}")
     rows = whole.to_pandas()
     if strange := set(rows["kind"]) - set(KINDS):
         raise InputError(f"{path}: rows of the kind {min(strange)!r}: there are {', '.join(KINDS)}")
     return rows, meta["facts"]
+
+
+def _meta(text: bytes) -> dict[str, Any]:
+    """The JSON that lies beside the rows; empty where it is none that `write` made."""
+    try:
+        meta = json.loads(text) if len(text) <= FACT_BYTES else None
+    except (ValueError, RecursionError):
+        meta = None
+    return meta if isinstance(meta, dict) else {}
 
 
 def right(rows: pd.DataFrame) -> pd.Series:

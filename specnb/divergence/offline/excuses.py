@@ -26,7 +26,7 @@ class Precise(NamedTuple):
     candidate: Apart
 
 
-class Judge:
+class Excuses:
     """Called by the walk with each tensor that seems wrong by itself; says where it is not.
 
     `ties` and `rounded` count tokens excused by their margin, or as usual in sound runs, and by the precise run;

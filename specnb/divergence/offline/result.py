@@ -101,7 +101,7 @@ class Comparison:
         parts = [] if self.fork is None else [fork_line(self.fork)]
         parts += [] if self.drift is None else [drift_line(self.drift)]
         if self.minimal:
-            also = ", ".join(called(node.module) for node in self.minimal[1:])
+            also = ", ".join(named(node) for node in self.minimal[1:])
             parts += [self._where(), self.likely, f"also {also}" if also else ""]
         else:
             parts.append(self.reason)
@@ -148,11 +148,12 @@ class Comparison:
 
     def _where(self) -> str:
         node = self.minimal[0]
-        what = (
-            f"its {node.name}" if node.at == node.module and node.role == "out" else f"{called(node.at)}'s {node.name}"
-        )
+        if node.at == node.module and node.role == "out":
+            what = f"its {node.name}"
+        else:
+            what = f"{node.at}'s {node.name}" if node.at else node.name
         said = (
-            f"first at {called(node.module)}, position {node.first_token} ({node.n_tokens} tokens): {what} is off by "
+            f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {what} is off by "
             f"{node.error:.2g}, floor {node.floor:.1g}"
         )
         read = self.reads[self.reads["module"] == node.module]
@@ -164,9 +165,10 @@ class Comparison:
         return said
 
 
-def called(module: str) -> str:
-    """The outermost module has no path."""
-    return module or "the model itself"
+def named(where: Any) -> str:
+    """What readers call the module of a Node, or of a row with `module`, `role` and `at`: the outermost has no path."""
+    row = where if isinstance(where, pd.Series) else where._asdict()  # `at` of a Series is pandas' own
+    return row["module"] or ("the model's inputs" if row["role"] == "in" and not row["at"] else "the model itself")
 
 
 def drift_line(drift: Drift) -> str:
@@ -194,4 +196,4 @@ def plain(value: Any) -> Any:
         return [plain(inner) for inner in value]
     if isinstance(value, np.generic):
         value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return None if value is pd.NA or (isinstance(value, float) and not math.isfinite(value)) else value

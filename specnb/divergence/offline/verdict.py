@@ -13,7 +13,7 @@ from specnb.divergence import ladder
 from specnb.divergence.align import Key
 from specnb.divergence.ladder import Verdict
 from specnb.divergence.offline.errors import Apart, Floors
-from specnb.divergence.offline.excuses import Judge
+from specnb.divergence.offline.excuses import Excuses
 from specnb.divergence.offline.walk import Finding, Plan
 
 Reasoned = tuple[Verdict, str]
@@ -29,20 +29,22 @@ class Left:
     choice: int | None = None
 
     @classmethod
-    def of(cls, apart: Apart, found: Mapping[Key, Finding], floor: Floors, judge: Judge, excused: set[Key]) -> "Left":
+    def of(
+        cls, apart: Apart, found: Mapping[Key, Finding], floor: Floors, excuses: Excuses, excused: set[Key]
+    ) -> "Left":
         """From findings in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
         error, grown = 0.0, 0.0
         flips = np.zeros((len(apart.where.ours), len(apart.where.positions)), bool)
         for key, part in found.items():
             if key in apart.discrete:
-                if judge.logits(part.event, key) is not None:
+                if excuses.logits(part.event, key) is not None:
                     flips = flips | np.logical_or.accumulate(part.error > 0, axis=1)
                 continue
             usual = np.where(flips, floor.behind[key], floor.before[key])
             cells = part.error > ladder.TIMES_FLOOR * usual
             if key in excused or not cells.any():
                 continue
-            cells &= ~judge.no_worse(key)
+            cells &= ~excuses.no_worse(key)
             if (cells & flips).any():
                 return cls(error, grown, int(apart.where.positions[flips.any(0)][0]))
             worst = float(part.error[cells].max(initial=0))
@@ -55,28 +57,28 @@ def verdict(
     plan: Plan,
     found: Mapping[Key, Finding],
     floor: Floors,
-    judge: Judge,
+    excuses: Excuses,
     idle: set[str],
     calibrated: bool,
 ) -> Reasoned:
     """And one sentence that says why. `idle`: modules that differ while nothing depends on it; `calibrated`: the floors
     are from sound runs."""
-    known = _incomparable(apart, plan, judge)
+    known = _incomparable(apart, plan, excuses)
     if known is not None:
         return "INCONCLUSIVE", known
     if len(apart.equal) == len(apart.errors):
         return "SOUND", "every tensor that was compared is equal in every bit"
     idlers = {key for key, part in found.items() if part.own.any() and part.event.maker in idle}
-    left = Left.of(apart, found, floor, judge, plan.with_copies(idlers))
+    left = Left.of(apart, found, floor, excuses, plan.with_copies(idlers))
     unknown = _unknown(left, calibrated)
     if unknown is not None:
         return "INCONCLUSIVE", unknown
     if idle:
         return "PRECISION_ONLY", f"{', '.join(sorted(idle))} differs, but nothing that is made from it does"
-    if judge.ties or judge.rounded:
+    if excuses.ties or excuses.rounded:
         return "PRECISION_ONLY", (
-            f"{judge.ties} choices are ties or usual in sound runs, and {judge.rounded} tokens are no further from the "
-            "precise run than the reference's are"
+            f"{excuses.ties} choices are ties or usual in sound runs, and {excuses.rounded} tokens are no further "
+            "from the precise run than the reference's are"
         )
     if left.grown:
         return "PRECISION_ONLY", "errors grow on their way, and no module is wrong by itself"
@@ -85,7 +87,7 @@ def verdict(
     return "PRECISION_ONLY", "no error is above what rounding does"
 
 
-def _incomparable(apart: Apart, plan: Plan, judge: Judge) -> str | None:
+def _incomparable(apart: Apart, plan: Plan, excuses: Excuses) -> str | None:
     """Why too little was compared for a verdict, None where enough was."""
     where = apart.where
     if where.fork is not None:
@@ -95,8 +97,8 @@ def _incomparable(apart: Apart, plan: Plan, judge: Judge) -> str | None:
         return "the traces share no position or no tensor with tokens: capture the same text in both"
     if where.strangers:
         return f"{where.strangers} sequences of the batch were fed other tokens: compare them alone"
-    if judge.doubts:
-        one = judge.doubts[0]
+    if excuses.doubts:
+        one = excuses.doubts[0]
         return (
             f"{one.module} made another choice at position {one.position}, which may be a tie (unknown margin): "
             "capture both runs again with full=comparison.around()"

@@ -13,18 +13,19 @@ import torch
 from torch import nn
 
 from specnb.divergence.parts import Named, find
-from specnb.divergence.planted.fault import ALL, Clock, Fault, forward_replaced
+from specnb.divergence.planted.fault import ALL, Around, Clock, Fault, arguments, forward_replaced
 from specnb.errors import InputError
 
 
 @contextmanager
 def positional_registry(
-    draft: nn.Module, target: nn.Module | None = None, *, layer: int | None = None
+    draft: nn.Module, target: nn.Module | None = None, *, layer: int | None = None, in_op: bool = False
 ) -> Iterator[Fault]:
     """The draft's i-th bank of experts runs with the parameters of the i-th bank that was registered in the process.
 
     The target is loaded first, so its banks come first in the list; routing stays the draft's. `layer`: only that
-    layer's op resolves by position; None for all, as vLLM 0.15.0 did. InputError where a foreign bank does not fit.
+    layer's op resolves by position; None for all, as vLLM 0.15.0 did. `in_op`: inside a custom operation, as there, so
+    that torch is shown the activations only. InputError where a foreign bank does not fit.
     """
     own = find(draft).every_bank()
     chosen = own if layer is None else (find(draft).bank(layer),)
@@ -33,9 +34,10 @@ def positional_registry(
     with ExitStack() as planted:
         for bank, other in foreign:
             _check_fits(bank, other)
-            planted.enter_context(forward_replaced(bank[1], _run_as(other[1])))
+            run = planted.enter_context(_operation(_run_as(other[1]))) if in_op else _run_as(other[1])
+            planted.enter_context(forward_replaced(bank[1], run))
         yield Fault(
-            "positional_registry",
+            "registry_in_op" if in_op else "positional_registry",
             "IDENTITY",
             foreign[0][0][0] if foreign else None,
             ALL,
@@ -186,6 +188,27 @@ class _Buffer:
 def _run_as(other: nn.Module) -> Any:
     """Run another module's forward on the caller's inputs, without its hooks: an op got hold of it."""
     return lambda original, *args, **kwargs: type(other).forward(other, *args, **kwargs)
+
+
+@contextmanager
+def _operation(around: Around) -> Iterator[Around]:
+    """The same behind a custom operation with a kernel in Python, as engines hide theirs from compilers."""
+    names: list[str] = []
+
+    def kernel(given: list[torch.Tensor]) -> torch.Tensor:
+        return around(None, **dict(zip(names, given, strict=True)))
+
+    def through(original: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = arguments(original, args, kwargs).arguments
+        names[:] = bound
+        return operation(list(bound.values()))
+
+    with torch.library._scoped_library("specnb_planted", "FRAGMENT") as library:
+        name = f"experts_{id(kernel):x}"
+        library.define(f"{name}(Tensor[] given) -> Tensor")
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        operation = getattr(torch.ops.specnb_planted, name)
+        yield through
 
 
 def _check_fits(own: Named, other: Named, *, experts: bool = True) -> None:

@@ -1,10 +1,12 @@
 """Which parameters the operations of a module really read, whatever its attributes say.
 
 A module may resolve another model's weights inside an operation (a registry of experts by position, a name used twice);
-its own attributes stay right. So parameters are told by where the operands of each operation lie in memory.
+its own attributes stay right. So parameters are told by where the operands of each operation lie in memory. Custom
+operations are followed inside, where their kernels call torch's; what Triton or C++ reads by itself is never seen.
 """
 
 import bisect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,13 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specnb.divergence.tracing.fingerprint import digest
 
 UNKNOWN = "?"
+TORCH = frozenset({"aten", "prim", "prims"})
+"""Namespaces of operations that read what they are given and nothing else."""
 
 
 class Owned(NamedTuple):
-    """A parameter or buffer, the tag of the model that has it and its path there.
-
-    The tensor is held: memory that were freed and used again would be taken for it.
-    """
+    """A parameter or buffer, the tag of the model that has it and its path there."""
 
     owner: str
     path: str
@@ -32,13 +33,15 @@ class Registry:
     """Who owns which memory: parameters and buffers of the known models, found by address.
 
     Of tied parameters the first name is kept; of a memory that two models share the first model's, so that the
-    captured model comes first. A parameter object that no known model has is taken up as UNKNOWN when it is met.
+    captured model comes first. A parameter object that no known model has is taken up as UNKNOWN when it is met, and
+    forgotten with it: weights that are brought in for one step and dropped (offloading) must not pile up. The models'
+    own are held, for memory that were freed and used again would be taken for them.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._starts: list[int] = []
-        self._spans: list[tuple[int, Owned]] = []
-        self._objects: dict[int, Owned] = {}
+        self._spans: list[tuple[int, Callable[[], Owned | None]]] = []
+        self._objects: dict[int, Callable[[], Owned | None]] = {}
         self._digests: dict[tuple[int, int], str] = {}
         for tag, model in models.items():
             for named in (model.named_parameters, model.named_buffers):
@@ -47,18 +50,21 @@ class Registry:
 
     def add(self, owned: Owned) -> None:
         """Take up a tensor, unless its memory is known already."""
-        start = _address(owned.tensor)
+        start, one = _address(owned.tensor), id(owned.tensor)
+        held = _weak(owned) if owned.owner == UNKNOWN else lambda: owned
         if not start:  # a wrapper (quantised weights) or nothing in it: only the object itself can be known again
-            self._objects.setdefault(id(owned.tensor), owned)
+            self._objects.setdefault(one, held)
         elif self._at(start) is None:
             place = bisect.bisect(self._starts, start)
             self._starts.insert(place, start)
-            self._spans.insert(place, (start + _extent(owned.tensor), owned))
+            self._spans.insert(place, (start + _extent(owned.tensor), held))
+        if owned.owner == UNKNOWN:
+            weakref.finalize(owned.tensor, self._forget, start, one)
 
     def find(self, tensor: torch.Tensor) -> Owned | None:
         """Who owns the memory that `tensor`, or the start of this view, lies in."""
         start = _address(tensor)
-        found = self._at(start) if start else self._objects.get(id(tensor))
+        found = self._at(start) if start else self._objects.get(id(tensor), _nobody)()
         # the exact type first: asking whether something is a Parameter runs Python, and most operands are activations
         if found is None and type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             self.add(Owned(UNKNOWN, UNKNOWN, tensor))
@@ -79,8 +85,16 @@ class Registry:
         place = bisect.bisect(self._starts, address) - 1
         if place < 0:
             return None
-        end, owned = self._spans[place]
-        return owned if address < end else None
+        end, held = self._spans[place]
+        return held() if address < end else None
+
+    def _forget(self, start: int, one: int) -> None:
+        """A parameter that nobody owns is gone; its memory and its id will be others'."""
+        self._objects.pop(one, None)
+        self._digests = {key: text for key, text in self._digests.items() if key[0] != one}
+        place = bisect.bisect_left(self._starts, start)
+        if place < len(self._starts) and self._starts[place] == start and self._spans[place][1]() is None:
+            del self._starts[place], self._spans[place]
 
 
 class AtUse(TorchDispatchMode):
@@ -103,7 +117,19 @@ class AtUse(TorchDispatchMode):
                     owned = self._registry.find(tensor)
                     if owned is not None and reads:
                         self._note(owned)
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if func.namespace in TORCH else self._inside(func, args, kwargs)
+
+    def _inside(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run a custom operation with this mode on, which torch switches off while an operation runs.
+
+        A kernel written in Python may look weights up by itself: that of vLLM's MoE is given a layer's name.
+        """
+        given = next(_operands((*args, *kwargs.values())), None)
+        key = None if given is None else torch._C._dispatch_key_for_device(given.device.type)
+        if key is None or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key):
+            return func(*args, **kwargs)
+        with self:
+            return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -117,6 +143,16 @@ def _operands(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _operands(value)
+
+
+def _weak(owned: Owned) -> Callable[[], Owned | None]:
+    alive = weakref.ref(owned.tensor)
+    owner, path = owned.owner, owned.path
+    return lambda: None if (tensor := alive()) is None else Owned(owner, path, tensor)
+
+
+def _nobody() -> None:
+    return None
 
 
 def _address(tensor: torch.Tensor) -> int:

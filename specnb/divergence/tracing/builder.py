@@ -1,5 +1,6 @@
 """The table of a trace while it grows: tensors are copied when they are seen and measured a stack at a time."""
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.divergence.tracing.at_use import Owned, Registry, version_of
 from specnb.divergence.tracing.fingerprint import STATISTICS, digests, fingerprints
-from specnb.divergence.tracing.names import Chooser, dtype_name
+from specnb.divergence.tracing.names import Chooser, dtype_name, is_wrapper
 from specnb.divergence.tracing.tokens import Step
 
 PENDING_BYTES = 64 << 20
@@ -74,9 +75,12 @@ class TraceBuilder:
         self._calls[frame.module] += 1
 
     def see(self, frame: Frame, role: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write down tensors that a call was given or gave: one event of `order`."""
+        """Write down tensors that a call was given or gave, as one event of `order`; name those that cannot be read."""
         for name, tensor in named:
-            self._row(frame, role, name, tensor.detach() if tensor.requires_grad else tensor)
+            if why := unreadable(tensor):
+                self.facts.setdefault("unread", {})[f"{frame.module}:{role}:{name}"] = why
+            else:
+                self._row(frame, role, name, plain(tensor))
         self._order += 1
 
     def use(self, frame: Frame, owned: Owned) -> None:
@@ -165,14 +169,42 @@ class TraceBuilder:
         copies = stack[0].copy[None] if len(stack) == 1 else torch.stack([waiting.copy for waiting in stack])
         prints = fingerprints(copies, stack[0].token_axis)
         columns = {name: prints.statistics[name].tolist() for name in STATISTICS}
-        arrays = {"sketch": prints.sketch, "tokens": prints.tokens, "token_l2": prints.token_l2}
-        arrays = {name: array for name, array in arrays.items() if array is not None}
         for i, (waiting, text) in enumerate(zip(stack, digests(copies), strict=True)):
             values = {name: column[i] for name, column in columns.items()} | {"digest": text}
             for key in waiting.rows:
                 self._tensors[key] |= values
-                for name, array in arrays.items():
-                    self._arrays[f"{key}.{name}"] = array[i]
+                if prints.tokens is not None:
+                    self._arrays[f"{key}.tokens"] = prints.tokens[i]
+                    self._arrays[f"{key}.token_l2"] = prints.token_l2[i]
+
+
+def unreadable(tensor: torch.Tensor) -> str:
+    """Why a tensor has no values that can be copied and measured one by one; "" where it has."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    if tensor.is_quantized or tensor.device.type == "meta":
+        return "quantised" if tensor.is_quantized else "on meta"
+    if is_wrapper(tensor):
+        return type(tensor).__name__
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "inside a torch.func transform"
+    return "" if _measurable(tensor.dtype) else dtype_name(tensor)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values without a graph behind them and without a conjugation or sign that is still to be applied."""
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+@functools.cache
+def _measurable(dtype: torch.dtype) -> bool:
+    """Whether torch can turn values of this type into float32."""
+    try:
+        torch.stack([torch.zeros(1).to(dtype)]).to(torch.complex64 if dtype.is_complex else torch.float32)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

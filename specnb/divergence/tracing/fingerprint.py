@@ -1,7 +1,10 @@
-"""What is kept of a tensor: its digest, its statistics, and a sketch of each of its tokens or, without any, of it all.
+"""What is kept of a tensor: its digest, its statistics, and a sketch of each of its tokens.
 
 Works on a stack of tensors of one shape at once: a decoding step shows a thousand small ones, and the calls would cost
 more than the numbers. The sums are float32 within a token and float64 over tokens.
+
+A tensor without a token axis has no sketch: there is no position at which it could be compared, so its digest and its
+statistics stand for it.
 """
 
 import functools
@@ -12,13 +15,8 @@ import numpy as np
 import torch
 
 from specnb.divergence.tracing.names import dtype_name
-from specnb.divergence.tracing.sketch import BITS, TENSOR_K, TOKEN_K, digest_bytes, signs
+from specnb.divergence.tracing.sketch import TOKEN_K, digest_bytes, signs
 
-# A prime, so that a channel that repeats with the width of the model (a power of two, say) falls on all columns.
-BLOCK = 4093
-# Block b takes its signs from place 61 b on: the blocks differ, and no sign matrix of the tensor's size is held.
-SHIFT = 61
-BLOCKS_AT_ONCE = 256
 # Masks hold the lowest float32; in a sketch its square would overflow.
 LARGEST = 1e15
 
@@ -27,11 +25,10 @@ STATISTICS = ("mean", "std", "l1", "l2", "min", "max", "n_nan", "n_inf")
 
 @dataclass(frozen=True)
 class Prints:
-    """Of a stack of n tensors: `statistics` name -> (n,), then `tokens` (n, t, 16) and `token_l2` (n, t), or where
-    there are no tokens `sketch` (n, 64). Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
+    """Of a stack of n tensors: `statistics` name -> (n,), `tokens` float32 (n, t, 16) and `token_l2` float32 (n, t),
+    None where there are no tokens. Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
 
     statistics: dict[str, np.ndarray]
-    sketch: np.ndarray | None
     tokens: np.ndarray | None
     token_l2: np.ndarray | None
 
@@ -54,7 +51,7 @@ def fingerprint(values: torch.Tensor | np.ndarray, token_axis: int = -1) -> Prin
     """`fingerprints` of one tensor, without the leading axis of the stack."""
     many = fingerprints(_as_tensor(values)[None], token_axis)
     one = {name: column[0] for name, column in many.statistics.items()}
-    return Prints(one, *(None if x is None else x[0] for x in (many.sketch, many.tokens, many.token_l2)))
+    return Prints(one, *(None if x is None else x[0] for x in (many.tokens, many.token_l2)))
 
 
 @torch.no_grad()
@@ -64,56 +61,94 @@ def fingerprints(stack: torch.Tensor, token_axis: int = -1) -> Prints:
     `token_axis` counts within `shape`; the axes before it, if any, are the batch, so tokens come batch by batch; -1:
     no tokens. NaN and infinities count as 0 in sketches, and what is beyond 1e15 as that. An empty tensor has the
     statistics of no values: sums 0, the others NaN.
+
+    Sketches are stored in float32. Integers are summed exactly before, so two tokens of integers have two sketches
+    unless their sums differ by less than float32 can hold: an id of 2**24 alone in its token and the one after it are
+    told apart by the digest of the tensor only.
     """
     if stack.is_complex():
         stack = torch.view_as_real(stack)
     if stack.numel() == 0:
         return _empty(stack.shape, token_axis)
-    prints = _finite_prints(stack.to(torch.float32), token_axis)
-    for i in np.flatnonzero(~np.isfinite(prints.statistics["l2"] + prints.statistics["l1"])):
+    if stack.device.type == "mps":  # which has no float64
+        stack = stack.cpu()
+    prints = _finite_prints(stack.to(dtype_of_product(stack.device.type, stack.dtype, _cpu_precision())), token_axis)
+    for i in np.flatnonzero(~(prints.statistics["l1"] <= LARGEST)):  # NaN is not less than anything
         _mend(prints, int(i), stack[i], token_axis)
     return prints
 
 
+def dtype_of_product(device_type: str, dtype: torch.dtype, cpu_precision: str = "none") -> torch.dtype:
+    """In which type values of `dtype` meet the signs: float32 where it keeps its 24 bits and holds the values.
+
+    Elsewhere float64: integers and float64 do not fit; an accelerator may be set to multiply float32 with 10 bits
+    (TF32), and a processor with 8 (`cpu_precision`, torch's setting for its matrix products, "bf16"). That a float64
+    product cannot be so set costs less than to change a setting that other threads see.
+    """
+    exact = cpu_precision in ("none", "ieee", "highest")
+    fits = dtype.is_floating_point and dtype is not torch.float64
+    return torch.float32 if device_type == "cpu" and exact and fits else torch.float64
+
+
+def _cpu_precision() -> str:
+    """torch's setting for products of float32 on the processor; before torch 2.9 there was one for all devices."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    return torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
+
+
 def _finite_prints(stack: torch.Tensor, token_axis: int) -> Prints:
+    """Of a stack of float32 or float64 of moderate values; where they are not, `l1` is NaN or above LARGEST."""
     rows = token_rows(stack, token_axis)
-    n, n_values = len(stack), stack[0].numel()
-    if token_axis < 0:
-        sums, tokens, norms = rows.sum(-1, dtype=torch.float64), None, torch.linalg.vector_norm(rows.double(), dim=-1)
+    if token_axis < 0:  # one long row
+        tokens, sums = None, rows.sum(-1, dtype=torch.float64)
+        norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     else:
-        signed = rows @ token_signs(rows.shape[-1], str(stack.device))
-        sums, tokens, norms = (
-            signed[..., TOKEN_K].double(),
-            signed[..., :TOKEN_K],
-            torch.linalg.vector_norm(rows, dim=-1),
-        )
-        tokens = _numpy(tokens / math.sqrt(TOKEN_K))
-    mean = sums.sum(-1) / n_values
-    square = norms.double().square().sum(-1)
+        signed = rows @ token_signs(rows.shape[-1], rows.dtype, str(stack.device))
+        tokens, sums = _numpy((signed[..., :TOKEN_K] / math.sqrt(TOKEN_K)).float()), signed[..., TOKEN_K]
+        norms = torch.linalg.vector_norm(rows, dim=-1)
+    means, variances = _moments(rows, sums, norms)
+    mean = means.mean(-1)
+    # the law of total variance: within the tokens, and between them
+    variance = variances.mean(-1) + (means - mean[:, None]).square().mean(-1)
     statistics = {
         "mean": mean,
-        "std": (square / n_values - mean.square()).clamp(min=0).sqrt(),
+        "std": variance.sqrt(),
         "l1": rows.abs().sum(-1).double().sum(-1),
-        "l2": square.sqrt(),
+        "l2": torch.linalg.vector_norm(norms.double(), dim=-1),
         "min": rows.amin(-1).amin(-1).double(),
         "max": rows.amax(-1).amax(-1).double(),
     }
     columns = {name: _numpy(column) for name, column in statistics.items()}
-    columns |= {name: np.zeros(n, np.int64) for name in ("n_nan", "n_inf")}
-    if tokens is None:
-        return Prints(columns, _sketch(stack.reshape(n, -1)), None, None)
-    return Prints(columns, None, tokens, _numpy(norms))
+    columns |= {name: np.zeros(len(stack), np.int64) for name in ("n_nan", "n_inf")}
+    return Prints(columns, tokens, None if tokens is None else _numpy(norms.float()))
+
+
+def _moments(rows: torch.Tensor, sums: torch.Tensor, norms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance `(n, t)` float64 of rows `(n, t, values)`, from their sums and norms where that is right.
+
+    The mean square less the square of the mean has no digits left where the mean is far larger than the spread: those
+    rows are done again around their mean, which need not be exact, for what it is off by is in what is left.
+    """
+    size = rows.shape[-1]
+    means = sums.double() / size
+    variances = norms.double().square() / size - means.square()
+    narrow = means.square() > variances
+    if narrow.any():
+        about = means[narrow].to(rows.dtype)
+        rest = rows[narrow] - about[:, None]
+        off = rest.sum(-1, dtype=torch.float64) / size
+        means[narrow] = about.double() + off
+        square = torch.linalg.vector_norm(rest, dim=-1, dtype=torch.float64).square() / size
+        variances[narrow] = (square - off.square()).clamp(min=0)
+    return means, variances
 
 
 def _mend(prints: Prints, i: int, tensor: torch.Tensor, token_axis: int) -> None:
-    """Fill place i again: something in it is not finite, or too large for float32 sums."""
-    clean = tensor.to(torch.float32).nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
-    again = _finite_prints(clean[None], token_axis)
-    if prints.tokens is None:
-        prints.sketch[i] = again.sketch[0]
-    else:
-        prints.tokens[i], prints.token_l2[i] = again.tokens[0], again.token_l2[0]
+    """Fill place i again: something in it is not finite, or too large for sums in float32."""
     wide = tensor.double()
+    if prints.tokens is not None:
+        again = _finite_prints(wide.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)[None], token_axis)
+        prints.tokens[i], prints.token_l2[i] = again.tokens[0], again.token_l2[0]
     finite = wide[wide.isfinite()]
     found = {"n_nan": int(wide.isnan().sum()), "n_inf": int(wide.isinf().sum())}
     if finite.numel():
@@ -132,9 +167,9 @@ def _empty(shape: torch.Size, token_axis: int) -> Prints:
         name: np.zeros(n, np.int64) for name in ("n_nan", "n_inf")
     }
     if token_axis < 0:
-        return Prints(columns, np.zeros((n, TENSOR_K), np.float32), None, None)
+        return Prints(columns, None, None)
     t = math.prod(shape[1 : token_axis + 2]) if token_axis < 2 else shape[1] * shape[token_axis + 1]
-    return Prints(columns, None, np.zeros((n, t, TOKEN_K), np.float32), np.zeros((n, t), np.float32))
+    return Prints(columns, np.zeros((n, t, TOKEN_K), np.float32), np.zeros((n, t), np.float32))
 
 
 def token_rows(stack: torch.Tensor, token_axis: int) -> torch.Tensor:
@@ -150,50 +185,16 @@ def token_rows(stack: torch.Tensor, token_axis: int) -> torch.Tensor:
     return stack.reshape(n, tokens, -1)
 
 
-def _sketch(flat: torch.Tensor) -> np.ndarray:
-    """Sketches `(n, 64)` of rows `(n, values)`: values fall with a sign on BLOCK columns, these on 64 with signs again.
-
-    One multiplication a value. Two values of one column meet with their own signs, so the first step adds a variance of
-    about 2 / BLOCK beside the 2 / 64 of the second.
-    """
-    n, values = flat.shape
-    whole = values // BLOCK
-    device = str(flat.device)
-    places = block_signs(1 << (whole * SHIFT + BLOCK).bit_length(), device)
-    width = min(values, BLOCK)  # most tensors of a decoding step are far smaller than a block
-    folded = flat.new_zeros((n, width))
-    for start in range(0, whole, BLOCKS_AT_ONCE):
-        end = min(whole, start + BLOCKS_AT_ONCE)
-        signed = places.as_strided((end - start, BLOCK), (SHIFT, 1), start * SHIFT)
-        folded += (flat[:, start * BLOCK : end * BLOCK].reshape(n, -1, BLOCK) * signed).sum(1)
-    if rest := values - whole * BLOCK:
-        folded[:, :rest] += flat[:, whole * BLOCK :] * places[whole * SHIFT : whole * SHIFT + rest]
-    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is made again by `_mend`
-        return _numpy(folded.double() @ tensor_signs(device)[:width] / math.sqrt(TENSOR_K)).astype(np.float32)
-
-
-@functools.lru_cache(maxsize=4)
-def tensor_signs(device: str) -> torch.Tensor:
-    """`(BLOCK, 64)` float64."""
-    return torch.from_numpy(signs("tensor", BLOCK)).to(device, torch.float64)
-
-
-def token_signs(features: int, device: str) -> torch.Tensor:
-    """`(features, 17)` float32: sixteen columns of signs, and ones, which give the sum of a token's values."""
-    return _token_signs(1 << (features - 1).bit_length(), device)[:features]
+def token_signs(features: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """`(features, 17)`: sixteen columns of signs, and ones, which give the sum of a token's values."""
+    return _token_signs(1 << (features - 1).bit_length(), dtype, device)[:features]
 
 
 @functools.lru_cache(maxsize=32)
-def _token_signs(rows: int, device: str) -> torch.Tensor:
-    table = signs("token", rows)[:, : TOKEN_K + 1].astype(np.float32)
+def _token_signs(rows: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    table = signs(rows)[:, : TOKEN_K + 1]
     table[:, TOKEN_K] = 1
-    return torch.from_numpy(table).to(device)
-
-
-@functools.lru_cache(maxsize=32)
-def block_signs(count: int, device: str) -> torch.Tensor:
-    """`(count,)` float32; `count` is a multiple of 64."""
-    return torch.from_numpy(signs("block", count // BITS).reshape(-1).astype(np.float32)).to(device)
+    return torch.from_numpy(table).to(device, dtype)
 
 
 def _as_tensor(values: torch.Tensor | np.ndarray) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specnb.divergence.align import PREFIX
 from specnb.errors import InputError
@@ -20,8 +21,12 @@ STATES = ("keys", "values", "conv_states", "recurrent_states")
 
 
 def canonical(paths: Iterable[str]) -> dict[str, str]:
-    """Module paths -> the same without leading `model.` or `draft_model.`. InputError where two become one."""
+    """Module paths -> the same without leading `model.` or `draft_model.`, but for those that stand beside a module of
+    the shorter name. InputError where two become one."""
+    paths = list(paths)
+    taken = {*paths}
     short = {path: PREFIX.sub("", path, count=1) if PREFIX.match(path) else path for path in paths}
+    short = {path: path if name in taken else name for path, name in short.items()}
     back: dict[str, str] = {}
     for path, name in short.items():
         if name in back:
@@ -68,6 +73,17 @@ def _signature(module: nn.Module) -> inspect.Signature | None:
 def is_cache(value: object) -> bool:
     """A transformers Cache, told by what it can do: the class is not imported for that."""
     return hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory of its own but others inside it (quantised, distributed)."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return True
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

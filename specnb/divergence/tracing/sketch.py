@@ -1,24 +1,23 @@
-"""Seeded random-sign sketches: what two large tensors differ by, told from 64 numbers of each.
+"""Seeded random-sign sketches: what two tokens of many features differ by, told from 16 numbers of each.
 
 A sketch is a linear map s = R x with signs R, scaled so that <s_a, s_b> estimates <a, b> (Alon, Matias and Szegedy
-1996; Achlioptas 2003). The signs come from a counter hash, so every machine and version draws the same ones. This
-module needs numpy only; `fingerprint` makes the sketches.
+1996; Achlioptas 2003). The signs come from a counter hash, so every machine and version draws the same ones. To
+compare sketches numpy is enough; `fingerprint` makes them, and only to make digests xxhash is needed.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from specnb.errors import InputError
 
-TENSOR_K = 64
 TOKEN_K = 16
-BITS = 64
-"""Signs that one hash value gives."""
+DIGEST = "xxh3-128"
+"""How `digest_bytes` makes digests: those of two algorithms cannot be compared."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_STREAMS = {"tensor": 1, "token": 2, "block": 3}
+_STREAM = 2 << 56
+"""Far from the counters that another use of the hash would start at."""
 
 
 class Estimate(NamedTuple):
@@ -28,13 +27,13 @@ class Estimate(NamedTuple):
     error: np.ndarray
 
 
-def signs(stream: str, count: int) -> np.ndarray:
-    """Signs `(count, 64)` int8 of one of the streams "tensor", "token", "block"; row i depends on i only.
+def signs(count: int) -> np.ndarray:
+    """Signs `(count, 64)` int8, one row for each feature of a token; row i depends on i only.
 
     The hash is splitmix64 (Steele, Lea and Flood 2014), the counter its index.
     """
     with np.errstate(over="ignore"):
-        z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(_STREAMS[stream] << 56)
+        z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(_STREAM)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)
@@ -47,6 +46,8 @@ def digest_bytes(dtype: str, shape: tuple[int, ...], data: object) -> str:
 
     XXH3 with 128 bits: tensors are not forged, and a cryptographic hash of every activation costs half a forward.
     """
+    import xxhash
+
     state = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
     state.update(data)
     return state.hexdigest()

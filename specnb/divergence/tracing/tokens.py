@@ -29,7 +29,8 @@ class Step:
         """The axis of `shape` that counts tokens, -1 where there is none.
 
         Known layouts: (batch, length, …), (batch, heads, length, dim), (batch * length, …) as routers and flat engines
-        have it, and for keys and values of a cache (batch, heads, all tokens so far, dim).
+        have it, (batch, 1, features) for the last token, of which alone logits are made when text is continued, and
+        for keys and values of a cache (batch, heads, all tokens so far, dim).
         """
         if role == "state":
             return len(shape) - 2 if name in ("keys", "values") and len(shape) >= 3 else -1
@@ -39,28 +40,36 @@ class Step:
                 return 1
             if len(shape) == 4 and shape[2] == self.length:
                 return 2
+            if len(shape) == 3 and shape[:2] == (self.batch, 1):
+                return 1
         return 0 if shape and shape[0] == self.batch * self.length else -1
 
     def first_position(self, role: str, axis: int, shape: tuple[int, ...]) -> int:
-        """Position of the first token on `axis`: a cache ends with the last token of the step. 0 where no token is."""
+        """Position of the first token on `axis`: caches and fewer tokens end with the step's last. 0 where none is."""
         if axis < 0:
             return 0
-        return max(self.first + self.length - shape[axis], 0) if role == "state" else self.first
+        earlier = self.length - shape[axis]
+        return max(self.first + earlier, 0) if role == "state" else self.first + max(earlier, 0)
 
 
 def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
     """The step that a call with these named arguments is: from its ids or states, its positions, its cache."""
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.ndim}
+    tensors = {name: value for name, value in arguments.items() if _has_shape(value)}
     ids = _first(tensors, IDS)
     others = [name for name in tensors if name not in POSITIONS and "mask" not in name]
     batch, length = _extent(_first(tensors, (*IDS, *EMBEDDED, *others)))
     given = _first(tensors, [name for name in POSITIONS if name in tensors and tensors[name].numel()])
     cache = next((value for value in arguments.values() if is_cache(value)), None)
     first = cache.get_seq_length() if cache is not None else 0
-    if given is not None:
+    # rows that were padded on the left have other positions each: then slots are counted, which all have in common
+    if given is not None and not (given.ndim == 2 and bool((given != given[:1]).any())):
         first = given.reshape(-1)[0]
     kept = [] if ids is None or ids.is_floating_point() else ids.reshape(-1)[:KEPT_IDS].tolist()
     return Step(index, batch, length, int(first), kept)
+
+
+def _has_shape(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_nested and value.ndim > 0
 
 
 def _first(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> torch.Tensor | None:

@@ -1,0 +1,245 @@
+"""Is what was sampled what the rows say? The sampling audit, from logged positions of drafts, with numpy alone.
+
+A draft x is drawn from the row q, kept with min(1, p(x)/q(x)), and where it is rejected the token is drawn from
+norm(max(p - q, 0)) (Leviathan et al. 2211.17192). Then x follows q, the share of kept drafts is 1 - TV(p, q), and the
+committed token y follows p, each given the prefix. The panel pools how far four sums are from what the rows promise, in
+standard deviations: for a sound sampler each has mean 0 and standard deviation 1.
+
+z_acc     kept drafts, against the sum of 1 - TV(p, q)
+z_draft   -log q(x), against the entropy of q
+z_surp    -log p(y), against the entropy of p
+z_dir     log(p/q)(y), against its mean under p
+
+None sees everything: where p is drawn from in place of the residual, z_acc and z_draft stay what they are. What needs
+no statistics is checked exactly beside them, and at greedy positions, where nothing varies, that is all.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from statistics import NormalDist
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from specnb.divergence.ladder import EXIT
+from specnb.divergence.sampling_terms import N_STATISTICS, STATISTICS, Flaw, Position, Terms, terms
+from specnb.errors import InputError
+
+__all__ = ["Audit", "Flaw", "Position", "Statistic", "Tally", "audit"]
+
+Verdict = Literal["sound", "wrong", "inconclusive"]
+MISREPORTED = "q misreported"
+NOT_DRAWN = "draft not drawn from q"
+FROM_TARGET = "resampled from p instead of the residual"
+OTHER = "something else"
+
+ALPHA = 1e-3
+"""Chance of calling a sound sampler wrong, over all statistics together (Holm 1979)."""
+POWER = 0.9
+EFFECT = 0.1
+"""Total variation by which the law of what was drawn may differ, and which must have been seen (see `Statistic`)."""
+SKEWED = 0.2
+"""Sum of third absolute moments over the variance to the 3/2, up to which a sum is taken for normal.
+
+Beyond, it is divided by the standard deviation that would have this value: of drafts that are nearly always kept one
+rejection must not weigh a hundred of the tiny standard deviations that they have.
+"""
+BY_CHANCE = 1e-6
+"""Chance below which drafts that all are the likeliest token of their row were not drawn from it."""
+
+CAUSE_OF_FLAW = {
+    "accept": OTHER,
+    "committed": OTHER,
+    "resample": OTHER,
+    "draft": NOT_DRAWN,
+    "residual": FROM_TARGET,
+}
+"""The kinds of flaws that the exact checks find."""
+MEANING = {
+    "z_acc": (
+        "fewer drafts are kept than the rows allow: the drafts have another law than q, or good ones are rejected",
+        "more drafts are kept than the rows allow: the drafts have another law than q, and the output another than p",
+    ),
+    "z_draft": (
+        "drafts are likelier than q says: drawn after top-k, or greedily, and reported as a row before that",
+        "drafts are less likely than q says: the row that is reported is sharper than what was drawn from",
+    ),
+    "z_surp": (
+        "committed tokens are likelier than p says: the output is sharper than the target",
+        "committed tokens are less likely than p says: the output is flatter than the target",
+    ),
+    "z_dir": (
+        "committed tokens lean to where q is above p: after a rejection p is drawn from, not the residual",
+        "committed tokens lean to where p is above q: more than the residual makes up for what was kept",
+    ),
+}
+"""What a large |z| means: below 0, above 0."""
+
+
+class Statistic(NamedTuple):
+    """One of the panel. `z` and the two-sided `p_value` are None where nothing varied (see SKEWED for what z is of).
+
+    `far` says whether it is beyond chance, corrected for the number of statistics. `detectable` is the total variation
+    that would have been seen with POWER: for z_acc a change of the share of kept drafts, for the others mass of each
+    row that is moved from one side of the mean of what is summed to the other. `needed` positions would show `effect`.
+    """
+
+    name: str
+    n: int
+    z: float | None
+    p_value: float | None
+    far: bool
+    detectable: float | None
+    needed: int
+    meaning: str
+
+
+class Audit(NamedTuple):
+    """What the positions say. `causes` are empty unless it is wrong; `more` positions are missing for a verdict."""
+
+    verdict: Verdict
+    causes: tuple[str, ...]
+    n: int
+    repeated: int
+    replayed: int
+    panel: tuple[Statistic, ...]
+    flaws: dict[str, tuple[int, Flaw]]
+    more: int
+    effect: float
+
+    @property
+    def exit_code(self) -> int:
+        """As of the lab's other verdicts."""
+        return EXIT[{"sound": "SOUND", "wrong": "DIVERGENT", "inconclusive": "INCONCLUSIVE"}[self.verdict]]
+
+    @property
+    def line(self) -> str:
+        """The verdict in a sentence."""
+        if self.verdict == "wrong":
+            return f"wrong: {' and '.join(self.causes)}, of {self.n} positions"
+        if self.verdict == "inconclusive":
+            why = f"about {self.more} more are needed to see a total variation of {self.effect:g} with power {POWER:g}"
+            return f"inconclusive: nothing is wrong in {self.n} positions, {why}"
+        varied = [one for one in self.panel if one.z is not None]
+        seen = f"a total variation of {self.effect:g} would have been seen"
+        return f"sound: {self.n} positions, {seen if varied else 'nothing varied; all is exact'}"
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        flaws = {kind: {"count": count, **first._asdict()} for kind, (count, first) in self.flaws.items()}
+        panel = [one._asdict() for one in self.panel]
+        return self._asdict() | {"panel": panel, "flaws": flaws, "exit_code": self.exit_code, "line": self.line}
+
+
+class Tally:
+    """Positions one by one, of which only sums are kept: rows of a large vocabulary need not be held."""
+
+    def __init__(self) -> None:
+        self.n = self.repeated = self.replayed = self.given = 0
+        self._sums = np.zeros((N_STATISTICS, 4))  # see Terms.moments
+        self._flaws: Counter[str] = Counter()
+        self._first: dict[str, Flaw] = {}
+        self._all_likeliest, self._likeliest_log_chance = True, 0.0
+        self._visited: set[int] = set()
+
+    def add(self, position: Position) -> None:
+        """Count one more. Raises InputError for one that is none.
+
+        A position behind a rejection is no sample of anything; of a prefix only the first visit counts, for another
+        visit with the same random numbers would be the same sample twice.
+        """
+        self.given += 1
+        if position.accepted is None:
+            return
+        try:
+            found = terms(position)
+        except InputError as error:
+            raise InputError(f"position {self.given - 1}: {error}") from error
+        if found.prefix in self._visited:
+            self.repeated += 1
+            return
+        if found.prefix is not None:
+            self._visited.add(found.prefix)
+        self._count(found)
+
+    def _count(self, found: Terms) -> None:
+        self.n += 1
+        self.replayed += found.replayed
+        self._sums += found.moments
+        self._all_likeliest &= found.likeliest
+        self._likeliest_log_chance += found.likeliest_log_chance
+        for kind, says in found.flaws:
+            self._flaws[kind] += 1
+            self._first.setdefault(kind, Flaw(self.given - 1, says))
+
+    def audit(self, *, effect: float = EFFECT, alpha: float = ALPHA) -> Audit:
+        """The verdict on what was counted. Raises InputError for an effect or a level that is no share."""
+        for name, share in (("effect", effect), ("alpha", alpha)):
+            if not 0 < share < 1:
+                raise InputError(f"{name} must be between 0 and 1, such as {EFFECT}, got {share}")
+        panel = _panel(self._sums, self.n, effect, alpha)
+        flaws = {kind: (count, self._first[kind]) for kind, count in self._flaws.items()}
+        more = max((one.needed - self.n for one in panel), default=0) if self.n else 1
+        causes = self._causes({one.name: one.z for one in panel if one.far})
+        verdict = "wrong" if causes else "inconclusive" if more > 0 else "sound"
+        return Audit(verdict, causes, self.n, self.repeated, self.replayed, panel, flaws, max(more, 0), effect)
+
+    def _causes(self, far: dict[str, float]) -> tuple[str, ...]:
+        """What the exact checks name, and the statistics that are far for another reason.
+
+        Drafts of another law shift all that follows from them, a wrong rule all but the drafts.
+        """
+        found = [CAUSE_OF_FLAW[kind] for kind in self._flaws]
+        if "z_draft" in far and NOT_DRAWN not in found:
+            by_chance = self._likeliest_log_chance > math.log(BY_CHANCE)
+            found.append(NOT_DRAWN if self._all_likeliest and not by_chance else MISREPORTED)
+        elif "z_acc" in far and not {"accept", "draft"} & self._flaws.keys():
+            # where each decision was replayed the rule is right, so what it was given must be wrong
+            drawn = self._sums[STATISTICS.index("z_draft"), 1] > 0
+            found.append(MISREPORTED if drawn and self.replayed == self.n else OTHER)
+        elif far and not found:
+            found.append(FROM_TARGET if far.get("z_dir", 0.0) < 0 else OTHER)
+        return tuple(dict.fromkeys(found))
+
+
+def audit(positions: Iterable[Position], *, effect: float = EFFECT, alpha: float = ALPHA) -> Audit:
+    """The sampling audit of logged positions; `effect` is the total variation that must be seen for "sound".
+
+    A log without one tested position is inconclusive. Raises InputError for rows that are no distributions, tokens
+    outside them, and numbers that are none.
+    """
+    tally = Tally()
+    for position in positions:
+        tally.add(position)
+    return tally.audit(effect=effect, alpha=alpha)
+
+
+def _panel(sums: np.ndarray, n: int, effect: float, alpha: float) -> tuple[Statistic, ...]:
+    found = [_statistic(name, n, *row, effect, alpha) for name, row in zip(STATISTICS, sums, strict=True)]
+    ranked = sorted((one for one in found if one.p_value is not None), key=lambda one: one.p_value)
+    far: set[str] = set()
+    for behind, one in enumerate(ranked):
+        if one.p_value > alpha / (len(ranked) - behind):
+            break
+        far.add(one.name)
+    return tuple(
+        one._replace(far=one.name in far, meaning=MEANING[one.name][int(one.z > 0)] if one.name in far else "")
+        for one in found
+    )
+
+
+def _statistic(
+    name: str, n: int, deviation: float, variance: float, spread: float, third: float, effect: float, alpha: float
+) -> Statistic:
+    """From sums over n positions; `spread` is the shift if all mass moved from one side of the mean to the other."""
+    if variance <= 0:
+        return Statistic(name, n, None, None, False, None, 0, "")
+    least = third / variance / SKEWED
+    divisor = max(math.sqrt(variance), least)
+    z, quantile = deviation / divisor, NormalDist().inv_cdf
+    reach = (quantile(POWER) - quantile(alpha / N_STATISTICS / 2)) / spread
+    # what n positions show grows with n, their standard deviation with its root, its least not at all
+    needed = n * max(reach**2 * variance / effect**2, reach * least / effect)
+    p_value = math.erfc(abs(z) / math.sqrt(2))
+    return Statistic(name, n, z, p_value, False, min(1.0, reach * divisor), math.ceil(needed), "")

@@ -1,0 +1,75 @@
+"""One lab for the tests of the divergence lab: they look at the same runs from several sides, and a run costs a second.
+
+What it hands out is shared: read it, or copy it first.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from torch import nn
+
+from specnb.divergence import pair as small
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.grading import cases as grid_cases
+from specnb.divergence.investigate import made_up
+from specnb.divergence.score import Score, score
+from specnb.divergence.script import Script
+from specnb.divergence.setups import Deploy, Lab, Outcome
+
+TOKENS, PROMPT = 20, 14
+"""Longer than the window of 16 tokens, with a rejection in it. What a run costs is its number of feeds: nine."""
+
+
+class KeptLab(Lab):
+    """A lab that runs a planted fault of FAULTS, or nothing, in a set-up once. Services of other kinds are run anew."""
+
+    def __init__(self, draft: nn.Module, target: nn.Module | None = None, *, script: Script) -> None:
+        super().__init__(draft, target, script=script)
+        self._kept: dict[tuple[str, Deploy | None], Outcome] = {}
+
+    def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
+        """As `Lab.run`, by which a test runs anew where that is what it is about."""
+        if deploy is not None and deploy not in FAULTS.values():
+            return super().run(name, deploy)
+        if (name, deploy) not in self._kept:
+            self._kept[name, deploy] = super().run(name, deploy)
+        return self._kept[name, deploy]
+
+    def __copy__(self) -> Lab:
+        """A copy is made to be changed, so it keeps nothing."""
+        plain = object.__new__(Lab)
+        plain.__dict__.update(self.__dict__)
+        return plain
+
+
+def shared_lab() -> KeptLab:
+    """The embedded pair in float32, with its text."""
+    made = small.pair()
+    return KeptLab(made.draft, made.target, script=made_up(made.draft, tokens=TOKENS, prompt=PROMPT))
+
+
+@contextmanager
+def short_texts() -> Iterator[None]:
+    """Texts of the grid of cases are short in here."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, between in (("TEXTS", (13, 16)), ("PROMPTS", (8, 10)), ("ROUNDS", (2, 4))):
+            patch.setattr(grid_cases, name, between)
+        yield
+
+
+class Scored(NamedTuple):
+    """The score of one fault and one control, the folder that its parts are kept in, and how it was asked for."""
+
+    score: Score
+    keep: Path
+    options: dict
+
+
+def small_score(keep: Path) -> Scored:
+    """The lab and the tools beside it, each on two runs."""
+    options = {"seeds": 1, "layers": (0,), "dtypes": ("float32",), "faults": ("kv_slot_swap", "uniform_offset")}
+    with short_texts():
+        return Scored(score(**options, controls=False, keep=keep), keep, options)

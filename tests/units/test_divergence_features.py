@@ -1,0 +1,93 @@
+"""S7: the features a fault needs are found by switching them off, alone or together."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specnb.divergence import pair as small
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.features import switched_off
+from specnb.divergence.script import Script
+from specnb.divergence.setups import Lab
+from specnb.errors import InputError
+
+NAMES = ("compile", "graphs", "prefix_cache", "fusion", "backend")
+
+
+class Told:
+    """Stands for a lab whose draft is healed by rules over what is off: any one of `healing`, whole."""
+
+    def __init__(self, healing):
+        self.healing, self.runs = [frozenset(one) for one in healing], []
+
+    def run(self, setup, deploy):
+        with deploy(None, None) as off:
+            self.runs.append(off)
+        clean = any(one <= off for one in self.healing)
+        wrong = pd.DataFrame({"module": ["layers.0.mlp", "norm"], "position": [3, 4]})
+        return SimpleNamespace(clean=clean, wrong=wrong.iloc[:0] if clean else wrong)
+
+
+def service(draft, neighbour, without=frozenset()):
+    return nullcontext(without)
+
+
+@given(st.lists(st.sets(st.sampled_from(NAMES), min_size=1), max_size=3))
+def test_what_is_needed_heals_and_nothing_smaller_does(healing):
+    lab = Told(healing)
+    found = switched_off(lab, service, NAMES)
+    alone = tuple(name for name in NAMES if {name} in healing)
+    assert len(lab.runs) == len(set(lab.runs)) == len(found.runs) <= 2 * len(NAMES) + 1
+    if alone:
+        assert found.needed == alone and not found.together
+    elif healing:
+        needed = set(found.needed)
+        assert found.together and any(one <= needed for one in healing)
+        assert not any(one <= needed - {name} for one in healing for name in needed)
+    else:
+        assert found.needed == () and "none of these features" in found.line
+
+
+def test_the_runs_say_what_was_off_and_what_was_wrong():
+    found = switched_off(Told([{"graphs"}]), service, ["graphs", "fusion"], setup="S2")
+    assert found.runs.to_dict("records") == [
+        {"off": ("graphs",), "clean": True, "first": "", "tokens": 0},
+        {"off": ("fusion",), "clean": False, "first": "layers.0.mlp", "tokens": 2},
+    ]
+    assert found.line == "S2 is clean without graphs, and wrong with all features on"
+    assert found.facts()["runs"][0]["off"] == ["graphs"]
+    together = switched_off(Told([{"graphs", "fusion"}]), service, ["graphs", "compile", "fusion"])
+    assert together.line == "S3 is clean without graphs and fusion, and wrong with all features on"
+
+
+def test_a_fault_of_one_feature_is_found_in_a_real_draft():
+    @contextmanager
+    def planted(draft, neighbour, without=frozenset()):
+        with nullcontext() if "registry" in without else FAULTS["positional_registry"](draft, neighbour):
+            yield
+
+    text = np.random.default_rng(0).integers(0, 256, 16).tolist()
+    made = small.pair()
+    lab = Lab(made.draft, made.target, script=Script.drafting(text, prompt=10, k=3, vocab_size=256), deploy=planted)
+    found = switched_off(lab, planted, ["graphs", "registry"])
+    assert found.needed == ("registry",)
+    assert found.runs.set_index("off").loc[[("graphs",)], "first"].item() == "layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("features", [(), ["graphs", "graphs"], "graphs", ["", "graphs"]])
+def test_features_are_names_each_once(features):
+    with pytest.raises(InputError, match="names of one or more"):
+        switched_off(Told([]), service, features)
+
+
+def test_a_service_that_cannot_leave_features_out_is_told_how():
+    def plain(draft, neighbour):
+        return nullcontext()
+
+    with pytest.raises(InputError, match="plain cannot leave features out: give it a parameter `without`"):
+        switched_off(Told([]), plain, ["graphs"])
