@@ -241,7 +241,7 @@ def compare(
     precise: Annotated[Path | None, typer.Option(help="folder of a float32 run of the same draft")] = None,
     as_json: Json = False,
 ) -> None:
-    """Where two runs of one draft part, from the traces that `divergence.capture` wrote, on whatever machine.
+    """Where two runs of one draft part, from the traces that `capture` wrote, on whatever machine.
 
     Exit code: 0 nothing but rounding, 1 divergent, 125 inconclusive, or a trace that cannot be read.
     """

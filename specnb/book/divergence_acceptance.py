@@ -33,8 +33,9 @@ def read(path: Path, *, vocab_size: int) -> Triage:
     if not one.drafter:
         raise InputError(f"in the generation of {path} nothing was drafted: {AGAIN}")
     _check_ids(one, vocab_size, path)
-    if impossible := next((r.index for r in one.rounds if not _possible(r)), None):
-        raise InputError(f"{path}: round {impossible} keeps or counts other drafts than it has: {AGAIN}")
+    for number, made_in in enumerate(one.rounds):
+        if not _possible(made_in):
+            raise InputError(f"{path}: round {number} keeps or counts other drafts than it has: {AGAIN}")
     return triage([one], vocab_size=vocab_size, drafter_kind=kind_of(one.drafter), forks=[fork] if fork else [])
 
 
@@ -69,6 +70,6 @@ def _possible(r: Round) -> bool:
         return False
     try:
         kept = [r.draft_ids[node] for node in r.accepted_nodes]
-    except KeyError:  # the path that was kept is none of the tree
+    except ZeroDivisionError:  # the path that was kept is none of the tree
         return False
     return kept == list(r.committed_ids[: r.n_accepted])

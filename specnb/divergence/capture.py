@@ -55,7 +55,8 @@ def capture(
     `known`: other models in the process, by tag, whose weights are told apart from the model's own when an operation
     reads them. `modules`: a regular expression found in the canonical paths of the modules to write down (default all).
     `full`: a regular expression, or a function of (module, role, name), for tensors that are kept as they are.
-    `at_use`: follow every operation to the parameters it reads. One call of the model, by its name or by its `forward`,
+    `at_use`: follow every operation to the parameters it reads; a model with flex attention, which torch compiles by
+    itself, needs it off. One call of the model, by its name or by its `forward`,
     is one step; its ids and positions are taken from its arguments. A module that is called outside of it (a head, as
     vLLM's compute_logits does) belongs to the step before. Results are the same bits as without.
 

@@ -183,7 +183,7 @@ def text(investigation: "Investigation", false_alarms: tuple[int, int] | None = 
     parts = [investigation.line, ""]
     parts += [f"{one.question} {one.answer}" for one in answers(investigation, false_alarms)]
     told = investigation.setups()[["setup", "says", "verdict", "first", "n_wrong", "foreign", "kills"]]
-    parts += ["", "Set-ups", told.to_string(index=False)]
+    parts += ["", "Set-ups", told.to_string(index=False, na_rep="")]
     if investigation.case.bad is not None:
         nodes = earliest(investigation).drop(columns=["at", "reads"])
         parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format=lambda value: f"{value:.4g}")]

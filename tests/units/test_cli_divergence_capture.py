@@ -1,11 +1,14 @@
 """Traces from the command line, from either engine, end to end; and what a generation adds to an investigation."""
 
+import html
 import json
 import shlex
 from contextlib import closing
+from itertools import pairwise
 
 import pytest
 
+from specnb.book import divergence_acceptance as acceptance
 from specnb.book.divergence_acceptance import read
 from specnb.divergence.capture import capture
 from specnb.divergence.investigate import made_up
@@ -13,6 +16,7 @@ from specnb.divergence.script import run
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
 from specnb.lm.load import load
+from specnb.measure.pair import run_pair
 from tests.units.tiny_models import llama_gguf, torch_folder, torch_model
 
 IDS = [[4, 9, 6, 7, 8], [11], [5, 10]]
@@ -27,7 +31,7 @@ def told(err):
 def models(tmp_path_factory):
     """Tiny models by the engine that opens them."""
     folder = tmp_path_factory.mktemp("models")
-    return {"torch": str(torch_folder(folder / "hf")), "llama.cpp": str(llama_gguf(folder / "llama.gguf"))}
+    return {"torch": str(torch_folder(folder / "hf")), "llama.cpp": f"{llama_gguf(folder / 'llama.gguf')}?threads=1"}
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +104,7 @@ def test_a_prompt_is_fed_as_text(write, models):
 
 def test_a_gguf_file_is_captured_in_torch_too(write, models):
     document = write("a", models["llama.cpp"], "--backend", "hf", "--max-new-tokens", "1")
-    assert document["engine"] == "torch" and document["model"].endswith("?backend=hf&exact=False")
+    assert document["engine"] == "torch" and "backend=hf" in document["model"] and "exact=False" in document["model"]
 
 
 def test_another_dtype_is_rounding(specnb, write, models, ids_file, tmp_path):
@@ -140,11 +144,11 @@ def test_what_a_run_took_back_is_taken_back_again(write, models, tmp_path, engin
     builder.trace().save(tmp_path / "run")
     write("a", models[engine], "--tokens", str(tmp_path / "run"), "--modules", "norm")
     fed, again = (steps(Trace.load(tmp_path / name)) for name in ("run", "a"))
-    assert again == fed and any(b < a for (a, _), (b, _) in zip(fed, fed[1:], strict=False))
+    assert again == fed and any(b < a for (a, _), (b, _) in pairwise(fed))
 
 
 def test_padding_of_llama_cpp_is_not_fed_again(write, models, ids_file, tmp_path):
-    padded = write("a", f"{models['llama.cpp']}?fixed_width=4", "--tokens", ids_file)
+    padded = write("a", f"{models['llama.cpp']}&fixed_width=4", "--tokens", ids_file)
     assert padded["token_ids"][1] == [11] * 4
     assert write("b", models["llama.cpp"], "--tokens", str(tmp_path / "a"))["token_ids"] == IDS
 
@@ -288,34 +292,34 @@ def unlike(tmp_path_factory):
     return str(llama_gguf(tmp_path_factory.mktemp("unlike") / "draft.gguf", seed=1))
 
 
+@pytest.fixture(scope="module")
+def generated(models, unlike):
+    """What `specnb generate --json` prints."""
+    made = run_pair(models["llama.cpp"], f"{unlike}?threads=1", "", k=4, max_new_tokens=60, ignore_eog=True)
+    return made.model_dump(mode="json") | {"triage": None}
+
+
 @pytest.fixture
-def generation(specnb, models, unlike, tmp_path):
-    """A file that `specnb generate --json` wrote."""
-    words = ["--target", models["llama.cpp"], "--draft", unlike, "--prompt", "", "--max-new-tokens", "60"]
-    code, out, err = specnb("generate", *words, "--ignore-eog", "--json")
-    assert code == 0, err
-    (tmp_path / "generation.json").write_text(out)
+def generation(generated, tmp_path):
+    (tmp_path / "generation.json").write_text(json.dumps(generated))
     return tmp_path / "generation.json"
 
 
 def test_a_generation_puts_its_acceptance_into_verdict_and_report(specnb, unlike, generation, tmp_path):
     words = ["--draft", unlike, "--setups", "S0", "--generation", str(generation), "--report", str(tmp_path / "report")]
     code, out, err = specnb("divergence", "investigate", *words, "--json")
-    said = json.loads(generation.read_text())["triage"]
-    assert code == 0 and said and "first drafts kept" in said, err
-    accepted = json.loads(out)["acceptance"]
-    assert accepted["line"] == said and accepted["alpha"][0]["n"] > 20
+    accepted, expected = json.loads(out)["acceptance"], read(generation, vocab_size=64)
+    assert code == 0 and accepted["alpha"][0]["n"] > 20, err
+    assert accepted == acceptance.document(expected) and accepted["verdict"] == expected.verdict
     assert json.loads((tmp_path / "report" / "report.json").read_text())["acceptance"] == accepted
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "<h2>Acceptance</h2>" in page and said.split(";")[0] in page
-    code, out, _ = specnb("divergence", "investigate", "--draft", unlike, "--setups", "S0")
-    assert code == 0 and "Acceptance" not in out
+    assert "<h2>Acceptance</h2>" in page and html.escape(acceptance.told(expected)) in page
     code, out, _ = specnb("divergence", "investigate", *words[:-2])
-    assert code == 0 and out.splitlines()[-1] == f"Acceptance: {said}"
+    assert code == 0 and out.splitlines()[-1] == f"Acceptance: {acceptance.told(expected)}"
 
 
 def test_a_draft_that_llama_cpp_runs_is_said_to_be_judged_in_torch(specnb, models):
-    file, folder = models["llama.cpp"], models["torch"]
+    file, folder = models["llama.cpp"].partition("?")[0], models["torch"]
     for name, is_said in ((file, True), (f"{file}?backend=hf", False), (folder, False), ("pair", False)):
         code, _, err = specnb("divergence", "investigate", "--draft", name, "--setups", "S0", "--json")
         lines = [line for line in told(err) if "not llama.cpp's" in line]
@@ -351,6 +355,7 @@ HOSTILE = {
     "kept below none": (([*FIRST, 2], -1), "round 0 keeps"),
     "more drafts than k": (([*FIRST, 1], 1), "round 0 keeps"),
     "strange tree": (([*FIRST, -1], [3, -1, -1, -1]), "round 0 keeps"),
+    "kept what was not drafted": (([*FIRST, 2], 4), "round 0 keeps"),
     "short tree": (([*FIRST, -1], [-1]), "round 0 keeps"),
     "no round": (([*FIRST], 7), "holds no generation (generation.rounds.0"),
     "tokens of no round": ((["generation", "token_ids"], [3]), "rounds commit"),
@@ -369,6 +374,16 @@ def test_a_file_that_is_no_generation_is_one_error(generation, case):
     with pytest.raises(InputError) as failed:
         read(generation, vocab_size=64)
     assert part in str(failed.value) and len(str(failed.value)) < 600
+
+
+def test_a_path_that_is_none_of_its_tree_is_one_error(generation):
+    document = json.loads(generation.read_text())
+    first = document["generation"]["rounds"][0]
+    first[2], first[-1] = 1, [-1] * len(first[3])
+    first[3] = [(first[4][0] + 1 + node) % 64 for node in range(len(first[3]))]
+    generation.write_text(json.dumps(document))
+    with pytest.raises(InputError, match="round 0 keeps"):
+        read(generation, vocab_size=64)
 
 
 def test_an_investigation_without_its_generation_judges_nothing(specnb, models, tmp_path):

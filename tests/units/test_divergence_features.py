@@ -1,19 +1,20 @@
 """S7: the features a fault needs are found by switching them off, alone or together."""
 
+import json
+import sys
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specnb.divergence import pair as small
+from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.features import switched_off
-from specnb.divergence.script import Script
-from specnb.divergence.setups import Lab
+from specnb.divergence.features import checked, switched_off
+from specnb.divergence.investigate import judge
+from specnb.divergence.report import text
 from specnb.errors import InputError
 
 NAMES = ("compile", "graphs", "prefix_cache", "fusion", "backend")
@@ -65,18 +66,40 @@ def test_the_runs_say_what_was_off_and_what_was_wrong():
     assert together.line == "S3 is clean without graphs and fusion, and wrong with all features on"
 
 
-def test_a_fault_of_one_feature_is_found_in_a_real_draft():
-    @contextmanager
-    def planted(draft, neighbour, without=frozenset()):
-        with nullcontext() if "registry" in without else FAULTS["positional_registry"](draft, neighbour):
-            yield
+@contextmanager
+def planted(draft, neighbour, without=frozenset()):
+    with nullcontext() if "registry" in without else FAULTS["positional_registry"](draft, neighbour):
+        yield
 
-    text = np.random.default_rng(0).integers(0, 256, 16).tolist()
-    made = small.pair()
-    lab = Lab(made.draft, made.target, script=Script.drafting(text, prompt=10, k=3, vocab_size=256), deploy=planted)
-    found = switched_off(lab, planted, ["graphs", "registry"])
-    assert found.needed == ("registry",)
-    assert found.runs.set_index("off").loc[[("graphs",)], "first"].item() == "layers.0.mlp.experts"
+
+def test_a_fault_of_one_feature_is_found_and_told_in_an_investigation(divergence_lab):
+    found = judge(divergence_lab, deploy=planted, setups=["S0", "S2"], features=["graphs", "registry"])
+    assert found.features.setup == "S2" and found.features.needed == ("registry",)
+    assert found.features.runs.set_index("off").loc[[("graphs",)], "first"].item() == "layers.0.mlp.experts"
+    assert "S2 is clean without registry, and wrong with all features on." in text(found)
+    assert json.loads(json.dumps(found.document()))["features"]["needed"] == ["registry"]
+
+
+def test_where_nothing_is_wrong_nothing_is_switched_off(divergence_lab):
+    found = judge(divergence_lab, deploy=planted, setups=["S0"], features=["registry"])
+    assert found.features is None and found.document()["features"] is None
+
+
+def test_a_service_by_name_takes_features_if_its_own_function_does(tmp_path, monkeypatch):
+    (tmp_path / "two_services.py").write_text(
+        "from contextlib import nullcontext\n"
+        "def able(draft, neighbour, without=()):\n    seen.append(without)\n    return nullcontext()\n"
+        "def unable(draft, neighbour):\n    return nullcontext()\n"
+        "seen = []\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    able, unable = (imported(f"two_services:{name}") for name in ("able", "unable"))
+    assert checked(able, ["graphs"]) == ("graphs",)
+    with able(None, None, without=frozenset({"graphs"})), able(None, None):
+        pass
+    assert sys.modules["two_services"].seen == [frozenset({"graphs"}), ()]
+    with pytest.raises(InputError, match="unable cannot leave features out"):
+        checked(unable, ["graphs"])
 
 
 @pytest.mark.parametrize("features", [(), ["graphs", "graphs"], "graphs", ["", "graphs"]])

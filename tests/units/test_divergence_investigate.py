@@ -3,7 +3,7 @@
 import copy
 import functools
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,6 +12,7 @@ from torch import nn
 
 from specnb.divergence import investigate as module
 from specnb.divergence import local
+from specnb.divergence.causes import rank
 from specnb.divergence.coverage import Coverage
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import investigate, judge, made_up
@@ -235,3 +236,26 @@ def test_every_set_up_must_be_looked_at_whole(lab, monkeypatch):
 
     monkeypatch.setattr(module.Coverage, "of", blind_beside_others)
     assert judge(lab, setups=["S0", "S2"]).verdict == "INCONCLUSIVE"
+
+
+def test_models_that_ran_by_themselves_are_not_said_to_be_in_service(lab):
+    bare, served = judge(lab, setups=["S0"]), judge(lab, setups=["S0"], deploy=lambda draft, neighbour: nullcontext())
+    assert bare.line.endswith("no service was given, so the models ran by themselves") and bare.verdict == "SOUND"
+    assert "no service was given" not in served.line
+
+
+def test_weights_that_nobody_saw_being_read_do_not_speak_for_shared_state(lab):
+    found = judge(lab, deploy=FAULTS["shared_buffer"], setups=["S0", "S1", "S2"])
+    case, says = found.case, "no foreign parameter was read as an operand"
+    assert not case.unseen and any(sign.says == says for cause in rank(case) for sign in cause.signs)
+    hidden = case.bad.trace.params[case.bad.trace.params["module"] != case.first["module"]]
+    blind = replace(
+        case, outcomes={**case.outcomes, "S1": replace(case.bad, trace=replace(case.bad.trace, params=hidden))}
+    )
+    assert blind.unseen and not any(sign.says == says for cause in rank(blind) for sign in cause.signs)
+
+
+def test_an_expert_bank_resolved_inside_a_custom_operation_is_named(lab):
+    found = judge(lab, deploy=FAULTS["registry_in_op"], setups=["S0", "S1", "S2"])
+    assert found.causes[0].name == "IDENTITY" and found.first.module == "layers.0.mlp.experts"
+    assert any("neighbour:model.layers.0.mlp.experts" in sign.says for sign in found.causes[0].signs)

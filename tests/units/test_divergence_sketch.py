@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from specnb.divergence.tracing import fingerprint as fingerprint_module
 from specnb.divergence.tracing.fingerprint import digest, dtype_of_product, fingerprint, fingerprints, token_rows
 from specnb.divergence.tracing.sketch import gain, relative_l2, signs
 from specnb.errors import InputError
@@ -162,6 +163,15 @@ def test_the_spread_is_that_of_numpy_also_around_a_mean_far_larger(mean, spread,
     told, exact = fingerprints(x, axis).statistics, x.double().numpy().reshape(4, -1)
     assert told["std"] == pytest.approx(exact.std(1), rel=1e-6, abs=0)
     assert told["mean"] == pytest.approx(exact.mean(1), rel=1e-7, abs=1e-7)
+
+
+@pytest.mark.parametrize("at_once", [1, 7 * 12, 1 << 18])
+def test_how_many_values_are_measured_together_changes_nothing(monkeypatch, at_once):
+    x = 100 + random(30, 12) * random(30, 1).abs()
+    usual = fingerprint(x, 0).statistics
+    monkeypatch.setattr(fingerprint_module, "AT_ONCE", at_once)
+    assert fingerprint(x, 0).statistics == usual
+    assert usual["std"] == pytest.approx(x.double().numpy().std(), rel=1e-9)
 
 
 def test_one_token_of_another_kind_spoils_no_other():

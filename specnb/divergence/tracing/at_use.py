@@ -103,6 +103,9 @@ class AtUse(TorchDispatchMode):
     Operations that only make a view are passed over: their result is found again by its memory when it is read.
     """
 
+    supports_higher_order_operators = True
+    """Such as flex attention: torch would refuse to run them under this mode."""
+
     def __init__(self, registry: Registry, note: Callable[[Owned], None], running: Callable[[], bool]) -> None:
         super().__init__()
         self._registry, self._note, self._running = registry, note, running
@@ -110,14 +113,15 @@ class AtUse(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if self._running():
-            reads = not func.is_view
+            reads = not getattr(func, "is_view", False)
             for tensor in _operands((*args, *kwargs.values()) if kwargs else args):
                 # of a view only parameters matter: one that nobody owns is taken up before it is hidden behind the view
                 if reads or type(tensor) is not torch.Tensor:
                     owned = self._registry.find(tensor)
                     if owned is not None and reads:
                         self._note(owned)
-        return func(*args, **kwargs) if func.namespace in TORCH else self._inside(func, args, kwargs)
+        own = func.namespace in TORCH or not isinstance(func, torch._ops.OpOverload)
+        return func(*args, **kwargs) if own else self._inside(func, args, kwargs)
 
     def _inside(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run a custom operation with this mode on, which torch switches off while an operation runs.

@@ -19,6 +19,8 @@ from specnb.divergence.tracing.sketch import TOKEN_K, digest_bytes, signs
 
 # Masks hold the lowest float32; in a sketch its square would overflow.
 LARGEST = 1e15
+# Values whose spread is measured together: logits of a prompt are more than a cache holds.
+AT_ONCE = 1 << 18
 
 STATISTICS = ("mean", "std", "l1", "l2", "min", "max", "n_nan", "n_inf")
 
@@ -129,18 +131,18 @@ def _moments(rows: torch.Tensor, sums: torch.Tensor, norms: torch.Tensor) -> tup
     The mean square less the square of the mean has no digits left where the mean is far larger than the spread: those
     rows are done again around their mean, which need not be exact, for what it is off by is in what is left.
     """
-    size = rows.shape[-1]
-    means = sums.double() / size
-    variances = norms.double().square() / size - means.square()
-    narrow = means.square() > variances
-    if narrow.any():
-        about = means[narrow].to(rows.dtype)
-        rest = rows[narrow] - about[:, None]
+    (n, t, size), rows = rows.shape, rows.flatten(0, 1)
+    means = sums.flatten().double() / size
+    variances = norms.flatten().double().square() / size - means.square()
+    narrow = (means.square() > variances).nonzero()[:, 0]
+    for some in narrow.split(max(AT_ONCE // size, 1)):
+        about = means[some].to(rows.dtype)
+        rest = rows[some] - about[:, None]
         off = rest.sum(-1, dtype=torch.float64) / size
-        means[narrow] = about.double() + off
+        means[some] = about.double() + off
         square = torch.linalg.vector_norm(rest, dim=-1, dtype=torch.float64).square() / size
-        variances[narrow] = (square - off.square()).clamp(min=0)
-    return means, variances
+        variances[some] = (square - off.square()).clamp(min=0)
+    return means.view(n, t), variances.view(n, t)
 
 
 def _mend(prints: Prints, i: int, tensor: torch.Tensor, token_axis: int) -> None:
