@@ -70,6 +70,6 @@ def _possible(r: Round) -> bool:
         return False
     try:
         kept = [r.draft_ids[node] for node in r.accepted_nodes]
-    except ZeroDivisionError:  # the path that was kept is none of the tree
+    except KeyError:  # the path that was kept is none of the tree
         return False
     return kept == list(r.committed_ids[: r.n_accepted])

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from specnb.divergence.parts import Parts, find
 from specnb.divergence.planted.beside import foreign_routing, neighbour_read, positional_registry, shared_buffer
 from specnb.divergence.planted.cache import foreign_writer, kv_slot_swap, overtrimmed, untrimmed
 from specnb.divergence.planted.fault import ALL, CAUSES, Fault
@@ -30,11 +29,9 @@ __all__ = [
     "FAULTS",
     "Fault",
     "FaultMaker",
-    "Parts",
     "dummy_tokens",
     "expert_scale",
     "experts_permuted",
-    "find",
     "foreign_routing",
     "foreign_writer",
     "kv_slot_swap",

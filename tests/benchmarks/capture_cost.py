@@ -1,4 +1,4 @@
-"""What capturing costs: decoding steps inside `capture` against plain ones, in turn, so that both meet the same machine.
+"""What capturing costs: decoding steps inside `capture` against plain ones, in turn: both meet the same machine.
 
 python tests/benchmarks/capture_cost.py [--model smollm2-135m] [--dtype float32] [--context 128] [--pairs 30]
 

@@ -126,5 +126,5 @@ def _unknown(left: Left, calibrated: bool) -> str | None:
         )
     return (
         f"errors grow to {left.error:.2g}, {left.grown:.2g} times rounding, and no module is wrong by itself: give "
-        "`sound` traces of the same text (another block width) to tell what is usual"
+        "`sound` traces of the same text in blocks (`specnb divergence capture … --width 5`) to tell what is usual"
     )

@@ -1,1 +1,1 @@
-"""What `capture` and `gguf_capture` make traces with."""
+"""What traces are made of and stored in: names, steps, digests, sketches, parameters at use."""
