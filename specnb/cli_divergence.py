@@ -2,9 +2,8 @@
 
 import shlex
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +12,8 @@ import typer
 from specnb.cli_divergence_audit import audit
 from specnb.cli_divergence_capture import capture
 from specnb.cli_divergence_kit import faults, preflight, score
-from specnb.cli_show import Json, Show, names, show_frame
-from specnb.errors import InputError, SpecnbError
+from specnb.cli_show import Json, Show, judged, names, show_frame
+from specnb.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 
 PAIR = "pair"
-UNKNOWN = 125
-"""Exit code where nothing could be judged: `git bisect run` skips it, and takes 1 to 124 for a bad commit."""
 
 
 def divergence_app(show: Show) -> typer.Typer:
@@ -106,7 +103,7 @@ def investigate(
     wanted = _known_setups(setups)
     switches = [name.strip() for name in features.split(",")] if features else []
     with ExitStack() as opened:
-        with _judged(show.complain):
+        with judged(show.complain):
             service = services.imported(deploy) if deploy else service
             _tell_engine(draft, show.complain)
             models = _opened(draft, target, seed, dtype, opened)
@@ -121,24 +118,6 @@ def investigate(
             with redirect_stdout(sys.stderr):
                 _reported(found, report, models, service, accepted, show.complain)
     raise typer.Exit(found.exit_code)
-
-
-@contextmanager
-def _judged(complain: Callable[[object], None]) -> Iterator[None]:
-    """What keeps a draft from being judged ends with UNKNOWN, whatever it is: Python's own exit code 1 is a verdict.
-
-    A service may print; stdout is for the result.
-    """
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    except SpecnbError as error:
-        complain(error)
-        raise typer.Exit(UNKNOWN) from error
-    except (Exception, SystemExit) as error:  # a script that is taken into service may end itself
-        traceback.print_exc()
-        complain(f"the draft was not judged: {type(error).__name__}: {error}")
-        raise typer.Exit(UNKNOWN) from error
 
 
 def _tell_engine(draft: str, complain: Callable[[object], None]) -> None:
@@ -253,7 +232,7 @@ def compare(
     from specnb.divergence.trace import Trace
 
     show: Show = context.obj
-    with _judged(show.complain):
+    with judged(show.complain):
         more = [Trace.load(Path(folder)) for folder in names(sound) or ()]
         exact = None if precise is None else Trace.load(precise)
         found = compare(Trace.load(reference), Trace.load(candidate), sound=more, precise=exact)

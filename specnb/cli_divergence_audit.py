@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specnb.cli_show import Json, Show, show_frame
+from specnb.cli_show import Json, Show, judged, show_frame
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,13 +30,11 @@ def audit(
 
     Exit code: 0 sound, 1 wrong, 125 inconclusive, or a model that does not open.
     """
-    from specnb.cli_divergence import _judged
-
     show: Show = context.obj
     for name, value in (("max-new-tokens", max_new_tokens), ("k", k), ("prompts", prompts)):
         if value < 1:
             raise InputError(f"--{name} is {value}: an audit needs at least 1")
-    with _judged(show.complain):
+    with judged(show.complain):
         options = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "k": k, "max_new_tokens": max_new_tokens,
         }  # fmt: skip

@@ -1,14 +1,21 @@
 """What the groups of commands share: how they show what they found, through `cli`, which alone prints."""
 
 import math
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from specnb.errors import SpecnbError
+
 if TYPE_CHECKING:
     import pandas as pd
 
+UNKNOWN = 125
+"""Exit code where nothing could be judged: `git bisect run` skips it, and takes 1 to 124 for a bad commit."""
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
@@ -19,6 +26,24 @@ class Show(NamedTuple):
     table: Callable[[str, list[str], list[list[str]]], None]
     line: Callable[[str], None]
     complain: Callable[[object], None]
+
+
+@contextmanager
+def judged(complain: Callable[[object], None]) -> Iterator[None]:
+    """What keeps a draft from being judged ends with UNKNOWN, whatever it is: Python's own exit code 1 is a verdict.
+
+    A service may print; stdout is for the result.
+    """
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except SpecnbError as error:
+        complain(error)
+        raise typer.Exit(UNKNOWN) from error
+    except (Exception, SystemExit) as error:  # a script that is taken into service may end itself
+        traceback.print_exc()
+        complain(f"nothing was judged: {type(error).__name__}: {error}")
+        raise typer.Exit(UNKNOWN) from error
 
 
 def names(text: str | None) -> list[str] | None:

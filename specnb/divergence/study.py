@@ -1,9 +1,11 @@
-"""Notebook 06, section by section, into one record: the case investigated, the gallery of faults, the score."""
+"""Notebook 06, section by section, into one record: the case, the gallery of faults, sampling, the score."""
 
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from specnb.divergence import gallery as shown
 from specnb.divergence.deploy import planted
@@ -12,6 +14,7 @@ from specnb.divergence.gallery import Gallery
 from specnb.divergence.investigate import judge, made_up
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.pair import Pair, pair
+from specnb.divergence.sampling_study import tried
 from specnb.divergence.score import Score
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
@@ -63,6 +66,12 @@ class Study:
         """Every fault of the gallery in turn."""
         found = shown.gallery(self.lab, self.faults, progress=progress)
         self._measured["gallery"] = found.table.to_dict("records")
+        return found
+
+    def sampling(self, progress: Progress = silent) -> pd.DataFrame:
+        """The sampling audit on a toy pair: sound, and with each fault that no comparison of tensors can see."""
+        found = tried(seed=self.params.seed, progress=progress)
+        self._measured["sampling"] = found.to_dict("records")
         return found
 
     def score(self) -> Score:

@@ -183,7 +183,7 @@ def test_a_service_that_crashes_in_a_forward_shows_where_and_is_no_verdict(inves
     code, out, err = investigate(*SHORT, "--deploy", "my_service:crashes", "--setups", "S0")
     assert code == 125 and out == ""
     assert "Traceback" in err and "my_service.py" in err
-    assert told(err) == "specnb: the draft was not judged: ZeroDivisionError: in the kernel"
+    assert told(err) == "specnb: nothing was judged: ZeroDivisionError: in the kernel"
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from specnb.divergence import sampling, sampling_terms
 from specnb.divergence.planted.sampling import misreported_q, resampled_from_target
 from specnb.divergence.sampling import MEANING, Position, Tally, audit
 from specnb.divergence.sampling_log import Listener, listened
+from specnb.divergence.sampling_study import PLANTED, tried
 from specnb.divergence.sampling_terms import STATISTICS
 from specnb.draft import load as draft_load
 from specnb.draft.base import Proposal
@@ -462,3 +463,21 @@ def test_the_command_finds_a_planted_fault(command):
 def test_what_cannot_be_audited_is_no_verdict(command, words, code, says):
     got, out, err = command(*words)
     assert got == code and out == "" and says in err and "Traceback" not in err
+
+
+# --- the study of notebook 06 ---------------------------------------------------------------------------------------
+
+
+def test_the_study_names_each_planted_fault_and_nothing_where_nothing_is():
+    told = []
+    found = tried(prompts=4, max_new_tokens=150, progress=lambda done, total, what: told.append((done, total, what)))
+    causes = dict(zip(found["planted"], found["causes"], strict=True))
+    assert causes == {
+        "nothing": "",
+        "top-k drafts, raw row reported": sampling.MISREPORTED,
+        "greedy drafts, raw row reported": sampling.NOT_DRAWN,
+        "resampled from p": sampling.FROM_TARGET,
+    }
+    assert [what for _, _, what in told] == list(PLANTED) and np.abs(
+        found.loc[0, list(STATISTICS)].astype(float)
+    ).max() < 4
