@@ -9,7 +9,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ from specnb.divergence.tracing.names import (
 from specnb.divergence.tracing.tokens import IDS, step_of
 from specnb.errors import InputError
 
+DEVICES = ("cpu", "cuda")
+"""Those whose autocast is kept."""
 ROOT = ""
 """The canonical path of the model that is captured."""
 SCALARS_KEPT = 8
@@ -56,9 +59,11 @@ def capture(
     reads them. `modules`: a regular expression found in the canonical paths of the modules to write down (default all).
     `full`: a regular expression, or a function of (module, role, name), for tensors that are kept as they are.
     `at_use`: follow every operation to the parameters it reads; a model with flex attention, which torch compiles by
-    itself, needs it off. One call of the model, by its name or by its `forward`,
-    is one step; its ids and positions are taken from its arguments. A module that is called outside of it (a head, as
-    vLLM's compute_logits does) belongs to the step before. Results are the same bits as without.
+    itself, needs it off. Autocast that is entered inside a module's forward does not reach custom operations then.
+
+    One call of the model, by its name or by its `forward`, is one step; its ids and positions are taken from its
+    arguments. A module that is called outside of it (a head, as vLLM's compute_logits does) belongs to the step before.
+    Results are the same bits as without.
 
     Tensors are copied at the hook and measured after the step; those that torch cannot read (sparse, quantised, on
     meta) are told in the facts as `unread`. Hooks go away with the block, also after an error. Raises InputError for a
@@ -85,7 +90,7 @@ def capture(
         if model in runs.values():
             stack.enter_context(hooks.forward_of(model))
         if at_use:
-            stack.enter_context(AtUse(registry, hooks.note, hooks.is_running))
+            stack.enter_context(AtUse(registry, hooks.note, hooks.is_running, hooks.autocast))
         try:
             yield builder
         finally:
@@ -96,6 +101,16 @@ def capture(
                     builder.trace().save(Path(path))
 
 
+class _Place(NamedTuple):
+    """A module that hooks are on; `chosen`: what it is given and gives is written down."""
+
+    module: nn.Module
+    path: str
+    kind: str
+    arguments: Arguments
+    chosen: bool
+
+
 class _Hooks:
     """The stack of running modules, and what is seen of each."""
 
@@ -103,7 +118,8 @@ class _Hooks:
         self._builder, self._chosen = builder, chosen
         self._running: list[Frame] = []
         self._thread = threading.get_ident()
-        self._root_seen = False
+        self._root_seen, self._first = False, ""
+        self._autocast: dict[str, torch.dtype] = {}
         # The work of a hook reads no parameters. The first is far cheaper, but would silence weights that are wrappers
         # of their own (quantised, distributed), too.
         self._undispatched = torch._C._DisableTorchDispatch if plain else _disable_current_modes
@@ -111,19 +127,15 @@ class _Hooks:
         self._scalars: dict[str, list[Any]] = {}
 
     def put_on(self, module: nn.Module, path: str) -> Iterator[Any]:
-        arguments, kind, seen = (
-            Arguments(module),
-            type(module).__name__,
-            self._chosen is None or bool(self._chosen(path)),
-        )
+        place = self._place(module, path)
 
-        def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            with self._undispatched():
-                self._enter(path, kind, arguments(args, kwargs), seen)
+        def before(given: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if given is module:  # a copy that is made inside the block has its hooks, too
+                self._enter(place, args, kwargs)
 
-        def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
-            with self._undispatched():
-                self._leave(module, path, output, seen)
+        def after(given: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
+            if given is module:
+                self._leave(place, output)
 
         yield module.register_forward_pre_hook(before, with_kwargs=True)
         # also called when forward raises: a frame left on the stack would shift all that comes later
@@ -132,32 +144,37 @@ class _Hooks:
     @contextlib.contextmanager
     def forward_of(self, model: nn.Module) -> Iterator[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
-        original, own = model.forward, "forward" in vars(model)
-        arguments, kind, seen = Arguments(model), type(model).__name__, self._chosen is None or bool(self._chosen(ROOT))
+        place, original, own = self._place(model, ROOT), model.forward, "forward" in vars(model)
+        run = getattr(original, "__func__", lambda _, *args, **kwargs: original(*args, **kwargs))
 
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._running and self._running[-1].module == ROOT:  # called by the hooks' own way
-                return original(*args, **kwargs)
+        @functools.wraps(getattr(original, "__func__", original))
+        def forward(given: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if given is not model or (self._running and self._running[-1].module == ROOT):
+                return run(given, *args, **kwargs)  # a copy, or called by the hooks' own way
             output = None
-            with self._undispatched():
-                self._enter(ROOT, kind, arguments(args, kwargs), seen)
+            self._enter(place, args, kwargs)
             try:
-                output = original(*args, **kwargs)
+                output = run(model, *args, **kwargs)
             finally:
-                with self._undispatched():
-                    self._leave(model, ROOT, output, seen)
+                self._leave(place, output)
             return output
 
-        model.forward = forward
+        mine = model.forward = MethodType(forward, model)  # bound, so that a copy's is bound to the copy
         try:
             yield
         finally:
-            if vars(model).get("forward") is forward:  # else somebody put another one over it: theirs stays
+            if vars(model).get("forward") is mine:  # else somebody put another one over it: theirs stays
                 if own:
                     model.forward = original
                 else:
                     del model.forward
+
+    def autocast(self) -> contextlib.ExitStack:
+        """The autocast that the running module was called under: torch turns it off where operations are dispatched."""
+        entered = contextlib.ExitStack()
+        for device, dtype in self._autocast.items():
+            entered.enter_context(torch.autocast(device, dtype=dtype))
+        return entered
 
     def note(self, owned: Owned) -> None:
         self._builder.use(self._running[-1], owned)
@@ -180,41 +197,51 @@ class _Hooks:
             "scalars": self._scalars,
         }
 
-    def _enter(self, path: str, kind: str, arguments: dict[str, Any], seen: bool) -> None:
+    def _place(self, module: nn.Module, path: str) -> "_Place":
+        chosen = self._chosen is None or bool(self._chosen(path))
+        return _Place(module, path, type(module).__name__, Arguments(module), chosen)
+
+    def _enter(self, place: "_Place", args: tuple, kwargs: Mapping[str, Any]) -> None:
         if threading.get_ident() != self._thread:
             raise InputError("the model ran in another thread than `capture` was entered in: enter it in that thread")
-        if path == ROOT:
-            self._running.clear()  # a model is not run inside itself: an interrupt left these, which no hook is told of
-        outermost = not self._running
-        frame = Frame(path, kind, arguments)
-        self._running.append(frame)  # before anything that can fail: `_leave` is called in any case
-        if outermost:
-            _refuse_recording(arguments)
-            if self._begins_step(path, arguments):
-                self._builder.begin_step(step_of(self._builder.n_steps, arguments))
-        self._builder.count(frame)
-        self._called[path] += 1
-        if seen:
-            self._note_scalars(path, arguments)
-            self._builder.see(frame, "in", named_tensors(arguments))
+        self._autocast = {one: torch.get_autocast_dtype(one) for one in DEVICES if torch.is_autocast_enabled(one)}
+        with self._undispatched():
+            arguments = place.arguments(args, kwargs)
+            if place.path == ROOT:
+                self._running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
+            outermost = not self._running
+            frame = Frame(place.path, place.kind, arguments)
+            self._running.append(frame)  # before anything that can fail: `_leave` is called in any case
+            if outermost:
+                _refuse_recording(arguments)
+                if self._begins_step(place.path, arguments):
+                    self._builder.begin_step(step_of(self._builder.n_steps, arguments))
+            self._builder.count(frame)
+            self._called[place.path] += 1
+            if place.chosen:
+                self._note_scalars(place.path, arguments)
+                self._builder.see(frame, "in", named_tensors(arguments))
 
     def _begins_step(self, path: str, arguments: Mapping[str, Any]) -> bool:
-        """The model does; a module that is called alone only as long as the model never was, and then with ids."""
+        """The model does; while it never has, the first module that was called alone, and one that is given ids."""
         self._root_seen |= path == ROOT
-        return path == ROOT or not self._builder.n_steps or (not self._root_seen and not {*IDS}.isdisjoint(arguments))
+        self._first = self._first or path
+        alone = not self._root_seen and (path == self._first or not {*IDS}.isdisjoint(arguments))
+        return path == ROOT or alone or not self._builder.n_steps
 
-    def _leave(self, module: nn.Module, path: str, output: object, seen: bool) -> None:
-        if not self._running or self._running[-1].module != path:
-            return  # another hook raised before `_enter` was reached
-        frame = self._running.pop()
-        if seen:
-            layer = getattr(module, "layer_idx", None)
-            if isinstance(layer, int):
-                self._builder.see(frame, "state", states_in(frame.arguments, layer))
-            self._builder.see(frame, "out", outputs_in(output))
-        frame.arguments.clear()
-        if not self._running:
-            self._builder.measure()
+    def _leave(self, place: "_Place", output: object) -> None:
+        if threading.get_ident() != self._thread or not self._running or self._running[-1].module != place.path:
+            return  # `_enter` was not reached: another hook raised, or it refused another thread
+        with self._undispatched():
+            frame = self._running.pop()
+            if place.chosen:
+                layer = getattr(place.module, "layer_idx", None)
+                if isinstance(layer, int):
+                    self._builder.see(frame, "state", states_in(frame.arguments, layer))
+                self._builder.see(frame, "out", outputs_in(output))
+            frame.arguments.clear()
+            if not self._running:
+                self._builder.measure()
 
     def _note_scalars(self, path: str, arguments: Mapping[str, Any]) -> None:
         for name, value in arguments.items():

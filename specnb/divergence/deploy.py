@@ -47,9 +47,9 @@ def imported(name: str) -> Deploy:
 
     @wraps(service)  # its signature tells whether features can be switched off
     def deployed(
-        draft: nn.Module, neighbour: nn.Module | None, **features: frozenset[str]
+        draft: nn.Module, neighbour: nn.Module | None, **without: frozenset[str]
     ) -> AbstractContextManager[None]:
-        return _in_service(name, partial(service, **features), draft, neighbour)
+        return _in_service(name, partial(service, **without), draft, neighbour)
 
     return deployed
 

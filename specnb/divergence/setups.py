@@ -2,8 +2,9 @@
 
 S0 alone, S0w alone in feeds of another width, S1 beside a copy of itself, S2 beside a decoy twin (the same shapes,
 other weights), S3 beside the larger target; then, where a neighbour makes it wrong, S4 beside a target that is loaded
-and never run, S5 beside another decoy, S6 with the neighbour's step behind the draft's. "Beside itself" cannot show
-that the draft is given another model's weights: they are its own values. The decoy can.
+and never run, S5 beside another decoy, S6 with the neighbour's step behind the draft's. (S7, without features of the
+service, is `features`.) "Beside itself" cannot show that the draft is given another model's weights: they are its own
+values. The decoy can.
 """
 
 import sys

@@ -1,7 +1,11 @@
 """Capturing changes nothing, sees what ran, and tells whose weights an operation read."""
 
+import copy
+import gc
 import math
 import threading
+import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 
@@ -434,9 +438,9 @@ def test_names_of_modules_lose_their_prefix_but_never_their_difference():
 
 def test_steps_are_told_from_flat_and_from_embedded_inputs():
     states, positions = torch.zeros(6, 8), torch.arange(20, 26)
-    assert step_of(0, {"positions": positions, "hidden_states": states}) == Step(0, 1, 6, 20, [])
+    assert step_of(0, {"positions": positions, "hidden_states": states}) == Step(0, 1, 6, 20, [], flat=True)
     flat = {"input_ids": torch.arange(3), "positions": torch.tensor([4, 5, 6])}
-    assert step_of(1, flat) == Step(1, 1, 3, 4, [0, 1, 2])
+    assert step_of(1, flat) == Step(1, 1, 3, 4, [0, 1, 2], flat=True)
     embedded = {"attention_mask": torch.ones(2, 9), "inputs_embeds": torch.zeros(2, 4, 8)}
     assert step_of(2, embedded) == Step(2, 2, 4, 0, [])
     assert step_of(3, {}) == Step(3, 1, 0, 0, [])
@@ -520,7 +524,9 @@ def test_a_step_is_one_call_of_the_model_however_an_engine_calls_it(forward):
     trace = builder.trace()
     assert [(s["length"], s["first_position"]) for s in trace.facts["steps"]] == [(5, 0), (1, 5), (1, 6)]
     assert trace.rows(module="", role="out")["step"].tolist() == [0, 1, 2]
-    assert trace.rows(module="head", role="in")["step"].tolist() == [0, 1, 2]
+    heads = trace.rows(module="head", role="out")
+    assert heads["step"].tolist() == [0, 1, 2] and heads["first_position"].tolist() == [4, 5, 6]
+    assert set(heads["token_axis"]) == {0}
     assert not trace.facts["modules"]["never_called"] and "forward" not in vars(model)
 
 
@@ -646,3 +652,126 @@ def test_two_norms_one_inside_the_other_keep_their_names():
         "model.norm": "model.norm",
         "model.layers.0": "layers.0",
     }
+
+
+def test_a_copy_that_is_made_inside_the_block_is_a_model_of_its_own():
+    model, x = Fails(), torch.ones(2, 4)
+    with capture(model) as builder:
+        model(x)
+        twin = copy.deepcopy(model)
+        twin.times = 0
+        for parameter in twin.parameters():
+            parameter.data.zero_()
+        inside = twin(x)
+    twin.times = 0
+    assert not inside.any() and not twin(x).any()
+    assert builder.n_steps == 1 and set(builder.trace().tensors["step"]) == {0}
+
+
+def test_a_forward_that_was_bound_before_the_block_still_makes_steps():
+    model = Engine()
+    bound = model.forward
+    with capture(model) as builder:
+        feeds(model, bound)
+    assert [(s["length"], s["step"]) for s in builder.trace().facts["steps"]] == [(5, 0), (1, 1), (1, 2)]
+
+
+def test_equal_padding_on_the_left_hides_no_token():
+    model = llama()
+    options = {"attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1]]), "max_new_tokens": 3, "do_sample": False}
+    trace = traced(model, lambda m: m.generate(torch.tensor([[0, 0, 0, 5, 6, 7]]), pad_token_id=0, **options))
+    assert [s["first_position"] for s in trace.facts["steps"]] == [0, 6, 7]
+
+
+@contextmanager
+def operation(schema, **kernels):
+    """A custom operation with these kernels by dispatch key."""
+    with torch.library._scoped_library("specnb_test", "FRAGMENT") as library:
+        library.define(schema)
+        for key, kernel in kernels.items():
+            library.impl(schema.partition("(")[0], kernel, key)
+        yield torch.ops.specnb_test
+
+
+class Runs(nn.Module):
+    """Runs a function of its weight and of what it is given."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.eye(4))
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+def test_a_custom_operation_computes_in_autocasts_type_as_it_does_without_capture():
+    with operation("product(Tensor x, Tensor w) -> Tensor", CPU=torch.mm) as ops:
+        model, x = Runs(ops.product), torch.rand(2, 4)
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+                plain = model(x)
+                with capture(model):
+                    seen = model(x)
+            assert seen.dtype == plain.dtype == dtype and torch.equal(seen, plain)
+        with torch.no_grad(), capture(model):
+            assert model(x).dtype == torch.float32
+
+
+def test_a_custom_operation_runs_the_kernel_that_torch_would_choose():
+    kernels = {"CPU": lambda x, w: x * 0, "SparseCPU": lambda x, w: x.to_dense() @ w}
+    with operation("choose(Tensor x, Tensor w) -> Tensor", **kernels) as ops, torch.no_grad():
+        model, x = Runs(ops.choose), torch.eye(4).to_sparse()
+        with capture(model):
+            assert torch.equal(model(x), torch.eye(4))
+
+
+def test_weights_whose_memory_was_exchanged_stay_their_owners_and_their_old_memory_does_not():
+    model = nn.Linear(64, 64)
+    with torch.no_grad(), capture(model) as builder:
+        model(torch.ones(1, 64))
+        model.weight.data = model.weight.data.clone()
+        model(torch.ones(1, 64))
+        model.to(torch.float64)
+        model(torch.ones(1, 64, dtype=torch.float64))
+    params = builder.trace().params
+    assert (
+        set(params["owner"]) == {"draft"}
+        and params.groupby("step")["owner_path"].agg(set).tolist() == [{"weight", "bias"}] * 3
+    )
+    assert params[params["owner_path"] == "weight"]["dtype"].tolist() == ["float32", "float32", "float64"]
+    bare = Runs(lambda x, w: x @ x.T + 1)
+    bare.weight.data = torch.zeros(64, 64)
+    with torch.no_grad(), capture(bare) as builder:
+        bare.weight.data = torch.zeros(1)  # its memory is anybody's now
+        for _ in range(30):
+            bare(torch.rand(64, 64))
+    assert builder.trace().params.empty
+
+
+def test_a_weight_that_an_operation_wrote_to_has_another_digest():
+    def add(w):
+        w.add_(1)
+
+    with operation("write(Tensor(a!) w) -> ()", CPU=add) as ops, torch.no_grad():
+        model, x = nn.Linear(4, 4), torch.ones(1, 4)
+        with capture(model) as builder:
+            model(x)
+            ops.write(model.weight)
+            model(x)
+            model.weight.data.add_(1)
+            model(x)
+        params = builder.trace().params
+        assert params[params["owner_path"] == "weight"]["digest"].nunique() == 3
+        assert params[params["owner_path"] == "bias"]["digest"].nunique() == 1
+
+
+def test_a_parameter_of_nobody_that_lives_on_does_not_keep_the_models_alive():
+    foreign = nn.Parameter(torch.ones(4, 4))
+    model = Runs(lambda x, w: x @ foreign)
+    alive = weakref.ref(model.weight)
+    with capture(model) as builder:
+        model(torch.ones(1, 4))
+    assert set(builder.trace().params["owner"]) == {"?"}
+    del model, builder
+    gc.collect()
+    assert alive() is None

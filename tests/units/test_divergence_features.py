@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from specnb.divergence.coverage import Coverage
 from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.features import checked, switched_off
@@ -24,13 +25,15 @@ class Told:
     """Stands for a lab whose draft is healed by rules over what is off: any one of `healing`, whole."""
 
     def __init__(self, healing):
-        self.healing, self.runs = [frozenset(one) for one in healing], []
+        self.healing, self.runs, self.draft = [frozenset(one) for one in healing], [], None
 
     def run(self, setup, deploy):
         with deploy(None, None) as off:
             self.runs.append(off)
         clean = any(one <= off for one in self.healing)
         wrong = pd.DataFrame({"module": ["layers.0.mlp", "norm"], "position": [3, 4]})
+        if "refused" in off:
+            raise InputError("no backend is left")
         return SimpleNamespace(clean=clean, wrong=wrong.iloc[:0] if clean else wrong)
 
 
@@ -38,12 +41,13 @@ def service(draft, neighbour, without=frozenset()):
     return nullcontext(without)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sets(st.sampled_from(NAMES), min_size=1), max_size=3))
 def test_what_is_needed_heals_and_nothing_smaller_does(healing):
     lab = Told(healing)
     found = switched_off(lab, service, NAMES)
     alone = tuple(name for name in NAMES if {name} in healing)
-    assert len(lab.runs) == len(set(lab.runs)) == len(found.runs) <= 2 * len(NAMES) + 1
+    assert len(lab.runs) == len(set(lab.runs)) == len(found.runs) <= 2 * len(NAMES) + 2
     if alone:
         assert found.needed == alone and not found.together
     elif healing:
@@ -52,18 +56,45 @@ def test_what_is_needed_heals_and_nothing_smaller_does(healing):
         assert not any(one <= needed - {name} for one in healing for name in needed)
     else:
         assert found.needed == () and "none of these features" in found.line
+    assert found.runs["off"].tolist()[0] == () and not found.runs["clean"].tolist()[0]
 
 
 def test_the_runs_say_what_was_off_and_what_was_wrong():
     found = switched_off(Told([{"graphs"}]), service, ["graphs", "fusion"], setup="S2")
     assert found.runs.to_dict("records") == [
-        {"off": ("graphs",), "clean": True, "first": "", "tokens": 0},
-        {"off": ("fusion",), "clean": False, "first": "layers.0.mlp", "tokens": 2},
+        {"off": (), "clean": False, "first": "layers.0.mlp", "tokens": 2, "said": ""},
+        {"off": ("graphs",), "clean": True, "first": "", "tokens": 0, "said": ""},
+        {"off": ("fusion",), "clean": False, "first": "layers.0.mlp", "tokens": 2, "said": ""},
     ]
     assert found.line == "S2 is clean without graphs, and wrong with all features on"
-    assert found.facts()["runs"][0]["off"] == ["graphs"]
+    assert found.facts()["runs"][1]["off"] == ["graphs"]
     together = switched_off(Told([{"graphs", "fusion"}]), service, ["graphs", "compile", "fusion"])
     assert together.line == "S3 is clean without graphs and fusion, and wrong with all features on"
+
+
+def test_a_service_that_does_not_run_without_a_feature_loses_no_other_run():
+    found = switched_off(Told([{"graphs"}]), service, ["refused", "graphs"])
+    assert found.needed == ("graphs",) and found.runs["clean"].tolist() == [False, None, True]
+    none = switched_off(Told([]), service, ["refused", "graphs"])
+    assert none.needed == () and "stays wrong without graphs" in none.line
+    assert "it does not run without refused (no backend is left)" in none.line
+
+
+def test_a_fault_that_comes_and_goes_needs_no_feature():
+    found = switched_off(Told([frozenset()]), service, ["graphs"])
+    assert found.needed == () and len(found.runs) == 1 and found.line.endswith("the fault comes and goes")
+
+
+def test_what_was_not_looked_at_whole_is_not_healed(monkeypatch):
+    monkeypatch.setattr(Coverage, "of", lambda outcome, draft: SimpleNamespace(complete=False))
+    assert switched_off(Told([{"graphs"}]), service, ["graphs"]).needed == ()
+
+
+@pytest.fixture(autouse=True)
+def seen_whole(request, monkeypatch):
+    """`Told` has no trace to tell coverage from."""
+    if "divergence_lab" not in request.fixturenames:
+        monkeypatch.setattr(Coverage, "of", lambda outcome, draft: SimpleNamespace(complete=True))
 
 
 @contextmanager
@@ -112,5 +143,5 @@ def test_a_service_that_cannot_leave_features_out_is_told_how():
     def plain(draft, neighbour):
         return nullcontext()
 
-    with pytest.raises(InputError, match="plain cannot leave features out: give it a parameter `without`"):
+    with pytest.raises(InputError, match="plain cannot leave features out: give a `deploy` with a parameter `without`"):
         switched_off(Told([]), plain, ["graphs"])

@@ -6,8 +6,10 @@ operations are followed inside, where their kernels call torch's; what Triton or
 """
 
 import bisect
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -50,21 +52,25 @@ class Registry:
 
     def add(self, owned: Owned) -> None:
         """Take up a tensor, unless its memory is known already."""
-        start, one = _address(owned.tensor), id(owned.tensor)
-        held = _weak(owned) if owned.owner == UNKNOWN else lambda: owned
-        if not start:  # a wrapper (quantised weights) or nothing in it: only the object itself can be known again
-            self._objects.setdefault(one, held)
-        elif self._at(start) is None:
-            place = bisect.bisect(self._starts, start)
-            self._starts.insert(place, start)
-            self._spans.insert(place, (start + _extent(owned.tensor), held))
+        start, object_id = _address(owned.tensor), id(owned.tensor)
+        lookup = _weak(owned) if owned.owner == UNKNOWN else lambda: owned
+        self._objects.setdefault(object_id, lookup)
+        if start and self._at(start) is None:
+            self._lay(start, owned.tensor, lookup)
         if owned.owner == UNKNOWN:
-            weakref.finalize(owned.tensor, self._forget, start, one)
+            forget = weakref.WeakMethod(self._forget)
+            weakref.finalize(owned.tensor, lambda: (call := forget()) and call(start, object_id)).atexit = False
 
     def find(self, tensor: torch.Tensor) -> Owned | None:
         """Who owns the memory that `tensor`, or the start of this view, lies in."""
         start = _address(tensor)
-        found = self._at(start) if start else self._objects.get(id(tensor), _nobody)()
+        found = self._at(start) if start else None
+        if found is None and (not start or type(tensor) is not torch.Tensor):
+            # a wrapper (quantised weights) or nothing in it; or the parameter's memory was exchanged: known by itself
+            lookup = self._objects.get(id(tensor), _nobody)
+            found = lookup()
+            if found is not None and start:
+                self._lay(start, tensor, lookup)
         # the exact type first: asking whether something is a Parameter runs Python, and most operands are activations
         if found is None and type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             self.add(Owned(UNKNOWN, UNKNOWN, tensor))
@@ -72,7 +78,7 @@ class Registry:
         return found
 
     def digest(self, owned: Owned) -> str:
-        """The digest of all of the parameter, made anew only when torch has counted a change."""
+        """The digest of all of the parameter, made anew when torch has counted a change, or was seen to make one."""
         key = (id(owned.tensor), version_of(owned.tensor))
         if key not in self._digests:
             try:
@@ -85,13 +91,33 @@ class Registry:
         place = bisect.bisect(self._starts, address) - 1
         if place < 0:
             return None
-        end, held = self._spans[place]
-        return held() if address < end else None
+        end, lookup = self._spans[place]
+        found = lookup() if address < end else None
+        # memory that its owner left (moved, offloaded) may be anybody's by now
+        return found if found is not None and _address(found.tensor) == self._starts[place] else None
 
-    def _forget(self, start: int, one: int) -> None:
+    def _lay(self, start: int, tensor: torch.Tensor, lookup: Callable[[], Owned | None]) -> None:
+        """From `start` on there is this owner's memory; whoever was there is not any more."""
+        span, place = (start + _extent(tensor), lookup), bisect.bisect_left(self._starts, start)
+        if place < len(self._starts) and self._starts[place] == start:
+            self._spans[place] = span
+        else:
+            self._starts.insert(place, start)
+            self._spans.insert(place, span)
+
+    def written(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Something was written into these: digests of what lies there are made anew."""
+        for tensor in tensors:
+            if self._digests and (owned := self.find(tensor)) is not None:
+                self._drop_digests(id(owned.tensor))
+
+    def _drop_digests(self, object_id: int) -> None:
+        self._digests = {key: text for key, text in self._digests.items() if key[0] != object_id}
+
+    def _forget(self, start: int, object_id: int) -> None:
         """A parameter that nobody owns is gone; its memory and its id will be others'."""
-        self._objects.pop(one, None)
-        self._digests = {key: text for key, text in self._digests.items() if key[0] != one}
+        self._objects.pop(object_id, None)
+        self._drop_digests(object_id)
         place = bisect.bisect_left(self._starts, start)
         if place < len(self._starts) and self._starts[place] == start and self._spans[place][1]() is None:
             del self._starts[place], self._spans[place]
@@ -106,34 +132,63 @@ class AtUse(TorchDispatchMode):
     supports_higher_order_operators = True
     """Such as flex attention: torch would refuse to run them under this mode."""
 
-    def __init__(self, registry: Registry, note: Callable[[Owned], None], running: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        note: Callable[[Owned], None],
+        running: Callable[[], bool],
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         super().__init__()
-        self._registry, self._note, self._running = registry, note, running
+        self._registry, self._note, self._running, self._autocast = registry, note, running, autocast
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        given = (*args, *kwargs.values()) if kwargs else args
         if self._running():
-            reads = not getattr(func, "is_view", False)
-            for tensor in _operands((*args, *kwargs.values()) if kwargs else args):
-                # of a view only parameters matter: one that nobody owns is taken up before it is hidden behind the view
-                if reads or type(tensor) is not torch.Tensor:
-                    owned = self._registry.find(tensor)
-                    if owned is not None and reads:
-                        self._note(owned)
-        own = func.namespace in TORCH or not isinstance(func, torch._ops.OpOverload)
-        return func(*args, **kwargs) if own else self._inside(func, args, kwargs)
+            self._see(func, given)
+        by_torch = not isinstance(func, torch._ops.OpOverload) or func.namespace in TORCH
+        out = func(*args, **kwargs) if by_torch else self._inside(func, args, kwargs)
+        if _writes(func):
+            self._registry.written(_operands(given))
+        return out
+
+    def _see(self, func: Any, given: tuple) -> None:
+        reads = not getattr(func, "is_view", False)
+        for tensor in _operands(given):
+            # of a view only parameters matter: one that nobody owns is taken up before it is hidden behind the view
+            if reads or type(tensor) is not torch.Tensor:
+                owned = self._registry.find(tensor)
+                if owned is not None and reads:
+                    self._note(owned)
 
     def _inside(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run a custom operation with this mode on, which torch switches off while an operation runs.
 
-        A kernel written in Python may look weights up by itself: that of vLLM's MoE is given a layer's name.
+        A kernel written in Python may look weights up by itself: that of vLLM's MoE is given a layer's name. One that
+        is given no tensor is not looked into, nor one for which there is no choice of one dense backend.
         """
-        given = next(_operands((*args, *kwargs.values())), None)
-        key = None if given is None else torch._C._dispatch_key_for_device(given.device.type)
+        key = _backend([*_operands((*args, *kwargs.values()))])
         if key is None or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key):
             return func(*args, **kwargs)
-        with self:
+        with self, self._autocast():
             return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
+
+
+@functools.cache
+def _writes(func: Any) -> bool:
+    """Whether an operation changes what it is given, by its schema."""
+    return getattr(getattr(func, "_schema", None), "is_mutable", False)
+
+
+def _backend(given: list[torch.Tensor]) -> str | None:
+    """The one dense backend that all operands have (the CPU's may stand beside another's); None: leave it to torch."""
+    if not given:
+        return None
+    device = next((one.device for one in given if one.device.type != "cpu"), given[0].device)
+    key = torch._C._dispatch_key_for_device(device.type)
+    fitting = (getattr(torch._C.DispatchKey, key), torch._C.DispatchKey.CPU)
+    return key if all(any(torch._C._dispatch_keys(one).has(k) for k in fitting) for one in given) else None
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -17,13 +17,17 @@ KEPT_IDS = 4096
 
 @dataclass(frozen=True)
 class Step:
-    """One forward: `batch` rows of `length` tokens, the first at position `first`; `ids` where they are known."""
+    """One forward: `batch` rows of `length` tokens, the first at position `first`; `ids` where they are known.
+
+    `flat`: its tensors have no axis for the batch, as engines have it that put all sequences one behind the other.
+    """
 
     index: int
     batch: int
     length: int
     first: int
     ids: list[int]
+    flat: bool = False
 
     def token_axis(self, role: str, name: str, shape: tuple[int, ...]) -> int:
         """The axis of `shape` that counts tokens, -1 where there is none.
@@ -42,7 +46,8 @@ class Step:
                 return 2
             if len(shape) == 3 and shape[:2] == (self.batch, 1):
                 return 1
-        return 0 if shape and shape[0] == self.batch * self.length else -1
+        last = self.flat and len(shape) == 2 and shape[0] == 1  # of a prompt, the head is given the last token only
+        return 0 if last or (shape and shape[0] == self.batch * self.length) else -1
 
     def first_position(self, role: str, axis: int, shape: tuple[int, ...]) -> int:
         """Position of the first token on `axis`: caches and fewer tokens end with the step's last. 0 where none is."""
@@ -57,15 +62,17 @@ def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
     tensors = {name: value for name, value in arguments.items() if _has_shape(value)}
     ids = _first(tensors, IDS)
     others = [name for name in tensors if name not in POSITIONS and "mask" not in name]
-    batch, length = _extent(_first(tensors, (*IDS, *EMBEDDED, *others)))
+    batch, length, flat = _extent(_first(tensors, (*IDS, *EMBEDDED, *others)))
     given = _first(tensors, [name for name in POSITIONS if name in tensors and tensors[name].numel()])
     cache = next((value for value in arguments.values() if is_cache(value)), None)
     first = cache.get_seq_length() if cache is not None else 0
+    mask = tensors.get("attention_mask")
+    padded = mask is not None and mask.ndim == 2 and not bool(mask.all())
     # rows that were padded on the left have other positions each: then slots are counted, which all have in common
-    if given is not None and not (given.ndim == 2 and bool((given != given[:1]).any())):
+    if given is not None and not padded and not (given.ndim == 2 and bool((given != given[:1]).any())):
         first = given.reshape(-1)[0]
     kept = [] if ids is None or ids.is_floating_point() else ids.reshape(-1)[:KEPT_IDS].tolist()
-    return Step(index, batch, length, int(first), kept)
+    return Step(index, batch, length, int(first), kept, flat)
 
 
 def _has_shape(value: object) -> bool:
@@ -76,9 +83,9 @@ def _first(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> torch.T
     return next((tensors[name] for name in names if name in tensors), None)
 
 
-def _extent(main: torch.Tensor | None) -> tuple[int, int]:
-    """(batch, length) of ids (batch, length) or states (batch, length, features); flat ones have no batch axis."""
+def _extent(main: torch.Tensor | None) -> tuple[int, int, bool]:
+    """(batch, length, flat) of ids (batch, length) or states (batch, length, features); flat: without the batch."""
     if main is None:
-        return 1, 0
-    flat = main.ndim == (2 if main.is_floating_point() else 1)
-    return (1, main.shape[0]) if flat or main.ndim == 1 else (main.shape[0], main.shape[1])
+        return 1, 0, False
+    flat = main.ndim == (2 if main.is_floating_point() else 1) or main.ndim == 1
+    return (1, main.shape[0], True) if flat else (main.shape[0], main.shape[1], False)
