@@ -147,7 +147,7 @@ class _Nodes:
     def begin(self, decode: Decode) -> None:
         self._builder.measure()
         length = len(decode.ids)
-        self._step = GraphStep(self._builder.n_steps, 1, length, decode.first, decode.ids, decode.rows)
+        self._step = GraphStep(self._builder.n_steps, 1, length, decode.first, decode.ids, rows=decode.rows)
         self._builder.begin_step(self._step)
         self._builder.facts["steps"][-1] |= {"rows": decode.rows, "padding": decode.padding}
 

@@ -63,8 +63,8 @@ def test_workers_end_with_the_score_that_is_stopped(tmp_path, how):
             workers = {int(one.read_text()) for one in begun}
             assert len(workers) == 2 and all(map(runs, workers))
             process.send_signal(how)
-            assert process.wait(20) == -how
-            wait_for(lambda: not any(map(runs, workers)), 20)
+            assert process.wait(60) == -how
+            wait_for(lambda: not any(map(runs, workers)), 60)
         finally:
             process.kill()
             for pid in filter(runs, workers):  # where the test fails
