@@ -58,7 +58,7 @@ class FaultMaker(Protocol):
 FAULTS: Mapping[str, FaultMaker] = MappingProxyType(
     {
         "positional_registry": positional_registry,
-        "registry_in_op": partial(positional_registry, in_op=True),
+        "registry_in_op": partial(positional_registry, in_custom_op=True),
         "shared_buffer": shared_buffer,
         "stale_row": partial(shared_buffer, token=12),
         "foreign_routing": foreign_routing,

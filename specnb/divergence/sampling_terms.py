@@ -151,7 +151,7 @@ def _accepted_wrongly(position: Position, ratio: float) -> Iterator[tuple[str, s
     """`ratio` is p(x)/q(x). Without the number that decided only what is certain can be judged."""
     u, done = position.accept_u, "kept" if position.accepted else "rejected"
     if u is None:
-        wrong = ratio == 0 if position.accepted else ratio > 1 + ROUNDING
+        wrong = ratio == 0 if position.accepted else ratio >= 1
     else:
         wrong = (u < ratio) != position.accepted and abs(u - ratio) > ROUNDING * ratio
     if wrong:

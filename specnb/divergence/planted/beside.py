@@ -19,12 +19,12 @@ from specnb.errors import InputError
 
 @contextmanager
 def positional_registry(
-    draft: nn.Module, target: nn.Module | None = None, *, layer: int | None = None, in_op: bool = False
+    draft: nn.Module, target: nn.Module | None = None, *, layer: int | None = None, in_custom_op: bool = False
 ) -> Iterator[Fault]:
     """The draft's i-th bank of experts runs with the parameters of the i-th bank that was registered in the process.
 
     The target is loaded first, so its banks come first in the list; routing stays the draft's. `layer`: only that
-    layer's op resolves by position; None for all, as vLLM 0.15.0 did. `in_op`: inside a custom operation, as there, so
+    layer's op resolves by position; None for all, as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there, so
     that torch is shown the activations only. InputError where a foreign bank does not fit.
     """
     own = find(draft).every_bank()
@@ -34,10 +34,10 @@ def positional_registry(
     with ExitStack() as planted:
         for bank, other in foreign:
             _check_fits(bank, other)
-            run = planted.enter_context(_operation(_run_as(other[1]))) if in_op else _run_as(other[1])
+            run = planted.enter_context(_operation(_run_as(other[1]))) if in_custom_op else _run_as(other[1])
             planted.enter_context(forward_replaced(bank[1], run))
         yield Fault(
-            "registry_in_op" if in_op else "positional_registry",
+            "registry_in_op" if in_custom_op else "positional_registry",
             "IDENTITY",
             foreign[0][0][0] if foreign else None,
             ALL,
