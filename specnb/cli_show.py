@@ -59,6 +59,8 @@ def show_frame(show: Show, title: str, frame: "pd.DataFrame") -> None:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.3g}"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

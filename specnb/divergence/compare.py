@@ -42,9 +42,12 @@ def compare(
     against it no larger than three times the reference's own is rounding. `rename`: regular expressions and what
     replaces them in the module paths of all traces.
 
-    Raises InputError for traces in which nothing can be compared: empty, or without a module in common.
+    Raises InputError for traces in which nothing can be compared: empty, without a module in common, or of two engines
+    without `rename`.
     """
     ours, theirs = _laid(reference, "reference", rename), _laid(candidate, "candidate", rename)
+    if not rename:
+        _check_engines(ours, theirs)
     _check_common(ours, theirs)
     theirs, drift = counted_alike(ours, theirs)
     apart = Apart.of(ours, theirs)
@@ -87,6 +90,16 @@ def _laid(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Laid:
     if trace.tensors.empty:
         raise InputError(f"the {role} trace shows no tensor: was the model run inside the `capture` block?")
     return Laid(trace, rename)
+
+
+def _check_engines(ours: Laid, theirs: Laid) -> None:
+    """Nodes of llama.cpp's graph and modules of torch are other things, also where two share a name."""
+    one, other = (laid.trace.facts.get("engine", "torch") for laid in (ours, theirs))
+    if one != other:
+        raise InputError(
+            f"one trace is of {one}, the other of {other}: what they name is not the same; compare runs of one engine, "
+            "or say with `rename` what is"
+        )
 
 
 def _check_common(ours: Laid, theirs: Laid) -> None:

@@ -32,6 +32,7 @@ Verdict = Literal["sound", "wrong", "inconclusive"]
 MISREPORTED = "q misreported"
 NOT_DRAWN = "draft not drawn from q"
 FROM_TARGET = "resampled from p instead of the residual"
+BONUS = "the token behind the last draft not drawn from p"
 OTHER = "something else"
 
 ALPHA = 1e-3
@@ -54,6 +55,7 @@ CAUSE_OF_FLAW = {
     "resample": OTHER,
     "draft": NOT_DRAWN,
     "residual": FROM_TARGET,
+    "bonus": BONUS,
 }
 """The kinds of flaws that the exact checks find."""
 MEANING = {
@@ -122,7 +124,7 @@ class Audit(NamedTuple):
             why = f"about {self.more} more are needed to see a total variation of {self.effect:g} with power {POWER:g}"
             return f"inconclusive: nothing is wrong in {self.n} positions, {why}"
         varied = [one for one in self.panel if one.z is not None]
-        seen = f"a total variation of {self.effect:g} would have been seen"
+        seen = f"a total variation of {self.effect:g} that these sums see would have been seen"
         return f"sound: {self.n} positions, {seen if varied else 'nothing varied; all is exact'}"
 
     def document(self) -> dict[str, Any]:

@@ -78,7 +78,19 @@ class Listener:
                 )
             )
             self._tokens.append(committed[at])
-        self._tokens.extend(committed[len(tested) :])
+        if len(committed) > len(tested):  # every draft was kept, and one more token is drawn from the target's row
+            self._hear(
+                Position(
+                    p_target=chooser.sampling.probabilities(logits[len(tested)]),
+                    q_draft=None,
+                    draft_id=None,
+                    accepted=False,
+                    committed_id=committed[-1],
+                    resample_u=drawn[-1],
+                    prefix=tuple(self._tokens),
+                )
+            )
+            self._tokens.append(committed[-1])
 
 
 class _Noted(Draws):

@@ -32,6 +32,7 @@ class Position(NamedTuple):
     `p_target (vocab,)` and `q_draft (vocab,)` are the rows after temperature, top-k and top-p: the target's, and that
     which the drafter reported, None for a deterministic drafter (a point mass). `accepted` is None behind a rejection,
     where nothing was tested. `committed_id` is the token that got this place: the draft, or what was drawn instead.
+    `draft_id` None: nothing was drafted for this place, as for the token behind the last draft; it is drawn from p.
     `accept_u` from [0, 1) is the number that decided by u < p(x)/q(x), `resample_u` the one that picked the committed
     token from the cumulated residual (`decode.sampling.Draws`); None where unknown, or where it was drawn otherwise.
     `prefix` identifies the tokens before this place: of positions with the same one the first counts.
@@ -39,7 +40,7 @@ class Position(NamedTuple):
 
     p_target: np.ndarray
     q_draft: np.ndarray | None
-    draft_id: int
+    draft_id: int | None
     accepted: bool | None
     committed_id: int
     accept_u: float | None = None
@@ -74,7 +75,8 @@ class Terms(NamedTuple):
 def terms(position: Position) -> Terms:
     """What `position` adds. Raises InputError for rows that are no distributions, or tokens outside them."""
     p, q = _rows(position)
-    x, y = (_token(name, getattr(position, name), len(p)) for name in ("draft_id", "committed_id"))
+    y = _token("committed_id", position.committed_id, len(p))
+    x = None if position.draft_id is None else _token("draft_id", position.draft_id, len(p))
     if not isinstance(position.accepted, bool | np.bool_):
         raise InputError(f"accepted is {position.accepted!r:.80}: give True, False, or None where nothing was tested")
     _uniform("accept_u", position.accept_u)
@@ -83,6 +85,10 @@ def terms(position: Position) -> Terms:
         prefix = None if position.prefix is None else hash(position.prefix)
     except TypeError as error:
         raise InputError(f"prefix cannot be hashed ({error}): give a tuple of tokens, or a digest") from error
+    if x is None:  # nothing was drafted here: y is drawn from p, and only what is drawn can be judged
+        flaws = tuple(_extra_wrongly(position, p, y))
+        moments = np.array([NOTHING, NOTHING, _surprise(p / p.sum(), y), NOTHING])
+        return Terms(moments, flaws, True, 0.0, position.resample_u is not None, prefix)
     flaws = tuple(_flaws(position, p, q, x, y))
     p, q = p / p.sum(), q / q.sum()
     top = float(q.max())
@@ -147,6 +153,29 @@ def _flaws(position: Position, p: np.ndarray, q: np.ndarray, x: int, y: int) -> 
         yield from _resampled_wrongly(position, p, q, y)
 
 
+def _extra_wrongly(position: Position, p: np.ndarray, y: int) -> Iterator[tuple[str, str]]:
+    if p[y] == 0:
+        yield "committed", f"token {y} was committed where nothing was drafted, but p has no mass there"
+    elif position.resample_u is not None and not _draws(p, position.resample_u, y, _slack(position)):
+        yield (
+            "bonus",
+            f"token {y} was drawn with u = {position.resample_u:.6g} behind the last draft, where p gives another",
+        )
+
+
+def _slack(position: Position) -> float:
+    """Share of the mass by which an edge may be off: rows in float32 are cumulated in float32, over a vocabulary."""
+    rows = [one for one in (position.p_target, position.q_draft) if one is not None]
+    return ROUNDING if all(np.asarray(one).dtype == np.float64 for one in rows) else SUM_ROUNDING
+
+
+def _draws(weights: np.ndarray, u: float, y: int, slack: float) -> bool:
+    """Whether `u` picks y from the cumulated weights, up to `slack` of their sum."""
+    edges = np.cumsum(weights)
+    at, off = u * edges[-1], slack * edges[-1]
+    return bool(edges[y] - weights[y] - off <= at <= edges[y] + off)
+
+
 def _accepted_wrongly(position: Position, ratio: float) -> Iterator[tuple[str, str]]:
     """`ratio` is p(x)/q(x). Without the number that decided only what is certain can be judged."""
     u, done = position.accept_u, "kept" if position.accepted else "rejected"
@@ -164,8 +193,8 @@ def _resampled_wrongly(position: Position, p: np.ndarray, q: np.ndarray, y: int)
         yield "accept", "a draft was rejected where p and q are the same, so that nothing is left to draw from"
     elif q[y] > p[y] * (1 + ROUNDING):
         yield "residual", f"after a rejection token {y} was drawn, where p = {p[y]:.3g} is below q = {q[y]:.3g}"
-    elif u is not None and (drawn := _Given(u).categorical(residual)) != y:
-        from_target = _Given(u).categorical(p) == y
+    elif u is not None and not _draws(residual, u, y, _slack(position)):
+        drawn, from_target = _Given(u).categorical(residual), _Given(u).categorical(p) == y
         kind, row = ("residual", "p gives it") if from_target else ("resample", f"norm(max(p - q, 0)) gives {drawn}")
         yield kind, f"token {y} was drawn with u = {u:.6g} after a rejection, where {row}"
 
@@ -173,6 +202,8 @@ def _resampled_wrongly(position: Position, p: np.ndarray, q: np.ndarray, y: int)
 def _rows(position: Position) -> tuple[np.ndarray, np.ndarray]:
     """p and q in float64, the q of a deterministic drafter as a point mass."""
     p = _row("p_target", position.p_target)
+    if position.draft_id is None:
+        return p, np.zeros(len(p))
     if position.q_draft is None:
         q = np.zeros(len(p))
         q[_token("draft_id", position.draft_id, len(p))] = 1.0

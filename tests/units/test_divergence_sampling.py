@@ -86,7 +86,7 @@ def test_sound_sampling_is_sound_once_the_positions_are_enough_and_inconclusive_
     heard = pooled("none", range(10))
     found, early = audit(heard), audit(heard[:200])
     assert found.verdict == "sound" and found.exit_code == 0 and found.causes == () and found.flaws == {}
-    assert found.replayed == found.n == len(heard) and "0.1 would have been seen" in found.line
+    assert found.replayed == found.n == len(heard) and "0.1 that these sums see would have been seen" in found.line
     assert early.verdict == "inconclusive" and early.exit_code == 125
     assert audit(heard[: 200 + early.more]).more < 0.1 * early.more, "what it asks for is about what it takes"
     assert audit(heard[:200], effect=0.5).verdict == "sound"
@@ -170,7 +170,9 @@ def test_a_resample_from_p_is_named_by_its_statistic_alone(monkeypatch):
     found = audit(pooled("from p", range(4)))
     assert found.causes == ("resampled from p instead of the residual",) and zs(found)["z_dir"] < -5
     assert "after a rejection p is drawn from" in found.panel[3].meaning
-    positions = [one._replace(committed_id=one.draft_id) for one in pooled("none", range(4))]
+    positions = [
+        one._replace(committed_id=one.draft_id) for one in pooled("none", range(4)) if one.draft_id is not None
+    ]
     assert "resampled from p instead of the residual" in audit(positions).causes, "so it leans where all drafts stay"
     positions = [one._replace(committed_id=int(np.argmax(one.p_target / one.q_draft))) for one in positions]
     assert audit(positions).causes == ("something else",)
@@ -287,7 +289,8 @@ def test_listening_changes_no_token_no_random_number_and_no_round(options):
         timeless = lambda generation: [r[:6] for r in generation.rounds]  # noqa: E731
         assert made.token_ids == plain.token_ids and timeless(made) == timeless(plain)
         # a generation may end within a round that was decided as a whole
-        assert sum(r.n_tested for r in made.rounds) <= len(heard) <= sum(r.k for r in made.rounds)
+        drafted = [one for one in heard if one.draft_id is not None]
+        assert sum(r.n_tested for r in made.rounds) <= len(drafted) <= sum(r.k for r in made.rounds)
 
 
 def test_as_many_random_numbers_are_drawn_as_without():
@@ -463,6 +466,36 @@ def test_the_command_finds_a_planted_fault(command):
 def test_what_cannot_be_audited_is_no_verdict(command, words, code, says):
     got, out, err = command(*words)
     assert got == code and out == "" and says in err and "Traceback" not in err
+
+
+# --- the token behind the last draft --------------------------------------------------------------------------------
+
+
+def test_the_token_behind_the_last_draft_is_audited():
+    heard, made = logged(0, 100)
+    extra = [one for one in heard if one.draft_id is None]
+    assert len(extra) > 5 and len(heard) - len(extra) < made.n_tokens if hasattr(made, "n_tokens") else extra
+    assert audit(heard).flaws == {} and audit(extra).panel[2].n == len(extra)
+    wrong = [one._replace(committed_id=int(np.argmin(one.p_target))) if one.draft_id is None else one for one in heard]
+    assert audit(wrong).causes == (sampling.BONUS,)
+    found = audit([one for seed in range(4) for one in blind(logged(seed)[0])])
+    assert found.causes == ()
+    worst = [
+        one._replace(committed_id=int(np.argmin(one.p_target))) for one in blind(pooled("none")) if one.draft_id is None
+    ]
+    assert audit(worst).verdict == "wrong"
+
+
+def test_an_engine_that_cumulates_in_float32_is_not_accused_of_it():
+    rng, found = np.random.default_rng(0), []
+    for _ in range(40):
+        p, q = (rng.dirichlet(np.full(20_000, 0.3)).astype(np.float32) for _ in range(2))
+        residual = np.maximum(p - q, np.float32(0))
+        u = float(rng.random())
+        edges = np.cumsum(residual, dtype=np.float32)
+        y = int(np.searchsorted(edges, np.float32(u) * edges[-1], side="right"))
+        found.append(Position(p, q, int(np.argmax(q - p)), False, y, 0.999999, u))
+    assert "resample" not in audit(found).flaws and "residual" not in audit(found).flaws
 
 
 # --- the study of notebook 06 ---------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ def positional_registry(
     """The draft's i-th bank of experts runs with the parameters of the i-th bank that was registered in the process.
 
     The target is loaded first, so its banks come first in the list; routing stays the draft's. `layer`: only that
-    layer's op resolves by position; None for all, as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there, so
-    that torch is shown the activations only. InputError where a foreign bank does not fit.
+    layer's op resolves by position; None for all, as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there:
+    torch is shown the activations only. InputError where a foreign bank does not fit.
     """
     own = find(draft).every_bank()
     chosen = own if layer is None else (find(draft).bank(layer),)
