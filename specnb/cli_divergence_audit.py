@@ -34,6 +34,7 @@ def audit(
     for name, value in (("max-new-tokens", max_new_tokens), ("k", k), ("prompts", prompts)):
         if value < 1:
             raise InputError(f"--{name} is {value}: an audit needs at least 1")
+    _check(prompts, effect)
     with judged(show.complain):
         options = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "k": k, "max_new_tokens": max_new_tokens,
@@ -46,6 +47,17 @@ def audit(
     raise typer.Exit(found.exit_code)
 
 
+def _check(n_prompts: int, effect: float) -> None:
+    """Refuse what is wrong whatever the models are: that is no verdict."""
+    from specnb.divergence.sampling import Tally
+    from specnb.prompts import CATEGORIES
+    from specnb.prompts import prompts as shipped
+
+    Tally().audit(effect=effect)
+    if n_prompts > (n := sum(len(shipped(name)) for name in CATEGORIES)):
+        raise InputError(f"--prompts is {n_prompts}, but {n} are shipped: raise --max-new-tokens instead")
+
+
 def _audited(target: str, draft: str, n_prompts: int, seed: int, effect: float, options: dict[str, float]) -> "Audit":
     from specnb.book.progress import ProgressBar
     from specnb.divergence.sampling import Tally
@@ -56,11 +68,8 @@ def _audited(target: str, draft: str, n_prompts: int, seed: int, effect: float, 
     from specnb.prompts import prompts as shipped
 
     tally = Tally()
-    tally.audit(effect=effect)  # refuses what is no share, before a model is opened
     by_category = [shipped(name) for name in CATEGORIES]
     in_turn = [each[at] for at in range(max(map(len, by_category))) for each in by_category if at < len(each)]
-    if n_prompts > len(in_turn):
-        raise InputError(f"--prompts is {n_prompts}, but {len(in_turn)} are shipped: raise --max-new-tokens instead")
     with ExitStack() as opened, ProgressBar() as progress:
         model = load(target)
         opened.callback(model.close)
