@@ -8,23 +8,28 @@ compared, for from there on the two compute different things; a draft that goes 
 is often found before them. One request at a time: what a flat engine packs into one step is not taken apart.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from specnb.divergence.align import Key, Laid, canonical_name
+from specnb.divergence.ladder import LARGE
 from specnb.divergence.offline import tables
 from specnb.divergence.offline.errors import Apart, floors
 from specnb.divergence.offline.excuses import Excuses, Precise
 from specnb.divergence.offline.offset import turned
 from specnb.divergence.offline.reads import reads
-from specnb.divergence.offline.result import Comparison
+from specnb.divergence.offline.result import Comparison, Node
 from specnb.divergence.offline.shape import fork_shape, shape
 from specnb.divergence.offline.texts import counted_alike
 from specnb.divergence.offline.verdict import verdict as judged
 from specnb.divergence.offline.walk import Plan, harmless, walk
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
+
+QUANTISED = re.compile(r"i?q\d", re.IGNORECASE)
+"""Types of ggml with a scale for each block of weights."""
 
 
 def compare(
@@ -62,11 +67,16 @@ def compare(
     idle = harmless(plan, found, floor) | {key.module for key in offset if key.role == "out"}
     own = {key: part for key, part in found.items() if part.own.any() and part.event.maker not in idle}
     minimal = tables.minimal(apart, own, floor)
+    doubt = "" if pairs else _uncalibrated(minimal, ours, theirs)
+    minimal = [] if doubt else minimal
     ratios = tables.ratios(apart, plan, found, floor)
     table = reads(ours, theirs)
-    verdict, reason = (
-        ("DIVERGENT", "") if minimal else judged(apart, plan, found, usual, excuses, idle, calibrated=bool(pairs))
-    )
+    if doubt:
+        verdict, reason = "INCONCLUSIVE", doubt
+    elif minimal:
+        verdict, reason = "DIVERGENT", ""
+    else:
+        verdict, reason = judged(apart, plan, found, usual, excuses, idle, calibrated=bool(pairs))
     foreign = table.loc[table["says"] == "foreign", ["module", "read"]].to_numpy().tolist()
     if foreign and not minimal:
         reason += f"; yet {foreign[0][0]} read {foreign[0][1]}, which is not the draft's own"
@@ -90,6 +100,23 @@ def _laid(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Laid:
     if trace.tensors.empty:
         raise InputError(f"the {role} trace shows no tensor: was the model run inside the `capture` block?")
     return Laid(trace, rename)
+
+
+def _uncalibrated(minimal: Sequence[tuple[Node, Key]], *traces: Laid) -> str:
+    """Why what was found may be rounding all the same; "" where it may not.
+
+    Kernels for quantised weights round what they are given to a few bits as well, in other blocks at other widths: only
+    sound runs tell how much that does.
+    """
+    types = {str(one.trace.facts.get("dtype")) for one in traces}
+    if not minimal or minimal[0][0].error > LARGE or not any(QUANTISED.match(name) for name in types):
+        return ""
+    node = minimal[0][0]
+    return (
+        f"{node.module or 'the model itself'} is off by {node.error:.2g}, and nothing is known of the rounding of "
+        f"{' and '.join(sorted(types))}: capture the reference's text in blocks (`specnb divergence capture … --width "
+        "5`) and give it as `sound`"
+    )
 
 
 def _check_engines(ours: Laid, theirs: Laid) -> None:

@@ -177,6 +177,27 @@ def test_an_error_as_large_as_the_references_own_is_rounding(single):
     assert compare(less, worse, precise=single.reference).first.module == EXPERTS
 
 
+def said_to_be(trace, **facts):
+    return Trace(trace.facts | facts, trace.tensors, trace.params, trace.arrays)
+
+
+def test_a_small_error_of_quantised_weights_needs_sound_runs_to_be_a_fault(single):
+    reference = said_to_be(single.reference, dtype="q4_1")
+    small_one, large_one = (said_to_be(single.traced("expert_scale_in_op", eps=eps), dtype="q4_1") for eps in (0.05, 2))
+    doubtful = compare(reference, small_one)
+    assert doubtful.verdict == "INCONCLUSIVE" and not doubtful.minimal and len(doubtful.nodes)
+    assert "nothing is known of the rounding of q4_1" in doubtful.reason and "--width 5" in doubtful.reason
+    assert compare(reference, small_one, sound=[single.traced(script=BLOCKS)]).first.module == EXPERTS
+    assert compare(reference, large_one).first.module == EXPERTS
+
+
+def test_traces_of_two_engines_are_compared_by_their_user_only(single):
+    other = said_to_be(single.traced(script=BLOCKS), engine="llama.cpp")
+    with pytest.raises(InputError, match=r"one trace is of torch, the other of llama\.cpp"):
+        compare(single.reference, other)
+    assert compare(single.reference, other, rename={"^x": "y"}).verdict == "PRECISION_ONLY"
+
+
 def test_modules_are_found_under_other_names(single):
     faulty = single.traced("expert_scale")
     for other in (prefixed(faulty, "draft_model.model."), prefixed(faulty, "model.")):
