@@ -60,8 +60,8 @@ def _check(n_prompts: int, effect: float) -> None:
 
 def _audited(target: str, draft: str, n_prompts: int, seed: int, effect: float, options: dict[str, float]) -> "Audit":
     from specnb.book.progress import ProgressBar
+    from specnb.divergence.auditing.log import listened
     from specnb.divergence.sampling import Tally
-    from specnb.divergence.sampling_log import listened
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
     from specnb.prompts import CATEGORIES

@@ -15,7 +15,7 @@ from specnb.errors import InputError
 
 if TYPE_CHECKING:
     from specnb.divergence.trace import Trace
-    from specnb.divergence.tracing.builder import TraceBuilder
+    from specnb.divergence.trace_builder import TraceBuilder
     from specnb.lm.base import LanguageModel
 
     Captured = tuple[LanguageModel, TraceBuilder]

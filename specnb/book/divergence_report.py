@@ -12,9 +12,9 @@ from plotly.offline import get_plotlyjs
 from specnb.book import divergence_acceptance as acceptance
 from specnb.book import divergence_figures as figures
 from specnb.divergence import report
+from specnb.divergence.acceptance.profile import Share
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.offline.result import named
-from specnb.divergence.triage_profile import Share
 from specnb.errors import InputError
 from specnb.store import write_atomic
 

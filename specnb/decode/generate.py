@@ -77,7 +77,7 @@ def generate(
     `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also "lookup" and "self").
     What is opened here is closed here. A draft model that cannot be loaded is left out, and the record says so
     in `fallback`, unless `strict`. `rule` is token, block or typical (lossy). `seed` makes draws repeatable.
-    `listener` may put itself around the rule, to note what each round was decided by (`divergence.sampling_log`).
+    `listener` may put itself around the rule, to note what each round was decided by (`divergence.auditing.log`).
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
     """

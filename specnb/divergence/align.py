@@ -6,9 +6,8 @@ and behind, so what counts is what was fed last.
 """
 
 import math
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specnb.divergence.trace import Trace
+from specnb.divergence.tracing.paths import canonical_names
 from specnb.divergence.tracing.sketch import TOKEN_K
 from specnb.errors import InputError
 
-PREFIX = re.compile(r"(?:(?:model|draft_model)\.)+")
 MAX_TOKENS = 1 << 22
 UNKNOWN = -1
 """The id of a token that was not written down."""
@@ -204,30 +203,6 @@ class Laid:
         n = len(self.trace.array(row.row, "token_l2"))
         whole = np.moveaxis(full, row.axis, min(row.axis, 1)).reshape(-1, cut[1], full.size // n)
         return np.broadcast_to(whole, (*cut, whole.shape[-1]))
-
-
-def canonical_name(path: str, rename: Mapping[str, str] | None = None) -> str:
-    """A path without leading `model.` or `draft_model.`, then with each regular expression of `rename` replaced.
-
-    Raises InputError for a wrong expression.
-    """
-    name = PREFIX.sub("", path, count=1) if PREFIX.match(path) else path
-    for pattern, by in (rename or {}).items():
-        try:
-            name = re.sub(pattern, by, name)
-        except (re.error, IndexError, TypeError) as error:
-            raise InputError(f"rename {pattern!r} to {by!r} does not work ({error}): give re.sub's two") from error
-    return name
-
-
-def canonical_names(paths: Iterable[str], rename: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`canonical_name` of each path. Raises InputError where two modules of one trace get one name."""
-    names = {path: canonical_name(path, rename) for path in paths}
-    back: dict[str, str] = {}
-    for path, name in names.items():
-        if back.setdefault(name, path) != path:
-            raise InputError(f"modules {back[name]!r} and {path!r} are both {name!r}: give a `rename` that tells them")
-    return names
 
 
 def _steps(facts: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], int]:

@@ -16,12 +16,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from specnb.divergence.trace_builder import Frame, TraceBuilder
 from specnb.divergence.tracing.at_use import UNKNOWN, AtUse, Owned, Registry
-from specnb.divergence.tracing.builder import Frame, TraceBuilder
 from specnb.divergence.tracing.names import (
     Arguments,
     Chooser,
-    canonical,
     chooser,
     compiled,
     dtype_name,
@@ -30,6 +29,7 @@ from specnb.divergence.tracing.names import (
     outputs_in,
     states_in,
 )
+from specnb.divergence.tracing.paths import canonical
 from specnb.divergence.tracing.tokens import IDS, step_of
 from specnb.errors import InputError
 

@@ -7,10 +7,10 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.align import canonical_name
 from specnb.divergence.local import WHICH
 from specnb.divergence.parts import Parts, find, output_head
 from specnb.divergence.setups import OWN, Lab, Outcome
+from specnb.divergence.tracing.paths import canonical_name
 from specnb.errors import InputError
 
 ONE_FACTOR = 0.2

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from specnb.divergence.align import Key, Laid, canonical_name
+from specnb.divergence.align import Key, Laid
 from specnb.divergence.ladder import LARGE
 from specnb.divergence.offline import tables
 from specnb.divergence.offline.errors import Apart, floors
@@ -26,6 +26,7 @@ from specnb.divergence.offline.texts import counted_alike
 from specnb.divergence.offline.verdict import verdict as judged
 from specnb.divergence.offline.walk import Plan, harmless, walk
 from specnb.divergence.trace import Trace
+from specnb.divergence.tracing.paths import canonical_name
 from specnb.errors import InputError
 
 QUANTISED = re.compile(r"i?q\d", re.IGNORECASE)

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from specnb.divergence.trace_builder import Frame, TraceBuilder
 from specnb.divergence.tracing.at_use import UNKNOWN, Registry
-from specnb.divergence.tracing.builder import Frame, TraceBuilder
 from specnb.divergence.tracing.gguf_names import (
     SHOWN_AGAIN,
     GraphStep,

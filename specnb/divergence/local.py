@@ -24,7 +24,8 @@ from specnb.divergence.align import Key
 from specnb.divergence.along import Along
 from specnb.divergence.ladder import ROUNDING, TIMES_FLOOR
 from specnb.divergence.script import Script
-from specnb.divergence.tracing.names import Arguments, canonical, named_tensors, outputs_in
+from specnb.divergence.tracing.names import Arguments, named_tensors, outputs_in
+from specnb.divergence.tracing.paths import canonical
 
 COLUMNS = ("order", "module", "call", "role", "name", "at", "position", "error", "gain", "discrete")
 WHICH = ("at", "call", "role", "name")

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import kv_slots
+from specnb.divergence.acceptance.profile import Share
 from specnb.divergence.kv_slots import Layers
 from specnb.divergence.ladder import TIMES_FLOOR
-from specnb.divergence.triage_profile import Share
 from specnb.errors import InputError
 from specnb.store import write_atomic
 

@@ -14,8 +14,8 @@ from typing import Any
 import pandas as pd
 from torch import Tensor, nn
 
-from specnb.divergence import repro_script
-from specnb.divergence.repro_pack import pack
+from specnb.divergence.reproduction import standalone
+from specnb.divergence.reproduction.pack import pack
 from specnb.divergence.script import Feed, Script
 from specnb.divergence.setups import Deploy, Lab, Outcome
 from specnb.errors import InputError
@@ -57,7 +57,7 @@ class Repro:
         contents = {
             "repro.safetensors": save(self.tensors),
             "repro.json": (json.dumps(self.facts, indent=1) + "\n").encode(),
-            "repro.py": inspect.getsource(repro_script).encode(),
+            "repro.py": inspect.getsource(standalone).encode(),
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def minimal(
     """The smallest run found in at most `runs` runs; `outcome` is a wrong one, such as `investigation.case.bad`.
 
     `draft`, `target` and `deploy` are those that were investigated. Raises InputError for an outcome that is clean, one
-    that does not happen again, and a draft that a script cannot build (`repro_pack.pack`).
+    that does not happen again, and a draft that a script cannot build (`reproduction.pack`).
     """
     if outcome.clean:
         raise InputError(f"{outcome.setup.id} is clean: there is nothing to reproduce")

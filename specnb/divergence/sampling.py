@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from specnb.divergence.auditing.terms import N_STATISTICS, STATISTICS, Flaw, Position, Terms, terms
 from specnb.divergence.ladder import EXIT
-from specnb.divergence.sampling_terms import N_STATISTICS, STATISTICS, Flaw, Position, Terms, terms
 from specnb.errors import InputError
 
 __all__ = ["Audit", "Flaw", "Position", "Statistic", "Tally", "audit"]

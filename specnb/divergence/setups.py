@@ -23,7 +23,7 @@ from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
 from specnb.divergence.ladder import ROUNDING
-from specnb.divergence.offset import explained
+from specnb.divergence.local_offset import explained
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.precision import coarser

@@ -11,10 +11,10 @@ from specnb.divergence import gallery as shown
 from specnb.divergence.deploy import planted
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.gallery import Gallery
+from specnb.divergence.grading.sampling import tried
 from specnb.divergence.investigate import judge, made_up
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.pair import Pair, pair
-from specnb.divergence.sampling_study import tried
 from specnb.divergence.score import Score
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab

@@ -2,7 +2,7 @@
 
 A drafter that is merely poor is right a few times in ten, evenly. Faults leave other marks: nothing is ever kept, all
 drafts of a round are one token, only the first is ever right, everything is right until some length and nothing from
-there on. `triage_rules` has them; with too few rounds the verdict is `inconclusive`, never a guess.
+there on. `acceptance.rules` has them; with too few rounds the verdict is `inconclusive`, never a guess.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 
-from specnb.divergence.triage_profile import Profile, Share, profile
-from specnb.divergence.triage_rules import NEAR_ZERO, RULES, Case, DrafterKind, Suspicion
+from specnb.divergence.acceptance.profile import Profile, Share, profile
+from specnb.divergence.acceptance.rules import NEAR_ZERO, RULES, Case, DrafterKind, Suspicion
 from specnb.errors import InputError, did_you_mean
 from specnb.measure.fork import Fork
 from specnb.medusa.config import HeadsConfig

@@ -16,9 +16,9 @@ from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForC
 
 from specnb.divergence.capture import capture
 from specnb.divergence.trace import Trace
-from specnb.divergence.tracing.builder import TraceBuilder
+from specnb.divergence.trace_builder import TraceBuilder
 from specnb.divergence.tracing.fingerprint import digest
-from specnb.divergence.tracing.names import canonical
+from specnb.divergence.tracing.paths import canonical
 from specnb.divergence.tracing.tokens import Step, step_of
 from specnb.errors import InputError
 
@@ -270,7 +270,7 @@ def test_an_output_that_is_the_next_input_is_measured_once(monkeypatch):
 def test_many_pending_copies_are_measured_early_with_the_same_result(monkeypatch):
     model = moe()
     usual = traced(model)
-    monkeypatch.setattr("specnb.divergence.tracing.builder.PENDING_BYTES", 1)
+    monkeypatch.setattr("specnb.divergence.trace_builder.PENDING_BYTES", 1)
     early = traced(model)
     assert usual.tensors["digest"].tolist() == early.tensors["digest"].tolist()
     for key, value in usual.arrays.items():

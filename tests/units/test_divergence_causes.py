@@ -7,7 +7,7 @@ import pytest
 from specnb.divergence.case import Case
 from specnb.divergence.causes import CLASSES, rank
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.offset import one_offset
+from specnb.divergence.local_offset import one_offset
 from specnb.divergence.planted.fault import CAUSES
 
 

@@ -12,7 +12,7 @@ from specnb.divergence import pair as small
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.parts import find
 from specnb.divergence.planted.fault import CAUSES
-from specnb.divergence.tracing.names import canonical
+from specnb.divergence.tracing.paths import canonical
 from specnb.errors import InputError
 
 IDS = torch.randint(0, 256, (1, 18), generator=torch.Generator().manual_seed(0))

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specnb.divergence import pair as small
-from specnb.divergence import report, repro_script
+from specnb.divergence import report
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
 from specnb.divergence.repro import minimal
+from specnb.divergence.reproduction import standalone
 from specnb.divergence.script import Feed, Script
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError
@@ -179,10 +180,10 @@ def test_an_identity_fault_becomes_one_token_through_one_module(identity, tmp_pa
 def test_the_script_ends_with_zero_once_the_captured_tensor_is_right(identity, tmp_path, capsys):
     found = identity
     found.write(tmp_path)
-    right = repro_script.rerun(found.facts, found.tensors).detach()
+    right = standalone.rerun(found.facts, found.tensors).detach()
     save_file({"captured": right.contiguous()}, tmp_path / "fixed.safetensors")
-    assert repro_script.main(tmp_path, tmp_path / "fixed.safetensors") == 0 and "SOUND" in capsys.readouterr().out
-    assert repro_script.main(tmp_path) == 1
+    assert standalone.main(tmp_path, tmp_path / "fixed.safetensors") == 0 and "SOUND" in capsys.readouterr().out
+    assert standalone.main(tmp_path) == 1
 
 
 def test_attention_is_shown_on_the_whole_draft_at_its_tokens(pair, lab, tmp_path, capsys):
@@ -190,7 +191,7 @@ def test_attention_is_shown_on_the_whole_draft_at_its_tokens(pair, lab, tmp_path
     # slots 5 and 9 are exchanged: token 5 is wrong, and is right in a text that ends with it
     assert found.kind == "model" and found.script.feeds == (SCRIPT.feeds[0],)
     found.write(tmp_path)
-    assert repro_script.main(tmp_path) == 1
+    assert standalone.main(tmp_path) == 1
     told = capsys.readouterr().out
     assert "token 5:" in told and "token 4:" not in told
 
@@ -243,7 +244,7 @@ def test_a_folder_that_cannot_be_written_is_told(identity, tmp_path):
 
 
 def test_the_script_imports_nothing_of_this_package():
-    tree = ast.parse(Path(repro_script.__file__).read_text())
+    tree = ast.parse(Path(standalone.__file__).read_text())
     named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     named += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     assert not [name for name in named if name.startswith("specnb")]
@@ -252,9 +253,9 @@ def test_the_script_imports_nothing_of_this_package():
 def test_errors_of_tokens_are_by_token():
     ours = torch.tensor([[[3.0, 4.0], [1.0, 0.0]]])
     theirs = torch.tensor([[[3.0, 4.0], [1.0, 1.0]]])
-    assert repro_script.apart(ours, theirs, 1) == [0, 1]
-    assert repro_script.apart(ours.int(), theirs.int(), 1) == [0, 1]
-    assert repro_script.apart(ours[:, :1], theirs, 1) == [float("inf")] * 2
+    assert standalone.apart(ours, theirs, 1) == [0, 1]
+    assert standalone.apart(ours.int(), theirs.int(), 1) == [0, 1]
+    assert standalone.apart(ours[:, :1], theirs, 1) == [float("inf")] * 2
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ def test_errors_of_tokens_are_by_token():
 )
 def test_dotted_names_are_looked_up_as_a_capture_gives_them(name, found):
     values = {"x": 1, "pair": (2, 3), "deep": {"a": [4]}, "with.dot": 5}
-    assert repro_script.inner(values, name) == found
+    assert standalone.inner(values, name) == found
 
 
 def test_tables_are_frames(wrong):

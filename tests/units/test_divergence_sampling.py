@@ -11,12 +11,13 @@ from specnb.decode import accept
 from specnb.decode.generate import generate
 from specnb.decode.rules import RULES
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.divergence import sampling, sampling_terms
+from specnb.divergence import sampling
+from specnb.divergence.auditing import terms
+from specnb.divergence.auditing.log import Listener, listened
+from specnb.divergence.auditing.terms import STATISTICS
+from specnb.divergence.grading.sampling import PLANTED, tried
 from specnb.divergence.planted.sampling import misreported_q, resampled_from_target
 from specnb.divergence.sampling import MEANING, Position, Tally, audit
-from specnb.divergence.sampling_log import Listener, listened
-from specnb.divergence.sampling_study import PLANTED, tried
-from specnb.divergence.sampling_terms import STATISTICS
 from specnb.draft import load as draft_load
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
@@ -166,7 +167,7 @@ def test_acceptances_and_drafts_are_blind_to_a_resample_from_p_and_so_is_the_rep
 
 
 def test_a_resample_from_p_is_named_by_its_statistic_alone(monkeypatch):
-    monkeypatch.setattr(sampling_terms, "_flaws", lambda *_: iter(()))
+    monkeypatch.setattr(terms, "_flaws", lambda *_: iter(()))
     found = audit(pooled("from p", range(4)))
     assert found.causes == ("resampled from p instead of the residual",) and zs(found)["z_dir"] < -5
     assert "after a rejection p is drawn from" in found.panel[3].meaning

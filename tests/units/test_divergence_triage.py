@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specnb.decode.generate import generate
+from specnb.divergence.acceptance.profile import Share, profile
 from specnb.divergence.triage import kind_of, line, triage
-from specnb.divergence.triage_profile import Share, profile
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.errors import InputError

@@ -141,7 +141,10 @@ def loud(code):
 def test_only_the_command_line_prints():
     found = {str(p.relative_to(ROOT)): loud(p.read_text(encoding="utf-8")) for p in SOURCES}
     # the second is copied beside a captured module, and runs there without the package
-    assert {name for name, lines in found.items() if lines} == {"specnb/cli.py", "specnb/divergence/repro_script.py"}
+    assert {name for name, lines in found.items() if lines} == {
+        "specnb/cli.py",
+        "specnb/divergence/reproduction/standalone.py",
+    }
 
 
 def test_the_scan_for_prints_sees_them():

@@ -13,8 +13,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from specnb.divergence.acceptance.profile import Share
 from specnb.divergence.tracing.bounded_parquet import read_table
-from specnb.divergence.triage_profile import Share
 from specnb.errors import InputError
 from specnb.lm.bounded_json import read_bytes
 from specnb.store import write_atomic

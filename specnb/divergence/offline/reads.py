@@ -2,7 +2,8 @@
 
 import pandas as pd
 
-from specnb.divergence.align import Laid, canonical_name, canonical_names
+from specnb.divergence.align import Laid
+from specnb.divergence.tracing.paths import canonical_name, canonical_names
 
 COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_digest", "digest")
 

@@ -1,4 +1,4 @@
-"""Names of what a module is given and gives back, and of modules: the same in every set-up."""
+"""Names of what a module is given and gives back."""
 
 import dataclasses
 import functools
@@ -11,31 +11,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from specnb.divergence.align import PREFIX
 from specnb.errors import InputError
 
 DEEPEST = 6
 """Levels of nested containers that are looked into."""
 
 STATES = ("keys", "values", "conv_states", "recurrent_states")
-
-
-def canonical(paths: Iterable[str]) -> dict[str, str]:
-    """Module paths -> the same without leading `model.` or `draft_model.`, but for those that stand beside a module of
-    the shorter name. InputError where two become one."""
-    paths = list(paths)
-    taken = {*paths}
-    short = {path: PREFIX.sub("", path, count=1) if PREFIX.match(path) else path for path in paths}
-    short = {path: path if name in taken else name for path, name in short.items()}
-    back: dict[str, str] = {}
-    for path, name in short.items():
-        if name in back:
-            raise InputError(
-                f"modules {back[name]!r} and {path!r} of one model are both {name!r} without their prefix: "
-                "capture the two inner models one by one"
-            )
-        back[name] = path
-    return short
 
 
 class Arguments:

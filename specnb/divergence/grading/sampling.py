@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
+from specnb.divergence.auditing.log import listened
 from specnb.divergence.planted.sampling import misreported_q, resampled_from_target
 from specnb.divergence.sampling import Audit, Tally
-from specnb.divergence.sampling_log import listened
 from specnb.draft.base import Drafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm.base import LanguageModel

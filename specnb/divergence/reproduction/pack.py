@@ -9,14 +9,14 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from specnb.divergence import repro_script
 from specnb.divergence.align import Key
 from specnb.divergence.along import Along
 from specnb.divergence.ladder import TIMES_FLOOR
 from specnb.divergence.offline.result import named
-from specnb.divergence.repro_script import CAPTURED, INPUTS, WEIGHTS
+from specnb.divergence.reproduction import standalone
+from specnb.divergence.reproduction.standalone import CAPTURED, INPUTS, WEIGHTS
 from specnb.divergence.setups import Lab, Outcome
-from specnb.divergence.tracing.names import canonical
+from specnb.divergence.tracing.paths import canonical
 from specnb.errors import InputError
 
 MAX_BYTES = 4 << 30
@@ -103,15 +103,15 @@ def _shows(facts: dict[str, Any], tensors: dict[str, Tensor], first: pd.Series, 
     Of the whole draft any error that a sound run has not: rounding adds up over layers, and `limit` is raised to it.
     """
     try:
-        ours = repro_script.rerun(facts, tensors)
+        ours = standalone.rerun(facts, tensors)
     except (RuntimeError, TypeError, ValueError, AttributeError, ImportError, LookupError, SystemExit):
         # it needs more than this
         return False
-    errors = repro_script.apart(ours, tensors[CAPTURED], facts["token_axis"])
+    errors = standalone.apart(ours, tensors[CAPTURED], facts["token_axis"])
     if facts["kind"] == "module":
         shown = errors[int(first["position"])]
         return bool(np.isclose(shown, first["error"], rtol=ALIKE, atol=facts["limit"], equal_nan=True))
-    facts["limit"] = max(facts["limit"], TIMES_FLOOR * max(repro_script.apart(ours, sound, facts["token_axis"])))
+    facts["limit"] = max(facts["limit"], TIMES_FLOOR * max(standalone.apart(ours, sound, facts["token_axis"])))
     return any(not error <= facts["limit"] for error in errors)
 
 

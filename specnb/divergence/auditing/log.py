@@ -12,7 +12,7 @@ from specnb.decode.accept import Acceptance
 from specnb.decode.generate import PromptLike, generate, prompt_ids
 from specnb.decode.rules import Rule
 from specnb.decode.sampling import Chooser, Draws
-from specnb.divergence.sampling_terms import Position
+from specnb.divergence.auditing.terms import Position
 from specnb.draft.base import Drafter, Proposal
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specnb.divergence.triage_profile import Profile, Share
+from specnb.divergence.acceptance.profile import Profile, Share
 
 DrafterKind = Literal["model", "heads", "lookup"]
 

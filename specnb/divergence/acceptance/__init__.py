@@ -1,0 +1,1 @@
+"""What the acceptance of a generation says of its cause, without tensors: what `triage` is made of."""

@@ -1,0 +1,1 @@
+"""The smallest script that shows a divergence again: what `repro` is made of."""
