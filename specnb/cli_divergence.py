@@ -101,7 +101,6 @@ def investigate(
 
     service = services.planted(fault, layer=layer) if fault else None
     wanted = _known_setups(setups)
-    switches = [name.strip() for name in features.split(",")] if features else []
     with ExitStack() as opened:
         with judged(show.complain):
             service = services.imported(deploy) if deploy else service
@@ -111,7 +110,12 @@ def investigate(
             with ProgressBar() as progress:
                 script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
                 found = lab.investigate(
-                    *models, script=script, deploy=service, setups=wanted, features=switches, progress=progress
+                    *models,
+                    script=script,
+                    deploy=service,
+                    setups=wanted,
+                    features=names(features) or (),
+                    progress=progress,
                 )
         _show(show, found, accepted, as_json)
         if report is not None:  # last, for it may take as long again

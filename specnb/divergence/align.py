@@ -77,13 +77,15 @@ class Laid:
 
     `firsts`: where the steps start, by their number, in place of what the run itself thought.
 
-    `positions` (n,) are those held at the end, `last_step` (n,) in which step each was fed, `tokens` (sequences, n).
+    `positions` (n,) are those held at the end, `last_step` (n,) in which step each was fed, `tokens` (sequences, n);
+    `dtype` is the model's, "None" where it was not written down.
     """
 
     def __init__(
         self, trace: Trace, rename: Mapping[str, str] | None = None, firsts: Mapping[int, int] | None = None
     ) -> None:
         self.trace, self.rename = trace, dict(rename or {})
+        self.dtype = str(trace.facts.get("dtype"))
         self.names = canonical_names(trace.tensors["module"].unique(), rename)
         self.steps, self.batch = _steps(trace.facts)
         self._late = {number: at - self.steps[number]["first_position"] for number, at in (firsts or {}).items()}

@@ -8,19 +8,18 @@ compared, for from there on the two compute different things; a draft that goes 
 is often found before them. One request at a time: what a flat engine packs into one step is not taken apart.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from specnb.divergence.align import Key, Laid
-from specnb.divergence.ladder import LARGE
+from specnb.divergence.ladder import LARGE, rounding_unknown
 from specnb.divergence.offline import tables
 from specnb.divergence.offline.errors import Apart, floors
 from specnb.divergence.offline.excuses import Excuses, Precise
 from specnb.divergence.offline.offset import turned
 from specnb.divergence.offline.reads import reads
-from specnb.divergence.offline.result import Comparison, Node
+from specnb.divergence.offline.result import Comparison, Node, named
 from specnb.divergence.offline.shape import fork_shape, shape
 from specnb.divergence.offline.texts import counted_alike
 from specnb.divergence.offline.verdict import verdict as judged
@@ -28,9 +27,6 @@ from specnb.divergence.offline.walk import Plan, harmless, walk
 from specnb.divergence.trace import Trace
 from specnb.divergence.tracing.paths import canonical_name
 from specnb.errors import InputError
-
-QUANTISED = re.compile(r"i?q\d", re.IGNORECASE)
-"""Types of ggml with a scale for each block of weights."""
 
 
 def compare(
@@ -104,17 +100,13 @@ def _laid(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Laid:
 
 
 def _uncalibrated(minimal: Sequence[tuple[Node, Key]], *traces: Laid) -> str:
-    """Why what was found may be rounding all the same; "" where it may not.
-
-    Kernels for quantised weights round what they are given to a few bits as well, in other blocks at other widths: only
-    sound runs tell how much that does.
-    """
-    types = {str(one.trace.facts.get("dtype")) for one in traces}
-    if not minimal or minimal[0][0].error > LARGE or not any(QUANTISED.match(name) for name in types):
+    """Why what was found may be rounding all the same; "" where it may not."""
+    types = {one.dtype for one in traces}
+    if not minimal or minimal[0][0].error > LARGE or not any(map(rounding_unknown, types)):
         return ""
     node = minimal[0][0]
     return (
-        f"{node.module or 'the model itself'} is off by {node.error:.2g}, and nothing is known of the rounding of "
+        f"{named(node)} is off by {node.error:.2g}, and nothing is known of the rounding of "
         f"{' and '.join(sorted(types))}: capture the reference's text in blocks (`specnb divergence capture … --width "
         "5`) and give it as `sound`"
     )

@@ -10,7 +10,7 @@ module, with what a pristine copy makes of the same inputs.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -75,16 +75,11 @@ def judge(
     wanted = _wanted(lab, setups)
     service = deploy or lab.deploy
     features = checked(service, features) if features else ()
-    outcomes: dict[str, Outcome] = {}
-    for name in wanted:
-        progress(len(outcomes), len(wanted), f"{name}: {setup_of(name).says}")
-        outcomes[name] = lab.run(name, deploy)
-    if setups is None and not Case.of(lab, outcomes).alone and not all(one.clean for one in outcomes.values()):
-        more = lab.fitting(ON_DEMAND)
-        for name in more:
-            progress(len(outcomes), len(wanted) + len(more), f"{name}: {SETUPS[name].says}")
-            outcomes[name] = lab.run(name, deploy)
+    outcomes = _run(lab, wanted, {}, deploy, progress)
     case = Case.of(lab, outcomes)
+    if setups is None and case.bad is not None and not case.alone:
+        outcomes = _run(lab, lab.fitting(ON_DEMAND), outcomes, deploy, progress)
+        case = Case.of(lab, outcomes)
     covered = [Coverage.of(one, lab.draft) for one in ([case.bad] if case.bad else outcomes.values())]
     coverage = max(covered, key=lambda one: (not one.output, len(one.uncompared)))
     repeats, inert = _same_bits(lab, outcomes, deploy)
@@ -124,6 +119,17 @@ def _wanted(lab: Lab, setups: Sequence[str] | None) -> tuple[str, ...]:
     if not setups:
         raise InputError(f"there is no set-up to run: give some of {', '.join(SETUPS)}, or None for all that fit")
     return tuple(dict.fromkeys(setups))
+
+
+def _run(
+    lab: Lab, names: Sequence[str], before: Mapping[str, Outcome], deploy: Deploy | None, progress: Progress
+) -> dict[str, Outcome]:
+    """The outcomes so far, and those of these set-ups behind them."""
+    outcomes = dict(before)
+    for name in names:
+        progress(len(outcomes), len(before) + len(names), f"{name}: {setup_of(name).says}")
+        outcomes[name] = lab.run(name, deploy)
+    return outcomes
 
 
 def _same_bits(lab: Lab, outcomes: dict[str, Outcome], deploy: Deploy | None) -> tuple[bool, bool]:

@@ -5,6 +5,7 @@ dtype does; an error against a more precise run that is no larger than the refer
 AWS Neuron accuracy toolkit, ratio 3); and for chosen experts the margin of the logits. No torch here.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
@@ -20,6 +21,9 @@ TIMES_FLOOR = 3.0
 """How far above the largest error between sound runs an error must be."""
 ROUNDING = MappingProxyType({"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8})
 """Relative L2 error that sums in another order may always have, whether or not the sound runs showed it."""
+BLOCKED = re.compile(r"i?q\d", re.IGNORECASE)
+"""Types of ggml with a scale for each block of weights. What their kernels round to is known for no type: they round
+what they are given to a few bits as well, in other blocks at other widths. Only sound runs tell how much that does."""
 GROWN = 100.0
 """Times the floor that errors may grow to on their way with no module wrong by itself; beyond it somebody must be."""
 LARGE = 0.1
@@ -28,9 +32,14 @@ CARRIES = 4.0
 """How many times larger a sound module may make the relative error of what it is given (softmax, cancelling sums)."""
 
 
-def rounding(dtypes: Iterable[str | None]) -> float:
+def rounding(dtypes: Iterable[str]) -> float:
     """The rounding of the coarsest of these dtypes that are known; float32 where none is."""
     return max((ROUNDING[name] for name in dtypes if name in ROUNDING), default=ROUNDING["float32"])
+
+
+def rounding_unknown(dtype: str) -> bool:
+    """Whether errors below LARGE may be rounding in a model of this type, whatever the types of its outputs say."""
+    return BLOCKED.match(dtype) is not None
 
 
 def wrong_by_itself(error: np.ndarray, floor: float, given: np.ndarray, given_wrong: np.ndarray) -> np.ndarray:

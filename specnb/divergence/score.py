@@ -126,10 +126,11 @@ def score(
 
     `seeds` counts models, each with a text of its own. `controls` also runs the false-alarm controls and looks for the
     smallest scale fault. Work is shared by `workers` processes, of one thread each if they are several, a model and
-    dtype at a time. With
-    `keep`, a folder, each of these is written down when it is done and not run again. Raises InputError for what cannot
-    be run, and for a fault that did not act.
+    dtype at a time. With `keep`, a folder, each of these is written down when it is done and not run again. Raises
+    InputError for what cannot be run, and for a fault that did not act.
     """
+    if workers < 1:
+        raise InputError(f"a score needs at least one worker, not {workers}")
     parts = list(_parts(seeds, layers, dtypes, faults, controls))
     done = {part: kept for part in parts if (kept := _kept(part, keep)) is not None}
     done |= dict(_run([part for part in parts if part not in done], keep, workers, progress))

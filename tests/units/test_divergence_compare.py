@@ -477,8 +477,7 @@ def test_rows_of_a_long_cache_are_looked_for_in_little_memory():
     n = 2000
     ours = np.random.default_rng(0).normal(size=(n, 16))
     theirs = np.roll(ours, 1, axis=0)
-    runs = [SimpleNamespace(states=lambda *_, rows=rows: rows, trace=SimpleNamespace(facts={"dtype": "float32"}))
-            for rows in (ours, theirs)]  # fmt: skip
+    runs = [SimpleNamespace(states=lambda *_, rows=rows: rows, dtype="float32") for rows in (ours, theirs)]
     where = SimpleNamespace(positions=np.arange(n), ours=[0], theirs=[0])
     tracemalloc.start()
     said = error_shape._moved_rows(SimpleNamespace(ours=runs[0], theirs=runs[1], where=where), "")
@@ -613,7 +612,7 @@ print(found.verdict, found.first.module, [name for name in ("torch", "transforme
 
 
 def test_the_ladder():
-    assert ladder.rounding(["float32", None, "bfloat16", "int64"]) == 2**-8 and ladder.rounding([]) == 1e-6
+    assert ladder.rounding(["float32", "None", "bfloat16", "int64"]) == 2**-8 and ladder.rounding([]) == 1e-6
     logits = np.array([[5.0, 1.0, 0.99, -3.0]])
     assert ladder.margins(logits, np.array([[0, 1]]), np.array([[0, 2]])) == pytest.approx(0.01)
     assert ladder.margins(logits, np.array([[0, 1]]), np.array([[0, 9]])) == np.inf

@@ -241,7 +241,8 @@ def test_the_lab_names_nothing_where_nothing_is_wrong(subject, name):
 
 
 @pytest.mark.parametrize(
-    "options", [{"seeds": 0}, {"dtypes": ()}, {"dtypes": ("int8",)}, {"layers": (9,)}, {"faults": ("x",)}]
+    "options",
+    [{"seeds": 0}, {"workers": 0}, {"dtypes": ()}, {"dtypes": ("int8",)}, {"layers": (9,)}, {"faults": ("x",)}],
 )
 def test_a_score_that_cannot_be_made_is_refused(options):
     with pytest.raises(InputError):

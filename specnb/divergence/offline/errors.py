@@ -54,8 +54,7 @@ class Apart:
 
     def limit(self, key: Key) -> float:
         """What rounding does to this tensor; a wide one may have been made of narrow ones."""
-        models = (one.trace.facts.get("dtype") for one in (self.ours, self.theirs))
-        return ladder.rounding(name for name in (*self.dtypes[key], *models) if isinstance(name, str))
+        return ladder.rounding([*self.dtypes[key], self.ours.dtype, self.theirs.dtype])
 
     @cached_property
     def flipped(self) -> dict[Key, np.ndarray]:

@@ -82,7 +82,7 @@ def _moved_rows(apart: Apart, module: str) -> str:
     if ours is None or theirs is None or apart.where.ours[:1] != [0] or apart.where.theirs[:1] != [0]:
         return ""
     size = np.linalg.norm(ours, axis=-1)
-    tolerance = 10 * ladder.TIMES_FLOOR * ladder.rounding([apart.ours.trace.facts.get("dtype")])
+    tolerance = 10 * ladder.TIMES_FLOOR * ladder.rounding([apart.ours.dtype])
 
     def far(theirs: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
