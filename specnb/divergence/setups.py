@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
-from specnb.divergence.ladder import ROUNDING
+from specnb.divergence.ladder import GROWN, ROUNDING
 from specnb.divergence.local_offset import explained
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
@@ -39,9 +39,6 @@ NEIGHBOUR = "neighbour"
 OWN = "draft"
 BLOCK = 5
 """Width of the feeds of S0w and of the second sound run."""
-
-GROWN = 100.0
-"""How many times farther than sound runs are from one another logits may be that rounding alone has moved."""
 
 Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
 """What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
