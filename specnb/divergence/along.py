@@ -1,10 +1,11 @@
 """A trace put in the order of its text: what each module was given and gave at every position that was kept.
 
 A position that was fed again counts as it was fed last. Steps of one token, blocks and a prefill of the same text come
-out alike, so set-ups of other shapes can be compared.
+out alike, so set-ups of other shapes can be compared. Of logits a run may make those of each step's last token alone.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +20,16 @@ from specnb.errors import InputError
 class Along:
     """`values[key]`: `(tokens, …)`, the token axis first, and `axes[key]` where it was.
 
-    `left_out` are keys without a token axis, or of shapes that differ between steps (masks): they are not compared.
+    `left_out` are keys without a token axis, of modules that some step did not run, or of shapes that differ between
+    steps (masks): they are not compared. `gaps[key]`: positions of which nothing was made, with zeros in `values`; no
+    entry where there are none.
     """
 
     text: tuple[int, ...]
     values: dict[Key, np.ndarray]
     axes: dict[Key, int]
     left_out: tuple[Key, ...]
+    gaps: Mapping[Key, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trace: Trace, script: Script) -> "Along":
@@ -36,16 +40,19 @@ class Along:
         seen = [step["length"] for step in trace.facts["steps"]]
         if seen != [len(feed.ids) for feed in script.feeds]:
             raise InputError(f"the trace has {len(seen)} steps of {sum(seen)} tokens, the script other ones")
-        values, axes, left_out = {}, {}, []
+        values, axes, left_out, gaps = {}, {}, [], {}
         for key, rows in _tensors(trace).items():
             merged = _merged(trace, rows, script)
             if merged is None:
                 left_out.append(key)
                 continue
-            values[key], axes[key] = merged, rows[0].axis
+            values[key], missing = merged
+            axes[key] = rows[0].axis
+            if len(missing):
+                gaps[key] = missing
         if not values:
             raise InputError('the trace holds no full tensors: capture with full="" (all modules)')
-        return cls(script.text, values, axes, tuple(left_out))
+        return cls(script.text, values, axes, tuple(left_out), gaps)
 
 
 class _Row(NamedTuple):
@@ -66,20 +73,30 @@ def _tensors(trace: Trace) -> dict[Key, list[_Row]]:
     return found
 
 
-def _merged(trace: Trace, rows: list[_Row], script: Script) -> np.ndarray | None:
-    """The rows of each step at the positions fed last in it, in order; None where they do not fit together."""
-    last, starts, parts, at = script.last_feeds, script.starts, [], []
+def _merged(trace: Trace, rows: list[_Row], script: Script) -> tuple[np.ndarray, np.ndarray] | None:
+    """The rows of each step at the positions fed last in it, and the positions without; None where they do not fit.
+
+    Fewer tokens than a step was fed are its last ones.
+    """
+    last, parts, at = script.last_feeds, [], []
+    if not {row.step for row in rows}.issuperset(last.tolist()):
+        return None
     for row in rows:
         full = trace.array(row.row, "full")
         if full is None or row.axis < 0:
             return None
         whole = np.moveaxis(full, row.axis, 0)
-        positions = starts[row.step] + np.arange(len(whole))
+        earlier = max(len(script.feeds[row.step].ids) - len(whole), 0)
+        positions = script.starts[row.step] + earlier + np.arange(len(whole))
         kept = positions < len(last)
         kept[kept] = last[positions[kept]] == row.step
         parts.append(whole[kept])
         at.append(positions[kept])
     if len({part.shape[1:] for part in parts}) > 1:
         return None
-    merged = np.concatenate(parts)[np.argsort(np.concatenate(at), kind="stable")]
-    return merged if len(merged) == len(last) else None
+    found, made = np.concatenate(parts), np.concatenate(at)
+    merged = np.zeros((len(last), *found.shape[1:]), found.dtype)
+    merged[made] = found
+    missing = np.setdiff1d(np.arange(len(last)), made)
+    once = len(made) + len(missing) == len(last)
+    return (merged, missing) if once and len(made) else None

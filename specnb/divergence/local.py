@@ -111,30 +111,42 @@ class _Replay:
     def _compare(self, role: str, named: Iterable[tuple[str, Tensor]], maker: str) -> dict[int, Tensor]:
         """Note how far the run's tensors of the running module are from these; what goes on in their place, by id.
 
-        Only where the run has a tensor of this name and shape.
+        Only where the run has a tensor of this name and shape, at the positions of which it made something.
         """
         self._order += 1
         at, taken, pairs = self._running[-1], {}, list(named)
         for name, ours in pairs:
             key = Key(at, self._calls[at], role, name)
-            theirs = self._theirs(key)
-            if theirs is None or theirs.shape != ours.shape:
+            theirs = self._theirs(key, ours)
+            if theirs is None:
                 continue
             taken[id(ours)] = theirs.to(ours.device, ours.dtype)
             apart = _apart(ours, theirs, self._along.axes[key])
             margins = _margins(ours, theirs, [one for _, one in pairs])
             if margins is not None and len(margins) == len(apart["error"]):
                 apart |= {"error": margins, "discrete": np.zeros(len(margins), bool)}
+            if key in self._along.gaps:
+                apart = {name: np.delete(column, self._along.gaps[key]) for name, column in apart.items()}
             what = {"order": self._order, "module": maker, "call": key.call, "role": role, "name": name, "at": at}
             self.found.append((what, apart))
         return taken
 
-    def _theirs(self, key: Key) -> Tensor | None:
-        """As the module has it, the token axis where it was; of types that numpy lacks the same values as float32."""
+    def _theirs(self, key: Key, ours: Tensor) -> Tensor | None:
+        """The run's in place of `ours`, of types that numpy lacks the same values as float32; None for another shape.
+
+        Where the run made nothing, `ours` is right.
+        """
         found = self._along.values.get(key)
         if found is None:
             return None
-        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(found, 0, self._along.axes[key])))
+        axis = self._along.axes[key]
+        theirs = torch.from_numpy(np.ascontiguousarray(np.moveaxis(found, 0, axis)))
+        if theirs.shape != ours.shape:
+            return None
+        if key in self._along.gaps:
+            where = torch.from_numpy(self._along.gaps[key])
+            theirs.index_copy_(axis, where, ours.cpu().index_select(axis, where).to(theirs.dtype))
+        return theirs
 
 
 def _table(found: Sequence[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:

@@ -1,6 +1,7 @@
 """Shadow replay: sound runs agree in whatever shapes, and of a planted fault the first module and token are found."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from specnb.divergence import local
 from specnb.divergence import pair as small
+from specnb.divergence.align import Key
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
@@ -107,6 +109,25 @@ def test_two_faults_are_both_found_and_nothing_else(pair):
         errors = pair.errors("expert_scale_in_op", pair.target)
     wrong = local.beyond(errors, pair.floor, SCRIPT)
     assert {*wrong["module"]} == {"layers.0.mlp.experts", "layers.2.self_attn"}
+
+
+def test_a_module_that_some_step_did_not_run_is_left_out(pair):
+    with capture(pair.draft, full="") as builder:
+        run(pair.draft, SCRIPT)
+    trace = builder.trace()
+    skipped = (trace.tensors["module"] == "lm_head") & (trace.tensors["step"] == 0)
+    along = Along.of(replace(trace, tensors=trace.tensors[~skipped]), SCRIPT)
+    assert {key.module for key in along.left_out} >= {"lm_head"} and not along.gaps
+
+
+def test_where_the_run_made_nothing_the_copys_own_values_go_on(pair):
+    with capture(pair.draft, full="") as builder:
+        run(pair.draft, SCRIPT)
+    along, key = Along.of(builder.trace(), SCRIPT), Key("layers.0.mlp.experts", 0, "out", "out")
+    along.values[key][3:5] = 0
+    errors = local.local_errors(pair.reference, replace(along, gaps={key: np.array([3, 4])}))
+    assert local.beyond(errors, pair.floor, SCRIPT).empty
+    assert {3, 4}.isdisjoint(errors.loc[errors["module"] == key.module, "position"][errors["role"] == "out"])
 
 
 def test_a_trace_of_another_run_is_refused(pair):

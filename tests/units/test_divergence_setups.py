@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specnb.divergence import local
 from specnb.divergence.capture import capture
+from specnb.divergence.coverage import Coverage
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.grading.benign import other_products
 from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Lab, unfollowed
@@ -150,3 +151,35 @@ def test_only_the_capture_does_not_follow_the_neighbour(inside):
         assert step() == 2
     assert {*builder.trace().params["owner_path"]} == {"weight", "bias"}
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@contextmanager
+def last_logits(draft, neighbour):
+    """Logits are made of the last token alone, as engines do where a text goes on."""
+    original = draft.forward
+    draft.forward = lambda *args, **kwargs: original(*args, **kwargs, logits_to_keep=1)
+    try:
+        yield
+    finally:
+        del draft.forward
+
+
+@contextmanager
+def last_logits_of_another_head(draft, neighbour):
+    with last_logits(draft, neighbour):
+        hook = draft.lm_head.register_forward_hook(lambda module, args, logits: 1.05 * logits)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+@pytest.mark.parametrize("name", ["S0", "S0w"])
+def test_logits_of_last_tokens_alone_are_compared_at_their_positions(lab, name):
+    sound, wrong = (lab.run(name, service) for service in (last_logits, last_logits_of_another_head))
+    assert sound.clean and Coverage.of(sound, lab.draft).complete
+    starts = sound.script.starts
+    ends = {start + len(feed.ids) - 1 for start, feed in zip(starts, sound.script.feeds, strict=True)}
+    compared = sound.errors.loc[sound.errors["module"] == "lm_head", "position"]
+    assert {*compared} == ends & {*range(len(sound.script.text))}
+    assert {*wrong.wrong["module"]} == {"lm_head"} and {*wrong.wrong["position"]} == {*compared}
