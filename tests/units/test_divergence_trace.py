@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -361,12 +361,57 @@ def test_what_is_small_on_disk_and_huge_in_memory_is_refused_before_it_is_there(
         read(data, **types)
 
 
-def test_what_a_file_says_of_itself_need_not_be_true(monkeypatch):
+def varint(number, size=0):
+    """A whole number in a footer, stretched to so many bytes."""
+    size = size or -(-(2 * number).bit_length() // 7)
+    return bytes((2 * number >> 7 * i & 127) | (128 if i < size - 1 else 0) for i in range(size))
+
+
+def forged(column):
+    """A file whose footer says of a column that it is of one row, one value and one byte."""
+    data = written({"a": column}, compression="zstd", write_statistics=False, data_page_size=1 << 30)
+    at = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    group = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0)
+    said, footer = group.column(0), data[at:]
+    for number in {said.num_values, said.total_uncompressed_size, group.total_byte_size, len(column)} - {1}:
+        footer = footer.replace(varint(number), varint(1, len(varint(number))))
+    return data[:at] + footer
+
+
+@pytest.mark.parametrize(
+    ("column", "kind"),
+    [(zeros(5_000_000), pa.list_(pa.int64())), (pa.array(np.zeros(1_000_000)), pa.float64())],
+    ids=["a list", "numbers"],
+)
+def test_what_a_footer_hides_is_refused_before_it_is_there(column, kind):
+    data = forged(column)
+    said = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).column(0)
+    assert (said.num_values, said.total_uncompressed_size) == (1, 1)
+    with peak(at_most=LIMIT), pytest.raises(InputError, match=r"has \d+ bytes.*, more than"):
+        read(data, a=kind)
+
+
+def test_rows_are_counted_again_while_they_are_read(monkeypatch):
     monkeypatch.setattr(bounded_parquet, "_check_counts", lambda *_: None)
     for column, kind in ((zeros(50, 190_000), pa.list_(pa.int64())), (np.zeros(10**7), pa.float64())):
         data = written({"a": column})
         with peak(at_most=8 * LIMIT), pytest.raises(InputError, match="more than"):
             read(data, a=kind)
+
+
+def test_pages_that_are_none_are_refused():
+    data = written({"a": pa.array(np.arange(1000))}, use_dictionary=False, compression="none")
+    for at in range(4, 40):  # the header and what comes behind it
+        for byte in (0, 0x2C, 0x19, 0xFF):
+            changed = data[:at] + bytes([byte]) + data[at + 1 :]
+            with suppress(InputError):
+                assert read(changed, a=pa.int64()).num_rows == 1000
+
+
+def test_a_file_of_another_writer_is_refused():
+    other = written({"a": pa.array([1])}).replace(b"parquet-cpp-arrow", b"parquet-mr 1.2.8 ")
+    with pytest.raises(InputError, match=r"parquet-mr 1\.2\.8 .*make it again"):
+        read(other, a=pa.int64())
 
 
 def test_tables_are_read_as_they_were_written_in_groups_and_batches():

@@ -1,6 +1,6 @@
 """Parquet files of unknown origin: counted before they are read, read in batches, and never beyond a stated limit.
 
-A small file may unpack to far more than it says: what is in its dictionary is written once, and so is what repeats.
+A small file may unpack to far more than its footer says: what is in a dictionary is written once, so is what repeats.
 """
 
 import io
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specnb.divergence.tracing.page_headers import pages
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,15 +19,16 @@ BATCH = 1 << 14
 """Rows that are read at a time."""
 VALUE_BYTES = 8
 """What a value is counted as before it is read: a number's bytes."""
+WRITER = "parquet-cpp-arrow"
+"""What pyarrow calls itself in the files that it writes."""
 
 
 def read_table(data: bytes, path: Path, schema: "pa.Schema", *, rows: int, memory: int, again: str) -> "pa.Table":
     """The columns of `schema`, with no empty place among them, and the file's own metadata.
 
     At most `rows` rows and `memory` bytes as they lie in arrow; a few times that is taken meanwhile. Raises InputError
-    for more, for a column that is missing or of another type, and for what is no parquet; `path` and `again`, how to
-    make the file anew, are told. A page is unpacked before it can be counted: one that is larger than the file's own
-    counts say is refused only afterwards.
+    for more, for a column that is missing or of another type, and for what is no parquet of pyarrow's; `path` and
+    `again`, how to make the file anew, are told.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -35,8 +37,8 @@ def read_table(data: bytes, path: Path, schema: "pa.Schema", *, rows: int, memor
     try:
         with pq.ParquetFile(io.BytesIO(data)) as file:
             _check_columns(file.schema_arrow, schema, path)
-            _check_counts(file, schema, path, rows, memory)
-            meta = file.schema_arrow.metadata
+            _check_counts(data, file.metadata, schema, path, rows, memory)
+            n_rows, meta = file.metadata.num_rows, file.schema_arrow.metadata
         # texts stay in their dictionary until what they take outside of it is known
         with pq.ParquetFile(io.BytesIO(data), read_dictionary=texts, pre_buffer=False) as file:
             batches = list(_batches(file, schema, path, rows, memory))
@@ -46,6 +48,8 @@ def read_table(data: bytes, path: Path, schema: "pa.Schema", *, rows: int, memor
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} is no parquet file that can be read ({error}): {again}") from error
+    if whole.num_rows != n_rows:
+        raise InputError(f"{path} says that it has {n_rows} rows, and {whole.num_rows} can be read: {again}")
     if empty := [name for name in whole.column_names if whole[name].null_count]:
         raise InputError(f"{path}: column {empty[0]!r} has an empty place: {again}")
     return whole.replace_schema_metadata(meta)
@@ -57,14 +61,28 @@ def _check_columns(found: "pa.Schema", schema: "pa.Schema", path: Path) -> None:
             raise InputError(f"{path} has no column {field.name!r} of type {field.type}: it is another table")
 
 
-def _check_counts(file: "pq.ParquetFile", schema: "pa.Schema", path: Path, rows: int, memory: int) -> None:
-    """What the file says of itself: rows, values (those of lists, too), and bytes before dictionaries are resolved."""
-    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+def _check_counts(
+    data: bytes, meta: "pq.FileMetaData", schema: "pa.Schema", path: Path, rows: int, memory: int
+) -> None:
+    """Rows by the footer; values (those of lists, too), and bytes before dictionaries are resolved, by each page."""
+    groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
+    _bounded([group.num_rows for group in groups], rows, "rows", path)
+    if not (meta.created_by or "").startswith(WRITER):  # of older writers, arrow reads on behind the end of a column
+        raise ValueError(f"written by {meta.created_by!r}, not by pyarrow")
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
     chunks = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in schema.names]
-    _bounded([group.num_rows for group in groups], rows, "rows", path)
-    _bounded([chunk.total_uncompressed_size for chunk in chunks], memory, "bytes", path)
-    _bounded([VALUE_BYTES * chunk.num_values for chunk in chunks], memory, "bytes of values", path)
+    # of a column without values arrow reads no page
+    found = [page for chunk in chunks if chunk.num_values for page in pages(data, *_span(chunk))]
+    _bounded([page.n_bytes for page in found], memory, "bytes", path)
+    _bounded([VALUE_BYTES * page.n_values for page in found], memory, "bytes of values", path)
+
+
+def _span(chunk: "pq.ColumnChunkMetaData") -> tuple[int, int]:
+    """Where a column lies in the file, from its dictionary on."""
+    start = chunk.data_page_offset
+    if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
+        start = chunk.dictionary_page_offset
+    return start, start + chunk.total_compressed_size
 
 
 def _bounded(counts: list[int], limit: int, what: str, path: Path) -> None:
