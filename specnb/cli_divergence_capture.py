@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 NEW_TOKENS = 16
 MADE_UP = 16
 """Ids of a prompt that is made up."""
+BACKENDS = {"torch": "hf", "llama.cpp": "llama"}
+"""What opens a model in an engine."""
 SHOWN = 5
 """Modules that never ran, by name."""
 
@@ -162,11 +164,15 @@ def _prompt_ids(model: "LanguageModel", prompt: str | None, seed: int) -> tuple[
 
 
 def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dict[str, Any]:
+    from specnb.divergence.feeding import engine_of
+
     facts = trace.facts
+    before = engine_of(same) if same is not None and same.is_dir() else None
+    apart = before not in (None, trace.engine)
     return {
         "folder": str(out),
         "model": facts["opened"],
-        "engine": facts.get("engine", "torch"),
+        "engine": trace.engine,
         "modules": facts["modules"],
         "steps": len(facts["steps"]),
         "token_ids": [step["token_ids"] for step in facts["steps"]],
@@ -174,17 +180,22 @@ def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dic
         "reads": len(trace.params),
         "n_bytes": sum(file.stat().st_size for file in out.iterdir()),
         "stopped": stopped or None,
-        "next": [shlex.join(["specnb", "divergence", *words]) for words in _next(str(out), same)],
+        "apart": f"{same} is of {before}, and only runs of one engine are compared" if apart else None,
+        "next": [
+            shlex.join(["specnb", "divergence", *words])
+            for words in _next(str(out), BACKENDS[trace.engine], None if apart or before is None else str(same))
+        ],
     }
 
 
-def _next(out: str, same: Path | None) -> Iterator[list[str]]:
-    """The commands that come next; where the same was fed as before, the other run is there already."""
-    if same is not None and same.is_dir():
-        yield ["compare", str(same), out]
-        return
-    yield ["capture", "OTHER-MODEL", "--tokens", out, "--out", "OTHER"]
-    yield ["compare", out, "OTHER"]
+def _next(out: str, backend: str, other: str | None) -> list[list[str]]:
+    """The commands that come next; where there is no `other` run of the same tokens and engine yet, one is made."""
+    if other is not None:
+        return [["compare", other, out]]
+    return [
+        ["capture", "OTHER-MODEL", "--backend", backend, "--tokens", out, "--out", "OTHER"],
+        ["compare", out, "OTHER"],
+    ]
 
 
 def _show(show: Show, document: dict[str, Any]) -> None:
@@ -199,5 +210,7 @@ def _show(show: Show, document: dict[str, Any]) -> None:
         more = f" and {len(never) - SHOWN} more" if len(never) > SHOWN else ""
         show.line(f"never ran: {', '.join(path or 'the model itself' for path in never[:SHOWN])}{more}")
     show.line(f"{human_bytes(document['n_bytes'])} in {document['folder']}")
+    if document["apart"]:
+        show.line(document["apart"])
     for command in document["next"]:
         show.line(f"next: {command}")

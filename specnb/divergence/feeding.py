@@ -5,7 +5,7 @@ from pathlib import Path
 
 from specnb.decode.sampling import argmax
 from specnb.divergence.script import Feed, Script
-from specnb.divergence.trace import FACT_BYTES, FACT_VALUES
+from specnb.divergence.trace import FACT_BYTES, FACT_VALUES, TORCH
 from specnb.errors import CapacityError, InputError, NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.bounded_json import Node, read_json, read_text
@@ -19,6 +19,11 @@ LARGEST = (1 << 31) - 1
 def fed(path: Path) -> Script:
     """What the run was fed whose trace is in a folder, or the ids of a file, each line a forward. Raises InputError."""
     return Script(tuple(_fed_before(path) if path.is_dir() else _lines(path)))
+
+
+def engine_of(folder: Path) -> str:
+    """`Trace.engine` of the trace in a folder. Raises InputError for what is none."""
+    return _facts(folder).text("engine") or TORCH
 
 
 def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> None:
@@ -68,7 +73,7 @@ def _lines(path: Path) -> Iterator[Feed]:
 
 def _fed_before(folder: Path) -> Iterator[Feed]:
     """The forwards of a trace; where one begins before the end of the last, tokens were taken back between them."""
-    steps = read_json(folder / "facts.json", FACT_BYTES, FACT_VALUES).node("facts").nodes("steps")
+    steps = _facts(folder).nodes("steps")
     texts = [_ids(step) for step in steps]
     starts = [step.count("first_position", LARGEST) or 0 for step in steps]
     if steps and starts[0]:
@@ -80,6 +85,10 @@ def _fed_before(folder: Path) -> Iterator[Feed]:
             why = f"the forward before it ends at {end}, and what was fed between them is not in this trace"
             raise steps[number + 1].fault("first_position", following, why)
         yield Feed(ids, end - following)
+
+
+def _facts(folder: Path) -> Node:
+    return read_json(folder / "facts.json", FACT_BYTES, FACT_VALUES).node("facts")
 
 
 def _ids(step: Node) -> tuple[int, ...]:

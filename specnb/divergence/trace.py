@@ -34,6 +34,8 @@ FACT_BYTES = 1 << 26
 FACT_VALUES = 1 << 21
 
 ROLES = ("in", "out", "state")
+TORCH = "torch"
+"""The engine of traces whose facts name none."""
 
 TENSOR_COLUMNS: dict[str, str] = {
     "row": "int64",
@@ -92,6 +94,11 @@ class Trace:
     tensors: pd.DataFrame
     params: pd.DataFrame
     arrays: dict[str, np.ndarray]
+
+    @property
+    def engine(self) -> str:
+        """What ran the model: only traces of one engine name the same things."""
+        return self.facts.get("engine", TORCH)
 
     def rows(self, **where: object) -> pd.DataFrame:
         """The rows of `tensors` with these values, e.g. `rows(module="layers.0.mlp", role="out")`."""

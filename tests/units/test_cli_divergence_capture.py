@@ -107,6 +107,21 @@ def test_a_gguf_file_is_captured_in_torch_too(write, models):
     assert document["engine"] == "torch" and "backend=hf" in document["model"] and "exact=False" in document["model"]
 
 
+@pytest.mark.parametrize(("engine", "other"), [("torch", "llama.cpp"), ("llama.cpp", "torch")])
+def test_runs_of_two_engines_are_not_offered_for_comparison(specnb, write, models, tmp_path, engine, other):
+    write("a", models[other], "--max-new-tokens", "1")
+    words = ["--tokens", str(tmp_path / "a"), "--out", str(tmp_path / "b")]
+    code, out, _ = specnb("divergence", "capture", models[engine], *words)
+    assert code == 0 and f"{tmp_path / 'a'} is of {other}, and only runs of one engine are compared" in out
+    again, then = (line.removeprefix("next: ") for line in out.splitlines() if line.startswith("next: "))
+    # the same file in the engine that the last capture was of
+    changed = {"OTHER-MODEL": models["llama.cpp"].partition("?")[0], "OTHER": str(tmp_path / "c")}
+    again, then = ([changed.get(word, word) for word in shlex.split(line)[1:]] for line in (again, then))
+    assert specnb(*again)[0] == 0
+    assert {Trace.load(tmp_path / name).engine for name in "bc"} == {engine}
+    assert then[1:] == ["compare", str(tmp_path / "b"), str(tmp_path / "c")]
+
+
 def test_another_dtype_is_rounding(specnb, write, models, ids_file, tmp_path):
     write("a", models["torch"], "--tokens", ids_file)
     half = write("b", f"{models['torch']}?dtype=bfloat16", "--tokens", str(tmp_path / "a"))
