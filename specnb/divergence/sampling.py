@@ -2,27 +2,29 @@
 
 A draft x is drawn from the row q, kept with min(1, p(x)/q(x)), and where it is rejected the token is drawn from
 norm(max(p - q, 0)) (Leviathan et al. 2211.17192). Then x follows q, the share of kept drafts is 1 - TV(p, q), and the
-committed token y follows p, each given the prefix. The panel pools how far four sums are from what the rows promise, in
+committed token y follows p, each given the prefix. The panel pools how far five sums are from what the rows promise, in
 standard deviations: for a sound sampler each has mean 0 and standard deviation 1.
 
 z_acc     kept drafts, against the sum of 1 - TV(p, q)
 z_draft   -log q(x), against the entropy of q
 z_surp    -log p(y), against the entropy of p
 z_dir     log(p/q)(y), against its mean under p
+z_order   mass of p below y in the order of ids, and half of y's own, against 1/2
 
-None sees everything: where p is drawn from in place of the residual, z_acc and z_draft stay what they are. What needs
-no statistics is checked exactly beside them, and at greedy positions, where nothing varies, that is all.
+None sees everything: where p is drawn from in place of the residual, z_acc and z_draft stay what they are, and which of
+two tokens of like probability is taken only z_order sees. What needs no statistics is checked exactly beside them, and
+at greedy positions, where nothing varies, that is all; enough of them must have been seen as well.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable
-from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from specnb.divergence.auditing.terms import N_STATISTICS, STATISTICS, Flaw, Position, Terms, terms
+from specnb.divergence.auditing.power import POWER, detectable, divisor, needed, needed_exact
+from specnb.divergence.auditing.terms import N_STATISTICS, STATISTICS, Flaw, Moments, Position, Terms, terms
 from specnb.divergence.ladder import EXIT
 from specnb.errors import InputError
 
@@ -37,15 +39,8 @@ OTHER = "something else"
 
 ALPHA = 1e-3
 """Chance of calling a sound sampler wrong, over all statistics together (Holm 1979)."""
-POWER = 0.9
 EFFECT = 0.1
 """Total variation by which the law of what was drawn may differ, and which must have been seen (see `Statistic`)."""
-SKEWED = 0.2
-"""Sum of third absolute moments over the variance to the 3/2, up to which a sum is taken for normal.
-
-Beyond, it is divided by the standard deviation that would have this value: of drafts that are nearly always kept one
-rejection must not weigh a hundred of the tiny standard deviations that they have.
-"""
 BY_CHANCE = 1e-6
 """Chance below which drafts that all are the likeliest token of their row were not drawn from it."""
 
@@ -75,16 +70,21 @@ MEANING = {
         "committed tokens lean to where q is above p: after a rejection p is drawn from, not the residual",
         "committed tokens lean to where p is above q: more than the residual makes up for what was kept",
     ),
+    "z_order": (
+        "committed tokens have lower ids than p says: of tokens that are about as likely the first is taken",
+        "committed tokens have higher ids than p says: of tokens that are about as likely the last is taken",
+    ),
 }
 """What a large |z| means: below 0, above 0."""
 
 
 class Statistic(NamedTuple):
-    """One of the panel. `z` and the two-sided `p_value` are None where nothing varied (see SKEWED for what z is of).
+    """One of the panel. `z` and the two-sided `p_value` are None where nothing varied (see `power.divisor` for z).
 
     `far` says whether it is beyond chance, corrected for the number of statistics. `detectable` is the total variation
-    that would have been seen with POWER: for z_acc a change of the share of kept drafts, for the others mass of each
-    row that is moved from one side of the mean of what is summed to the other. `needed` positions would show `effect`.
+    that would have been seen with POWER or more: for z_acc a change of the share of kept drafts, for the others mass of
+    each row that is moved from one side of the mean of what is summed to the other. `needed` positions would show
+    `effect`.
     """
 
     name: str
@@ -98,13 +98,18 @@ class Statistic(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What the positions say. `causes` are empty unless it is wrong; `more` positions are missing for a verdict."""
+    """What the positions say. `causes` are empty unless it is wrong; `more` positions are missing for a verdict.
+
+    Of n positions `replayed` are those whose decision was repeated with its random number, `exact` those whose
+    token was checked without statistics; `repeated` prefixes are not among them.
+    """
 
     verdict: Verdict
     causes: tuple[str, ...]
     n: int
     repeated: int
     replayed: int
+    exact: int
     panel: tuple[Statistic, ...]
     flaws: dict[str, tuple[int, Flaw]]
     more: int
@@ -120,10 +125,12 @@ class Audit(NamedTuple):
         """The verdict in a sentence."""
         if self.verdict == "wrong":
             return f"wrong: {' and '.join(self.causes)}, of {self.n} positions"
+        varied = any(one.z is not None for one in self.panel)
         if self.verdict == "inconclusive":
             why = f"about {self.more} more are needed to see a total variation of {self.effect:g} with power {POWER:g}"
+            if not varied and self.exact < self.n:
+                why = "their rows are of half precision and do not vary: log them in float32, or the random numbers"
             return f"inconclusive: nothing is wrong in {self.n} positions, {why}"
-        varied = [one for one in self.panel if one.z is not None]
         seen = f"a total variation of {self.effect:g} that these sums see would have been seen"
         return f"sound: {self.n} positions, {seen if varied else 'nothing varied; all is exact'}"
 
@@ -138,8 +145,8 @@ class Tally:
     """Positions one by one, of which only sums are kept: rows of a large vocabulary need not be held."""
 
     def __init__(self) -> None:
-        self.n = self.repeated = self.replayed = self.given = 0
-        self._sums = np.zeros((N_STATISTICS, 4))  # see Terms.moments
+        self.n = self.repeated = self.replayed = self.exact = self.given = 0
+        self._sums = np.zeros((N_STATISTICS, len(Moments._fields)))
         self._flaws: Counter[str] = Counter()
         self._first: dict[str, Flaw] = {}
         self._all_likeliest, self._likeliest_log_chance = True, 0.0
@@ -168,6 +175,7 @@ class Tally:
     def _count(self, found: Terms) -> None:
         self.n += 1
         self.replayed += found.replayed
+        self.exact += found.exact
         self._sums += found.moments
         self._all_likeliest &= found.likeliest
         self._likeliest_log_chance += found.likeliest_log_chance
@@ -182,10 +190,16 @@ class Tally:
                 raise InputError(f"{name} must be between 0 and 1, such as {EFFECT}, got {share}")
         panel = _panel(self._sums, self.n, effect, alpha)
         flaws = {kind: (count, self._first[kind]) for kind, count in self._flaws.items()}
-        more = max((one.needed - self.n for one in panel), default=0) if self.n else 1
+        more = self._missing(panel, effect)
         causes = self._causes({one.name: one.z for one in panel if one.far})
-        verdict = "wrong" if causes else "inconclusive" if more > 0 else "sound"
-        return Audit(verdict, causes, self.n, self.repeated, self.replayed, panel, flaws, max(more, 0), effect)
+        verdict = "wrong" if causes else "inconclusive" if more else "sound"
+        return Audit(verdict, causes, self.n, self.repeated, self.replayed, self.exact, panel, flaws, more, effect)
+
+    def _missing(self, panel: tuple[Statistic, ...], effect: float) -> int:
+        """How many positions are missing for `effect`; where nothing varied only those count that are exact."""
+        if any(one.z is not None for one in panel):
+            return max(0, max(one.needed for one in panel) - self.n)
+        return max(0, needed_exact(effect) - self.exact)
 
     def _causes(self, far: dict[str, float]) -> tuple[str, ...]:
         """What the exact checks name, and the statistics that are far for another reason.
@@ -218,7 +232,7 @@ def audit(positions: Iterable[Position], *, effect: float = EFFECT, alpha: float
 
 
 def _panel(sums: np.ndarray, n: int, effect: float, alpha: float) -> tuple[Statistic, ...]:
-    found = [_statistic(name, n, *row, effect, alpha) for name, row in zip(STATISTICS, sums, strict=True)]
+    found = [_statistic(name, n, Moments(*row), effect, alpha) for name, row in zip(STATISTICS, sums, strict=True)]
     ranked = sorted((one for one in found if one.p_value is not None), key=lambda one: one.p_value)
     far: set[str] = set()
     for behind, one in enumerate(ranked):
@@ -231,17 +245,10 @@ def _panel(sums: np.ndarray, n: int, effect: float, alpha: float) -> tuple[Stati
     )
 
 
-def _statistic(
-    name: str, n: int, deviation: float, variance: float, spread: float, third: float, effect: float, alpha: float
-) -> Statistic:
-    """From sums over n positions; `spread` is the shift if all mass moved from one side of the mean to the other."""
-    if variance <= 0:
+def _statistic(name: str, n: int, sums: Moments, effect: float, alpha: float) -> Statistic:
+    """From sums over n positions. What is detectable is so at the strictest level that Holm asks for."""
+    if sums.variance <= 0:
         return Statistic(name, n, None, None, False, None, 0, "")
-    least = third / variance / SKEWED
-    divisor = max(math.sqrt(variance), least)
-    z, quantile = deviation / divisor, NormalDist().inv_cdf
-    reach = (quantile(POWER) - quantile(alpha / N_STATISTICS / 2)) / spread
-    # what n positions show grows with n, their standard deviation with its root, its least not at all
-    needed = n * max(reach**2 * variance / effect**2, reach * least / effect)
+    z, level = sums.deviation / divisor(sums), alpha / N_STATISTICS
     p_value = math.erfc(abs(z) / math.sqrt(2))
-    return Statistic(name, n, z, p_value, False, min(1.0, reach * divisor), math.ceil(needed), "")
+    return Statistic(name, n, z, p_value, False, detectable(sums, level), needed(sums, n, effect, level), "")

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from specnb import cli_divergence_audit
 from specnb.decode import accept
 from specnb.decode.generate import generate
 from specnb.decode.rules import RULES
@@ -25,6 +26,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import load as lm_load
 from specnb.lm import toy
+from specnb.prompts import prompts
 
 V = 32
 FAULTS = {
@@ -77,7 +79,7 @@ SOUND = Position(ROW_P, ROW_Q, 0, True, 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 12, "top_p": 0.9, "temperature": 0.8}], ids=["raw", "cut"])
-def test_over_many_seeds_all_four_have_mean_zero_and_deviation_one(options):
+def test_over_many_seeds_all_five_have_mean_zero_and_deviation_one(options):
     panels = np.array([list(zs(audit(logged(seed, 100, **options)[0])).values()) for seed in range(110)])
     assert np.abs(panels.mean(0)).max() < 3 / np.sqrt(len(panels))
     assert np.abs(panels.std(0) - 1).max() < 3 / np.sqrt(2 * len(panels))
@@ -109,13 +111,34 @@ def test_deterministic_drafters_and_perfect_ones_are_not_accused(drafter):
 
 
 def test_greedy_decoding_is_checked_exactly_and_is_enough_at_once():
-    heard, _ = logged(0, 20, temperature=0.0)
+    heard, _ = logged(0, 30, temperature=0.0)
     found = audit(heard)
+    assert found.exact == found.n and found.replayed == 0
     assert found.verdict == "sound" and all(one.z is None for one in found.panel) and "all is exact" in found.line
     kept = next(i for i, one in enumerate(heard) if one.accepted)
     heard[kept] = heard[kept]._replace(accepted=False, committed_id=(heard[kept].committed_id + 1) % V)
     found = audit(heard)
     assert found.verdict == "wrong" and found.flaws["accept"][1].position == kept and "committed" in found.flaws
+
+
+def test_a_few_greedy_positions_are_no_verdict():
+    """A fault at every tenth position is met with power 0.9 within 22."""
+    heard, _ = logged(0, 30, temperature=0.0)
+    found = audit(heard[:21])
+    assert (found.verdict, found.exit_code, found.exact, found.more) == ("inconclusive", 125, 21, 1)
+    assert audit(heard[:22]).verdict == "sound" and audit(heard[:22], effect=0.01).more == 230 - 22
+
+
+def test_flat_rows_are_not_said_to_be_exact():
+    flat = np.full(8, 1 / 8)
+    found = audit([Position(flat, None, None, False, at % 8) for at in range(24)])
+    assert found.verdict == "inconclusive" and found.exact == 0 and "exact" not in found.line
+
+
+def test_a_replay_counts_as_exact_only_where_it_says_which_token_is_committed():
+    kept, rejected = SOUND._replace(accept_u=0.5), SOUND._replace(draft_id=2, accepted=False, accept_u=0.9)
+    log = [kept, rejected, rejected._replace(resample_u=0.1), Position(ROW_P, None, None, False, 0, resample_u=0.1)]
+    assert [audit([one]).exact for one in log] == [1, 0, 1, 1] and not audit(log).flaws
 
 
 # --- planted faults: seen, named, and undone ------------------------------------------------------------------------
@@ -234,7 +257,7 @@ def test_flat_rows_do_not_vary():
     for size in range(2, 60):
         flat = np.full(size, 1 / size)
         found = audit([Position(flat, flat, 0, True, 0)] * 50)
-        assert all(one.z is None for one in found.panel[1:]) and abs(found.panel[0].z or 0) < 1e-9
+        assert all(one.z is None for one in found.panel[1:4]) and abs(found.panel[0].z or 0) < 1e-9
 
 
 # --- exact checks ---------------------------------------------------------------------------------------------------
@@ -258,6 +281,7 @@ def test_one_flipped_acceptance_in_a_log_is_found():
         ({"draft_id": 3, "committed_id": 3}, "accept"),  # p = 0 never
         ({"draft_id": 3, "committed_id": 3}, "committed"),
         ({"committed_id": 1}, "committed"),
+        ({"draft_id": None, "q_draft": None, "accepted": False, "committed_id": 3}, "committed"),
         ({"draft_id": 2, "accepted": False, "committed_id": 2}, "residual"),
         ({"q_draft": np.array([0, 0.5, 0.5, 0])}, "draft"),
         ({"q_draft": ROW_P, "accepted": False, "committed_id": 1}, "accept"),
@@ -332,9 +356,23 @@ def test_positions_behind_a_rejection_and_second_visits_do_not_count():
     assert nameless.n == 2 * once.n and nameless.repeated == 0
 
 
-def test_rules_that_do_not_test_draft_by_draft_are_refused():
-    with pytest.raises(InputError, match="rule 'block' does not test"):
-        logged(0, rule="block")
+@pytest.mark.parametrize("rule", ["block", "typical"])
+def test_rules_that_do_not_test_draft_by_draft_are_refused(rule):
+    target, draft = related(0)
+    says = f"the rule '{rule}' does not test draft by draft"
+    with pytest.raises(InputError, match=says):
+        logged(0, rule=rule)
+    with pytest.raises(InputError, match=says):
+        generate(
+            target, [0], drafter=ModelDrafter(draft), rule=rule, temperature=1.0, listener=Listener([0], heard := [])
+        )
+    assert not heard
+
+
+def test_a_rule_of_ones_own_is_refused_and_the_greedy_one_is_known_by_each_of_its_names():
+    with pytest.raises(InputError, match="does not test draft by draft"):
+        Listener([0], print)(lambda *_: None)
+    assert audit(logged(0, 30, rule="block", temperature=0.0)[0]).verdict == "sound"
 
 
 def test_a_fault_that_would_change_nothing_is_refused():
@@ -396,16 +434,16 @@ def test_one_rejection_of_drafts_that_are_all_but_certain_accuses_nobody():
 
 
 def test_the_more_statistics_vary_the_further_one_must_be():
-    """Holm: the farthest of four must be beyond a quarter of the level, once it is the next beyond a third."""
-    panel = lambda *z: sampling._panel(np.array([[one * 100, 1e4, 80.0, 1e4] for one in z]), 10_000, 0.1, 0.04)  # noqa: E731
-    # two-sided levels 0.01, 0.0133, 0.02, 0.04 are at 2.576, 2.475, 2.326, 2.054
-    assert [one.far for one in panel(2.5, 0.0, 0.0, 0.0)] == [False] * 4
-    assert [one.far for one in panel(2.6, 2.5, 0.0, 2.2)] == [True, True, False, False]
-    assert [one.far for one in panel(2.6, -2.5, 2.4, -2.1)] == [True] * 4
+    """Holm: the farthest of five must be beyond a fifth of the level, once it is the next beyond a quarter."""
+    panel = lambda *z: sampling._panel(np.array([[one * 100, 1e4, 80.0, 1e4, 0.0] for one in z]), 10_000, 0.1, 0.05)  # noqa: E731
+    # two-sided levels 0.01, 0.0125, 0.0167, 0.025, 0.05 are at 2.576, 2.498, 2.394, 2.241, 1.960
+    assert [one.far for one in panel(2.55, 0.0, 0.0, 0.0, 0.0)] == [False] * 5
+    assert [one.far for one in panel(2.6, 2.51, 0.0, 2.2, 0.0)] == [True, True, False, False, False]
+    assert [one.far for one in panel(2.6, -2.51, 2.4, -2.25, 2.0)] == [True] * 5
 
 
 def test_every_statistic_has_a_meaning_for_either_sign():
-    assert tuple(MEANING) == STATISTICS and len({text for pair in MEANING.values() for text in pair}) == 8
+    assert tuple(MEANING) == STATISTICS and len({text for pair in MEANING.values() for text in pair}) == 10
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -447,6 +485,14 @@ def test_the_command_checks_greedy_decoding_exactly(command, draft):
     assert code == 0 and "nothing varied; all is exact" in out and "nan" not in out.lower(), err
 
 
+def test_the_prompts_are_of_all_categories_in_turn_until_there_are_no_more():
+    everything = cli_divergence_audit._in_turn(n := len(prompts()))
+    assert len({prompt.category for prompt in everything[:6]}) == 6 and everything[6].category == everything[0].category
+    assert {prompt.id for prompt in everything} == {prompt.id for prompt in prompts()} and len(everything) == n
+    with pytest.raises(InputError, match=f"--prompts is {n + 1}, but {n} are shipped"):
+        cli_divergence_audit._in_turn(n + 1)
+
+
 def test_the_command_finds_a_planted_fault(command):
     with resampled_from_target():
         code, out, err = command("--draft", "draft", "--prompts", "2")
@@ -460,7 +506,15 @@ def test_the_command_finds_a_planted_fault(command):
         (["--draft", "missing"], 125, "no model missing"),
         (["--draft", "draft", "--prompts", "0"], 2, "--prompts is 0"),
         (["--draft", "draft", "--prompts", "99999"], 2, "are shipped"),
-        (["--draft", "draft", "--temperature", "-1"], 125, "temperature must be"),
+        (["--draft", "missing", "--temperature", "-1"], 2, "temperature must be"),
+        (["--draft", "missing", "--temperature", "nan"], 2, "temperature must be"),
+        (["--draft", "missing", "--top-k", "-1"], 2, "top_k must be"),
+        (["--draft", "missing", "--top-p", "0"], 2, "top_p must be"),
+        (["--draft", "missing", "--top-p", "2"], 2, "top_p must be"),
+        (["--draft", "missing", "--top-p", "nan"], 2, "top_p must be"),
+        (["--draft", "missing", "--seed", "-1"], 2, "--seed is -1"),
+        (["--draft", "missing", "--k", "0"], 2, "--k is 0"),
+        (["--draft", "missing", "--effect", "nan"], 2, "effect must be between 0 and 1"),
         (["--draft", "draft", "--effect", "10"], 2, "effect must be between 0 and 1"),
     ],
 )
@@ -497,6 +551,72 @@ def test_an_engine_that_cumulates_in_float32_is_not_accused_of_it():
         y = int(np.searchsorted(edges, np.float32(u) * edges[-1], side="right"))
         found.append(Position(p, q, int(np.argmax(q - p)), False, y, 0.999999, u))
     assert "resample" not in audit(found).flaws and "residual" not in audit(found).flaws
+
+
+# --- rows in half precision -----------------------------------------------------------------------------------------
+
+
+def half(position):
+    """The position with its rows as an engine in float16 would log them."""
+    q = None if position.q_draft is None else position.q_draft.astype(np.float16)
+    return position._replace(p_target=position.p_target.astype(np.float16), q_draft=q)
+
+
+def test_sound_sampling_is_not_accused_of_the_rounding_of_half_precision():
+    rng, heard = np.random.default_rng(0), []
+    for knows in [0.5, 0.99] * 60:  # of the target; then what is left to draw from is little
+        p, other = rng.dirichlet(np.full(20_000, 0.05), 2)
+        q = knows * p + (1 - knows) * other
+        for x, u, v in ((rng.choice(20_000, p=q), *rng.random(2)), (np.argmax(q - p), 1 - 1e-6, rng.random())):
+            kept = bool(u * q[x] < p[x])
+            y = x if kept else terms._Given(v).categorical(np.maximum(p - q, 0))
+            heard.append(Position(p, q, x, kept, y, u, None if kept else v))
+            heard.append(Position(p, None, None, False, terms._Given(v).categorical(p), resample_u=v))
+    assert (
+        audit(heard).flaws == {} and audit(map(half, heard)).flaws == {} and audit(blind(map(half, heard))).flaws == {}
+    )
+
+
+def test_a_row_of_small_numbers_may_miss_one_by_what_half_precision_makes_of_them():
+    """In float16 each 1 / 150,000 is a multiple of 6e-8, and they come to 1.0013."""
+    flat = np.full(150_000, 1 / 150_000)
+    assert audit([half(Position(flat, None, 0, True, 0))]).n == 1
+    with pytest.raises(InputError, match=r"p_target sums to 1\.0013"):
+        audit([Position(flat * 1.0013, None, 0, True, 0)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"draft_id": 3, "committed_id": 3},  # p = 0 may be 2e-8
+        {"q_draft": np.array([0, 0.5, 0.5, 0])},  # and so may q
+        {"q_draft": ROW_P, "accepted": False, "committed_id": 1},  # rows that are equal may be so by rounding
+        {"draft_id": 2, "accept_u": 0.8005, "committed_id": 2},  # p/q = 0.8 is known to one in 250
+    ],
+)
+def test_what_rounding_may_have_done_is_judged_in_float32_alone(change):
+    log = SOUND._replace(**change)
+    assert audit([log]).flaws and not audit([half(log)]).flaws
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"accepted": False, "committed_id": 1}, "accept"),
+        ({"committed_id": 1}, "committed"),
+        ({"draft_id": 2, "accepted": False, "committed_id": 2}, "residual"),
+        ({"draft_id": 2, "accept_u": 0.81, "committed_id": 2}, "accept"),
+        ({"draft_id": None, "q_draft": None, "accepted": False, "committed_id": 1, "resample_u": 0.49}, "bonus"),
+    ],
+)
+def test_what_is_further_off_than_half_precision_is_a_flaw_in_it_too(change, kind):
+    assert kind in audit([half(SOUND._replace(**change))]).flaws
+
+
+def test_greedy_rows_in_half_precision_are_no_verdict_and_the_remedy_is_said():
+    heard, _ = logged(0, 30, temperature=0.0)
+    found = audit(map(half, heard))
+    assert found.verdict == "inconclusive" and found.exact == 0 and "log them in float32" in found.line
 
 
 # --- the study of notebook 06 ---------------------------------------------------------------------------------------

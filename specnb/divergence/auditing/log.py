@@ -10,8 +10,8 @@ import numpy as np
 
 from specnb.decode.accept import Acceptance
 from specnb.decode.generate import PromptLike, generate, prompt_ids
-from specnb.decode.rules import Rule
-from specnb.decode.sampling import Chooser, Draws
+from specnb.decode.rules import RULES, Rule, rule_named
+from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.divergence.auditing.terms import Position
 from specnb.draft.base import Drafter, Proposal
 from specnb.errors import InputError
@@ -29,23 +29,28 @@ def listened(
 ) -> Generation:
     """`decode.generate` with these options, bit for bit; `hear` gets each position that was put to the test.
 
-    Of a long log keep what is needed, not the rows: `sampling.Tally().add` does. Only the rule "token" decides by
-    position, so that no other can be audited: InputError, as for drafters of trees.
+    Of a long log keep what is needed, not the rows: `sampling.Tally().add` does. Raises what `Listener` raises.
     """
-    if options.get("rule", "token") != "token":
-        raise InputError(f"the rule {options['rule']!r} does not test draft by draft: only the rule 'token' is audited")
     ids = prompt_ids(target, prompt)
     return generate(target, ids, drafter=drafter, listener=Listener(ids, hear), **options)
 
 
 class Listener:
-    """Puts itself around the rule of one generation (`generate(..., listener=…)`) that begins with `prompt_ids`."""
+    """Puts itself around the rule of one generation (`generate(..., listener=…)`) that begins with `prompt_ids`.
+
+    Only the rule "token" decides by position (at temperature 0 each lossless rule is the same): InputError for others,
+    and for drafters of trees.
+    """
 
     def __init__(self, prompt_ids: Sequence[int], hear: Callable[[Position], object]) -> None:
         self._tokens = list(prompt_ids)
         self._hear = hear
 
     def __call__(self, rule: Rule) -> Rule:
+        if rule not in (rule_named("token", Sampling()), rule_named("token", Sampling(temperature=1.0))):
+            name = next((name for name, known in RULES.items() if known is rule), rule)
+            raise InputError(f"the rule {name!r} does not test draft by draft: only the rule 'token' is audited")
+
         def listening(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
             if proposal.tree is not None:
                 raise InputError("a tree of drafts is verified as one: draft a chain (tree=chain) to audit sampling")

@@ -8,22 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from specnb.decode.sampling import Draws
+from specnb.divergence.auditing.rounding import SUM_ROUNDING, Rounding, rounding_of
 from specnb.errors import InputError
 
-STATISTICS = ("z_acc", "z_draft", "z_surp", "z_dir")
+STATISTICS = ("z_acc", "z_draft", "z_surp", "z_dir", "z_order")
 N_STATISTICS = len(STATISTICS)
 CLIP = 4.0
 """Largest |log(p/q)| that is summed: behind top-k q is 0 where p is not. Any function of p and q has mean 0 under p."""
-ROUNDING = 1e-6
-"""What rows that were logged in float32 may be off by, relative; within it a decision is not judged."""
-SUM_ROUNDING = 1e-3
-"""By how much the sum of a logged row may miss 1: float32, summed over a vocabulary, or float16."""
-
-
 SAME = 1e-9
 """Values that differ by no more do not vary: of a flat row the rounding of its mean would be all that is summed."""
-NOTHING = (0.0, 0.0, 0.0, 0.0)
-"""The moments of what does not vary."""
 
 
 class Position(NamedTuple):
@@ -36,6 +29,7 @@ class Position(NamedTuple):
     `accept_u` from [0, 1) is the number that decided by u < p(x)/q(x), `resample_u` the one that picked the committed
     token from the cumulated residual (`decode.sampling.Draws`); None where unknown, or where it was drawn otherwise.
     `prefix` identifies the tokens before this place: of positions with the same one the first counts.
+    How far the rows are trusted follows from their type (see `rounding`): in half precision much less can be checked.
     """
 
     p_target: np.ndarray
@@ -55,13 +49,31 @@ class Flaw(NamedTuple):
     says: str
 
 
+class Moments(NamedTuple):
+    """What one statistic gets from a position, or from all of them together: each of these adds up.
+
+    What was seen less its mean; its variance; by how much the means of the two sides of the mean are apart; third
+    absolute moment; by how much the mean square deviation is larger above the mean than below.
+    """
+
+    deviation: float
+    variance: float
+    apart: float
+    third: float
+    leaning: float
+
+
+NOTHING = Moments(0.0, 0.0, 0.0, 0.0, 0.0)
+"""Of what does not vary."""
+
+
 class Terms(NamedTuple):
     """A position's part of the sums.
 
-    `moments (statistics, 4)`: what was seen less its mean, variance, by how much the means of the two sides of the mean
-    are apart, third absolute deviation.
-    `flaws` are (kind, sentence). `likeliest`: whether the draft is the likeliest token of q, and the log of the chance.
-    `prefix` is the hash of the position's.
+    `moments (statistics, 5)` holds one of `Moments` a row. `flaws` are (kind, sentence). `likeliest`: whether the draft
+    is the likeliest token of q, and the log of the chance. `replayed`: whether the decision was repeated with its
+    random number. `exact`: whether the row, or the random numbers, leave but one token to commit. `prefix` is the hash
+    of the position's.
     """
 
     moments: np.ndarray
@@ -69,6 +81,7 @@ class Terms(NamedTuple):
     likeliest: bool
     likeliest_log_chance: float
     replayed: bool
+    exact: bool
     prefix: int | None
 
 
@@ -85,48 +98,66 @@ def terms(position: Position) -> Terms:
         prefix = None if position.prefix is None else hash(position.prefix)
     except TypeError as error:
         raise InputError(f"prefix cannot be hashed ({error}): give a tuple of tokens, or a digest") from error
+    rounding = rounding_of(position.p_target, position.q_draft)
+    certain = not rounding.half and np.count_nonzero(p) == 1
+    picked = position.resample_u is not None
     if x is None:  # nothing was drafted here: y is drawn from p, and only what is drawn can be judged
-        flaws = tuple(_extra_wrongly(position, p, y))
-        moments = np.array([NOTHING, NOTHING, _surprise(p / p.sum(), y), NOTHING])
-        return Terms(moments, flaws, True, 0.0, position.resample_u is not None, prefix)
-    flaws = tuple(_flaws(position, p, q, x, y))
+        flaws = tuple(_extra_wrongly(position, p, y, rounding))
+        p = p / p.sum()
+        moments = np.array([NOTHING, NOTHING, _surprise(p, y), NOTHING, _order(p, y)])
+        return Terms(moments, flaws, True, 0.0, picked, certain or picked, prefix)
+    flaws = tuple(_flaws(position, p, q, x, y, rounding))
     p, q = p / p.sum(), q / q.sum()
     top = float(q.max())
     by_chance = min(1.0, top * np.count_nonzero(q == top))
-    moments = np.array([_kept(position, p, q), _surprise(q, x), _surprise(p, y), _direction(p, q, y)])
-    return Terms(moments, flaws, bool(q[x] == top), float(np.log(by_chance)), position.accept_u is not None, prefix)
+    moments = np.array([_kept(position, p, q), _surprise(q, x), _surprise(p, y), _direction(p, q, y), _order(p, y)])
+    replayed = position.accept_u is not None
+    exact = certain or (replayed and (bool(position.accepted) or picked))
+    return Terms(moments, flaws, bool(q[x] == top), float(np.log(by_chance)), replayed, exact, prefix)
 
 
-def _kept(position: Position, p: np.ndarray, q: np.ndarray) -> tuple[float, ...]:
+def _kept(position: Position, p: np.ndarray, q: np.ndarray) -> Moments:
     """Whether the draft was kept, against 1 - TV(p, q). All of a total variation may go into the share of kept ones."""
     overlap = min(1.0, float(np.minimum(p, q).sum()))
     variance = overlap * (1 - overlap)
+    if variance == 0:
+        return NOTHING._replace(deviation=bool(position.accepted) - overlap)
     third = variance * (overlap**2 + (1 - overlap) ** 2)
-    return bool(position.accepted) - overlap, variance, float(variance > 0), third
+    return Moments(bool(position.accepted) - overlap, variance, 1.0, third, 1 - 2 * overlap)
 
 
-def _surprise(row: np.ndarray, seen: int) -> tuple[float, ...]:
+def _surprise(row: np.ndarray, seen: int) -> Moments:
     """-log of the probability of the token that was drawn, against the entropy of the row."""
     return _about(-np.log(np.where(row > 0, row, 1.0)), row, seen)
 
 
-def _direction(p: np.ndarray, q: np.ndarray, seen: int) -> tuple[float, ...]:
+def _direction(p: np.ndarray, q: np.ndarray, seen: int) -> Moments:
     """log(p/q) of the token that was committed, against its mean under p."""
     with np.errstate(divide="ignore", invalid="ignore"):
         values = np.clip(np.log(p) - np.log(q), -CLIP, CLIP)
     return _about(np.where(p > 0, values, 0.0), p, seen)
 
 
-def _about(values: np.ndarray, law: np.ndarray, seen: int) -> tuple[float, ...]:
+def _order(p: np.ndarray, seen: int) -> Moments:
+    """The mass of p below the committed token, in the order of ids, and half of its own: 1/2 in the mean.
+
+    Its variance is (1 - sum of p^3) / 12. Samplers cumulate in the order of ids, and break ties by it.
+    """
+    return _about(np.cumsum(p) - p / 2, p, seen)
+
+
+def _about(values: np.ndarray, law: np.ndarray, seen: int) -> Moments:
     """The moments of `values` under `law`, both (vocab,), and how far the one that was seen is from its mean."""
-    if law[seen] == 0:  # a flaw: of a law that cannot give this token nothing is to be learnt
+    if law[seen] == 0:  # a flaw, or rounded to 0: of a law that cannot give this token nothing is to be learnt
         return NOTHING
     centred = values - law @ values
     size, above = np.abs(centred), float(law[centred > 0].sum())
     if size.max() <= SAME or not 0 < above < 1:
         return NOTHING
     apart = float(law @ size) / (2 * above * (1 - above))
-    return float(centred[seen]), float(law @ size**2), apart, float(law @ size**3)
+    variance, above_square = float(law @ size**2), float(law @ np.maximum(centred, 0.0) ** 2)
+    leaning = above_square / above - (variance - above_square) / (1 - above)
+    return Moments(float(centred[seen]), variance, apart, float(law @ size**3), leaning)
 
 
 class _Given(Draws):
@@ -139,61 +170,62 @@ class _Given(Draws):
         return self._u
 
 
-def _flaws(position: Position, p: np.ndarray, q: np.ndarray, x: int, y: int) -> Iterator[tuple[str, str]]:
+def _flaws(
+    position: Position, p: np.ndarray, q: np.ndarray, x: int, y: int, rounding: Rounding
+) -> Iterator[tuple[str, str]]:
     """What contradicts the rule whatever the random numbers were, or for those that were logged."""
     if q[x] == 0:
-        yield "draft", f"token {x} was drafted, but q has no mass there"
+        if not rounding.half:
+            yield "draft", f"token {x} was drafted, but q has no mass there"
     else:
-        yield from _accepted_wrongly(position, p[x] / q[x])
-    if p[y] == 0:
-        yield "committed", f"token {y} was committed, but p has no mass there"
-    elif position.accepted and y != x:
+        yield from _accepted_wrongly(position, p[x], q[x], rounding)
+    if position.accepted and y != x:
         yield "committed", f"draft {x} was kept, but token {y} was committed"
+    elif p[y] == 0:
+        if not rounding.half:
+            yield "committed", f"token {y} was committed, but p has no mass there"
     elif not position.accepted:
-        yield from _resampled_wrongly(position, p, q, y)
+        yield from _resampled_wrongly(position, p, q, y, rounding)
 
 
-def _extra_wrongly(position: Position, p: np.ndarray, y: int) -> Iterator[tuple[str, str]]:
-    if p[y] == 0:
+def _extra_wrongly(position: Position, p: np.ndarray, y: int, rounding: Rounding) -> Iterator[tuple[str, str]]:
+    u = position.resample_u
+    if p[y] == 0 and not rounding.half:
         yield "committed", f"token {y} was committed where nothing was drafted, but p has no mass there"
-    elif position.resample_u is not None and not _draws(p, position.resample_u, y, _slack(position)):
-        yield (
-            "bonus",
-            f"token {y} was drawn with u = {position.resample_u:.6g} behind the last draft, where p gives another",
-        )
+    elif u is not None and not _draws(p, u, y, rounding):
+        yield "bonus", f"token {y} was drawn with u = {u:.6g} behind the last draft, where p gives another"
 
 
-def _slack(position: Position) -> float:
-    """Share of the mass by which an edge may be off: rows in float32 are cumulated in float32, over a vocabulary."""
-    rows = [one for one in (position.p_target, position.q_draft) if one is not None]
-    return ROUNDING if all(np.asarray(one).dtype == np.float64 for one in rows) else SUM_ROUNDING
-
-
-def _draws(weights: np.ndarray, u: float, y: int, slack: float) -> bool:
-    """Whether `u` picks y from the cumulated weights, up to `slack` of their sum."""
+def _draws(weights: np.ndarray, u: float, y: int, rounding: Rounding) -> bool:
+    """Whether `u` picks y from the cumulated weights, up to rounding."""
     edges = np.cumsum(weights)
-    at, off = u * edges[-1], slack * edges[-1]
+    at, off = u * edges[-1], rounding.of_edge(edges)
     return bool(edges[y] - weights[y] - off <= at <= edges[y] + off)
 
 
-def _accepted_wrongly(position: Position, ratio: float) -> Iterator[tuple[str, str]]:
-    """`ratio` is p(x)/q(x). Without the number that decided only what is certain can be judged."""
+def _accepted_wrongly(position: Position, p_x: float, q_x: float, rounding: Rounding) -> Iterator[tuple[str, str]]:
+    """Without the number that decided only what is certain can be judged."""
     u, done = position.accept_u, "kept" if position.accepted else "rejected"
-    if u is None:
-        wrong = ratio == 0 if position.accepted else ratio >= 1
+    if u is not None:
+        wrong = (u * q_x < p_x) != position.accepted and abs(u * q_x - p_x) > rounding.of_entry(p_x)
+    elif rounding.half:  # 0 may be the rest of a small number, and a ratio of 1 that of a smaller one
+        wrong = not position.accepted and p_x - q_x > rounding.of_entry(p_x)
     else:
-        wrong = (u < ratio) != position.accepted and abs(u - ratio) > ROUNDING * ratio
+        wrong = p_x == 0 if position.accepted else p_x >= q_x
     if wrong:
-        yield "accept", f"a draft with p/q = {ratio:.6g} was {done}" + ("" if u is None else f" with u = {u:.6g}")
+        yield "accept", f"a draft with p/q = {p_x / q_x:.6g} was {done}" + ("" if u is None else f" with u = {u:.6g}")
 
 
-def _resampled_wrongly(position: Position, p: np.ndarray, q: np.ndarray, y: int) -> Iterator[tuple[str, str]]:
+def _resampled_wrongly(
+    position: Position, p: np.ndarray, q: np.ndarray, y: int, rounding: Rounding
+) -> Iterator[tuple[str, str]]:
     residual, u = np.maximum(p - q, 0.0), position.resample_u
     if residual.sum() == 0:
-        yield "accept", "a draft was rejected where p and q are the same, so that nothing is left to draw from"
-    elif q[y] > p[y] * (1 + ROUNDING):
+        if not rounding.half:
+            yield "accept", "a draft was rejected where p and q are the same, so that nothing is left to draw from"
+    elif q[y] - p[y] > rounding.of_entry(p[y]):
         yield "residual", f"after a rejection token {y} was drawn, where p = {p[y]:.3g} is below q = {q[y]:.3g}"
-    elif u is not None and not _draws(residual, u, y, _slack(position)):
+    elif u is not None and not _draws(residual, u, y, rounding):
         drawn, from_target = _Given(u).categorical(residual), _Given(u).categorical(p) == y
         kind, row = ("residual", "p gives it") if from_target else ("resample", f"norm(max(p - q, 0)) gives {drawn}")
         yield kind, f"token {y} was drawn with u = {u:.6g} after a rejection, where {row}"
@@ -224,8 +256,9 @@ def _row(name: str, given: object) -> np.ndarray:
     if not np.isfinite(row).all() or row.min() < 0:
         bad = int(np.argmax(~(np.isfinite(row) & (row >= 0))))
         raise InputError(f"{name} holds {row[bad]} at token {bad}: probabilities, not logits, are audited")
-    if abs(total := float(row.sum()) - 1) > SUM_ROUNDING:
-        raise InputError(f"{name} sums to {total + 1:.6g} instead of 1: give it after temperature, top-k and top-p")
+    total = float(row.sum())
+    if abs(total - 1) > SUM_ROUNDING + len(row) * rounding_of(given).least:
+        raise InputError(f"{name} sums to {total:.6g} instead of 1: give it after temperature, top-k and top-p")
     return row
 
 

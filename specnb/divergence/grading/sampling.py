@@ -41,7 +41,7 @@ PLANTED: Mapping[str, Plant] = MappingProxyType(
 
 
 def tried(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progress: Progress = silent) -> pd.DataFrame:
-    """For each of PLANTED: verdict, causes, positions that were tested, and the four z values of the panel.
+    """For each of PLANTED: verdict, causes, positions that were tested, and the z values of the panel.
 
     The toys know `TOKENS` tokens and sample at temperature 1. Raises what `generate` raises.
     """
