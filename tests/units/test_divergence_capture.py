@@ -15,6 +15,7 @@ from torch import nn
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specnb.divergence.capture import capture
+from specnb.divergence.compare import compare
 from specnb.divergence.trace import Trace
 from specnb.divergence.trace_builder import TraceBuilder
 from specnb.divergence.tracing.fingerprint import digest
@@ -652,6 +653,21 @@ def test_two_norms_one_inside_the_other_keep_their_names():
         "model.norm": "model.norm",
         "model.layers.0": "layers.0",
     }
+
+
+def test_a_run_of_two_norms_one_inside_the_other_can_be_compared():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.norm = nn.ModuleDict({"norm": nn.LayerNorm(4)}), nn.LayerNorm(4)
+
+        def forward(self, input_ids):
+            return self.norm(self.model["norm"](torch.ones(1, input_ids.shape[1], 4)))
+
+    model = Outer()
+    one, other = (traced(model, lambda m: m(PROMPT)) for _ in range(2))
+    found = compare(one, other)
+    assert found.verdict == "SOUND" and {"norm", "model.norm"} <= {*found.paths}
 
 
 def test_a_copy_that_is_made_inside_the_block_is_a_model_of_its_own():
