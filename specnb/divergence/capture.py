@@ -5,8 +5,8 @@ Eager execution only: a compiled or replayed graph runs past the hooks, which is
 
 import contextlib
 import functools
+import re
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MethodType
@@ -78,7 +78,8 @@ def capture(
     registry = Registry({tag: model} | known)
     builder = TraceBuilder(registry, chooser(full))
     plain = not any(is_wrapper(one) for one in (*model.parameters(), *model.buffers()))
-    hooks = _Hooks(builder, None if modules is None else compiled(modules).search, plain=plain)
+    chosen = re.compile("") if modules is None else compiled(modules)
+    hooks = _Hooks(builder, chosen, plain=plain)
     builder.facts |= _facts(model, tag, known)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
@@ -94,7 +95,7 @@ def capture(
         try:
             yield builder
         finally:
-            builder.facts |= hooks.facts(names.values())
+            builder.facts |= hooks.coverage.facts()
             with _disable_current_modes():
                 builder.measure()
                 if path is not None:
@@ -111,23 +112,54 @@ class _Place(NamedTuple):
     chosen: bool
 
 
-class _Hooks:
-    """The stack of running modules, and what is seen of each."""
+class _Coverage:
+    """Which modules have hooks, are written down, and ran; and plain arguments (flags, scalings) they were given."""
 
-    def __init__(self, builder: TraceBuilder, chosen: Any, *, plain: bool) -> None:
+    def __init__(self) -> None:
+        self._called: dict[str, int] = {}
+        self._written = 0
+        self._scalars: dict[str, list[str]] = {}
+
+    def hooked(self, place: _Place) -> None:
+        self._called[place.path] = 0
+        self._written += place.chosen
+
+    def ran(self, place: _Place, arguments: Mapping[str, Any]) -> None:
+        self._called[place.path] += 1
+        if place.chosen:
+            for name, value in arguments.items():
+                if isinstance(value, bool | int | float):
+                    self._note_scalar(f"{place.path}:{name}", repr(value))
+
+    def facts(self) -> dict[str, Any]:
+        """A module that never ran was not looked at."""
+        never = [path for path, times in self._called.items() if not times]
+        hooked = len(self._called)
+        seen = {"hooked": hooked, "written": self._written, "called": hooked - len(never), "never_called": never}
+        return {"modules": seen, "scalars": self._scalars}
+
+    def _note_scalar(self, name: str, text: str) -> None:
+        kept = self._scalars.setdefault(name, [])
+        if text not in kept and len(kept) < SCALARS_KEPT:
+            kept.append(text)
+
+
+class _Hooks:
+    """The stack of running modules: what each is given and gives goes to the builder, and begins its steps."""
+
+    def __init__(self, builder: TraceBuilder, chosen: re.Pattern[str], *, plain: bool) -> None:
         self._builder, self._chosen = builder, chosen
+        self.coverage = _Coverage()
         self._running: list[Frame] = []
         self._thread = threading.get_ident()
         self._root_seen, self._first = False, ""
-        self._autocast: dict[str, torch.dtype] = {}
         # The work of a hook reads no parameters. The first is far cheaper, but would silence weights that are wrappers
         # of their own (quantised, distributed), too.
         self._undispatched = torch._C._DisableTorchDispatch if plain else _disable_current_modes
-        self._called: Counter[str] = Counter()
-        self._scalars: dict[str, list[Any]] = {}
 
     def put_on(self, module: nn.Module, path: str) -> Iterator[Any]:
         place = self._place(module, path)
+        self.coverage.hooked(place)
 
         def before(given: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if given is module:  # a copy that is made inside the block has its hooks, too
@@ -172,7 +204,7 @@ class _Hooks:
     def autocast(self) -> contextlib.ExitStack:
         """The autocast that the running module was called under: torch turns it off where operations are dispatched."""
         entered = contextlib.ExitStack()
-        for device, dtype in self._autocast.items():
+        for device, dtype in self._running[-1].autocast.items() if self._running else ():
             entered.enter_context(torch.autocast(device, dtype=dtype))
         return entered
 
@@ -182,44 +214,28 @@ class _Hooks:
     def is_running(self) -> bool:
         return bool(self._running)
 
-    def facts(self, paths: Any) -> dict[str, Any]:
-        """Coverage: which modules ran. A module that never ran was not looked at."""
-        paths = list(paths)
-        never = [path for path in paths if not self._called[path]]
-        chosen = len(paths) if self._chosen is None else sum(bool(self._chosen(path)) for path in paths)
-        return {
-            "modules": {
-                "hooked": len(paths),
-                "written": chosen,
-                "called": len(paths) - len(never),
-                "never_called": never,
-            },
-            "scalars": self._scalars,
-        }
-
-    def _place(self, module: nn.Module, path: str) -> "_Place":
-        chosen = self._chosen is None or bool(self._chosen(path))
+    def _place(self, module: nn.Module, path: str) -> _Place:
+        chosen = self._chosen.search(path) is not None
         return _Place(module, path, type(module).__name__, Arguments(module), chosen)
 
-    def _enter(self, place: "_Place", args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _enter(self, place: _Place, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if threading.get_ident() != self._thread:
             raise InputError("the model ran in another thread than `capture` was entered in: enter it in that thread")
-        self._autocast = {one: torch.get_autocast_dtype(one) for one in DEVICES if torch.is_autocast_enabled(one)}
+        autocast = _autocast() if torch._C._is_any_autocast_enabled() else {}
         with self._undispatched():
             arguments = place.arguments(args, kwargs)
             if place.path == ROOT:
                 self._running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
             outermost = not self._running
-            frame = Frame(place.path, place.kind, arguments)
+            frame = Frame(place.path, place.kind, arguments, autocast)
             self._running.append(frame)  # before anything that can fail: `_leave` is called in any case
             if outermost:
                 _refuse_recording(arguments)
                 if self._begins_step(place.path, arguments):
                     self._builder.begin_step(step_of(self._builder.n_steps, arguments))
             self._builder.count(frame)
-            self._called[place.path] += 1
+            self.coverage.ran(place, arguments)
             if place.chosen:
-                self._note_scalars(place.path, arguments)
                 self._builder.see(frame, "in", named_tensors(arguments))
 
     def _begins_step(self, path: str, arguments: Mapping[str, Any]) -> bool:
@@ -229,7 +245,7 @@ class _Hooks:
         alone = not self._root_seen and (path == self._first or not {*IDS}.isdisjoint(arguments))
         return path == ROOT or alone or not self._builder.n_steps
 
-    def _leave(self, place: "_Place", output: object) -> None:
+    def _leave(self, place: _Place, output: object) -> None:
         if threading.get_ident() != self._thread or not self._running or self._running[-1].module != place.path:
             return  # `_enter` was not reached: another hook raised, or it refused another thread
         with self._undispatched():
@@ -243,13 +259,9 @@ class _Hooks:
             if not self._running:
                 self._builder.measure()
 
-    def _note_scalars(self, path: str, arguments: Mapping[str, Any]) -> None:
-        for name, value in arguments.items():
-            if isinstance(value, bool | int | float):
-                kept = self._scalars.setdefault(f"{path}:{name}", [])
-                text = repr(value)
-                if text not in kept and len(kept) < SCALARS_KEPT:
-                    kept.append(text)
+
+def _autocast() -> dict[str, torch.dtype]:
+    return {one: torch.get_autocast_dtype(one) for one in DEVICES if torch.is_autocast_enabled(one)}
 
 
 def _refuse_graphs(model: nn.Module) -> None:

@@ -25,11 +25,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Frame:
-    """A call of a module that is running."""
+    """A call of a module that is running; `autocast`: the types by device that it was called under."""
 
     module: str
     kind: str
     arguments: dict[str, Any]
+    autocast: dict[str, torch.dtype] = field(default_factory=dict)
     call: int = 0
     params: set[int] = field(default_factory=set)
 
@@ -156,8 +157,8 @@ class TraceBuilder:
     def _measure(self) -> None:
         stacks: dict[tuple, list[_Waiting]] = defaultdict(list)
         for waiting in self._waiting.values():
-            copy = waiting.copy
-            stacks[copy.shape, copy.dtype, copy.device, waiting.token_axis].append(waiting)
+            kind = (waiting.copy.shape, waiting.copy.dtype, waiting.copy.device, waiting.token_axis)
+            stacks[kind].append(waiting)
         for (shape, *_), stack in stacks.items():
             n = max(STACKED // max(shape.numel(), 1), 1)
             for start in range(0, len(stack), n):
@@ -215,9 +216,5 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
     """A copy in numpy; types that numpy lacks become float32, exactly."""
-    plain = (
-        tensor.is_complex()
-        or not tensor.is_floating_point()
-        or tensor.dtype in (torch.float16, torch.float32, torch.float64)
-    )
-    return (tensor if plain else tensor.float()).cpu().numpy().copy()
+    lacking = tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64)
+    return (tensor.float() if lacking else tensor).cpu().numpy().copy()

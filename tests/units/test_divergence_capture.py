@@ -733,6 +733,24 @@ def test_a_custom_operation_computes_in_autocasts_type_as_it_does_without_captur
             assert model(x).dtype == torch.float32
 
 
+def test_a_module_inside_autocast_leaves_its_holder_outside_of_it():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                self.inner(x)
+            return ops.product(x, self.inner.weight)
+
+    with operation("product(Tensor x, Tensor w) -> Tensor", CPU=torch.mm) as ops, torch.no_grad():
+        model, x = Holder(), torch.rand(2, 4)
+        plain = model(x)
+        with capture(model):
+            assert torch.equal(model(x), plain)
+
+
 def test_a_custom_operation_runs_the_kernel_that_torch_would_choose():
     kernels = {"CPU": lambda x, w: x * 0, "SparseCPU": lambda x, w: x.to_dense() @ w}
     with operation("choose(Tensor x, Tensor w) -> Tensor", **kernels) as ops, torch.no_grad():

@@ -55,8 +55,8 @@ class Registry:
         start, object_id = _address(owned.tensor), id(owned.tensor)
         lookup = _weak(owned) if owned.owner == UNKNOWN else lambda: owned
         self._objects.setdefault(object_id, lookup)
-        if start and self._at(start) is None:
-            self._lay(start, owned.tensor, lookup)
+        if start and self._owner_at(start) is None:
+            self._claim(start, owned.tensor, lookup)
         if owned.owner == UNKNOWN:
             forget = weakref.WeakMethod(self._forget)
             weakref.finalize(owned.tensor, lambda: (call := forget()) and call(start, object_id)).atexit = False
@@ -64,13 +64,13 @@ class Registry:
     def find(self, tensor: torch.Tensor) -> Owned | None:
         """Who owns the memory that `tensor`, or the start of this view, lies in."""
         start = _address(tensor)
-        found = self._at(start) if start else None
+        found = self._owner_at(start) if start else None
         if found is None and (not start or type(tensor) is not torch.Tensor):
             # a wrapper (quantised weights) or nothing in it; or the parameter's memory was exchanged: known by itself
-            lookup = self._objects.get(id(tensor), _nobody)
-            found = lookup()
+            lookup = self._objects.get(id(tensor))
+            found = lookup() if lookup else None
             if found is not None and start:
-                self._lay(start, tensor, lookup)
+                self._claim(start, tensor, lookup)
         # the exact type first: asking whether something is a Parameter runs Python, and most operands are activations
         if found is None and type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             self.add(Owned(UNKNOWN, UNKNOWN, tensor))
@@ -87,7 +87,7 @@ class Registry:
                 self._digests[key] = ""
         return self._digests[key]
 
-    def _at(self, address: int) -> Owned | None:
+    def _owner_at(self, address: int) -> Owned | None:
         place = bisect.bisect(self._starts, address) - 1
         if place < 0:
             return None
@@ -96,7 +96,7 @@ class Registry:
         # memory that its owner left (moved, offloaded) may be anybody's by now
         return found if found is not None and _address(found.tensor) == self._starts[place] else None
 
-    def _lay(self, start: int, tensor: torch.Tensor, lookup: Callable[[], Owned | None]) -> None:
+    def _claim(self, start: int, tensor: torch.Tensor, lookup: Callable[[], Owned | None]) -> None:
         """From `start` on there is this owner's memory; whoever was there is not any more."""
         span, place = (start + _extent(tensor), lookup), bisect.bisect_left(self._starts, start)
         if place < len(self._starts) and self._starts[place] == start:
@@ -208,10 +208,6 @@ def _weak(owned: Owned) -> Callable[[], Owned | None]:
     alive = weakref.ref(owned.tensor)
     owner, path = owned.owner, owned.path
     return lambda: None if (tensor := alive()) is None else Owned(owner, path, tensor)
-
-
-def _nobody() -> None:
-    return None
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -35,6 +35,7 @@ def canonical_name(path: str, rename: Mapping[str, str] | None = None) -> str:
 
 
 def canonical_names(paths: Iterable[str], rename: Mapping[str, str] | None = None) -> dict[str, str]:
+    """`canonical`."""
     return canonical(paths, rename)
 
 
