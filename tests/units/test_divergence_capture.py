@@ -12,6 +12,7 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specnb.divergence.capture import capture
@@ -731,6 +732,28 @@ def test_a_custom_operation_computes_in_autocasts_type_as_it_does_without_captur
             assert seen.dtype == plain.dtype == dtype and torch.equal(seen, plain)
         with torch.no_grad(), capture(model):
             assert model(x).dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_runs_where_operations_are_not_followed():
+    class Flex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return flex_attention(*3 * [self.inner(x)])
+
+    model, x = Flex(), torch.rand(1, 2, 5, 8)
+    with torch.no_grad():
+        plain = model(x)
+        with capture(model, at_use=False) as builder:
+            assert torch.equal(model(x), plain)
+        with pytest.raises(InputError, match=r"flex attention.*at_use=False"), capture(model):
+            model(x)
+        torch._dynamo.reset()  # it remembers what it could not compile
+        assert torch.equal(model(x), plain)
+    assert {*builder.trace().tensors["module"]} == {"", "inner"}
 
 
 def test_a_module_inside_autocast_leaves_its_holder_outside_of_it():

@@ -17,10 +17,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specnb.divergence.tracing.fingerprint import digest
+from specnb.errors import InputError
 
 UNKNOWN = "?"
 TORCH = frozenset({"aten", "prim", "prims"})
 """Namespaces of operations that read what they are given and nothing else."""
+
+MODE_PRESENT = "torch dispatch mode present"
+"""In the words of torch's compiler, why it left a function uncompiled."""
 
 
 class Owned(NamedTuple):
@@ -130,7 +134,7 @@ class AtUse(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-    """Such as flex attention: torch would refuse to run them under this mode."""
+    """Such as conditions on a tensor: torch would refuse to run them under this mode."""
 
     def __init__(
         self,
@@ -141,6 +145,16 @@ class AtUse(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._registry, self._note, self._running, self._autocast = registry, note, running, autocast
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Raises InputError for what torch must compile, and compiles under no mode of somebody else's."""
+        super().__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and MODE_PRESENT in str(error):
+            raise InputError(
+                "the model runs something that torch compiles as a whole (flex attention does by itself), where no "
+                "operation can be followed to the parameters it reads: capture with at_use=False, in a new process or "
+                "after torch._dynamo.reset(), for torch remembers what it could not compile"
+            ) from error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
