@@ -48,10 +48,11 @@ class Features:
             names = " and ".join(self.needed) if self.together else " or ".join(self.needed)
             return f"{self.setup} is clean without {names}, and wrong with all features on"
         failed = [f"{' and '.join(off)} ({said})" for off, said in self.runs[["off", "said"]].to_numpy() if said]
-        ran = self.runs[self.runs["said"] == ""]["off"]
-        tried = ", ".join(dict.fromkeys(name for off in ran for name in off)) or "any that it runs without"
+        ran = [off for off in self.runs[self.runs["said"] == ""]["off"] if off]
+        tried = ", ".join(name for off in ran if len(off) == 1 for name in off) or "any that it runs without"
+        together = " and without all of these" if any(len(off) > 1 for off in ran) else ""
         not_run = f"; it does not run without {', '.join(failed)}" if failed else ""
-        return f"{self.setup} stays wrong without {tried}: none of these features is needed for it{not_run}"
+        return f"{self.setup} stays wrong without {tried}{together}: none of them alone is needed for it{not_run}"
 
     def facts(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -73,13 +74,14 @@ def switched_off(
     if found.healed(()):
         return Features(setup, found.table(), (), together=False)
     alone = tuple(name for name in names if found.healed({name}))
-    if alone or len(names) == 1 or not found.healed(names):
+    able = [name for name in names if found.ran({name})]
+    if alone or len(able) < 2 or not found.healed(able):
         return Features(setup, found.table(), alone, together=False)
-    needed = set(names)
-    for name in names:
+    needed = set(able)
+    for name in able:
         if len(needed) > 1 and found.healed(needed - {name}):
             needed.discard(name)
-    return Features(setup, found.table(), tuple(name for name in names if name in needed), together=True)
+    return Features(setup, found.table(), tuple(name for name in able if name in needed), together=True)
 
 
 def checked(service: Service, features: Sequence[str]) -> tuple[str, ...]:
@@ -115,6 +117,11 @@ class _Runs:
             self._seen[key] = self._run(key)
         return self._seen[key][0] is True
 
+    def ran(self, off: Collection[str]) -> bool:
+        """Whether the service ran without these."""
+        self.healed(off)
+        return self._seen[frozenset(off)][0] is not None
+
     def table(self) -> pd.DataFrame:
         rows = [(tuple(sorted(off)), *row) for off, row in self._seen.items()]
         return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"clean": object})
@@ -122,7 +129,7 @@ class _Runs:
     def _run(self, off: frozenset[str]) -> tuple[bool | None, str, int, str]:
         try:
             one = self._lab.run(self._setup, lambda *models: self._service(*models, without=off))
-        except InputError as error:  # it does not start without this: that is told, and the other runs are not lost
-            return None, "", 0, str(error)
+        except (Exception, SystemExit) as error:  # a service may raise anything without this; the other runs count
+            return None, "", 0, str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         clean = one.clean and Coverage.of(one, self._lab.draft).complete
         return clean, next(iter(one.wrong["module"]), ""), one.wrong["position"].nunique(), ""

@@ -34,7 +34,7 @@ TOKENS, PROMPT, K = 32, 16, 3
 OTHERS = {name for name, one in SETUPS.items() if one.beside not in ("nobody", "copy")}
 """Set-ups in which a neighbour's values are not the draft's own."""
 REPEATS = 2
-"""Runs of S0 without hooks, besides the one with them."""
+"""Runs of a set-up without hooks, besides the one with them."""
 
 
 def investigate(
@@ -82,7 +82,7 @@ def judge(
         case = Case.of(lab, outcomes)
     covered = [Coverage.of(one, lab.draft) for one in ([case.bad] if case.bad else outcomes.values())]
     coverage = max(covered, key=lambda one: (not one.output, len(one.uncompared)))
-    repeats, inert = _same_bits(lab, outcomes, deploy)
+    repeats, inert = _same_bits(lab, case, deploy)
     verdict, reason = _verdict(lab, case, coverage, repeats, inert)
     switched = None
     if features and case.bad is not None:
@@ -132,13 +132,15 @@ def _run(
     return outcomes
 
 
-def _same_bits(lab: Lab, outcomes: dict[str, Outcome], deploy: Deploy | None) -> tuple[bool, bool]:
-    """Whether S0 repeats, and whether hooks change nothing in it and in the last set-up that was run."""
-    bare = [lab.bare("S0", deploy) for _ in range(REPEATS)]
-    hooked = outcomes["S0"].logits if "S0" in outcomes else lab.run("S0", deploy).logits
-    last, its = list(outcomes.items())[-1]
-    inert = _equal(bare[0], hooked) and _equal(lab.bare(last, deploy), its.logits)
-    return all(_equal(bare[0], one) for one in bare[1:]), inert
+def _same_bits(lab: Lab, case: Case, deploy: Deploy | None) -> tuple[bool, bool]:
+    """Whether S0 and the set-up that is wrong repeat, and whether hooks change nothing in these and in the last one."""
+    asked = {"S0": case.outcomes["S0"] if "S0" in case.outcomes else lab.run("S0", deploy)}
+    asked |= {} if case.bad is None else {case.bad.setup.id: case.bad}
+    bare = {name: [lab.bare(name, deploy) for _ in range(REPEATS)] for name in asked}
+    last, its = list(case.outcomes.items())[-1]
+    inert = all(_equal(bare[name][0], one.logits) for name, one in asked.items())
+    inert &= last in asked or _equal(lab.bare(last, deploy), its.logits)
+    return all(_equal(runs[0], one) for runs in bare.values() for one in runs[1:]), inert
 
 
 def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> tuple[Verdict, str]:
@@ -154,7 +156,10 @@ def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: boo
             f"all positions are one number off, which RoPE does not see{also}",
         )
     if rounded := [one.coarser for one in outcomes if one.coarser]:
-        return "PRECISION_ONLY", f"what differs looks rounded to {rounded[0]}, the draft is {lab.dtype}{also}"
+        return (
+            "PRECISION_ONLY",
+            f"what differs is no larger than what rounding to {rounded[0]} does, the draft is {lab.dtype}{also}",
+        )
     sound = {False: lab.sound_logits[0], True: lab.sound_logits[1]}
     if all(_equal(one.logits, sound[one.setup.in_blocks]) for one in outcomes):
         return "SOUND", f"every set-up gives the very bits of a copy of the draft as it was loaded{also}"
@@ -163,18 +168,25 @@ def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: boo
 
 def _doubt(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> str:
     """Why nothing can be said of a draft of which nothing is wrong; "" where something can."""
+    if (nan := lab.first_nan()) is not None:
+        module, position = nan
+        return (
+            f"the draft as it was loaded gives NaN, first in {module or 'the model itself'} at position {position}: "
+            "look at its weights (specnb divergence preflight)"
+        )
     if not coverage.complete:
         missed = ", ".join(coverage.uncompared[:3]) or "the model's output"
         return f"nothing that was compared is wrong, but {missed} could not be compared"
     if not repeats:
-        return "alone, the draft gives other bits from run to run: make it deterministic first"
+        dropout = " (it is in training mode: call its `eval`)" if lab.draft.training else ""
+        return f"alone, the draft gives other bits from run to run{dropout}: make it deterministic first"
     if not inert:
         return "the draft gives other logits with hooks on it than without: what was seen is not it"
     foreign = _foreign(case)
     if foreign and not OTHERS & {*case.outcomes}:
         return f"nothing is wrong{foreign}, and in no set-up that was run are its values others: run S2"
-    far, limit = lab.logits_off(case.outcomes.values())
-    if far > limit and not any(one.coarser for one in case.outcomes.values()):
+    far, limit = lab.logits_off(one for one in case.outcomes.values() if not one.coarser)
+    if far > limit:
         return f"the logits are {far:.2g} off, and no module that was compared is wrong by itself"
     return ""
 
@@ -186,7 +198,9 @@ def _foreign(case: Case) -> str:
 
 
 def _equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    """Whether the logits of each feed, or of its last tokens where a service gives no others, are the same numbers."""
+    last = ((a[-len(b) :], b[-len(a) :]) for a, b in zip(one, other, strict=True))
+    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in last)
 
 
 def _facts(lab: Lab, seconds: float) -> dict[str, Any]:

@@ -196,7 +196,8 @@ def _margins(ours: Tensor, theirs: Tensor, beside: Sequence[Tensor]) -> np.ndarr
     a, b = (torch.gather(scores.double(), -1, one.long().to(scores.device)) for one in (ours, theirs))
     if not any(one.shape == ours.shape for one in floats):  # with weights beside them, the order counts
         a, b = a.sort(-1).values, b.sort(-1).values
-    return ((a - b).norm(dim=-1) / scores.double().norm(dim=-1).clamp(min=1e-30)).cpu().numpy().ravel()
+    apart = _or_inf((a - b).norm(dim=-1) / scores.double().norm(dim=-1).clamp(min=1e-30))
+    return torch.where((ours == theirs).all(-1).to(apart.device), 0.0, apart).cpu().numpy().ravel()
 
 
 def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:

@@ -1,25 +1,43 @@
 """Rounding to a coarser type than the draft's: another build, kernels in half precision, autocast. No structural fault.
 
 A fault sits somewhere and has a direction. Rounding is everywhere that modules of a kind are, and has none: the gain
-stays at 1 while the error is that of the type.
+stays at 1 while the error is that of the type. How large that is, a sound copy of the draft in that type shows: tensor
+by tensor, and in the logits, for errors that are small each may still add up to what rounding never does.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pandas as pd
 
 from specnb.divergence.ladder import ROUNDING, TIMES_FLOOR
+from specnb.divergence.local import WHICH
 from specnb.divergence.trace import Trace
 
 DIRECTED = 0.5
 """Share of an error that lies along the output itself, from which it is a scale; of rounding it is next to nothing."""
 
 
-def coarser(wrong: pd.DataFrame, trace: Trace, dtype: str) -> str:
-    """The type, coarser than `dtype`, to which all that is wrong was rounded; "" where that does not explain it."""
-    if wrong.empty:
+class Rounded(NamedTuple):
+    """A sound run of the draft in a coarser type: `errors` by WHICH, the largest of each tensor, and of the logits."""
+
+    errors: pd.Series
+    logits_off: float
+
+
+def coarser(wrong: pd.DataFrame, logits_off: float, trace: Trace, dtype: str, rounded: Callable[[str], Rounded]) -> str:
+    """The type, coarser than `dtype`, whose rounding all that is wrong is no larger than; "" where there is none.
+
+    `logits_off` is the error of the logits; `rounded` runs a sound copy in the type of a name.
+    """
+    if wrong.empty or not _everywhere(wrong, trace) or not _undirected(wrong):
         return ""
     for name in sorted(ROUNDING, key=ROUNDING.__getitem__):
         if ROUNDING[name] > ROUNDING[dtype] and wrong["error"].max() <= TIMES_FLOOR * ROUNDING[name]:
-            return name if _everywhere(wrong, trace) and _undirected(wrong) else ""
+            sound = rounded(name)
+            usual = wrong.join(sound.errors.rename("usual"), on=list(WHICH))["usual"]
+            if (wrong["error"] <= TIMES_FLOOR * usual).all() and logits_off <= TIMES_FLOOR * sound.logits_off:
+                return name
     return ""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,14 +99,14 @@ def run(
     after: Callable[[Feed], None] = lambda feed: None,
 ) -> list[Tensor]:
     """Feed a transformers model; the logits of each feed, `(tokens, vocab)`. `before` and `after` every feed, others
-    may run."""
+    may run. Raises InputError for a model without a cache that can be cropped."""
     cache, logits, device = None, [], next(model.parameters()).device
     for feed in script.feeds:
         before(feed)
         ids = torch.tensor([feed.ids], device=device)
         out = model(input_ids=ids, past_key_values=cache, use_cache=True)
         if cache is None:
-            cache = out.past_key_values
+            cache = _croppable(model, out)
             for layer in cache.layers:  # layers of a window forget at once what a crop would need
                 if hasattr(layer, "activate_past_recording"):
                     layer.activate_past_recording()
@@ -114,3 +115,13 @@ def run(
             cache.crop(-feed.forget)
         after(feed)
     return logits
+
+
+def _croppable(model: nn.Module, out: Any) -> Any:
+    cache = getattr(out, "past_key_values", None)
+    if not hasattr(cache, "crop") or not hasattr(cache, "layers"):
+        raise InputError(
+            f"{type(model).__name__} gives no `past_key_values` from which tokens can be taken back: an investigation "
+            "needs transformers' cache; write traces of it with `specnb divergence capture` and compare those"
+        )
+    return cache

@@ -2,9 +2,9 @@
 
 S0 alone, S0w alone in feeds of another width, S1 beside a copy of itself, S2 beside a decoy twin (the same shapes,
 other weights), S3 beside the larger target; then, where a neighbour makes it wrong, S4 beside a target that is loaded
-and never run, S5 beside another decoy, S6 with the neighbour's step behind the draft's. (S7, without features of the
-service, is `features`.) "Beside itself" cannot show that the draft is given another model's weights: they are its own
-values. The decoy can.
+and never run, S5 beside another decoy, S6 beside a target that first runs when the draft has read its prompt. (S7,
+without features of the service, is `features`.) "Beside itself" cannot show that the draft is given another model's
+weights: they are its own values. The decoy can.
 """
 
 import sys
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import nn
@@ -26,10 +27,10 @@ from specnb.divergence.ladder import GROWN, ROUNDING
 from specnb.divergence.local_offset import explained
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
-from specnb.divergence.precision import coarser
+from specnb.divergence.precision import Rounded, coarser
 from specnb.divergence.script import Feed, Script, run
 from specnb.divergence.trace import Trace
-from specnb.divergence.tracing.at_use import AtUse
+from specnb.divergence.tracing.at_use import UNKNOWN, AtUse
 from specnb.divergence.tracing.fingerprint import digest
 from specnb.divergence.tracing.names import dtype_name
 from specnb.errors import InputError
@@ -68,7 +69,8 @@ SETUPS: Mapping[str, SetUp] = MappingProxyType(
             SetUp("S3", "beside the target", "target", kills="S2 clean, wrong here: size, layout or number of layers"),
             SetUp("S4", "the target loaded, never run", "target", "never", "wrong: made at loading; clean: at running"),
             SetUp("S5", "beside another decoy", "other decoy", kills="wrong otherwise than S2: the neighbour's values"),
-            SetUp("S6", "the target's step afterwards", "target", "after", "clean: the order of steps matters"),
+            SetUp("S6", "the target first runs behind the prompt", "target", "after",
+                  "clean, S3 wrong: what it left before the draft's first step is read"),
         )
     }
 )  # fmt: skip
@@ -107,8 +109,8 @@ class Outcome:
 
     @property
     def foreign(self) -> pd.DataFrame:
-        """Parameters of others that the draft's modules read, at the point of use."""
-        return self.trace.params[self.trace.params["owner"] != OWN]
+        """Parameters of other models that the draft's modules read, at the point of use."""
+        return self.trace.params[~self.trace.params["owner"].isin((OWN, UNKNOWN))]
 
 
 class Lab:
@@ -166,7 +168,7 @@ class Lab:
         shifted = explained(errors, along, self.sound[0], self._rotaries)
         errors.loc[shifted, "error"] = 0.0
         wrong = local.beyond(errors, self.floor, script)
-        rounded = coarser(wrong, trace, self.dtype) if self._as_meant(trace) else ""
+        rounded = self._rounded_to(wrong, logits, trace, setup) if self._as_meant(trace) else ""
         wrong = wrong.iloc[:0] if rounded else wrong
         return Outcome(setup, script, wrong, errors, trace, along, tuple(logits), bool(shifted.any()), rounded)
 
@@ -179,9 +181,31 @@ class Lab:
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
         """How far the logits of set-ups are from sound ones at most (relative L2), and how far rounding takes them."""
-        sound = [text_logits(*both) for both in zip(self.sound_logits, (self.script, self.blocks), strict=True)]
-        far = [off(text_logits(one.logits, one.script), sound[one.setup.in_blocks]) for one in outcomes]
-        return max(far), GROWN * max(off(*sound), ROUNDING[self.dtype])
+        far = (self._logits_off(one.logits, one.setup) for one in outcomes)
+        apart = off(*(self._sound_logits(in_blocks) for in_blocks in (False, True)))
+        return max(far, default=0.0), GROWN * max(apart, ROUNDING[self.dtype])
+
+    def first_nan(self) -> tuple[str, int] | None:
+        """The module that gives NaN first in the pristine copy, and at which position; None where none does."""
+        for key, values in self.sound[0].values.items():
+            if key.role == "out" and len(bad := np.flatnonzero(np.isnan(values.reshape(len(values), -1)).any(1))):
+                return key.module, int(bad[0])
+        return None
+
+    def _sound_logits(self, in_blocks: bool) -> dict[int, torch.Tensor]:
+        return text_logits(self.sound_logits[in_blocks], self.blocks if in_blocks else self.script)
+
+    def _logits_off(self, logits: Sequence[torch.Tensor], setup: SetUp) -> float:
+        return off(text_logits(logits, self._script_of(setup)), self._sound_logits(setup.in_blocks))
+
+    def _rounded_to(self, wrong: pd.DataFrame, logits: Sequence[torch.Tensor], trace: Trace, setup: SetUp) -> str:
+        def rounded(dtype: str) -> Rounded:
+            copy = copy_of(self.reference).to(getattr(torch, dtype))
+            found, along = _captured(copy, self._script_of(setup))
+            errors = local.local_errors(self.reference, along).groupby(list(local.WHICH))["error"].max()
+            return Rounded(errors, self._logits_off(found, setup))
+
+        return coarser(wrong, self._logits_off(logits, setup), trace, self.dtype, rounded)
 
     def _neighbour(self, setup: SetUp) -> nn.Module | None:
         if setup.beside == "target" and self.target is None:
@@ -219,11 +243,18 @@ class Lab:
         """How far sound runs are from the replay."""
         sound = []
         for script in (self.script, self.blocks):
-            with capture(self.reference, tag=OWN, full="", at_use=False) as builder:
-                self.sound_logits.append(tuple(run(self.reference, script)))
-            self.sound.append(Along.of(builder.trace(), script))
-            sound.append(local.local_errors(self.reference, self.sound[-1]))
+            logits, along = _captured(self.reference, script)
+            self.sound_logits.append(logits)
+            self.sound.append(along)
+            sound.append(local.local_errors(self.reference, along))
         return local.floors(sound, self.dtype)
+
+
+def _captured(model: nn.Module, script: Script) -> tuple[tuple[torch.Tensor, ...], Along]:
+    """The logits of each feed, and what every module was given and gave."""
+    with capture(model, tag=OWN, full="", at_use=False) as builder:
+        logits = tuple(run(model, script))
+    return logits, Along.of(builder.trace(), script)
 
 
 @contextmanager
@@ -239,13 +270,19 @@ def vocabulary_size(model: nn.Module) -> int:
     return getattr(embedding, "num_embeddings", sys.maxsize)
 
 
-def text_logits(logits: Sequence[torch.Tensor], script: Script) -> torch.Tensor:
-    """The logits of each token of the text, `(tokens, vocab)`, from those of each feed."""
-    rows = (logits[feed][position - script.starts[feed]] for position, feed in enumerate(script.last_feeds))
-    return torch.stack(list(rows)).double()
+def text_logits(logits: Sequence[torch.Tensor], script: Script) -> dict[int, torch.Tensor]:
+    """The logits `(vocab,)` of the text's positions, from those of each feed: of all its tokens or the last."""
+    rows = {}
+    for position, number in enumerate(script.last_feeds.tolist()):
+        behind = script.starts[number] + len(script.feeds[number].ids) - position
+        if behind <= len(logits[number]):
+            rows[position] = logits[number][-behind]
+    return rows
 
 
-def off(logits: torch.Tensor, sound: torch.Tensor) -> float:
-    """The largest relative L2 error of a token's logits; infinite where one is no number."""
-    error = float(((logits - sound).norm(dim=-1) / sound.norm(dim=-1)).max())
+def off(logits: Mapping[int, torch.Tensor], sound: Mapping[int, torch.Tensor]) -> float:
+    """The largest relative L2 error of the logits of a position that both have; infinite where one is no number."""
+    both = [position for position in sound if position in logits]
+    ours, theirs = (torch.stack([one[position] for position in both]).double() for one in (sound, logits))
+    error = float(((theirs - ours).norm(dim=-1) / ours.norm(dim=-1)).max())
     return error if error == error else float("inf")

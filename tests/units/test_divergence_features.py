@@ -22,17 +22,21 @@ NAMES = ("compile", "graphs", "prefix_cache", "fusion", "backend")
 
 
 class Told:
-    """Stands for a lab whose draft is healed by rules over what is off: any one of `healing`, whole."""
+    """Stands for a lab whose draft is healed by rules over what is off: any one of `healing`, whole.
 
-    def __init__(self, healing):
+    The service does not run without any of `refused`.
+    """
+
+    def __init__(self, healing, refused=("refused",)):
         self.healing, self.runs, self.draft = [frozenset(one) for one in healing], [], None
+        self.refused = {*refused}
 
     def run(self, setup, deploy):
         with deploy(None, None) as off:
             self.runs.append(off)
         clean = any(one <= off for one in self.healing)
         wrong = pd.DataFrame({"module": ["layers.0.mlp", "norm"], "position": [3, 4]})
-        if "refused" in off:
+        if self.refused & off:
             raise InputError("no backend is left")
         return SimpleNamespace(clean=clean, wrong=wrong.iloc[:0] if clean else wrong)
 
@@ -55,8 +59,17 @@ def test_what_is_needed_heals_and_nothing_smaller_does(healing):
         assert found.together and any(one <= needed for one in healing)
         assert not any(one <= needed - {name} for one in healing for name in needed)
     else:
-        assert found.needed == () and "none of these features" in found.line
+        assert found.needed == () and "none of them alone is needed" in found.line
     assert found.runs["off"].tolist()[0] == () and not found.runs["clean"].tolist()[0]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sets(st.sampled_from(NAMES), min_size=1), max_size=3), st.sets(st.sampled_from(NAMES)))
+def test_features_without_which_nothing_runs_hide_none_of_the_others(healing, refused):
+    found = switched_off(Told(healing, refused), service, NAMES)
+    possible = [one for one in healing if not one & refused]
+    assert bool(found.needed) == bool(possible) and not refused & {*found.needed}
+    assert not found.together or any(one <= {*found.needed} for one in possible)
 
 
 def test_the_runs_say_what_was_off_and_what_was_wrong():
@@ -78,6 +91,18 @@ def test_a_service_that_does_not_run_without_a_feature_loses_no_other_run():
     none = switched_off(Told([]), service, ["refused", "graphs"])
     assert none.needed == () and "stays wrong without graphs" in none.line
     assert "it does not run without refused (no backend is left)" in none.line
+
+
+def test_a_service_may_raise_anything_without_a_feature():
+    class Exits(Told):
+        def run(self, setup, deploy):
+            super().run(setup, deploy)
+            if self.runs[-1]:
+                raise SystemExit("graphs are built in")
+            return SimpleNamespace(clean=False, wrong=pd.DataFrame({"module": ["norm"], "position": [0]}))
+
+    found = switched_off(Exits([]), service, ["graphs"])
+    assert "without any that it runs without" in found.line and "SystemExit: graphs are built in" in found.line
 
 
 def test_a_fault_that_comes_and_goes_needs_no_feature():

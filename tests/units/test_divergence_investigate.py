@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from specnb.divergence import investigate as module
 from specnb.divergence import local
@@ -17,9 +18,11 @@ from specnb.divergence.coverage import Coverage
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import investigate, judge, made_up
 from specnb.divergence.offline.result import HEAT
+from specnb.divergence.planted.fault import forward_replaced
 from specnb.divergence.setups import FIRST, ON_DEMAND
 from specnb.errors import InputError
 from tests.units.divergence_lab import TOKENS
+from tests.units.test_divergence_setups import last_logits, last_logits_of_another_head
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +96,13 @@ def test_what_could_not_be_compared_is_no_clean_bill(lab, monkeypatch):
     whole = Coverage.of
 
     def blind(outcome, draft):
-        errors = outcome.errors[outcome.errors["at"] != "layers.1.mlp.experts"]
+        errors = outcome.errors[outcome.errors["at"] != "layers.2"]
         return whole(module.Outcome(**{**vars(outcome), "errors": errors}), draft)
 
     monkeypatch.setattr(module.Coverage, "of", blind)
     found = judge(lab, setups=["S0"])
-    assert found.verdict == "INCONCLUSIVE" and "layers.1.mlp.experts" in found.reason and found.exit_code == 125
-    assert "49 of 50 modules, not layers.1.mlp.experts" in str(found.coverage)
+    assert found.verdict == "INCONCLUSIVE" and "layers.2 could not be" in found.reason and found.exit_code == 125
+    assert "49 of 50 modules, not layers.2" in str(found.coverage)
 
 
 def test_a_draft_that_hooks_change_is_not_judged(lab):
@@ -205,6 +208,69 @@ def test_what_the_outermost_model_does_to_its_logits_is_not_called_its_input(lab
     found = judge(lab, deploy=patched("", scaled), setups=["S0"])
     assert found.first.module == "" and "first at the model itself" in found.line
     assert found.causes[0].name != "INPUT"
+
+
+def test_a_draft_with_nan_in_it_is_told_where(lab):
+    """It gives the same NaN each time: that is not what is wrong with it."""
+    draft = copy.deepcopy(lab.draft)
+    with torch.no_grad():
+        draft.model.layers[1].mlp.router.weight[0, 0] = float("nan")
+    found = investigate(draft, script=lab.script, setups=["S0"])
+    assert found.verdict == "INCONCLUSIVE" and found.repeats and found.inert
+    assert "gives NaN, first in layers.1.mlp" in found.reason and "at position 0" in found.reason
+
+
+def test_what_differs_from_run_to_run_beside_a_neighbour_only_is_seen_not_to_repeat(lab):
+    draw = torch.Generator().manual_seed(0)
+
+    @contextmanager
+    def noisy(draft, neighbour):
+        if neighbour is None:
+            yield
+            return
+        noise = lambda original, x: (out := original(x)) * (1 + 0.01 * torch.randn(out.shape, generator=draw))  # noqa: E731
+        with forward_replaced(draft.model.layers[1].self_attn.o_proj, noise):
+            yield
+
+    found = judge(lab, deploy=noisy, setups=["S0", "S2"])
+    assert found.first.module == "layers.1.self_attn.o_proj" and not found.repeats
+
+
+def sparse(seed=0):
+    """A mixture of experts whose activation is a module, which sees the tokens of one expert at a time."""
+    torch.manual_seed(seed)
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in (one for one in model.parameters() if one.ndim > 1):
+            weight.normal_(0, 0.2)
+    return model
+
+
+def test_what_cannot_be_compared_itself_is_judged_with_the_module_that_holds_it():
+    draft, act = sparse(), "layers.1.mlp.experts.act_fn"
+    sound = investigate(draft, setups=["S0", "S0w"])
+    assert sound.verdict == "SOUND" and act in sound.coverage.with_holder
+    assert "2 with the one that holds them" in str(sound.coverage)
+    found = investigate(draft, deploy=patched(f"model.{act}", lambda out: out * 1.05), setups=["S0"])
+    assert found.first.module == "layers.1.mlp.experts"
+
+
+def test_a_draft_without_a_cache_to_crop_is_refused_with_what_to_do():
+    draft = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)).eval()
+    with pytest.raises(InputError, match=r"MambaForCausalLM gives no `past_key_values`.*divergence capture"):
+        investigate(draft)
+
+
+def test_a_service_that_makes_logits_of_last_tokens_alone_is_judged_like_any_other(lab):
+    sound = judge(lab, deploy=last_logits)
+    assert sound.verdict == "PRECISION_ONLY" and sound.exit_code == 0  # one row of the head is another product
+    assert sound.coverage.complete
+    wrong = judge(lab, deploy=last_logits_of_another_head)
+    assert wrong.verdict == "DIVERGENT" and wrong.first.module == "lm_head" and wrong.causes[0].name == "HEAD"
 
 
 def test_logits_that_are_far_off_are_not_sound_though_no_module_is_wrong(lab):

@@ -12,7 +12,9 @@ from specnb.divergence.capture import capture
 from specnb.divergence.coverage import Coverage
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.grading.benign import other_products
+from specnb.divergence.planted.fault import forward_replaced
 from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Lab, unfollowed
+from specnb.divergence.tracing.at_use import UNKNOWN
 from specnb.errors import InputError
 
 WRONG = {
@@ -81,6 +83,36 @@ def test_linear_layers_in_half_precision_are_rounding_and_a_scale_of_the_same_si
     for service in (FAULTS["expert_scale_in_op"], scaled_everywhere):
         found = lab.run("S0", service)
         assert not found.clean and not found.coarser
+
+
+def test_what_is_as_small_as_rounding_everywhere_and_adds_up_is_none(lab):
+    """A wrong scale for every other column: no more than rounding to bfloat16 may do once."""
+
+    @contextmanager
+    def every_other(draft, neighbour):
+        with ExitStack() as planted:
+            for module in draft.modules():
+                if isinstance(module, torch.nn.Linear):
+                    signs = torch.ones(module.out_features)
+                    signs[::2] = -1
+                    scale = lambda original, x, by=1 + 0.011 * signs: original(x) * by  # noqa: E731
+                    planted.enter_context(forward_replaced(module, scale))
+            yield
+
+    found = lab.run("S0", every_other)
+    assert not found.coarser and {*found.wrong["module"].str.rpartition(".")[2]} >= {"q_proj", "o_proj", "lm_head"}
+
+
+def test_parameters_that_nobody_is_known_to_own_are_not_another_models(lab):
+    @contextmanager
+    def repacked(draft, neighbour):
+        experts = draft.model.layers[0].mlp.experts
+        own = copy.deepcopy(experts)
+        with forward_replaced(experts, lambda original, *args, **kwargs: own(*args, **kwargs)):
+            yield
+
+    found = lab.run("S0", repacked)
+    assert found.clean and found.foreign.empty and UNKNOWN in {*found.trace.params["owner"]}
 
 
 def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(lab):

@@ -34,11 +34,6 @@ def canonical_name(path: str, rename: Mapping[str, str] | None = None) -> str:
     return _renamed(PREFIX.sub("", path), rename)
 
 
-def canonical_names(paths: Iterable[str], rename: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`canonical`."""
-    return canonical(paths, rename)
-
-
 def _renamed(name: str, rename: Mapping[str, str] | None) -> str:
     for pattern, by in (rename or {}).items():
         try:
