@@ -91,11 +91,6 @@ class Score:
         own = rows.of_lab(self.rows[self.rows["kind"] == "control"])
         return own[own["structural"]].reset_index(drop=True)
 
-    def seconds(self) -> pd.Series:
-        """What one investigation took, in seconds: quartiles of the faults' cases."""
-        own = rows.of_lab(self.rows[self.rows["kind"] == "fault"])
-        return own["seconds"].quantile([0.25, 0.5, 0.75])
-
     def document(self) -> dict[str, Any]:
         """A JSON document of the tables and facts; the raw rows are in the file that `save` writes."""
         tables = {name: json.loads(getattr(self, name)().to_json(orient="records")) for name in TABLES}
