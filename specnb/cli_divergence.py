@@ -11,18 +11,21 @@ import typer
 
 from specnb.cli_divergence_audit import audit
 from specnb.cli_divergence_capture import capture
-from specnb.cli_divergence_kit import faults, preflight, score
-from specnb.cli_show import Json, Show, judged, names, show_frame
+from specnb.cli_divergence_kit import compare, faults, preflight, score
+from specnb.cli_show import Json, Show, judged, names
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from specnb.divergence.features import Service
     from specnb.divergence.investigation import Investigation
     from specnb.divergence.triage import Triage
 
 
 PAIR = "pair"
+LARGEST = 2**63 - 1
+"""Of a number: what a generator of random numbers takes for a seed."""
 
 
 def divergence_app(show: Show) -> typer.Typer:
@@ -87,25 +90,30 @@ def investigate(
     service raises. git takes these for good, bad and skip, so this finds the commit that broke a service:
 
     git bisect run specnb divergence investigate --draft DRAFT --target TARGET --deploy my_service:deploy
+
+    Options that cannot be are 2, which git takes for bad: run the line once by hand before git does.
     """
     show: Show = context.obj
-    if deploy and fault:
-        raise InputError(f"give --deploy or --fault, not both (got {deploy!r} and {fault!r})")
-    if layer is not None and not fault:
-        raise InputError(f"--layer {layer} is that of a planted fault: add --fault NAME")
-    if draft == PAIR and target is not None:
-        raise InputError(f"the embedded pair has its own target: leave --target {target} out, or name a --draft")
+    _require_agreeing(draft, target, deploy, fault, layer, features)
+    _require_possible(tokens, prompt_tokens, k, seed)
+    wanted = _known_setups(setups, beside_target=draft == PAIR or target is not None)
     from specnb.book.progress import ProgressBar
     from specnb.divergence import deploy as services
     from specnb.divergence import investigate as lab
 
+    _require_dtype(draft, dtype)
     service = services.planted(fault, layer=layer) if fault else None
-    wanted = _known_setups(setups)
     with ExitStack() as opened:
+        if deploy:
+            with judged(show.complain):
+                service = services.imported(deploy)
+            _require_features(service, features)
         with judged(show.complain):
-            service = services.imported(deploy) if deploy else service
             _tell_engine(draft, show.complain)
             models = _opened(draft, target, seed, dtype, opened)
+        if fault:
+            _require_fitting(service, models[0], fault)
+        with judged(show.complain):
             accepted = None if generation is None else _accepted(generation, models)
             with ProgressBar() as progress:
                 script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
@@ -117,11 +125,65 @@ def investigate(
                     features=names(features) or (),
                     progress=progress,
                 )
-        _show(show, found, accepted, as_json)
+        alarms = _published_alarms(show.complain)
+        _show(show, found, accepted, alarms, as_json)
         if report is not None:  # last, for it may take as long again
             with redirect_stdout(sys.stderr):
-                _reported(found, report, models, service, accepted, show.complain)
+                more = {"triage": accepted, "false_alarms": alarms, "slots": draft == PAIR}
+                _reported(found, report, models, service, more, show.complain)
     raise typer.Exit(found.exit_code)
+
+
+def _require_agreeing(
+    draft: str, target: str | None, deploy: str | None, fault: str | None, layer: int | None, features: str | None
+) -> None:
+    if deploy and fault:
+        raise InputError(f"give --deploy or --fault, not both (got {deploy!r} and {fault!r})")
+    if layer is not None and not fault:
+        raise InputError(f"--layer {layer} is that of a planted fault: add --fault NAME")
+    if features is not None and not deploy:
+        raise InputError(f"--features {features} are those of a service: add --deploy module:function")
+    if draft == PAIR and target is not None:
+        raise InputError(f"the embedded pair has its own target: leave --target {target} out, or name a --draft")
+
+
+def _require_possible(tokens: int, prompt_tokens: int, k: int, seed: int) -> None:
+    bounded = {"tokens": (tokens, 2), "prompt-tokens": (prompt_tokens, 1), "k": (k, 1), "seed": (seed, 0)}
+    for name, (value, least) in bounded.items():
+        if not least <= value <= LARGEST:
+            raise InputError(f"--{name} is {value}: it must be {least} to {LARGEST}")
+    if prompt_tokens >= tokens:
+        raise InputError(
+            f"--prompt-tokens is {prompt_tokens}, and --tokens, all of the text, {tokens}: give fewer, or more --tokens"
+        )
+
+
+def _require_dtype(draft: str, dtype: str | None) -> None:
+    if draft == PAIR:
+        from specnb.divergence.pair import DTYPES
+    else:
+        from specnb.lm.hf import DTYPES
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: {draft} is opened in {', '.join(DTYPES)}")
+
+
+def _require_features(service: "Service", features: str | None) -> None:
+    from specnb.divergence.features import checked
+
+    try:
+        if features is not None:
+            checked(service, names(features))
+    except InputError as error:
+        raise InputError(f"--features {features}: {error}") from error
+
+
+def _require_fitting(service: "Service", draft: "nn.Module", fault: str) -> None:
+    """Plant the fault once, for not every draft has a place for it: that is no verdict about the draft."""
+    try:
+        with service(draft, None):
+            pass
+    except InputError as error:
+        raise InputError(f"--fault {fault} does not fit the draft: {error}") from error
 
 
 def _tell_engine(draft: str, complain: Callable[[object], None]) -> None:
@@ -165,14 +227,16 @@ def _accepted(path: Path, models: tuple["nn.Module", "nn.Module | None"]) -> "Tr
     return read(path, vocab_size=vocabulary_size(draft if target is None else target))
 
 
-def _show(show: Show, found: "Investigation", accepted: "Triage | None", as_json: bool) -> None:
+def _show(
+    show: Show, found: "Investigation", accepted: "Triage | None", alarms: tuple[int, int] | None, as_json: bool
+) -> None:
     from specnb.book import divergence_acceptance as acceptance
     from specnb.divergence.report import text
 
     if as_json:
         show.json(found.document() | ({} if accepted is None else {"acceptance": acceptance.document(accepted)}))
         return
-    show.line(text(found))
+    show.line(text(found, alarms))
     if accepted is not None:
         show.line(f"Acceptance: {acceptance.told(accepted)}")
 
@@ -181,11 +245,14 @@ def _reported(
     found: "Investigation",
     folder: Path,
     models: tuple["nn.Module", "nn.Module | None"],
-    service: Any,
-    accepted: "Triage | None",
+    service: "Service | None",
+    more: dict[str, Any],
     complain: Callable[[object], None],
 ) -> None:
-    """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict."""
+    """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict.
+
+    `more` is what `write` takes besides.
+    """
     from specnb.book.divergence_report import write
     from specnb.divergence.repro import minimal
 
@@ -196,70 +263,35 @@ def _reported(
         except (Exception, SystemExit) as error:
             complain(f"the report has no reproduction: {error}")
     try:
-        page = write(found, folder, repro=repro, triage=accepted, false_alarms=_published_alarms())
+        page = write(found, folder, repro=repro, **more)
         complain(f"the report is in {page}")
     except Exception as error:
         complain(error)
 
 
-def _published_alarms() -> tuple[int, int] | None:
-    """Of the score that is in the checkout: false alarms of the lab, and controls."""
+def _published_alarms(complain: Callable[[object], None]) -> tuple[int, int] | None:
+    """Of the score that is in the checkout: false alarms of the lab, and controls. None where it cannot be read."""
     from specnb.divergence.grading.rows import LAB
     from specnb.divergence.score import Score
     from specnb.divergence.study import published
 
     if not published().exists():
         return None
-    lab = Score.load(published()).by_tool().set_index("tool").loc[LAB]
+    try:
+        lab = Score.load(published()).by_tool().set_index("tool").loc[LAB]
+    except InputError as error:  # the verdict is not lost for it
+        complain(error)
+        return None
     return int(lab["alarms"]), int(lab["controls"])
 
 
-def compare(
-    context: typer.Context,
-    reference: Annotated[Path, typer.Argument(help="folder of the trace of a run that is right")],
-    candidate: Annotated[Path, typer.Argument(help="folder of the trace of the run that is not")],
-    sound: Annotated[
-        str | None, typer.Option(help="folders of more runs that are right, by commas: the floors")
-    ] = None,
-    precise: Annotated[Path | None, typer.Option(help="folder of a float32 run of the same draft")] = None,
-    as_json: Json = False,
-) -> None:
-    """Where two runs of one draft part, from the traces that `capture` wrote, on whatever machine.
-
-    Exit code: 0 nothing but rounding, 1 divergent, 125 inconclusive, or a trace that cannot be read.
-    """
-    import pandas as pd
-
-    from specnb.divergence.compare import compare
-    from specnb.divergence.ladder import EXIT
-    from specnb.divergence.offline.result import Node
-    from specnb.divergence.trace import Trace
-
-    show: Show = context.obj
-    with judged(show.complain):
-        more = [Trace.load(Path(folder)) for folder in names(sound) or ()]
-        exact = None if precise is None else Trace.load(precise)
-        found = compare(Trace.load(reference), Trace.load(candidate), sound=more, precise=exact)
-    if as_json:
-        show.json(found.document())
-    else:
-        show.line(found.line)
-        show.line(f"looked at: {found.coverage}")
-        for one in found.doubts:
-            show.line(f"doubtful: {one.module} chose otherwise at {one.count} tokens, from position {one.position} on")
-        columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
-        show_frame(
-            show, "wrong by themselves, first in time first", pd.DataFrame(found.minimal, columns=Node._fields)[columns]
-        )
-        show_frame(show, "parameters that were not read alike", found.reads[["module", "read", "says"]])
-    raise typer.Exit(EXIT[found.verdict])
-
-
-def _known_setups(text: str | None) -> list[str] | None:
-    """Raises InputError for a set-up that there is not."""
+def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:
+    """Raises InputError for a set-up that there is not, and for one beside a target where there is none."""
     from specnb.divergence.setups import SETUPS
 
     wanted = names(text)
     if unknown := [name for name in wanted or () if name not in SETUPS]:
         raise InputError(f"unknown set-up {unknown[0]!r} in --setups {text}; known: {', '.join(SETUPS)}")
+    if beside := [name for name in wanted or () if SETUPS[name].beside == "target" and not beside_target]:
+        raise InputError(f"--setups {text}: {beside[0]} runs the draft beside a target: add --target")
     return wanted

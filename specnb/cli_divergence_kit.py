@@ -1,14 +1,20 @@
-"""`specnb divergence`, what stands around an investigation: the preflight, the planted faults, the lab's own score."""
+"""`specnb divergence`, what stands around an investigation: preflight, traces compared, planted faults, the score."""
 
 import inspect
+import shlex
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specnb.cli_show import Json, Show, names, show_frame
+from specnb.cli_divergence_capture import BACKENDS
+from specnb.cli_show import Json, Show, judged, names, show_frame
 from specnb.errors import InputError
+
+if TYPE_CHECKING:
+    from specnb.divergence.offline.result import Comparison
+    from specnb.divergence.trace import Trace
 
 
 def preflight(
@@ -50,6 +56,90 @@ def preflight(
         ]
         show.table("preflight", ["", "check", "found"], rows)
     raise typer.Exit(1 if any(one.verdict == "fail" for one in found) else 0)
+
+
+def compare(
+    context: typer.Context,
+    reference: Annotated[Path, typer.Argument(help="folder of the trace of a run that is right")],
+    candidate: Annotated[Path, typer.Argument(help="folder of the trace of the run that is not")],
+    sound: Annotated[
+        str | None, typer.Option(help="folders of more runs that are right, by commas: the floors")
+    ] = None,
+    precise: Annotated[Path | None, typer.Option(help="folder of a float32 run of the same draft")] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OLD=NEW", help="in module paths, of all traces: regular expression, and what replaces it"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Where two runs of one draft part, from the traces that `capture` wrote, on whatever machine.
+
+    Exit code: 0 nothing but rounding, 1 divergent, 125 inconclusive, or a trace that cannot be read; 2 for options that
+    cannot be.
+    """
+    import pandas as pd
+
+    from specnb.divergence.compare import compare
+    from specnb.divergence.ladder import EXIT
+    from specnb.divergence.offline.result import Node
+    from specnb.divergence.trace import Trace
+
+    show: Show = context.obj
+    renamed = _renamed(rename or [])
+    with judged(show.complain):
+        more = [Trace.load(Path(folder)) for folder in names(sound) or ()]
+        exact = None if precise is None else Trace.load(precise)
+        both = {folder: Trace.load(folder) for folder in (reference, candidate)}
+        found = compare(both[reference], both[candidate], sound=more, precise=exact, rename=renamed)
+    closer = _closer(found, both)
+    if as_json:
+        show.json(found.document() | {"next": closer})
+    else:
+        show.line(found.line)
+        show.line(f"looked at: {found.coverage}")
+        for one in found.doubts:
+            show.line(f"doubtful: {one.module} chose otherwise at {one.count} tokens, from position {one.position} on")
+        columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
+        show_frame(
+            show, "wrong by themselves, first in time first", pd.DataFrame(found.minimal, columns=Node._fields)[columns]
+        )
+        show_frame(show, "parameters that were not read alike", found.reads[["module", "read", "says"]])
+        for command in closer:
+            show.line(f"next: {command}")
+    raise typer.Exit(EXIT[found.verdict])
+
+
+def _renamed(words: list[str]) -> dict[str, str]:
+    """Regular expressions and what replaces them. InputError for what is no such, before a trace is read."""
+    from specnb.divergence.tracing.paths import canonical_name
+
+    found = {}
+    for word in words:
+        old, equals, new = word.rpartition("=")  # the last one: lookaheads have some, and paths have none
+        if not (old and equals):
+            raise InputError(f"--rename {word}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
+        found[old] = new
+    try:
+        canonical_name("", found)
+    except InputError as error:
+        raise InputError(f"--rename: {error}") from error
+    return found
+
+
+def _closer(found: "Comparison", traces: "dict[Path, Trace]") -> list[str]:
+    """The commands that keep whole what is wrong or doubtful, of either run, fed what it was fed; none for nothing."""
+    if not (found.minimal or found.doubts):
+        return []
+    roles = zip(("REFERENCE", "CANDIDATE"), traces.items(), strict=False)  # one, where a run is compared with itself
+    return [
+        shlex.join([
+            "specnb", "divergence", "capture", f"{role}-MODEL", "--backend", BACKENDS[trace.engine], "--tokens",
+            str(folder), "--full", found.around(), "--out", f"{role}-IN-FULL",
+        ])
+        for role, (folder, trace) in roles
+    ]  # fmt: skip
 
 
 def score(

@@ -55,16 +55,18 @@ def write(
     repro: "Repro | None" = None,
     triage: "Triage | None" = None,
     false_alarms: tuple[int, int] | None = None,
+    slots: bool = False,
 ) -> Path:
     """Write `report.html`, `report.json`, `report.txt` and, of a `repro`, `repro/repro.py`; the path of the page.
 
     `repro` is `divergence.repro.minimal`'s, `triage` that of generations with this draft, `false_alarms` the structural
-    verdicts among how many controls, where they were counted. An older report in `folder` is replaced; each file is
-    written in one step. Raises InputError where the folder cannot be written.
+    verdicts among how many controls, where they were counted. `slots`: this is a report of the case, which the embedded
+    pair stands for, so its slot arithmetic is told, too. An older report in `folder` is replaced; each file is written
+    in one step. Raises InputError where the folder cannot be written.
     """
     folder = Path(folder)
-    told = html_page(investigation, repro=repro, triage=triage, false_alarms=false_alarms)
-    report.write_json(investigation, folder / "report.json", _more(repro, triage, false_alarms))
+    told = html_page(investigation, repro=repro, triage=triage, false_alarms=false_alarms, slots=slots)
+    report.write_json(investigation, folder / "report.json", _more(repro, triage, false_alarms, slots))
     try:
         write_atomic(folder / "report.txt", report.text(investigation, false_alarms).encode())
         if repro is not None:
@@ -81,6 +83,7 @@ def html_page(
     repro: "Repro | None" = None,
     triage: "Triage | None" = None,
     false_alarms: tuple[int, int] | None = None,
+    slots: bool = False,
 ) -> str:
     """The page: everything is in it, plotly's script (4.5 MB) too."""
     parts = [
@@ -89,7 +92,7 @@ def html_page(
         *_where(investigation),
         _section("Set-ups", _setups(investigation)),
         *_why(investigation),
-        _section("KV slots", _slots()),
+        *([_section("KV slots", _slots())] if slots else []),
         *([_section("Acceptance", _acceptance(triage))] if triage is not None else []),
         *([_section("Reproduction", _repro(repro))] if repro is not None else []),
         _section("Circumstances", _table(pd.DataFrame(list(investigation.facts.items()), columns=["what", "value"]))),
@@ -98,8 +101,10 @@ def html_page(
     return PAGE.format(title=title, colour=colour, plotly=get_plotlyjs(), body="\n".join(parts))
 
 
-def _more(repro: "Repro | None", triage: "Triage | None", false_alarms: tuple[int, int] | None) -> dict[str, object]:
-    more: dict[str, object] = {"slots": report.slots().to_dict("records")}
+def _more(
+    repro: "Repro | None", triage: "Triage | None", false_alarms: tuple[int, int] | None, slots: bool
+) -> dict[str, object]:
+    more: dict[str, object] = {"slots": report.slots().to_dict("records")} if slots else {}
     if repro is not None:
         more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
                          "tokens": len(repro.script.text), "feeds": len(repro.script.feeds)}  # fmt: skip
@@ -153,9 +158,7 @@ def heats(found: Investigation) -> go.Figure:
 
 
 def _setups(found: Investigation) -> str:
-    table = found.setups().astype(object)
-    table[["n_wrong", "foreign"]] = table[["n_wrong", "foreign"]].astype("string").fillna("")
-    table = table.rename(columns={
+    table = report.setups(found).rename(columns={
         "says": "the draft runs", "first": "first wrong module", "n_wrong": "wrong tensors",
         "foreign": "parameters of others read", "kills": "what it tells",
     })  # fmt: skip

@@ -114,11 +114,11 @@ def _uncalibrated(minimal: Sequence[tuple[Node, Key]], *traces: Laid) -> str:
 
 def _check_engines(ours: Laid, theirs: Laid) -> None:
     """Nodes of llama.cpp's graph and modules of torch are other things, also where two share a name."""
-    one, other = (laid.trace.facts.get("engine", "torch") for laid in (ours, theirs))
+    one, other = (laid.trace.engine for laid in (ours, theirs))
     if one != other:
         raise InputError(
             f"one trace is of {one}, the other of {other}: what they name is not the same; compare runs of one engine, "
-            "or say with `rename` what is"
+            "or say with `rename` (`--rename OLD=NEW`) what is"
         )
 
 
@@ -127,7 +127,7 @@ def _check_common(ours: Laid, theirs: Laid) -> None:
     if not a & b:
         raise InputError(
             f"the traces have no module in common: the reference has e.g. {max(a)!r}, the candidate {max(b)!r}; "
-            "give `rename`, regular expressions that make the paths alike"
+            "give `rename` (`--rename OLD=NEW`), regular expressions that make the paths alike"
         )
 
 

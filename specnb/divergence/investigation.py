@@ -18,6 +18,9 @@ from specnb.divergence.setups import SETUPS, Outcome
 from specnb.errors import InputError
 
 SCHEMA = 1
+LEAD, KNOWN = 1.0, 3.0
+"""How far the likeliest cause must lead, and its score and lead together: that a fault shows alone, too, is not enough,
+and one strong sign without a rival is."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Investigation:
         return Node(
             first["module"], first["role"], first["name"], first["at"], int(first["position"]),
             int(rows["position"].max()), rows["position"].nunique(), float(worst["error"]), float(worst["floor"]),
-            float(worst["ratio"]), float(rows["gain"].median()),
+            float(worst["ratio"]), float(worst["gain"]),
         )  # fmt: skip
 
     @property
@@ -71,7 +74,16 @@ class Investigation:
         cause = self.causes[0]
         strongest = max(cause.signs, default=None)
         why = f" ({strongest.says})" if strongest and strongest.weight > 0 else ""
-        return f"DIVERGENT: first at {named(first)}, {tokens}; cause {cause.name}{why}; {said}"
+        called = f"cause {cause.name}" if self.cause_known else f"cause not known; likeliest {cause.name}"
+        return f"DIVERGENT: first at {named(first)}, {tokens}; {called}{why}; {said}"
+
+    @property
+    def cause_known(self) -> bool:
+        """Whether so much speaks for the likeliest cause, and so much less for the next, that it may be named alone."""
+        if len(self.causes) < 2:
+            return False
+        best, lead = self.causes[0].score, self.causes[0].score - self.causes[1].score
+        return lead >= LEAD and best + lead >= KNOWN
 
     def nodes(self) -> pd.DataFrame:
         """The modules that are wrong by themselves in the first wrong set-up, first in time first; a row a tensor."""
@@ -81,8 +93,9 @@ class Investigation:
         found = wrong.groupby(["module", "at", "call", "role", "name"], sort=False)
         table = found.agg(
             first_token=("position", "min"), last_token=("position", "max"), n_tokens=("position", "nunique"),
-            error=("error", "max"), floor=("floor", "first"), ratio=("ratio", "max"), gain=("gain", "median"),
+            error=("error", "max"), floor=("floor", "first"), ratio=("ratio", "max"), worst=("error", "idxmax"),
         )  # fmt: skip
+        table["gain"] = wrong.loc[table["worst"], "gain"].to_numpy()
         return table.reset_index()[list(Node._fields)]
 
     def setups(self) -> pd.DataFrame:
@@ -117,7 +130,8 @@ class Investigation:
         return plain({
             "schema": SCHEMA, "verdict": self.verdict, "line": self.line, "reason": self.reason,
             "exit_code": self.exit_code, "first": first and first._asdict(), "nodes": self.nodes().to_dict("records"),
-            "setups": self.setups().to_dict("records"), "causes": self.ranked().to_dict("records"),
+            "setups": self.setups().to_dict("records"),
+            "cause_known": self.cause_known, "causes": self.ranked().to_dict("records"),
             "coverage": asdict(self.coverage) | {"says": str(self.coverage)},
             "floors": {"largest": self.floor.max(), "median": self.floor.median()},
             "repeats": self.repeats, "inert": self.inert, "facts": self.facts,

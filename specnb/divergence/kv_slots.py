@@ -4,6 +4,27 @@ In vLLM layers of one kind (full, sliding attention) share a block table by grou
 block that nobody writes; the groups of all models of a process draw their blocks from one pool. A draft beside another
 target therefore sits in other slots, and that is right: raw slot numbers are never compared. What must hold is that
 position p lies in slot block_table[p // block_size] * block_size + p % block_size, and that no two places share a slot.
+
+What an engine printed is held against these rules; here a row that lies elsewhere, and a block of two groups:
+
+>>> slot_faults(slots=[80, 81, 83], positions=[0, 1, 2], block_table=[5], group="draft")
+[Fault(rule='slot', group='draft', position=2, expected=82, found=83)]
+>>> overlaps({"target": [1, 2], "draft": [2, 3]})
+[Fault(rule='overlap with target', group='draft', position=0, expected=None, found=2)]
+
+With which group sizes a log that tells of six groups can be explained, and where the draft's first slot then is:
+
+>>> models = [Layers("target", {"full": 18, "sliding": 18}), Layers("draft", {"full": 12, "sliding": 12})]
+>>> list(group_sizes_for(models, 6))
+[12, 13, 14, 15, 16, 17]
+>>> next(group.first_slot for group in allocate(models, tokens=80) if group.model == "draft")
+336
+
+Whether two runs' caches hold the same at each position, wherever they hold it (rows by slot; here a row is missing):
+
+>>> cache = np.arange(8.0).reshape(8, 1)
+>>> same_content(slots_a=[2, 3], rows_a=cache, slots_b=[0, 1], rows_b=cache[[2, 4]]).tolist()
+[True, False]
 """
 
 from collections.abc import Iterator, Mapping, Sequence

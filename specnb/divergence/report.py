@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from specnb.divergence.investigation import Investigation
     from specnb.divergence.setups import Outcome
 
+LEFT_OUT = "left out (other shapes)"
+"""As the coverage says it: no token axis, or not the shape that the pristine copy has."""
 EARLIEST = 8
 """Rows of the table of nodes."""
 CASE_TOKENS, CASE_GROUP = 80, 12
@@ -45,7 +47,7 @@ def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> It
         "Yes: every module is compared with what a pristine copy makes of the very inputs that the module was given, "
         "so no error travels from one module to the next"
         + (
-            f"; of {len(coverage.left_out)} tensors without a token axis the effects only."
+            f"; of the {len(coverage.left_out)} tensors that were {LEFT_OUT} the effects only."
             if coverage.left_out
             else "."
         ),
@@ -103,7 +105,7 @@ def _not_seen(found: "Investigation") -> str:
     said += [f"never ran: {', '.join(coverage.never_called)}"] if coverage.never_called else []
     said += [f"ran and not compared: {', '.join(coverage.uncompared)}"] if coverage.uncompared else []
     said += [f"not readable: {', '.join(coverage.unread)}"] if coverage.unread else []
-    said += [f"left out, for lack of a token axis: {', '.join(coverage.left_out)}"] if coverage.left_out else []
+    said += [f"{LEFT_OUT}: {', '.join(coverage.left_out)}"] if coverage.left_out else []
     not_run = found.setups().query("verdict == 'not run'")["setup"].tolist()
     said += [f"set-ups not run: {', '.join(not_run)}"] if not_run else []
     unseen = coverage.parameters - coverage.seen_at_use
@@ -153,6 +155,12 @@ def _reads(params: pd.DataFrame) -> str:
     return ", ".join([*foreign, *([f"{len(own)} of its own"] if len(own) else [])]) or "no parameter"
 
 
+def setups(investigation: "Investigation") -> pd.DataFrame:
+    """`Investigation.setups` to be read: nothing is said of what was not counted."""
+    table, counts = investigation.setups(), ["n_wrong", "foreign"]
+    return table.assign(**table[counts].astype("string").fillna(""))
+
+
 def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
     """What is behind each place of the heat map: by module and position the tensor that is farthest over its floor.
 
@@ -182,8 +190,7 @@ def text(investigation: "Investigation", false_alarms: tuple[int, int] | None = 
     """The report as plain text: the verdict line first, ready to be printed."""
     parts = [investigation.line, ""]
     parts += [f"{one.question} {one.answer}" for one in answers(investigation, false_alarms)]
-    told = investigation.setups()[["setup", "says", "verdict", "first", "n_wrong", "foreign", "kills"]]
-    parts += ["", "Set-ups", told.to_string(index=False, na_rep="")]
+    parts += ["", "Set-ups", setups(investigation).to_string(index=False)]
     if investigation.case.bad is not None:
         nodes = earliest(investigation).drop(columns=["at", "reads"])
         parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format=lambda value: f"{value:.4g}")]

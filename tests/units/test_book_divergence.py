@@ -296,7 +296,7 @@ class Page(HTMLParser):
 
 def test_the_page_needs_nothing_but_itself_and_holds_every_part(pair, wrong, suspicious, tmp_path):
     repro = minimal(pair.draft, pair.target, outcome=wrong.case.bad, deploy=planted(PARAMS.fault), runs=2)
-    path = divergence_report.write(wrong, tmp_path, repro=repro, triage=suspicious, false_alarms=(0, 40))
+    path = divergence_report.write(wrong, tmp_path, repro=repro, triage=suspicious, false_alarms=(0, 40), slots=True)
     assert {one.name for one in tmp_path.iterdir()} == {"report.html", "report.json", "report.txt", "repro"}
     page = Page(path.read_text(encoding="utf-8"))
     assert page.loaded == []
@@ -306,12 +306,18 @@ def test_the_page_needs_nothing_but_itself_and_holds_every_part(pair, wrong, sus
     document = json.loads((tmp_path / "report.json").read_text())
     assert document["schema"] == 1 and document["exit_code"] == 1 and document["repro"]["kind"] == "module"
     assert document["first"]["module"] == "layers.0.mlp.experts"
-    assert (tmp_path / "report.txt").read_text().startswith("DIVERGENT")
+    assert (tmp_path / "report.txt").read_text().startswith("DIVERGENT") and len(document["slots"]) == 10
 
 
 def test_a_sound_draft_has_a_page_without_causes(sound, tmp_path):
     page = Page(divergence_report.write(sound, tmp_path).read_text(encoding="utf-8"))
     assert sound.line in page.text and "Causes" not in page.text and "Earliest" not in page.text
+
+
+def test_the_slots_of_the_case_are_in_no_other_report(sound, tmp_path):
+    page = Page(divergence_report.write(sound, tmp_path).read_text(encoding="utf-8"))
+    assert "KV slots" not in page.text and "gpt-oss" not in page.text
+    assert "slots" not in json.loads((tmp_path / "report.json").read_text())
 
 
 def test_names_are_text_and_never_markup(wrong, tmp_path):

@@ -1,6 +1,8 @@
 """`specnb divergence`, and the triage that `specnb generate` and a sweep call by themselves."""
 
+import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -10,9 +12,12 @@ import pytest
 
 from specnb import cli_divergence_kit
 from specnb.book.suspicions import suspicions
+from specnb.divergence.compare import compare
 from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
+from specnb.divergence.offline.excuses import Doubt
 from specnb.divergence.score import Score
+from specnb.divergence.trace import Trace
 from specnb.draft import load as draft_load
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.model import ModelDrafter
@@ -73,6 +78,18 @@ def test_json_is_one_document_with_the_verdict(investigate):
         (["--setups", "S0,S9"], ["unknown set-up 'S9'", "known: S0, S0w, S1"]),
         (["--setups", ""], ["unknown set-up ''"]),
         (["--target", "smollm2-135m"], ["the embedded pair has its own target", "smollm2-135m"]),
+        (["--tokens", "1"], ["--tokens is 1: it must be 2 to "]),
+        (["--prompt-tokens", "0"], ["--prompt-tokens is 0: it must be 1 to "]),
+        (["--prompt-tokens", "32"], ["--prompt-tokens is 32", "--tokens", "32"]),
+        (["--k", "0"], ["--k is 0: it must be 1 to "]),
+        (["--seed", "-1"], ["--seed is -1: it must be 0 to "]),
+        (["--seed", str(2**63)], ["--seed is 9223372036854775808"]),
+        (["--dtype", "float8"], ["--dtype float8", "float32, bfloat16"]),
+        (["--draft", "no-such-model", "--dtype", "foo"], ["--dtype foo", "float32, bfloat16, float16"]),
+        (["--draft", "no-such-model", "--setups", "S0,S3"], ["--setups S0,S3", "S3", "add --target"]),
+        (["--features", "graphs"], ["--features graphs", "add --deploy"]),
+        (["--fault", "split_k", "--features", "graphs"], ["--features graphs", "add --deploy"]),
+        (["--fault", "expert_scale", "--layer", "9"], ["--fault expert_scale", "layer 9 has no bank of experts"]),
     ],
     ids=lambda x: " ".join(x)[:40],
 )
@@ -86,8 +103,6 @@ def test_wrong_words_are_one_line_and_exit_code_two(investigate, words, parts):
     ("words", "part"),
     [
         (["--draft", "no-such-model"], "no-such-model"),
-        (["--dtype", "float8"], "float8"),
-        (["--fault", "expert_scale", "--layer", "9"], "layer 9 has no bank of experts"),
         (["--draft", "./no-such-folder", "--target", "pair"], "no-such-folder"),
     ],
 )
@@ -178,6 +193,12 @@ def test_a_service_that_does_not_start_is_one_line_and_no_verdict(investigate, s
     assert code == 125 and out == "" and "Traceback" not in err and "ModuleNotFoundError" in told(err)
 
 
+def test_features_that_a_service_cannot_leave_out_are_wrong_words(investigate, service):
+    code, out, err = investigate("--deploy", "my_service:deploy", "--features", "graphs")
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert told(err).startswith("specnb: --features graphs: the service deploy cannot leave features out")
+
+
 def test_a_service_that_crashes_in_a_forward_shows_where_and_is_no_verdict(investigate, service):
     """Python's own exit code for it is 1: git would take every commit of a broken build for the bad one."""
     code, out, err = investigate(*SHORT, "--deploy", "my_service:crashes", "--setups", "S0")
@@ -206,6 +227,28 @@ def test_a_report_holds_the_verdict_and_a_reproduction(investigate, tiny, tmp_pa
     assert code == 1 and document["causes"][0]["cause"] == "HEAD" and "report.html" in told(err)
     assert json.loads((tmp_path / "report" / "report.json").read_text())["line"] == document["line"]
     assert "import" in (tmp_path / "report" / "repro" / "repro.py").read_text()
+
+
+def test_what_is_printed_is_what_the_report_says(investigate, tmp_path):
+    code, out, _ = investigate(*SHORT, "--setups", "S0", "--report", str(tmp_path))
+    assert code == 0 and (tmp_path / "report.txt").read_text() == out.removesuffix("\n")
+    assert "controls were called divergent" in out
+
+
+def test_the_slots_of_the_case_are_in_the_report_of_the_pair_only(investigate, tiny, tmp_path):
+    for name, words in (("pair", []), ("tiny", ["--draft", tiny])):
+        assert investigate(*SHORT, *words, "--setups", "S0", "--report", str(tmp_path / name), "--json")[0] == 0
+    pair, other = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("pair", "tiny"))
+    assert 336 in [row["first_slot"] for row in pair["slots"]] and "slots" not in other
+
+
+def test_a_published_score_that_cannot_be_read_keeps_the_verdict(investigate, tmp_path, monkeypatch):
+    from specnb.divergence import study
+
+    (tmp_path / "score.parquet").write_text("no table")
+    monkeypatch.setattr(study, "published", lambda: tmp_path / "score.parquet")
+    code, out, err = investigate(*SHORT, "--setups", "S0")
+    assert code == 0 and "Not known here" in out and "score.parquet" in told(err)
 
 
 def test_a_report_that_cannot_be_written_keeps_the_verdict(investigate, tiny, tmp_path):
@@ -246,6 +289,58 @@ def test_traces_are_compared_by_their_folders(specnb, traces):
     assert code == 1 and json.loads(out)["first"]["module"] == "lm_head"
     code, out, err = specnb("divergence", "compare", a, str(traces / "none"))
     assert code == 125 and out == "" and "none" in told(err)
+
+
+@pytest.fixture(scope="module")
+def engine(traces):
+    """The wrong run as an engine writes it that holds the model inside another one."""
+    trace = Trace.load(traces / "wrong")
+    tensors, params = (t.assign(module="engine." + t["module"]) for t in (trace.tensors, trace.params))
+    Trace(trace.facts, tensors, params, trace.arrays).save(traces / "engine")
+    return str(traces / "engine")
+
+
+def test_modules_of_an_engine_are_renamed_for_the_comparison(specnb, traces, engine):
+    code, out, err = specnb("divergence", "compare", str(traces / "a"), engine)
+    assert code == 125 and "--rename OLD=NEW" in told(err)
+    for words in (["--rename", r"^engine\.="], ["--rename", "^engin=x", "--rename", r"^xe\.(?=.*)="]):
+        code, out, err = specnb("divergence", "compare", str(traces / "a"), engine, *words)
+        assert code == 1 and out.startswith("DIVERGENT: first at lm_head"), err
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("engine", "--rename engine: write OLD=NEW"),
+        ("=x", "--rename =x: write OLD=NEW"),
+        ("(=x", "rename '(' to 'x' does not work"),
+        ("a=\\9", "does not work"),
+    ],
+)
+def test_a_renaming_that_is_none_is_wrong_words(specnb, traces, word, part):
+    code, out, err = specnb("divergence", "compare", str(traces / "a"), str(traces / "b"), "--rename", word)
+    assert code == 2 and out == "" and part in told(err)
+
+
+def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specnb, traces, tiny, tmp_path):
+    a, wrong = str(traces / "a"), str(traces / "wrong")
+    code, out, _ = specnb("divergence", "compare", a, wrong)
+    lines = [shlex.split(line.removeprefix("next: ")) for line in out.splitlines() if line.startswith("next: ")]
+    assert code == 1 and [line[line.index("--tokens") + 1] for line in lines] == [a, wrong]
+    made = {"REFERENCE-MODEL": tiny, "REFERENCE-IN-FULL": str(tmp_path / "full")}
+    code, out, err = specnb(*(made.get(word, word) for word in lines[0][1:]))
+    assert code == 0, err
+    code, out, _ = specnb("divergence", "compare", a, str(tmp_path / "full"), "--json")
+    assert code == 0 and json.loads(out)["next"] == []
+    assert Trace.load(tmp_path / "full").tensors.query("module == 'lm_head'")["row"].ge(0).all()
+
+
+def test_what_is_doubtful_is_captured_in_full_too(traces):
+    both = {traces / name: Trace.load(traces / name) for name in ("a", "b")}
+    sound = compare(*both.values())
+    assert cli_divergence_kit._closer(sound, both) == []
+    doubtful = dataclasses.replace(sound, doubts=(Doubt("lm_head", 7, 1),))
+    assert ["lm_head" in command for command in cli_divergence_kit._closer(doubtful, both)] == [True, True]
 
 
 def test_comparing_needs_no_torch(traces):

@@ -1,5 +1,7 @@
 """Slots of a paged KV cache: the numbers of the case, the rules over random layouts, and every broken rule is named."""
 
+import doctest
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,6 +22,11 @@ tables = st.lists(st.integers(1, 500), min_size=1, max_size=8, unique=True)
 
 def first_slots(groups, model):
     return [g.first_slot for g in groups if g.model == model]
+
+
+def test_what_the_module_shows_is_what_it_does():
+    done = doctest.testmod(kv_slots)
+    assert done.attempted == 7 and done.failed == 0
 
 
 @pytest.mark.parametrize("tokens", [65, 72, 80])

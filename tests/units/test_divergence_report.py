@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from specnb.divergence import pair as small
 from specnb.divergence import report
+from specnb.divergence.causes import Cause, Sign
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
 from specnb.divergence.repro import minimal
@@ -110,6 +111,45 @@ def test_cells_are_what_the_heat_map_shows(wrong):
         with np.errstate(divide="ignore"):
             expected = np.clip(np.log10(cell["error"] / cell["floor"]), -1, 8)
         assert heat.loc[module, position] == pytest.approx(expected)
+
+
+def test_what_was_not_counted_is_blank_in_the_table(wrong):
+    assert "<NA>" not in report.text(wrong)
+    told = report.setups(wrong).set_index("setup")
+    assert told.loc["S2", "n_wrong"] == "4" and told.loc["S6", ["n_wrong", "foreign"]].tolist() == ["", ""]
+
+
+def test_what_was_left_out_is_called_what_the_coverage_calls_it(sound):
+    left_out = report.LEFT_OUT
+    assert left_out in str(sound.coverage)
+    assert f"{left_out}: " in answered(sound, "What was not")
+    assert f"{len(sound.coverage.left_out)} tensors that were {left_out}" in answered(sound, "Same inputs")
+    assert "token axis" not in report.text(sound)
+
+
+@pytest.mark.parametrize(
+    ("best", "second", "known"),
+    [
+        (0.1, -1.6, False),
+        (1.3, -1.6, True),
+        (2.0, 1.0, True),
+        (2.0, -9.0, True),
+        (6.0, 5.5, False),
+        (-1.0, -1.5, False),
+    ],
+)
+def test_a_cause_is_named_alone_where_enough_speaks_for_it_and_less_for_the_next(wrong, best, second, known):
+    signs = (Sign(2, "it is wrong alone, too"),)
+    causes = (Cause("WEIGHTS", best, signs, (), ""), Cause("STATE", second, (), (), ""))
+    found = dataclasses.replace(wrong, causes=causes)
+    said = "cause WEIGHTS (it is" if known else "cause not known; likeliest WEIGHTS (it is"
+    assert f"; {said} wrong alone, too); " in found.line and found.document()["cause_known"] is known
+
+
+def test_the_gain_of_a_node_is_that_of_its_worst_token(wrong):
+    rows = wrong.case.rows
+    gain = rows.loc[rows["error"].idxmax(), "gain"]
+    assert wrong.first.gain == wrong.nodes()["gain"].iloc[0] == gain != rows["gain"].median()
 
 
 def test_the_slots_of_the_case_are_those_of_correct_allocation():

@@ -101,7 +101,7 @@ def _incomparable(apart: Apart, plan: Plan, excuses: Excuses) -> str | None:
         one = excuses.doubts[0]
         return (
             f"{one.module} made another choice at position {one.position}, which may be a tie (unknown margin): "
-            "capture both runs again with full=comparison.around()"
+            "capture both runs again with it in full (`around()`; `specnb divergence compare` prints the commands)"
         )
     final = plan.outermost
     seen = [key for key in final if key in apart.errors and not np.isnan(apart.errors[key]).all()]
