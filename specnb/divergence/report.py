@@ -104,6 +104,8 @@ def _not_seen(found: "Investigation") -> str:
     said = [] if facts["in_service"] else ["any service: none was given, so the models ran by themselves"]
     said += [f"never ran: {', '.join(coverage.never_called)}"] if coverage.never_called else []
     said += [f"ran and not compared: {', '.join(coverage.uncompared)}"] if coverage.uncompared else []
+    held = ", ".join(coverage.with_holder)
+    said += [f"compared with the module that holds them only: {held}"] if held else []
     said += [f"not readable: {', '.join(coverage.unread)}"] if coverage.unread else []
     said += [f"{LEFT_OUT}: {', '.join(coverage.left_out)}"] if coverage.left_out else []
     not_run = found.setups().query("verdict == 'not run'")["setup"].tolist()

@@ -127,6 +127,13 @@ def test_what_was_left_out_is_called_what_the_coverage_calls_it(sound):
     assert "token axis" not in report.text(sound)
 
 
+def test_modules_that_were_compared_with_their_holder_only_are_told(sound):
+    assert "holds them" not in answered(sound, "What was not")
+    held = dataclasses.replace(sound.coverage, with_holder=("layers.0.mlp.act",))
+    found = dataclasses.replace(sound, coverage=held)
+    assert "compared with the module that holds them only: layers.0.mlp.act" in answered(found, "What was not")
+
+
 @pytest.mark.parametrize(
     ("best", "second", "known"),
     [
