@@ -1,36 +1,48 @@
 """What the set-ups of an investigation showed, reduced to what causes are told apart by."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import pandas as pd
 
+from specnb.divergence import ladder
+from specnb.divergence.capture import capture
 from specnb.divergence.local import WHICH
 from specnb.divergence.parts import Parts, find, output_head
+from specnb.divergence.script import Script, run
 from specnb.divergence.setups import OWN, Lab, Outcome
+from specnb.divergence.trace import Trace
+from specnb.divergence.tracing.at_use import UNKNOWN
 from specnb.divergence.tracing.paths import canonical_name
 from specnb.errors import InputError
 
 ONE_FACTOR = 0.2
-"""Spread of the gain over tokens, as a share of it and of its distance from 1, up to which it is one factor for all."""
+"""How far off tokens of one factor may be (`ladder.one_factor`): in a replay gains are exact, and no error travels."""
+CACHED = ("keys", "values")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Outcomes by set-up, in the order they were run; `meant` are digests of the draft's parameters by their path."""
+    """Outcomes by set-up, in the order they were run; `meant` are digests of the draft's parameters by their path.
+
+    `sound` is the pristine copy's run up to the first wrong feed, with its cache, where attention is wrong first.
+    """
 
     outcomes: Mapping[str, Outcome]
     meant: Mapping[str, str]
     parts: Parts
     head: str
     n_tokens: int
+    sound: Trace | None = None
 
     @classmethod
     def of(cls, lab: Lab, outcomes: Mapping[str, Outcome]) -> "Case":
         """The outcomes of a lab's set-ups."""
-        return cls(dict(outcomes), lab.meant, find(lab.draft), _head(lab), len(lab.script.text))
+        case = cls(dict(outcomes), lab.meant, find(lab.draft), _head(lab), len(lab.script.text))
+        return replace(case, sound=_sound(lab, case)) if case.bad is not None and case.attending else case
 
     @cached_property
     def bad(self) -> Outcome | None:
@@ -69,15 +81,26 @@ class Case:
         return self.rows["position"].nunique() / self.n_tokens
 
     @cached_property
+    def at_once(self) -> bool:
+        """Whether all that is wrong alone begins in the first feed: before anything was cached, or taken back."""
+        alone = [one for one in self.outcomes.values() if one.setup.beside == "nobody"]
+        return bool(alone) and all(not one.clean and one.wrong["feed"].iloc[0] == 0 for one in alone)
+
+    @cached_property
     def factor(self) -> float | None:
         """The one factor by which the first tensor is too large at all of its tokens; None where there is none."""
-        gain = self.rows["gain"].to_numpy()
-        middle = float(np.median(gain))
-        # what is left of the error once the factor is out, by Pythagoras: error^2 = (gain - 1)^2 + rest^2
-        rest = np.sqrt(np.clip(self.rows["error"].to_numpy() ** 2 - (gain - 1) ** 2, 0, None))
-        spread = max(float(np.abs(gain - middle).max()), float(np.median(rest)))
-        # of an output that is small and has nothing to do with the right one all gains are near 0, too
-        return middle if spread < ONE_FACTOR * min(abs(middle - 1), middle) else None
+        return ladder.one_factor(self.rows["gain"].to_numpy(), self.rows["error"].to_numpy(), limit=ONE_FACTOR)
+
+    @cached_property
+    def own(self) -> set[str]:
+        """Paths of the parameters that the first module holds, itself or in modules that nobody saw run."""
+        module, seen = self.first["module"], set(self.bad.errors["at"])
+        holders = {path: canonical_name(path).rpartition(".")[0] for path in self.meant}
+        return {
+            path
+            for path, holder in holders.items()
+            if holder == module or (module and holder.startswith(f"{module}.") and holder not in seen)
+        }
 
     @cached_property
     def reads(self) -> pd.DataFrame:
@@ -88,14 +111,8 @@ class Case:
     @cached_property
     def foreign(self) -> list[str]:
         """Of these, the parameters of other models, as owner:path."""
-        theirs = self.reads[self.reads["owner"] != OWN]
+        theirs = self.reads[~self.reads["owner"].isin((OWN, UNKNOWN))]
         return sorted({f"{row.owner}:{row.owner_path}" for row in theirs.itertuples()})
-
-    @cached_property
-    def unseen(self) -> bool:
-        """Whether the first module has parameters and was seen to read none: a kernel that torch is not shown did."""
-        own = {path for path in self.meant if canonical_name(path).rpartition(".")[0] == self.first["module"]}
-        return bool(own) and own.isdisjoint(self.reads["owner_path"]) and not self.foreign
 
     @cached_property
     def changed(self) -> list[str]:
@@ -103,6 +120,66 @@ class Case:
         ours = self.reads[self.reads["owner"] == OWN]
         pairs = zip(ours["owner_path"], ours["digest"], strict=True)
         return sorted({path for path, digest in pairs if self.meant.get(path, digest) != digest})
+
+    @cached_property
+    def copies(self) -> list[str]:
+        """Of the draft's parameters, those whose content was read from parameters that no known model has."""
+        return sorted(path for path, digest in self.meant.items() if digest and digest in self._unknown)
+
+    @cached_property
+    def strange(self) -> bool:
+        """Whether parameters that no known model has were read, and are not seen to be copies of the draft's own."""
+        return bool(self._unknown - {*self.meant.values()})
+
+    @cached_property
+    def _unknown(self) -> set[str]:
+        """Digests of the parameters that no known model has; "" of those that have none."""
+        return {*self.reads.loc[self.reads["owner"] == UNKNOWN, "digest"]}
+
+    @cached_property
+    def unseen(self) -> bool:
+        """Whether the first module has parameters and was seen to read none: a kernel that torch is not shown did."""
+        known = self.own.isdisjoint(self.reads["owner_path"]) and not self.copies
+        return bool(self.own) and known and not self.foreign and not self.strange
+
+    @cached_property
+    def bare(self) -> bool:
+        """Whether the first module has no parameters, and read none."""
+        return not self.own and self.reads.empty
+
+    @cached_property
+    def unchanged(self) -> bool:
+        """Whether the first module read all its parameters, and nothing that is not as in the pristine copy."""
+        read = {*self.reads.loc[self.reads["owner"] == OWN, "owner_path"], *self.copies}
+        return bool(read) and self.own <= read and not (self.changed or self.foreign or self.strange)
+
+    @cached_property
+    def attending(self) -> bool:
+        """Whether attention is wrong between its projections."""
+        return self.first["module"] in dict(self.parts.attentions) and self.first["role"] == "in"
+
+    @cached_property
+    def cached(self) -> dict[str, bool]:
+        """Of "keys" and "values" whether the cache held the rows of a sound run in the first wrong feed.
+
+        Only what both runs' caches show: empty where attention is not what is wrong first. Keys that are all turned by
+        one number of positions more are no others.
+        """
+        if self.sound is None:
+            return {}
+        names = CACHED[1:] if self.bad.offset else CACHED
+        found = {name: self._same_rows(name) for name in names}
+        return {name: same for name, same in found.items() if same is not None}
+
+    def _same_rows(self, name: str) -> bool | None:
+        where = {"module": self.first["module"], "role": "state", "name": name, "step": int(self.first["feed"])}
+        ours, theirs = (_cached_rows(trace.rows(**where), trace) for trace in (self.bad.trace, self.sound))
+        if ours is None or theirs is None or ours.shape[1:] != theirs.shape[1:]:
+            return None
+        if len(ours) != len(theirs):
+            return False
+        # another token's row is far off, and one that rounding reached is not
+        return bool((np.linalg.norm(ours - theirs, axis=1) <= ladder.LARGE * np.linalg.norm(theirs, axis=1)).all())
 
     def error_like(self, one: str, other: str) -> bool | None:
         """Whether two set-ups are wrong by the same amounts; None where one was not run."""
@@ -117,3 +194,21 @@ def _head(lab: Lab) -> str:
         return output_head(lab.draft)[0]
     except InputError:  # a drafter that has no head of its own
         return ""
+
+
+def _sound(lab: Lab, case: Case) -> Trace:
+    """The pristine copy, fed as the first wrong set-up was up to the feed that is wrong."""
+    feeds = case.bad.script.feeds[: int(case.first["feed"]) + 1]
+    only = f"^{re.escape(case.first['module'])}$"
+    with capture(lab.reference, tag=OWN, modules=only, full="", at_use=False) as builder:
+        run(lab.reference, Script(feeds))
+    return builder.trace()
+
+
+def _cached_rows(found: pd.DataFrame, trace: Trace) -> np.ndarray | None:
+    """What a cache held, `(tokens, features)`, by its rows in the trace; None where that was not seen."""
+    full = None if found.empty else trace.array(found["row"].iloc[-1], "full")
+    if full is None or found["token_axis"].iloc[-1] < 0:
+        return None
+    rows = np.moveaxis(full, found["token_axis"].iloc[-1], 0)
+    return rows.reshape(len(rows), -1)

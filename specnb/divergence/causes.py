@@ -50,58 +50,114 @@ class Cause:
 def _identity(case: Case) -> Iterator[Sign]:
     if case.foreign:
         yield Sign(6, f"operations of {case.first['module']} read {', '.join(case.foreign[:3])}")
+    elif case.strange:
+        yield Sign(0.5, f"operations of {case.first['module']} read parameters that no known model has: whose, is open")
+    else:
+        yield Sign(-3, "no operation of the first module was seen to read another model's parameters")
     if case.wrong("S1") is False and case.wrong("S2"):
         yield Sign(3, "beside itself it is right, beside a decoy of the same shapes it is not: values of another model")
     if case.error_like("S2", "S5") is False:
         yield Sign(1, "another decoy makes other errors: its values are what comes in")
     if case.wrong("S4"):
         yield Sign(1, "a target that never runs is enough: it was made at loading")
-    if not case.foreign:
-        yield Sign(-3, "no operation of the first module was seen to read another model's parameters")
+    if case.alone:
+        yield Sign(-3, "no other model is needed: it is wrong alone, too")
 
 
 def _weights(case: Case) -> Iterator[Sign]:
+    if case.bare:
+        yield Sign(-4, f"{case.first['module'] or 'the model'} has no parameters")
+        return
     if case.changed:
         yield Sign(5, f"{', '.join(case.changed[:3])} as used is not what the pristine copy has")
+    if case.strange:
+        yield Sign(1, f"{case.first['module']} read parameters that no known model has, and not the draft's content: "
+                      f"repacked ones, or wrong ones{_copied(case)}")  # fmt: skip
     if case.alone:
         yield Sign(2, "it is wrong alone, too")
     if case.factor is not None:
         yield Sign(3, f"the output is {case.factor:.4g} times what it should be, at every token alike: a scale")
+    elif case.unchanged:
+        yield Sign(
+            -3, f"all parameters of {case.first['module']} were read as the pristine copy has them{_copied(case)}"
+        )
     if case.alone is False:
         yield Sign(-4, "alone, with the same weights, it is right")
 
 
+def _copied(case: Case) -> str:
+    return f"; of {', '.join(case.copies[:3])} it read copies" if case.copies else ""
+
+
+def _computation(case: Case) -> Iterator[Sign]:
+    if _is_fed(case):
+        yield Sign(-4, "what it was given is wrong, not what it made of it")
+        return
+    if case.alone:
+        yield Sign(2, "it is wrong alone, too")
+    if case.alone is False:
+        yield Sign(-4, "alone, by the same code, it is right")
+    if case.bare:
+        yield Sign(3, "it has no parameters: wrong is what it does")
+    elif case.unchanged:
+        # a scale of weights need not be a parameter
+        yield Sign(3 if case.factor is None else 1, "its parameters were read as they should be, its output is another")
+    if case.attending and case.cached.get("values"):
+        yield Sign(2, "attention had the right values in its cache: mask, scale, angles of keys, or the kernel")
+    if case.attending and case.cached.get("values") is False:
+        yield Sign(-3, "attention had other values in its cache")
+
+
 def _head(case: Case) -> Iterator[Sign]:
-    if case.first["module"] == case.head:
-        yield Sign(9, f"{case.head} is the output head, and all before it is right")
-    else:
+    if case.first["module"] != case.head:
         yield Sign(-4, f"the first module is {named(case.first)}, not the output head")
+        return
+    yield Sign(9, f"{case.head} is the output head, and all before it is right")
+    if case.alone is False:
+        yield Sign(-8, "alone, with the same head, it is right")
+    elif case.foreign:
+        yield Sign(-8, "the head that ran is another model's")
+    elif case.unchanged and case.factor is None:
+        yield Sign(-6, "the head was read as the pristine copy has it")
 
 
 def _routing(case: Case) -> Iterator[Sign]:
-    if case.first["module"] in dict(case.parts.routers):
+    if case.first["module"] not in dict(case.parts.routers):
+        return
+    if case.changed or case.foreign or case.strange:
+        yield Sign(-2, f"the weights that {case.first['module']} chose by are not its own")
+    else:
         yield Sign(10, f"{case.first['module']} chose other experts than its weights choose for the same states")
 
 
 def _kv_slot(case: Case) -> Iterator[Sign]:
-    inside = case.first["module"] in dict(case.parts.attentions) and case.first["role"] == "in"
-    if inside:
-        yield Sign(5, "attention is wrong between its projections, which are right: other keys or values")
-        if case.share < 0.9:
-            yield Sign(1, f"only {case.share:.0%} of the tokens are")
-        if case.wrong("S0") and case.wrong("S0w") is False:
-            yield Sign(2, "fed in blocks, with nothing taken back, it is right: what is left of rejected tokens")
+    if not case.attending:
+        return
+    yield Sign(3, "attention is wrong between its projections, which are right: keys or values, mask or scale")
+    if case.cached and all(case.cached.values()):
+        yield Sign(-5, "the keys and values in its cache are those of a sound run, position by position")
+    elif case.cached.get("values"):
+        yield Sign(-3, "the values in its cache are those of a sound run: only keys are others")
+    elif case.cached:
+        other = " and ".join(name for name, same in case.cached.items() if not same)
+        yield Sign(4, f"the {other} in its cache are not those of a sound run")
+    if case.share < 0.9:
+        yield Sign(1, f"only {case.share:.0%} of the tokens are")
+    if case.wrong("S0") and case.wrong("S0w") is False:
+        yield Sign(2, "fed in blocks, with nothing taken back, it is right: what is left of rejected tokens")
+    if case.at_once:
+        yield Sign(-2, "it is wrong in the first prefill, with nothing cached or taken back yet")
 
 
 def _state(case: Case) -> Iterator[Sign]:
     if case.alone is False and case.wrong("S1"):
         yield Sign(3, "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory")
-    if case.alone is False and not case.foreign and not case.unseen:
+    if case.alone is False and not (case.foreign or case.strange or case.unseen):
         yield Sign(2, "no foreign parameter was read as an operand")
     if case.wrong("S4") is False and case.wrong("S3"):
         yield Sign(1, "a target that never runs does no harm: made when it runs")
     if case.wrong("S6") is False and case.wrong("S3"):
-        yield Sign(1, "with the neighbour's step behind the draft's it is right: what the neighbour leaves is read")
+        yield Sign(1, "where the neighbour first runs behind the prompt it is right: what it left before is read")
     if case.error_like("S2", "S5") is False:
         yield Sign(1, "another decoy makes other errors: what is read comes from the neighbour")
     if case.rows["position"].nunique() == 1:
@@ -117,9 +173,14 @@ def _position(case: Case) -> Iterator[Sign]:
 
 
 def _input(case: Case) -> Iterator[Sign]:
-    if case.first["module"] == "" and case.first["role"] == "in" and case.first["name"] in FED:
+    if _is_fed(case):
         yield Sign(6, f"the model was given other {case.first['name']} than it should, from position "
                       f"{int(case.first['position'])} on")  # fmt: skip
+
+
+def _is_fed(case: Case) -> bool:
+    """Whether what the model was given by its caller is what is wrong first."""
+    return case.first["module"] == "" and case.first["role"] == "in" and case.first["name"] in FED
 
 
 class _Class(NamedTuple):
@@ -138,6 +199,11 @@ CLASSES: Mapping[str, _Class] = MappingProxyType(
         "WEIGHTS": _Class(
             5, _weights, ("SGLang #39087", "SGLang #22823", "speculators #1131", "NeMo Automodel #2447"),
             "compare the loaded parameters with the checkpoint's, scales included (preflight: load_report)",
+        ),
+        "COMPUTATION": _Class(
+            4, _computation, ("llama.cpp #29168", "vLLM #32009", "vLLM #11672", "vllm-ascend #9983"),
+            "compare this module's kernel and settings (activation, eps, scale, mask) with the reference code's, and "
+            "run it by that code (eager)",
         ),
         "HEAD": _Class(
             3, _head, ("vLLM #46435", "SGLang #27829"),

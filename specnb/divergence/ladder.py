@@ -6,7 +6,7 @@ AWS Neuron accuracy toolkit, ratio 3); and for chosen experts the margin of the 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
@@ -72,6 +72,28 @@ def no_worse(
         TIMES_FLOOR * max(float(np.fmax.reduce(reference[cells], initial=0.0)), least) for cells in (~behind, behind)
     )
     return candidate <= np.where(behind, min(later, LARGE), before)
+
+
+def one_factor(
+    gain: np.ndarray,
+    error: np.ndarray,
+    *,
+    limit: float,
+    spread: Callable[[np.ndarray], np.ndarray] = np.max,
+    rest: np.ndarray | None = None,
+) -> float | None:
+    """The one factor by which tokens are too large; None where it is not one, or none at all.
+
+    Of each token `gain` and relative L2 `error`. `limit`: how far off the tokens may be, as a share of the factor's
+    distance from 1 and from 0; `spread` says how far their gains are from the middle one. `rest` is the error that is
+    left once the factor is out, where it does not follow from the two.
+    """
+    middle = float(np.median(gain))
+    if rest is None:  # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
+        rest = np.sqrt(np.clip(error**2 - (gain - 1) ** 2, 0, None))
+    off = max(float(spread(np.abs(gain - middle))), float(np.median(rest)))
+    # of an output that is small and has nothing to do with the right one all gains are near 0, too
+    return middle if off < limit * min(abs(middle - 1), middle) else None
 
 
 def margins(logits: np.ndarray, chosen: np.ndarray, instead: np.ndarray) -> np.ndarray:

@@ -9,7 +9,8 @@ from specnb.divergence.offline.texts import Fork
 from specnb.divergence.offline.walk import Finding
 
 ONE_FACTOR = 0.4
-"""What is left once the factor is out, as a share of the factor's distance from 1 and from 0, where it is a factor."""
+"""How far off tokens of one factor may be (`ladder.one_factor`): wide, for a gain told from 16 numbers is off by
+itself, and errors of before are in it."""
 UNRELATED = 0.9
 """Least median relative error of unrelated tensors, which is sqrt(2) where they are of one size."""
 COSINE = 0.35
@@ -42,14 +43,12 @@ def _alike(apart: Apart, key: Key, part: Finding) -> tuple[float | None, float]:
     """The one factor by which the tensor is too large, None where there is none, and the median cosine."""
     a, b = apart.pair(key)
     gain = gains(a, b, part.own)
-    middle = float(np.median(gain.value))
-    # by Pythagoras: error^2 = (gain - 1)^2 + rest^2; a sketch's gain is as far off as the rest lets it be
-    rest = np.sqrt(np.clip(part.error[part.own] ** 2 - (gain.value - 1) ** 2, 0, None))
-    rest = rest if a.full is not None else gain.error * np.sqrt(a.sketch.shape[-1])
-    spread = max(float(np.median(np.abs(gain.value - middle))), float(np.median(rest)))
+    # a sketch's gain is as far off as the rest lets it be
+    rest = None if a.full is not None else gain.error * np.sqrt(a.sketch.shape[-1])
+    factor = ladder.one_factor(gain.value, part.error[part.own], limit=ONE_FACTOR, spread=np.median, rest=rest)
     with np.errstate(divide="ignore", invalid="ignore"):
         cosine = float(np.nanmedian(gain.value * a.size[part.own] / b.size[part.own]))
-    return (middle if spread < ONE_FACTOR * min(abs(middle - 1), middle) else None), cosine
+    return factor, cosine
 
 
 def fork_shape(fork: Fork | None) -> str:

@@ -18,7 +18,9 @@ from torch import nn
 from specnb.divergence.parts import find
 from specnb.errors import InputError
 
-CAUSES = ("IDENTITY", "WEIGHTS", "ROUTING", "KV_SLOT", "STATE", "POSITION", "PRECISION_ONLY", "HEAD", "INPUT")
+CAUSES = (
+    "IDENTITY", "WEIGHTS", "ROUTING", "KV_SLOT", "STATE", "POSITION", "PRECISION_ONLY", "HEAD", "INPUT", "COMPUTATION",
+)  # fmt: skip
 """The classes a cause is named from."""
 
 ALL = ((0, None),)
