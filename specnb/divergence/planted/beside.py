@@ -37,7 +37,6 @@ def positional_registry(
             run = planted.enter_context(_operation(_run_as(other[1]))) if in_custom_op else _run_as(other[1])
             planted.enter_context(forward_replaced(bank[1], run))
         yield Fault(
-            "registry_in_op" if in_custom_op else "positional_registry",
             "IDENTITY",
             foreign[0][0][0] if foreign else None,
             ALL,
@@ -57,7 +56,6 @@ def shared_buffer(
     """
     path, module = find(draft).bank(layer)
     fault = Fault(
-        "shared_buffer",
         "STATE",
         path if target is not None else None,
         ALL if token is None else ((token, token + 1),),
@@ -83,7 +81,6 @@ def foreign_routing(draft: nn.Module, target: nn.Module | None = None, *, layer:
     """
     path, router = find(draft).router(layer)
     fault = Fault(
-        "foreign_routing",
         "ROUTING",
         path if target is not None else None,
         ALL,
@@ -141,7 +138,6 @@ def neighbour_read(
 
     with forward_replaced(module, stray):
         yield Fault(
-            "neighbour_read",
             "STATE",
             path if target is not None or poison else None,
             ALL,

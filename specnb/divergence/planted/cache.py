@@ -45,7 +45,7 @@ def kv_slot_swap(
     path, attention = find(draft).attention(layer)
     window = getattr(attention, "sliding_window", None)
     tokens = ((a, b), *([(max(a + window, b), b + window)] if window else []))
-    fault = Fault("kv_slot_swap", "KV_SLOT", path, tokens, f"cache rows of positions {a} and {b} are swapped")
+    fault = Fault("KV_SLOT", path, tokens, f"cache rows of positions {a} and {b} are swapped")
 
     def swap(rows: Rows, first: int, past: int, end: int) -> None:
         if first <= a and past <= b < end:
@@ -72,7 +72,6 @@ def foreign_writer(
         raise InputError(f"a row is overwritten after it was written: position {position}, after {after}")
     path, attention = find(draft).attention(layer)
     fault = Fault(
-        "foreign_writer",
         "KV_SLOT",
         path,
         ((after, None),),
@@ -101,7 +100,7 @@ def untrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 
     more since the last call. No rejection, no fault: see `struck`.
     """
     note = f"{rows} rejected rows were left in the cache"
-    fault = Fault("untrimmed", "KV_SLOT", _first_attention(draft), _from(after), note, ("mlx-lm#1914", "vllm#9730"))
+    fault = Fault("KV_SLOT", _first_attention(draft), _from(after), note, ("mlx-lm#1914", "vllm#9730"))
     with _length_off(draft, fault, rows, after):
         yield fault
 
@@ -110,7 +109,7 @@ def untrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 
 def overtrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1, after: int = 0) -> Iterator[Fault]:
     """As `untrimmed`, but after a rejection `rows` good rows too many are cut off."""
     note = f"{rows} accepted rows were cut off with the rejected ones"
-    fault = Fault("overtrimmed", "KV_SLOT", _first_attention(draft), _from(after), note, ("mlxcel#994", "mlxcel#1002"))
+    fault = Fault("KV_SLOT", _first_attention(draft), _from(after), note, ("mlxcel#994", "mlxcel#1002"))
     with _length_off(draft, fault, -rows, after):
         yield fault
 

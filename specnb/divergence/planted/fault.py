@@ -38,7 +38,6 @@ class Fault:
     something. `issues` are upstream threads where this happened.
     """
 
-    name: str
     cause: str
     first: str | None
     tokens: tuple[tuple[int, int | None], ...]

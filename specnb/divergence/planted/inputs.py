@@ -35,7 +35,7 @@ def rope_mismatch(
     """
     note = f"positions from {start} on are divided by {factor:g} before they are rotated"
     path = find(draft).rotary()[0]
-    fault = Fault("rope_mismatch", "POSITION", path, ((start, None),), note, ("vllm#58080", "vllm#57941"))
+    fault = Fault("POSITION", path, ((start, None),), note, ("vllm#58080", "vllm#57941"))
     with _positions_changed(draft, lambda positions: torch.where(positions < start, positions, positions / factor)):
         yield fault
 
@@ -43,7 +43,7 @@ def rope_mismatch(
 @contextmanager
 def uniform_offset(draft: nn.Module, target: nn.Module | None = None, *, offset: int = 1) -> Iterator[Fault]:
     """Control: all positions are `offset` higher. RoPE is relative, so what attention makes is off by rounding only."""
-    fault = Fault("uniform_offset", "PRECISION_ONLY", None, ALL, f"every position is {offset} higher: no fault at all")
+    fault = Fault("PRECISION_ONLY", None, ALL, f"every position is {offset} higher: no fault at all")
     with _positions_changed(draft, lambda positions: positions + offset):
         yield fault
 
@@ -54,7 +54,7 @@ def dummy_tokens(
 ) -> Iterator[Fault]:
     """From position `start` on the draft is fed `token` in place of its input, as past a wrong maximal length."""
     note = f"from position {start} on token {token} is fed"
-    fault = Fault("dummy_tokens", "INPUT", "", ((start, None),), note, ("vllm#58080",))
+    fault = Fault("INPUT", "", ((start, None),), note, ("vllm#58080",))
 
     def feed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         bound = arguments(model.forward, args, kwargs)
@@ -85,7 +85,7 @@ def split_k(draft: nn.Module, target: nn.Module | None = None, *, layer: int | N
         for _, module in modules:
             planted.enter_context(forward_replaced(module, _in_parts(module)))
         note = "sums over features are made in parts, whose number depends on the number of rows"
-        yield Fault("split_k", "PRECISION_ONLY", None, ALL, note, ("vllm#54506", "llama.cpp#23335"))
+        yield Fault("PRECISION_ONLY", None, ALL, note, ("vllm#54506", "llama.cpp#23335"))
 
 
 def _in_parts(linear: nn.Linear) -> Any:

@@ -41,7 +41,7 @@ def misreported_q(drafter: Drafter, *, top_k: int = 4, greedy: bool = False) -> 
         return propose(tokens, k, _Misreporting(rng, 1 if greedy else top_k))
 
     with replaced(drafter, "propose", lying):
-        yield Fault("misreported_q", cause, None, ALL, f"{how}, the row before that is reported", issues)
+        yield Fault(cause, None, ALL, f"{how}, the row before that is reported", issues)
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def resampled_from_target() -> Iterator[Fault]:
     with ExitStack() as planted:
         for name, place in (("token_verification", 3), ("point_mass", 2)):
             planted.enter_context(replaced(accept, name, _from_target(getattr(accept, name), place)))
-        yield Fault("resampled_from_target", FROM_TARGET, None, ALL, note)
+        yield Fault(FROM_TARGET, None, ALL, note)
 
 
 class _Misreporting(Chooser):

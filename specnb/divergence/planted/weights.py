@@ -36,7 +36,7 @@ def expert_scale(
     path, module = find(draft).bank(layer)
     if expert is not None and not 0 <= expert < module.num_experts:
         raise InputError(f"there is no expert {expert!r} in {path}: it has {module.num_experts}")
-    fault = Fault("expert_scale", "WEIGHTS", path, ALL, f"output times {1 + eps:g}", ("sglang#39087", "sglang#22823"))
+    fault = Fault("WEIGHTS", path, ALL, f"output times {1 + eps:g}", ("sglang#39087", "sglang#22823"))
     if in_op:
         with forward_replaced(module, _combine_scaled(eps, expert)):
             yield fault
@@ -57,7 +57,7 @@ def experts_permuted(
     order[ring] = ring.roll(1)  # one cycle through all of them: none stays where it was
     weights = [weight for weight in module.parameters(recurse=False) if len(weight) == module.num_experts]
     with values_changed({weight: weight.detach()[order.to(weight.device)] for weight in weights}):
-        yield Fault("experts_permuted", "WEIGHTS", path, ALL, "the experts of this bank are in another order")
+        yield Fault("WEIGHTS", path, ALL, "the experts of this bank are in another order")
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def random_head(draft: nn.Module, target: nn.Module | None = None, *, seed: int 
     std = getattr(getattr(draft, "config", None), "initializer_range", 0.02)
     fresh = (std * torch.randn(head.weight.shape, generator=draw)).to(head.weight)
     note = "the head's weights are those of a new layer"
-    fault = Fault("random_head", "HEAD", path, ALL, note, ("vllm#46435", "sglang#27829", "speculators#1131"))
+    fault = Fault("HEAD", path, ALL, note, ("vllm#46435", "sglang#27829", "speculators#1131"))
     before = head.weight
     head.weight = nn.Parameter(fresh, requires_grad=before.requires_grad)
     try:
