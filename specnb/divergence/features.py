@@ -129,7 +129,10 @@ class _Runs:
     def _run(self, off: frozenset[str]) -> tuple[bool | None, str, int, str]:
         try:
             one = self._lab.run(self._setup, lambda *models: self._service(*models, without=off))
-        except (Exception, SystemExit) as error:  # a service may raise anything without this; the other runs count
+        except (Exception, SystemExit) as error:
+            if not off:  # it ran before: what is wrong now is not that a feature is missing
+                raise
+            # a service may raise anything without what it needs; the other runs count
             return None, "", 0, str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         clean = one.clean and Coverage.of(one, self._lab.draft).complete
         return clean, next(iter(one.wrong["module"]), ""), one.wrong["position"].nunique(), ""

@@ -5,9 +5,11 @@ stays at 1 while the error is that of the type. How large that is, a sound copy 
 by tensor, and in the logits, for errors that are small each may still add up to what rounding never does.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from specnb.divergence.ladder import ROUNDING, TIMES_FLOOR
@@ -35,7 +37,10 @@ def coarser(wrong: pd.DataFrame, logits_off: float, trace: Trace, dtype: str, ro
     for name in sorted(ROUNDING, key=ROUNDING.__getitem__):
         if ROUNDING[name] > ROUNDING[dtype] and wrong["error"].max() <= TIMES_FLOOR * ROUNDING[name]:
             sound = rounded(name)
+            if not math.isfinite(sound.logits_off):
+                continue  # it overflows in this type, which says nothing
             usual = wrong.join(sound.errors.rename("usual"), on=list(WHICH))["usual"]
+            usual = usual.where(np.isfinite(usual), 0.0)
             if (wrong["error"] <= TIMES_FLOOR * usual).all() and logits_off <= TIMES_FLOOR * sound.logits_off:
                 return name
     return ""

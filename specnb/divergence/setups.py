@@ -281,8 +281,11 @@ def text_logits(logits: Sequence[torch.Tensor], script: Script) -> dict[int, tor
 
 
 def off(logits: Mapping[int, torch.Tensor], sound: Mapping[int, torch.Tensor]) -> float:
-    """The largest relative L2 error of the logits of a position that both have; infinite where one is no number."""
+    """The largest relative L2 error of the logits of a position that both have, 0 where there is none; infinite where
+    one is no number."""
     both = [position for position in sound if position in logits]
+    if not both:
+        return 0.0
     ours, theirs = (torch.stack([one[position] for position in both]).double() for one in (sound, logits))
     error = float(((theirs - ours).norm(dim=-1) / ours.norm(dim=-1)).max())
     return error if error == error else float("inf")

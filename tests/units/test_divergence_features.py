@@ -105,6 +105,15 @@ def test_a_service_may_raise_anything_without_a_feature():
     assert "without any that it runs without" in found.line and "SystemExit: graphs are built in" in found.line
 
 
+def test_a_run_with_all_features_on_that_fails_is_no_finding():
+    class Fails(Told):
+        def run(self, setup, deploy):
+            raise InputError("S3 runs the draft beside the target: give one")
+
+    with pytest.raises(InputError, match="give one"):
+        switched_off(Fails([]), service, ["graphs", "compile"])
+
+
 def test_a_fault_that_comes_and_goes_needs_no_feature():
     found = switched_off(Told([frozenset()]), service, ["graphs"])
     assert found.needed == () and len(found.runs) == 1 and found.line.endswith("the fault comes and goes")

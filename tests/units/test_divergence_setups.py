@@ -13,7 +13,8 @@ from specnb.divergence.coverage import Coverage
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.grading.benign import other_products
 from specnb.divergence.planted.fault import forward_replaced
-from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Lab, unfollowed
+from specnb.divergence.precision import Rounded, coarser
+from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Lab, off, unfollowed
 from specnb.divergence.tracing.at_use import UNKNOWN
 from specnb.errors import InputError
 
@@ -101,6 +102,18 @@ def test_what_is_as_small_as_rounding_everywhere_and_adds_up_is_none(lab):
 
     found = lab.run("S0", every_other)
     assert not found.coarser and {*found.wrong["module"].str.rpartition(".")[2]} >= {"q_proj", "o_proj", "lm_head"}
+
+
+def test_a_type_in_which_the_sound_copy_overflows_excuses_nothing(lab):
+    scaled = lab.run("S0", other_products)
+    wrong = local.beyond(scaled.errors, lab.floor, lab.script).assign(error=1e-3)
+    errors = lab.floor.rename("errors") * 0 + float("inf")
+    sound = {"float16": Rounded(errors, float("inf")), "bfloat16": Rounded(errors * 0, 0.0)}
+    assert coarser(wrong, 0.9, scaled.trace, "float32", sound.get) == ""
+
+
+def test_logits_of_no_position_in_common_are_not_off():
+    assert off({0: torch.ones(2)}, {1: torch.ones(2)}) == 0
 
 
 def test_parameters_that_nobody_is_known_to_own_are_not_another_models(lab):
