@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specnb.divergence.trace import Trace
-from specnb.divergence.tracing.paths import canonical
+from specnb.divergence.tracing.paths import renamed
 from specnb.divergence.tracing.sketch import TOKEN_K
 from specnb.errors import InputError
 
@@ -86,7 +86,7 @@ class Laid:
     ) -> None:
         self.trace, self.rename = trace, dict(rename or {})
         self.dtype = str(trace.facts.get("dtype"))
-        self.names = canonical(trace.tensors["module"].unique(), rename)
+        self.names = renamed(trace.tensors["module"].unique(), rename)
         self.steps, self.batch = _steps(trace.facts)
         self._late = {number: at - self.steps[number]["first_position"] for number, at in (firsts or {}).items()}
         for number, late in self._late.items():

@@ -84,7 +84,7 @@ def capture(
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not nn.Module.forward}
-        names = canonical(runs)
+        names = canonical(path for path, _ in model.named_modules())
         for name, module in runs.items():
             for handle in hooks.put_on(module, names[name]):
                 stack.callback(handle.remove)

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from specnb.divergence.align import Laid
-from specnb.divergence.tracing.paths import canonical, canonical_name
+from specnb.divergence.tracing.paths import canonical_name, renamed
 
 COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_digest", "digest")
 
@@ -37,7 +37,7 @@ def reads(reference: Laid, candidate: Laid) -> pd.DataFrame:
 
 def _read(one: Laid) -> pd.DataFrame:
     params = one.trace.params.drop_duplicates(["module", "owner", "owner_path", "digest", "dtype"])
-    paths = canonical(params["module"].unique(), one.rename)
+    paths = renamed(params["module"].unique(), one.rename)
     owned = {path: canonical_name(path, one.rename) for path in params["owner_path"].unique()}
     return params.assign(
         module=params["module"].map(paths), path=params["owner_path"].map(owned),

@@ -41,7 +41,7 @@ def pack(lab: Lab, outcome: Outcome) -> Packed:
     first = outcome.wrong.iloc[0]
     for kind in (_module, _model):
         made = kind(lab, outcome, first)
-        if made is not None and _shows(*made, first, _sound(lab, made[0])):
+        if made is not None and _shows(*made, first, _sound(lab, made[0], first["at"])):
             return made
     raise InputError(f"nothing is wrong with {named(first)} when the draft is run again: nothing to write")
 
@@ -115,8 +115,8 @@ def _shows(facts: dict[str, Any], tensors: dict[str, Tensor], first: pd.Series, 
     return any(not error <= facts["limit"] for error in errors)
 
 
-def _sound(lab: Lab, facts: dict[str, Any]) -> Tensor:
-    key = Key(canonical([facts["path"]])[facts["path"]], facts["call"], facts["role"], facts["name"])
+def _sound(lab: Lab, facts: dict[str, Any], at: str) -> Tensor:
+    key = Key(at, facts["call"], facts["role"], facts["name"])
     return _tensor(lab.sound[0], key, "float32")
 
 

@@ -152,8 +152,9 @@ class AtUse(TorchDispatchMode):
         if isinstance(error, RuntimeError) and MODE_PRESENT in str(error):
             raise InputError(
                 "the model runs something that torch compiles as a whole (flex attention does by itself), where no "
-                "operation can be followed to the parameters it reads: capture with at_use=False, in a new process or "
-                "after torch._dynamo.reset(), for torch remembers what it could not compile"
+                'operation can be followed to the parameters it reads: load the model with attn_implementation="eager" '
+                'or "sdpa", or capture with at_use=False, in a new process or after torch._dynamo.reset(), for torch '
+                "remembers what it could not compile"
             ) from error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
