@@ -140,7 +140,7 @@ class _Replay:
         if found is None:
             return None
         axis = self._along.axes[key]
-        theirs = torch.from_numpy(np.ascontiguousarray(np.moveaxis(found, 0, axis)))
+        theirs = torch.from_numpy(np.moveaxis(found, 0, axis).copy())  # hooks and modules write into it
         if theirs.shape != ours.shape:
             return None
         if key in self._along.gaps:
@@ -197,7 +197,7 @@ def _margins(ours: Tensor, theirs: Tensor, beside: Sequence[Tensor]) -> np.ndarr
     if not any(one.shape == ours.shape for one in floats):  # with weights beside them, the order counts
         a, b = a.sort(-1).values, b.sort(-1).values
     apart = _or_inf((a - b).norm(dim=-1) / scores.double().norm(dim=-1).clamp(min=1e-30))
-    return torch.where((ours == theirs).all(-1).to(apart.device), 0.0, apart).cpu().numpy().ravel()
+    return torch.where((ours.cpu() == theirs).all(-1).to(apart.device), 0.0, apart).cpu().numpy().ravel()
 
 
 def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:

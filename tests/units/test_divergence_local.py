@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from specnb.divergence import local
 from specnb.divergence import pair as small
@@ -128,6 +129,66 @@ def test_where_the_run_made_nothing_the_copys_own_values_go_on(pair):
     errors = local.local_errors(pair.reference, replace(along, gaps={key: np.array([3, 4])}))
     assert local.beyond(errors, pair.floor, SCRIPT).empty
     assert {3, 4}.isdisjoint(errors.loc[errors["module"] == key.module, "position"][errors["role"] == "out"])
+
+
+class InPlace(nn.Module):
+    """Writes into what it is given, and makes logits of all tokens, or of each step's last."""
+
+    def __init__(self, *, last):
+        super().__init__()
+        self.embed, self.act, self.head = nn.Embedding(256, 4), nn.ReLU(inplace=True), nn.Linear(4, 7)
+        self.last = last
+
+    def forward(self, input_ids, use_cache=False):
+        hidden = self.act(self.embed(input_ids))
+        return self.head(hidden[:, -1:] if self.last else hidden)
+
+
+def test_what_was_captured_is_not_changed_by_the_replay():
+    model, reference, script = InPlace(last=True), InPlace(last=False), Script.blocks(TEXT, width=5)
+    along = traced(model, script)
+    kept = {key: value.copy() for key, value in along.values.items()}
+    local.local_errors(reference, along)
+    assert along.gaps and all(np.array_equal(value, kept[key]) for key, value in along.values.items())
+
+
+class Holder(nn.Module):
+    """A list of heads under a name: no module of its own that runs."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.heads, self.name = nn.ModuleDict({name: nn.Linear(4, 4)}), name
+
+    def forward(self, x):
+        return self.heads[self.name](x)
+
+
+class TwoHolders(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.model, self.draft_model = nn.Embedding(256, 4), Holder("a"), Holder("b")
+
+    def forward(self, input_ids, use_cache=False):
+        return self.draft_model(self.model(self.embed(input_ids)))
+
+
+def test_what_can_be_captured_can_be_replayed():
+    model, script = TwoHolders(), Script.blocks(TEXT, width=5)
+    errors = local.local_errors(model, traced(model, script))
+    assert {"heads.a", "heads.b"} <= {*errors["at"]} and errors["error"].max() < 1e-5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_choices_that_were_made_on_a_gpu_are_compared():
+    scores, chosen = torch.tensor([[0.5, 0.4, 0.1]], device="cuda"), torch.tensor([[0]], device="cuda")
+    assert local._margins(chosen, torch.tensor([[1]]), [scores])[0] == pytest.approx(0.1 / scores.norm().item())
+
+
+def traced(model, script):
+    with capture(model, full="", at_use=False) as builder, torch.no_grad():
+        for feed in script.feeds:
+            model(input_ids=torch.tensor([feed.ids]))
+    return Along.of(builder.trace(), script)
 
 
 def test_a_trace_of_another_run_is_refused(pair):

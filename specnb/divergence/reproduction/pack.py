@@ -122,7 +122,7 @@ def _sound(lab: Lab, facts: dict[str, Any], at: str) -> Tensor:
 
 def _tensor(along: Along, key: Key, dtype: str) -> Tensor:
     """As the module had it, over the kept positions, in the type it had."""
-    whole = np.ascontiguousarray(np.moveaxis(along.values[key], 0, along.axes[key]))
+    whole = np.moveaxis(along.values[key], 0, along.axes[key]).copy()  # a module may write into it
     return torch.from_numpy(whole).to(getattr(torch, dtype))
 
 
