@@ -29,6 +29,7 @@ class Case:
     """Outcomes by set-up, in the order they were run; `meant` are digests of the draft's parameters by their path.
 
     `sound` is the pristine copy's run up to the first wrong feed, with its cache, where attention is wrong first.
+    `repeats`: what was run again without hooks gave the same bits.
     """
 
     outcomes: Mapping[str, Outcome]
@@ -37,6 +38,7 @@ class Case:
     head: str
     n_tokens: int
     sound: Trace | None = None
+    repeats: bool = True
 
     @classmethod
     def of(cls, lab: Lab, outcomes: Mapping[str, Outcome]) -> "Case":
@@ -182,8 +184,8 @@ class Case:
         return bool((np.linalg.norm(ours - theirs, axis=1) <= ladder.LARGE * np.linalg.norm(theirs, axis=1)).all())
 
     def error_like(self, one: str, other: str) -> bool | None:
-        """Whether two set-ups are wrong by the same amounts; None where one was not run."""
-        if one not in self.outcomes or other not in self.outcomes:
+        """Whether two set-ups are wrong by the same amounts; None where one was not run, or none repeats."""
+        if not self.repeats or one not in self.outcomes or other not in self.outcomes:
             return None
         a, b = (self.outcomes[name].wrong["error"].to_numpy() for name in (one, other))
         return len(a) == len(b) and bool(np.allclose(a, b, rtol=1e-3))

@@ -11,6 +11,7 @@ module, with what a pristine copy makes of the same inputs.
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -83,6 +84,7 @@ def judge(
     covered = [Coverage.of(one, lab.draft) for one in ([case.bad] if case.bad else outcomes.values())]
     coverage = max(covered, key=lambda one: (not one.output, len(one.uncompared)))
     repeats, inert = _same_bits(lab, case, deploy)
+    case = replace(case, repeats=repeats)
     verdict, reason = _verdict(lab, case, coverage, repeats, inert)
     switched = None
     if features and case.bad is not None:

@@ -75,7 +75,8 @@ class Investigation:
         strongest = max(cause.signs, default=None)
         why = f" ({strongest.says})" if strongest and strongest.weight > 0 else ""
         called = f"cause {cause.name}" if self.cause_known else f"cause not known; likeliest {cause.name}"
-        return f"DIVERGENT: first at {named(first)}, {tokens}; {called}{why}; {said}"
+        random = "" if self.repeats else "; it differs from run to run"
+        return f"DIVERGENT: first at {named(first)}, {tokens}; {called}{why}; {said}{random}"
 
     @property
     def cause_known(self) -> bool:

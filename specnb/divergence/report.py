@@ -62,9 +62,9 @@ def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> It
     yield (
         "Does it repeat?",
         (
-            "Yes: the draft alone gives the same bits each time."
+            "Yes: run again without hooks, alone and where it is wrong, it gives the same bits."
             if found.repeats
-            else "NO: the draft alone gives other bits from run to run; what is below the floor of that is not seen."
+            else "NO: run again without hooks it gives other bits; what is below the floor of that is not seen."
         ),
     )
     yield (
@@ -73,6 +73,8 @@ def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> It
             "No: the logits with hooks are the bits of those without."
             if found.inert
             else "YES: the logits with hooks are not those without: what was seen is not what runs."
+            if found.repeats
+            else "Not known, for it does not repeat."
         ),
     )
     yield "Eager or graphs?", "Eager: a model that is compiled is refused; parts that run past hooks show as never run."

@@ -131,7 +131,7 @@ def test_cases_that_cannot_be_are_refused(options):
 
 
 def test_tokens_of_a_fault_that_waits_begin_when_it_acts():
-    fault = Fault("f", "KV_SLOT", "m", ((0, None),), "", struck=[9, 7])
+    fault = Fault("KV_SLOT", "m", ((0, None),), "", struck=[9, 7])
     assert starts(fault) == 7 and within(fault, 7) and not within(fault, 6)
     ranges = replace(fault, tokens=((5, 9), (21, 25)), struck=[9])
     assert starts(ranges) == 5 and [within(ranges, at) for at in (4, 5, 9, 21, 25)] == [False, True, False, True, False]

@@ -234,6 +234,7 @@ def test_what_differs_from_run_to_run_beside_a_neighbour_only_is_seen_not_to_rep
 
     found = judge(lab, deploy=noisy, setups=["S0", "S2"])
     assert found.first.module == "layers.1.self_attn.o_proj" and not found.repeats
+    assert found.line.endswith("it differs from run to run") and found.case.error_like("S2", "S2") is None
 
 
 def sparse(seed=0):
