@@ -16,7 +16,7 @@ N_STATISTICS = len(STATISTICS)
 CLIP = 4.0
 """Largest |log(p/q)| that is summed: behind top-k q is 0 where p is not. Any function of p and q has mean 0 under p."""
 SAME = 1e-9
-"""Values that differ by no more do not vary: of a flat row the rounding of its mean would be all that is summed."""
+"""Values, or p and q, that differ by no more do not vary: rounding would be all that is summed."""
 
 
 class Position(NamedTuple):
@@ -72,8 +72,8 @@ class Terms(NamedTuple):
 
     `moments (statistics, 5)` holds one of `Moments` a row. `flaws` are (kind, sentence). `likeliest`: whether the draft
     is the likeliest token of q, and the log of the chance. `replayed`: whether the decision was repeated with its
-    random number. `exact`: whether the row, or the random numbers, leave but one token to commit. `prefix` is the hash
-    of the position's.
+    random number. `exact`: whether the row, or the random numbers, leave but one token to commit, or those few next to
+    it that rounding leaves (`Rounding.tells`). `prefix` is the hash of the position's.
     """
 
     moments: np.ndarray
@@ -103,22 +103,26 @@ def terms(position: Position) -> Terms:
     picked = position.resample_u is not None
     if x is None:  # nothing was drafted here: y is drawn from p, and only what is drawn can be judged
         flaws = tuple(_extra_wrongly(position, p, y, rounding))
+        told = picked and rounding.tells(np.cumsum(p))
         p = p / p.sum()
         moments = np.array([NOTHING, NOTHING, _surprise(p, y), NOTHING, _order(p, y)])
-        return Terms(moments, flaws, True, 0.0, picked, certain or picked, prefix)
+        return Terms(moments, flaws, True, 0.0, picked, certain or told, prefix)
     flaws = tuple(_flaws(position, p, q, x, y, rounding))
+    told = bool(position.accepted) or (picked and rounding.tells(np.cumsum(np.maximum(p - q, 0.0))))
     p, q = p / p.sum(), q / q.sum()
     top = float(q.max())
     by_chance = min(1.0, top * np.count_nonzero(q == top))
     moments = np.array([_kept(position, p, q), _surprise(q, x), _surprise(p, y), _direction(p, q, y), _order(p, y)])
     replayed = position.accept_u is not None
-    exact = certain or (replayed and (bool(position.accepted) or picked))
+    exact = certain or (replayed and told)
     return Terms(moments, flaws, bool(q[x] == top), float(np.log(by_chance)), replayed, exact, prefix)
 
 
 def _kept(position: Position, p: np.ndarray, q: np.ndarray) -> Moments:
     """Whether the draft was kept, against 1 - TV(p, q). All of a total variation may go into the share of kept ones."""
-    overlap = min(1.0, float(np.minimum(p, q).sum()))
+    overlap = float(np.minimum(p, q).sum())
+    if overlap >= 1 - SAME:  # p and q are the same, and how their sum is rounded is no chance of a rejection
+        overlap = 1.0
     variance = overlap * (1 - overlap)
     if variance == 0:
         return NOTHING._replace(deviation=bool(position.accepted) - overlap)
@@ -151,13 +155,15 @@ def _about(values: np.ndarray, law: np.ndarray, seen: int) -> Moments:
     if law[seen] == 0:  # a flaw, or rounded to 0: of a law that cannot give this token nothing is to be learnt
         return NOTHING
     centred = values - law @ values
-    size, above = np.abs(centred), float(law[centred > 0].sum())
-    if size.max() <= SAME or not 0 < above < 1:
+    size, up, down = np.abs(centred), np.maximum(centred, 0.0), np.maximum(-centred, 0.0)
+    # a token without mass does not vary; one at the mean itself counts as below, where it moves the least
+    above, below = float(law[centred > 0].sum()), float(law[centred <= 0].sum())
+    if size[law > 0].max() <= SAME or above == 0 or below == 0:
         return NOTHING
-    apart = float(law @ size) / (2 * above * (1 - above))
-    variance, above_square = float(law @ size**2), float(law @ np.maximum(centred, 0.0) ** 2)
-    leaning = above_square / above - (variance - above_square) / (1 - above)
-    return Moments(float(centred[seen]), variance, apart, float(law @ size**3), leaning)
+    # each side by itself: of a sharp row one has 1e-30, and the rounding of a difference is far more
+    apart = float(law @ up) / above + float(law @ down) / below
+    leaning = float(law @ up**2) / above - float(law @ down**2) / below
+    return Moments(float(centred[seen]), float(law @ size**2), apart, float(law @ size**3), leaning)
 
 
 class _Given(Draws):
@@ -181,9 +187,8 @@ def _flaws(
         yield from _accepted_wrongly(position, p[x], q[x], rounding)
     if position.accepted and y != x:
         yield "committed", f"draft {x} was kept, but token {y} was committed"
-    elif p[y] == 0:
-        if not rounding.half:
-            yield "committed", f"token {y} was committed, but p has no mass there"
+    elif p[y] == 0 and not rounding.half:
+        yield "committed", f"token {y} was committed, but p has no mass there"
     elif not position.accepted:
         yield from _resampled_wrongly(position, p, q, y, rounding)
 
