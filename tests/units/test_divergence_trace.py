@@ -22,6 +22,7 @@ from specnb.divergence import trace as trace_module
 from specnb.divergence.grading import rows as score_rows
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.divergence.tracing import bounded_parquet, packed
+from specnb.divergence.tracing.page_headers import Page, pages
 from specnb.errors import InputError
 
 DEFAULTS = {"int64": 0, "str": "x", "float64": 0.5, "bool": True, "ints": (2, 3)}
@@ -406,6 +407,62 @@ def test_pages_that_are_none_are_refused():
             changed = data[:at] + bytes([byte]) + data[at + 1 :]
             with suppress(InputError):
                 assert read(changed, a=pa.int64()).num_rows == 1000
+
+
+def number(n):
+    """A whole number in a header."""
+    return varint(n) if n else b"\0"
+
+
+def field(last, this, kind, value):
+    """A field of a header, `last` the number of the one before it."""
+    return (bytes([this - last << 4 | kind]) if 0 < this - last < 16 else bytes([kind]) + number(this)) + value
+
+
+SAID, PACKED, KIND = (
+    field(0, 2, 5, number(6)),
+    field(2, 3, 5, b"\0"),
+    field(3, 5, 12, field(0, 1, 5, number(7)) + b"\0"),
+)
+"""Of a page that unpacks to 6 bytes, takes none, and has 7 values."""
+
+
+def test_a_page_says_what_it_unpacks_to():
+    data = SAID + PACKED + KIND + b"\0"
+    assert [*pages(data, 0, len(data))] == [(6, 7)]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        SAID + field(2, 2, 6, number(1)) + PACKED + KIND,
+        SAID + field(2, 2, 5, number(1)) + PACKED + KIND,
+        SAID + field(2, 65538, 5, number(9)) + field(65538, 3, 5, b"\0") + KIND,
+        field(0, 2, 6, number(6)) + PACKED + KIND,
+        field(0, 2, 1, b"") + PACKED + KIND,
+        SAID + PACKED + field(3, 5, 12, field(0, 1, 6, number(7)) + b"\0"),
+        SAID + PACKED + field(3, 5, 12, field(0, 1, 5, number(7)) + field(1, 1, 6, number(1)) + b"\0"),
+    ],
+    ids=["again, longer", "again", "number that wraps", "longer", "a flag", "longer values", "values again, longer"],
+)
+def test_a_header_that_arrow_reads_otherwise_is_refused(header):
+    data = header + b"\0"
+    with pytest.raises(ValueError, match="header"):
+        list(pages(data, 0, len(data)))
+
+
+def test_very_many_pages_are_refused_while_they_are_counted(monkeypatch):
+    seen = []
+
+    def endless(*_):
+        while True:
+            seen.append(Page(0, 0))
+            yield seen[-1]
+
+    monkeypatch.setattr(bounded_parquet, "pages", endless)
+    with pytest.raises(InputError, match=r"has \d+ pages, more than"):
+        read(written({"a": pa.array([1])}), a=pa.int64())
+    assert len(seen) == bounded_parquet.PAGES + 1
 
 
 def test_a_file_of_another_writer_is_refused():

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 BATCH = 1 << 14
 """Rows that are read at a time."""
+PAGES = 1 << 16
+"""Pages that a table may have: empty ones take no memory, and yet each is read."""
 VALUE_BYTES = 8
 """What a value is counted as before it is read: a number's bytes."""
 WRITER = "parquet-cpp-arrow"
@@ -72,9 +74,13 @@ def _check_counts(
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
     chunks = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in schema.names]
     # of a column without values arrow reads no page
-    found = [page for chunk in chunks if chunk.num_values for page in pages(data, *_span(chunk))]
-    _bounded([page.n_bytes for page in found], memory, "bytes", path)
-    _bounded([VALUE_BYTES * page.n_values for page in found], memory, "bytes of values", path)
+    found = (page for chunk in chunks if chunk.num_values for page in pages(data, *_span(chunk)))
+    n_bytes = n_values = 0
+    for n_pages, page in enumerate(found, 1):
+        n_bytes, n_values = n_bytes + page.n_bytes, n_values + page.n_values
+        _bounded([n_pages], PAGES, "pages", path)
+        _bounded([n_bytes], memory, "bytes", path)
+        _bounded([VALUE_BYTES * n_values], memory, "bytes of values", path)
 
 
 def _span(chunk: "pq.ColumnChunkMetaData") -> tuple[int, int]:

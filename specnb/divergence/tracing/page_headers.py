@@ -12,7 +12,10 @@ UNPACKED, PACKED, VALUES = 2, 3, 1
 """Numbers of the fields: bytes of the page in memory and in the file; values, in the struct of the page's kind."""
 KINDS = (5, 7, 8)
 """Fields of a data page, a dictionary, and a data page of the second version."""
-TRUE, FALSE, BYTE, INTEGERS, DOUBLE, TEXT, STRUCT = 1, 2, 3, (4, 5, 6), 7, 8, 12
+FLAGS, BYTE, I32, INTEGERS, DOUBLE, TEXT, STRUCT = (1, 2), 3, 5, (4, 5, 6), 7, 8, 12
+"""Types of fields. All numbers of a page are I32: arrow passes over a field of another type as if it were not there."""
+MOST = (1 << 15) - 1
+"""The largest number of a field; a larger one is cut to 16 bits by arrow, and is another field's."""
 LONGEST = 10
 """Bytes of an integer."""
 
@@ -46,13 +49,15 @@ class _Reader:
         self._data, self.at, self._end = data, start, end
 
     def struct(self, depth: int = 0) -> dict[int, object]:
-        """Fields by their number, texts as None."""
+        """Structs and 32-bit integers by the number of their field, others as None. ValueError for a number twice."""
         if depth == DEEPEST:
             raise ValueError(f"a page header with {depth} structs in one another")
         found: dict[int, object] = {}
         number = 0
         while head := self._byte():
             number = number + (head >> 4) if head >> 4 else self._integer()
+            if number in found or not 0 < number <= MOST:
+                raise ValueError(f"a page header with field {number} twice, or without such a number")
             found[number] = self._value(head & 15, depth)
         return found
 
@@ -63,10 +68,11 @@ class _Reader:
         self.at += n_bytes
 
     def _value(self, kind: int, depth: int) -> object:
-        if kind in (TRUE, FALSE):
-            return kind == TRUE
+        if kind in FLAGS:
+            return None
         if kind in INTEGERS:
-            return self._integer()
+            number = self._integer()
+            return number if kind == I32 else None
         if kind == STRUCT:
             return self.struct(depth + 1)
         if kind not in (BYTE, DOUBLE, TEXT):
