@@ -164,18 +164,21 @@ class Holder(nn.Module):
 
 
 class TwoHolders(nn.Module):
+    """Lists of modules that are called as others are once the prefix is gone."""
+
     def __init__(self):
         super().__init__()
         self.embed, self.model, self.draft_model = nn.Embedding(256, 4), Holder("a"), Holder("b")
+        self.act, self.model.act = nn.ModuleList(), nn.Identity()
 
     def forward(self, input_ids, use_cache=False):
-        return self.draft_model(self.model(self.embed(input_ids)))
+        return self.draft_model(self.model.act(self.model(self.embed(input_ids))))
 
 
 def test_what_can_be_captured_can_be_replayed():
     model, script = TwoHolders(), Script.blocks(TEXT, width=5)
     errors = local.local_errors(model, traced(model, script))
-    assert {"heads.a", "heads.b"} <= {*errors["at"]} and errors["error"].max() < 1e-5
+    assert {"heads.a", "heads.b", "model.act"} <= {*errors["at"]} and errors["error"].max() < 1e-5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
