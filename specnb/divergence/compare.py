@@ -25,7 +25,6 @@ from specnb.divergence.offline.texts import counted_alike
 from specnb.divergence.offline.verdict import verdict as judged
 from specnb.divergence.offline.walk import Plan, harmless, walk
 from specnb.divergence.trace import Trace
-from specnb.divergence.tracing.paths import canonical_name
 from specnb.errors import InputError
 
 
@@ -147,4 +146,4 @@ def _rounded(apart: Apart, key: Key) -> np.ndarray:
 
 def _paths(module: str, *traces: Laid) -> tuple[str, ...]:
     """What a capture calls the module in either run."""
-    return tuple(sorted({canonical_name(raw) for one in traces for raw, name in one.names.items() if name == module}))
+    return tuple(sorted({raw for one in traces for raw, name in one.names.items() if name == module}))
