@@ -67,8 +67,9 @@ def test_every_question_has_an_answer_and_coverage_is_among_them(wrong, sound):
 
 def test_a_run_that_does_not_repeat_or_is_changed_by_hooks_is_told_in_capitals(sound):
     assert answered(sound, "repeat").startswith("Yes") and answered(sound, "hooks").startswith("No:")
-    doubtful = dataclasses.replace(sound, repeats=False, inert=False)
-    assert answered(doubtful, "repeat").startswith("NO") and answered(doubtful, "hooks").startswith("YES")
+    assert answered(dataclasses.replace(sound, inert=False), "hooks").startswith("YES")
+    doubtful = dataclasses.replace(sound, repeats=False, inert=False)  # what changed it cannot be told apart
+    assert answered(doubtful, "repeat").startswith("NO") and answered(doubtful, "hooks").startswith("Not known")
 
 
 def test_tokens_that_reached_the_model_otherwise_are_told(lab, wrong):
