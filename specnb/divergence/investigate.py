@@ -25,6 +25,7 @@ from specnb.divergence.coverage import Coverage
 from specnb.divergence.features import checked, switched_off
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.ladder import Verdict
+from specnb.divergence.logits import same_logits
 from specnb.divergence.script import Script
 from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Deploy, Lab, Outcome, setup_of, vocabulary_size
 from specnb.errors import InputError
@@ -140,9 +141,9 @@ def _same_bits(lab: Lab, case: Case, deploy: Deploy | None) -> tuple[bool, bool]
     asked |= {} if case.bad is None else {case.bad.setup.id: case.bad}
     bare = {name: [lab.bare(name, deploy) for _ in range(REPEATS)] for name in asked}
     last, its = list(case.outcomes.items())[-1]
-    inert = all(_equal(bare[name][0], one.logits) for name, one in asked.items())
-    inert &= last in asked or _equal(lab.bare(last, deploy), its.logits)
-    return all(_equal(runs[0], one) for runs in bare.values() for one in runs[1:]), inert
+    inert = all(same_logits(bare[name][0], one.logits) for name, one in asked.items())
+    inert &= last in asked or same_logits(lab.bare(last, deploy), its.logits)
+    return all(same_logits(runs[0], one) for runs in bare.values() for one in runs[1:]), inert
 
 
 def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> tuple[Verdict, str]:
@@ -163,7 +164,7 @@ def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: boo
             f"what differs is no larger than what rounding to {rounded[0]} does, the draft is {lab.dtype}{also}",
         )
     sound = {False: lab.sound_logits[0], True: lab.sound_logits[1]}
-    if all(_equal(one.logits, sound[one.setup.in_blocks]) for one in outcomes):
+    if all(same_logits(one.logits, sound[one.setup.in_blocks]) for one in outcomes):
         return "SOUND", f"every set-up gives the very bits of a copy of the draft as it was loaded{also}"
     return "PRECISION_ONLY", f"bits differ from the pristine copy's, no module by more than another order of sums{also}"
 
@@ -197,12 +198,6 @@ def _foreign(case: Case) -> str:
     """What was read of other models while everything was right, as the end of a sentence."""
     read = [row for one in case.outcomes.values() for row in one.foreign.itertuples()]
     return f"; yet {read[0].module} read {read[0].owner}:{read[0].owner_path}" if read else ""
-
-
-def _equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Whether the logits of each feed, or of its last tokens where a service gives no others, are the same numbers."""
-    last = ((a[-len(b) :], b[-len(a) :]) for a, b in zip(one, other, strict=True))
-    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in last)
 
 
 def _facts(lab: Lab, seconds: float) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
 from specnb.divergence.ladder import GROWN, ROUNDING
 from specnb.divergence.local_offset import explained
+from specnb.divergence.logits import comparable, off, text_logits
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.precision import Rounded, coarser
@@ -152,7 +153,8 @@ class Lab:
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
         """Run one set-up; `deploy` stands in for the lab's own, so that one reference serves many services.
 
-        Raises InputError for a set-up that does not exist, or needs a target where there is none.
+        Raises InputError for a set-up that does not exist, or needs a target where there is none, and for a service
+        whose logits are of another vocabulary.
         """
         setup = setup_of(name)
         script, neighbour = self._script_of(setup), self._neighbour(setup)
@@ -161,7 +163,7 @@ class Lab:
             (deploy or self.deploy)(self.draft, neighbour),
             capture(self.draft, tag=OWN, known=known, full="") as builder,
         ):
-            logits = run(self.draft, script, **self._steps(setup, neighbour))
+            logits = self._logits(script, setup, neighbour)
         trace = builder.trace()
         along = Along.of(trace, script)
         errors = local.local_errors(self.reference, along)
@@ -170,14 +172,14 @@ class Lab:
         wrong = local.beyond(errors, self.floor, script)
         rounded = self._rounded_to(wrong, logits, trace, setup) if self._as_meant(trace) else ""
         wrong = wrong.iloc[:0] if rounded else wrong
-        return Outcome(setup, script, wrong, errors, trace, along, tuple(logits), bool(shifted.any()), rounded)
+        return Outcome(setup, script, wrong, errors, trace, along, logits, bool(shifted.any()), rounded)
 
     def bare(self, name: str, deploy: Deploy | None = None) -> tuple[torch.Tensor, ...]:
         """The logits of a set-up without hooks. Raises InputError as `run` does."""
         setup = setup_of(name)
         neighbour = self._neighbour(setup)
         with (deploy or self.deploy)(self.draft, neighbour):
-            return tuple(run(self.draft, self._script_of(setup), **self._steps(setup, neighbour)))
+            return self._logits(self._script_of(setup), setup, neighbour)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
         """How far the logits of set-ups are from sound ones at most (relative L2), and how far rounding takes them."""
@@ -191,6 +193,10 @@ class Lab:
             if key.role == "out" and len(bad := np.flatnonzero(np.isnan(values.reshape(len(values), -1)).any(1))):
                 return key.module, int(bad[0])
         return None
+
+    def _logits(self, script: Script, setup: SetUp, neighbour: nn.Module | None) -> tuple[torch.Tensor, ...]:
+        """Those of the draft in service, each feed after or before what its neighbour does."""
+        return comparable(run(self.draft, script, **self._steps(setup, neighbour)), self.sound_logits[0][0])
 
     def _sound_logits(self, in_blocks: bool) -> dict[int, torch.Tensor]:
         return text_logits(self.sound_logits[in_blocks], self.blocks if in_blocks else self.script)
@@ -268,24 +274,3 @@ def vocabulary_size(model: nn.Module) -> int:
     """Tokens that a model has an embedding of; sys.maxsize where it does not tell."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     return getattr(embedding, "num_embeddings", sys.maxsize)
-
-
-def text_logits(logits: Sequence[torch.Tensor], script: Script) -> dict[int, torch.Tensor]:
-    """The logits `(vocab,)` of the text's positions, from those of each feed: of all its tokens or the last."""
-    rows = {}
-    for position, number in enumerate(script.last_feeds.tolist()):
-        behind = script.starts[number] + len(script.feeds[number].ids) - position
-        if behind <= len(logits[number]):
-            rows[position] = logits[number][-behind]
-    return rows
-
-
-def off(logits: Mapping[int, torch.Tensor], sound: Mapping[int, torch.Tensor]) -> float:
-    """The largest relative L2 error of the logits of a position that both have, 0 where there is none; infinite where
-    one is no number."""
-    both = [position for position in sound if position in logits]
-    if not both:
-        return 0.0
-    ours, theirs = (torch.stack([one[position] for position in both]).double() for one in (sound, logits))
-    error = float(((theirs - ours).norm(dim=-1) / ours.norm(dim=-1)).max())
-    return error if error == error else float("inf")
