@@ -275,13 +275,18 @@ def _published_alarms(complain: Callable[[object], None]) -> tuple[int, int] | N
     from specnb.divergence.score import Score
     from specnb.divergence.study import published
 
-    if not published().exists():
-        return None
-    try:
-        lab = Score.load(published()).by_tool().set_index("tool").loc[LAB]
-    except InputError as error:  # the verdict is not lost for it
+    try:  # whatever the file is, the verdict is not lost for it
+        path = published()
+        if not path.exists():
+            return None
+        tools = Score.load(path).by_tool().set_index("tool")
+    except InputError as error:
         complain(error)
         return None
+    if LAB not in tools.index:
+        complain(f"{path} has no rows of the lab: false alarms are not told; make it again with divergence score --out")
+        return None
+    lab = tools.loc[LAB]
     return int(lab["alarms"]), int(lab["controls"])
 
 

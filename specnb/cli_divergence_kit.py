@@ -1,6 +1,7 @@
 """`specnb divergence`, what stands around an investigation: preflight, traces compared, planted faults, the score."""
 
 import inspect
+import os
 import shlex
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from specnb.errors import InputError
 
 if TYPE_CHECKING:
     from specnb.divergence.offline.result import Comparison
+    from specnb.divergence.score import Score
     from specnb.divergence.trace import Trace
 
 
@@ -139,6 +141,7 @@ def _closer(found: "Comparison", traces: "dict[Path, Trace]") -> list[str]:
             str(folder), "--full", found.around(), "--out", f"{role}-IN-FULL",
         ])
         for role, (folder, trace) in roles
+        if trace.engine in BACKENDS
     ]  # fmt: skip
 
 
@@ -159,13 +162,29 @@ def score(
     from specnb.divergence import score as grid
 
     show: Show = context.obj
+    if out is not None:
+        _check_place(out)
     with ProgressBar() as progress:
         found = grid.score(
             seeds=seeds, layers=_numbers(layers), dtypes=names(dtypes), faults=names(faults), controls=controls,
             workers=workers, keep=keep, progress=progress,
         )  # fmt: skip
-    if out is not None:
+    _show_score(show, found, as_json)
+    if out is not None:  # at last: what was counted for so long is shown in any case
         found.save(out)
+
+
+def _check_place(out: Path) -> None:
+    """Refuses a file that could not be written, before the long run that makes it."""
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be written ({error.strerror}): give another file") from error
+    if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
+        raise InputError(f"--out {out} cannot be written: give a file in a folder of yours")
+
+
+def _show_score(show: Show, found: "Score", as_json: bool) -> None:
     if as_json:
         show.json(found.document())
         return

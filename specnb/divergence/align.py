@@ -21,6 +21,8 @@ from specnb.divergence.tracing.sketch import TOKEN_K
 from specnb.errors import InputError
 
 MAX_TOKENS = 1 << 22
+MAX_BATCH = 1 << 10
+"""Sequences are paired by comparing each with each."""
 UNKNOWN = -1
 """The id of a token that was not written down."""
 MAX_ID = 1 << 31
@@ -152,6 +154,8 @@ class Laid:
         return known[asked]
 
     def _located(self, row: Row, length: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if not len(self.positions):
+            return np.empty(0, np.int64), np.empty(0, np.int64)
         at = row.first + np.arange(length)
         fed = _index(self.positions, at)
         kept = (fed >= 0) & (self.last_step[fed] == row.step)
@@ -230,6 +234,8 @@ def _steps(facts: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], int]:
     batches = {step["batch"] for step in steps if step["length"]}
     if len(batches) > 1 or 0 in batches:
         raise InputError(f"the batch of the trace changes its size ({sorted(batches)}): capture one request alone")
+    if max(batches, default=0) > MAX_BATCH:
+        raise InputError(f"the trace has batches of {max(batches)}, more than {MAX_BATCH}: capture one request alone")
     if sum(step["length"] * step["batch"] for step in steps) > MAX_TOKENS:
         raise InputError(f"the trace has more than {MAX_TOKENS} tokens: capture fewer steps")
     return {step["step"]: step for step in steps}, batches.pop() if batches else 1
@@ -237,16 +243,14 @@ def _steps(facts: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], int]:
 
 def _held(steps: Mapping[int, Mapping[str, Any]], batch: int) -> dict[int, tuple[int, list[int]]]:
     """Of each position in the state at the end: the step in which it was fed last, and the tokens of all sequences."""
-    held: dict[int, tuple[int, list[int]]] = {}
-    end = 0
+    held: dict[int, tuple[int, list[int]]] = {}  # in the order of positions: only the last ones are taken back
     for number, step in sorted(steps.items()):
         first, length, ids = step["first_position"], step["length"], step["token_ids"]
         fed = length - step.get("padding", 0)  # what only fills up a step is taken back at once
         if not fed:
             continue
-        for at in range(first, end):
-            held.pop(at, None)
-        end = first + fed
+        while held and next(reversed(held)) >= first:
+            held.popitem()
         whole = len(ids) == batch * length  # of a long step only the first ids are kept
         for i in range(fed):
             known = whole or (batch == 1 and i < len(ids))

@@ -178,11 +178,12 @@ class _Hooks:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
         place, original, own = self._place(model, ROOT), model.forward, "forward" in vars(model)
         run = getattr(original, "__func__", lambda _, *args, **kwargs: original(*args, **kwargs))
+        over = False
 
         @functools.wraps(getattr(original, "__func__", original))
         def forward(given: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if given is not model or (self._running and self._running[-1].module == ROOT):
-                return run(given, *args, **kwargs)  # a copy, or called by the hooks' own way
+            if over or given is not model or (self._running and self._running[-1].module == ROOT):
+                return run(given, *args, **kwargs)  # kept by others behind the block, a copy, or called by the hooks
             output = None
             self._enter(place, args, kwargs)
             try:
@@ -195,6 +196,7 @@ class _Hooks:
         try:
             yield
         finally:
+            over = True
             if vars(model).get("forward") is mine:  # else somebody put another one over it: theirs stays
                 if own:
                     model.forward = original

@@ -16,7 +16,7 @@ from specnb.divergence.script import Script, run
 from specnb.divergence.setups import OWN, Lab, Outcome
 from specnb.divergence.trace import Trace
 from specnb.divergence.tracing.at_use import UNKNOWN
-from specnb.divergence.tracing.paths import canonical_name
+from specnb.divergence.tracing.paths import canonical
 from specnb.errors import InputError
 
 ONE_FACTOR = 0.2
@@ -26,7 +26,8 @@ CACHED = ("keys", "values")
 
 @dataclass(frozen=True)
 class Case:
-    """Outcomes by set-up, in the order they were run; `meant` are digests of the draft's parameters by their path.
+    """Outcomes by set-up, in the order they were run; `meant` are digests of the draft's parameters by their path, and
+    `holders` the modules that hold them, as traces call them.
 
     `sound` is the pristine copy's run up to the first wrong feed, with its cache, where attention is wrong first.
     `repeats`: what was run again without hooks gave the same bits.
@@ -34,6 +35,7 @@ class Case:
 
     outcomes: Mapping[str, Outcome]
     meant: Mapping[str, str]
+    holders: Mapping[str, str]
     parts: Parts
     head: str
     n_tokens: int
@@ -43,7 +45,9 @@ class Case:
     @classmethod
     def of(cls, lab: Lab, outcomes: Mapping[str, Outcome]) -> "Case":
         """The outcomes of a lab's set-ups."""
-        case = cls(dict(outcomes), lab.meant, find(lab.draft), _head(lab), len(lab.script.text))
+        names = canonical(path for path, _ in lab.reference.named_modules())
+        holders = {path: names[path.rpartition(".")[0]] for path in lab.meant}
+        case = cls(dict(outcomes), lab.meant, holders, find(lab.draft), _head(lab), len(lab.script.text))
         return replace(case, sound=_sound(lab, case)) if case.bad is not None and case.attending else case
 
     @cached_property
@@ -97,10 +101,9 @@ class Case:
     def own(self) -> set[str]:
         """Paths of the parameters that the first module holds, itself or in modules that nobody saw run."""
         module, seen = self.first["module"], set(self.bad.errors["at"])
-        holders = {path: canonical_name(path).rpartition(".")[0] for path in self.meant}
         return {
             path
-            for path, holder in holders.items()
+            for path, holder in self.holders.items()
             if holder == module or (module and holder.startswith(f"{module}.") and holder not in seen)
         }
 

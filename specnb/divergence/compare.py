@@ -44,7 +44,7 @@ def compare(
     replaces them in the module paths of all traces.
 
     Raises InputError for traces in which nothing can be compared: empty, without a module in common, or of two engines
-    without `rename`.
+    without `rename`; and for a sound run of another text, or one that ends before what is compared does.
     """
     ours, theirs = _laid(reference, "reference", rename), _laid(candidate, "candidate", rename)
     if not rename:
@@ -52,7 +52,7 @@ def compare(
     _check_common(ours, theirs)
     theirs, drift = counted_alike(ours, theirs)
     apart = Apart.of(ours, theirs)
-    pairs = [_pair(one, ours, rename) for one in sound]
+    pairs = [_pair(one, ours, rename, apart.where.positions) for one in sound]
     usual = floors(pairs, {key: apart.limit(key) for key in apart.errors})
     floor = usual.before
     exact = None if precise is None else _laid(precise, "precise", rename)
@@ -130,12 +130,19 @@ def _check_common(ours: Laid, theirs: Laid) -> None:
         )
 
 
-def _pair(one: Trace | tuple[Trace, Trace], ours: Laid, rename: Mapping[str, str] | None) -> Apart:
+def _pair(one: Trace | tuple[Trace, Trace], ours: Laid, rename: Mapping[str, str] | None, judged: np.ndarray) -> Apart:
+    """A sound run beside another; it must show the rounding of all positions that are `judged`."""
     first, second = (ours, one) if isinstance(one, Trace) else one
     laid = [each if isinstance(each, Laid) else _laid(each, "sound", rename) for each in (first, second)]
     apart = Apart.of(*laid)
     if not apart.errors or not len(apart.where.positions):
         raise InputError("a sound trace has nothing in common with the reference: give runs of the same text")
+    if apart.where.strangers or len(missing := np.setdiff1d(judged, apart.where.positions)):
+        what = f"no position {missing[0]}" if not apart.where.strangers else "not all sequences"
+        raise InputError(
+            f"a sound trace has {what} of the text that is compared: its rounding would stand in for that of tokens it "
+            "never saw; give runs of the same text"
+        )
     return apart
 
 

@@ -108,18 +108,6 @@ class NodeBuilder(TraceBuilder):
         row = {"step": self._step.index, "module": frame.module, "call": frame.call}
         self._params.append(row | self._weights[place])
 
-    def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
-        """A row that a chooser's error or an interrupt left without its numbers would spoil the table."""
-        n = len(self._tensors)
-        try:
-            super()._row(frame, role, name, tensor)
-        except BaseException:
-            del self._tensors[n:]
-            self._arrays.pop(f"{n}.full", None)
-            for waiting in self._waiting.values():
-                waiting.rows[:] = [key for key in waiting.rows if key < n]
-            raise
-
     def _described(self, weight: Node) -> dict[str, Any]:
         base = weight.base
         found, stored = base.raw_bytes(), self._stored.find(base.name)

@@ -28,7 +28,8 @@ class Investigation:
     """The result of `investigate`.
 
     `reason` says why the verdict is not DIVERGENT. `floor`: the largest error of each tensor in sound runs. `repeats`:
-    S0 without hooks gives the same bits each time; `inert`: with hooks, too. `facts`: classes, dtype, versions, script.
+    S0, and the first set-up that is wrong, give the same bits when run again without hooks; `inert`: these, and the
+    last set-up, give with hooks what they give without. `facts`: classes, dtype, versions, script.
     `features`: what came of switching features of the service off, where it was given some and something was wrong.
     """
 
@@ -87,9 +88,13 @@ class Investigation:
         return lead >= LEAD and best + lead >= KNOWN
 
     def nodes(self) -> pd.DataFrame:
-        """The modules that are wrong by themselves in the first wrong set-up, first in time first; a row a tensor."""
+        """The modules that are wrong by themselves in the first wrong set-up, first in time first; a row a tensor.
+
+        Columns are `Node`'s and `call`, the how manieth of the module in its step.
+        """
+        columns = [*Node._fields, "call"]
         if self.case.bad is None:
-            return pd.DataFrame(columns=list(Node._fields))
+            return pd.DataFrame(columns=columns)
         wrong = self.case.bad.wrong
         found = wrong.groupby(["module", "at", "call", "role", "name"], sort=False)
         table = found.agg(
@@ -97,7 +102,7 @@ class Investigation:
             error=("error", "max"), floor=("floor", "first"), ratio=("ratio", "max"), worst=("error", "idxmax"),
         )  # fmt: skip
         table["gain"] = wrong.loc[table["worst"], "gain"].to_numpy()
-        return table.reset_index()[list(Node._fields)]
+        return table.reset_index()[columns]
 
     def setups(self) -> pd.DataFrame:
         """One row for each set-up: setup, says, verdict, first, n_wrong (tensors), foreign (parameters), kills."""

@@ -145,9 +145,11 @@ def slot_faults(
     """
     if len(slots) != len(positions):
         raise InputError(f"{len(slots)} slots for {len(positions)} positions: each row has one of both")
+    _whole("the block size", block_size, 1)
     found: list[Fault] = []
     holder: dict[int, int] = {}
-    for given, position in zip(map(index, slots), map(index, positions), strict=True):
+    rows = zip((_index("a slot", one) for one in slots), (_index("a position", one) for one in positions), strict=True)
+    for given, position in rows:
         if given == PADDING_SLOT:
             continue
         inside = 0 <= position < len(block_table) * block_size
@@ -218,11 +220,15 @@ def same_content(slots_a: Sequence[int], rows_a: np.ndarray, slots_b: Sequence[i
     return ((a == b) | ((a != a) & (b != b))).all(axis=1)  # only NaN differs from itself
 
 
-def _whole(what: str, value: int, least: int) -> int:
+def _index(what: str, value: int) -> int:
     try:
-        number = index(value)
+        return index(value)
     except TypeError as error:
         raise InputError(f"{what} is {value!r}: give a whole number") from error
+
+
+def _whole(what: str, value: int, least: int) -> int:
+    number = _index(what, value)
     if not least <= number <= MOST:
         raise InputError(f"{what} is {number}: it must be {least} to {MOST}")
     return number

@@ -116,7 +116,10 @@ def _of_files(
     yield "d2t", lambda: weights.token_map(own, stored()) if own else Finding("d2t", "skipped", no_files)
     yield "rope", lambda: config.rope(read(own), read(its))
     yield "quantisation", quantised
-    yield "sampling defaults", lambda: config.sampling_defaults(read(own, GENERATION), read(its, GENERATION))
+    yield "sampling defaults", lambda: (
+        config.sampling_defaults(read(own, GENERATION), read(its, GENERATION)) if own and its
+        else Finding("sampling defaults", "skipped", "it needs the folders of draft and target")
+    )  # fmt: skip
 
 
 def _of_drafter(drafter: Drafter | None, target: LanguageModel | None, ids: Sequence[int], k: int) -> Iterator[Check]:

@@ -140,13 +140,15 @@ def earliest(investigation: "Investigation", k: int = EARLIEST) -> pd.DataFrame:
     rows = []
     for node in nodes.itertuples():
         params = bad.trace.params[bad.trace.params["module"] == node.module]
-        rows.append((given.get(node.at, np.nan), _cosine(bad.wrong, node), _reads(params)))
+        itself = node.role == "in" and node.at == node.module  # what was given is what is wrong
+        rows.append((np.nan if itself else given.get(node.module, np.nan), _cosine(bad.wrong, node), _reads(params)))
     return nodes.assign(**dict(zip(("in_error", "cosine", "reads"), zip(*rows, strict=True), strict=True)))
 
 
 def _cosine(wrong: pd.DataFrame, node: tuple) -> float:
     """By the law of cosines: |b|^2 = |a|^2 (error^2 + 2 gain - 1), and gain = |b| / |a| cosine."""
-    same = wrong[(wrong["at"] == node.at) & (wrong["role"] == node.role) & (wrong["name"] == node.name)]
+    which = ["at", "call", "role", "name"]
+    same = wrong[(wrong[which] == [getattr(node, column) for column in which]).all(axis=1)]
     worst = same.loc[same["error"].idxmax()]
     length = worst["error"] ** 2 + 2 * worst["gain"] - 1
     return float(worst["gain"] / np.sqrt(length)) if length > 0 and not worst["discrete"] else float("nan")
@@ -196,7 +198,7 @@ def text(investigation: "Investigation", false_alarms: tuple[int, int] | None = 
     parts += [f"{one.question} {one.answer}" for one in answers(investigation, false_alarms)]
     parts += ["", "Set-ups", setups(investigation).to_string(index=False)]
     if investigation.case.bad is not None:
-        nodes = earliest(investigation).drop(columns=["at", "reads"])
+        nodes = earliest(investigation).drop(columns=["at", "call", "reads"])
         parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format=lambda value: f"{value:.4g}")]
         parts += ["", "Causes, likeliest first", *_causes(investigation)]
     return "\n".join(parts) + "\n"

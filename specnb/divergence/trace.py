@@ -166,7 +166,7 @@ class Trace:
         _check_tensors(tensors, folder / "tensors.parquet")
         shapes = dict(zip(tensors["row"], tensors["shape"], strict=True))
         arrays = packed.from_bytes(data["arrays.safetensors"], shapes, folder / "arrays.safetensors")
-        return cls(dict(root.node("facts").values), tensors, params, arrays)
+        return cls(_checked(root.node("facts").values, folder / "facts.json"), tensors, params, arrays)
 
 
 def table(rows: list[Mapping[str, Any]], columns: Mapping[str, str]) -> pd.DataFrame:
@@ -214,6 +214,13 @@ def _from_parquet(data: bytes, columns: Mapping[str, str], path: Path) -> pd.Dat
         else:
             frame[name] = read[name].to_numpy()
     return pd.DataFrame(frame)
+
+
+def _checked(facts: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    for name in ("engine", "tag", "dtype"):
+        if not isinstance(facts.get(name), str | None):
+            raise InputError(f"{path}: {name} is {facts[name]!r:.80}, not a name: capture it again")
+    return dict(facts)
 
 
 def _check_tensors(tensors: pd.DataFrame, path: Path) -> None:

@@ -104,10 +104,20 @@ class TraceBuilder:
         )
 
     def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
+        """A row that an interrupt, want of memory or a chooser's error left half written would spoil the table."""
+        key = len(self._tensors)
+        try:
+            self._written(key, frame, role, name, tensor)
+        except BaseException:
+            del self._tensors[key:]
+            self._arrays.pop(f"{key}.full", None)
+            for waiting in self._waiting.values():
+                waiting.rows[:] = [row for row in waiting.rows if row < key]
+            raise
+
+    def _written(self, key: int, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
         shape, step = tuple(tensor.shape), self._step
         axis = step.token_axis(role, name, shape)
-        kept = self._full(frame.module, role, name)  # a chooser of the caller's: what it raises leaves no half row
-        key = len(self._tensors)
         self._tensors.append(
             {
                 "row": key,
@@ -128,7 +138,7 @@ class TraceBuilder:
                 "first_position": step.first_position(role, axis, shape),
             }
         )
-        if kept:
+        if self._full(frame.module, role, name):
             self._arrays[f"{key}.full"] = _array(tensor)
         self._wait(key, tensor, axis)
 

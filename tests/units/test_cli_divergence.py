@@ -15,6 +15,7 @@ from specnb.book.suspicions import suspicions
 from specnb.divergence.compare import compare
 from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
+from specnb.divergence.grading import rows as score_rows
 from specnb.divergence.offline.excuses import Doubt
 from specnb.divergence.score import Score
 from specnb.divergence.trace import Trace
@@ -249,6 +250,20 @@ def test_a_published_score_that_cannot_be_read_keeps_the_verdict(investigate, tm
     monkeypatch.setattr(study, "published", lambda: tmp_path / "score.parquet")
     code, out, err = investigate(*SHORT, "--setups", "S0")
     assert code == 0 and "Not known here" in out and "score.parquet" in told(err)
+    Score(score_rows.table([]), {}).save(tmp_path / "score.parquet")  # nothing of the lab in it
+    code, out, err = investigate(*SHORT, "--setups", "S0")
+    assert code == 0 and "Not known here" in out and "no rows of the lab" in told(err)
+
+
+def test_a_checkout_that_is_not_there_keeps_the_verdict(investigate, monkeypatch):
+    from specnb.divergence import study
+
+    def nowhere():
+        raise InputError("this is no checkout")
+
+    monkeypatch.setattr(study, "published", nowhere)
+    code, out, err = investigate(*SHORT, "--setups", "S0")
+    assert code == 0 and "Not known here" in out and "no checkout" in told(err)
 
 
 def test_a_report_that_cannot_be_written_keeps_the_verdict(investigate, tiny, tmp_path):
@@ -335,6 +350,14 @@ def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specn
     assert Trace.load(tmp_path / "full").tensors.query("module == 'lm_head'")["row"].ge(0).all()
 
 
+def test_an_engine_that_cannot_be_opened_here_has_no_next_command(specnb, traces, tmp_path):
+    for name in ("a", "wrong"):
+        trace = Trace.load(traces / name)
+        dataclasses.replace(trace, facts=trace.facts | {"engine": "vllm"}).save(tmp_path / name)
+    code, out, err = specnb("divergence", "compare", str(tmp_path / "a"), str(tmp_path / "wrong"))
+    assert code == 1 and out.startswith("DIVERGENT") and "next:" not in out and err == ""
+
+
 def test_what_is_doubtful_is_captured_in_full_too(traces):
     both = {traces / name: Trace.load(traces / name) for name in ("a", "b")}
     sound = compare(*both.values())
@@ -399,6 +422,13 @@ def test_a_score_is_told_and_kept(specnb, tmp_path):
     code, out, _ = specnb("divergence", "score", *words, "--out", str(tmp_path / "rows.parquet"))
     assert code == 0 and "0 faults missed or misnamed, 0 false alarms" in out and "cosine" in out
     assert Score.load(tmp_path / "rows.parquet").facts["ran"]["layers"] == [1]
+
+
+def test_a_score_that_could_not_be_kept_is_not_begun(specnb, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "rows.parquet"):
+        code, said, err = specnb("divergence", "score", "--out", str(out))
+        assert code == 2 and said == "" and f"--out {out} cannot be written" in told(err)
 
 
 def test_wrong_words_for_a_score_are_one_line(specnb):

@@ -5,6 +5,7 @@ import gc
 import math
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from specnb.divergence import trace_builder
 from specnb.divergence.capture import capture
 from specnb.divergence.compare import compare
 from specnb.divergence.trace import Trace
@@ -311,6 +313,33 @@ def test_hooks_go_away_after_an_error_and_a_failed_forward_shifts_nothing():
         raise RuntimeError("outside")
     assert not hooks_of(model)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_a_forward_that_was_kept_inside_the_block_is_plain_behind_it():
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with capture(model) as builder:
+        model(x)
+        kept = model.forward
+    rows = len(builder.trace().tensors)
+    kept(x)
+    with ThreadPoolExecutor(1) as other:  # that refusal is over, too
+        assert torch.equal(other.submit(kept, x).result(), model(x))
+    assert len(builder.trace().tensors) == rows
+
+
+def test_a_copy_that_fails_leaves_no_half_row_and_the_trace_is_saved(tmp_path, monkeypatch):
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with pytest.raises(KeyboardInterrupt), capture(model, tmp_path / "trace", full=""):
+        model(x)
+        monkeypatch.setattr(trace_builder, "_Waiting", interrupted)
+        model(torch.zeros(2, 4))
+    trace = Trace.load(tmp_path / "trace")
+    assert {*trace.tensors["step"]} == {0} and (trace.tensors["digest"] != "").all()
+    assert {int(name.partition(".")[0]) for name in trace.arrays} <= {*trace.tensors["row"]}
+
+
+def interrupted(*args):
+    raise KeyboardInterrupt
 
 
 def test_a_module_called_twice_in_a_step_has_two_calls():

@@ -158,6 +158,42 @@ def test_floors_of_sound_runs_are_taken(single):
         compare(single.reference, candidate, sound=[Trace({"steps": []}, *empty())])
 
 
+@pytest.mark.parametrize("changed", [1, len(TEXT) - 1])
+def test_sound_runs_must_be_of_the_text_that_is_compared(single, changed):
+    """One token in common is enough to compare, and says nothing of the rounding of the others."""
+    text = list(TEXT)
+    text[changed] = (text[changed] + 1) % 256
+    other = single.traced(script=Script.blocks(text, width=5))
+    with pytest.raises(InputError, match=f"no position {changed} of the text that is compared"):
+        compare(single.reference, single.traced(), sound=[other])
+    candidate = single.traced(script=Script.blocks(TEXT[:changed], width=5))  # all of it is in the sound run
+    assert compare(single.reference, candidate, sound=[other]).verdict in ("SOUND", "PRECISION_ONLY")
+
+
+def test_all_sequences_of_a_batch_must_be_in_a_sound_run(single):
+    def traced(*texts):
+        with capture(single.draft) as builder:
+            single.draft(input_ids=torch.tensor(texts))
+        return builder.trace()
+
+    mine, other, third = TEXT[:6], TEXT[6:12], TEXT[12:18]
+    with pytest.raises(InputError, match="not all sequences of the text"):
+        compare(traced(mine, other), traced(mine, other), sound=[traced(mine, third)])
+
+
+def test_hostile_steps_are_counted_in_time(single):
+    """Jumping to and fro makes no work, padding alone holds no position, and a batch is bounded."""
+    trace, far = single.traced(script=PREFILL), (1 << 22) - 2
+    one = {"batch": 1, "length": 1, "token_ids": [0]}
+    steps = [one | {"step": i, "first_position": far if i % 2 else 0} for i in range(4000)]
+    assert Laid(said_to_be(trace, steps=steps)).positions.tolist() == [0, far]
+    padded = said_to_be(trace, steps=[one | {"step": 0, "first_position": 0, "padding": 1}])
+    assert compare(trace, padded).verdict == "INCONCLUSIVE"
+    many = [{"step": 0, "batch": 1025, "length": 1, "first_position": 0, "token_ids": []}]
+    with pytest.raises(InputError, match="batches of 1025, more than 1024"):
+        Laid(said_to_be(trace, steps=many))
+
+
 def test_a_precise_run_excuses_what_is_no_further_from_it(pair):
     """The float32 run of a draft is as far from the bfloat16 one as a sound one: that alone is no fault."""
     precise = pair.traced(model=small.make("draft"), script=PREFILL)
@@ -386,14 +422,16 @@ def test_errors_in_full_and_not_a_number(single):
     assert json.loads(json.dumps(found.document(), allow_nan=False))["first"]["error"] is None
 
 
-@pytest.mark.parametrize("full", [None, "lm_head"])
+ODD = ((0.0, np.nan, np.s_[:, 7], True), (np.nan, 0.0, np.s_[:, 7], True), (0.0, np.nan, np.s_[:, 7, 3], False))
+
+
 @pytest.mark.parametrize(
-    ("ours", "theirs", "where", "known"),
+    ("full", "ours", "theirs", "where", "known"),
     [
-        (0.0, np.nan, np.s_[:, 7], True), (np.nan, 0.0, np.s_[:, 7], True), (0.0, np.nan, np.s_[:, 7, 3], False),
-        (np.inf, np.nan, np.s_[:, 7, 3], False),
+        *((full, *one) for full in (None, "lm_head") for one in ODD),
+        ("lm_head", np.inf, np.nan, np.s_[:, 7, 3], False),  # of two kinds of odd values sketches know the number only
     ],
-)  # fmt: skip
+)
 def test_what_is_not_a_number_is_found_where_the_other_run_has_zeros(single, full, ours, theirs, where, known):
     """Sketches count both as 0, so of one odd value among others they tell that it is there, not at which token."""
 
@@ -406,8 +444,6 @@ def test_what_is_not_a_number_is_found_where_the_other_run_has_zeros(single, ful
         with hooked((single.draft.lm_head, put)):
             return single.traced(script=PREFILL, full=full)
 
-    if full is None and not (known or ours == 0):
-        return  # of two kinds of odd values only the number is known
     found = compare(traced(ours), traced(theirs))
     assert found.verdict == "DIVERGENT" and found.first.module == "lm_head" and "NaN" in found.likely
     if known or full:

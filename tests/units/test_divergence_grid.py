@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from specnb.divergence import score as score_module
 from specnb.divergence.align import Key
@@ -22,9 +23,10 @@ from specnb.divergence.grading.grid import Subject, examined
 from specnb.divergence.grading.rows import LAB, alarms, near, right, shares, table
 from specnb.divergence.grading.smallest import scaled, smallest
 from specnb.divergence.investigate import judge
-from specnb.divergence.pair import pair
+from specnb.divergence.pair import copy_of, pair
 from specnb.divergence.planted.fault import Fault
 from specnb.divergence.score import Score, score
+from specnb.divergence.script import run
 from specnb.errors import InputError
 from tests.units.divergence_lab import short_texts
 
@@ -249,6 +251,10 @@ def test_a_score_that_cannot_be_made_is_refused(options):
         score(**options)
 
 
-def test_faults_that_wait_are_those_that_say_when_they_acted():
-    """A name that is missing here would let a fault that never acted count as a case."""
-    assert {*FAULTS} >= grid_cases.WAITING
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_that_wait_are_those_that_say_when_they_acted(divergence_lab, name):
+    """A name that is missing there would let a fault that never acted count as a case."""
+    lab, neighbour = divergence_lab, copy_of(divergence_lab.target)
+    with FAULTS[name](lab.draft, neighbour) as fault:
+        run(lab.draft, lab.script, before=lambda feed: neighbour(torch.tensor([lab.script.text]), use_cache=False))
+    assert bool(fault.struck) == (name in grid_cases.WAITING)

@@ -87,6 +87,15 @@ def test_two_positions_in_one_slot_are_no_bijection():
     assert not kv_slots.slot_faults([80, 80], [0, 0], [5])  # the same place written twice is one place
 
 
+@pytest.mark.parametrize(
+    ("slots", "positions", "size", "told"),
+    [([80], [0], 0, "block size is 0"), ([80.5], [0], 16, r"slot is 80\.5"), ([80], ["a"], 16, "position is 'a'")],
+)
+def test_slots_that_are_none_are_refused(slots, positions, size, told):
+    with pytest.raises(InputError, match=told):
+        kv_slots.slot_faults(slots, positions, [5], block_size=size)
+
+
 def test_a_token_in_the_null_block_or_outside_the_table_is_a_fault():
     assert [f.rule for f in kv_slots.slot_faults([3], [3], [0])] == ["null block"]
     (fault,) = kv_slots.slot_faults([96], [16], [5])

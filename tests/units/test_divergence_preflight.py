@@ -238,6 +238,15 @@ def test_defaults_of_sampling_are_compared_as_they_would_be_taken(copy, folder):
     assert preflight_config.sampling_defaults(None, None).verdict == "skipped"
 
 
+def test_defaults_of_a_model_that_was_not_given_are_not_made_up(copy):
+    (copy / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    for folders in ({"draft_folder": copy}, {"target_folder": copy}):
+        found = {one.check: one.verdict for one in preflight(**folders)}
+        assert found["sampling defaults"] == "skipped"
+    both = {one.check: one.verdict for one in preflight(draft_folder=copy, target_folder=copy)}
+    assert both["sampling defaults"] == "ok"
+
+
 def test_a_config_that_is_no_json_is_one_finding(copy, model):
     (copy / "config.json").write_text("{")
     found = verdicts(preflight(model, draft_folder=copy, target_folder=copy))
@@ -317,6 +326,16 @@ def test_a_drafter_that_changes_the_callers_tokens_is_named():
 def test_a_rejected_draft_that_stays_in_the_state_is_seen_in_the_next_round():
     found = preflight_drafter.recurrence(Untrimmed(markov(64, order=2)), TOKENS, 3)
     assert found.verdict == "fail" and found.evidence.startswith("after a round that kept 0, draft 1")
+
+
+def test_a_drafter_that_is_broken_is_not_said_to_change_tokens():
+    class Homeless(ModelDrafter):
+        def start(self, tokens):
+            self.no_model.reset()
+
+    found = {one.check: one for one in preflight(Homeless(markov(64)))}["purity"]
+    assert found.verdict == "fail" and found.evidence.startswith("AttributeError: 'Homeless'")
+    assert found.remedy == "mend what raises this first"
 
 
 def test_a_drafter_that_does_not_forget_is_impure():

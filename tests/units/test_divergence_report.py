@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -84,11 +85,16 @@ def test_false_alarms_are_counted_or_said_to_be_unknown(wrong):
     assert told.startswith("1 of 40 controls were called divergent (at most 12.9%")
 
 
-def test_the_earliest_nodes_say_what_was_read_and_that_inputs_were_right(wrong, sound):
+def test_the_earliest_nodes_say_what_was_read_and_that_inputs_were_right(lab, wrong, sound):
     first = report.earliest(wrong).iloc[0]
     assert first["module"] == "layers.0.mlp.experts" == wrong.first.module
     assert "neighbour:model.layers.0.mlp.experts.gate_up_proj" in first["reads"]
     assert first["in_error"] < first["floor"] < first["error"]
+    swapped = report.earliest(judge(lab, deploy=FAULTS["kv_slot_swap"], setups=("S0",))).iloc[0]
+    assert (swapped["module"], swapped["at"]) == ("layers.0.self_attn", "layers.0.self_attn.o_proj")
+    assert swapped["in_error"] < swapped["floor"]  # of what attention was given, not of what it made of it
+    fed = report.earliest(judge(lab, deploy=FAULTS["dummy_tokens"], setups=("S0",))).iloc[0]
+    assert fed["module"] == "" and math.isnan(fed["in_error"])
     assert len(report.earliest(wrong, 2)) == 2 and report.earliest(sound).empty
 
 

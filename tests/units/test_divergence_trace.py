@@ -116,6 +116,15 @@ def test_a_missing_or_damaged_file_is_named(tmp_path, name):
         Trace.load(folder)
 
 
+@pytest.mark.parametrize("name", ["engine", "tag", "dtype"])
+def test_facts_that_are_no_names_are_refused(tmp_path, name):
+    folder = Trace({"steps": [], name: ["a", "b"]}, table([], TENSOR_COLUMNS), table([], PARAM_COLUMNS), {}).save(
+        tmp_path
+    )
+    with pytest.raises(InputError, match=rf"facts\.json: {name} is \['a', 'b'\], not a name"):
+        Trace.load(folder)
+
+
 def test_files_of_two_traces_do_not_mix(tmp_path):
     one, other = example().save(tmp_path / "a"), example()
     other.arrays["0.tokens"][1, 3] = 2

@@ -119,7 +119,10 @@ def _method(config: Mapping[str, Any]) -> str:
 
 
 def sampling_defaults(draft: Node | None, target: Node | None) -> Finding:
-    """Whether both would sample alike if nobody says how: a draft's own top-k makes its reported q another one."""
+    """Whether both would sample alike if nobody says how: a draft's own top-k makes its reported q another one.
+
+    A model without the file (None) samples as transformers does by default.
+    """
     check = "sampling defaults"
     if draft is None and target is None:
         return Finding(check, "skipped", "neither folder has a generation_config.json")

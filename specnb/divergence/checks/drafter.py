@@ -60,7 +60,10 @@ def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Finding:
             drafter.start(held)
             proposal = drafter.propose(held, k, greedy())
             drafter.commit(held)
-        except (AttributeError, TypeError) as error:  # what a tuple answers to append, extend and +=
+        except (AttributeError, TypeError) as error:
+            if held is given:  # it is broken, whatever it is given
+                raise
+            # what a tuple answers to append, extend and +=
             return Finding(check, "fail", f"it cannot work on tokens that do not change: {error!s:.120}", remedy, EXO)
         if given != list(tokens):
             return Finding(check, "fail", f"the caller's {len(tokens)} tokens are {len(given)} after drafting, "

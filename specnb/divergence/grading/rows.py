@@ -62,8 +62,11 @@ def write(path: Path, rows: pd.DataFrame, facts: Mapping[str, Any]) -> Path:
         raise InputError(f"the facts of a score take {len(meta)} bytes, and {FACT_BYTES} can be read: store fewer")
     sink = io.BytesIO()
     pq.write_table(whole.replace_schema_metadata({FACTS: meta}), sink, compression="zstd")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(Path(path), sink.getvalue())
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(Path(path), sink.getvalue())
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror}): give another file") from error
     return Path(path)
 
 

@@ -59,14 +59,13 @@ def together(reference: Laid, candidate: Laid) -> Together:
     ours, theirs = (one.tokens[:, np.isin(one.positions, shared)] for one in (reference, candidate))
     pairs, free = [], list(range(len(theirs)))
     for i, text in enumerate(ours):
-        same = next((j for j in free if not _differs(text, theirs[j]).any()), None)
-        if same is not None:
-            free.remove(same)
-            pairs.append((i, same))
+        alike = np.flatnonzero(~_differs(text, theirs[free]).any(1))
+        if len(alike):
+            pairs.append((i, free.pop(alike[0])))
     if pairs or not len(shared):
         strangers = min(len(ours), len(theirs)) - len(pairs)
         return Together(shared, [i for i, _ in pairs], [j for _, j in pairs], None, strangers)
-    where = {(i, j): int(np.argmax(_differs(a, b))) for i, a in enumerate(ours) for j, b in enumerate(theirs)}
+    where = {(i, int(j)): int(at) for i, a in enumerate(ours) for j, at in enumerate(_differs(a, theirs).argmax(1))}
     i, j = max(where, key=lambda pair: (where[pair], pair[0] == pair[1]))
     differs = np.flatnonzero(_differs(ours[i], theirs[j]))
     at, rest = int(differs[0]), theirs[j, int(differs[0]) :]

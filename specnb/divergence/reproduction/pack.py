@@ -74,7 +74,7 @@ def _packed(
     lab: Lab, outcome: Outcome, first: pd.Series, kind: str, tensors: dict[str, Tensor], scalars: dict[str, Any]
 ) -> Packed:
     model, key = lab.reference, Key(first["at"], int(first["call"]), first["role"], first["name"])
-    for one in (type(model), type(model.config)):
+    for one in (type(model), type(getattr(model, "config", None))):
         if not one.__module__.startswith(ROOM):
             where = f"{one.__module__}.{one.__qualname__}"
             raise InputError(f"the draft is built of {where}, which is not in transformers: a script cannot make it")
@@ -91,8 +91,6 @@ def _packed(
         "torch": torch.__version__,
     }  # fmt: skip
     captured = _tensor(outcome.along, key, rows["dtype"].iloc[0])
-    if (size := sum(value.nbytes for value in tensors.values())) > MAX_BYTES:
-        raise InputError(f"the {kind} to write takes {size / 1e9:.1f} GB: reproduce it on a smaller draft of its class")
     return facts, tensors | {CAPTURED: captured}
 
 
@@ -129,6 +127,8 @@ def _tensor(along: Along, key: Key, dtype: str) -> Tensor:
 def _weights(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     """Parameters and buffers, each with memory of its own: tied ones would be refused."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    if (size := sum(value.nbytes for _, value in named)) > MAX_BYTES:
+        raise InputError(f"what to write takes {size / 1e9:.1f} GB: reproduce it on a smaller draft of its class")
     return {f"{WEIGHTS}{prefix}{name}": value.detach().cpu().clone().contiguous() for name, value in named}
 
 
