@@ -65,6 +65,8 @@ def capture(
     arguments. A module that is called outside of it (a head, as vLLM's compute_logits does) belongs to the step before.
     Results are the same bits as without.
 
+    What another model does inside `paused()` of what is yielded is not written down, though it may share modules.
+
     Tensors are copied at the hook and measured after the step; those that torch cannot read (sparse, quantised, on
     meta) are told in the facts as `unread`. Hooks go away with the block, also after an error. Raises InputError for a
     compiled model, for a tag used twice, and for a forward in another thread than the block's.
@@ -95,6 +97,7 @@ def capture(
         try:
             yield builder
         finally:
+            builder.listens = False
             builder.facts |= hooks.coverage.facts()
             with _disable_current_modes():
                 builder.measure()
@@ -162,11 +165,11 @@ class _Hooks:
         self.coverage.hooked(place)
 
         def before(given: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            if given is module:  # a copy that is made inside the block has its hooks, too
+            if given is module and self._builder.listens:  # a copy that is made inside the block has its hooks, too
                 self._enter(place, args, kwargs)
 
         def after(given: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
-            if given is module:
+            if given is module and self._builder.listens:
                 self._leave(place, output)
 
         yield module.register_forward_pre_hook(before, with_kwargs=True)
@@ -178,12 +181,12 @@ class _Hooks:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
         place, original, own = self._place(model, ROOT), model.forward, "forward" in vars(model)
         run = getattr(original, "__func__", lambda _, *args, **kwargs: original(*args, **kwargs))
-        over = False
 
         @functools.wraps(getattr(original, "__func__", original))
         def forward(given: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if over or given is not model or (self._running and self._running[-1].module == ROOT):
-                return run(given, *args, **kwargs)  # kept by others behind the block, a copy, or called by the hooks
+            by_hooks = self._running and self._running[-1].module == ROOT
+            if by_hooks or given is not model or not self._builder.listens:
+                return run(given, *args, **kwargs)  # given: a copy may be another; listens: others may have kept this
             output = None
             self._enter(place, args, kwargs)
             try:
@@ -196,7 +199,6 @@ class _Hooks:
         try:
             yield
         finally:
-            over = True
             if vars(model).get("forward") is mine:  # else somebody put another one over it: theirs stays
                 if own:
                     model.forward = original

@@ -8,8 +8,8 @@ weights: they are its own values. The decoy can.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from specnb.divergence import local
 from specnb.divergence.along import Along
@@ -26,12 +25,14 @@ from specnb.divergence.capture import capture
 from specnb.divergence.ladder import GROWN, ROUNDING
 from specnb.divergence.local_offset import explained
 from specnb.divergence.logits import comparable, off, text_logits
+from specnb.divergence.ownership import Before
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.precision import Rounded, coarser
-from specnb.divergence.script import Feed, Script, run
+from specnb.divergence.script import Script, run
 from specnb.divergence.trace import Trace
-from specnb.divergence.tracing.at_use import UNKNOWN, AtUse
+from specnb.divergence.trace_builder import TraceBuilder
+from specnb.divergence.tracing.at_use import UNKNOWN
 from specnb.divergence.tracing.fingerprint import digest
 from specnb.divergence.tracing.names import dtype_name
 from specnb.errors import InputError
@@ -159,12 +160,13 @@ class Lab:
         setup = setup_of(name)
         script, neighbour = self._script_of(setup), self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
+        before = Before(self.draft, neighbour, meant=self.meant, own=OWN, other=NEIGHBOUR)
         with (
             (deploy or self.deploy)(self.draft, neighbour),
             capture(self.draft, tag=OWN, known=known, full="") as builder,
         ):
-            logits = self._logits(script, setup, neighbour)
-        trace = builder.trace()
+            logits = self._logits(script, setup, neighbour, builder)
+        trace = before.told_apart(builder.trace())
         along = Along.of(trace, script)
         errors = local.local_errors(self.reference, along)
         shifted = explained(errors, along, self.sound[0], self._rotaries)
@@ -194,9 +196,13 @@ class Lab:
                 return key.module, int(bad[0])
         return None
 
-    def _logits(self, script: Script, setup: SetUp, neighbour: nn.Module | None) -> tuple[torch.Tensor, ...]:
-        """Those of the draft in service, each feed after or before what its neighbour does."""
-        return comparable(run(self.draft, script, **self._steps(setup, neighbour)), self.sound_logits[0][0])
+    def _logits(
+        self, script: Script, setup: SetUp, neighbour: nn.Module | None, builder: TraceBuilder | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Those of the draft in service, each feed after or before what its neighbour does, unseen by `builder`."""
+        runs = neighbour is not None and setup.runs != "never"
+        steps = {setup.runs: lambda feed: self._step(neighbour, builder)} if runs else {}
+        return comparable(run(self.draft, script, **steps), self.sound_logits[0][0])
 
     def _sound_logits(self, in_blocks: bool) -> dict[int, torch.Tensor]:
         return text_logits(self.sound_logits[in_blocks], self.blocks if in_blocks else self.script)
@@ -228,11 +234,6 @@ class Lab:
     def _script_of(self, setup: SetUp) -> Script:
         return self.blocks if setup.in_blocks else self.script
 
-    def _steps(self, setup: SetUp, neighbour: nn.Module | None) -> dict[str, Callable[[Feed], None]]:
-        """What the neighbour does around each of the draft's forwards."""
-        runs = neighbour is not None and setup.runs != "never"
-        return {setup.runs: lambda feed: self._step(neighbour)} if runs else {}
-
     def _as_meant(self, trace: Trace) -> bool:
         """Whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
         read = trace.params
@@ -240,9 +241,9 @@ class Lab:
         return bool((read["owner"] == OWN).all() and (read["digest"] == meant).all())
 
     @torch.no_grad()
-    def _step(self, neighbour: nn.Module) -> None:
+    def _step(self, neighbour: nn.Module, builder: TraceBuilder | None) -> None:
         """The neighbour reads the text, as a target that verifies does."""
-        with unfollowed():
+        with nullcontext() if builder is None else builder.paused():
             neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
 
     def _floors(self) -> pd.Series:
@@ -261,13 +262,6 @@ def _captured(model: nn.Module, script: Script) -> tuple[tuple[torch.Tensor, ...
     with capture(model, tag=OWN, full="", at_use=False) as builder:
         logits = tuple(run(model, script))
     return logits, Along.of(builder.trace(), script)
-
-
-@contextmanager
-def unfollowed() -> Iterator[None]:
-    """What the neighbour reads is not noted: to ask of each of its operations would cost more than they do."""
-    with _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), AtUse) else nullcontext():
-        yield
 
 
 def vocabulary_size(model: nn.Module) -> int:

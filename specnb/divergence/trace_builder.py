@@ -2,7 +2,8 @@
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
-from specnb.divergence.tracing.at_use import Owned, Registry, version_of
+from specnb.divergence.tracing.at_use import Owned, Registry, unfollowed, version_of
 from specnb.divergence.tracing.fingerprint import STATISTICS, digests, fingerprints
 from specnb.divergence.tracing.names import Chooser, dtype_name, is_wrapper
 from specnb.divergence.tracing.tokens import Step
@@ -58,6 +59,18 @@ class TraceBuilder:
         self._step: Step | None = None
         self._waiting: dict[tuple, _Waiting] = {}
         self._bytes = 0
+        self.listens = True
+        """Whether hooks and operations come to it."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is not written down: another model's forward, which may share modules with this one."""
+        listened, self.listens = self.listens, False
+        try:
+            with unfollowed():
+                yield
+        finally:
+            self.listens = listened
 
     @property
     def n_steps(self) -> int:

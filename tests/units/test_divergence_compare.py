@@ -25,8 +25,8 @@ from specnb.divergence.offline.errors import Apart, logit_noise
 from specnb.divergence.offline.result import Node, named
 from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, run
-from specnb.divergence.setups import unfollowed
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
+from specnb.divergence.tracing.at_use import unfollowed
 from specnb.errors import InputError
 
 TEXT = np.random.default_rng(0).integers(0, 256, 18).tolist()

@@ -9,12 +9,12 @@ import bisect
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from specnb.divergence.tracing.fingerprint import digest
 from specnb.errors import InputError
@@ -125,6 +125,13 @@ class Registry:
         place = bisect.bisect_left(self._starts, start)
         if place < len(self._starts) and self._starts[place] == start and self._spans[place][1]() is None:
             del self._starts[place], self._spans[place]
+
+
+@contextmanager
+def unfollowed() -> Iterator[None]:
+    """What runs inside is not followed: to ask of each operation of another model would cost more than they do."""
+    with _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), AtUse) else nullcontext():
+        yield
 
 
 class AtUse(TorchDispatchMode):

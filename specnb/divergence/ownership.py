@@ -1,0 +1,68 @@
+"""Whose parameters were read, by how things stood before the draft was put into service.
+
+A service that hands the draft another model's weights makes them the draft's own: they are its attributes then, and
+where their memory lies says nothing. What tells is which object was whose before, and whose values they are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from specnb.divergence.trace import Trace
+from specnb.divergence.tracing.at_use import Owned, Registry
+
+
+class Before:
+    """The parameters and buffers of draft and neighbour, as they were before the service began.
+
+    `meant` are the digests of the draft's by their path, `own` and `other` the tags of the two models.
+    """
+
+    def __init__(
+        self, draft: nn.Module, neighbour: nn.Module | None, *, meant: Mapping[str, str], own: str, other: str
+    ) -> None:
+        self._meant, self._own, self._other = meant, own, other
+        mine = _named(draft)
+        shared = {id(tensor) for tensor in mine.values()}  # by both, as they were loaded: the draft's
+        theirs = {} if neighbour is None else _named(neighbour)
+        self._theirs = {path: tensor for path, tensor in theirs.items() if id(tensor) not in shared}
+        self._forms = {path: _form(tensor) for path, tensor in mine.items()}
+
+    def told_apart(self, trace: Trace) -> Trace:
+        """The trace with the neighbour as the owner of what was read of it under a name of the draft's."""
+        params, objects = trace.params, {id(tensor): path for path, tensor in self._theirs.items()}
+        ours = params["owner"] == self._own
+        changed = ours & (params["digest"] != params["owner_path"].map(self._meant)) & (params["digest"] != "")
+        paths = params["object_id"].where(ours).map(objects)
+        if (unknown := changed & paths.isna()).any():
+            content = self._by_content({*params.loc[unknown, "owner_path"]})
+            paths = paths.fillna(params["digest"].where(unknown).map(content))
+        found = paths.notna()
+        told = params.assign(
+            owner=params["owner"].mask(found, self._other), owner_path=params["owner_path"].mask(found, paths)
+        )
+        return replace(trace, params=told)
+
+    def _by_content(self, paths: set[str]) -> dict[str, str]:
+        """The neighbour's parameters by their digest, of the form of these of the draft's."""
+        forms, registry = {self._forms.get(path) for path in paths}, Registry({})
+        alike = {path: tensor for path, tensor in self._theirs.items() if _form(tensor) in forms and _telling(tensor)}
+        return {registry.digest(Owned(self._other, path, tensor)): path for path, tensor in alike.items()}
+
+
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict((*model.named_parameters(), *model.named_buffers()))
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _telling(tensor: torch.Tensor) -> bool:
+    """Whether it has more than one value: all zeros, or ones, are nobody's."""
+    try:
+        return bool((tensor != tensor.flatten()[:1]).any())
+    except (RuntimeError, NotImplementedError):  # a wrapper without values of its own, or on meta
+        return False
