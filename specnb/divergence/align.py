@@ -120,6 +120,8 @@ class Laid:
         size, source = np.zeros(sketch.shape[:2], np.float32), np.full(len(positions), -1, np.int64)
         parts: list[tuple[np.ndarray, np.ndarray | None]] = []
         kinds = set()
+        if len({row.axis for row in self.rows[key] if len(row.shape) == 4}) > 1:
+            return None  # of as many tokens as heads one was taken for the other
         for row in self.rows[key]:
             cut = self._cut(row, key.role)
             if cut is None:

@@ -46,8 +46,7 @@ class Along:
             if merged is None:
                 left_out.append(key)
                 continue
-            values[key], missing = merged
-            axes[key] = rows[0].axis
+            values[key], axes[key], missing = merged
             if len(missing):
                 gaps[key] = missing
         if not values:
@@ -73,17 +72,21 @@ def _tensors(trace: Trace) -> dict[Key, list[_Row]]:
     return found
 
 
-def _merged(trace: Trace, rows: list[_Row], script: Script) -> tuple[np.ndarray, np.ndarray] | None:
-    """The rows of each step at the positions fed last in it, and the positions without; None where they do not fit.
+def _merged(trace: Trace, rows: list[_Row], script: Script) -> tuple[np.ndarray, int, np.ndarray] | None:
+    """The rows of each step at the positions fed last in it, their axis, and the positions without; None where they do
+    not fit.
 
     Fewer tokens than a step was fed are its last ones.
     """
     last, parts, at = script.last_feeds, [], []
     if not {row.step for row in rows}.issuperset(last.tolist()):
         return None
-    for row in rows:
-        full = trace.array(row.row, "full")
-        if full is None or row.axis < 0:
+    arrays = [trace.array(row.row, "full") for row in rows]
+    if any(full is None for full in arrays):
+        return None
+    rows = _settled(rows, [full.shape for full in arrays])
+    for row, full in zip(rows, arrays, strict=True):
+        if row.axis < 0:
             return None
         whole = np.moveaxis(full, row.axis, 0)
         earlier = max(len(script.feeds[row.step].ids) - len(whole), 0)
@@ -99,4 +102,13 @@ def _merged(trace: Trace, rows: list[_Row], script: Script) -> tuple[np.ndarray,
     merged[made] = found
     missing = np.setdiff1d(np.arange(len(last)), made)
     once = len(made) + len(missing) == len(last)
-    return (merged, missing) if once and len(made) else None
+    return (merged, rows[0].axis, missing) if once and len(made) else None
+
+
+def _settled(rows: list[_Row], shapes: list[tuple[int, ...]]) -> list[_Row]:
+    """In a step of as many tokens as heads one may have been taken for the other: the other steps tell."""
+    if {len(shape) for shape in shapes} != {4} or len({row.axis for row in rows}) == 1:
+        return rows
+    axes = {row.axis for row, shape in zip(rows, shapes, strict=True) if shape[1] != shape[2]}
+    axis = axes.pop() if len(axes) == 1 else -1
+    return [row._replace(axis=axis) for row in rows]

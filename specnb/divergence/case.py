@@ -99,13 +99,15 @@ class Case:
 
     @cached_property
     def own(self) -> set[str]:
-        """Paths of the parameters that the first module holds, itself or in modules that nobody saw run."""
+        """Paths of the parameters that the first module holds, itself or in modules of which nothing was compared.
+
+        The model itself holds all modules: of those inside it the ones that ran.
+        """
         module, seen = self.first["module"], set(self.bad.errors["at"])
-        return {
-            path
-            for path, holder in self.holders.items()
-            if holder == module or (module and holder.startswith(f"{module}.") and holder not in seen)
-        }
+        inner = f"{module}." if module else ""
+        unseen = {one for one in {*self.holders.values()} - seen if one.startswith(inner)}
+        unseen &= unseen if module else {*self.bad.trace.tensors["module"]}
+        return {path for path, holder in self.holders.items() if holder == module or holder in unseen}
 
     @cached_property
     def reads(self) -> pd.DataFrame:
@@ -154,9 +156,17 @@ class Case:
 
     @cached_property
     def unchanged(self) -> bool:
-        """Whether the first module read all its parameters, and nothing that is not as in the pristine copy."""
+        """Whether the first module read all its parameters, and nothing that is not as in the pristine copy.
+
+        Of the buffers of a rotary embedding one is read, the other is what it was made with.
+        """
         read = {*self.reads.loc[self.reads["owner"] == OWN, "owner_path"], *self.copies}
-        return bool(read) and self.own <= read and not (self.changed or self.foreign or self.strange)
+        return bool(read) and (self.own <= read or self.turning) and not (self.changed or self.foreign or self.strange)
+
+    @cached_property
+    def turning(self) -> bool:
+        """Whether a rotary embedding is wrong."""
+        return self.first["module"] in dict(self.parts.rotaries)
 
     @cached_property
     def attending(self) -> bool:

@@ -68,20 +68,20 @@ def _weights(case: Case) -> Iterator[Sign]:
     if case.bare:
         yield Sign(-4, f"{case.first['module'] or 'the model'} has no parameters")
         return
-    if case.changed:
-        yield Sign(5, f"{', '.join(case.changed[:3])} as used is not what the pristine copy has")
+    if case.changed:  # buffers of angles are made, and in no checkpoint
+        yield Sign(1 if case.turning else 5, f"{', '.join(case.changed[:3])} as used is not what the pristine copy has")
     if case.strange:
         yield Sign(1, f"{case.first['module']} read parameters that no known model has, and not the draft's content: "
                       f"repacked ones, or wrong ones{_copied(case)}")  # fmt: skip
     if case.alone:
         yield Sign(2, "it is wrong alone, too")
-    if case.factor is not None:
+    if case.factor is not None and not case.turning:
         yield Sign(3, f"the output is {case.factor:.4g} times what it should be, at every token alike: a scale")
     elif case.unchanged:
         yield Sign(
             -3, f"all parameters of {case.first['module']} were read as the pristine copy has them{_copied(case)}"
         )
-    if case.alone is False:
+    if case.alone is False and not case.changed:
         yield Sign(-4, "alone, with the same weights, it is right")
 
 
@@ -90,7 +90,7 @@ def _copied(case: Case) -> str:
 
 
 def _computation(case: Case) -> Iterator[Sign]:
-    if _is_fed(case):
+    if _is_fed(case) or _is_handed(case):
         yield Sign(-4, "what it was given is wrong, not what it made of it")
         return
     if case.alone:
@@ -100,8 +100,9 @@ def _computation(case: Case) -> Iterator[Sign]:
     if case.bare:
         yield Sign(3, "it has no parameters: wrong is what it does")
     elif case.unchanged:
-        # a scale of weights need not be a parameter
-        yield Sign(3 if case.factor is None else 1, "its parameters were read as they should be, its output is another")
+        # a scale of weights need not be a parameter; angles have none
+        weight = 3 if case.factor is None or case.turning else 1
+        yield Sign(weight, "its parameters were read as they should be, its output is another")
     if case.attending and case.cached.get("values"):
         yield Sign(2, "attention had the right values in its cache: mask, scale, angles of keys, or the kernel")
     if case.attending and case.cached.get("values") is False:
@@ -152,7 +153,7 @@ def _kv_slot(case: Case) -> Iterator[Sign]:
 def _state(case: Case) -> Iterator[Sign]:
     if case.alone is False and case.wrong("S1"):
         yield Sign(3, "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory")
-    if case.alone is False and not (case.foreign or case.strange or case.unseen):
+    if case.alone is False and not (case.foreign or case.strange or case.unseen or case.changed):
         yield Sign(2, "no foreign parameter was read as an operand")
     if case.wrong("S4") is False and case.wrong("S3"):
         yield Sign(1, "a target that never runs does no harm: made when it runs")
@@ -165,10 +166,9 @@ def _state(case: Case) -> Iterator[Sign]:
 
 
 def _position(case: Case) -> Iterator[Sign]:
-    handed = case.first["role"] == "in" and "position" in case.first["name"] and case.first["at"] != ""
-    if handed:
+    if _is_handed(case):
         yield Sign(6, f"{case.first['at']} is handed other {case.first['name']} than it should be")
-    elif case.first["module"] in dict(case.parts.rotaries):
+    elif case.turning and case.factor is None:  # longer cosines and sines are of the angles that were meant
         yield Sign(6, f"{case.first['module']} turns from position {int(case.first['position'])} on by other angles")
 
 
@@ -181,6 +181,11 @@ def _input(case: Case) -> Iterator[Sign]:
 def _is_fed(case: Case) -> bool:
     """Whether what the model was given by its caller is what is wrong first."""
     return case.first["module"] == "" and case.first["role"] == "in" and case.first["name"] in FED
+
+
+def _is_handed(case: Case) -> bool:
+    """Whether other positions than they should be are what is wrong first, handed on inside the model."""
+    return case.first["role"] == "in" and "position" in case.first["name"] and case.first["at"] != ""
 
 
 class _Class(NamedTuple):

@@ -23,7 +23,7 @@ from specnb.divergence.case import Case
 from specnb.divergence.causes import rank
 from specnb.divergence.coverage import Coverage
 from specnb.divergence.features import checked, switched_off
-from specnb.divergence.investigation import Investigation
+from specnb.divergence.investigation import TRAINING, Investigation
 from specnb.divergence.ladder import Verdict
 from specnb.divergence.logits import same_logits
 from specnb.divergence.script import Script
@@ -179,10 +179,21 @@ def _doubt(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool)
         )
     if not coverage.complete:
         missed = ", ".join(coverage.uncompared[:3]) or "the model's output"
-        return f"nothing that was compared is wrong, but {missed} could not be compared"
+        shapes = (
+            ": are they run in other shapes than the text is fed in? Let the service feed one row, whole and unpadded"
+            if len(coverage.uncompared) > coverage.modules / 2
+            else ""
+        )
+        return f"nothing that was compared is wrong, but {missed} could not be compared{shapes}"
+    if len(lab.unsteady):
+        at, floor = lab.unsteady.index[0][0], lab.unsteady.iloc[0]
+        return (
+            f"nothing that could be judged is wrong, but in sound runs {at or 'the model itself'} is {floor:.2g} off "
+            "where more or fewer tokens are fed at once: give a shorter text"
+        )
     if not repeats:
-        dropout = " (it is in training mode: call its `eval`)" if lab.draft.training else ""
-        return f"alone, the draft gives other bits from run to run{dropout}: make it deterministic first"
+        mode = f" ({TRAINING})" if lab.draft.training else ""
+        return f"alone, the draft gives other bits from run to run{mode}: make it deterministic first"
     if not inert:
         return "the draft gives other logits with hooks on it than without: what was seen is not it"
     foreign = _foreign(case)
@@ -208,5 +219,5 @@ def _facts(lab: Lab, seconds: float) -> dict[str, Any]:
         "torch": torch.__version__, "transformers": metadata.version("transformers"),
         "tokens": len(script.text),
         "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
-        "taken_back": sum(feed.forget for feed in script.feeds), "seconds": seconds,
+        "taken_back": sum(feed.forget for feed in script.feeds), "seconds": seconds, "training": lab.draft.training,
     }  # fmt: skip

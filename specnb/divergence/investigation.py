@@ -18,6 +18,7 @@ from specnb.divergence.setups import SETUPS, Outcome
 from specnb.errors import InputError
 
 SCHEMA = 1
+TRAINING = "it is in training mode: call its `eval`"
 LEAD, KNOWN = 1.0, 3.0
 """How far the likeliest cause must lead, and its score and lead together: that a fault shows alone, too, is not enough,
 and one strong sign without a rival is."""
@@ -77,12 +78,21 @@ class Investigation:
         why = f" ({strongest.says})" if strongest and strongest.weight > 0 else ""
         called = f"cause {cause.name}" if self.cause_known else f"cause not known; likeliest {cause.name}"
         random = "" if self.repeats else "; it differs from run to run"
-        return f"DIVERGENT: first at {named(first)}, {tokens}; {called}{why}; {said}{random}"
+        random += f" ({TRAINING})" if random and self.facts["training"] else ""
+        inside = f" or in one of {len(self.hidden)} modules that could not be compared" if self.hidden else ""
+        return f"DIVERGENT: first at {named(first)}{inside}, {tokens}; {called}{why}; {said}{random}"
+
+    @property
+    def hidden(self) -> list[str]:
+        """Modules inside the first that could not be compared: it may be one of them that is wrong."""
+        holder = self.first.module if self.first else None
+        inner = f"{holder}." if holder else ""
+        return [] if holder is None else [one for one in self.coverage.uncompared if one.startswith(inner)]
 
     @property
     def cause_known(self) -> bool:
         """Whether so much speaks for the likeliest cause, and so much less for the next, that it may be named alone."""
-        if len(self.causes) < 2:
+        if len(self.causes) < 2 or self.hidden:
             return False
         best, lead = self.causes[0].score, self.causes[0].score - self.causes[1].score
         return lead >= LEAD and best + lead >= KNOWN

@@ -60,6 +60,14 @@ def floors(sound: Sequence[pd.DataFrame], dtype: str) -> pd.Series:
     return together.groupby(list(WHICH))["error"].max().clip(lower=ROUNDING[dtype]).rename("floor")
 
 
+def unsteady(sound: Sequence[pd.DataFrame]) -> pd.Series:
+    """The floors of tensors of which nothing can be said: sound runs differ so much that zeros in place of one would
+    pass. What rounds never does; what depends on how many tokens are fed at once (angles of a long context) may."""
+    together = pd.concat(sound, ignore_index=True)
+    errors = together[~together["discrete"].astype(bool)].groupby(list(WHICH))["error"].max()
+    return errors[(errors * TIMES_FLOOR >= 1) & np.isfinite(errors)]
+
+
 def over_floor(errors: pd.DataFrame, floor: pd.Series) -> pd.DataFrame:
     """Errors with the `floor` of their tensor, the least of all where sound runs had none, and `ratio` to it."""
     joined = errors.join(floor, on=list(WHICH))
@@ -161,17 +169,22 @@ def _table(found: Sequence[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.
 
 def _apart(ours: Tensor, theirs: Tensor, axis: int) -> dict[str, np.ndarray]:
     """Columns with a value for each token: position, error, gain, discrete."""
-    a, b = (x.cpu().movedim(axis, 0).double() for x in (ours, theirs))
+    a, b = (x.cpu().movedim(axis, 0) for x in (ours, theirs))
+    a, b = ((torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double() for x in (a, b))
     a, b = (x.reshape(len(x), -1) for x in (a, b))
     # masks hold infinities, and the difference of two is no number
     same = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
     a, b = a.masked_fill(same, 0.0), b.masked_fill(same, 0.0)
-    dot, own, discrete = (a * b).sum(1), (a * a).sum(1).clamp(min=1e-60), not ours.is_floating_point()
+    dot, own, discrete = (a * b).sum(1), (a * a).sum(1).clamp(min=1e-60), _discrete(ours)
     error = (a != b).any(1).double() if discrete else _or_inf((a - b).norm(dim=1) / own.sqrt())
     return {
         "position": np.arange(len(a)), "error": error.numpy(), "gain": (dot / own).numpy(),
         "discrete": np.full(len(a), discrete),
     }  # fmt: skip
+
+
+def _discrete(values: Tensor) -> bool:
+    return not (values.is_floating_point() or values.is_complex())
 
 
 def _or_inf(error: Tensor) -> Tensor:
@@ -184,7 +197,7 @@ def _margins(ours: Tensor, theirs: Tensor, beside: Sequence[Tensor]) -> np.ndarr
 
     None where `ours` is no choice `(…, k)` among columns of a tensor beside it.
     """
-    if ours.is_floating_point() or ours.dtype is torch.bool or not ours.numel() or ours.ndim < 2:
+    if not _discrete(ours) or ours.dtype is torch.bool or not ours.numel() or ours.ndim < 2:
         return None
     if min(int(ours.min()), int(theirs.min())) < 0:  # how an expert that is not there is written
         return None

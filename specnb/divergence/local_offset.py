@@ -19,8 +19,8 @@ TURNED_ALIKE = 3e-2
 def explained(errors: pd.DataFrame, along: Along, sound: Along, rotaries: Sequence[str]) -> pd.Series:
     """Which rows of `local_errors` one offset of all positions explains; none where there is no such offset.
 
-    `rotaries` are the rotary modules: cosines first, sines second in what they give. A model without any has learned
-    positions, where an offset is an error.
+    `rotaries` are the rotary modules: cosines first, sines second in what they give, or both as complex numbers. A
+    model without any has learned positions, where an offset is an error.
     """
     if not rotaries or not all(one_offset(along, sound, path) for path in rotaries):
         return pd.Series(False, index=errors.index)
@@ -40,5 +40,8 @@ def one_offset(along: Along, sound: Along, module: str) -> bool:
 
 
 def _phases(along: Along, module: str) -> np.ndarray | None:
+    whole = along.values.get(Key(module, 0, "out", "out"))
+    if whole is not None and np.iscomplexobj(whole):
+        return whole
     cos, sin = (along.values.get(Key(module, 0, "out", name)) for name in ("out", "out.1"))
     return None if cos is None or sin is None or cos.shape != sin.shape else cos.astype(float) + 1j * sin

@@ -13,14 +13,26 @@ from specnb.errors import InputError
 
 
 def comparable(logits: Iterable[torch.Tensor], sound: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Those of each feed, `(tokens, vocab)`, on the device of a sound run's. InputError for another vocabulary."""
+    """Those of each feed, `(tokens, vocab)`, on the device of a sound run's.
+
+    Raises InputError for logits of another form, or of another vocabulary.
+    """
     found = tuple(one.to(sound.device) for one in logits)
+    if flat := [tuple(one.shape) for one in found if one.ndim != 2]:
+        raise InputError(
+            f"in service the draft gives logits {(1, *flat[0])}: let the service give (sequences, tokens, vocabulary)"
+        )
     if other := {one.shape[-1] for one in found} - {sound.shape[-1]}:
         raise InputError(
             f"in service the draft gives logits of {min(other)} tokens, as it was loaded of {sound.shape[-1]}: let the "
             "service give those of the draft's own vocabulary"
         )
     return found
+
+
+def held_by(logits: Iterable[torch.Tensor], dtype: str) -> bool:
+    """Whether all are numbers that a type of this name has, as they are once they were rounded to it."""
+    return all(torch.equal(one, one.to(getattr(torch, dtype)).to(one.dtype)) for one in logits)
 
 
 def text_logits(logits: Sequence[torch.Tensor], script: Script) -> dict[int, torch.Tensor]:

@@ -27,15 +27,27 @@ class Rounded(NamedTuple):
     logits_off: float
 
 
-def coarser(wrong: pd.DataFrame, logits_off: float, trace: Trace, dtype: str, rounded: Callable[[str], Rounded]) -> str:
+def coarser(
+    wrong: pd.DataFrame,
+    logits_off: float,
+    trace: Trace,
+    dtype: str,
+    *,
+    rounded: Callable[[str], Rounded],
+    held: Callable[[str], bool],
+) -> str:
     """The type, coarser than `dtype`, whose rounding all that is wrong is no larger than; "" where there is none.
 
-    `logits_off` is the error of the logits; `rounded` runs a sound copy in the type of a name.
+    `logits_off` is the error of the logits; `rounded` runs a sound copy in the type of a name, and `held` says whether
+    that type has all the logits that were given.
     """
-    if wrong.empty or not _everywhere(wrong, trace) or not _undirected(wrong):
+    if wrong.empty or not _undirected(wrong):
         return ""
-    for name in sorted(ROUNDING, key=ROUNDING.__getitem__):
-        if ROUNDING[name] > ROUNDING[dtype] and wrong["error"].max() <= TIMES_FLOOR * ROUNDING[name]:
+    types = [name for name in sorted(ROUNDING, key=ROUNDING.__getitem__) if ROUNDING[name] > ROUNDING[dtype]]
+    if _of_logits(wrong):
+        return next((name for name in types if wrong["error"].max() <= ROUNDING[name] and held(name)), "")
+    for name in types if _everywhere(wrong, trace) else ():
+        if wrong["error"].max() <= TIMES_FLOOR * ROUNDING[name]:
             sound = rounded(name)
             if not math.isfinite(sound.logits_off):
                 continue  # it overflows in this type, which says nothing
@@ -52,6 +64,11 @@ def _everywhere(wrong: pd.DataFrame, trace: Trace) -> bool:
     where = {*wrong["module"]}
     same_kind = {*kinds.index[kinds.isin({kinds.get(module) for module in where})]}
     return same_kind == where and len(where) > 1
+
+
+def _of_logits(wrong: pd.DataFrame) -> bool:
+    """Whether only what the model gives at last is rounded, as services do with logits."""
+    return {*wrong["at"]} == {""} and {*wrong["role"]} == {"out"}
 
 
 def _undirected(wrong: pd.DataFrame) -> bool:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -22,9 +23,9 @@ from torch import nn
 from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
-from specnb.divergence.ladder import GROWN, ROUNDING
+from specnb.divergence.ladder import GROWN, LARGE, ROUNDING, TIMES_FLOOR
 from specnb.divergence.local_offset import explained
-from specnb.divergence.logits import comparable, off, text_logits
+from specnb.divergence.logits import comparable, held_by, off, text_logits
 from specnb.divergence.ownership import Before
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
@@ -145,7 +146,7 @@ class Lab:
         self.sound: list[Along] = []
         """The pristine copy's runs: fed as the script has it, and in blocks."""
         self.sound_logits: list[tuple[torch.Tensor, ...]] = []
-        self.floor = self._floors()
+        self.floor, self.unsteady = self._floors()
 
     def fitting(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of these set-ups that can be run: without a target none beside it."""
@@ -187,7 +188,8 @@ class Lab:
         """How far the logits of set-ups are from sound ones at most (relative L2), and how far rounding takes them."""
         far = (self._logits_off(one.logits, one.setup) for one in outcomes)
         apart = off(*(self._sound_logits(in_blocks) for in_blocks in (False, True)))
-        return max(far, default=0.0), GROWN * max(apart, ROUNDING[self.dtype])
+        usual = max(apart, ROUNDING[self.dtype])
+        return max(far, default=0.0), min(GROWN * usual, max(LARGE, TIMES_FLOOR * usual))
 
     def first_nan(self) -> tuple[str, int] | None:
         """The module that gives NaN first in the pristine copy, and at which position; None where none does."""
@@ -217,7 +219,8 @@ class Lab:
             errors = local.local_errors(self.reference, along).groupby(list(local.WHICH))["error"].max()
             return Rounded(errors, self._logits_off(found, setup))
 
-        return coarser(wrong, self._logits_off(logits, setup), trace, self.dtype, rounded)
+        held = partial(held_by, logits)
+        return coarser(wrong, self._logits_off(logits, setup), trace, self.dtype, rounded=rounded, held=held)
 
     def _neighbour(self, setup: SetUp) -> nn.Module | None:
         if setup.beside == "target" and self.target is None:
@@ -246,15 +249,15 @@ class Lab:
         with nullcontext() if builder is None else builder.paused():
             neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
 
-    def _floors(self) -> pd.Series:
-        """How far sound runs are from the replay."""
+    def _floors(self) -> tuple[pd.Series, pd.Series]:
+        """How far sound runs are from the replay, and those of which that says nothing."""
         sound = []
         for script in (self.script, self.blocks):
             logits, along = _captured(self.reference, script)
             self.sound_logits.append(logits)
             self.sound.append(along)
             sound.append(local.local_errors(self.reference, along))
-        return local.floors(sound, self.dtype)
+        return local.floors(sound, self.dtype), local.unsteady(sound)
 
 
 def _captured(model: nn.Module, script: Script) -> tuple[tuple[torch.Tensor, ...], Along]:

@@ -55,6 +55,7 @@ class TraceBuilder:
         self._params: list[dict[str, Any]] = []
         self._arrays: dict[str, np.ndarray] = {}
         self._calls: Counter[str] = Counter()
+        self._axes: dict[tuple[str, int, str, str], int] = {}
         self._order = 0
         self._step: Step | None = None
         self._waiting: dict[tuple, _Waiting] = {}
@@ -130,7 +131,7 @@ class TraceBuilder:
 
     def _written(self, key: int, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
         shape, step = tuple(tensor.shape), self._step
-        axis = step.token_axis(role, name, shape)
+        axis = self._axis(frame, role, name, tensor)
         self._tensors.append(
             {
                 "row": key,
@@ -154,6 +155,17 @@ class TraceBuilder:
         if self._full(frame.module, role, name):
             self._arrays[f"{key}.full"] = _array(tensor)
         self._wait(key, tensor, axis)
+
+    def _axis(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> int:
+        """Which axis counts tokens: where the shape does not tell, the one it was in other steps."""
+        step, shape, place = self._step, tuple(tensor.shape), (frame.module, frame.call, role, name)
+        if step.ambiguous(role, shape):
+            outer = 1 if tensor.stride(1) >= tensor.stride(2) else 2  # heads are cut out of each token's features
+            return self._axes.get(place, outer)
+        axis = step.token_axis(role, name, shape)
+        if len(shape) == 4:
+            self._axes[place] = axis
+        return axis
 
     def _wait(self, key: int, tensor: torch.Tensor, axis: int) -> None:
         """An output is mostly the next module's input: measured once, if every bit is still what it was.

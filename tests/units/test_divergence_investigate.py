@@ -274,36 +274,6 @@ def test_a_service_that_makes_logits_of_last_tokens_alone_is_judged_like_any_oth
     assert wrong.verdict == "DIVERGENT" and wrong.first.module == "lm_head" and wrong.causes[0].name == "HEAD"
 
 
-@contextmanager
-def logits_as(draft, change):
-    original = draft.forward
-
-    def forward(*args, **kwargs):
-        out = original(*args, **kwargs)
-        out.logits = change(out.logits)
-        return out
-
-    draft.forward = forward
-    try:
-        yield
-    finally:
-        del draft.forward
-
-
-def test_logits_in_a_wider_type_are_the_same_logits():
-    draft = sparse().to(torch.bfloat16)
-    found = investigate(draft, deploy=lambda draft, _: logits_as(draft, torch.Tensor.float), setups=["S0", "S0w"])
-    assert found.verdict == "SOUND" and found.inert and found.repeats
-
-
-def test_logits_of_another_vocabulary_are_refused_with_both_sizes(lab):
-    def padded(draft, neighbour):
-        return logits_as(draft, lambda logits: torch.nn.functional.pad(logits, (0, 3)))
-
-    with pytest.raises(InputError, match=r"logits of 259 tokens, as it was loaded of 256"):
-        judge(lab, deploy=padded, setups=["S0"])
-
-
 def test_logits_that_are_far_off_are_not_sound_though_no_module_is_wrong(lab):
     blind = copy.copy(lab)
     blind.floor = lab.floor * 1e9

@@ -110,7 +110,8 @@ def test_a_type_in_which_the_sound_copy_overflows_excuses_nothing(lab):
     wrong = local.beyond(scaled.errors, lab.floor, lab.script).assign(error=1e-3)
     errors = lab.floor.rename("errors") * 0 + float("inf")
     sound = {"float16": Rounded(errors, float("inf")), "bfloat16": Rounded(errors * 0, 0.0)}
-    assert coarser(wrong, 0.9, scaled.trace, "float32", sound.get) == ""
+    options = {"rounded": sound.get, "held": lambda name: False}
+    assert coarser(wrong, 0.9, scaled.trace, "float32", **options) == ""
 
 
 def test_logits_of_no_position_in_common_are_not_off():

@@ -49,6 +49,10 @@ class Step:
         last = self.flat and len(shape) == 2 and shape[0] == 1  # of a prompt, the head is given the last token only
         return 0 if last or (shape and shape[0] == self.batch * self.length) else -1
 
+    def ambiguous(self, role: str, shape: tuple[int, ...]) -> bool:
+        """Whether the shape does not tell: as many heads as tokens, and either may come first."""
+        return role != "state" and len(shape) == 4 and shape[1] == shape[2] == self.length
+
     def first_position(self, role: str, axis: int, shape: tuple[int, ...]) -> int:
         """Position of the first token on `axis`: caches and fewer tokens end with the step's last. 0 where none is."""
         if axis < 0:

@@ -1,0 +1,302 @@
+"""Services with faults that nobody planted in the package, and sound ones that look odd, on drafts of other makers."""
+
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specnb.divergence.investigate import investigate, judge, made_up
+from specnb.divergence.ownership import Before
+from specnb.divergence.planted.fault import forward_replaced, replaced
+from specnb.divergence.setups import NEIGHBOUR, OWN
+from specnb.errors import InputError
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA4 = {
+    "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 8,
+    "intermediate_size_mlp": 48, "no_rope_layers": [1, 0],
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 16, "rope_theta": 1e4,
+}  # fmt: skip
+DOWN = "layers.1.mlp.down_proj"
+
+
+def made(kind, seed=0, **options):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | options)).eval()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=draw) * (0.2 if weight.ndim > 1 else 1))
+    return model
+
+
+@pytest.fixture(scope="module")
+def draft():
+    return made("qwen2")
+
+
+def target():
+    return made("qwen2", seed=5)
+
+
+def down(model):
+    return model.get_submodule(f"model.{DOWN}")
+
+
+def hands_out_parameters(draft, neighbour):
+    """The very objects of the neighbour, as a registry by position hands them out."""
+    return swapped(down(draft), "weight", down(neighbour).weight)
+
+
+def hands_out_modules(draft, neighbour):
+    return swapped(draft.model.layers[1].mlp, "down_proj", down(neighbour))
+
+
+@contextmanager
+def swapped(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def copies_values(draft, neighbour):
+    weight = down(draft).weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(down(neighbour).weight)
+        try:
+            yield
+        finally:
+            weight.copy_(before)
+
+
+@pytest.mark.parametrize("service", [hands_out_parameters, hands_out_modules, copies_values])
+def test_a_neighbours_weights_that_became_the_drafts_own_are_the_neighbours(draft, service):
+    def deploy(draft, neighbour):
+        return ExitStack() if neighbour is None else service(draft, neighbour)
+
+    found = investigate(draft, target(), deploy=deploy, setups=["S0", "S1", "S2", "S3"])
+    assert found.first.module == DOWN and found.cause_known and found.causes[0].name == "IDENTITY"
+    assert f"neighbour:model.{DOWN}.weight" in found.line and "S0 S1 clean; S2 S3 wrong" in found.line
+    assert (found.setups().query("setup in ['S2', 'S3']")["foreign"] == 1).all()
+
+
+def test_values_that_anybody_may_have_are_nobodys(draft):
+    """A bias that is lost is zeros, and so may a neighbour's be: that does not make it the neighbour's."""
+    neighbour = target()
+    bias = draft.model.layers[1].self_attn.k_proj.bias
+    with torch.no_grad(), ExitStack() as until:
+        neighbour.model.layers[1].self_attn.k_proj.bias.zero_()
+        until.callback(bias.copy_, bias.clone())
+        found = investigate(draft, neighbour, deploy=lambda draft, _: swapped(bias, "data", torch.zeros_like(bias)))
+    assert found.first.module == "layers.1.self_attn.k_proj"
+    assert found.causes[0].name == "WEIGHTS" and not found.setups()["foreign"].any()
+
+
+def test_parameters_that_both_have_had_from_the_beginning_are_the_drafts():
+    draft, shared = made("qwen2"), target()
+    draft.lm_head = shared.lm_head
+    draft.model.embed_tokens = shared.model.embed_tokens
+    before = Before(draft, shared, meant={}, own=OWN, other=NEIGHBOUR)
+    assert not {"lm_head.weight", "model.embed_tokens.weight"} & {*before._theirs}
+    found = investigate(draft, shared)
+    assert found.verdict == "SOUND" and found.coverage.complete, found.line
+
+
+def test_positions_as_complex_numbers_are_compared_like_others():
+    draft = made("llama4_text", **LLAMA4)
+    assert investigate(draft, setups=["S0", "S0w"]).verdict == "SOUND"
+
+    def conjugated(draft, neighbour):
+        return forward_replaced(draft.model.rotary_emb, lambda original, *args: original(*args).conj())
+
+    def turned(draft, neighbour):
+        """As if all positions were three further."""
+        angle = 3 * draft.model.rotary_emb.inv_freq
+        turn = torch.polar(torch.ones_like(angle), angle)
+        return forward_replaced(draft.model.rotary_emb, lambda original, *args: original(*args) * turn)
+
+    found = investigate(draft, deploy=conjugated, setups=["S0"])
+    assert found.first.module == "rotary_emb" and found.causes[0].name == "POSITION"
+    offset = investigate(draft, deploy=turned, setups=["S0"])
+    assert offset.verdict == "PRECISION_ONLY" and "one number off" in offset.line
+
+
+@contextmanager
+def rows_of_one_head(draft, neighbour):
+    """The keys' norm forgets one head where as many tokens are fed as there are heads."""
+    norm = draft.model.layers[1].self_attn.k_norm
+
+    def forgetful(original, x):
+        out = original(x)
+        return out * torch.tensor([0.0, 1.0]).view(1, 2, 1, 1) if x.shape[2] == 2 else out
+
+    with forward_replaced(norm, forgetful):
+        yield
+
+
+@pytest.mark.parametrize("prompt", [2, 12])
+def test_as_many_tokens_as_heads_are_told_apart(prompt):
+    """Gemma normalises (sequences, heads, tokens, features), and nothing but other steps says which axis is which."""
+    draft = made("gemma3_text", head_dim=8, sliding_window=8)
+    script = made_up(draft, prompt=prompt, tokens=22, k=1)  # in blocks of five the last has two
+    sound = investigate(draft, script=script, setups=["S0", "S0w"])
+    assert sound.verdict == "SOUND" and not any("k_norm" in one for one in sound.coverage.left_out), sound.line
+    found = investigate(draft, script=script, deploy=rows_of_one_head, setups=["S0"])
+    assert found.first.module == "layers.1.self_attn.k_norm", found.line
+
+
+def test_what_sound_runs_do_not_agree_on_is_not_called_sound():
+    """Angles that depend on how many tokens are fed at once: any others would pass."""
+    draft = made("phi3", original_max_position_embeddings=16, rope_parameters=LONGROPE)
+
+    def rolled(draft, neighbour):
+        return forward_replaced(
+            draft.model.rotary_emb, lambda f, *args, **options: tuple(x.roll(1, -1) for x in f(*args, **options))
+        )
+
+    for deploy in (rolled, None):
+        found = investigate(draft, deploy=deploy, setups=["S0"])
+        assert found.verdict == "INCONCLUSIVE", found.line
+        assert "rotary_emb is" in found.reason and "give a shorter text" in found.reason
+
+
+@contextmanager
+def beside_another_row(draft, neighbour):
+    """Gate and up exchanged, in a batch of two."""
+    original, mlp = draft.forward, draft.model.layers[1].mlp
+    gate, up = mlp.gate_proj, mlp.up_proj
+
+    def forward(input_ids, **options):
+        out = original(input_ids=input_ids.repeat(2, 1), **options)
+        out.logits = out.logits[:1]
+        return out
+
+    with replaced(draft, "forward", forward), swapped(mlp, "gate_proj", up), swapped(mlp, "up_proj", gate):
+        yield
+
+
+def test_a_model_of_which_nothing_inside_was_compared_has_no_known_cause(draft):
+    found = investigate(draft, deploy=beside_another_row, setups=["S0"])
+    assert found.verdict == "DIVERGENT" and not found.cause_known
+    assert f"the model itself or in one of {len(found.hidden)} modules that could not be compared" in found.line
+    assert "no parameters" not in found.line
+    with swapped(draft.model.layers[1].mlp, "act_fn", nn.SiLU()):
+        assert "one row, whole and unpadded" in investigate(draft, deploy=two_rows, setups=["S0"]).reason
+
+
+@contextmanager
+def two_rows(draft, neighbour):
+    original = draft.forward
+
+    def forward(input_ids, **options):
+        out = original(input_ids=input_ids.repeat(2, 1), **options)
+        out.logits = out.logits[:1]
+        return out
+
+    with replaced(draft, "forward", forward):
+        yield
+
+
+@contextmanager
+def logits_as(draft, change):
+    original = draft.forward
+
+    def forward(*args, **kwargs):
+        out = original(*args, **kwargs)
+        out.logits = change(out.logits)
+        return out
+
+    with replaced(draft, "forward", forward):
+        yield
+
+
+def test_logits_that_are_rounded_at_last_are_rounding_and_others_are_not(draft):
+    def verdict(change):
+        return investigate(draft, deploy=lambda draft, _: logits_as(draft, change), setups=["S0"]).verdict
+
+    noise = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    assert verdict(torch.Tensor.bfloat16) == verdict(lambda x: x.half().float()) == "PRECISION_ONLY"
+    assert verdict(lambda x: x * (1 + 1e-3 * noise)) == "DIVERGENT"  # as small, and no rounding
+
+
+def test_logits_in_a_wider_type_are_the_same_logits(draft):
+    half = made("qwen2").to(torch.bfloat16)
+    found = investigate(half, deploy=lambda draft, _: logits_as(draft, torch.Tensor.float), setups=["S0", "S0w"])
+    assert found.verdict == "SOUND" and found.inert and found.repeats
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda x: nn.functional.pad(x, (0, 3)), r"logits of 67 tokens, as it was loaded of 64"),
+        (lambda x: x[0], r"logits \(1, 64\): let the service give \(sequences, tokens, vocabulary\)"),
+    ],
+)
+def test_logits_of_another_form_are_refused(draft, change, told):
+    with pytest.raises(InputError, match=told):
+        investigate(draft, deploy=lambda draft, _: logits_as(draft, change), setups=["S0"])
+
+
+@contextmanager
+def other_frequencies(draft, neighbour):
+    inv_freq = draft.model.rotary_emb.inv_freq
+    before = inv_freq.clone()
+    inv_freq.copy_(before**0.5)
+    try:
+        yield
+    finally:
+        inv_freq.copy_(before)
+
+
+def longer_angles(draft, neighbour):
+    return replaced(draft.model.rotary_emb, "attention_scaling", 1.1)
+
+
+@contextmanager
+def counts_on_after_a_rejection(draft, neighbour):
+    """Positions are one too far from the first rejection on."""
+    original, most, late = draft.forward, 0, 0
+
+    def forward(input_ids, past_key_values=None, **options):
+        nonlocal most, late
+        held = 0 if past_key_values is None else past_key_values.get_seq_length()
+        late = 0 if past_key_values is None else late or int(held < most)
+        most = held + input_ids.shape[1]
+        ids = torch.arange(held, most)[None] + late
+        return original(input_ids=input_ids, past_key_values=past_key_values, position_ids=ids, **options)
+
+    with replaced(draft, "forward", forward):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("deploy", "cause"),
+    [(other_frequencies, "POSITION"), (longer_angles, "COMPUTATION"), (counts_on_after_a_rejection, "POSITION")],
+)
+def test_wrong_angles_wrong_lengths_and_wrong_positions_are_told_apart(draft, deploy, cause):
+    found = investigate(draft, deploy=deploy)
+    assert "rotary_emb" in found.line and found.causes[0].name == cause and found.cause_known
+
+
+def test_a_draft_in_training_mode_is_told_so():
+    draft = made("gpt2", n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    draft.train()
+    found = investigate(draft, setups=["S0"])
+    assert found.verdict == "DIVERGENT" and "differs from run to run (it is in training mode" in found.line
+
+
+def test_a_lab_is_told_of_positions_that_nobody_judged(divergence_lab):
+    assert divergence_lab.unsteady.empty
+    assert judge(divergence_lab, setups=("S0",)).verdict == "SOUND"
