@@ -99,8 +99,8 @@ def _computation(case: Case) -> Iterator[Sign]:
         yield Sign(-4, "alone, by the same code, it is right")
     if case.bare:
         yield Sign(3, "it has no parameters: wrong is what it does")
-    elif case.unchanged:
-        # a scale of weights need not be a parameter; angles have none
+    elif case.unchanged and (case.factor is not None or not case.turning):  # other angles are POSITION's
+        # a scale of weights need not be a parameter; that of cosines and sines is none
         weight = 3 if case.factor is None or case.turning else 1
         yield Sign(weight, "its parameters were read as they should be, its output is another")
     if case.attending and case.cached.get("values"):

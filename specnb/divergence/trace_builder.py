@@ -26,7 +26,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Frame:
-    """A call of a module that is running; `autocast`: the types by device that it was called under."""
+    """A call of a module that is running; `autocast`: the types by device that it was called under; `axes`: which axis
+    of these shapes counts tokens, where they do not tell."""
 
     module: str
     kind: str
@@ -34,6 +35,7 @@ class Frame:
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
     call: int = 0
     params: set[int] = field(default_factory=set)
+    axes: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 @dataclass
@@ -157,11 +159,11 @@ class TraceBuilder:
         self._wait(key, tensor, axis)
 
     def _axis(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> int:
-        """Which axis counts tokens: where the shape does not tell, the one it was in other steps."""
+        """Which axis counts tokens: where the shape does not tell, the one it was in other steps, or in the inputs."""
         step, shape, place = self._step, tuple(tensor.shape), (frame.module, frame.call, role, name)
         if step.ambiguous(role, shape):
             outer = 1 if tensor.stride(1) >= tensor.stride(2) else 2  # heads are cut out of each token's features
-            return self._axes.get(place, outer)
+            return frame.axes.setdefault(shape, self._axes.get(place, outer))
         axis = step.token_axis(role, name, shape)
         if len(shape) == 4:
             self._axes[place] = axis

@@ -223,7 +223,7 @@ class HfModel(GoesBack):
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:
-            raise InputError(f"{self.name} was opened without a tokenizer: pass token ids")
+            raise InputError(f"{self.name} was opened without a tokenizer: put it into the folder, or pass token ids")
         try:
             return self._tokenizer(text, add_special_tokens=special, split_special_tokens=not special).input_ids
         except TypeError as error:  # what the tokenizers library raises for half a surrogate pair

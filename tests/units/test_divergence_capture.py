@@ -499,6 +499,25 @@ def test_the_token_axis_is_found_in_the_known_layouts(shape, axis):
     assert Step(0, 2, 5, 0, []).token_axis("in", "x", shape) == axis
 
 
+class Heads(nn.Module):
+    """Two heads of a token's features, before or behind the tokens."""
+
+    def __init__(self, transposed):
+        super().__init__()
+        self.norm, self.transposed = nn.LayerNorm(3), transposed
+
+    def forward(self, hidden_states):
+        heads = hidden_states.view(1, -1, 2, 3)
+        return self.norm(heads.transpose(1, 2) if self.transposed else heads)
+
+
+@pytest.mark.parametrize(("transposed", "axis"), [(True, 2), (False, 1)])
+@pytest.mark.parametrize("lengths", [(2,), (5, 2), (2, 5, 1)])
+def test_as_many_heads_as_tokens_are_no_tokens(transposed, axis, lengths):
+    trace = traced(Heads(transposed), lambda model: [model(torch.randn(1, n, 6)) for n in lengths])
+    assert trace.rows(module="norm")["token_axis"].tolist() == [axis] * 2 * len(lengths)
+
+
 def test_statistics_are_of_what_was_seen():
     model, x = nn.Linear(3, 2), torch.tensor([[1.0, math.nan, 3.0], [math.inf, 5.0, 6.0]])
     row = traced(model, lambda m: m(x)).rows(role="in").iloc[0]

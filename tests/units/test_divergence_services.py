@@ -153,7 +153,7 @@ def test_as_many_tokens_as_heads_are_told_apart(prompt):
     script = made_up(draft, prompt=prompt, tokens=22, k=1)  # in blocks of five the last has two
     sound = investigate(draft, script=script, setups=["S0", "S0w"])
     assert sound.verdict == "SOUND" and not any("k_norm" in one for one in sound.coverage.left_out), sound.line
-    found = investigate(draft, script=script, deploy=rows_of_one_head, setups=["S0"])
+    found = investigate(draft, script=script, deploy=rows_of_one_head, setups=["S0", "S0w"])
     assert found.first.module == "layers.1.self_attn.k_norm", found.line
 
 
