@@ -220,4 +220,5 @@ def _facts(lab: Lab, seconds: float) -> dict[str, Any]:
         "tokens": len(script.text),
         "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
         "taken_back": sum(feed.forget for feed in script.feeds), "seconds": seconds, "training": lab.draft.training,
+        "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
     }  # fmt: skip

@@ -35,10 +35,10 @@ class Before:
         params, objects = trace.params, {id(tensor): path for path, tensor in self._theirs.items()}
         ours = params["owner"] == self._own
         changed = ours & (params["digest"] != params["owner_path"].map(self._meant)) & (params["digest"] != "")
-        paths = params["object_id"].where(ours).map(objects)
+        paths = params["object_id"].map(objects).where(ours)
         if (unknown := changed & paths.isna()).any():
             content = self._by_content({*params.loc[unknown, "owner_path"]})
-            paths = paths.fillna(params["digest"].where(unknown).map(content))
+            paths = paths.fillna(params["digest"].map(content).where(unknown))
         found = paths.notna()
         told = params.assign(
             owner=params["owner"].mask(found, self._other), owner_path=params["owner_path"].mask(found, paths)

@@ -108,6 +108,7 @@ def _not_seen(found: "Investigation") -> str:
     said += [f"ran and not compared: {', '.join(coverage.uncompared)}"] if coverage.uncompared else []
     held = ", ".join(coverage.with_holder)
     said += [f"compared with the module that holds them only: {held}"] if held else []
+    said += [f"sound runs are too far apart to judge it: {', '.join(facts['unsteady'])}"] if facts["unsteady"] else []
     said += [f"not readable: {', '.join(coverage.unread)}"] if coverage.unread else []
     said += [f"{LEFT_OUT}: {', '.join(coverage.left_out)}"] if coverage.left_out else []
     not_run = found.setups().query("verdict == 'not run'")["setup"].tolist()

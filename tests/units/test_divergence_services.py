@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specnb.divergence import report
 from specnb.divergence.investigate import investigate, judge, made_up
 from specnb.divergence.ownership import Before
 from specnb.divergence.planted.fault import forward_replaced, replaced
@@ -170,6 +171,7 @@ def test_what_sound_runs_do_not_agree_on_is_not_called_sound():
         found = investigate(draft, deploy=deploy, setups=["S0"])
         assert found.verdict == "INCONCLUSIVE", found.line
         assert "rotary_emb is" in found.reason and "give a shorter text" in found.reason
+        assert "too far apart to judge it: rotary_emb" in report.text(found)
 
 
 @contextmanager
