@@ -270,24 +270,14 @@ def _reported(
 
 
 def _published_alarms(complain: Callable[[object], None]) -> tuple[int, int] | None:
-    """Of the score that is in the checkout: false alarms of the lab, and controls. None where it cannot be read."""
-    from specnb.divergence.grading.rows import LAB
-    from specnb.divergence.score import Score
-    from specnb.divergence.study import published
+    """False alarms and controls of the score in the checkout; without one that can be read the verdict stands, too."""
+    from specnb.divergence.study import published_alarms
 
-    try:  # whatever the file is, the verdict is not lost for it
-        path = published()
-        if not path.exists():
-            return None
-        tools = Score.load(path).by_tool().set_index("tool")
+    try:
+        return published_alarms()
     except InputError as error:
         complain(error)
         return None
-    if LAB not in tools.index:
-        complain(f"{path} has no rows of the lab: false alarms are not told; make it again with divergence score --out")
-        return None
-    lab = tools.loc[LAB]
-    return int(lab["alarms"]), int(lab["controls"])
 
 
 def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:

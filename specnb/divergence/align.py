@@ -7,7 +7,7 @@ and behind, so what counts is what was fed last.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -120,8 +120,8 @@ class Laid:
         size, source = np.zeros(sketch.shape[:2], np.float32), np.full(len(positions), -1, np.int64)
         parts: list[tuple[np.ndarray, np.ndarray | None]] = []
         kinds = set()
-        if len({row.axis for row in self.rows[key] if len(row.shape) == 4}) > 1:
-            return None  # of as many tokens as heads one was taken for the other
+        if _mistaken(self.rows[key]):
+            return None
         for row in self.rows[key]:
             cut = self._cut(row, key.role)
             if cut is None:
@@ -258,6 +258,12 @@ def _held(steps: Mapping[int, Mapping[str, Any]], batch: int) -> dict[int, tuple
             known = whole or (batch == 1 and i < len(ids))
             held[first + i] = (number, [ids[row * length + i] if known else UNKNOWN for row in range(batch)])
     return held
+
+
+def _mistaken(rows: Sequence[Row]) -> bool:
+    """Whether of as many tokens as heads one was taken for the other: other steps have another axis."""
+    several = [row for row in rows if len(row.shape) == 4 and row.shape[1:3] != (1, 1)]
+    return len({row.axis for row in several}) > 1
 
 
 def _index(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from specnb.divergence.offline.offset import turned
 from specnb.divergence.offline.reads import reads
 from specnb.divergence.offline.result import Comparison, Node, named
 from specnb.divergence.offline.shape import fork_shape, shape
-from specnb.divergence.offline.texts import counted_alike
+from specnb.divergence.offline.texts import Together, counted_alike
 from specnb.divergence.offline.verdict import verdict as judged
 from specnb.divergence.offline.walk import Plan, harmless, walk
 from specnb.divergence.trace import Trace
@@ -52,7 +52,7 @@ def compare(
     _check_common(ours, theirs)
     theirs, drift = counted_alike(ours, theirs)
     apart = Apart.of(ours, theirs)
-    pairs = [_pair(one, ours, rename, apart.where.positions) for one in sound]
+    pairs = [_pair(one, ours, rename, apart.where) for one in sound]
     usual = floors(pairs, {key: apart.limit(key) for key in apart.errors})
     floor = usual.before
     exact = None if precise is None else _laid(precise, "precise", rename)
@@ -130,15 +130,16 @@ def _check_common(ours: Laid, theirs: Laid) -> None:
         )
 
 
-def _pair(one: Trace | tuple[Trace, Trace], ours: Laid, rename: Mapping[str, str] | None, judged: np.ndarray) -> Apart:
-    """A sound run beside another; it must show the rounding of all positions that are `judged`."""
+def _pair(one: Trace | tuple[Trace, Trace], ours: Laid, rename: Mapping[str, str] | None, judged: Together) -> Apart:
+    """A sound run beside another; it must show the rounding of all sequences and positions that are `judged`."""
     first, second = (ours, one) if isinstance(one, Trace) else one
     laid = [each if isinstance(each, Laid) else _laid(each, "sound", rename) for each in (first, second)]
     apart = Apart.of(*laid)
     if not apart.errors or not len(apart.where.positions):
         raise InputError("a sound trace has nothing in common with the reference: give runs of the same text")
-    if apart.where.strangers or len(missing := np.setdiff1d(judged, apart.where.positions)):
-        what = f"no position {missing[0]}" if not apart.where.strangers else "not all sequences"
+    whole = {*judged.ours} <= {*apart.where.ours} if isinstance(one, Trace) else not apart.where.strangers
+    if not whole or len(missing := np.setdiff1d(judged.positions, apart.where.positions)):
+        what = f"no position {missing[0]}" if whole else "not all sequences"
         raise InputError(
             f"a sound trace has {what} of the text that is compared: its rounding would stand in for that of tokens it "
             "never saw; give runs of the same text"

@@ -189,7 +189,7 @@ def _doubt(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool)
         at, floor = lab.unsteady.index[0][0], lab.unsteady.iloc[0]
         return (
             f"nothing that could be judged is wrong, but in sound runs {at or 'the model itself'} is {floor:.2g} off "
-            "where more or fewer tokens are fed at once: give a shorter text"
+            "where more or fewer tokens are fed at once: give a shorter text, or float32"
         )
     if not repeats:
         mode = f" ({TRAINING})" if lab.draft.training else ""

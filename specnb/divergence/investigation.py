@@ -85,9 +85,11 @@ class Investigation:
     @property
     def hidden(self) -> list[str]:
         """Modules inside the first that could not be compared: it may be one of them that is wrong."""
-        holder = self.first.module if self.first else None
-        inner = f"{holder}." if holder else ""
-        return [] if holder is None else [one for one in self.coverage.uncompared if one.startswith(inner)]
+        first = self.first
+        if first is None or (first.at == "" and first.role == "in"):  # what the model was fed, no module made
+            return []
+        inner = f"{first.module}." if first.module else ""
+        return [one for one in self.coverage.uncompared if one and one.startswith(inner)]
 
     @property
     def cause_known(self) -> bool:

@@ -60,12 +60,17 @@ def floors(sound: Sequence[pd.DataFrame], dtype: str) -> pd.Series:
     return together.groupby(list(WHICH))["error"].max().clip(lower=ROUNDING[dtype]).rename("floor")
 
 
-def unsteady(sound: Sequence[pd.DataFrame]) -> pd.Series:
+def unsteady(sound: Sequence[pd.DataFrame], routers: Iterable[str]) -> pd.Series:
     """The floors of tensors of which nothing can be said: sound runs differ so much that zeros in place of one would
-    pass. What rounds never does; what depends on how many tokens are fed at once (angles of a long context) may."""
+    pass. What rounds never does; what depends on how many tokens are fed at once (angles of a long context) may.
+
+    `routers` choose, and where two experts are as good they choose otherwise: no wonder, and their experts are judged
+    by what was chosen.
+    """
     together = pd.concat(sound, ignore_index=True)
-    errors = together[~together["discrete"].astype(bool)].groupby(list(WHICH))["error"].max()
-    return errors[(errors * TIMES_FLOOR >= 1) & np.isfinite(errors)]
+    judged = together[~together["discrete"].astype(bool) & ~together["at"].isin([*routers])]
+    errors = judged.groupby(list(WHICH))["error"].max()
+    return errors[errors * TIMES_FLOOR >= 1]
 
 
 def over_floor(errors: pd.DataFrame, floor: pd.Series) -> pd.DataFrame:
@@ -149,7 +154,7 @@ class _Replay:
             return None
         axis = self._along.axes[key]
         theirs = torch.from_numpy(np.moveaxis(found, 0, axis).copy())  # hooks and modules write into it
-        if theirs.shape != ours.shape:
+        if theirs.shape != ours.shape or theirs.is_complex() != ours.is_complex():
             return None
         if key in self._along.gaps:
             where = torch.from_numpy(self._along.gaps[key])

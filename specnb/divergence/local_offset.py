@@ -33,6 +33,8 @@ def one_offset(along: Along, sound: Along, module: str) -> bool:
     if any(one is None for one in turned):
         return False
     theirs, ours = turned
+    if theirs.shape != ours.shape:  # angles of more or fewer features
+        return False
     turn = theirs * ours.conj() / np.abs(ours) ** 2
     # of length 1, too: longer cosines and sines would scale every product of a query and a key
     off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())

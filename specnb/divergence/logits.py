@@ -12,20 +12,21 @@ from specnb.divergence.script import Script
 from specnb.errors import InputError
 
 
-def comparable(logits: Iterable[torch.Tensor], sound: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Those of each feed, `(tokens, vocab)`, on the device of a sound run's.
+def comparable(logits: Iterable[torch.Tensor], vocab: int) -> tuple[torch.Tensor, ...]:
+    """Those of each feed, `(tokens, vocab)`, in the CPU's memory.
 
     Raises InputError for logits of another form, or of another vocabulary.
     """
-    found = tuple(one.to(sound.device) for one in logits)
-    if flat := [tuple(one.shape) for one in found if one.ndim != 2]:
+    found = tuple(one.cpu() for one in logits)
+    if odd := [tuple(one.shape) for one in found if one.ndim != 2 or not len(one)]:
         raise InputError(
-            f"in service the draft gives logits {(1, *flat[0])}: let the service give (sequences, tokens, vocabulary)"
+            f"in service the draft gives a sequence logits of the shape {odd[0]}: let the service give (sequences, "
+            "tokens, vocabulary), of the last token at least"
         )
-    if other := {one.shape[-1] for one in found} - {sound.shape[-1]}:
+    if other := {one.shape[-1] for one in found} - {vocab}:
         raise InputError(
-            f"in service the draft gives logits of {min(other)} tokens, as it was loaded of {sound.shape[-1]}: let the "
-            "service give those of the draft's own vocabulary"
+            f"in service the draft gives logits of {min(other)} tokens, as it was loaded of {vocab}: let the service "
+            "give those of the draft's own vocabulary"
         )
     return found
 

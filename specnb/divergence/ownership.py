@@ -1,7 +1,8 @@
 """Whose parameters were read, by how things stood before the draft was put into service.
 
 A service that hands the draft another model's weights makes them the draft's own: they are its attributes then, and
-where their memory lies says nothing. What tells is which object was whose before, and whose values they are.
+where their memory lies says nothing. What tells is which object was whose before, and whose values they are; of values
+that the draft has somewhere itself, nothing.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from specnb.divergence.trace import Trace
-from specnb.divergence.tracing.at_use import Owned, Registry
+from specnb.divergence.tracing.at_use import Owned, Registry, version_of
 
 
 class Before:
@@ -28,6 +29,7 @@ class Before:
         shared = {id(tensor) for tensor in mine.values()}  # by both, as they were loaded: the draft's
         theirs = {} if neighbour is None else _named(neighbour)
         self._theirs = {path: tensor for path, tensor in theirs.items() if id(tensor) not in shared}
+        self._stamps = {path: _stamp(tensor) for path, tensor in self._theirs.items()}
         self._forms = {path: _form(tensor) for path, tensor in mine.items()}
 
     def told_apart(self, trace: Trace) -> Trace:
@@ -35,10 +37,10 @@ class Before:
         params, objects = trace.params, {id(tensor): path for path, tensor in self._theirs.items()}
         ours = params["owner"] == self._own
         changed = ours & (params["digest"] != params["owner_path"].map(self._meant)) & (params["digest"] != "")
-        paths = params["object_id"].map(objects).where(ours)
+        paths = params["object_id"].map(objects).astype(object).where(ours)
         if (unknown := changed & paths.isna()).any():
             content = self._by_content({*params.loc[unknown, "owner_path"]})
-            paths = paths.fillna(params["digest"].map(content).where(unknown))
+            paths = paths.fillna(params["digest"].map(content).astype(object).where(unknown))
         found = paths.notna()
         told = params.assign(
             owner=params["owner"].mask(found, self._other), owner_path=params["owner_path"].mask(found, paths)
@@ -46,10 +48,17 @@ class Before:
         return replace(trace, params=told)
 
     def _by_content(self, paths: set[str]) -> dict[str, str]:
-        """The neighbour's parameters by their digest, of the form of these of the draft's."""
-        forms, registry = {self._forms.get(path) for path in paths}, Registry({})
-        alike = {path: tensor for path, tensor in self._theirs.items() if _form(tensor) in forms and _telling(tensor)}
-        return {registry.digest(Owned(self._other, path, tensor)): path for path, tensor in alike.items()}
+        """The neighbour's parameters by their digest, of the form of these of the draft's.
+
+        Without those that were changed since, and values that are nobody's, or the draft's as well.
+        """
+        forms, registry, own = {self._forms.get(path) for path in paths}, Registry({}), {*self._meant.values()}
+        alike = {
+            registry.digest(Owned(self._other, path, tensor)): path
+            for path, tensor in self._theirs.items()
+            if _form(tensor) in forms and _stamp(tensor) == self._stamps[path] and _telling(tensor)
+        }
+        return {digest: path for digest, path in alike.items() if digest not in own}
 
 
 def _named(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -60,9 +69,18 @@ def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _telling(tensor: torch.Tensor) -> bool:
-    """Whether it has more than one value: all zeros, or ones, are nobody's."""
+def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes when torch writes into it, or its memory is exchanged."""
     try:
-        return bool((tensor != tensor.flatten()[:1]).any())
-    except (RuntimeError, NotImplementedError):  # a wrapper without values of its own, or on meta
+        return version_of(tensor), tensor.data_ptr()
+    except RuntimeError:  # a wrapper without memory of its own
+        return version_of(tensor), 0
+
+
+def _telling(tensor: torch.Tensor) -> bool:
+    """Whether it has more than one value: all zeros, or ones, are nobody's. Told by bytes: some types know no `!=`."""
+    try:
+        values = tensor.detach().flatten().view(torch.uint8).view(-1, tensor.element_size())
+        return bool((values != values[:1]).any())
+    except (RuntimeError, TypeError, NotImplementedError):  # a wrapper, or on meta
         return False

@@ -67,7 +67,8 @@ def _everywhere(wrong: pd.DataFrame, trace: Trace) -> bool:
 
 
 def _of_logits(wrong: pd.DataFrame) -> bool:
-    """Whether only what the model gives at last is rounded, as services do with logits."""
+    """Whether only what the model gives at last is rounded, as services do with logits. A head that rounds is a module
+    like any other."""
     return {*wrong["at"]} == {""} and {*wrong["role"]} == {"out"}
 
 

@@ -204,7 +204,7 @@ class Lab:
         """Those of the draft in service, each feed after or before what its neighbour does, unseen by `builder`."""
         runs = neighbour is not None and setup.runs != "never"
         steps = {setup.runs: lambda feed: self._step(neighbour, builder)} if runs else {}
-        return comparable(run(self.draft, script, **steps), self.sound_logits[0][0])
+        return comparable(run(self.draft, script, **steps), self.sound_logits[0][0].shape[-1])
 
     def _sound_logits(self, in_blocks: bool) -> dict[int, torch.Tensor]:
         return text_logits(self.sound_logits[in_blocks], self.blocks if in_blocks else self.script)
@@ -254,10 +254,11 @@ class Lab:
         sound = []
         for script in (self.script, self.blocks):
             logits, along = _captured(self.reference, script)
-            self.sound_logits.append(logits)
+            self.sound_logits.append(tuple(one.cpu() for one in logits))
             self.sound.append(along)
             sound.append(local.local_errors(self.reference, along))
-        return local.floors(sound, self.dtype), local.unsteady(sound)
+        routers = [path for path, _ in find(self.reference).routers]
+        return local.floors(sound, self.dtype), local.unsteady(sound, routers)
 
 
 def _captured(model: nn.Module, script: Script) -> tuple[tuple[torch.Tensor, ...], Along]:

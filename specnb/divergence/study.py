@@ -11,6 +11,7 @@ from specnb.divergence import gallery as shown
 from specnb.divergence.deploy import planted
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.gallery import Gallery
+from specnb.divergence.grading.rows import LAB
 from specnb.divergence.grading.sampling import tried
 from specnb.divergence.investigate import judge, made_up
 from specnb.divergence.investigation import Investigation
@@ -18,6 +19,7 @@ from specnb.divergence.pair import Pair, pair
 from specnb.divergence.score import Score
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
+from specnb.errors import InputError
 from specnb.measure.experiment import Progress, silent
 from specnb.params import DivergenceParams
 from specnb.paths import project_dir
@@ -94,3 +96,18 @@ class Study:
 def published() -> Path:
     """Where the score of the whole grid lies in the checkout."""
     return project_dir() / "data" / "divergence" / "score.parquet"
+
+
+def published_alarms() -> tuple[int, int] | None:
+    """Of the score in the checkout: false alarms of the lab, and controls; None where there is none.
+
+    Raises InputError outside a checkout, and for a file that is no score of the lab.
+    """
+    path = published()
+    if not path.exists():
+        return None
+    tools = Score.load(path).by_tool().set_index("tool")
+    if LAB not in tools.index:
+        raise InputError(f"{path} has no rows of the lab: make it again (specnb divergence score --out)")
+    lab = tools.loc[LAB]
+    return int(lab["alarms"]), int(lab["controls"])

@@ -63,14 +63,14 @@ class TraceBuilder:
         self._waiting: dict[tuple, _Waiting] = {}
         self._bytes = 0
         self.listens = True
-        """Whether hooks and operations come to it."""
+        """Whether hooks come to it."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside is not written down: another model's forward, which may share modules with this one."""
+        """What runs inside is not written down: another torch model, which may share modules with this one."""
         listened, self.listens = self.listens, False
         try:
-            with unfollowed():
+            with unfollowed(self._registry):
                 yield
         finally:
             self.listens = listened
@@ -126,7 +126,8 @@ class TraceBuilder:
             self._written(key, frame, role, name, tensor)
         except BaseException:
             del self._tensors[key:]
-            self._arrays.pop(f"{key}.full", None)
+            for what in ("full", "tokens", "token_l2"):
+                self._arrays.pop(f"{key}.{what}", None)
             for waiting in self._waiting.values():
                 waiting.rows[:] = [row for row in waiting.rows if row < key]
             raise
@@ -159,11 +160,12 @@ class TraceBuilder:
         self._wait(key, tensor, axis)
 
     def _axis(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> int:
-        """Which axis counts tokens: where the shape does not tell, the one it was in other steps, or in the inputs."""
+        """Which axis counts tokens: where the shape does not tell, as in other steps, else as in the inputs."""
         step, shape, place = self._step, tuple(tensor.shape), (frame.module, frame.call, role, name)
         if step.ambiguous(role, shape):
             outer = 1 if tensor.stride(1) >= tensor.stride(2) else 2  # heads are cut out of each token's features
-            return frame.axes.setdefault(shape, self._axes.get(place, outer))
+            known = self._axes.get(place, frame.axes.get(shape, outer))
+            return frame.axes.setdefault(shape, known) if role == "in" else known
         axis = step.token_axis(role, name, shape)
         if len(shape) == 4:
             self._axes[place] = axis

@@ -518,6 +518,37 @@ def test_as_many_heads_as_tokens_are_no_tokens(transposed, axis, lengths):
     assert trace.rows(module="norm")["token_axis"].tolist() == [axis] * 2 * len(lengths)
 
 
+def test_heads_that_are_moved_are_counted_by_their_own_steps():
+    """In with heads first, out with tokens first, and then as many of both."""
+
+    class Moves(nn.Module):
+        def forward(self, x):
+            return x.transpose(1, 2)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.moves = Moves()
+
+        def forward(self, hidden_states):
+            return self.moves(hidden_states.view(1, -1, 2, 3).transpose(1, 2).contiguous())
+
+    trace = traced(Model(), lambda model: [model(torch.randn(1, n, 6)) for n in (5, 2)])
+    assert trace.rows(module="moves")["token_axis"].tolist() == [2, 1, 2, 1]
+
+
+def test_one_capture_that_is_paused_leaves_another_listening():
+    draft, target, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(1, 4)
+    with capture(draft) as mine, capture(target, tag="target") as theirs:
+        draft(x)
+        with mine.paused():
+            target(x)
+            draft(x)
+        draft(x)
+    assert mine.trace().tensors["step"].nunique() == 2 and mine.trace().params["owner_path"].nunique() == 2
+    assert {*theirs.trace().params["owner_path"]} == {"weight", "bias"}
+
+
 def test_statistics_are_of_what_was_seen():
     model, x = nn.Linear(3, 2), torch.tensor([[1.0, math.nan, 3.0], [math.inf, 5.0, 6.0]])
     row = traced(model, lambda m: m(x)).rows(role="in").iloc[0]

@@ -16,7 +16,7 @@ import torch
 
 from specnb.divergence import ladder
 from specnb.divergence import pair as small
-from specnb.divergence.align import Key, Laid
+from specnb.divergence.align import Key, Laid, Row, _mistaken
 from specnb.divergence.capture import capture
 from specnb.divergence.compare import compare
 from specnb.divergence.faults import FAULTS
@@ -26,7 +26,6 @@ from specnb.divergence.offline.result import Node, named
 from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, run
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
-from specnb.divergence.tracing.at_use import unfollowed
 from specnb.errors import InputError
 
 TEXT = np.random.default_rng(0).integers(0, 256, 18).tolist()
@@ -50,12 +49,12 @@ class Subject:
         with ExitStack() as planted:
             self.faults = [planted.enter_context(FAULTS[name](model, beside, **options)) for name in faults]
             builder = planted.enter_context(capture(model, known=known, full=full, at_use=at_use))
-            run(model, script, before=lambda feed: beside and self.step(beside))
+            run(model, script, before=lambda feed: beside and self.step(beside, builder))
         return builder.trace()
 
     @staticmethod
-    def step(beside):
-        with unfollowed():
+    def step(beside, builder):
+        with builder.paused():
             beside(torch.tensor([TEXT[:16]]))
 
 
@@ -177,8 +176,20 @@ def test_all_sequences_of_a_batch_must_be_in_a_sound_run(single):
         return builder.trace()
 
     mine, other, third = TEXT[:6], TEXT[6:12], TEXT[12:18]
+    for sound in ([mine, third], [mine]):
+        with pytest.raises(InputError, match="not all sequences of the text"):
+            compare(traced(mine, other), traced(mine, other), sound=[traced(*sound)])
     with pytest.raises(InputError, match="not all sequences of the text"):
-        compare(traced(mine, other), traced(mine, other), sound=[traced(mine, third)])
+        compare(traced(mine), traced(mine), sound=[(traced(mine, other), traced(mine, third))])
+    assert compare(traced(mine), traced(mine), sound=[traced(mine, third)]).verdict == "SOUND"
+
+
+def test_one_head_and_one_token_are_no_mistake(single):
+    """A step of one token and one head has the same numbers along either axis; of two each it has not."""
+    rows = [Row(i, i, i, shape, "float32", "", 0, axis, 0) for i, (shape, axis) in enumerate(
+        [((1, 1, 1, 8), 1), ((1, 1, 5, 8), 2), ((1, 2, 2, 8), 1), ((1, 2, 5, 8), 2)]
+    )]  # fmt: skip
+    assert not _mistaken(rows[:2]) and _mistaken(rows[2:])
 
 
 def test_hostile_steps_are_counted_in_time(single):

@@ -16,7 +16,7 @@ from specnb.divergence.logits import off
 from specnb.divergence.planted.fault import forward_replaced
 from specnb.divergence.precision import Rounded, coarser
 from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Lab
-from specnb.divergence.tracing.at_use import UNKNOWN, unfollowed
+from specnb.divergence.tracing.at_use import UNKNOWN
 from specnb.errors import InputError
 
 WRONG = {
@@ -183,7 +183,7 @@ def test_only_the_capture_does_not_follow_the_neighbour(inside):
 
     def step():
         before = counting.seen
-        with unfollowed():
+        with builder.paused():
             torch.ones(2).add(1)
         return counting.seen - before
 

@@ -128,9 +128,11 @@ class Registry:
 
 
 @contextmanager
-def unfollowed() -> Iterator[None]:
-    """What runs inside is not followed: to ask of each operation of another model would cost more than they do."""
-    with _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), AtUse) else nullcontext():
+def unfollowed(registry: Registry) -> Iterator[None]:
+    """What runs inside is not followed with this registry, where nobody else's mode is above that: to ask of each
+    operation of another model would cost more than they do."""
+    mode = _get_current_dispatch_mode()
+    with _pop_mode_temporarily() if isinstance(mode, AtUse) and mode.registry is registry else nullcontext():
         yield
 
 
@@ -151,7 +153,7 @@ class AtUse(TorchDispatchMode):
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         super().__init__()
-        self._registry, self._note, self._running, self._autocast = registry, note, running, autocast
+        self.registry, self._note, self._running, self._autocast = registry, note, running, autocast
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """Raises InputError for what torch must compile, and compiles under no mode of somebody else's."""
@@ -172,7 +174,7 @@ class AtUse(TorchDispatchMode):
         by_torch = not isinstance(func, torch._ops.OpOverload) or func.namespace in TORCH
         out = func(*args, **kwargs) if by_torch else self._inside(func, args, kwargs)
         if _writes(func):
-            self._registry.written(_operands(given))
+            self.registry.written(_operands(given))
         return out
 
     def _see(self, func: Any, given: tuple) -> None:
@@ -180,7 +182,7 @@ class AtUse(TorchDispatchMode):
         for tensor in _operands(given):
             # of a view only parameters matter: one that nobody owns is taken up before it is hidden behind the view
             if reads or type(tensor) is not torch.Tensor:
-                owned = self._registry.find(tensor)
+                owned = self.registry.find(tensor)
                 if owned is not None and reads:
                     self._note(owned)
 
