@@ -23,7 +23,7 @@ from torch import nn
 from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
-from specnb.divergence.ladder import GROWN, LARGE, ROUNDING, TIMES_FLOOR
+from specnb.divergence.ladder import GROWN, ROUNDING
 from specnb.divergence.local_offset import explained
 from specnb.divergence.logits import comparable, held_by, off, text_logits
 from specnb.divergence.ownership import Before
@@ -185,11 +185,13 @@ class Lab:
             return self._logits(self._script_of(setup), setup, neighbour)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
-        """How far the logits of set-ups are from sound ones at most (relative L2), and how far rounding takes them."""
+        """How far the logits of set-ups are from sound ones at most (relative L2), and how far rounding takes them.
+
+        That is GROWN times as far as between sound runs, but not as far as zeros are.
+        """
         far = (self._logits_off(one.logits, one.setup) for one in outcomes)
         apart = off(*(self._sound_logits(in_blocks) for in_blocks in (False, True)))
-        usual = max(apart, ROUNDING[self.dtype])
-        return max(far, default=0.0), min(GROWN * usual, max(LARGE, TIMES_FLOOR * usual))
+        return max(far, default=0.0), min(GROWN * max(apart, ROUNDING[self.dtype]), 1.0)
 
     def first_nan(self) -> tuple[str, int] | None:
         """The module that gives NaN first in the pristine copy, and at which position; None where none does."""
