@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tracemalloc
@@ -460,6 +461,18 @@ def test_what_is_not_a_number_is_found_where_the_other_run_has_zeros(single, ful
     if known or full:
         assert (found.first.first_token, found.first.n_tokens) == (7, 1)
     assert compare(traced(ours), traced(ours)).verdict == "SOUND"
+
+
+def test_a_token_before_the_one_that_is_no_number_is_not_blamed(single):
+    """Attention over a whole prefill multiplies it by a weight of 0, and that is NaN: at earlier tokens, too."""
+
+    def put(out):
+        return out.index_fill(1, torch.tensor([7]), math.nan)
+
+    sound = single.traced(script=PREFILL)
+    with hooked((single.draft.model.layers[1].input_layernorm, put)):
+        found = compare(sound, single.traced(script=PREFILL))
+    assert [node.module for node in found.minimal] == ["layers.1.input_layernorm"] and found.first.first_token == 7
 
 
 def growing(draft, first, second, last):

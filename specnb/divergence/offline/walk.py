@@ -126,6 +126,7 @@ def walk(
             source = found.get(plan.same_as.get(key)) if event.given else None
             given, wrong = (source.error, source.beyond) if source else (made_in.error, made_in.wrong)
             own = ladder.wrong_by_itself(errors[key], floor[key], given, wrong)
+            own &= ~(made_in.odd & np.isinf(errors[key]))
             if own.any():
                 own = own & ~excuse(event, key, own)
             parts[key] = Finding(event, np.nan_to_num(errors[key], posinf=np.inf), own, beyond, given)
@@ -166,14 +167,19 @@ def _dies_out(
 
 
 class _Scope:
-    """The largest error so far, at each position or before it, of what was seen inside a call."""
+    """The largest error so far, at each position or before it, of what was seen inside a call.
+
+    `odd` (sequences, 1): something was no number. That reaches tokens before it, too: attention gives a later one the
+    weight 0, and 0 times NaN is NaN.
+    """
 
     def __init__(self, shape: tuple[int, int]) -> None:
-        self.error, self.wrong = np.zeros(shape), np.zeros(shape, bool)
+        self.error, self.wrong, self.odd = np.zeros(shape), np.zeros(shape, bool), np.zeros((shape[0], 1), bool)
 
     def add(self, part: Finding) -> None:
         self.error = np.maximum(self.error, np.maximum.accumulate(part.error, axis=1))
         self.wrong = self.wrong | np.logical_or.accumulate(part.beyond, axis=1)
+        self.odd = self.odd | np.isinf(part.error).any(axis=1, keepdims=True)
 
 
 def _events(order: Mapping[Key, int]) -> Iterator[Event]:
