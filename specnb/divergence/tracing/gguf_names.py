@@ -77,6 +77,9 @@ class GraphStep(Step):
             return super().token_axis(role, name, shape)
         return 0 if (role, name) in self.tokens_in else -1
 
+    def ambiguous(self, role: str, shape: tuple[int, ...]) -> bool:
+        return False  # operations tell
+
     def first_position(self, role: str, axis: int, shape: tuple[int, ...]) -> int:
         return 0 if axis < 0 else max(self.first + self.length - shape[axis], 0)
 
