@@ -156,11 +156,10 @@ class Laid:
         return known[asked]
 
     def _located(self, row: Row, length: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if not len(self.positions):
-            return np.empty(0, np.int64), np.empty(0, np.int64)
         at = row.first + np.arange(length)
         fed = _index(self.positions, at)
-        kept = (fed >= 0) & (self.last_step[fed] == row.step)
+        kept = fed >= 0
+        kept[kept] = self.last_step[fed[kept]] == row.step
         to = _index(positions, at)
         kept &= to >= 0
         return np.flatnonzero(kept), to[kept]

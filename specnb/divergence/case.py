@@ -105,8 +105,8 @@ class Case:
         """
         module, seen = self.first["module"], set(self.bad.errors["at"])
         inner = f"{module}." if module else ""
-        unseen = {one for one in {*self.holders.values()} - seen if one.startswith(inner)}
-        unseen &= unseen if module else {*self.bad.trace.tensors["module"]}
+        known = {*self.holders.values()} if module else {*self.bad.trace.tensors["module"]}
+        unseen = {one for one in known - seen if one.startswith(inner)}
         return {path for path, holder in self.holders.items() if holder == module or holder in unseen}
 
     @cached_property

@@ -142,7 +142,8 @@ class Lab:
         self.meant = {name: digest(value) for name, value in weights}
         """Digests of parameters and buffers, as a capture has them."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
-        self._rotaries = [path for path, _ in find(self.reference).rotaries]
+        parts = find(self.reference)
+        self._rotaries, self._routers = ([path for path, _ in one] for one in (parts.rotaries, parts.routers))
         self.sound: list[Along] = []
         """The pristine copy's runs: fed as the script has it, and in blocks."""
         self.sound_logits: list[tuple[torch.Tensor, ...]] = []
@@ -259,8 +260,7 @@ class Lab:
             self.sound_logits.append(tuple(one.cpu() for one in logits))
             self.sound.append(along)
             sound.append(local.local_errors(self.reference, along))
-        routers = [path for path, _ in find(self.reference).routers]
-        return local.floors(sound, self.dtype), local.unsteady(sound, routers)
+        return local.floors(sound, self.dtype), local.unsteady(sound, self._routers)
 
 
 def _captured(model: nn.Module, script: Script) -> tuple[tuple[torch.Tensor, ...], Along]:

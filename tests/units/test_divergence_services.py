@@ -73,15 +73,18 @@ def swapped(owner, name, value):
 
 
 @contextmanager
-def copies_values(draft, neighbour):
-    weight = down(draft).weight
-    before = weight.detach().clone()
+def filled(tensor, values):
+    before = tensor.detach().clone()
     with torch.no_grad():
-        weight.copy_(down(neighbour).weight)
+        tensor.copy_(values)
         try:
             yield
         finally:
-            weight.copy_(before)
+            tensor.copy_(before)
+
+
+def copies_values(draft, neighbour):
+    return filled(down(draft).weight, down(neighbour).weight)
 
 
 @pytest.mark.parametrize("service", [hands_out_parameters, hands_out_modules, copies_values])
@@ -99,10 +102,8 @@ def test_values_that_anybody_may_have_are_nobodys(draft):
     """A bias that is lost is zeros, and so may a neighbour's be: that does not make it the neighbour's."""
     neighbour = target()
     bias = draft.model.layers[1].self_attn.k_proj.bias
-    with torch.no_grad(), ExitStack() as until:
-        neighbour.model.layers[1].self_attn.k_proj.bias.zero_()
-        until.callback(bias.copy_, bias.clone())
-        found = investigate(draft, neighbour, deploy=lambda draft, _: swapped(bias, "data", torch.zeros_like(bias)))
+    nn.init.zeros_(neighbour.model.layers[1].self_attn.k_proj.bias)
+    found = investigate(draft, neighbour, deploy=lambda draft, _: swapped(bias, "data", torch.zeros_like(bias)))
     assert found.first.module == "layers.1.self_attn.k_proj"
     assert found.causes[0].name == "WEIGHTS" and not found.setups()["foreign"].any()
 
@@ -198,29 +199,6 @@ def test_what_sound_runs_do_not_agree_on_is_not_called_sound():
 
 
 @contextmanager
-def beside_another_row(draft, neighbour):
-    """Gate and up exchanged, in a batch of two."""
-    original, mlp = draft.forward, draft.model.layers[1].mlp
-    gate, up = mlp.gate_proj, mlp.up_proj
-
-    def forward(input_ids, **options):
-        out = original(input_ids=input_ids.repeat(2, 1), **options)
-        out.logits = out.logits[:1]
-        return out
-
-    with replaced(draft, "forward", forward), swapped(mlp, "gate_proj", up), swapped(mlp, "up_proj", gate):
-        yield
-
-
-def test_a_model_of_which_nothing_inside_was_compared_has_no_known_cause(draft):
-    found = investigate(draft, deploy=beside_another_row, setups=["S0"])
-    assert found.verdict == "DIVERGENT" and not found.cause_known
-    assert f"the model itself or in one of {len(found.hidden)} modules that could not be compared" in found.line
-    assert "no parameters" not in found.line
-    assert "one row, whole and unpadded" in investigate(draft, deploy=two_rows, setups=["S0"]).reason
-
-
-@contextmanager
 def two_rows(draft, neighbour):
     original = draft.forward
 
@@ -231,6 +209,23 @@ def two_rows(draft, neighbour):
 
     with replaced(draft, "forward", forward):
         yield
+
+
+@contextmanager
+def beside_another_row(draft, neighbour):
+    """Gate and up exchanged, in a batch of two."""
+    mlp = draft.model.layers[1].mlp
+    gate, up = mlp.gate_proj, mlp.up_proj
+    with two_rows(draft, neighbour), swapped(mlp, "gate_proj", up), swapped(mlp, "up_proj", gate):
+        yield
+
+
+def test_a_model_of_which_nothing_inside_was_compared_has_no_known_cause(draft):
+    found = investigate(draft, deploy=beside_another_row, setups=["S0"])
+    assert found.verdict == "DIVERGENT" and not found.cause_known
+    assert f"the model itself or in one of {len(found.hidden)} modules that could not be compared" in found.line
+    assert "no parameters" not in found.line
+    assert "one row, whole and unpadded" in investigate(draft, deploy=two_rows, setups=["S0"]).reason
 
 
 @contextmanager
@@ -274,15 +269,9 @@ def test_logits_of_another_form_are_refused(draft, change, told):
         investigate(draft, deploy=lambda draft, _: logits_as(draft, change), setups=["S0"])
 
 
-@contextmanager
 def other_frequencies(draft, neighbour):
     inv_freq = draft.model.rotary_emb.inv_freq
-    before = inv_freq.clone()
-    inv_freq.copy_(before**0.5)
-    try:
-        yield
-    finally:
-        inv_freq.copy_(before)
+    return filled(inv_freq, inv_freq**0.5)
 
 
 def longer_angles(draft, neighbour):

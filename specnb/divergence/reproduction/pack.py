@@ -2,6 +2,7 @@
 
 import ast
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,7 @@ def _packed(
         "torch": torch.__version__,
     }  # fmt: skip
     captured = _tensor(outcome.along, key, rows["dtype"].iloc[0])
+    _refuse_large(tensors.values())
     return facts, tensors | {CAPTURED: captured}
 
 
@@ -127,9 +129,13 @@ def _tensor(along: Along, key: Key, dtype: str) -> Tensor:
 def _weights(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     """Parameters and buffers, each with memory of its own: tied ones would be refused."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    if (size := sum(value.nbytes for _, value in named)) > MAX_BYTES:
-        raise InputError(f"what to write takes {size / 1e9:.1f} GB: reproduce it on a smaller draft of its class")
+    _refuse_large(value for _, value in named)  # before they are copied
     return {f"{WEIGHTS}{prefix}{name}": value.detach().cpu().clone().contiguous() for name, value in named}
+
+
+def _refuse_large(tensors: Iterable[Tensor]) -> None:
+    if (size := sum(value.nbytes for value in tensors)) > MAX_BYTES:
+        raise InputError(f"what to write takes {size / 1e9:.1f} GB: reproduce it on a smaller draft of its class")
 
 
 def _scalars(seen: dict[str, list[str]], at: str) -> dict[str, Any] | None:
