@@ -12,7 +12,7 @@ import pytest
 from specnb.divergence.grading.rows import read
 
 WORK = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from specnb.divergence import score
 from specnb.divergence.grading import rows
@@ -29,6 +29,7 @@ def stand_in(part, note):
 
 score.measured = stand_in  # in the processes, too: they import this file
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with it ignored
     score.score(seeds=9, dtypes=("float32",), workers=2, keep=FOLDER)
 """
 PATIENCE = 120
