@@ -134,6 +134,13 @@ class Case:
         return sorted(path for path, digest in self.meant.items() if digest and digest in self._unknown)
 
     @cached_property
+    def tied(self) -> set[str]:
+        """Of the draft's parameters those whose content was read of its own, by whatever path: a head that is tied to
+        the embedding is read as that."""
+        ours = self.reads[self.reads["owner"] == OWN]
+        return {path for path, digest in self.meant.items() if digest and digest in {*ours["digest"]}}
+
+    @cached_property
     def strange(self) -> bool:
         """Whether parameters that no known model has were read, and are not seen to be copies of the draft's own."""
         return bool(self._unknown - {*self.meant.values()})
@@ -146,7 +153,7 @@ class Case:
     @cached_property
     def unseen(self) -> bool:
         """Whether the first module has parameters and was seen to read none: a kernel that torch is not shown did."""
-        known = self.own.isdisjoint(self.reads["owner_path"]) and not self.copies
+        known = self.own.isdisjoint({*self.reads["owner_path"], *self.tied}) and not self.copies
         return bool(self.own) and known and not self.foreign and not self.strange
 
     @cached_property
@@ -160,7 +167,7 @@ class Case:
 
         Of the buffers of a rotary embedding one is read, the other is what it was made with.
         """
-        read = {*self.reads.loc[self.reads["owner"] == OWN, "owner_path"], *self.copies}
+        read = {*self.reads.loc[self.reads["owner"] == OWN, "owner_path"], *self.copies, *self.tied}
         return bool(read) and (self.own <= read or self.turning) and not (self.changed or self.foreign or self.strange)
 
     @cached_property

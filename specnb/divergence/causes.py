@@ -128,7 +128,7 @@ def _routing(case: Case) -> Iterator[Sign]:
     if case.changed or case.foreign or case.strange:
         yield Sign(-2, f"the weights that {case.first['module']} chose by are not its own")
     else:
-        yield Sign(10, f"{case.first['module']} chose other experts than its weights choose for the same states")
+        yield Sign(10, f"{case.first['module']} routes otherwise than its weights do for the same states")
 
 
 def _kv_slot(case: Case) -> Iterator[Sign]:

@@ -148,7 +148,8 @@ def _same_bits(lab: Lab, case: Case, deploy: Deploy | None) -> tuple[bool, bool]
 
 def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> tuple[Verdict, str]:
     if case.bad is not None:
-        return "DIVERGENT", ""
+        far, limit = lab.logits_off(one for one in case.outcomes.values() if not one.clean)
+        return "DIVERGENT", "" if far > limit else f"its logits are {far:.1g} off, as rounding is"
     doubt = _doubt(lab, case, coverage, repeats, inert)
     if doubt:
         return "INCONCLUSIVE", doubt

@@ -28,9 +28,10 @@ and one strong sign without a rival is."""
 class Investigation:
     """The result of `investigate`.
 
-    `reason` says why the verdict is not DIVERGENT. `floor`: the largest error of each tensor in sound runs. `repeats`:
-    S0, and the first set-up that is wrong, give the same bits when run again without hooks; `inert`: these, and the
-    last set-up, give with hooks what they give without. `facts`: classes, dtype, versions, script.
+    `reason` says why the verdict is not DIVERGENT; where it is, that the logits do not show it. `floor`: the largest
+    error of each tensor in sound runs. `repeats`: S0, and the first set-up that is wrong, give the same bits when run
+    again without hooks; `inert`: these, and the last set-up, give with hooks what they give without. `facts`: classes,
+    dtype, versions, script.
     `features`: what came of switching features of the service off, where it was given some and something was wrong.
     """
 
@@ -80,7 +81,8 @@ class Investigation:
         random = "" if self.repeats else "; it differs from run to run"
         random += f" ({TRAINING})" if random and self.facts["training"] else ""
         inside = f" or in one of {len(self.hidden)} modules that could not be compared" if self.hidden else ""
-        return f"DIVERGENT: first at {named(first)}{inside}, {tokens}; {called}{why}; {said}{random}"
+        harmless = f"; yet {self.reason}: that does not explain refused drafts" if self.reason else ""
+        return f"DIVERGENT: first at {named(first)}{inside}, {tokens}; {called}{why}; {said}{random}{harmless}"
 
     @property
     def hidden(self) -> list[str]:

@@ -131,7 +131,10 @@ class _Replay:
         for name, ours in pairs:
             key = Key(at, self._calls[at], role, name)
             theirs = self._theirs(key, ours)
+            what = {"order": self._order, "module": maker, "call": key.call, "role": role, "name": name, "at": at}
             if theirs is None:
+                if (n := self._of_another_number(key, ours)) is not None:
+                    self.found.append((what, _all_wrong(n)))
                 continue
             taken[id(ours)] = theirs.to(ours.device, ours.dtype)
             apart = _apart(ours, theirs, self._along.axes[key])
@@ -140,7 +143,6 @@ class _Replay:
                 apart |= {"error": margins, "discrete": np.zeros(len(margins), bool)}
             if key in self._along.gaps:
                 apart = {name: np.delete(column, self._along.gaps[key]) for name, column in apart.items()}
-            what = {"order": self._order, "module": maker, "call": key.call, "role": role, "name": name, "at": at}
             self.found.append((what, apart))
         return taken
 
@@ -160,6 +162,19 @@ class _Replay:
             where = torch.from_numpy(self._along.gaps[key])
             theirs.index_copy_(axis, where, ours.cpu().index_select(axis, where).to(theirs.dtype))
         return theirs
+
+    def _of_another_number(self, key: Key, ours: Tensor) -> int | None:
+        """Of how many tokens a module chose more or fewer columns than it should (`top_k` experts); None else."""
+        found = self._along.values.get(key)
+        if found is None or key.role != "out" or not _discrete(ours) or ours.dtype is torch.bool or ours.ndim != 2:
+            return None
+        same_tokens = self._along.axes[key] == 0 and len(found) == len(ours) and key not in self._along.gaps
+        return len(ours) if same_tokens and found.ndim == 2 and found.dtype.kind in "iu" else None
+
+
+def _all_wrong(n: int) -> dict[str, np.ndarray]:
+    """Columns of a choice that is wrong at each of n tokens."""
+    return {"position": np.arange(n), "error": np.ones(n), "gain": np.ones(n), "discrete": np.full(n, True)}
 
 
 def _table(found: Sequence[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:

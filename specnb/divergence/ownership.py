@@ -15,6 +15,15 @@ from specnb.divergence.trace import Trace
 from specnb.divergence.tracing.at_use import Owned, Registry, version_of
 
 
+def held(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by path, tied ones under each of their paths: a service may untie them."""
+    return {
+        f"{path}.{name}".lstrip("."): tensor
+        for path, module in model.named_modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
+
+
 class Before:
     """The parameters and buffers of draft and neighbour, as they were before the service began.
 
@@ -25,9 +34,9 @@ class Before:
         self, draft: nn.Module, neighbour: nn.Module | None, *, meant: Mapping[str, str], own: str, other: str
     ) -> None:
         self._meant, self._own, self._other = meant, own, other
-        mine = _named(draft)
+        mine = held(draft)
         shared = {id(tensor) for tensor in mine.values()}  # by both, as they were loaded: the draft's
-        theirs = {} if neighbour is None else _named(neighbour)
+        theirs = {} if neighbour is None else dict((*neighbour.named_parameters(), *neighbour.named_buffers()))
         self._theirs = {path: tensor for path, tensor in theirs.items() if id(tensor) not in shared}
         self._stamps = {path: _stamp(tensor) for path, tensor in self._theirs.items()}
         self._forms = {path: _form(tensor) for path, tensor in mine.items()}
@@ -59,10 +68,6 @@ class Before:
             if _form(tensor) in forms and _stamp(tensor) == self._stamps[path] and _telling(tensor)
         }
         return {digest: path for digest, path in alike.items() if digest not in own}
-
-
-def _named(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict((*model.named_parameters(), *model.named_buffers()))
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -2,18 +2,25 @@
 
 A fault sits somewhere and has a direction. Rounding is everywhere that modules of a kind are, and has none: the gain
 stays at 1 while the error is that of the type. How large that is, a sound copy of the draft in that type shows: tensor
-by tensor, and in the logits, for errors that are small each may still add up to what rounding never does.
+by tensor, and in the logits, for errors that are small each may still add up to what rounding never does. Where that
+copy gives the very logits, nothing needs to be weighed: `same_bits_in`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import nn
 
 from specnb.divergence.ladder import ROUNDING, TIMES_FLOOR
 from specnb.divergence.local import WHICH
+from specnb.divergence.logits import comparable, same_logits
+from specnb.divergence.pair import copy_of
+from specnb.divergence.script import Script, run
 from specnb.divergence.trace import Trace
 
 DIRECTED = 0.5
@@ -43,7 +50,7 @@ def coarser(
     """
     if wrong.empty or not _undirected(wrong):
         return ""
-    types = [name for name in sorted(ROUNDING, key=ROUNDING.__getitem__) if ROUNDING[name] > ROUNDING[dtype]]
+    types = _coarser_than(dtype)
     if _of_logits(wrong):
         return next((name for name in types if wrong["error"].max() <= ROUNDING[name] and held(name)), "")
     for name in types if _everywhere(wrong, trace) else ():
@@ -56,6 +63,52 @@ def coarser(
             if (wrong["error"] <= TIMES_FLOOR * usual).all() and logits_off <= TIMES_FLOOR * sound.logits_off:
                 return name
     return ""
+
+
+def same_bits_in(model: nn.Module, script: Script, logits: Sequence[torch.Tensor], dtype: str) -> str:
+    """The type, coarser than `dtype`, in which the sound `model` gives these very logits of each feed; "" for none.
+
+    Under autocast, with parameters of that type (as loading makes it: angles stay float32), or with buffers as well.
+    Experts chosen at a near tie, and modules that autocast leaves alone, are then as here, which no error's size tells.
+    """
+    if any(one.isnan().any() for one in logits):
+        return ""
+    device = next(model.parameters()).device.type
+    for name in _coarser_than(dtype):
+        kind = getattr(torch, name)
+        ways = (
+            (model, torch.autocast(device, dtype=kind)),
+            (_parameters_to(kind, copy_of(model)), nullcontext()),
+            (copy_of(model).to(kind), nullcontext()),
+        )
+        if any(_gives(sound, under, script, logits) for sound, under in ways):
+            return name
+    return ""
+
+
+def _parameters_to(kind: torch.dtype, model: nn.Module) -> nn.Module:
+    for one in model.parameters():
+        one.data = one.data.to(kind)
+    return model
+
+
+def _gives(
+    model: nn.Module, under: AbstractContextManager[object], script: Script, logits: Sequence[torch.Tensor]
+) -> bool:
+    """Whether a model gives these logits, by its first feed and then by all."""
+    vocab = logits[0].shape[-1]
+    try:
+        with under:
+            return all(
+                same_logits(comparable(run(model, one), vocab), logits[: len(one.feeds)])
+                for one in (Script(script.feeds[:1]), script)
+            )
+    except RuntimeError:  # not every operation is there for every type
+        return False
+
+
+def _coarser_than(dtype: str) -> list[str]:
+    return [name for name in sorted(ROUNDING, key=ROUNDING.__getitem__) if ROUNDING[name] > ROUNDING[dtype]]
 
 
 def _everywhere(wrong: pd.DataFrame, trace: Trace) -> bool:

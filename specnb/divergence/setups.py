@@ -26,10 +26,10 @@ from specnb.divergence.capture import capture
 from specnb.divergence.ladder import GROWN, ROUNDING
 from specnb.divergence.local_offset import explained
 from specnb.divergence.logits import comparable, held_by, off, text_logits
-from specnb.divergence.ownership import Before
+from specnb.divergence.ownership import Before, held
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
-from specnb.divergence.precision import Rounded, coarser
+from specnb.divergence.precision import Rounded, coarser, same_bits_in
 from specnb.divergence.script import Script, run
 from specnb.divergence.trace import Trace
 from specnb.divergence.trace_builder import TraceBuilder
@@ -138,9 +138,8 @@ class Lab:
         self.in_service = deploy is not None
         self.deploy = deploy or (lambda draft, neighbour: nullcontext())
         self.reference = copy_of(draft)
-        weights = (*self.reference.named_parameters(), *self.reference.named_buffers())
-        self.meant = {name: digest(value) for name, value in weights}
-        """Digests of parameters and buffers, as a capture has them."""
+        self.meant = {name: digest(value) for name, value in held(self.reference).items()}
+        """Digests of parameters and buffers, tied ones under each of their paths, as a capture has them."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
         parts = find(self.reference)
         self._rotaries, self._routers = ([path for path, _ in one] for one in (parts.rotaries, parts.routers))
@@ -174,7 +173,9 @@ class Lab:
         shifted = explained(errors, along, self.sound[0], self._rotaries)
         errors.loc[shifted, "error"] = 0.0
         wrong = local.beyond(errors, self.floor, script)
-        rounded = self._rounded_to(wrong, logits, trace, setup) if self._as_meant(trace) else ""
+        rounded = "" if wrong.empty else same_bits_in(self.reference, script, logits, self.dtype)
+        if not rounded and self._as_meant(trace):
+            rounded = self._rounded_to(wrong, logits, trace, setup)
         wrong = wrong.iloc[:0] if rounded else wrong
         return Outcome(setup, script, wrong, errors, trace, along, logits, bool(shifted.any()), rounded)
 

@@ -75,6 +75,8 @@ def _where(source: str) -> str:
         return "gguf"
     if source.startswith("hf:") or source in embedded.names() or _is_folder(source):
         return "hf"
+    if "/" in source or "\\" in source:
+        raise InputError(f"no such folder: {source} (a model on a hub is hf:ORG/NAME, a file ends in .gguf)")
     zoo.parse(source)  # raises with the names that are close
     raise InputError(f"{source!r} is no zoo name, .gguf file, folder or hf:ORG/NAME")
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specnb.divergence import local, report
+from specnb.divergence.deploy import planted
 from specnb.divergence.investigate import investigate, made_up
 from specnb.divergence.ownership import Before
 from specnb.divergence.planted.fault import forward_replaced, replaced
@@ -96,6 +97,105 @@ def test_a_neighbours_weights_that_became_the_drafts_own_are_the_neighbours(draf
     assert found.first.module == DOWN and found.cause_known and found.causes[0].name == "IDENTITY"
     assert f"neighbour:model.{DOWN}.weight" in found.line and "S0 S1 clean; S2 S3 wrong" in found.line
     assert (found.setups().query("setup in ['S2', 'S3']")["foreign"] == 1).all()
+
+
+@pytest.fixture(scope="module")
+def tied():
+    return made("llama", seed=3, tie_word_embeddings=True)  # of 0, the planted head is drawn as the embedding is
+
+
+def untied(weight):
+    """A service that gives the head a parameter of its own, as one that loads a checkpoint twice does."""
+
+    def deploy(draft, neighbour):
+        return swapped(draft.lm_head, "weight", nn.Parameter(weight.detach().clone()))
+
+    return deploy
+
+
+@pytest.mark.parametrize("how", [planted("random_head"), untied(torch.ones(64, 32).cumsum(0))], ids=["drawn", "other"])
+def test_a_tied_head_that_is_another_is_the_heads_fault(tied, how):
+    found = investigate(tied, deploy=how, setups=["S0"])
+    assert found.first.module == "lm_head" and found.cause_known and found.causes[0].name == "HEAD"
+
+
+def test_a_tied_head_that_is_the_neighbours_is_told_by_its_values(tied):
+    def deploy(draft, neighbour):
+        return ExitStack() if neighbour is None else untied(neighbour.lm_head.weight)(draft, neighbour)
+
+    found = investigate(tied, made("llama", seed=5, tie_word_embeddings=True), deploy=deploy, setups=["S0", "S2", "S3"])
+    assert found.first.module == "lm_head" and found.cause_known and found.causes[0].name == "IDENTITY"
+    assert "neighbour:model.embed_tokens.weight" in found.line
+
+
+def test_a_tied_head_that_is_read_as_it_should_be_is_not_to_blame(tied):
+    assert investigate(tied, deploy=untied(tied.lm_head.weight), setups=["S0"]).verdict == "SOUND"
+
+    def biased(draft, neighbour):
+        return forward_replaced(draft.lm_head, lambda run, *args: run(*args) + torch.arange(64) % 3)
+
+    found = investigate(tied, deploy=biased, setups=["S0"])
+    assert found.first.module == "lm_head" and found.cause_known and found.causes[0].name == "COMPUTATION"
+
+
+@pytest.mark.parametrize("chosen", [1, 3])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_a_router_that_chooses_more_or_fewer_is_wrong_before_its_experts(kind, chosen):
+    draft = made(kind, num_local_experts=4, num_experts_per_tok=2, head_dim=8)
+    path = {"mixtral": "layers.1.mlp.gate", "gpt_oss": "layers.1.mlp.router"}[kind]
+    router = draft.model.get_submodule(path)
+    found = investigate(draft, deploy=lambda draft, _: swapped(router, "top_k", chosen), setups=["S0"])
+    assert found.first.module == path and found.cause_known and found.causes[0].name == "ROUTING", found.line
+
+
+@contextmanager
+def loaded_in_half(draft, neighbour):
+    """As a loader with a dtype makes it: buffers of angles stay as they are."""
+    with ExitStack() as until:
+        for one in draft.parameters():
+            until.enter_context(swapped(one, "data", one.data.bfloat16()))
+        yield
+
+
+@pytest.mark.parametrize(
+    "half", [lambda *_: torch.autocast("cpu", torch.bfloat16), loaded_in_half], ids=["auto", "all"]
+)
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])
+def test_half_precision_is_no_fault_wherever_it_is(kind, half):
+    """Autocast leaves some modules of a class alone, and experts are chosen otherwise at near ties."""
+    draft = made(kind, head_dim=8, num_local_experts=8, num_experts_per_tok=2)
+    found = investigate(draft, deploy=half, setups=["S0", "S0w"])
+    assert found.verdict == "PRECISION_ONLY" and "bfloat16" in found.reason, found.line
+
+    def with_a_fault(draft, neighbour):
+        until = ExitStack()
+        until.enter_context(half(draft, neighbour))
+        until.enter_context(forward_replaced(draft.model.norm, lambda run, *args: 1.5 * run(*args).flip(-1)))
+        return until
+
+    found = investigate(draft, deploy=with_a_fault, setups=["S0"])
+    assert found.verdict == "DIVERGENT" and "norm" in {*found.nodes()["module"]}, found.line
+
+
+def test_weights_in_another_order_are_told_to_be_harmless():
+    """Neurons that stand elsewhere in all three matrices: other weights, and the same logits."""
+    draft = made("llama")
+    mlp = draft.model.layers[1].mlp
+
+    @contextmanager
+    def turned(draft, neighbour):
+        with ExitStack() as until:
+            for one, axis in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
+                until.enter_context(swapped(one.weight, "data", one.weight.data.roll(1, axis)))
+            yield
+
+    found = investigate(draft, deploy=turned, setups=["S0"])
+    assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS"
+    assert "that does not explain refused drafts" in found.line
+    wrong = investigate(
+        draft, deploy=lambda *_: swapped(down(draft).weight, "data", down(draft).weight.data.roll(1, 0))
+    )
+    assert wrong.verdict == "DIVERGENT" and "explain" not in wrong.line
 
 
 def test_values_that_anybody_may_have_are_nobodys(draft):
