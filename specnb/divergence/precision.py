@@ -7,7 +7,7 @@ copy gives the very logits, nothing needs to be weighed: `same_bits_in`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from specnb.divergence.ladder import ROUNDING, TIMES_FLOOR
 from specnb.divergence.local import WHICH
-from specnb.divergence.logits import comparable, same_logits
+from specnb.divergence.logits import comparable, held_by, same_logits
 from specnb.divergence.pair import copy_of
 from specnb.divergence.script import Script, run
 from specnb.divergence.trace import Trace
@@ -68,34 +68,33 @@ def coarser(
 def same_bits_in(model: nn.Module, script: Script, logits: Sequence[torch.Tensor], dtype: str) -> str:
     """The type, coarser than `dtype`, in which the sound `model` gives these very logits of each feed; "" for none.
 
-    Under autocast, with parameters of that type (as loading makes it: angles stay float32), or with buffers as well.
     Experts chosen at a near tie, and modules that autocast leaves alone, are then as here, which no error's size tells.
     """
-    if any(one.isnan().any() for one in logits):
-        return ""
-    device = next(model.parameters()).device.type
     for name in _coarser_than(dtype):
-        kind = getattr(torch, name)
-        ways = (
-            (model, torch.autocast(device, dtype=kind)),
-            (_parameters_to(kind, copy_of(model)), nullcontext()),
-            (copy_of(model).to(kind), nullcontext()),
-        )
-        if any(_gives(sound, under, script, logits) for sound, under in ways):
-            return name
+        if held_by(logits, name):  # else they were not made in this type, and nothing needs to be run
+            ways = _in_type(model, getattr(torch, name))
+            if any(_gives(sound, under, script, logits) for sound, under in ways):
+                return name
     return ""
 
 
-def _parameters_to(kind: torch.dtype, model: nn.Module) -> nn.Module:
-    for one in model.parameters():
-        one.data = one.data.to(kind)
-    return model
+def _in_type(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, AbstractContextManager[object]]]:
+    """The ways to run a model in a type: under autocast, with parameters of it, with buffers as well.
+
+    Loading makes only parameters of it: buffers of angles stay as they are.
+    """
+    yield model, torch.autocast(next(model.parameters()).device.type, dtype=dtype)
+    loaded = copy_of(model)
+    for one in loaded.parameters():
+        one.data = one.data.to(dtype)
+    yield loaded, nullcontext()
+    yield loaded.to(dtype), nullcontext()
 
 
 def _gives(
     model: nn.Module, under: AbstractContextManager[object], script: Script, logits: Sequence[torch.Tensor]
 ) -> bool:
-    """Whether a model gives these logits, by its first feed and then by all."""
+    """Whether a model gives these logits, in its first feed and then in all."""
     vocab = logits[0].shape[-1]
     try:
         with under:
