@@ -148,7 +148,7 @@ def test_generation_goes_on_with_the_target_alone_and_the_record_says_so(monkeyp
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", ["no-such-model", "smollm2-135m:q9", "nowhere/nothing"])
 def test_unknown_names_raise(name, strict):
-    with pytest.raises(InputError, match="unknown|no such folder"):
+    with pytest.raises(InputError, match=r"unknown|no such folder"):
         load_drafter(name, toy.cyclic(5), strict=strict)
 
 
