@@ -131,24 +131,27 @@ class Case:
     @cached_property
     def copies(self) -> list[str]:
         """Of the draft's parameters, those whose content was read from parameters that no known model has."""
-        return sorted(path for path, digest in self.meant.items() if digest and digest in self._unknown)
+        return sorted(self._read_of(UNKNOWN))
 
     @cached_property
     def tied(self) -> set[str]:
-        """Of the draft's parameters those whose content was read of its own, by whatever path: a head that is tied to
-        the embedding is read as that."""
-        ours = self.reads[self.reads["owner"] == OWN]
-        return {path for path, digest in self.meant.items() if digest and digest in {*ours["digest"]}}
+        """Of the draft's parameters, those whose content was read of its own, by whatever path: a tied head is read as
+        the embedding."""
+        return self._read_of(OWN)
 
     @cached_property
     def strange(self) -> bool:
         """Whether parameters that no known model has were read, and are not seen to be copies of the draft's own."""
-        return bool(self._unknown - {*self.meant.values()})
+        return bool(self._digests(UNKNOWN) - {*self.meant.values()})
 
-    @cached_property
-    def _unknown(self) -> set[str]:
-        """Digests of the parameters that no known model has; "" of those that have none."""
-        return {*self.reads.loc[self.reads["owner"] == UNKNOWN, "digest"]}
+    def _digests(self, owner: str) -> set[str]:
+        """Digests of the parameters of an owner that were read; "" of those that have none."""
+        return {*self.reads.loc[self.reads["owner"] == owner, "digest"]}
+
+    def _read_of(self, owner: str) -> set[str]:
+        """Paths of the draft's parameters whose content was read from parameters of an owner."""
+        read = self._digests(owner)
+        return {path for path, digest in self.meant.items() if digest and digest in read}
 
     @cached_property
     def unseen(self) -> bool:

@@ -24,7 +24,7 @@ from specnb.divergence.causes import rank
 from specnb.divergence.coverage import Coverage
 from specnb.divergence.features import checked, switched_off
 from specnb.divergence.investigation import TRAINING, Investigation
-from specnb.divergence.ladder import Verdict
+from specnb.divergence.ladder import GROWN, TIMES_FLOOR, Verdict
 from specnb.divergence.logits import same_logits
 from specnb.divergence.script import Script
 from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Deploy, Lab, Outcome, setup_of, vocabulary_size
@@ -148,8 +148,8 @@ def _same_bits(lab: Lab, case: Case, deploy: Deploy | None) -> tuple[bool, bool]
 
 def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> tuple[Verdict, str]:
     if case.bad is not None:
-        far, limit = lab.logits_off(one for one in case.outcomes.values() if not one.clean)
-        return "DIVERGENT", "" if far > limit else f"its logits are {far:.1g} off, as rounding is"
+        far, apart = lab.logits_off(one for one in case.outcomes.values() if not one.clean)
+        return "DIVERGENT", "" if far > TIMES_FLOOR * apart else f"its logits are {far:.1g} off, as rounding is"
     doubt = _doubt(lab, case, coverage, repeats, inert)
     if doubt:
         return "INCONCLUSIVE", doubt
@@ -200,8 +200,8 @@ def _doubt(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool)
     foreign = _foreign(case)
     if foreign and not OTHERS & {*case.outcomes}:
         return f"nothing is wrong{foreign}, and in no set-up that was run are its values others: run S2"
-    far, limit = lab.logits_off(one for one in case.outcomes.values() if not one.coarser)
-    if far > limit:
+    far, apart = lab.logits_off(one for one in case.outcomes.values() if not one.coarser)
+    if far > min(GROWN * apart, 1.0):  # zeros in their place would be as far
         return f"the logits are {far:.2g} off, and no module that was compared is wrong by itself"
     return ""
 

@@ -23,7 +23,7 @@ from torch import nn
 from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
-from specnb.divergence.ladder import GROWN, ROUNDING
+from specnb.divergence.ladder import ROUNDING
 from specnb.divergence.local_offset import explained
 from specnb.divergence.logits import comparable, held_by, off, text_logits
 from specnb.divergence.ownership import Before, held
@@ -173,9 +173,7 @@ class Lab:
         shifted = explained(errors, along, self.sound[0], self._rotaries)
         errors.loc[shifted, "error"] = 0.0
         wrong = local.beyond(errors, self.floor, script)
-        rounded = "" if wrong.empty else same_bits_in(self.reference, script, logits, self.dtype)
-        if not rounded and self._as_meant(trace):
-            rounded = self._rounded_to(wrong, logits, trace, setup)
+        rounded = "" if wrong.empty else self._rounded_to(wrong, logits, trace, setup)
         wrong = wrong.iloc[:0] if rounded else wrong
         return Outcome(setup, script, wrong, errors, trace, along, logits, bool(shifted.any()), rounded)
 
@@ -187,13 +185,11 @@ class Lab:
             return self._logits(self._script_of(setup), setup, neighbour)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
-        """How far the logits of set-ups are from sound ones at most (relative L2), and how far rounding takes them.
-
-        That is GROWN times as far as between sound runs, but not as far as zeros are.
-        """
+        """How far the logits of set-ups are from sound ones at most (relative L2), and how far those of sound runs are
+        from one another, at least what rounding to the draft's type may do."""
         far = (self._logits_off(one.logits, one.setup) for one in outcomes)
         apart = off(*(self._sound_logits(in_blocks) for in_blocks in (False, True)))
-        return max(far, default=0.0), min(GROWN * max(apart, ROUNDING[self.dtype]), 1.0)
+        return max(far, default=0.0), max(apart, ROUNDING[self.dtype])
 
     def first_nan(self) -> tuple[str, int] | None:
         """The module that gives NaN first in the pristine copy, and at which position; None where none does."""
@@ -217,6 +213,11 @@ class Lab:
         return off(text_logits(logits, self._script_of(setup)), self._sound_logits(setup.in_blocks))
 
     def _rounded_to(self, wrong: pd.DataFrame, logits: Sequence[torch.Tensor], trace: Trace, setup: SetUp) -> str:
+        """The type, coarser than the draft's, to which all that differs is rounded; "" where there is none."""
+        known = same_bits_in(self.reference, self._script_of(setup), logits, self.dtype)
+        if known or not self._as_meant(trace):
+            return known
+
         def rounded(dtype: str) -> Rounded:
             copy = copy_of(self.reference).to(getattr(torch, dtype))
             found, along = _captured(copy, self._script_of(setup))

@@ -197,6 +197,12 @@ def test_weights_in_another_order_are_told_to_be_harmless():
     )
     assert wrong.verdict == "DIVERGENT" and "explain" not in wrong.line
 
+    def scaled(draft, neighbour):
+        return filled(down(draft).weight, 1.3 * down(draft).weight)
+
+    in_half = investigate(draft.bfloat16(), deploy=scaled, setups=["S0"])
+    assert in_half.verdict == "DIVERGENT" and "explain" not in in_half.line, "a tenth is no rounding of bfloat16"
+
 
 def test_values_that_anybody_may_have_are_nobodys(draft):
     """A bias that is lost is zeros, and so may a neighbour's be: that does not make it the neighbour's."""
