@@ -29,7 +29,7 @@ def opened() -> Iterator["Opened"]:
 @pytest.fixture(scope="session")
 def divergence_lab():
     """The lab that tests of the divergence lab share."""
-    from tests.units.divergence_lab import shared_lab
+    from tests.divergence.lab import shared_lab
 
     return shared_lab()
 
@@ -37,7 +37,7 @@ def divergence_lab():
 @pytest.fixture(scope="session")
 def divergence_score(tmp_path_factory: pytest.TempPathFactory):
     """A small score, made once: `(score, folder of its parts, options)`."""
-    from tests.units.divergence_lab import small_score
+    from tests.divergence.lab import small_score
 
     return small_score(tmp_path_factory.mktemp("parts"))
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specnb.divergence.triage import Triage, kind_of, triage
 from specnb.errors import InputError
 from specnb.lm.bounded_json import SHOWN, read_json
 from specnb.measure.pair import Pair
+from specnb.measure.triage import Triage, kind_of, triage
 from specnb.records import Generation, Round
 
 FILE_BYTES = 1 << 26

@@ -12,15 +12,15 @@ from plotly.offline import get_plotlyjs
 from specnb.book import divergence_acceptance as acceptance
 from specnb.book import divergence_figures as figures
 from specnb.divergence import report
-from specnb.divergence.acceptance.profile import Share
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.offline.result import named
 from specnb.errors import InputError
+from specnb.measure.acceptance import Share
 from specnb.store import write_atomic
 
 if TYPE_CHECKING:
     from specnb.divergence.repro import Repro
-    from specnb.divergence.triage import Triage
+    from specnb.measure.triage import Triage
 
 COLOURS = {"DIVERGENT": "#b2182b", "SOUND": "#1b7837", "PRECISION_ONLY": "#1b7837", "INCONCLUSIVE": "#8a6d00"}
 NOTHING = "nothing"

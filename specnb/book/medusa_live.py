@@ -10,7 +10,7 @@ from specnb.book.plot import Plot
 from specnb.book.style import series, template
 from specnb.errors import InputError
 from specnb.measure.experiment import Progress, silent
-from specnb.measure.head_practice import Watch
+from specnb.medusa.practice import Watch
 from specnb.medusa.train_loop import Report
 
 SHOWN = {"loss": "loss (nats)", "top1": "top-1 (%)", "top5": "top-5 (%)"}

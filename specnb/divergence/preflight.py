@@ -17,8 +17,8 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, SpecnbError
 from specnb.lm.base import LanguageModel
 from specnb.lm.preflight import probe_ids
-from specnb.measure import head_curve
-from specnb.measure.head_curve import Curve
+from specnb.medusa import curve as head_curve
+from specnb.medusa.curve import Curve
 
 __all__ = ["Finding", "learning_rate", "preflight", "table"]
 

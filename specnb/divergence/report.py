@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import kv_slots
-from specnb.divergence.acceptance.profile import Share
 from specnb.divergence.kv_slots import Layers
 from specnb.divergence.ladder import TIMES_FLOOR
 from specnb.errors import InputError
+from specnb.measure.acceptance import Share
 from specnb.store import write_atomic
 
 if TYPE_CHECKING:

@@ -1,12 +1,10 @@
 """From what a user asks for to a drafter that fits the target, or to the reason why there is none."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 from specnb.draft.base import Drafter
 from specnb.draft.fit import Fit, Way, fit
-from specnb.draft.heads_load import heads_drafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.draft.selfdraft import requantised_copy
@@ -16,6 +14,7 @@ from specnb.errors import FetchError, InputError, LoadError, VocabularyMismatch
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.vocab import require_same
+from specnb.registry import DRAFTERS, resolve
 
 TRANSLATE = ("auto", "tokens", "strings", "refuse")
 FORCED = {"tokens": Way.TOKENS, "strings": Way.STRINGS}
@@ -81,28 +80,23 @@ def _no_way(model: LanguageModel, target: LanguageModel, found: Fit) -> Vocabula
     )
 
 
-def _self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: Any) -> ModelDrafter | StringMatch:
+def self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: Any) -> ModelDrafter | StringMatch:
     return model_drafter(requantised_copy(target.name, type_name), target, **options)
 
 
-def _lookup_drafter(_target: LanguageModel, *, translate: str = "auto", **options: Any) -> LookupDrafter:
+def lookup_drafter(_target: LanguageModel, *, translate: str = "auto", **options: Any) -> LookupDrafter:
     return LookupDrafter(**options)
-
-
-HEADS = "medusa"
-KINDS: dict[str, Callable[..., Drafter]] = {"lookup": _lookup_drafter, "self": _self_drafter, HEADS: heads_drafter}
-"""Drafters that need no model name; the command line's `--drafter`."""
 
 
 def load_drafter(
     what: str, target: LanguageModel, *, strict: bool = False, translate: str = "auto", **options: Any
 ) -> LoadedDrafter:
-    """A drafter for `target`: one of KINDS, or the name of a draft model.
+    """A drafter for `target`: one of `registry.DRAFTERS`, or the name of a draft model.
 
     A draft model that cannot be fetched or loaded, or does not fit the memory, is no reason to lose the generation:
     the result then has no drafter and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot
     be translated, is a mistake, and always raises; so are heads that do not fit ("medusa", whose options are those of
-    `heads_load.heads_drafter`).
+    `medusa.load.heads_drafter`).
 
     `translate` says what happens to a draft model with another vocabulary: "tokens" drafts with the shared pieces
     (`TokenIntersection`), "strings" spells its text in the target's tokens (`StringMatch`), "refuse" raises
@@ -110,7 +104,7 @@ def load_drafter(
     where the ids that both have mean the same, rows are sliced, and nothing is lost.
     """
     try:
-        make = KINDS[what] if what in KINDS else partial(model_drafter, what)
+        make = resolve(DRAFTERS[what]) if what in DRAFTERS else partial(model_drafter, what)
         return LoadedDrafter(make(target, translate=translate, **options))
     except (LoadError, FetchError) as error:
         if strict:

@@ -6,8 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from specnb.decode.generate import PromptLike, generate
-from specnb.draft.heads_load import AUTO
-from specnb.draft.load import HEADS, load_drafter
+from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
@@ -15,6 +14,7 @@ from specnb.measure.fork import Fork, explain_fork
 from specnb.records import Generation, Summary
 
 WARM_UP_TOKENS = 4
+HEADS = "medusa"
 
 
 class PairSummary(Summary):
@@ -56,7 +56,7 @@ def run_pair(
     """Load the models, generate (warm-up of 4 tokens first, uncounted), and compare with plain decoding.
 
     `translate` is that of `load_drafter`; `settings` are those of `specnb.generate`. `heads_checkpoint` and `tree` are
-    for trained heads (`draft.heads_load`); a tree that is "auto", or not given, is chosen by what is measured first.
+    for trained heads (`medusa.load`); a tree that is "auto", or not given, is chosen by what is measured first.
     Raises what that and `specnb.load` raise.
     """
     options = {"heads_checkpoint": heads_checkpoint, "tree": tree}
@@ -64,6 +64,8 @@ def run_pair(
     if options and drafter_name != HEADS:
         given = " and ".join("--" + name.replace("_", "-") for name in options)
         raise InputError(f"{given}: for trained heads; add --drafter {HEADS} (got {drafter_name or 'no drafter'})")
+    if drafter_name == HEADS:
+        options.setdefault("tree", "auto")
     target = load(target_name)
     drafter = None
     try:
@@ -73,11 +75,6 @@ def run_pair(
             else (None, None)
         )
         notes = getattr(drafter, "findings", ())
-        if drafter_name == HEADS and options.get("tree", AUTO) == AUTO:
-            from specnb.measure.trees import with_best_tree
-
-            drafter, said = with_best_tree(drafter)
-            notes = (*notes, said)
         for warm in (drafter, None) if with_baseline else (drafter,):
             generate(target, prompt, drafter=warm, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
         baseline = generate(target, prompt, **settings) if with_baseline else None

@@ -14,9 +14,9 @@ from specnb.errors import InputError
 from specnb.lm.tree import Tree
 from specnb.ssm import mamba
 from specnb.ssm.mamba import Activations, mamba1, multi_step, recurrent, replay, silence, time_step, tree_scan
+from tests.book.kernel_calls import record_calls
 from tests.laws.trees import TREES, random_tree
-from tests.units.kernel_calls import record_calls
-from tests.units.tiny_models import torch_model
+from tests.tiny_models import torch_model
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 KINDS = ("mamba2", "mamba1")

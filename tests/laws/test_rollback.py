@@ -16,7 +16,7 @@ from specnb.lm import hf_cache, hf_record
 from specnb.lm.hf import HfModel
 from specnb.lm.hf_cache import KeptPastLayer, recurrent_layers
 from specnb.lm.rollback import FusedReplay
-from tests.units.tiny_models import VOCAB, torch_model
+from tests.tiny_models import VOCAB, torch_model
 
 DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_conv": 4,

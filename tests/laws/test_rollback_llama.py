@@ -14,7 +14,7 @@ from specnb.lm.convert.to_gguf import write_gguf
 from specnb.lm.dequantise import quiet
 from specnb.lm.gguf import GgufModel
 from tests.laws.test_rollback import IDS, ROUNDS, Scripted
-from tests.units.tiny_hybrids import hybrid_folder
+from tests.tiny_hybrids import hybrid_folder
 
 KEEP_SNAPSHOTS = ("qwen35-grouped", "lfm2")
 FAMILIES = (*KEEP_SNAPSHOTS, "mamba2")

@@ -23,7 +23,7 @@ from specnb.lm.hf import HfModel
 from specnb.lm.hf_cache import FIRST_ROOM, KeptPastLayer
 from specnb.lm.tree import Tree
 from tests.laws.trees import random_tree
-from tests.units.tiny_models import VOCAB, torch_model
+from tests.tiny_models import VOCAB, torch_model
 
 FAMILIES = {
     "llama": {},

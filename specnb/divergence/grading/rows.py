@@ -13,10 +13,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specnb.divergence.acceptance.profile import Share
 from specnb.divergence.tracing.bounded_parquet import read_table
 from specnb.errors import InputError
 from specnb.lm.bounded_json import read_bytes
+from specnb.measure.acceptance import Share
 from specnb.store import write_atomic
 
 LAB = "lab"

@@ -1,7 +1,7 @@
 """A transformers folder as a GGUF file, so that llama.cpp runs the same weights: recurrent and hybrid families first.
 
 Tensors are read, changed and written one by one: memory holds the largest of them, not the model. The models are
-those whose torch and llama.cpp code were compared, logit by logit (tests/units/test_to_gguf.py).
+those whose torch and llama.cpp code were compared, logit by logit (tests/lm/test_to_gguf.py).
 """
 
 import os

@@ -1,0 +1,293 @@
+"""The command line: a thin shell over the package. The only module that prints.
+
+Every command has `--json`: one JSON document on stdout, with the records' field names. Progress goes to stderr.
+Exit codes: 0 done, 1 something that was run failed, 2 wrong input, 125 a draft that could not be judged (`divergence`).
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperCommand
+
+from specnb.cli import bench as cli_bench
+from specnb.cli import divergence as cli_divergence
+from specnb.cli.show import Json, Show
+from specnb.errors import InputError, SpecnbError
+
+app = typer.Typer(
+    name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
+models_app = typer.Typer(help="The zoo: models that run without a hub.", invoke_without_command=True)
+app.add_typer(models_app, name="models")
+
+PARAMETER = ("-p", "--parameter")
+
+
+def main() -> None:
+    """Entry point: errors made on purpose become one line and exit code 2."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal's encoding lacks
+    try:
+        app()
+    except SpecnbError as error:
+        _complain(error)
+        sys.exit(2)
+
+
+def _complain(what: object) -> None:
+    """One line on stderr."""
+    print(f"specnb: {' '.join(str(what).splitlines())}", file=sys.stderr)
+
+
+class _TakesPairs(TyperCommand):
+    """A command whose `-p` takes two words, NAME VALUE; typer knows options of two words, but not lists of them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _with_pairs_joined(args))
+
+
+def _with_pairs_joined(words: list[str]) -> list[str]:
+    """`-p NAME VALUE` as `-p NAME=VALUE`, which may also be written; a name that has no value is left alone."""
+    rest, joined = list(words), []
+    while rest:
+        joined.append(rest.pop(0))
+        if joined[-1] in PARAMETER and rest:
+            name = rest.pop(0)
+            has_value = rest and "=" not in name and rest[0] not in PARAMETER
+            joined.append(f"{name}={rest.pop(0)}" if has_value else name)
+    return joined
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document))  # ASCII: a pipe may have an encoding that lacks what a model writes
+
+
+def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console().print(table)
+
+
+@app.command(cls=_TakesPairs)
+def run(
+    notebooks: Annotated[list[str] | None, typer.Argument(help="names or paths; none: all, in order")] = None,
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option(*PARAMETER, help="NAME VALUE (or NAME=VALUE), repeatable", metavar="NAME VALUE"),
+    ] = None,
+    results: Annotated[Path | None, typer.Option(help="folder of records [results/]")] = None,
+    timeout_s: Annotated[int | None, typer.Option(help="seconds a cell may take")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run notebooks headless into results/; exit code 1 if one failed."""
+    from specnb import store
+    from specnb.book import engine
+    from specnb.lm import zoo
+
+    given = engine.parse_parameters(_pairs(parameter or []))
+    paths = [engine.find_notebook(n) for n in notebooks] if notebooks else engine.notebooks()
+    if not paths:
+        raise InputError("there are no notebooks in the checkout to run: give the path of one")
+    if given and len(paths) > 1:
+        raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
+    zoo.path("smollm2-135m")  # fetched here, where its progress can be seen
+    outcomes = [
+        engine.run_notebook(
+            path, given, results=results or store.results_dir(), timeout_s=timeout_s, progress=not as_json
+        )
+        for path in paths
+    ]
+    if as_json:
+        _print_json([outcome.model_dump(mode="json") for outcome in outcomes])
+    else:
+        rows = [[o.notebook, o.status, f"{o.duration_s:.1f}", o.run_id, str(o.output)] for o in outcomes]
+        _print_table("runs", ["notebook", "status", "seconds", "run", "output"], rows)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            _complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
+    raise typer.Exit(1 if any(o.status != "completed" for o in outcomes) else 0)
+
+
+def _pairs(words: list[str]) -> list[tuple[str, str]]:
+    for word in words:
+        if "=" not in word:
+            raise InputError(f"-p takes a name and a value, got only {word!r}")
+    return [tuple(word.split("=", 1)) for word in words]
+
+
+@app.command()
+def generate(
+    target: Annotated[str, typer.Option(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?backend=hf&…")],
+    prompt: Annotated[str | None, typer.Option(help="text to continue")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="file whose text is to be continued")] = None,
+    draft: Annotated[str | None, typer.Option(help="draft model")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="drafter without a model of its own: lookup, self or medusa (trained heads)")
+    ] = None,
+    heads_checkpoint: Annotated[
+        str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
+    ] = None,
+    tree: Annotated[
+        str | None, typer.Option(help="what heads draft: chain, a number of nodes, or auto (by measured costs) [auto]")
+    ] = None,
+    k: Annotated[int | None, typer.Option("--k", help="draft length; of a tree, nodes [4, or the whole tree]")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
+    seed: Annotated[int, typer.Option(help="of the random draws")] = 0,
+    rule: Annotated[str, typer.Option(help="verification at temperature > 0: token, block, typical (lossy)")] = "token",
+    stop: Annotated[list[str] | None, typer.Option(help="stop string, repeatable")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the model's chat template")] = False,
+    ignore_eog: Annotated[bool, typer.Option("--ignore-eog", help="go on after end-of-generation tokens")] = False,
+    baseline: Annotated[bool, typer.Option("--baseline", help="decode plainly too, and compare")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="fail if the drafter cannot be loaded")] = False,
+    translate: Annotated[
+        str, typer.Option(help="a draft model of another vocabulary: auto, tokens, strings, refuse")
+    ] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Generate once, speculatively if a drafter is given."""
+    from specnb.measure.pair import run_pair
+    from specnb.measure.suspicions import suspicion
+
+    if draft and drafter:
+        raise InputError(f"give --draft or --drafter, not both (got {draft!r} and {drafter!r})")
+    text = _prompt_text(prompt, prompt_file)
+    result = run_pair(
+        target,
+        draft or drafter,
+        [{"role": "user", "content": text}] if chat else text,
+        with_baseline=baseline,
+        strict=strict,
+        translate=translate,
+        heads_checkpoint=heads_checkpoint,
+        tree=tree,
+        k=k,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        rule=rule,
+        stop=stop or (),
+        ignore_eog=ignore_eog,
+    )
+    suspicious = suspicion(result)
+    if suspicious:
+        _complain(suspicious)
+    if as_json:
+        _print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
+        return
+    print(result.generation.text)
+    shown = result.summary.model_dump(exclude={"notes"})
+    facts = [[name, _shown(value)] for name, value in shown.items() if value is not None]
+    said = {"fallback": result.generation.fallback, "translation": result.generation.translation}
+    facts += [[name, text] for name, text in said.items() if text]
+    facts += [["note", note] for note in result.summary.notes]
+    _print_table(f"{result.generation.target}, {result.generation.drafter or 'no drafter'}", ["", ""], facts)
+
+
+def _prompt_text(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise InputError("give the prompt with --prompt or with --prompt-file")
+    if prompt is not None:
+        return prompt
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the prompt from {file}: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@app.command()
+def compat(
+    models: Annotated[list[str], typer.Argument(help="the target and a draft, or more models for the matrix of all")],
+    as_json: Json = False,
+) -> None:
+    """Will a draft model work with a target? The verdict, every difference, what other engines would say."""
+    from specnb.compat.check import check, matrix
+    from specnb.compat.read import describe
+
+    described = [describe(name) for name in models]
+    if len(described) != 2:
+        table = matrix(described)
+        if as_json:
+            _print_json(json.loads(table.to_json(orient="records")))
+        else:
+            columns = ["target", "draft", "verdict", "way", "n_different", "llama_cpp", "transformers"]
+            _print_table("every pair", columns, [[_shown(cell) for cell in row] for row in table[columns].to_numpy()])
+        return
+    report = check(*described)
+    if as_json:
+        _print_json(report.to_json())
+        return
+    columns = ["topic", "severity", "target", "draft", "what to do"]
+    _print_table(report.summary(), columns, report.to_frame().to_numpy().tolist())
+    print(report.expectation() or "acceptance: nothing can be predicted")
+    words = {True: "accepts", False: "refuses", None: "cannot be told"}
+    for engine, opinion in (("llama.cpp", report.llama_cpp), ("transformers", report.transformers)):
+        print(f"{engine}: {words[opinion.accepts]}: {opinion.reason}")
+
+
+@models_app.callback()
+def models(context: typer.Context, as_json: Json = False) -> None:
+    """List the zoo and the models of the checkout: source, size, licence, present or not."""
+    if context.invoked_subcommand:
+        return
+    from specnb.lm import embedded, zoo
+    from specnb.lm.memory import human_bytes
+
+    rows = [*zoo.status(), *embedded.status()]
+    if as_json:
+        _print_json([{**vars(row), "path": str(row.path)} for row in rows])
+        return
+    shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), "yes" if r.present else "no"] for r in rows]
+    _print_table("zoo", ["name", "source", "licence", "size", "present"], shown)
+
+
+@models_app.command("fetch")
+def fetch(
+    name: Annotated[str, typer.Argument(help="zoo name, such as smollm2-135m or smollm2-135m:q8_0")] = "smollm2-135m",
+    as_json: Json = False,
+) -> None:
+    """Fetch (or make) a model and print where it is."""
+    from specnb.lm import zoo
+
+    path = zoo.path(name)
+    print(json.dumps({"name": name, "path": str(path), "n_bytes": path.stat().st_size}) if as_json else path)
+
+
+app.add_typer(cli_bench.bench_app(_print_json, _print_table), name="bench")
+_show = Show(_print_json, _print_table, print, _complain)
+app.add_typer(cli_divergence.divergence_app(_show), name="divergence")
+
+
+@app.command()
+def check(
+    decode: Annotated[bool, typer.Option(help="decode one token with the real model (fetches it)")] = True,
+    as_json: Json = False,
+) -> None:
+    """Check every prerequisite and name the fix for what is missing; exit code 1 if something is."""
+    from specnb import doctor
+
+    findings = doctor.diagnose(decode=decode)
+    if as_json:
+        _print_json([finding._asdict() for finding in findings])
+    else:
+        mark = {True: "ok", False: "MISSING", None: "warning"}
+        rows = [[mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in findings]
+        _print_table("check", ["", "what", "found"], rows)
+    raise typer.Exit(0 if doctor.all_ok(findings) else 1)

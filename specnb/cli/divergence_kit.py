@@ -1,0 +1,250 @@
+"""`specnb divergence`, what stands around an investigation: preflight, traces compared, planted faults, the score."""
+
+import inspect
+import os
+import shlex
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specnb.cli.divergence_capture import BACKENDS
+from specnb.cli.show import Json, Show, judged, names, show_frame
+from specnb.errors import InputError
+
+if TYPE_CHECKING:
+    from specnb.divergence.offline.result import Comparison
+    from specnb.divergence.score import Score
+    from specnb.divergence.trace import Trace
+
+
+def preflight(
+    context: typer.Context,
+    draft: Annotated[str, typer.Option(help="draft model, or lookup, self, medusa")],
+    target: Annotated[str | None, typer.Option(help="target, as specnb.load takes it")] = None,
+    k: Annotated[int, typer.Option("--k", help="draft length of the checks")] = 4,
+    training: Annotated[
+        Path | None, typer.Option(help="checkpoint of trained heads, whose training log is checked", exists=True)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What takes seconds and explains most zero acceptances; exit code 1 if a check fails.
+
+    Weights against the files they came from, tied heads, RoPE, quantisation and sampling defaults, whether the drafter
+    leaves the caller's tokens alone and sees its own drafts, caches after a rejection, the training's learning rate.
+    """
+    from specnb.divergence import preflight as checks
+    from specnb.draft.load import KINDS, load_drafter
+    from specnb.lm.load import load
+
+    show: Show = context.obj
+    if draft in KINDS and target is None:
+        raise InputError(f"--draft {draft} drafts for a target: add --target")
+    with ExitStack() as opened:
+        its = None if target is None else load(target)
+        if its is not None:
+            opened.callback(its.close)
+        mine = load_drafter(draft, its, strict=True).drafter if draft in KINDS else load(draft)
+        opened.callback(mine.close)
+        folders = {f"{role}_folder": _folder(name) for role, name in (("draft", draft), ("target", target)) if name}
+        found = checks.preflight(mine, its, curve=training, k=k, **folders)
+    if as_json:
+        show.json([one._asdict() for one in found])
+    else:
+        rows = [
+            [one.verdict, one.check, one.evidence + (f"\nremedy: {one.remedy}" if one.remedy else "")]
+            for one in checks.table(found).itertuples()
+        ]
+        show.table("preflight", ["", "check", "found"], rows)
+    raise typer.Exit(1 if any(one.verdict == "fail" for one in found) else 0)
+
+
+def compare(
+    context: typer.Context,
+    reference: Annotated[Path, typer.Argument(help="folder of the trace of a run that is right")],
+    candidate: Annotated[Path, typer.Argument(help="folder of the trace of the run that is not")],
+    sound: Annotated[
+        str | None, typer.Option(help="folders of more runs that are right, by commas: the floors")
+    ] = None,
+    precise: Annotated[Path | None, typer.Option(help="folder of a float32 run of the same draft")] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OLD=NEW", help="in module paths, of all traces: regular expression, and what replaces it"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Where two runs of one draft part, from the traces that `capture` wrote, on whatever machine.
+
+    Exit code: 0 nothing but rounding, 1 divergent, 125 inconclusive, or a trace that cannot be read; 2 for options that
+    cannot be.
+    """
+    import pandas as pd
+
+    from specnb.divergence.compare import compare
+    from specnb.divergence.ladder import EXIT
+    from specnb.divergence.offline.result import Node
+    from specnb.divergence.trace import Trace
+
+    show: Show = context.obj
+    renamed = _renamed(rename or [])
+    with judged(show.complain):
+        more = [Trace.load(Path(folder)) for folder in names(sound) or ()]
+        exact = None if precise is None else Trace.load(precise)
+        both = {folder: Trace.load(folder) for folder in (reference, candidate)}
+        found = compare(both[reference], both[candidate], sound=more, precise=exact, rename=renamed)
+    closer = _closer(found, both)
+    if as_json:
+        show.json(found.document() | {"next": closer})
+    else:
+        show.line(found.line)
+        show.line(f"looked at: {found.coverage}")
+        for one in found.doubts:
+            show.line(f"doubtful: {one.module} chose otherwise at {one.count} tokens, from position {one.position} on")
+        columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
+        show_frame(
+            show, "wrong by themselves, first in time first", pd.DataFrame(found.minimal, columns=Node._fields)[columns]
+        )
+        show_frame(show, "parameters that were not read alike", found.reads[["module", "read", "says"]])
+        for command in closer:
+            show.line(f"next: {command}")
+    raise typer.Exit(EXIT[found.verdict])
+
+
+def _renamed(words: list[str]) -> dict[str, str]:
+    """Regular expressions and what replaces them. InputError for what is no such, before a trace is read."""
+    from specnb.divergence.tracing.paths import canonical_name
+
+    found = {}
+    for word in words:
+        old, equals, new = word.rpartition("=")  # the last one: lookaheads have some, and paths have none
+        if not (old and equals):
+            raise InputError(f"--rename {word}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
+        found[old] = new
+    try:
+        canonical_name("", found)
+    except InputError as error:
+        raise InputError(f"--rename: {error}") from error
+    return found
+
+
+def _closer(found: "Comparison", traces: "dict[Path, Trace]") -> list[str]:
+    """The commands that keep whole what is wrong or doubtful, of either run, fed what it was fed; none for nothing."""
+    if not (found.minimal or found.doubts):
+        return []
+    roles = zip(("REFERENCE", "CANDIDATE"), traces.items(), strict=False)  # one, where a run is compared with itself
+    return [
+        shlex.join([
+            "specnb", "divergence", "capture", f"{role}-MODEL", "--backend", BACKENDS[trace.engine], "--tokens",
+            str(folder), "--full", found.around(), "--out", f"{role}-IN-FULL",
+        ])
+        for role, (folder, trace) in roles
+        if trace.engine in BACKENDS
+    ]  # fmt: skip
+
+
+def score(
+    context: typer.Context,
+    seeds: Annotated[int, typer.Option(help="models, each with a text of its own")] = 3,
+    layers: Annotated[str | None, typer.Option(help="such as 0,2 [all of the pair's draft]")] = None,
+    dtypes: Annotated[str, typer.Option(help="of the models")] = "float32,bfloat16",
+    faults: Annotated[str | None, typer.Option(help="planted faults, by commas [all]")] = None,
+    controls: Annotated[bool, typer.Option(help="false-alarm controls and the smallest fault, too")] = True,
+    workers: Annotated[int, typer.Option(help="processes")] = 1,
+    out: Annotated[Path | None, typer.Option(help="file for all rows (parquet)")] = None,
+    keep: Annotated[Path | None, typer.Option(help="folder for what is done; a later run goes on from there")] = None,
+    as_json: Json = False,
+) -> None:
+    """Plant every fault and see what is found: by the lab, and by the means that people use instead."""
+    from specnb.book.progress import ProgressBar
+    from specnb.divergence import score as grid
+
+    show: Show = context.obj
+    if out is not None:
+        _check_place(out)
+    with ProgressBar() as progress:
+        found = grid.score(
+            seeds=seeds, layers=_numbers(layers), dtypes=names(dtypes), faults=names(faults), controls=controls,
+            workers=workers, keep=keep, progress=progress,
+        )  # fmt: skip
+    _show_score(show, found, as_json)
+    if out is not None:  # at last: what was counted for so long is shown in any case
+        found.save(out)
+
+
+def _check_place(out: Path) -> None:
+    """Refuses a file that could not be written, before the long run that makes it."""
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be written ({error.strerror}): give another file") from error
+    if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
+        raise InputError(f"--out {out} cannot be written: give a file in a folder of yours")
+
+
+def _show_score(show: Show, found: "Score", as_json: bool) -> None:
+    if as_json:
+        show.json(found.document())
+        return
+    right, counts = ["n", "module", "token", "exact", "cause"], ["alarms", "controls"]
+    tables = {
+        "shares of the faults of which a tool names it rightly": found.by_tool()[["tool", "against", *right, *counts]],
+        "the lab, by fault": found.by_fault()[["name", "dtype", *right]],
+        "smallest scale fault that is found": found.smallest(),
+    }
+    for title, frame in tables.items():
+        show_frame(show, title, frame)
+    show.line(f"{len(found.misses())} faults missed or misnamed, {len(found.false_alarms())} false alarms of the lab")
+
+
+def faults(context: typer.Context, as_json: Json = False) -> None:
+    """The planted faults: their cause, the module that must be found first, the upstream issue."""
+    from specnb.divergence.faults import FAULTS
+    from specnb.divergence.pair import pair
+
+    made, rows = pair(), []
+    for name, make in FAULTS.items():
+        with make(made.draft, made.target) as fault:
+            options = list(inspect.signature(make).parameters.values())[2:]
+            rows.append(
+                {
+                    "fault": name, "cause": fault.cause, "first": fault.first, "note": fault.note,
+                    "issues": list(fault.issues), "options": {one.name: one.default for one in options},
+                }
+            )  # fmt: skip
+    if as_json:
+        context.obj.json(rows)
+        return
+    shown = [[r["fault"], r["cause"], f"{_place(r['first'])}\n{r['note']}", "\n".join(r["issues"])] for r in rows]
+    context.obj.table("planted faults", ["fault", "cause", "where and what", "upstream"], shown)
+
+
+def _place(first: str | None) -> str:
+    return "nothing is to be found" if first is None else first or "the model's inputs"
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(word) for word in names(text)]
+    except ValueError as error:
+        raise InputError(f"--layers takes numbers, separated by commas, got {text!r}") from error
+
+
+def _folder(name: str) -> Path | None:
+    """Where the files of a transformers model lie, fetched by the hub's library or before; None for other models."""
+    from specnb.draft.load import KINDS
+    from specnb.lm import embedded
+    from specnb.lm.load import parse
+
+    spec = None if name in KINDS else parse(name)
+    if spec is None or spec.where != "hf":
+        return None
+    folder = embedded.local_folder(spec.source)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    revision = spec.options.get("revision", "main")
+    return Path(snapshot_download(spec.source, revision=revision, local_files_only=True))  # it has just been opened

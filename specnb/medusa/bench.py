@@ -1,0 +1,275 @@
+"""Heads against plain decoding, side by side: `specnb bench medusa`. First the gates; then, if all hold, the speed.
+
+Gates and accuracies are measured on the last prompts of each category and speeds on the first ones, so a tree is not
+chosen on what it is timed on. Wall times are whole calls, prefill included, of the same target in the same process.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from specnb.decode.generate import generate
+from specnb.errors import InputError
+from specnb.lm.base import LanguageModel
+from specnb.lm.load import load
+from specnb.measure.bench import Timed, interleaved
+from specnb.measure.experiment import Progress, silent
+from specnb.measure.ksweep import check_prompts
+from specnb.measure.stats import FEWEST
+from specnb.medusa import curve as head_curve
+from specnb.medusa import gates as head_gates
+from specnb.medusa.accuracy import accuracy_matrix, network
+from specnb.medusa.best_tree import best_tree
+from specnb.medusa.checkpoint import load_trained_heads
+from specnb.medusa.drafter import HeadsDrafter
+from specnb.medusa.gates import Checked
+from specnb.medusa.heads import Heads
+from specnb.medusa.load import AUTO, accuracy_of, fitting_checkpoint, tree_size
+from specnb.medusa.speeds import PLAIN, SHOWN, shown_rows, speed_table
+from specnb.medusa.tree import TreePlan, grow
+from specnb.medusa.tree_choice import Candidate
+from specnb.prompts import CATEGORIES, Category, Prompt, digest, prompts
+from specnb.provenance import provenance
+
+TARGET = "smollm2-135m?backend=hf&dtype=bfloat16"
+
+
+class HeadsBenchParams(BaseModel):
+    """What is timed. `tree` is auto (the best by measured costs), chain or a number of nodes; `k` cuts the drafts.
+
+    `dtype` replaces that of the target's name. `num_trials` runs of each prompt count by their median, after
+    `warmup_steps` uncounted generations by each method.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: str = TARGET
+    heads_checkpoint: str | None = None
+    categories: tuple[Category, ...] = Field(default=CATEGORIES, min_length=1)
+    prompts_per_category: int = Field(default=2, ge=1)
+    num_trials: int = Field(default=5, ge=1)
+    warmup_steps: int = Field(default=2, ge=1)
+    max_new_tokens: int = Field(default=128, ge=2)
+    tree: str = AUTO
+    k: int | None = Field(default=None, ge=1)
+    dtype: str | None = None
+    seed: int = Field(default=0, ge=0)
+
+
+def checked_params(**given: Any) -> HeadsBenchParams:
+    """The parameters, `categories` as a text with commas if need be. Raises InputError that names each bad value."""
+    if isinstance(given.get("categories"), str):
+        given["categories"] = given["categories"].split(",")
+    try:
+        return HeadsBenchParams(**given)
+    except ValidationError as error:
+        # a list that is left without its bad entries is no second mistake
+        wrong = [e for e in error.errors() if e["type"] != "too_short"] or error.errors()
+        told = "; ".join(f"{'.'.join(map(str, e['loc']))} is {e['input']!r:.80}: {e['msg']}" for e in wrong)
+        raise InputError(f"bench medusa: {told}") from error
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What is drafted and why: the plan (None: a chain), drafts a round, and the candidates it was chosen among."""
+
+    plan: TreePlan | None
+    k: int
+    says: str
+    candidates: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeadsBench:
+    """The gates; and where all passed, what was drafted, and the speeds by category (last row: all of them)."""
+
+    params: HeadsBenchParams
+    loaded: str
+    checked: Checked
+    provenance: Mapping[str, Any]
+    drafting: Drafting | None = None
+    speeds: pd.DataFrame | None = None
+
+    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Title, columns and rows of text for a reader: the gates, then their diagnoses or the speeds."""
+        gates = [["passed" if g.passed else "FAILED", g.name, g.says] for g in self.checked.gates]
+        made = [(self.loaded, ["", "gate", "measured"], gates)]
+        if self.speeds is None or self.drafting is None:
+            rows = [list(diagnosis) for diagnosis in self.checked.diagnoses]
+            return [*made, ("no speed: a gate failed", ["diagnosis", "seen", "what to do"], rows)]
+        rows = shown_rows(self.speeds)
+        return [*made, (f"{self.params.target}: {self.drafting.says}", list(SHOWN), rows)]
+
+    def document(self) -> dict[str, Any]:
+        """One JSON document; without the speeds where a gate failed."""
+        made: dict[str, Any] = {
+            "params": self.params.model_dump(mode="json"),
+            "provenance": dict(self.provenance),
+            "loaded": self.loaded,
+            "passed": self.checked.passed,
+            "gates": [_plain(asdict(gate)) for gate in self.checked.gates],
+            "diagnoses": [d._asdict() for d in self.checked.diagnoses],
+            "alpha": rows_of(self.checked.served),
+            "accuracy": rows_of(self.checked.accuracy),
+        }
+        if self.drafting is not None and self.speeds is not None:
+            made["drafting"] = _drafting_document(self.drafting)
+            made["speeds"] = rows_of(self.speeds)
+        return made
+
+
+def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
+    """Load, run the gates, and time what passed them.
+
+    Raises InputError for wrong names, heads or prompts, and what `specnb.load` and `generate` raise.
+    """
+    size = tree_size(params.tree)
+    timed, judged = chosen_prompts(params)
+    target = load(params.target, **({"dtype": params.dtype} if params.dtype else {}))
+    try:
+        net = network(target)
+        heads, report = load_trained_heads(params.heads_checkpoint or fitting_checkpoint(target), net)
+        check_prompts(target, [*timed, *judged], params.max_new_tokens)
+        curve = head_curve.read(report.path)
+        checked = head_gates.run(
+            target, heads, report, judged, curve=curve, seed=params.seed, progress=progress,
+            max_new_tokens=min(params.max_new_tokens, head_gates.MAX_NEW_TOKENS),
+        )  # fmt: skip
+        made = HeadsBench(params, str(report), checked, _provenance(target, params, [*timed, *judged]))
+        if not checked.passed:
+            return made
+        progress(0, 1, "costs of trees")
+        drafting = choose_drafts(target, heads, checked, size, params, trained=accuracy_of(report.path))
+        speeds = time_prompts(target, heads, drafting, timed, params, progress)
+        return HeadsBench(params, made.loaded, checked, made.provenance, drafting, speeds)
+    finally:
+        target.close()
+
+
+def chosen_prompts(params: HeadsBenchParams) -> tuple[list[Prompt], list[Prompt]]:
+    """Those that are timed, the first of each category; and those that are judged, the last, FEWEST in all or more.
+
+    Raises InputError where a category has too few for both.
+    """
+    found = {category: prompts(category) for category in params.categories}
+    each, timed = -(-FEWEST // len(found)), params.prompts_per_category
+    for category, of in found.items():
+        if timed + each > len(of):
+            raise InputError(
+                f"{category} has {len(of)} prompts, too few for {timed} that are timed and {each} others that the "
+                f"gates judge: at most {max(0, len(of) - each)} a category can be timed, give fewer"
+            )
+    return (
+        [prompt for of in found.values() for prompt in of[:timed]],
+        [prompt for of in found.values() for prompt in of[-each:]],
+    )
+
+
+def choose_drafts(
+    target: LanguageModel,
+    heads: Heads,
+    checked: Checked,
+    size: int | TreePlan,
+    params: HeadsBenchParams,
+    *,
+    trained: np.ndarray | None = None,
+) -> Drafting:
+    """What `params.tree` comes to on this machine.
+
+    A tree is grown from `trained`, the accuracies `(heads, ranks)` that came with the heads, of far more text than the
+    gates see, as `specnb generate` does; only where there are none, from those that the gates measured.
+    """
+    accuracy = accuracy_matrix(checked.accuracy) if trained is None else trained[: heads.config.n_heads]
+    source = f"measured here on {len(checked.plain)} prompts" if trained is None else "that came with the heads"
+    plan: TreePlan | None = None
+    candidates: tuple[Candidate, ...] = ()
+    if size:
+        plan = size if isinstance(size, TreePlan) else grow(accuracy, size)[0]
+        says = f"a tree of {len(plan)} nodes, as asked for"
+        if not isinstance(size, TreePlan):
+            says += f", by accuracies {source}"
+    elif params.tree != AUTO:
+        says = "a chain, as asked for"
+    elif not target.caps.trees:
+        says = f"a chain, for {target.name} cannot verify trees: {target.caps.trees_reason or target.caps.engine}"
+    else:
+        choice = best_tree(target, heads, accuracy)
+        candidates = choice.table
+        best = max(candidates[1:], key=lambda c: c.tokens_per_s)
+        plan = best.plan
+        says = (
+            f"a tree of {len(plan)} nodes: {best.tokens:.2f} tokens a round, {best.tokens_per_s:.1f} a second expected "
+            f"by accuracies {source}"
+        )
+        if not len(choice.plan):
+            says += "; plain decoding is expected to be faster than any"
+    n = heads.config.n_heads if plan is None else len(plan)
+    return Drafting(plan, min(n, params.k or n), says, candidates)
+
+
+def time_prompts(
+    target: LanguageModel,
+    heads: Heads,
+    drafting: Drafting,
+    timed: Sequence[Prompt],
+    params: HeadsBenchParams,
+    progress: Progress = silent,
+) -> pd.DataFrame:
+    """Interleaved runs, plain and with heads; `speed_table` of them."""
+    drafter = HeadsDrafter(target, heads, drafting.plan)
+    name, settings = heads.config.kind, {"max_new_tokens": params.max_new_tokens}
+    methods = {
+        PLAIN: lambda prompt: generate(target, prompt, **settings),
+        name: lambda prompt: generate(target, prompt, drafter=drafter, k=drafting.k, **settings),
+    }
+    for warm in range(params.warmup_steps - 1):  # `interleaved` makes one more
+        for method in methods.values():
+            method(timed[warm % len(timed)])
+    runs: list[Timed] = []
+    total = len(timed) * len(methods) * params.num_trials
+    progress(0, total, "timing")
+    for one in interleaved(methods, timed, repeats=params.num_trials):
+        runs.append(one)
+        progress(len(runs), total, f"timing: {timed[one.prompt].id}")
+    return speed_table(runs, [prompt.category for prompt in timed], name)
+
+
+def _provenance(target: LanguageModel, params: HeadsBenchParams, used: Sequence[Prompt]) -> dict[str, Any]:
+    return provenance(
+        seeds={"seed": params.seed},
+        models=[{"role": "target", "id": target.name}],
+        prompts_digest=digest(used),
+        extra={"target": asdict(target.caps)},
+    )
+
+
+def _drafting_document(drafting: Drafting) -> dict[str, Any]:
+    plan = drafting.plan
+    return {
+        "says": drafting.says,
+        "k": drafting.k,
+        "tree": None if plan is None else {"parents": list(plan.parents), "ranks": list(plan.ranks)},
+        "candidates": [
+            {"nodes": len(c.plan), "tokens": c.tokens, "seconds": c.seconds, "tokens_per_s": c.tokens_per_s}
+            for c in drafting.candidates
+        ],
+    }
+
+
+def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows that a record or a JSON document holds: None for what does not exist."""
+    return _plain(frame.to_dict(orient="records"))
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy as Python's, and NaN, which JSON has no word for, as None."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and not np.isfinite(value) else value

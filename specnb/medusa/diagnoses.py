@@ -1,0 +1,239 @@
+"""Why heads draft badly: each fault by the test that tells it from the others.
+
+A fault is looked for after a gate has failed, never instead of one. What each test asks: are the weights those of
+training at all (`never loaded`); would they be right about another input (`double norm`, `missing norm`) or another
+token (`label shift`); is what they are multiplied with the backbone's (`wrong lm_head`); did training still move them
+(`dead schedule`). Several may hold.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specnb.medusa.accuracy import Scores, States, Trace, score
+from specnb.medusa.checks import accuracy, input_error, lm_head_error, relative_error, residual_share
+from specnb.medusa.curve import Curve
+from specnb.medusa.heads import Heads
+
+
+class Diagnosis(NamedTuple):
+    """A fault's name, what was seen of it, and what to do."""
+
+    name: str
+    evidence: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the gates have measured, and the tests below look at.
+
+    `scores` are the heads' along `traces`, `probe` the states and logits that zero-block heads were compared on, and
+    `curve` is that of the training, None where none came with the heads. `failed` names the gates that failed.
+    """
+
+    heads: Heads
+    norm: nn.Module
+    traces: Sequence[Trace]
+    scores: Sequence[Scores]
+    probe: States
+    tolerance: float
+    curve: Curve | None
+    failed: frozenset[str] = frozenset()
+
+
+LIKE_NEW = 0.08
+"""Relative distance from a new nn.Linear's spread that is still one: 1000 uniform draws stray 1.4 % (one sigma)."""
+SMALL_STEP = 0.01
+"""Heads whose blocks add less than 1 % to the state (L2) have hardly left the start, where they add nothing."""
+COPIES = 0.9
+"""Share of positions at which a head says the backbone's next token, from which on it is called a copy of it."""
+ONCE = (
+    "apply the final norm once: heads that are fed the state in front of it are pre_norm, those that are fed the state "
+    "behind it (hidden_states[-1] in transformers) are post_norm"
+)
+FOREIGN = 0.5
+"""Cosine between a private lm_head and the backbone's, which it starts as: training moves it by far less than this."""
+
+
+def never_loaded(e: Evidence) -> Diagnosis | None:
+    """Blocks as they are made, not as they are trained: all zero, or drawn as torch draws a new layer."""
+    zero = [i for i in range(len(e.heads.heads)) if not any(bool(w.any()) for w in _block_weights(e.heads, i))]
+    new = [i for i in range(len(e.heads.heads)) if all(_like_new(w) for w in _block_weights(e.heads, i))]
+    private = e.heads.config.lm_head == "private"
+    if private and zero and not _copies_lm_head(e.heads):
+        zero = []  # a trained lm_head without blocks is a poor head, but a loaded one
+    if not (zero or new):
+        return None
+    what = f"the blocks of heads {_list(zero)} are all zero" if zero else (
+        f"the blocks of heads {_list(new)} are drawn as a new layer's are: uniform, within 1/sqrt(inputs)")  # fmt: skip
+    return Diagnosis("never loaded", f"{what}; {_copying(e)}", "load the trained checkpoint (--heads-checkpoint PATH)")
+
+
+def wrong_norm(e: Evidence) -> Diagnosis | None:
+    """What the blocks are fed is not the state behind the backbone's final norm, applied once."""
+    if (error := input_error(e.heads, e.probe)) <= e.tolerance:
+        return None
+    fed = e.heads.normed(e.probe.fed(e.heads.config.input))
+    seen = f"what the blocks are fed is {error:.2g} (relative) off the state behind the backbone's final norm"
+    if relative_error(fed, e.norm(e.probe.post_norm)) <= e.tolerance:
+        return Diagnosis("double norm", f"{seen}: it is that state, normed once more", ONCE)
+    if relative_error(fed, e.probe.pre_norm) <= e.tolerance:
+        return Diagnosis("missing norm", f"{seen}: it is the state in front of it", ONCE)
+    return Diagnosis("wrong norm", seen, "use the heads with the backbone whose norm they were trained on")
+
+
+def trained_under_another_norm(e: Evidence) -> Diagnosis | None:
+    """The heads are much better when the norm is applied twice, or not at all, than when it is applied once."""
+    # Now it is not applied once; or there are no blocks, and another norm only turns lm_heads away from their start.
+    if wrong_norm(e) or not residual_share(e.heads, e.traces).any():
+        return None
+    now = accuracy(e.scores)
+    inputs: dict[bool, Callable[[Trace], Tensor]] = {True: lambda t: e.norm(t.post_norm), False: lambda t: t.pre_norm}
+    found = {twice: accuracy([score(e.heads, t, normed=make(t)) for t in e.traces]) for twice, make in inputs.items()}
+    twice = max(found, key=lambda key: found[key].rate.mean())
+    if not found[twice].beats(now):
+        return None
+    name, fed = ("double norm", "twice") if twice else ("missing norm", "not at all")
+    return Diagnosis(
+        name,
+        f"the heads are right in {_percent(now.rate)} of their positions, but in {_percent(found[twice].rate)} when "
+        f"the final norm is applied {fed}: so they were trained",
+        ONCE,
+    )
+
+
+def wrong_lm_head(e: Evidence) -> Diagnosis | None:
+    """The lm_head that heads share is not the backbone's, or their own ones did not start from it."""
+    remedy = "use the heads with the backbone they were trained on, and its lm_head"
+    if (error := lm_head_error(e.heads, e.probe)) > e.tolerance:
+        return Diagnosis(
+            "wrong lm_head",
+            f"the heads' shared lm_head gives logits {error:.2g} (relative) off the backbone's from the same state, "
+            f"{e.tolerance:.2g} would be rounding",
+            remedy,
+        )
+    if e.heads.config.lm_head == "private" and (cosine := _lm_head_cosine(e.heads)) < FOREIGN:
+        return Diagnosis(
+            "wrong lm_head", f"the heads' own lm_heads have a cosine of {cosine:.2f} to the backbone's", remedy
+        )
+    return None
+
+
+def label_shift(e: Evidence) -> Diagnosis | None:
+    """Head i is much more often right about the token before or behind the one that it has to say.
+
+    Heads that learned little say the backbone's next token: the first looks shifted by -1 then. So those behind it must
+    show it too, and a single head, of which the two cannot be told apart, is asked about the token behind only.
+    """
+    now = accuracy(e.scores)
+    alone = len(now.n) == 1
+    shifts = (1,) if alone else (-1, 1)
+    found = {shift: accuracy([score(e.heads, t, shift=shift) for t in e.traces]) for shift in shifts}
+    shift = max(found, key=lambda key: found[key].rate.mean())
+    deeper = alone or found[shift].behind_first().beats(now.behind_first())
+    if never_loaded(e) or not deeper or not found[shift].beats(now):
+        return None
+    return Diagnosis(
+        "label shift",
+        f"head i is right about token t + {2 + shift} + i in {_percent(found[shift].rate)}, about its own, token "
+        f"t + 2 + i, in {_percent(now.rate)} (heads 0..{len(now.rate) - 1})",
+        "train again: from the state of token t head i has to say token t + 2 + i",
+    )
+
+
+def dead_schedule(e: Evidence) -> Diagnosis | None:
+    """Training went on with no learning rate to speak of, or never moved the blocks."""
+    remedy = "train again with a schedule that ends above zero at the last step (eta_min)"
+    moved = residual_share(e.heads, e.traces)
+    if e.curve is not None and e.curve.dead and (e.curve.falling or float(moved.max()) < SMALL_STEP):
+        return Diagnosis("dead schedule", f"{e.curve}; the blocks add {_percent(moved)} to the state", remedy)
+    if e.curve is None and 0 < float(moved.max()) < SMALL_STEP:
+        return Diagnosis(
+            "dead schedule",
+            f"the blocks add only {_percent(moved)} to the state, and no training curve came with them; {_copying(e)}",
+            remedy,
+        )
+    return None
+
+
+TESTS: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
+    never_loaded, wrong_norm, wrong_lm_head, trained_under_another_norm, label_shift, dead_schedule,
+)  # fmt: skip
+"""From what the weights alone tell to what only accuracies tell."""
+
+
+def diagnose(e: Evidence) -> list[Diagnosis]:
+    """All faults that fit, the most specific first; where none does, what the failed gates themselves say."""
+    found = [diagnosis for test in TESTS if (diagnosis := test(e)) is not None]
+    return found or _unspecific(e)
+
+
+def _unspecific(e: Evidence) -> list[Diagnosis]:
+    if "acceptance" in e.failed:
+        return [
+            Diagnosis(
+                "never loaded",
+                "acceptance is no better than that of the same heads with their weights shuffled; neither norm, nor "
+                "labels, nor lm_head, nor the training's schedule explain it",
+                "check that these weights are the trained ones; if they are, train longer",
+            )
+        ]
+    if "serving" in e.failed:
+        return [
+            Diagnosis(
+                "served otherwise than scored",
+                "the heads are right along the plain text, but not in the rounds that were served",
+                "look at the state, the tokens and the position that the drafter hands to the heads",
+            )
+        ]
+    return []
+
+
+def _block_weights(heads: Heads, head: int) -> list[Tensor]:
+    return [w for name, w in heads.heads[head].named_parameters() if name.startswith("blocks.")]
+
+
+def _like_new(weight: Tensor) -> bool:
+    """Uniform on ±1/sqrt(inputs), as nn.Linear draws a weight (He et al. 1502.01852 with a = sqrt(5)).
+
+    Biases are too few to tell, and say nothing against it.
+    """
+    if weight.dim() < 2:
+        return True
+    bound = 1 / sqrt(weight.shape[1])
+    largest, spread = float(weight.abs().max()), float(weight.float().std())
+    return abs(largest / bound - 1) < LIKE_NEW and abs(spread * sqrt(3) / bound - 1) < LIKE_NEW
+
+
+def _copies_lm_head(heads: Heads) -> bool:
+    return all(torch.equal(head.lm_head.weight, heads.shared_lm_head) for head in heads.heads)
+
+
+def _lm_head_cosine(heads: Heads) -> float:
+    shared = heads.shared_lm_head.float().flatten()
+    return float(
+        np.mean([F.cosine_similarity(h.lm_head.weight.float().flatten(), shared, 0).item() for h in heads.heads])
+    )
+
+
+def _copying(e: Evidence) -> str:
+    """What untrained heads are known by: each says what the backbone says next."""
+    same = [np.mean(s.best == t.best.cpu().numpy()[:, None], axis=0) for s, t in zip(e.scores, e.traces, strict=True)]
+    shares = np.mean(same, axis=0)
+    copies = " (untrained heads do)" if float(shares.min()) > COPIES else ""
+    return f"the heads say the backbone's next token in {_percent(shares)}{copies}"
+
+
+def _list(heads: list[int]) -> str:
+    return ", ".join(map(str, heads))
+
+
+def _percent(shares: np.ndarray) -> str:
+    return ", ".join(f"{share:.1%}" for share in shares)

@@ -1,0 +1,196 @@
+"""The faults of the Medusa note, planted on trained heads: what each looks like in numbers, and what the gates say.
+
+Its benchmark measured heads that no checkpoint had been loaded into, its heads were fed a state with the wrong norm,
+and its learning rate had decayed to zero. Each is made here as it was there, and judged by the gates that every speed
+has to pass. `sound` heads stand beside them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from specnb.lm.base import LanguageModel
+from specnb.measure.experiment import Progress, silent
+from specnb.medusa import checkpoint
+from specnb.medusa import curve as head_curve
+from specnb.medusa import gates as head_gates
+from specnb.medusa.accuracy import NO_LABEL, Trace, network, score, states, trace
+from specnb.medusa.backbone import Backbone
+from specnb.medusa.curve import Curve
+from specnb.medusa.gates import Checked, Report
+from specnb.medusa.heads import Heads, new_heads
+from specnb.medusa.practice import practise, sets
+from specnb.medusa.recipe import Recipe
+from specnb.prompts import Prompt
+
+STEPS, ALIVE, EVERY = 18, 12, 3
+"""Of the schedule that dies: all steps, those that have a rate, and those from line to line of its log."""
+
+
+@dataclass(frozen=True)
+class DyingRecipe(Recipe):
+    """A recipe whose rate is zero after ALIVE steps, as that of a run which goes on behind the end of a schedule.
+
+    `Recipe` itself refuses a schedule that ends at zero.
+    """
+
+    def lr(self, step: int) -> float:
+        return super().lr(step) if step < ALIVE else 0.0
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Heads with one fault, and what a loader and a training log say of them; `named` is what the gates must call it.
+
+    `named` is "" for sound ones.
+    """
+
+    fault: str
+    named: str
+    heads: Heads
+    report: Report | None
+    curve: Curve | None = None
+
+
+class Twice(nn.Module):
+    """The final norm two times over, as `heads` hold it: the backbone's own has listeners that must not hear of it."""
+
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self._heads = (heads,)
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        heads = self._heads[0]
+        return heads.normed(heads.normed(state))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Twice":
+        return self  # frozen, and without a state of its own
+
+
+def never_loaded(heads: Heads, backbone: Backbone, seed: int) -> Planted:
+    """New heads with blocks as torch draws a layer, which is what a benchmark measures that loads no checkpoint."""
+    made = new_heads(heads.config, backbone, heads.token_map, seed)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if ".blocks." in name:
+                fan_in = made.get_submodule(name.rpartition(".")[0]).in_features
+                weight.copy_((2 * torch.rand(weight.shape, generator=draw) - 1) / fan_in**0.5)
+    return Planted("never loaded", "never loaded", made.eval(), None)
+
+
+def other_norm(heads: Heads, backbone: Backbone, report: Report, *, twice: bool) -> Planted:
+    """Trained heads that are fed the state normed `twice`, or not at all."""
+    config = heads.config.model_copy(update={"input": "pre_norm"})
+    norm = Twice(Heads(config, backbone, heads.token_map)) if twice else nn.Identity()
+    made = Heads(config, replace(backbone, norm=norm), heads.token_map)
+    made.load_state_dict(heads.state_dict())
+    fault = "norm applied twice" if twice else "norm left out"
+    return Planted(fault, "double norm" if twice else "missing norm", made.eval(), report)
+
+
+def rate_died(heads: Heads, backbone: Backbone, recipe: Recipe, text: Path, folder: Path) -> Planted:
+    """New heads, trained for real with a schedule that dies, saved and loaded again with the log of it.
+
+    Steps, warm-up and size of a batch are this module's, the rest is `recipe`'s.
+    """
+    made = new_heads(heads.config, backbone, heads.token_map, recipe.seed)
+    # all examples in every batch: the loss of so few steps then falls without noise, as that of thousands does
+    whole = {"batch_size": len(sets(text, made)["train"]), "steps": STEPS, "warmup": 1}
+    dying = DyingRecipe(**vars(recipe) | whole)
+    log = practise("rate died", made, dying, text, folder / "run", save_every=EVERY).log
+    checkpoint.save(made, folder / "heads", facts={"log": log})
+    loaded, report = checkpoint.load_trained_heads(folder / "heads", backbone)
+    return Planted("learning rate died", "dead schedule", loaded, report, head_curve.read(report.path))
+
+
+def judge(
+    target: LanguageModel,
+    planted: Sequence[Planted],
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> tuple[pd.DataFrame, list[Checked]]:
+    """The gates on each of `planted`. A row: fault, its fingerprint, `failed` gates, `diagnoses`, `named` (rightly).
+
+    Columns of the fingerprint are those of `fingerprint`, alpha_1 with kept and tested drafts, and `tau` of a chain.
+    """
+    rows, found = [], []
+    for one in planted:
+
+        def told(done: int, total: int, what: str, one: Planted = one) -> None:
+            progress(done, total, f"{one.fault}: {what}")
+
+        checked = head_gates.run(
+            target, one.heads, one.report, prompts, curve=one.curve, max_new_tokens=max_new_tokens, seed=seed,
+            progress=told,
+        )  # fmt: skip
+        rows.append(_row(target, one, checked))
+        found.append(checked)
+    return pd.DataFrame(rows), found
+
+
+def _row(target: LanguageModel, one: Planted, checked: Checked) -> dict[str, Any]:
+    names = [d.name for d in checked.diagnoses]
+    first = checked.served.iloc[0] if len(checked.served) else {"alpha": None, "kept": 0, "tested": 0}
+    traces = [trace(target, generation) for generation in checked.plain]
+    return {
+        "fault": one.fault,
+        "alpha_1": first["alpha"], "kept": int(first["kept"]), "tested": int(first["tested"]),
+        "tau": sum(len(g.token_ids) for g in checked.chains) / sum(len(g.rounds) for g in checked.chains),
+        **fingerprint(one.heads, traces),
+        "failed": ", ".join(gate.name for gate in checked.gates if not gate.passed),
+        "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),
+        "named": one.named in names if one.named else checked.passed,
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def fingerprint(heads: Heads, traces: Sequence[Trace]) -> dict[str, float]:
+    """What tells faults apart, along the backbone's own text.
+
+    `right` is how often the first head is right as it is fed, `right_normed_once` how often it is when it is fed the
+    state behind the final norm, `copies` how often the first choice of all heads is the backbone's next token, and
+    `repeats` how often the text has the same token twice in a row: what heads that copy are accepted for.
+    """
+    served = [score(heads, one) for one in traces]
+    once = [score(heads, one, normed=one.post_norm) for one in traces]
+    copies = [s.best == t.best.cpu().numpy()[:, None] for s, t in zip(served, traces, strict=True)]
+    ids = [one.ids.cpu().numpy() for one in traces]
+    return {
+        "right": _right([s.rank for s in served]),
+        "right_normed_once": _right([s.rank for s in once]),
+        "copies": float(np.concatenate(copies).mean()),
+        "repeats": float(np.concatenate([one[1:] == one[:-1] for one in ids]).mean()),
+    }
+
+
+def _right(ranks: Sequence[np.ndarray]) -> float:
+    first = np.concatenate([rank[:, 0] for rank in ranks])
+    return float((first[first != NO_LABEL] == 0).mean())
+
+
+def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame:
+    """Which state transformers gives as `hidden_states[-1]`: largest distance from those before and behind the norm.
+
+    The Medusa note takes it for the one before. Leaves the target empty.
+    """
+    seen = states(target, ids, len(ids))
+    net = network(target)
+    with torch.inference_mode():
+        fed = torch.tensor([list(ids)], device=net.device)
+        given = net(input_ids=fed, output_hidden_states=True, use_cache=False).hidden_states[-1][0].float()
+    sides = {"before the final norm": seen.pre_norm, "behind it": seen.post_norm}
+    scale = float(given.abs().max())
+    return pd.DataFrame([
+        {"state": name, "largest_difference": float((state.float() - given).abs().max()) / scale}
+        for name, state in sides.items()
+    ])  # fmt: skip

@@ -1,0 +1,24 @@
+"""Names that a feature answers to, as text: a feature lives above the core and is still reachable from it.
+
+An entry is `"module:object"`; nothing is imported before it is asked for.
+"""
+
+from importlib import import_module
+from typing import Any
+
+DRAFTERS = {
+    "lookup": "specnb.draft.load:lookup_drafter",
+    "self": "specnb.draft.load:self_drafter",
+    "medusa": "specnb.medusa.load:heads_drafter",
+}
+"""Drafters that need no model name: the command line's `--drafter`. Called as `(target, *, translate, **options)`."""
+
+
+def resolve(entry: str) -> Any:
+    """The object that `"module:object"` names.
+
+    >>> resolve("specnb.registry:DRAFTERS")["medusa"]
+    'specnb.medusa.load:heads_drafter'
+    """
+    module, name = entry.split(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,343 @@
+"""Notebook 06's tables and figures, and the page of an investigation, on the embedded pair with planted faults."""
+
+import dataclasses
+import json
+import re
+from functools import partial
+from html.parser import HTMLParser
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from specnb.book import divergence, divergence_report
+from specnb.book import divergence_figures as figures
+from specnb.divergence import report
+from specnb.divergence.deploy import planted
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.gallery import gallery
+from specnb.divergence.investigate import judge
+from specnb.divergence.repro import minimal
+from specnb.divergence.study import Study
+from specnb.errors import InputError
+from specnb.measure.triage import triage
+from specnb.params import DivergenceParams
+from specnb.records import Generation, Round
+
+PARAMS = DivergenceParams(tokens=13, prompt_tokens=11, k=2, gallery=["positional_registry", "kv_slot_swap", "split_k"])
+HOSTILE = "layers.0.<script>alert(1)</script>&amp;"
+
+
+@pytest.fixture(scope="module")
+def study():
+    return Study(PARAMS)
+
+
+@pytest.fixture(scope="module")
+def lab(study):
+    return study.lab
+
+
+@pytest.fixture(scope="module")
+def pair(study):
+    return study.pair
+
+
+@pytest.fixture(scope="module")
+def wrong(study):
+    return study.investigate()
+
+
+@pytest.fixture(scope="module")
+def sound(lab):
+    return judge(lab, setups=("S0", "S1"))
+
+
+@pytest.fixture(scope="module")
+def suspicious():
+    rounds = tuple(Round(i, 2, 0, (5, 5), (7,), (0.0, 0.0), *[0.1] * 5, 3) for i in range(40))
+    one = Generation.model_construct(
+        prompt_id="p", category="code", prompt_ids=(1, 2), token_ids=(7,) * 40, rounds=rounds
+    )
+    return triage([one], vocab_size=256)
+
+
+# --- the table of the case ------------------------------------------------------------------------------------------
+
+
+def test_the_table_shows_what_the_notes_saw_and_what_they_did_not(wrong):
+    table = divergence.case_table(wrong)
+    alone, itself, target = (table[column] for column in table)
+    assert list(table.columns) == ["S0 alone", "S1 beside itself", "S3 beside the larger target"]
+    for row in ("key input mean", "key input std", "attention output std", "MoE output std"):
+        assert alone[f"layer 0 {row}"] == itself[f"layer 0 {row}"]
+        assert (alone[f"layer 0 {row}"] == target[f"layer 0 {row}"]) == (row != "MoE output std")
+        assert alone[f"layer 1 {row}"] != target[f"layer 1 {row}"]
+    assert len(set(table.loc["layer 0 MoE weights, as loaded"])) == 1
+    read = table.loc["layer 0 MoE weights, as read"]
+    assert read.iloc[0] == read.iloc[1] == table.loc["layer 0 MoE weights, as loaded"].iloc[0] != read.iloc[2]
+    assert table.loc["layer 0 MoE weights, owner of what is read"].tolist() == ["draft", "neighbour", "neighbour"]
+
+
+def test_the_numbers_are_those_of_the_trace_and_the_token_that_of_the_logits(wrong):
+    table = divergence.case_table(wrong)
+    outcome = wrong.case.outcomes["S0"]
+    keys = outcome.along.values["layers.0.self_attn.k_proj", 0, "out", "out"][: PARAMS.prompt_tokens]
+    assert float(table.loc["layer 0 key input mean"].iloc[0]) == pytest.approx(keys.mean(), abs=1e-4)
+    assert float(table.loc["layer 0 key input std"].iloc[0]) == pytest.approx(keys.std(), abs=1e-4)
+    assert table.loc["first draft token"].iloc[0] == str(int(outcome.logits[0][-1].argmax()))
+
+
+def test_a_table_that_cannot_be_made_is_refused(wrong, sound):
+    with pytest.raises(InputError, match="S3 was not run"):
+        divergence.case_table(sound)
+    with pytest.raises(InputError, match="layer 9 has no bank"):
+        divergence.case_table(wrong, layers=(0, 9))
+
+
+def test_deviations_hardly_move_where_values_are_all_wrong(wrong):
+    table = divergence.misleading(wrong).set_index("module")
+    bank = table.loc["layers.0.mlp.experts"]
+    assert abs(bank["std_ratio"] - 1) < 0.25 and bank["relative_l2"] > 1 and abs(bank["cosine"]) < 0.5
+    before = table.loc["layers.0.self_attn.o_proj"]
+    assert before["relative_l2"] < 1e-6 and before["cosine"] == pytest.approx(1)
+    # the next modules are wrong, and not by themselves
+    key = table.loc["layers.1.self_attn.k_proj"]
+    assert key["relative_l2"] > 0.1 and key["by_itself"] < 1e-5 and key["ratio"] < 3 < bank["ratio"]
+
+
+def test_an_output_of_zeros_has_no_direction():
+    mean, std, cosine, apart = divergence._compared(np.ones(4), np.zeros(4))
+    assert mean == 0 and np.isnan(cosine) and apart == 1 and np.isnan(std)
+
+
+def test_without_a_wrong_set_up_nothing_misleads(sound):
+    with pytest.raises(InputError, match="one sound and one wrong"):
+        divergence.misleading(sound)
+    assert divergence.misleading(sound, wrong="S1")["relative_l2"].max() < 1e-6
+
+
+# --- the gallery ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shown(study):
+    told = []
+    return study.gallery(lambda *said: told.append(said)), told
+
+
+def test_the_gallery_names_what_was_planted_and_nothing_where_nothing_was(shown):
+    found, told = shown
+    table = found.table.set_index("fault")
+    assert table["module_right"].all() and table["cause_right"].all()
+    assert table["verdict"].tolist() == ["DIVERGENT", "DIVERGENT", "PRECISION_ONLY"]
+    assert table["cause"].tolist() == ["IDENTITY", "KV_SLOT", "PRECISION_ONLY"]
+    assert table.loc["kv_slot_swap", "token"] == 5 and table.loc["split_k", "module"] == "-"
+    assert told == [(0, 3, "positional_registry"), (1, 3, "kv_slot_swap"), (2, 3, "split_k")]
+
+
+def test_strips_hold_the_worst_token_and_frame_what_was_named(shown):
+    found, _ = shown
+    assert found.strips.loc["positional_registry", "layers.0.mlp.experts"] > 3
+    assert found.strips.loc["split_k"].max() < np.log10(3)
+    figure = divergence.gallery_figure(found)
+    frames = {(round(shape.y0 + 0.42), round(shape.x0 + 0.5)) for shape in figure.layout.shapes}
+    columns = list(found.strips.columns)
+    assert frames == {(0, columns.index("layers.0.mlp.experts")), (1, columns.index("layers.0.self_attn"))}
+
+
+def test_unknown_faults_are_refused_with_the_nearest(lab):
+    with pytest.raises(InputError, match="did you mean kv_slot_swap"):
+        gallery(lab, ["kv_slot_swaps"])
+    with pytest.raises(InputError, match="no fault to plant"):
+        gallery(lab, [])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("gallery", ["split_k", "split_k"]), ("dtype", "int8"), ("tokens", 7), ("k", 0), ("layer", -2), ("seed", -1)],
+)
+def test_bad_parameters_are_told_with_their_field(field, value):
+    with pytest.raises(InputError, match=f"parameters of DivergenceParams: {field}"):
+        DivergenceParams.checked(**{field: value})
+
+
+def test_a_prompt_that_leaves_nothing_to_draft_is_refused():
+    with pytest.raises(InputError, match="leaves none of 12"):
+        DivergenceParams.checked(tokens=12, prompt_tokens=12)
+
+
+@pytest.mark.parametrize("named", [{"fault": "none"}, {"gallery": ["x"]}, {"fault": "kv_slot_swap", "layer": 99}])
+def test_faults_that_cannot_be_planted_are_refused_before_anything_runs(named):
+    with pytest.raises(InputError):
+        Study(DivergenceParams.checked(**named)).investigate()
+
+
+def test_the_record_holds_what_was_measured_and_nothing_else(study, wrong, shown):
+    record = study.record()
+    assert record.experiment == "06_divergence" and record.measurements["investigation"]["line"] == wrong.line
+    assert [row["fault"] for row in record.measurements["gallery"]] == PARAMS.gallery
+    assert Study(DivergenceParams()).faults == tuple(FAULTS) and not Study(PARAMS).record().measurements
+
+
+def test_the_score_table_has_the_lab_beside_the_tools_that_people_use(divergence_score):
+    found = divergence_score.score
+    table = divergence.score_table(found)
+    lab = table[table["tool"] == "lab"].iloc[0]
+    assert lab["cases"] == 1 and lab["module"].startswith("1.000 (") and lab["false alarms"] == "0 of 1"
+    others = table[table["tool"] != "lab"]
+    assert len(others) > 6 and (others["cause"] == "-").all() and not (others["module"].str.startswith("1.000")).any()
+    exactly, with_parts = divergence.score_figure(found).data
+    assert exactly.x[0] == with_parts.x[0] == 100 and exactly.y[0] == "lab"
+    assert exactly.marker.color[0] != exactly.marker.color[1]
+    assert (table.set_index("tool").loc["allclose", "a token"] != "-").all()
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def all_figures(wrong, suspicious):
+    score = pd.DataFrame(
+        {
+            "tool": ["lab", "mean and std"],
+            "module_right": [1.0, 0.2],
+            "low": [0.9, 0.1],
+            "high": [1, 0.4],
+            "near": [1.0, 0.8],
+        }
+    )
+    return {
+        "heat": divergence_report.heat(wrong),
+        "heats": divergence_report.heats(wrong),
+        "setups": divergence.setups_figure(wrong),
+        "misleading": figures.misleading(divergence.misleading(wrong)),
+        "scores": figures.scores(score, ours="lab"),
+        "acceptance": figures.acceptance(suspicious.profile.table()),
+    }
+
+
+def test_every_figure_has_a_title_and_units_on_its_axes(wrong, suspicious):
+    for name, figure in all_figures(wrong, suspicious).items():
+        assert figure.layout.title.text, name
+        assert any(axis.title.text for axis in figure.select_xaxes()), name
+        assert json.loads(figure.to_json())["data"], name
+
+
+def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong):
+    figure = divergence_report.heat(wrong)
+    table, (drawn,), (frame,) = wrong.heat(), figure.data, figure.layout.shapes
+    assert np.allclose(np.array(drawn.z, float), table.to_numpy(), atol=0.006)
+    row = list(table.index).index(wrong.first.module)
+    assert (frame.y0, frame.y1) == (row - 0.5, row + 0.5) and (frame.x0, frame.x1) == (-0.5, 12.5)
+    assert figure.layout.yaxis.tickvals[row] == drawn.y[row] == "layers.0.mlp.experts"
+    told = drawn.customdata[row][0]
+    assert "error" in told and "floor" in told and "gain" in told and "token 0" in told
+    assert not divergence_report.heat(wrong, "S1").layout.shapes
+    assert divergence_report.heat(wrong, told=False).data[0].customdata is None
+
+
+def test_places_that_were_not_compared_are_empty_and_said_to_be(wrong):
+    table = wrong.heat().copy()
+    table.iloc[3, 2] = np.nan
+    assert figures.heat(table).data[0].z[3][2] is None
+    cells = report.cells(wrong, wrong.case.bad.setup.id)
+    assert "not compared" in figures.heat(table, cells=cells).data[0].customdata[3][2]
+
+
+def test_of_many_modules_those_around_the_wrong_ones_are_drawn():
+    values = pd.DataFrame(0.0, index=[f"layers.{i}.mlp" for i in range(500)], columns=range(3))
+    values.loc["layers.321.mlp", 1] = 5.0
+    figure = figures.heat(values, box=figures.Box("layers.321.mlp", 1, 1))
+    assert list(figure.layout.yaxis.tickvals) == ["layers.320.mlp", "layers.321.mlp", "layers.322.mlp"]
+    assert "3 of 500" in figure.layout.title.text and figure.layout.shapes[0].y0 == 0.5
+    assert len(figures.heat(values * 0).data[0].z) == figures.MOST_ROWS
+
+
+def test_layers_are_named_where_they_begin():
+    modules = ["", "embed", "layers.0", "layers.0.mlp", "layers.1", "lm_head"]
+    assert figures.layer_ticks(modules) == ([2, 4], ["layer 0", "layer 1"])
+    assert len(figures.layer_ticks([f"layers.{i}" for i in range(90)])[0]) <= 12
+
+
+def test_tables_without_rows_are_refused():
+    empty = pd.DataFrame()
+    scores = partial(figures.scores, ours="lab")
+    for draw in (figures.heat, figures.misleading, scores, figures.acceptance):
+        with pytest.raises(InputError):
+            draw(empty)
+    with pytest.raises(InputError, match="no run"):
+        figures.strips(empty, title="x")
+    with pytest.raises(InputError, match="no set-up"):
+        figures.heats({})
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Tags with what they load, and the text outside of scripts and styles."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.loaded, self.tags, self.text, self._skip = [], [], "", False
+        self.feed(source)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href")]
+        self._skip = tag in ("script", "style")
+
+    def handle_endtag(self, tag):
+        self._skip = False
+
+    def handle_data(self, data):
+        self.text += "" if self._skip else data
+
+
+def test_the_page_needs_nothing_but_itself_and_holds_every_part(pair, wrong, suspicious, tmp_path):
+    repro = minimal(pair.draft, pair.target, outcome=wrong.case.bad, deploy=planted(PARAMS.fault), runs=2)
+    path = divergence_report.write(wrong, tmp_path, repro=repro, triage=suspicious, false_alarms=(0, 40), slots=True)
+    assert {one.name for one in tmp_path.iterdir()} == {"report.html", "report.json", "report.txt", "repro"}
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.loaded == []
+    for part in (wrong.line, "0 of 40", "336", "176", "IDENTITY", "vLLM #33497", "python repro/repro.py", "S2",
+                 suspicious.line[:40], "neighbour:model.layers.0.mlp.experts.down_proj"):  # fmt: skip
+        assert part in page.text, part
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert document["schema"] == 1 and document["exit_code"] == 1 and document["repro"]["kind"] == "module"
+    assert document["first"]["module"] == "layers.0.mlp.experts"
+    assert (tmp_path / "report.txt").read_text().startswith("DIVERGENT") and len(document["slots"]) == 10
+
+
+def test_a_sound_draft_has_a_page_without_causes(sound, tmp_path):
+    page = Page(divergence_report.write(sound, tmp_path).read_text(encoding="utf-8"))
+    assert sound.line in page.text and "Causes" not in page.text and "Earliest" not in page.text
+
+
+def test_the_slots_of_the_case_are_in_no_other_report(sound, tmp_path):
+    page = Page(divergence_report.write(sound, tmp_path).read_text(encoding="utf-8"))
+    assert "KV slots" not in page.text and "gpt-oss" not in page.text
+    assert "slots" not in json.loads((tmp_path / "report.json").read_text())
+
+
+def test_names_are_text_and_never_markup(wrong, tmp_path):
+    bad = wrong.case.bad
+    renamed = {table: getattr(bad, table).replace("layers.0.mlp.experts", HOSTILE) for table in ("wrong", "errors")}
+    outcome = dataclasses.replace(bad, **renamed)
+    case = dataclasses.replace(wrong.case, outcomes={bad.setup.id: outcome})
+    floor = wrong.floor.rename({"layers.0.mlp.experts": HOSTILE}, level="at")
+    hostile = dataclasses.replace(wrong, case=case, floor=floor, facts=dict(wrong.facts) | {"draft": HOSTILE})
+    source = divergence_report.write(hostile, tmp_path).read_text(encoding="utf-8")
+    body = source[source.index("<body>") :]
+    assert "<script>alert" not in body and "alert(1)" in body
+    assert Page(source).text.count(HOSTILE) > 3
+    # a figure obeys some tags even in its data
+    figure = divergence_report.heat(hostile)
+    assert not [name for name in (*figure.layout.yaxis.tickvals, *figure.data[0].y) if "<" in name]
+    assert not re.search(r"<script", json.dumps(figure.to_plotly_json(), default=str))
+
+
+def test_a_folder_that_cannot_be_written_is_told(sound, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="another folder"):
+        divergence_report.write(sound, tmp_path / "file" / "below")

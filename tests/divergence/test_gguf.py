@@ -1,0 +1,520 @@
+"""A capture of llama.cpp changes nothing, sees what its graph really computes, and shows a fault where it is."""
+
+import ctypes
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specnb.divergence import gguf_capture
+from specnb.divergence.along import Along
+from specnb.divergence.compare import compare
+from specnb.divergence.gguf_capture import capture_gguf
+from specnb.divergence.script import Feed, Script
+from specnb.divergence.trace import Trace
+from specnb.errors import InputError, LoadError
+from specnb.lm import binding, gguf_eval, gguf_tensors
+from specnb.lm.load import load
+from tests.tiny_models import (
+    VOCAB,
+    WIDTH,
+    _finish,
+    _random,
+    _writer,
+    llama_gguf,
+    mamba_gguf,
+    sentencepiece_tokens,
+)
+
+TEXT = (4, 9, 6, 7, 8, 11, 5, 10, 12, 30)
+ONE = np.ones(WIDTH, np.float32)
+WHERE = ["step", "module", "call", "role", "name"]
+
+
+def moe_gguf(path):
+    """A llama of two layers with 4 experts, 2 a token."""
+    out = _writer(path, "llama", 64, sentencepiece_tokens())
+    out.add_head_count(4)
+    out.add_head_count_kv(1)
+    out.add_layer_norm_rms_eps(1e-5)
+    out.add_rope_dimension_count(8)
+    out.add_expert_count(4)
+    out.add_expert_used_count(2)
+    made = _random(0)
+    tensors = {"token_embd.weight": made(VOCAB, WIDTH), "output_norm.weight": ONE, "output.weight": made(VOCAB, WIDTH)}
+    shapes = {"attn_q": (32, 32), "attn_k": (8, 32), "attn_v": (8, 32), "attn_output": (32, 32)}
+    shapes |= {"ffn_gate_inp": (4, 32), "ffn_gate_exps": (4, 48, 32), "ffn_up_exps": (4, 48, 32)}
+    shapes |= {"ffn_down_exps": (4, 32, 48)}
+    for layer in range(2):
+        tensors |= {f"blk.{layer}.{name}.weight": made(*shape) for name, shape in shapes.items()}
+        tensors |= {f"blk.{layer}.{name}.weight": ONE for name in ("attn_norm", "ffn_norm")}
+    return _finish(out, tensors, path)
+
+
+MAKERS = {"llama": llama_gguf, "mamba": mamba_gguf, "moe": moe_gguf}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    return {name: str(make(folder / f"{name}.gguf")) for name, make in MAKERS.items()}
+
+
+@pytest.fixture(scope="module")
+def llama(files):
+    return files["llama"]
+
+
+def forwards(model, widths=(6, 1, 3)):
+    """The logits of the text in forwards of these widths; of each the last two rows."""
+    logits, at = [], 0
+    for width in widths:
+        logits.append(model.forward(TEXT[at : at + width], min(2, width)))
+        at += width
+    return logits
+
+
+def traced(file, run=forwards, **options):
+    with capture_gguf(file, **({"threads": 1} | options)) as captured:
+        run(captured.model)
+    return captured.builder.trace()
+
+
+def fed(script):
+    def run(model):
+        for feed in script.feeds:
+            model.forward(feed.ids)
+            model.rewind(feed.forget)
+
+    return run
+
+
+def first_difference(sound, wrong, role="out"):
+    """Module, name and step of the first tensor of another digest, in the order of time."""
+    pairs = sound.rows(role=role).merge(wrong.rows(role=role), on=WHERE, suffixes=("", "_wrong"))
+    parted = pairs[pairs["digest"] != pairs["digest_wrong"]].sort_values("order")
+    return tuple(parted[["module", "name", "step"]].iloc[0]) if len(parted) else None
+
+
+def full_of(trace, module, role="out", name="out", step=0, call=0):
+    (row,) = trace.rows(module=module, role=role, name=name, step=step, call=call)["row"]
+    return trace.array(row, "full")
+
+
+def test_a_capture_changes_no_bit_of_the_logits(files):
+    settings = [(kind, {}) for kind in files] + [("llama", {"flash_attention": True}), ("llama", {"fixed_width": 4})]
+    for kind, options in settings:
+        with closing(load(files[kind], threads=1, **options)) as model:
+            plain = forwards(model)
+        for chosen in ({}, {"modules": "ffn_out|ssm"}, {"full": ""}, {"inputs": False}):
+            with capture_gguf(files[kind], threads=1, **options, **chosen) as captured:
+                seen = forwards(captured.model)
+            assert all(np.array_equal(a, b) for a, b in zip(plain, seen, strict=True)), (kind, options, chosen)
+
+
+def test_the_same_tokens_leave_the_same_trace(files):
+    for file in files.values():
+        first, second = traced(file), traced(file)
+        steady = [column for column in first.tensors if column not in ("storage", "version")]
+        assert first.tensors[steady].equals(second.tensors[steady])
+        assert first.params.drop(columns="object_id").equals(second.params.drop(columns="object_id"))
+        assert all(np.array_equal(value, second.arrays[key]) for key, value in first.arrays.items())
+        assert len(first.tensors) > 100 and first.facts == second.facts
+
+
+def test_a_saved_trace_is_read_again(llama, tmp_path):
+    trace = traced(llama, full="kq")
+    again = Trace.load(trace.save(tmp_path / "trace"))
+    assert again.facts == trace.facts and again.tensors.equals(trace.tensors) and again.params.equals(trace.params)
+
+
+def test_facts_say_what_was_fed_and_what_was_not_seen(llama):
+    facts = traced(llama, fixed_width=4).facts
+    steps = [(s["first_position"], s["token_ids"], s["rows"], s["padding"]) for s in facts["steps"]]
+    assert steps == [(0, [*TEXT[:6]], 2, 0), (6, [TEXT[6]] * 4, 4, 3), (7, [*TEXT[7:10], TEXT[9]], 4, 1)]
+    assert facts["engine"] == "llama.cpp" and facts["ggml"] and facts["unread_types"] == {}
+    assert facts["passed_over"] == {"SET_ROWS": 3 * 4, "GET_ROWS": 2 * 3}  # caches written; rows of the last layer
+    assert "layers.0.attn_norm:layers.0.norm" in facts["overwritten"]
+    assert facts["modules"]["hooked"] == facts["modules"]["written"] == 38
+
+
+def test_nobody_counts_the_changes_of_llamas_memory(llama):
+    assert set(traced(llama).tensors["version"]) == {-1}
+
+
+def test_what_is_written_down_is_what_the_model_computes(llama):
+    """Attention and logits made again with numpy from what the trace holds."""
+    with capture_gguf(llama, threads=1, full="") as captured:
+        captured.model.forward(TEXT[:6])
+        logits = captured.model.forward(TEXT[6:])
+    trace = captured.builder.trace()
+
+    def of(module, *where, call=0):
+        return full_of(trace, module, *where, step=1, call=call)
+
+    q, keys, values = (
+        of("layers.1.Qcur", call=1),
+        of("layers.1.kq", "state", "keys"),
+        of("layers.1.kqv", "state", "values"),
+    )
+    assert q.shape == (4, 4, 8) and keys.shape == values.shape == (2, 10, 8)
+    assert np.array_equal(of("layers.1.Kcur", call=1), keys[:, 6:].swapaxes(0, 1))
+    scores = np.einsum("thd,hcd->thc", q, keys.repeat(2, 0))
+    np.testing.assert_allclose(of("layers.1.kq"), scores, atol=1e-4)
+    visible = np.arange(10) <= np.arange(6, 10)[:, None, None]
+    weights = np.exp(scores / np.sqrt(8)) * visible
+    weights /= weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(of("layers.1.kq_soft_max"), weights, atol=1e-4)
+    np.testing.assert_allclose(of("layers.1.kqv"), np.einsum("thc,hcd->thd", weights, values.repeat(2, 0)), atol=1e-4)
+    assert np.array_equal(of("layers.1.kqv_out").reshape(4, 4, 8), of("layers.1.kqv"))
+    assert np.array_equal(of("result_output")[-len(logits) :], logits)
+    assert np.array_equal(of("embd", "in", "inp_tokens"), TEXT[6:])
+    assert np.array_equal(of("layers.1.Qcur", "in", "inp_pos", call=1), range(6, 10))
+
+
+def test_modules_and_full_choose(llama):
+    trace = traced(llama, modules=r"layers\.1\.(ffn_out|kq)$", full="ffn", inputs=False)
+    assert set(trace.tensors["module"]) == {"layers.1.ffn_out", "layers.1.kq"}
+    assert set(trace.tensors["role"]) == {"out", "state"}
+    assert set(trace.params["owner_path"]) == {"blk.1.ffn_down.weight"}
+    assert len([key for key in trace.arrays if key.endswith(".full")]) == 3
+    assert trace.facts["modules"] == {"hooked": 38, "written": 2, "called": 38, "never_called": []}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_tensor_has_one_shape_whatever_the_number_of_tokens(kind, files):
+    """Widths that are also the number of heads, of key heads, of experts, of features included."""
+    shapes = {}
+    for width in (*range(1, 9), 16, 32):
+        with capture_gguf(files[kind], threads=1) as captured:
+            captured.model.forward([5, 6])
+            captured.model.forward([4 + i % 20 for i in range(width)])
+        for row in captured.builder.trace().rows(step=1).itertuples():
+            where, cells = (row.module, row.call, row.role, row.name), 2 + width
+            if row.name == "rs_s_copy" or (row.module.endswith(("ssm_conv1d", "ssm_scan")) and row.token_axis < 0):
+                continue  # which state of which sequence; a state lies with its tokens in one tensor
+            if row.role == "state":
+                assert (row.token_axis, row.shape[1], row.first_position) == (1, cells, 0), (width, row)
+                continue
+            assert (row.token_axis, row.shape[0], row.first_position) == (0, width, 2), (width, row)
+            shape = row.shape[1:]
+            if "kq_" in row.name or (row.role == "out" and row.module.endswith(("kq", "kq_soft_max"))):
+                assert shape[-1] == cells, (width, row)
+                shape = shape[:-1]
+            assert shapes.setdefault(where, shape) == shape, (width, row)
+
+
+def test_the_last_layer_goes_on_with_the_rows_that_are_asked_for(llama):
+    def run(model):
+        model.forward(TEXT[:2])
+        model.forward(TEXT[2:9], 3)
+
+    trace = traced(llama, run)
+    placed = trace.rows(step=1, role="out").set_index(["module", "call"])
+    for module, length, first in (("layers.1.attn_out", 7, 2), ("layers.1.ffn_out", 3, 6), ("result_output", 3, 6)):
+        row = placed.loc[module, 0]
+        assert (row["shape"][0], row["first_position"]) == (length, first)
+        assert trace.array(row["row"], "token_l2").shape == (length,)
+    found = compare(trace, traced(llama, run))
+    assert found.verdict == "SOUND" and "result_output:out:out" not in found.coverage.left_out
+
+
+def test_tokens_that_fill_up_a_step_are_not_compared(llama):
+    found = compare(traced(llama), traced(llama, fixed_width=4))
+    assert found.fork is None and found.coverage.tokens == len(TEXT) and found.verdict == "PRECISION_ONLY"
+
+
+def test_tokens_are_told_from_heads_and_experts_of_the_same_number(files):
+    """Four tokens of four heads in flash attention; in the last layer two experts of the one of two tokens."""
+    trace = traced(files["llama"], lambda model: model.forward(TEXT[:4]), full="attn", flash_attention=True)
+    for layer in ("layers.0", "layers.1"):
+        attended = full_of(trace, f"{layer}.flash_attn_ext")
+        assert np.array_equal(attended.reshape(4, 32), full_of(trace, f"{layer}.attn_out", "in", f"{layer}.kqv_out"))
+    outputs = traced(files["moe"], lambda model: model.forward(TEXT[:2], 1)).rows(role="out").set_index("module")
+    for name in ("ffn_moe_gate", "ffn_moe_swiglu", "ffn_moe_down"):
+        row = outputs.loc[f"layers.1.{name}"]
+        assert row["shape"][:2] == (1, 2) and (row["token_axis"], row["first_position"]) == (0, 1)
+
+
+def test_experts_are_seen(files):
+    trace = traced(files["moe"], full="moe_topk|moe_probs")
+    chosen, shares = (full_of(trace, f"layers.0.ffn_moe_{name}") for name in ("topk", "probs"))
+    assert np.array_equal(chosen, np.argsort(-shares, axis=1)[:, : chosen.shape[1]]) and chosen.shape == (6, 2)
+    summed = trace.rows(module="layers.0.ffn_moe_out", role="in", step=0)
+    assert set(summed["name"]) == {"layers.0.ffn_moe_weighted", "layers.0.ffn_moe_weighted.1"}  # one view an expert
+    read = trace.params[trace.params["owner_path"] == "blk.0.ffn_gate_exps.weight"]
+    assert set(read["module"]) == {"layers.0.ffn_moe_gate"} and set(read["owner"]) == {"draft"}
+
+
+@pytest.mark.parametrize(
+    "script", [Script.blocks(TEXT, width=1), Script((Feed(TEXT[:5]), Feed((5, 6, 7), 3), Feed(TEXT[5:])))]
+)
+def test_other_feeds_of_a_text_differ_by_rounding_only(script, files):
+    for kind in ("llama", "moe"):
+        whole = Script((Feed(TEXT),))
+        one = Along.of(traced(files[kind], fed(whole), full=""), whole)
+        other = Along.of(traced(files[kind], fed(script), full=""), script)
+        assert {key.module for key in one.values} - {key.module for key in other.values} <= {
+            f"layers.{i}.{name}" for i in range(2) for name in ("kq", "kq_soft_max")
+        }
+        for key, values in other.values.items():
+            np.testing.assert_allclose(values, one.values[key], atol=2e-4, err_msg=str(key))
+
+
+def test_what_a_rewind_left_behind_is_not_shown(llama):
+    def astray(model):
+        model.forward(TEXT[:4])
+        model.forward((20, 21, 22, 23, 24))
+        model.rewind(5)
+        model.forward(TEXT[4:7])
+
+    def straight(model):
+        model.forward(TEXT[:4])
+        model.forward(TEXT[4:7])
+
+    left, plain = (traced(llama, run) for run in (astray, straight))
+    columns = ["module", "call", "role", "name", "shape", "digest"]
+    assert left.rows(step=2)[columns].reset_index(drop=True).equals(plain.rows(step=1)[columns].reset_index(drop=True))
+
+
+def test_weights_are_told_by_the_bytes_that_were_read(llama, tmp_path, monkeypatch):
+    trace = traced(llama)
+    assert set(trace.params["owner"]) == {"draft"} and set(trace.params["dtype"]) == {"f32"}
+    assert len(set(trace.params["owner_path"])) == len(set(trace.params["object_id"])) == 3 + 2 * 9
+    other = with_another(llama, "blk.1.ffn_down.weight", tmp_path / "other.gguf")
+    monkeypatch.setattr(gguf_capture, "StoredWeights", lambda path: gguf_tensors.StoredWeights(other))
+    told = traced(llama)
+    foreign = told.params[told.params["owner"] == "?"]
+    assert set(foreign["owner_path"]) == {"blk.1.ffn_down.weight"} and len(foreign) == 3
+    assert told.params["digest"].equals(trace.params["digest"])
+
+
+def test_quantised_weights_are_told_whatever_order_the_processor_wants_them_in(llama, tmp_path):
+    coarse = tmp_path / "coarse.gguf"
+    binding.requantize(Path(llama), coarse, "q4_0")
+    with closing(load(coarse, threads=1)) as model:
+        plain = forwards(model)
+    with capture_gguf(coarse, threads=1) as captured:
+        seen = forwards(captured.model)
+    assert all(np.array_equal(a, b) for a, b in zip(plain, seen, strict=True))
+    params = captured.builder.trace().params.drop_duplicates("owner_path").set_index("owner_path")
+    assert set(params["owner"]) == {"draft"} and len(params) == 3 + 2 * 9
+    assert params.loc["blk.0.attn_q.weight", "dtype"] in ("q4_0", "q4_0@CPU_REPACK")
+    assert params.loc["blk.0.attn_norm.weight", "dtype"] == "f32"
+
+
+def test_weights_of_a_model_in_several_files_are_found_in_all_of_them(files, tmp_path):
+    parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for part, kind in zip(parts, ("llama", "mamba"), strict=True):
+        part.write_bytes(Path(files[kind]).read_bytes())
+    stored = gguf_tensors.StoredWeights(parts[0])
+    assert (
+        len(stored.find("blk.0.attn_q.weight")) == 32 * 32 * 4
+        and len(stored.find("blk.0.ssm_in.weight")) == 128 * 32 * 4
+    )
+    assert stored.find("blk.7.attn_q.weight") is None
+    parts[1].unlink()
+    with pytest.raises(LoadError, match=r"cannot read the header of .*00002-of-00002"):
+        gguf_tensors.StoredWeights(parts[0])
+
+
+def with_another(file, name, to):
+    """A copy of the file in which one value of a weight is another."""
+    stored = gguf_tensors.StoredWeights(Path(file))
+    data = bytearray(Path(file).read_bytes())
+    place = bytes(data).index(bytes(stored.find(name)))
+    data[place + 2] ^= 1
+    to.write_bytes(data)
+    return to
+
+
+def test_another_weight_is_seen_where_it_is_read(llama, tmp_path):
+    sound, wrong = traced(llama), traced(str(with_another(llama, "blk.1.ffn_down.weight", tmp_path / "other.gguf")))
+    assert first_difference(sound, wrong) == ("layers.1.ffn_out", "out", 0)
+    assert first_difference(sound, wrong, "in") == ("result_output", "result_norm", 0)
+    params = sound.params.merge(wrong.params, on=["step", "module", "call", "owner_path"])
+    assert set(params[params["digest_x"] != params["digest_y"]]["module"]) == {"layers.1.ffn_out"}
+
+
+def test_a_node_that_reads_another_layers_weight_is_named_with_it(llama, monkeypatch):
+    """An identity fault: the operation of layer 1 is given layer 0's matrix, all names of the model being right."""
+    sound, found, wanted = traced(llama), {}, gguf_capture._Nodes.wanted
+
+    def swapped(self, node):
+        if node.name == "ffn_out-0":
+            found["matrix"] = node.sources[0].address
+        if node.name == "ffn_out-1":
+            node._raw.src[0] = found["matrix"]
+        return wanted(self, node)
+
+    monkeypatch.setattr(gguf_capture._Nodes, "wanted", swapped)
+    wrong = traced(llama)
+    assert first_difference(sound, wrong) == ("layers.1.ffn_out", "out", 0)
+    assert set(wrong.params[wrong.params["module"] == "layers.1.ffn_out"]["owner_path"]) == {"blk.0.ffn_down.weight"}
+
+
+def memory_fault(change):
+    """A run in which `change(api, memory)` is made after the first six tokens."""
+
+    def run(model):
+        model.forward(TEXT[:6])
+        api = binding.library().api
+        change(api, api.llama_get_memory(model._context))
+        model.forward(TEXT[6:])
+
+    return run
+
+
+def test_keys_at_a_wrong_position_are_seen_in_the_cache_of_the_first_layer(llama):
+    sound = traced(llama, memory_fault(lambda api, memory: None), full="kq$")
+    wrong = traced(llama, memory_fault(lambda api, memory: api.llama_memory_seq_add(memory, 0, 0, 3, 1)), full="kq$")
+    assert first_difference(sound, wrong, "state") == ("layers.0.kq", "keys", 1)
+    assert first_difference(sound, wrong) == ("layers.0.kq", "out", 1)
+    keys, shifted = (full_of(trace, "layers.0.kq", "state", "keys", step=1) for trace in (sound, wrong))
+    assert (np.abs(keys - shifted).max(axis=(0, 2)) > 1e-3).tolist() == [True] * 3 + [False] * 7
+
+
+def test_a_lost_row_of_the_cache_is_seen_in_the_mask_and_what_took_its_cell(llama):
+    sound = traced(llama, memory_fault(lambda api, memory: None), full="kq$")
+    wrong = traced(llama, memory_fault(lambda api, memory: api.llama_memory_seq_rm(memory, 0, 2, 3)), full="kq$")
+    assert first_difference(sound, wrong, "in") == ("layers.0.kq_soft_max", "attn_inp_kq_mask", 1)
+    keys, found = (full_of(trace, "layers.0.kq", "state", "keys", step=1) for trace in (sound, wrong))
+    held = [int(np.abs(keys - found[:, cell, None]).sum(axis=(0, 2)).argmin()) for cell in range(9)]
+    assert held == [0, 1, 6, 3, 4, 5, 7, 8, 9]
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), KeyboardInterrupt()])
+def test_what_a_callback_raises_is_raised_by_the_forward(llama, error):
+    raised = []
+
+    def full(module, role, name):
+        if module == "layers.1.kqv" and not raised:
+            raised.append(error)
+            raise error
+        return False
+
+    with closing(load(llama, threads=1)) as model:
+        plain = forwards(model)
+    with capture_gguf(llama, threads=1, full=full) as captured:
+        with pytest.raises(type(error)) as caught:
+            captured.model.forward(TEXT)
+        assert caught.value is error and captured.model.n_past == 0
+        assert all(np.array_equal(a, b) for a, b in zip(plain, forwards(captured.model), strict=True))
+    seen = captured.builder.trace()
+    assert "layers.1.kq" in set(seen.rows(step=0)["module"]) and "layers.1.ffn_out" not in set(
+        seen.rows(step=0)["module"]
+    )
+    assert "layers.1.ffn_out" in set(seen.rows(step=1)["module"])
+
+
+def test_an_error_of_a_decode_that_failed_is_not_raised_by_the_next():
+    watch = gguf_eval.Watch()
+    watch.on, watch.wanted = True, lambda node: 1 / 0
+    node = (ctypes.c_char * ctypes.sizeof(gguf_tensors._Raw))()
+    with pytest.raises(LoadError, match="decode"), watch.decoding([1], 0, 1, 0):
+        watch._called(ctypes.addressof(node), True, None)
+        raise LoadError("decode failed")
+    with watch.decoding([1], 0, 1, 0):
+        pass
+
+
+def test_what_cannot_be_captured_is_refused_at_once(llama, tmp_path):
+    for wrong in ({"modules": "layers.(0"}, {"full": "*"}):
+        with pytest.raises(InputError, match="no regular expression"), capture_gguf(llama, **wrong):
+            pass
+    with pytest.raises(InputError, match="opened in torch"), capture_gguf(f"{llama}?backend=hf"):
+        pass
+    with pytest.raises(InputError, match="no option 'watch'"):
+        load(f"{llama}?watch=1")
+    with pytest.raises(InputError, match="no such model file"), capture_gguf(tmp_path / "absent.gguf"):
+        pass
+
+
+def test_the_model_is_closed_with_the_block(llama):
+    with capture_gguf(llama, threads=1) as captured:
+        captured.model.forward(TEXT)
+    with pytest.raises(InputError, match="was closed"):
+        captured.model.forward(TEXT)
+    assert len(captured.builder.trace().tensors)
+
+
+FIELDS = [name for name, _ in gguf_tensors._Raw._fields_]
+
+
+@contextmanager
+def laid_out(fields, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_tensors, "_Raw", type("_Raw", (ctypes.Structure,), {"_fields_": fields}))
+        yield
+
+
+def test_any_other_layout_of_a_tensor_is_one_clear_error(monkeypatch):
+    known, functions = dict(gguf_tensors._Raw._fields_), gguf_tensors.ggml()
+    swaps = [
+        ("type", "op"),
+        ("buffer", "data"),
+        ("ne", "nb"),
+        ("src", "view_src"),
+        ("data", "view_src"),
+        ("name", "src"),
+    ]
+    swaps += [
+        ("view_src", "view_offs"),
+        ("data", "view_offs"),
+        ("name", "extra"),
+        ("buffer", "ne"),
+        ("op", "op_params"),
+    ]
+    for a, b in swaps:
+        order = [b if name == a else a if name == b else name for name in FIELDS]
+        with (
+            laid_out([(name, known[name]) for name in order], monkeypatch),
+            pytest.raises(LoadError, match="lays tensors"),
+        ):
+            gguf_tensors._check_layout(functions)
+    for left_out in set(FIELDS) - {"flags"}:  # four bytes of which padding would take the place
+        fewer = [(name, kind) for name, kind in known.items() if name != left_out]
+        with laid_out(fewer, monkeypatch), pytest.raises((LoadError, AttributeError)):
+            gguf_tensors._check_layout(functions)
+    gguf_tensors._check_layout(functions)
+
+
+def test_no_tensor_is_read_before_the_layout_is_proved(monkeypatch):
+    known = dict(gguf_tensors._Raw._fields_)
+    with laid_out([(name, known[name]) for name in reversed(FIELDS)], monkeypatch), pytest.raises(LoadError):
+        gguf_tensors.ggml.__wrapped__()
+
+
+def test_a_function_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(gguf_tensors._FUNCTIONS, "ggml_of_tomorrow", (None, ()))
+    with pytest.raises(LoadError, match=r"no ggml_of_tomorrow: install"):
+        gguf_tensors.ggml.__wrapped__()
+
+
+@pytest.mark.model
+def test_the_real_model_is_seen_whole_and_unchanged():
+    def run(model):
+        return [model.forward(list(range(100, 112)), 3), model.forward([5])]
+
+    with closing(load("smollm2-135m", threads=1)) as model:
+        plain = run(model)
+    with capture_gguf("smollm2-135m", threads=1) as captured:
+        seen = run(captured.model)
+    trace = captured.builder.trace()
+    assert all(np.array_equal(a, b) for a, b in zip(plain, seen, strict=True))
+    assert len(set(trace.params["owner_path"])) == 272 and set(trace.params["owner"]) == {"draft"}
+    assert trace.tensors["n_nan"].sum() == 0 and trace.facts["modules"]["written"] == 514
+    assert (trace.rows(role="out")["token_axis"] == 0).all()
+
+
+@pytest.mark.model
+def test_a_requantised_real_model_parts_at_the_first_weight_that_was_made_anew():
+    sound, coarse = (
+        traced(name, lambda model: model.forward([1, 2, 3, 4]), modules=r"layers\.0\.|embd")
+        for name in ("smollm2-135m", "smollm2-135m:q8_0")
+    )
+    params = sound.params.merge(coarse.params, on=["module", "call", "owner_path"])
+    parted = params[params["digest_x"] != params["digest_y"]]
+    assert set(coarse.params["owner"]) == {"draft"} and len(parted)
+    assert first_difference(sound, coarse)[0] == parted["module"].iloc[0]

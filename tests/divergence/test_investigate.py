@@ -1,0 +1,328 @@
+"""Investigations in one call: verdict, first divergence, coverage, exit code."""
+
+import copy
+import functools
+import json
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from specnb.divergence import investigate as module
+from specnb.divergence import local
+from specnb.divergence.causes import rank
+from specnb.divergence.coverage import Coverage
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.investigate import investigate, judge, made_up
+from specnb.divergence.offline.result import HEAT
+from specnb.divergence.planted.fault import forward_replaced
+from specnb.divergence.setups import FIRST, ON_DEMAND
+from specnb.errors import InputError
+from tests.divergence.lab import TOKENS
+from tests.divergence.test_setups import last_logits, last_logits_of_another_head
+
+
+@pytest.fixture(scope="module")
+def lab(divergence_lab):
+    return divergence_lab
+
+
+@pytest.fixture(scope="module")
+def foreign(lab):
+    """The case: the draft's experts are looked up by position, and the target's come first."""
+    return judge(lab, deploy=FAULTS["positional_registry"])
+
+
+def test_a_sound_draft_is_said_to_be_sound_in_every_set_up(lab):
+    found = judge(lab)
+    assert found.verdict == "SOUND" and found.exit_code == 0 and found.first is None
+    assert found.repeats and found.inert and found.coverage.complete
+    assert tuple(found.case.outcomes) == FIRST  # nothing is wrong, so nothing more is asked
+    assert found.nodes().empty and not found.causes
+
+
+def test_the_case_is_solved_in_one_call(foreign):
+    assert foreign.verdict == "DIVERGENT" and foreign.exit_code == 1
+    assert foreign.first.module == "layers.0.mlp.experts" and foreign.first.first_token == 0
+    assert foreign.causes[0].name == "IDENTITY"
+    assert foreign.line.startswith(
+        f"DIVERGENT: first at layers.0.mlp.experts, {TOKENS} of {TOKENS} tokens from 0 on; cause IDENTITY"
+    )
+    assert foreign.line.endswith("S0 S0w S1 clean; S2 S3 S4 S5 S6 wrong")
+    assert list(foreign.nodes()["module"]) == [f"layers.{i}.mlp.experts" for i in range(4)]
+
+
+def test_the_matrix_has_every_set_up_also_those_not_run(lab, foreign):
+    alone = judge(lab, setups=["S0"], deploy=FAULTS["positional_registry"])
+    assert list(alone.setups()["verdict"]) == ["clean"] + ["not run"] * (len(FIRST) + len(ON_DEMAND) - 1)
+    assert list(foreign.setups()["foreign"]) == [0, 0, 16, 16, 16, 16, 16, 16]
+
+
+def test_a_draft_that_is_wrong_alone_needs_no_more_neighbours(lab):
+    found = judge(lab, deploy=FAULTS["expert_scale_in_op"])
+    assert tuple(found.case.outcomes) == FIRST and found.causes[0].name == "WEIGHTS"
+
+
+@pytest.mark.parametrize("fault, says", [("uniform_offset", "one number off"), ("split_k", "another order")])
+def test_benign_changes_are_precision_only(lab, fault, says):
+    found = judge(lab, deploy=FAULTS[fault])
+    assert found.verdict == "PRECISION_ONLY" and says in found.reason and found.exit_code == 0
+
+
+def test_the_heat_map_has_the_first_divergence_hot_and_all_before_it_cold(foreign):
+    heat = foreign.heat()
+    assert heat.shape == (foreign.coverage.modules, TOKENS) and heat.max().max() <= HEAT[1]
+    assert (heat.loc["layers.0.mlp.experts"] > 4).all()
+    before = heat.loc[:"layers.0.mlp.router"]
+    assert (before <= 0.5).all().all()
+    assert (foreign.heat("S0") <= 0.5).all().all()
+    with pytest.raises(InputError, match="S0w"):
+        foreign.heat("S9")
+
+
+def test_the_document_is_json_and_says_what_the_object_says(foreign):
+    read = json.loads(json.dumps(foreign.document(), allow_nan=False))
+    assert read["schema"] == 1 and read["line"] == foreign.line and read["exit_code"] == 1
+    assert read["first"]["module"] == "layers.0.mlp.experts" and read["causes"][0]["cause"] == "IDENTITY"
+    assert [row["setup"] for row in read["setups"]] == [*FIRST, *ON_DEMAND]
+    assert "50 of 50 modules" in read["coverage"]["says"]
+
+
+def test_what_could_not_be_compared_is_no_clean_bill(lab, monkeypatch):
+    """A module whose output was not seen may be anything."""
+    whole = Coverage.of
+
+    def blind(outcome, draft):
+        errors = outcome.errors[outcome.errors["at"] != "layers.2"]
+        return whole(module.Outcome(**{**vars(outcome), "errors": errors}), draft)
+
+    monkeypatch.setattr(module.Coverage, "of", blind)
+    found = judge(lab, setups=["S0"])
+    assert found.verdict == "INCONCLUSIVE" and "layers.2 could not be" in found.reason and found.exit_code == 125
+    assert "49 of 50 modules, not layers.2" in str(found.coverage)
+
+
+def test_a_draft_that_hooks_change_is_not_judged(lab):
+    """A service that computes something else while it is watched: the lab would judge the wrong thing."""
+
+    class Watched:
+        def __init__(self, draft, neighbour):
+            self.head = draft.lm_head
+
+        def __enter__(self):
+            original = nn.Linear.forward
+            self.head.forward = lambda x: original(self.head, x) + (0.0 if self.head._forward_hooks else 1.0)
+
+        def __exit__(self, *_):
+            del self.head.forward
+
+    found = judge(lab, deploy=Watched, setups=["S0"])
+    assert not found.inert and found.verdict == "INCONCLUSIVE" and "hooks" in found.reason
+
+
+def test_without_a_target_the_draft_is_looked_at_alone_and_beside_its_twins(lab):
+    found = investigate(lab.draft, script=lab.script, deploy=FAULTS["positional_registry"])
+    assert found.causes[0].name == "IDENTITY" and {*found.case.outcomes} == {"S0", "S0w", "S1", "S2", "S5"}
+
+
+def test_the_made_up_script_is_the_seeds(lab):
+    assert made_up(lab.draft, seed=3) == made_up(lab.draft, seed=3) != made_up(lab.draft, seed=4)
+    found = investigate(lab.draft, setups=["S0"], seed=3)
+    assert found.case.outcomes["S0"].script == made_up(lab.draft, seed=3)
+    with pytest.raises(InputError, match="Linear"):
+        made_up(torch.nn.Linear(2, 2))
+
+
+def test_set_ups_are_asked_for_by_name(lab):
+    with pytest.raises(InputError, match="no set-up 'S9'"):
+        judge(lab, setups=["S9"])
+    with pytest.raises(InputError, match="no set-up to run"):
+        judge(lab, setups=[])
+
+
+# --- broken drafts that must not get a clean bill ---------------------------------------------------------------------
+
+
+def patched(path, change):
+    """A service in which the output of a module's forward is changed."""
+
+    @contextmanager
+    def service(draft, neighbour):
+        module = draft.get_submodule(path)
+        original = module.forward
+        module.forward = functools.wraps(original)(lambda *args, **kwargs: change(original(*args, **kwargs)))
+        try:
+            yield
+        finally:
+            del module.forward
+
+    return service
+
+
+def other_order(routed):
+    logits, weights, chosen = routed
+    return logits, weights, chosen.flip(-1)
+
+
+def test_the_same_experts_with_one_anothers_weights_are_another_choice(lab):
+    found = judge(lab, deploy=patched("model.layers.1.mlp.router", other_order), setups=["S0"])
+    assert found.first.module == "layers.1.mlp.router" and found.causes[0].name == "ROUTING"
+
+
+def test_an_expert_that_is_not_there_is_no_choice_by_scores():
+    """Dropped experts are written as -1: they are compared as numbers, and end no investigation."""
+    chosen = torch.tensor([[0, -1]])
+    assert local._margins(chosen, chosen, [chosen, torch.zeros(1, 8)]) is None
+    assert local._margins(chosen.abs(), chosen.abs(), [chosen, torch.ones(1, 8)]).tolist() == [0]
+
+
+def test_weights_that_are_a_little_off_everywhere_are_no_rounding(lab):
+    """By size and place they could be half precision; but they are not what the pristine copy has."""
+
+    @contextmanager
+    def other_weights(draft, neighbour):
+        before = {one: one.weight.detach().clone() for one in draft.modules() if isinstance(one, nn.Linear)}
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for one in before:
+                one.weight.mul_(1 + 0.004 * torch.randn(one.weight.shape, generator=draw))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for one, weight in before.items():
+                    one.weight.copy_(weight)
+
+    found = judge(lab, deploy=other_weights, setups=["S0"])
+    assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS"
+
+
+def test_what_the_outermost_model_does_to_its_logits_is_not_called_its_input(lab):
+    def scaled(out):
+        out.logits = out.logits * 1.3
+        return out
+
+    found = judge(lab, deploy=patched("", scaled), setups=["S0"])
+    assert found.first.module == "" and "first at the model itself" in found.line
+    assert found.causes[0].name != "INPUT"
+
+
+def test_a_draft_with_nan_in_it_is_told_where(lab):
+    """It gives the same NaN each time: that is not what is wrong with it."""
+    draft = copy.deepcopy(lab.draft)
+    with torch.no_grad():
+        draft.model.layers[1].mlp.router.weight[0, 0] = float("nan")
+    found = investigate(draft, script=lab.script, setups=["S0"])
+    assert found.verdict == "INCONCLUSIVE" and found.repeats and found.inert
+    assert "gives NaN, first in layers.1.mlp" in found.reason and "at position 0" in found.reason
+
+
+def test_what_differs_from_run_to_run_beside_a_neighbour_only_is_seen_not_to_repeat(lab):
+    draw = torch.Generator().manual_seed(0)
+
+    @contextmanager
+    def noisy(draft, neighbour):
+        if neighbour is None:
+            yield
+            return
+        noise = lambda original, x: (out := original(x)) * (1 + 0.01 * torch.randn(out.shape, generator=draw))  # noqa: E731
+        with forward_replaced(draft.model.layers[1].self_attn.o_proj, noise):
+            yield
+
+    found = judge(lab, deploy=noisy, setups=["S0", "S2"])
+    assert found.first.module == "layers.1.self_attn.o_proj" and not found.repeats
+    assert found.line.endswith("it differs from run to run") and found.case.error_like("S2", "S2") is None
+
+
+def sparse(seed=0):
+    """A mixture of experts whose activation is a module, which sees the tokens of one expert at a time."""
+    torch.manual_seed(seed)
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in (one for one in model.parameters() if one.ndim > 1):
+            weight.normal_(0, 0.2)
+    return model
+
+
+def test_what_cannot_be_compared_itself_is_judged_with_the_module_that_holds_it():
+    draft, act = sparse(), "layers.1.mlp.experts.act_fn"
+    sound = investigate(draft, setups=["S0", "S0w"])
+    assert sound.verdict == "SOUND" and act in sound.coverage.with_holder
+    assert "2 with the one that holds them" in str(sound.coverage)
+    found = investigate(draft, deploy=patched(f"model.{act}", lambda out: out * 1.05), setups=["S0"])
+    assert found.first.module == "layers.1.mlp.experts"
+
+
+def test_a_draft_without_a_cache_to_crop_is_refused_with_what_to_do():
+    draft = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)).eval()
+    with pytest.raises(InputError, match=r"MambaForCausalLM gives no `past_key_values`.*divergence capture"):
+        investigate(draft)
+
+
+def test_a_service_that_makes_logits_of_last_tokens_alone_is_judged_like_any_other(lab):
+    sound = judge(lab, deploy=last_logits)
+    assert sound.verdict == "PRECISION_ONLY" and sound.exit_code == 0  # one row of the head is another product
+    assert sound.coverage.complete
+    wrong = judge(lab, deploy=last_logits_of_another_head)
+    assert wrong.verdict == "DIVERGENT" and wrong.first.module == "lm_head" and wrong.causes[0].name == "HEAD"
+
+
+def test_logits_that_are_far_off_are_not_sound_though_no_module_is_wrong(lab):
+    blind = copy.copy(lab)
+    blind.floor = lab.floor * 1e9
+    found = judge(blind, deploy=FAULTS["kv_slot_swap"], setups=["S0"])
+    assert found.verdict == "INCONCLUSIVE" and "the logits are" in found.reason
+
+
+def test_a_draft_that_does_not_repeat_is_not_judged(lab):
+    noise = torch.Generator().manual_seed(0)
+    shaken = patched("lm_head", lambda logits: logits * (1 + 1e-7 * torch.randn(logits.shape, generator=noise)))
+    found = judge(lab, deploy=shaken, setups=["S0"])
+    assert not found.repeats and found.verdict == "INCONCLUSIVE" and "run to run" in found.reason
+
+
+def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab):
+    found = judge(lab, deploy=FAULTS["positional_registry"], setups=["S0", "S1"])
+    assert found.verdict == "INCONCLUSIVE" and "layers.0.mlp.experts read neighbour:" in found.reason
+    assert "run S2" in found.reason
+
+
+def test_every_set_up_must_be_looked_at_whole(lab, monkeypatch):
+    whole = Coverage.of
+
+    def blind_beside_others(outcome, draft):
+        seen = whole(outcome, draft)
+        return replace(seen, uncompared=("lm_head",)) if outcome.setup.id == "S2" else seen
+
+    monkeypatch.setattr(module.Coverage, "of", blind_beside_others)
+    assert judge(lab, setups=["S0", "S2"]).verdict == "INCONCLUSIVE"
+
+
+def test_models_that_ran_by_themselves_are_not_said_to_be_in_service(lab):
+    bare, served = judge(lab, setups=["S0"]), judge(lab, setups=["S0"], deploy=lambda draft, neighbour: nullcontext())
+    assert bare.line.endswith("no service was given, so the models ran by themselves") and bare.verdict == "SOUND"
+    assert "no service was given" not in served.line
+
+
+def test_weights_that_nobody_saw_being_read_do_not_speak_for_shared_state(lab):
+    found = judge(lab, deploy=FAULTS["shared_buffer"], setups=["S0", "S1", "S2"])
+    case, says = found.case, "no foreign parameter was read as an operand"
+    assert not case.unseen and any(sign.says == says for cause in rank(case) for sign in cause.signs)
+    hidden = case.bad.trace.params[case.bad.trace.params["module"] != case.first["module"]]
+    blind = replace(
+        case, outcomes={**case.outcomes, "S1": replace(case.bad, trace=replace(case.bad.trace, params=hidden))}
+    )
+    assert blind.unseen and not any(sign.says == says for cause in rank(blind) for sign in cause.signs)
+
+
+def test_an_expert_bank_resolved_inside_a_custom_operation_is_named(lab):
+    found = judge(lab, deploy=FAULTS["registry_in_op"], setups=["S0", "S1", "S2"])
+    assert found.causes[0].name == "IDENTITY" and found.first.module == "layers.0.mlp.experts"
+    assert any("neighbour:model.layers.0.mlp.experts" in sign.says for sign in found.causes[0].signs)

@@ -1,0 +1,243 @@
+"""The contract of a LanguageModel, held by every engine: what is refused, what a forward returns, the way back."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specnb.errors import CapacityError, EngineError, InputError, RewindError
+from specnb.lm import gguf_open, hf_engine, toy
+from specnb.lm.base import LanguageModel
+from specnb.lm.gguf import GgufModel
+from specnb.lm.hf import HfModel
+from tests.tiny_models import VOCAB, llama_gguf, mamba_gguf, torch_folder, torch_model
+
+N_CTX = 48
+PAST = [5, 6, 7]
+ENGINES = ("toy", "gguf", "torch")
+BAD_FORWARDS = {
+    "no ids": ([], None, InputError),
+    "negative id": ([4, -1], None, InputError),
+    "id too large": ([VOCAB], None, InputError),
+    "huge id": ([2**70], None, InputError),
+    "half an id": ([5.5], None, InputError),
+    "text": ("ab", None, InputError),
+    "nested": ([[5]], None, InputError),
+    "more rows than ids": ([5, 6], 3, InputError),
+    "fewer than no rows": ([5, 6], -1, InputError),
+    "past the context": ([5] * (N_CTX - len(PAST) + 1), 0, CapacityError),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """One model an engine; torch and llama.cpp in pieces of eight tokens, so that short inputs cross pieces."""
+    folder = tmp_path_factory.mktemp("tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_open, "MAX_BATCH", 8)
+        patch.setattr(hf_engine, "PREFILL_WIDTH", 8)
+        made = {
+            "toy": toy.ToyLM(toy.markov(VOCAB, order=2)._logits_of, toy.letters(VOCAB), n_ctx=N_CTX),
+            "gguf": GgufModel.open(llama_gguf(folder / "m.gguf"), n_ctx=N_CTX, threads=1),
+            "torch": HfModel.open(torch_folder(folder / "m"), n_ctx=N_CTX),
+        }
+        yield made
+    for model in made.values():
+        model.close()
+
+
+@pytest.fixture(params=ENGINES)
+def model(models, request):
+    models[request.param].reset()
+    return models[request.param]
+
+
+def steps(model: LanguageModel, ids: list[int]) -> np.ndarray:
+    model.reset()
+    return np.concatenate([model.forward([i]) for i in ids])
+
+
+def test_engines_are_language_models(model):
+    assert isinstance(model, LanguageModel)
+    assert model.caps.n_ctx == N_CTX and model.caps.rewind == "crop" and model.vocab.size == VOCAB
+    assert model.caps.max_width == (8 if model.caps.engine == "llama.cpp" else N_CTX)
+
+
+@pytest.mark.parametrize("name", BAD_FORWARDS)
+def test_a_refused_forward_changes_nothing(model, name):
+    ids, n_logits, error = BAD_FORWARDS[name]
+    model.forward(PAST)
+    expected = model.forward([8])
+    model.reset()
+    model.forward(PAST)
+    with pytest.raises(error, match=r"\w+"):
+        model.forward(ids, n_logits)
+    assert model.n_past == 3
+    np.testing.assert_array_equal(model.forward([8]), expected)
+
+
+@pytest.mark.parametrize("n", [4, -1, 10**9])
+def test_a_refused_rewind_changes_nothing(model, n):
+    model.forward(PAST)
+    expected = model.forward([8])
+    model.rewind(1)
+    with pytest.raises(RewindError, match=f"{n} tokens.*holds 3"):
+        model.rewind(n)
+    assert model.n_past == 3
+    np.testing.assert_array_equal(model.forward([8]), expected)
+
+
+def test_the_capacity_error_carries_numbers_and_remedy(model):
+    model.forward(PAST)
+    with pytest.raises(CapacityError, match=r"holds 48 tokens; 3 in the state and 50 more.*n_ctx=96"):
+        model.forward([5] * 50)
+
+
+def test_the_context_can_be_filled_to_the_last_token(model):
+    ids = [3 + i % 40 for i in range(N_CTX)]
+    last = model.forward(ids, 1)
+    assert model.n_past == N_CTX
+    with pytest.raises(CapacityError):
+        model.forward([5])
+    model.rewind(1)
+    np.testing.assert_allclose(model.forward(ids[-1:]), last, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 16, 17, 40])
+def test_rows_are_those_of_single_steps_for_every_length_and_row_count(model, n):
+    ids = [int(i) for i in np.random.default_rng(n).integers(3, VOCAB, n)]
+    expected = steps(model, ids)
+    for rows in {None, 0, 1, 2, n // 2, n - 1, n}:
+        if rows is not None and rows > n:
+            continue
+        model.reset()
+        out = model.forward(ids, rows)
+        want = n if rows is None else rows
+        assert out.shape == (want, VOCAB) and out.dtype == np.float32 and model.n_past == n
+        np.testing.assert_allclose(out, expected[n - want :], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pieces=st.lists(st.tuples(st.integers(1, 10), st.integers(0, 10)), min_size=1, max_size=4))
+def test_any_path_of_forwards_and_rewinds_ends_where_its_tokens_say(models, name, pieces):
+    """The state is the tokens that are left, whatever was fed and forgotten on the way."""
+    model, held, rng = models[name], [], np.random.default_rng(0)
+    model.reset()
+    for fed, forgotten in pieces:
+        new = [int(i) for i in rng.integers(3, VOCAB, fed)]
+        model.forward(new, 0)
+        held += new
+        back = min(forgotten, len(held))
+        model.rewind(back)
+        held = held[: len(held) - back]
+    assert model.n_past == len(held)
+    probe = model.forward([9])
+    np.testing.assert_allclose(probe[0], steps(model, [*held, 9])[-1], atol=1e-4)
+
+
+def test_returned_rows_are_the_callers(model):
+    first = model.forward(PAST)
+    kept = first.copy()
+    model.forward([8, 9, 10])
+    np.testing.assert_array_equal(first, kept)
+    first[:] = np.nan
+    model.reset()
+    np.testing.assert_array_equal(model.forward(PAST), kept)
+
+
+def test_ids_may_be_numpy_integers(model):
+    expected = model.forward(PAST)
+    for ids in (np.array(PAST), np.array(PAST, np.uint8), tuple(np.int64(i) for i in PAST)):
+        model.reset()
+        np.testing.assert_array_equal(model.forward(ids), expected)
+
+
+def test_reset_forgets_all(model):
+    expected = model.forward(PAST)
+    model.forward([8, 9])
+    model.reset()
+    assert model.n_past == 0
+    np.testing.assert_array_equal(model.forward(PAST), expected)
+
+
+class _FailsAt:
+    """llama.cpp's interface whose `n`-th decode reports a failure after doing its work, or interrupts."""
+
+    def __init__(self, api, n: int, error: type[BaseException] | None):
+        self._api, self._n, self._error = api, n, error
+
+    def __getattr__(self, name):
+        return getattr(self._api, name)
+
+    def llama_decode(self, context, batch):
+        code = self._api.llama_decode(context, batch)
+        self._n -= 1
+        if self._n == 0 and self._error:
+            raise self._error
+        return -3 if self._n == 0 else code
+
+
+@pytest.mark.parametrize(("error", "seen"), [(None, EngineError), (KeyboardInterrupt, KeyboardInterrupt)])
+def test_a_decode_that_fails_in_the_second_piece_leaves_the_state_as_it_was(models, monkeypatch, error, seen):
+    model = models["gguf"]
+    expected = steps(model, [*PAST, 8])[-1:]
+    steps(model, PAST)
+    monkeypatch.setattr(model._engine, "_api", _FailsAt(model._engine._api, 2, error))
+    with pytest.raises(seen):
+        model.forward([9] * 12, 0)
+    assert model.n_past == 3
+    np.testing.assert_array_equal(model.forward([8]), expected)
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"), [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_a_torch_forward_that_fails_half_way_leaves_the_state_as_it_was(models, error, seen):
+    """Some layers have stored the tokens when a later one fails; the state must not be longer for it."""
+    model = models["torch"]
+    expected = steps(model, [*PAST, 8])[-1:]
+    steps(model, PAST)
+
+    def fail(*_):
+        raise error
+
+    hook = model._engine.model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(seen):
+        model.forward([9] * 12)
+    hook.remove()
+    assert model.n_past == 3 == model._engine.cache.get_seq_length()
+    np.testing.assert_array_equal(model.forward([8]), expected)
+
+
+def test_a_failure_empties_a_state_that_cannot_go_back(tmp_path, monkeypatch):
+    llama = GgufModel.open(mamba_gguf(tmp_path / "m.gguf"), threads=1)
+    expected = llama.forward(PAST)
+    monkeypatch.setattr(llama._engine, "_api", _FailsAt(llama._engine._api, 1, None))
+    with pytest.raises(EngineError):
+        llama.forward([8])
+    assert llama.n_past == 0
+    np.testing.assert_array_equal(llama.forward(PAST), expected)
+    llama.close()
+    torch = HfModel(torch_model("mamba", state_size=8), None, name="m")
+    expected = torch.forward(PAST)
+    hook = torch._engine.model.register_forward_pre_hook(lambda *_: SimpleNamespace().nothing)
+    with pytest.raises(EngineError):
+        torch.forward([8])
+    hook.remove()
+    assert torch.n_past == 0
+    np.testing.assert_array_equal(torch.forward(PAST), expected)
+
+
+def test_toys_are_what_they_say():
+    first, again, other = (toy.markov(5, order=2, seed=seed).forward([1, 2, 3]) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.1
+    assert toy.cyclic(7).forward([3, 6]).argmax(axis=1).tolist() == [4, 0]
+    model = toy.cyclic(3)
+    assert model.encode("cab") == [2, 0, 1] and model.vocab.decode([2, 0, 1]) == "cab"
+    with pytest.raises(InputError, match="'d'"):
+        model.encode("abd")
+    assert len(set(toy.letters(700).pieces)) == 700

@@ -1,0 +1,232 @@
+"""transformers models through our own loop: every family's cached forwards equal one forward without a cache."""
+
+import numpy as np
+import pytest
+import torch
+
+from specnb.errors import InputError, LoadError
+from specnb.lm import hf_attention
+from specnb.lm.hf import HfModel
+from specnb.lm.hf_cache import FIRST_ROOM, KeptPastLayer
+from tests.tiny_models import VOCAB, torch_folder, torch_model
+
+IDS = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 30)]
+WINDOWED = {"sliding_window": 8, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+CROPPABLE = {
+    "llama, shared heads": ("llama", {}),
+    "llama, one head each": ("llama", {"num_key_value_heads": 4}),
+    "mistral, window 8": ("mistral", {"sliding_window": 8}),
+    "gemma3, one layer windowed": ("gemma3_text", WINDOWED),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "gpt2, learned positions": ("gpt2", {}),
+    "opt, positions offset by two": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "bloom, no positions": ("bloom", {}),
+    "gpt_neox, a config that says is_decoder=False": ("gpt_neox", {}),
+    "bart, only its decoder": ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}),
+    "deepseek, values narrower than keys": (
+        "deepseek_v3",
+        {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+         "v_head_dim": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+         "first_k_dense_replace": 2, "moe_intermediate_size": 16},
+    ),
+}  # fmt: skip
+STATEFUL = {
+    "mamba": {"state_size": 8},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "falcon_mamba": {"state_size": 8},
+    "jamba": {"num_hidden_layers": 4, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
+              "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"full_attn_idxs": [1]},
+    "qwen3_next": {"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+                   "shared_expert_intermediate_size": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+                   "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16},
+}  # fmt: skip
+
+FORGETFUL = {"mamba", "falcon_mamba", "jamba"}
+"""Families whose mixers forget their state in blocks (transformers 5.23), and have no recurrence to listen to."""
+
+
+def rows(model: HfModel, ids: list[int], width: int) -> np.ndarray:
+    model.reset()
+    return np.concatenate([model.forward(ids[i : i + width]) for i in range(0, len(ids), width)])
+
+
+def check_widths(model: HfModel, ids: list[int]) -> None:
+    """Blocks, single steps and a prefill in pieces equal transformers' own forward without a cache."""
+    with torch.inference_mode():
+        expected = model._engine.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+    for width in (1, 2, 5, len(ids)):
+        np.testing.assert_allclose(rows(model, ids, width), expected, atol=2e-3, err_msg=f"width {width}")
+    model.reset()
+    model.forward(ids[:-4], 0)
+    np.testing.assert_allclose(model.forward(ids[-4:], 2), expected[-2:], atol=2e-3)
+
+
+@pytest.mark.parametrize("family", CROPPABLE)
+def test_attention_models_run_alike_at_every_width_and_go_back_exactly(family, monkeypatch):
+    kind, config = CROPPABLE[family]
+    monkeypatch.setattr("specnb.lm.hf_engine.PREFILL_WIDTH", 8)
+    model = HfModel(torch_model(kind, **config), None, name=family)
+    assert model.caps.rewind == "crop" and model.caps.lossless_dtype
+    check_widths(model, IDS)
+    for n in range(1, 25):  # further back than any window, and across the place where it began
+        model.reset()
+        model.forward(IDS[: 26 - n], 1)
+        expected = model.forward(IDS[-4:])
+        model.rewind(4)
+        model.forward(IDS[1 : 1 + n])
+        model.rewind(n)
+        np.testing.assert_array_equal(model.forward(IDS[-4:]), expected, err_msg=f"rewind of {n}")
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_stateful_models_run_alike_at_every_width(kind, monkeypatch):
+    monkeypatch.setattr("specnb.lm.hf_engine.PREFILL_WIDTH", 8)
+    model = HfModel(torch_model(kind, **STATEFUL[kind]), None, name=kind)
+    assert model.caps.rewind == ("snapshots" if kind in FORGETFUL else "replay")
+    assert ("token by token" in model.caps.details.get("steps", "")) == (kind in FORGETFUL)
+    check_widths(model, IDS)
+    with pytest.raises(InputError, match=f"rollback=crop is not for {kind}: .*(recurrent layers|cannot be cropped)"):
+        HfModel(torch_model(kind, **STATEFUL[kind]), None, name=kind, rollback="crop")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "why"),
+    [
+        ("bert", {}, "no causal language model"),
+        ("recurrent_gemma", {"lru_width": 32, "num_hidden_layers": 3, "head_dim": 8}, "state is not kept"),
+        ("rwkv", {"attention_hidden_size": 32, "context_length": 64}, "takes no cache"),
+    ],
+)
+def test_models_that_would_run_and_be_wrong_are_refused(kind, config, why):
+    with pytest.raises(LoadError, match=why):
+        HfModel(torch_model(kind, **config), None, name=kind)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_dtype_opens_and_computes_nearly_the_same(tmp_path, dtype):
+    folder = torch_folder(tmp_path / "m")
+    model, reference = HfModel.open(folder, dtype=dtype), HfModel.open(folder)
+    assert model.caps.dtype == dtype and model.caps.lossless_dtype == (dtype == "float32")
+    out = model.forward(IDS)
+    assert out.dtype == np.float32
+    expected = reference.forward(IDS)
+    difference = np.abs(out - expected).mean() / expected.std()
+    assert difference == 0 if dtype == "float32" else 0 < difference < 0.1
+
+
+def linear_rows_do_not_depend_on_their_number(dtype: torch.dtype) -> bool:
+    x, w = torch.randn(40, 32).to(dtype), torch.randn(48, 32).to(dtype)
+    whole = torch.nn.functional.linear(x, w)
+    return all(torch.equal(torch.nn.functional.linear(x[:n], w), whole[:n]) for n in range(2, 40))
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama, shared heads", "gpt2, learned positions", "deepseek, values narrower than keys"]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_reduced_precision_gives_a_token_the_same_bits_at_every_width(kind, dtype):
+    if not linear_rows_do_not_depend_on_their_number(getattr(torch, dtype)):
+        pytest.skip(f"torch's {dtype} product on this CPU rounds a row by the number of rows")
+    family, config = CROPPABLE[kind]
+    model = HfModel(torch_model(family, **config).to(getattr(torch, dtype)), None, name=kind)
+    assert model._engine._doubled
+    ids = (IDS * 3)[:64]  # up to the last position that the model knows
+    single = rows(model, ids, 1)
+    assert model.n_past == 64 == model._engine.cache.get_seq_length()
+    for width in (*range(2, 18), 33, 64):
+        np.testing.assert_array_equal(rows(model, ids, width), single, err_msg=f"width {width}")
+    model.rewind(40)
+    np.testing.assert_array_equal(model.forward(ids[24:30]), single[24:30])
+
+
+def test_rowwise_attention_is_only_for_reduced_precision_full_attention_and_can_be_refused():
+    def chosen(dtype, exact=True, kind="llama", **config):
+        model = HfModel(torch_model(kind, **config).to(dtype), None, name="m", exact=exact)
+        assert model._engine._doubled == (model._engine.model.config._attn_implementation == hf_attention.NAME)
+        return model._engine.model.config._attn_implementation
+
+    assert chosen(torch.bfloat16) == hf_attention.NAME
+    assert chosen(torch.bfloat16, exact=False) == "sdpa" == chosen(torch.float32)
+    assert chosen(torch.bfloat16, kind="mistral", sliding_window=8) == "sdpa"
+    assert chosen(torch.bfloat16, kind="gemma3_text", **WINDOWED) == "sdpa"
+    assert chosen(torch.bfloat16, kind="bloom") == "eager"
+
+
+def test_rowwise_attention_computes_what_transformers_does():
+    """In float64, where rounding does not hide a wrong mask or a wrong head."""
+    hf_attention.AttentionInterface.register(hf_attention.NAME, hf_attention.rowwise_attention)
+    hf_attention.AttentionMaskInterface.register(hf_attention.NAME, hf_attention.rowwise_mask)
+    model = HfModel(torch_model("llama").double(), None, name="m")
+    expected = rows(model, IDS, 6)
+    model._engine.model.set_attn_implementation(hf_attention.NAME)
+    for width in (1, 6, 30):
+        np.testing.assert_allclose(rows(model, IDS, width), expected, atol=1e-6)
+
+
+def test_the_cache_grows_past_its_first_buffer_without_losing_anything(monkeypatch):
+    model = HfModel(torch_model("llama", max_position_embeddings=1024), None, name="m")
+    ids = (IDS * 30)[: 2 * FIRST_ROOM + 100]
+    whole = model.forward(ids)
+    for start in (FIRST_ROOM - 3, FIRST_ROOM, 2 * FIRST_ROOM - 1):
+        model.reset()
+        model.forward(ids[:start], 0)
+        steps = np.concatenate([model.forward([i]) for i in ids[start : start + 6]])
+        np.testing.assert_allclose(steps, whole[start : start + 6], atol=1e-4)
+        model.rewind(start + 1)
+        np.testing.assert_allclose(model.forward(ids[5 : start + 9])[-4:], whole[start + 5 : start + 9], atol=1e-4)
+
+
+def test_the_cache_layer_by_hand():
+    layer, rng = KeptPastLayer(), np.random.default_rng(0)
+    held = torch.zeros(1, 2, 0, 4)
+    for n in (1, FIRST_ROOM - 2, 1, 1, 1, 700):
+        new = torch.from_numpy(rng.standard_normal((1, 2, n, 4), dtype=np.float32))
+        held = torch.cat([held, new], dim=2)
+        keys, values = layer.update(new, -new)
+        assert torch.equal(keys, held) and torch.equal(values, -held) and layer.get_seq_length() == held.shape[2]
+    layer.keep(held.shape[2] - 5)
+    layer.keep(10**6)
+    assert layer.get_seq_length() == held.shape[2] - 5
+    layer.keep(3)
+    keys, _ = layer.update(new[:, :, :1], new[:, :, :1])
+    assert torch.equal(keys, torch.cat([held[:, :, :3], new[:, :, :1]], dim=2))
+    layer.reset()
+    assert layer.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["model.embed_tokens", "model.layers.1.mlp.up_proj", "model.norm", "lm_head"])
+def test_the_module_that_first_gives_nan_is_named(where, bad):
+    model = HfModel(torch_model("llama"), None, name="m")
+    expected = model.forward(IDS[:5])
+    assert model.locate_nonfinite(IDS) == ""
+    module = model._engine.model.get_submodule(where)
+    with torch.no_grad():
+        kept = module.weight.clone()
+        module.weight.fill_(bad)
+    assert model.locate_nonfinite(IDS) == where
+    assert model.n_past == 5  # the state was left alone
+    with torch.no_grad():
+        module.weight.copy_(kept)
+    model.rewind(5)
+    np.testing.assert_array_equal(model.forward(IDS[:5]), expected)
+    assert not model._engine.model.lm_head._forward_hooks
+
+
+def test_nan_is_found_in_a_recurrent_model_too():
+    model = HfModel(torch_model("mamba", state_size=8), None, name="m")
+    with torch.no_grad():
+        model._engine.model.backbone.layers[1].mixer.out_proj.weight.fill_(float("nan"))
+    assert model.locate_nonfinite(IDS) == "backbone.layers.1.mixer.out_proj"
+    broken = HfModel(model._engine.model, None, name="opens with NaN weights: the run says where they are")
+    assert np.isnan(broken.forward(IDS)).any()
+
+
+def test_a_closed_model_says_so():
+    model = HfModel(torch_model("llama"), None, name="m")
+    model.close()
+    model.close()
+    for call in (lambda: model.forward([5]), lambda: model.rewind(0), model.reset):
+        with pytest.raises(InputError, match="m was closed"):
+            call()

@@ -1,0 +1,263 @@
+"""What stood before lm_head: at every position that the last forward computed, and refused at all others."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specnb.errors import EngineError, InputError, StateError
+from specnb.lm.hf import HfModel
+from specnb.lm.hf_hidden import HiddenStates, final_norm
+from specnb.lm.tree import Tree
+from tests.laws.trees import random_tree
+from tests.tiny_models import VOCAB, WIDTH, torch_model
+
+IDS = [int(i) for i in np.random.default_rng(3).integers(3, VOCAB, 60)]
+DELTA = {"num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
+FAMILIES = {
+    "llama": {},
+    "gpt2": {},
+    "gemma3_text": {"sliding_window": 8, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_5_text": DELTA,
+    "mamba": {"state_size": 8},
+}  # fmt: skip
+WAYS = [
+    ("llama", "crop"),
+    ("gpt2", "crop"),
+    ("gemma3_text", "crop"),
+    *(("qwen3_5_text", way) for way in ("replay", "snapshots", "fused", "checkpoint", "recompute")),
+    ("mamba", "snapshots"),
+    ("mamba", "recompute"),  # token by token behind a first block
+]
+
+
+def network(kind: str, dtype: torch.dtype) -> torch.nn.Module:
+    net = torch_model(kind, **FAMILIES[kind]).to(dtype).eval()
+    with torch.no_grad():  # norms that do something, so that a double or a missing one shows
+        for parameter in net.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)).to(dtype))
+    return net
+
+
+def opened(kind: str = "llama", way: str = "auto", *, dtype: torch.dtype = torch.float32) -> HfModel:
+    return HfModel(network(kind, dtype), None, name=kind, rollback=way)
+
+
+@cache
+def shared(kind: str, way: str) -> HfModel:
+    """One model a session, to be reset by its user."""
+    return opened(kind, way)
+
+
+reference = cache(network)
+
+
+def plain(model: HfModel, text: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """transformers' own run without a cache: hidden states before and after the norm, and logits, a row a token."""
+    net, before = reference(model.name, model.network.dtype), []
+    hook = final_norm(net).register_forward_pre_hook(lambda _norm, inputs: before.append(inputs[0][0]))
+    with torch.inference_mode():
+        out = net(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
+    hook.remove()
+    return before[0], out.hidden_states[-1][0], out.logits[0]
+
+
+def held(model: HfModel, text: list[int], close: float = 2e-3) -> list[int]:
+    """The positions that are held, after a look at what each holds."""
+    assert model.n_past == len(text)
+    hidden, found = model.watch_hidden(), []
+    if text:
+        expected_pre, expected_post, logits = plain(model, text)
+    for position in range(-2, len(text) + 3):
+        try:
+            pre, post = hidden.at(position)
+        except StateError as error:
+            assert f"for position {position} of {model.name}" in str(error)
+            continue
+        found.append(position)
+        assert pre.shape == post.shape == (WIDTH,)
+        with torch.inference_mode():
+            through = model.network.get_output_embeddings()(final_norm(model.network)(pre[None]))[0]
+        for got, expected in ((pre, expected_pre), (post, expected_post), (through, logits)):
+            torch.testing.assert_close(got, expected[position], atol=close * float(expected.std()), rtol=0)
+    if found:
+        assert hidden.last_position == found[-1]
+    else:
+        with pytest.raises(StateError, match="no hidden state is held"):
+            _ = hidden.last_position
+    return found
+
+
+def test_pre_and_post_norm_are_not_taken_for_each_other():
+    model = opened()
+    hidden = model.watch_hidden()
+    model.forward(IDS[:5])
+    pre, post = hidden.at(4)
+    norm = final_norm(model.network)
+    with torch.inference_mode():
+        assert torch.equal(norm(pre[None])[0], post) and (pre - post).abs().max() > 0.1
+        assert (norm(post[None])[0] - post).abs().max() > 0.1  # which is what a double norm would give
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("forward"), st.integers(1, 9), st.integers(0, 9)),
+        st.tuples(st.just("rewind"), st.integers(0, 12), st.just(0)),
+        st.tuples(st.just("tree"), st.integers(1, 8), st.integers(0, 1000)),
+    ),
+    max_size=6,
+)
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+@settings(max_examples=15, deadline=None)
+@given(actions=actions)
+def test_every_position_of_the_last_forward_is_held_and_nothing_else_is_given(kind, way, actions):
+    """Ways back that feed again hold what they fed; whatever is held is right."""
+    model, text, known = shared(kind, way), [], []
+    model.reset()
+    assert held(model, text) == []
+    for action, n, extra in actions:
+        if len(text) + n > len(IDS):
+            continue
+        new = IDS[len(text) :][:n]
+        if action == "forward":
+            model.forward(new, min(extra, n))
+            known, text = [*range(len(text), len(text) + n)], text + new
+        elif action == "tree" and model.caps.trees:
+            tree = random_tree(n, extra)
+            model.forward_tree(new, tree)
+            with pytest.raises(StateError, match="call keep_path"):
+                model.watch_hidden().at(len(text))
+            path = tree.path(extra % (n + 1) - 1)
+            model.keep_path(path)
+            known, text = [*range(len(text), len(text) + len(path))], text + [new[node] for node in path]
+        elif action == "rewind":
+            model.rewind(min(n, len(text)))
+            text = text[: max(0, len(text) - n)]
+            known = [position for position in known if position < len(text)]
+        found = held(model, text)
+        if way == "crop" or action == "forward":
+            assert [p for p in found if p in known] == known and (way != "crop" or found == known)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_single_steps_that_take_two_rows_hold_one(dtype):
+    model = opened(dtype=dtype)
+    assert model._engine._doubled
+    model.watch_hidden()
+    for step, token in enumerate(IDS[:4]):
+        model.forward([token])
+        assert held(model, IDS[: step + 1], close=0.2) == [step]
+    model.forward_tree([IDS[4]], Tree((-1,)))
+    model.keep_path([0])
+    assert held(model, IDS[:5], close=0.2) == [4]
+    model.forward_tree(IDS[5:9], Tree((-1, -1, 1, 0)))
+    model.keep_path([1, 2])
+    assert held(model, [*IDS[:5], IDS[6], IDS[7]], close=0.2) == [5, 6]
+    model._engine.steps = "single"  # so that the second row of a step lies where the next step's first one does
+    model.reset()
+    model.forward(IDS[:6])
+    assert held(model, IDS[:6], close=0.2) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("steps", ["blocks", "single"])
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_of_a_long_prefill_the_last_pieces_are_held(monkeypatch, kind, way, steps):
+    monkeypatch.setattr("specnb.lm.hf_engine.PREFILL_WIDTH", 8)
+    monkeypatch.setattr("specnb.lm.hf_hidden.PREFILL_WIDTH", 8)
+    model = shared(kind, way)
+    if steps == "single":
+        monkeypatch.setattr(model._engine, "steps", "single")
+    for n, rows in ((30, 0), (30, 1), (33, 8), (25, 24), (50, 1)):
+        model.reset()
+        model.forward(IDS[:n], rows)
+        found = held(model, IDS[:n])
+        assert found == list(range(found[0], n)) and len(found) >= min(8, max(rows, 1))
+        assert len(found) < 8 + max(8, rows) or model._engine.steps == "later"  # its first block is one piece
+
+
+def test_nothing_is_listened_to_until_somebody_asks_and_only_once():
+    model = opened()
+    norm = final_norm(model.network)
+    assert not norm._forward_hooks
+    model.forward(IDS[:4])
+    hidden = model.watch_hidden()
+    assert isinstance(hidden, HiddenStates) and model.watch_hidden() is hidden and len(norm._forward_hooks) == 1
+    assert not model.network.get_output_embeddings()._forward_pre_hooks
+    assert model.n_past == 4 and held(model, IDS[:4]) == []  # that forward was not heard
+    model.forward(IDS[4:6])
+    assert held(model, IDS[:6]) == [4, 5]
+    model.close()
+    assert not norm._forward_hooks
+    for use in (lambda: hidden.at(5), model.watch_hidden, lambda: model.network):
+        with pytest.raises(InputError, match="llama was closed"):
+            use()
+
+
+def test_a_tree_that_was_fed_before_anybody_listened_can_be_settled():
+    model = opened()
+    model.forward_tree(IDS[:3], Tree((-1, -1, 1)))
+    model.watch_hidden()
+    model.keep_path([1, 2])
+    assert held(model, IDS[1:3]) == []
+
+
+@pytest.mark.parametrize("where", ["model.layers.0", "lm_head"])
+def test_a_forward_that_failed_leaves_no_rows_of_its_own(where):
+    model = opened()
+    model.watch_hidden()
+    model.forward(IDS[:4])
+
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    assert model.caps.trees  # asked for before anything fails
+    hook = model.network.get_submodule(where).register_forward_hook(fail)
+    with pytest.raises(EngineError):
+        model.forward(IDS[20:23])
+    with pytest.raises(EngineError):
+        model.forward_tree(IDS[20:23], Tree((-1, -1, -1)))
+    hook.remove()
+    assert held(model, IDS[:4]) == ([0, 1, 2, 3] if where == "model.layers.0" else [])
+    model.forward(IDS[4:6])
+    assert held(model, IDS[:6]) == [4, 5]
+
+
+@pytest.mark.parametrize(("kind", "way"), [("llama", "crop"), ("qwen3_5_text", "replay"), ("mamba", "snapshots")])
+def test_looking_for_what_is_not_finite_is_not_heard(kind, way):
+    model = shared(kind, way)
+    model.reset()
+    model.watch_hidden()
+    model.forward(IDS[:6])
+    model.locate_nonfinite(IDS[20:30])
+    assert held(model, IDS[:6]) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "why"),
+    [
+        ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}, "does not feed the output of its"),
+        ("bloom", {}, "2 candidates for its final norm"),
+    ],
+)
+def test_a_norm_that_does_not_stand_before_the_head_is_refused(kind, config, why):
+    model = HfModel(torch_model(kind, **config), None, name=kind)
+    with pytest.raises(InputError, match=why):
+        model.watch_hidden()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.network.modules())
+    assert model.forward(IDS[:3]).shape == (3, VOCAB)
+
+
+def test_weights_that_are_not_finite_are_no_reason_to_refuse():
+    model = opened()
+    with torch.no_grad():
+        model.network.model.layers[1].mlp.up_proj.weight.fill_(float("nan"))
+    hidden = model.watch_hidden()
+    model.forward(IDS[:3])
+    assert hidden.at(2)[0].isnan().all()

@@ -1,0 +1,177 @@
+"""From a written name to an engine and its options: every form, and an error with a way out for the rest."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specnb.errors import InputError, LoadError
+from specnb.lm import load as loading
+from specnb.lm.load import load, local_file, parse
+from tests.tiny_hybrids import hybrid_folder
+from tests.tiny_models import llama_gguf, torch_folder
+
+FORMS = {
+    "smollm2-135m": ("zoo", "smollm2-135m", "llama", {}),
+    "smollm2-135m:f16": ("zoo", "smollm2-135m:f16", "llama", {}),
+    "smollm2-135m?backend=hf&dtype=bfloat16": ("zoo", "smollm2-135m", "hf", {"dtype": "bfloat16"}),
+    "smollm2-135m:q8_0?n_ctx=64&fixed_width=5": (
+        "zoo", "smollm2-135m:q8_0", "llama", {"n_ctx": "64", "fixed_width": "5"}),
+    "model.gguf": ("gguf", "model.gguf", "llama", {}),
+    "/some where/model.gguf?backend=hf": ("gguf", "/some where/model.gguf", "hf", {}),
+    "hf:ORG/NAME": ("hf", "ORG/NAME", "hf", {}),
+    "hf:ORG/NAME?revision=v1.0": ("hf", "ORG/NAME", "hf", {"revision": "v1.0"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_a_name(name):
+    where, source, backend, options = FORMS[name]
+    spec = parse(name)
+    assert (spec.where, spec.source, spec.backend, dict(spec.options)) == (where, source, backend, options)
+    assert parse(spec.text) == spec and spec.text == name.replace(" ", " ")
+
+
+def test_a_folder_is_a_transformers_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("./folder", "folder", str(tmp_path / "folder")):
+        assert (parse(name).where, parse(name).backend, parse(name).source) == ("hf", "hf", name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse("~/folder").where == "hf"
+    assert local_file(parse("~/model.gguf")) == tmp_path / "model.gguf"
+    assert local_file(parse("folder")) is None
+
+
+def test_keyword_options_win_and_are_part_of_the_name():
+    spec = parse("smollm2-135m?backend=hf&dtype=bfloat16&n_ctx=8", dtype="float16", backend="llama")
+    assert spec.backend == "llama" and dict(spec.options) == {"dtype": "float16", "n_ctx": "8"}
+    assert parse("model.gguf", n_ctx=8).text == "model.gguf?n_ctx=8"
+    assert parse("model.gguf?n_ctx=4&n_ctx=8").options["n_ctx"] == "8"
+    assert parse("smollm2-135m", backend="hf") == dataclasses.replace(parse("smollm2-135m?backend=hf"))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("smollm2-135", "did you mean smollm2-135m"),
+        ("smollm-135m", "did you mean smollm2-135m"),
+        ("gpt-17", "known are smollm2-135m"),
+        ("", "unknown model in ''"),
+        ("?backend=hf", "unknown model in ''"),
+        ("ORG/NAME", "no such folder: ORG/NAME .a model on a hub is hf:"),
+        ("./nowhere", "no such folder"),
+        ("~nobody-of-this-name/x", "no such folder"),
+        ("a" * 5000, "unknown model"),
+        ("a\0b", "unknown model"),
+        ("smollm2-135m?backend=vllm", "unknown backend 'vllm'.*known: llama, hf"),
+        ("smollm2-135m?backend", "cannot read the options 'backend'.*NAME.backend=hf"),
+        ("smollm2-135m?&&", "cannot read the options"),
+        ("hf:ORG/NAME?backend=llama", "is on a hub; llama.cpp opens .gguf files and local folders: download it first"),
+    ],
+)
+def test_a_name_that_means_nothing_is_refused(name, says):
+    with pytest.raises(InputError, match=says):
+        parse(name)
+
+
+def test_llama_cpp_opens_a_folder_of_a_known_family_by_converting_it_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    folder = hybrid_folder(tmp_path / "hybrid", "qwen35")
+    name = f"{folder}?backend=llama&weights=f32&threads=1"
+    made = local_file(parse(name))
+    assert made == local_file(parse(name)) and made.is_file() and made.parent == tmp_path / "cache" / "converted"
+    assert local_file(parse(name.replace("f32", "f16"))) != made
+    (folder / "generation_config.json").unlink()  # part of what is read
+    assert local_file(parse(name)) != made
+    model, torch = load(name), load(folder)
+    assert (model.caps.engine, model.name) == ("llama.cpp", name)
+    np.testing.assert_allclose(model.forward([5, 6, 7]), torch.forward([5, 6, 7]), atol=1e-3)
+    model.close()
+
+
+def test_a_folder_that_cannot_be_converted_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(InputError, match=r"no such file: .*config\.json"):
+        load(tmp_path, backend="llama")
+    with pytest.raises(InputError, match="model_type 'llama': known are qwen3_5_text"):
+        load(torch_folder(tmp_path / "llama"), backend="llama")
+    with pytest.raises(InputError, match="unknown dtype 'q4_0'"):
+        load(torch_folder(tmp_path / "again"), backend="llama", weights="q4_0")
+    with pytest.raises(InputError, match="hf has no option 'weights'"):
+        load(tmp_path, weights="f16")
+
+
+@pytest.fixture
+def file(tmp_path):
+    return llama_gguf(tmp_path / "tiny model?.gguf".replace("?", ""), all_bytes=True)
+
+
+def options_of(name, **options):
+    spec = parse(name, **options)
+    return loading._typed(loading._opener(spec.backend), spec)
+
+
+def test_options_take_the_types_that_the_engine_states():
+    written = options_of("m.gguf?n_ctx=64&flash_attention=TRUE&kv=f16&threads=2")
+    assert written == {"n_ctx": 64, "flash_attention": True, "kv": "f16", "threads": 2}
+    assert options_of("m.gguf?flash_attention=0") == {"flash_attention": False}
+    given = options_of("m.gguf", n_ctx=np.int64(64), flash_attention=False, kv="")
+    assert given == {"n_ctx": 64, "flash_attention": False, "kv": ""}
+    assert options_of("hf:o/n?exact=false&dtype=float16") == {"exact": False, "dtype": "float16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("m.gguf?n_ctx=many", {}, "n_ctx='many' is not"),
+        ("m.gguf?n_ctx=1.5", {}, "n_ctx='1.5' is not"),
+        ("m.gguf?n_ctx=", {}, "n_ctx='' is not"),
+        ("m.gguf?flash_attention=yes", {}, "flash_attention='yes' is not"),
+        ("m.gguf", {"n_ctx": 1.5}, "n_ctx=1.5 is not"),
+        ("m.gguf", {"n_ctx": None}, "n_ctx=None is not"),
+        ("m.gguf", {"kv": 16}, "kv=16 is not"),
+        ("m.gguf", {"flash_attention": 1}, "flash_attention=1 is not"),
+        ("m.gguf?dtype=float32", {}, "llama has no option 'dtype'; known: backend, n_ctx"),
+        ("hf:o/n?kv=f16", {}, "hf has no option 'kv'; known: backend, dtype"),
+        ("m.gguf?name=x", {}, "no option 'name'"),
+    ],
+)
+def test_an_option_that_is_unknown_or_of_the_wrong_type_is_refused(name, options, says):
+    with pytest.raises(InputError, match=says):
+        options_of(name, **options)
+
+
+def test_load_opens_files_and_folders_and_keeps_their_name(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    folder = torch_folder(tmp_path / "folder")
+    with pytest.warns(UserWarning, match=r"otherwise than llama\.cpp"):  # a tokenizer of 300 tokens without merges
+        dequantised = load(f"{file}?backend=hf&n_ctx=16")
+    models = [
+        load(f"{file}?n_ctx=16&threads=1"),
+        load(Path(file), n_ctx=16, threads=1),
+        dequantised,
+        load(folder, n_ctx=16),
+    ]
+    assert [m.caps.engine for m in models] == ["llama.cpp", "llama.cpp", "torch", "torch"]
+    assert [m.caps.n_ctx for m in models] == [16] * 4
+    assert models[0].name == models[1].name == f"{parse(str(file), n_ctx=16, threads=1).text}"
+    rows = [m.forward([5, 6, 7]) for m in models[:3]]
+    np.testing.assert_array_equal(rows[0], rows[1])
+    np.testing.assert_allclose(rows[2], rows[0], atol=1e-4)
+    for m in models:
+        m.close()
+
+
+def test_load_passes_on_what_the_engine_says(tmp_path):
+    with pytest.raises(InputError, match="no such model file"):
+        load("~nobody-of-this-name/x.gguf")
+    with pytest.raises(InputError, match="empty"):
+        load("hf:")
+    with pytest.raises(InputError, match=r"no config\.json"):
+        load(tmp_path)
+    (tmp_path / "text.gguf").write_text("I was renamed")
+    for backend in ("llama", "hf"):
+        with pytest.raises(LoadError, match=r"text\.gguf"):
+            load(tmp_path / "text.gguf", backend=backend)

@@ -1,0 +1,124 @@
+"""A backbone that walks in circles: its greedy text is known for ever, so what heads must say is known as well."""
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from specnb.lm.hf import HfModel
+from specnb.medusa.backbone import Backbone
+from specnb.medusa.config import HeadsConfig
+from specnb.medusa.heads import Heads
+from tests.tiny_models import VOCAB, torch_model
+
+PERIOD = 6
+FIRST = 4
+CIRCLES = (VOCAB - FIRST) // PERIOD
+HIDDEN = 64
+NEXT = torch.arange(VOCAB)
+for token in range(FIRST, VOCAB):
+    start = FIRST + (token - FIRST) // PERIOD * PERIOD
+    NEXT[token] = start + (token - start + 1) % PERIOD
+
+
+def backbone_model(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> HfModel:
+    """A llama whose layers add nothing, and whose lm_head says for each token the next one of its circle."""
+    net = torch_model("llama", seed=seed, hidden_size=HIDDEN, tie_word_embeddings=False)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in net.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        # a norm that is another one when it is applied twice, and states that are small without it
+        net.model.norm.weight.copy_(torch.exp(0.9 * torch.randn(HIDDEN, generator=draw)))
+        net.model.embed_tokens.weight.copy_(0.3 * torch.randn(VOCAB, HIDDEN, generator=draw))
+        said = F.normalize(net.model.norm(net.model.embed_tokens.weight), dim=-1)
+        net.lm_head.weight[NEXT] = 2 * said
+    return HfModel(net.to(dtype), None, name="periodic")
+
+
+def prompts(n: int = CIRCLES) -> list[list[int]]:
+    """One prompt in each of the first `n` circles."""
+    return [[FIRST + PERIOD * i + j % PERIOD for j in range(i, i + 4)] for i in range(n)]
+
+
+def config(**changed: object) -> HeadsConfig:
+    return HeadsConfig(**({"n_heads": 3, "hidden_size": HIDDEN, "vocab_size": VOCAB} | changed))
+
+
+def after(tokens: torch.Tensor, n: int) -> torch.Tensor:
+    """The token `n` places behind each."""
+    for _ in range(n):
+        tokens = NEXT[tokens]
+    return tokens
+
+
+def cosine(done: float) -> float:
+    """From 1 down to a tenth at the end."""
+    return 0.55 + 0.45 * math.cos(math.pi * done)
+
+
+def fit(
+    heads: Heads,
+    target: HfModel,
+    *,
+    norms: int = 1,
+    shift: int = 0,
+    steps: int = 300,
+    lr: float = 0.02,
+    schedule=cosine,
+) -> list:
+    """Train heads to say what comes; `norms` final norms in front of their blocks, labels `shift` places further.
+
+    Returns the log of the training, a line each ten steps.
+    """
+    net = target.network
+    with torch.no_grad():
+        state = net.model.embed_tokens.weight[FIRST:].clone()
+        for _ in range(norms):
+            state = net.model.norm(state)
+    tokens = torch.arange(FIRST, VOCAB)
+    since = torch.stack([after(tokens, 1 + i) for i in range(heads.config.n_heads)], dim=1)
+    optimizer = torch.optim.Adam(heads.parameters(), lr=lr)
+    log = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = rate = schedule(step / steps) * lr
+        losses = [
+            F.cross_entropy(heads.logits(i, heads.features(i, state, since)), after(tokens, 2 + i + shift))
+            for i in range(heads.config.n_heads)
+        ]
+        optimizer.zero_grad()
+        sum(losses).backward()
+        optimizer.step()
+        if step % 10 == 9:
+            log.append({"step": step + 1, "lr": rate, "loss": [one.item() for one in losses]})
+    heads.eval().requires_grad_(False)
+    return log
+
+
+def new_heads(target: HfModel, **changed: object) -> Heads:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the first weights of a low rank product
+        return Heads(config(**changed), Backbone.of(target.network))
+
+
+def randomised(heads: Heads, spread: float, seed: int = 0) -> Heads:
+    """Blocks of normal noise."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in heads.heads.parameters():
+            weight.copy_(spread * torch.randn(weight.shape, generator=draw))
+    return heads.eval().requires_grad_(False)
+
+
+def as_torch_draws(heads: Heads, seed: int = 0) -> Heads:
+    """Blocks as nn.Linear makes them: what a benchmark measures that never loads its checkpoint."""
+    draw = np.random.default_rng(seed)
+    with torch.no_grad():
+        for head in heads.heads:
+            for block in head.blocks:
+                bound = block.linear.weight.shape[1] ** -0.5
+                for weight in block.parameters():
+                    weight.copy_(torch.from_numpy(draw.uniform(-bound, bound, weight.shape)))
+    return heads.eval().requires_grad_(False)

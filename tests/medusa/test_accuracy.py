@@ -1,0 +1,275 @@
+"""Offline accuracy and alpha of heads: against answers that are known, and against every round that is served."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specnb.decode.generate import generate
+from specnb.errors import InputError, NonFiniteLogits
+from specnb.lm import toy
+from specnb.lm.hf import HfModel
+from specnb.medusa.accuracy import (
+    NO_LABEL,
+    Scores,
+    accuracy_matrix,
+    accuracy_table,
+    head_accuracy,
+    offline_alpha,
+    score,
+    states,
+    trace,
+)
+from specnb.medusa.backbone import Backbone
+from specnb.medusa.config import HeadsConfig
+from specnb.medusa.drafter import HeadsDrafter
+from specnb.medusa.heads import Heads
+from specnb.medusa.serving import compare, compare_rounds, near_tie, served_alpha, served_counts
+from specnb.medusa.tree import TreePlan
+from specnb.records import Generation, Round
+from tests.medusa import periodic
+from tests.tiny_models import VOCAB, WIDTH, torch_model
+
+KINDS = ("medusa", "hydra")
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A random llama: its texts are its own business, and so are its near-ties."""
+    return HfModel(torch_model("llama", hidden_size=WIDTH), None, name="tiny")
+
+
+@pytest.fixture(scope="module")
+def circles():
+    return periodic.backbone_model()
+
+
+def random_heads(target, *, seed=0, draft_vocab=0, **changed):
+    backbone = Backbone.of(target.network)
+    config = HeadsConfig(hidden_size=WIDTH, vocab_size=VOCAB, draft_vocab=draft_vocab, **({"n_heads": 3} | changed))
+    token_map = torch.arange(VOCAB)[VOCAB - draft_vocab :] if draft_vocab else None
+    return periodic.randomised(Heads(config, backbone, token_map), 0.2, seed)
+
+
+def greedy(target, prompt, n=24, **options):
+    return generate(target, prompt, max_new_tokens=n, ignore_eog=True, **options)
+
+
+# --- states ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 31, 40])
+def test_states_are_those_of_the_last_rows_and_give_the_logits(target, n):
+    ids = [int(i) for i in np.random.default_rng(n).integers(3, VOCAB, 45)]
+    seen = states(target, ids, n)
+    net = target.network
+    with torch.inference_mode():
+        wide = net(input_ids=torch.tensor([ids]), output_hidden_states=True)
+        torch.testing.assert_close(seen.post_norm, wide.hidden_states[-1][0, -n:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(net.model.norm(seen.pre_norm), seen.post_norm, atol=1e-6, rtol=1e-6)
+    np.testing.assert_allclose(seen.logits, wide.logits[0, -n:].numpy(), atol=1e-3)
+    assert target.n_past == 0
+
+
+def test_states_of_a_16_bit_model_whose_single_tokens_are_fed_twice():
+    """Behind the first row, 33 come in two forwards, the last of a single token."""
+    model = HfModel(torch_model("llama").to(torch.bfloat16), None, name="half")
+    seen = states(model, list(range(3, 37)), 34)
+    assert len(seen.pre_norm) == len(seen.post_norm) == len(seen.logits) == 34
+    with torch.inference_mode():
+        logits = model.network.lm_head(seen.post_norm).float().numpy()
+    np.testing.assert_allclose(logits, seen.logits, atol=0.05 * np.abs(seen.logits).max())
+
+
+def test_no_listener_is_left_behind_and_an_engine_without_a_network_is_refused(target):
+    states(target, [3, 4, 5], 1)
+    norm = target.network.model.norm
+    before = len(norm._forward_hooks)
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        states(target, [3, VOCAB], 1)
+    assert len(norm._forward_hooks) == before and target.n_past == 0
+    with pytest.raises(InputError, match="backend=hf"):
+        states(toy.cyclic(5), [1, 2], 1)
+
+
+def test_a_greedy_text_follows_its_own_trace_and_another_text_does_not(target):
+    text = greedy(target, [3, 4, 5])
+    assert trace(target, text).follows == 1.0
+    other = text.model_copy(update={"prompt_ids": (9, 9, 9)})
+    assert trace(target, other).follows < 0.9
+
+
+# --- answers that are known -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("contract", ["pre_norm", "post_norm"])
+def test_heads_fitted_to_circles_are_right_every_time(circles, kind, contract):
+    heads = periodic.new_heads(circles, kind=kind, input=contract)
+    periodic.fit(heads, circles, steps=1500)
+    texts = [generate(circles, p, max_new_tokens=18) for p in periodic.prompts()]
+    table = head_accuracy(circles, heads, texts, ranks=3)
+    assert (table[table["rank"] == 0][["marginal", "cumulative"]] == 1.0).all(axis=None)
+    assert list(table[table["rank"] == 0]["n"]) == [len(texts) * (17 - head) for head in range(3)]
+    chain = HeadsDrafter(circles, heads)
+    served = served_alpha([generate(circles, p, drafter=chain, k=3, max_new_tokens=18) for p in periodic.prompts()])
+    assert (served["alpha"] == 1.0).all() and (
+        offline_alpha([score(heads, trace(circles, t)) for t in texts]).alpha == 1
+    ).all()
+
+
+def test_random_heads_are_right_as_often_as_chance_has_it(target):
+    """One position each of many heads that are drawn anew: hits are a binomial draw of 1 in VOCAB."""
+    text, heads, n = trace(target, greedy(target, [3, 4, 5], 40)), random_heads(target, n_heads=1), 4000
+    draw, hits = torch.Generator().manual_seed(0), 0
+    for at in torch.randint(39, (n,), generator=draw).tolist():
+        two = slice(at, at + 2)  # the second is the first one's label
+        one = replace(text, ids=text.ids[two], pre_norm=text.pre_norm[two], post_norm=text.post_norm[two])
+        # an lm_head that is random too: its choice has nothing to do with the text
+        heads._borrowed = (heads._borrowed[0], torch.randn(VOCAB, WIDTH, generator=draw), heads._borrowed[2])
+        found = score(heads, one).rank[:, 0]
+        assert found[1] == NO_LABEL
+        hits += found[0] == 0
+    expected = n / VOCAB
+    allowed = 4 * np.sqrt(expected * (1 - 1 / VOCAB))
+    assert abs(hits - expected) < allowed < expected  # neither no hits nor twice as many would pass
+
+
+def test_the_rank_of_a_token_is_its_place_in_the_row_ties_by_the_lower_id():
+    from specnb.medusa.accuracy import _rank
+
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]]).expand(6, -1)
+    labels = torch.tensor([1, 2, 3, 0, NO_LABEL, 2])
+    draft = torch.tensor([1, 2, 3, 0, NO_LABEL, -1])
+    assert _rank(logits, draft, labels).tolist() == [0, 1, 2, 3, NO_LABEL, 4]
+
+
+def test_a_token_that_the_draft_vocabulary_lacks_is_a_miss(target):
+    heads = random_heads(target, draft_vocab=8)
+    text = trace(target, greedy(target, [3, 4, 5]))
+    found = score(heads, text)
+    for head in range(3):
+        label = text.ids[1 + head :].numpy()
+        missing = label < VOCAB - 8
+        rank = found.rank[: len(label), head]
+        assert missing.any() and (rank[missing] == 8).all() and (rank[~missing] < 8).all()
+        assert (found.best[:, head] >= VOCAB - 8).all()
+
+
+@pytest.mark.parametrize("shift", [-1, 0, 1])
+def test_a_shift_holds_heads_against_other_tokens(circles, shift):
+    heads = periodic.new_heads(circles)
+    periodic.fit(heads, circles, shift=shift, steps=1000)
+    text = trace(circles, generate(circles, periodic.prompts()[0], max_new_tokens=18))
+    right = {s: np.mean(score(heads, text, shift=s).rank[:10] == 0) for s in (-1, 0, 1)}
+    assert right.pop(shift) == 1.0 and max(right.values()) == 0.0
+
+
+def test_heads_that_give_nan_are_refused_rather_than_right(target):
+    heads = random_heads(target)
+    heads.heads[1].blocks[0].linear.bias[0] = float("nan")
+    with pytest.raises(NonFiniteLogits, match="head 1"):
+        score(heads, trace(target, greedy(target, [3, 4, 5])))
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def scores(*ranks):
+    rank = np.array(ranks)
+    return Scores(rank, np.zeros_like(rank), np.ones(rank.shape))
+
+
+def test_tables_by_hand():
+    """Four positions of two heads; the second head has no label at the last one."""
+    one = scores([0, 0], [1, 0], [0, 2], [0, NO_LABEL])
+    table = accuracy_table([one], ranks=3)
+    np.testing.assert_allclose(accuracy_matrix(table), [[3 / 4, 1 / 4, 0], [2 / 3, 0, 1 / 3]])
+    assert table[table["head"] == 1]["cumulative"].tolist() == pytest.approx([2 / 3, 2 / 3, 1])
+    alpha = offline_alpha([one])
+    assert alpha["kept"].tolist() == [3, 1] and alpha["tested"].tolist() == [4, 2]
+    assert np.isnan(alpha["low"]).all()  # one prompt gives no interval
+    with pytest.raises(InputError, match="no generation"):
+        accuracy_table([])
+
+
+def generation(*rounds):
+    """Rounds as (drafts, accepted, committed); the tokens are counted up."""
+    made, token = [], 0
+    for i, (k, accepted, n) in enumerate(rounds):
+        ids = tuple(range(token, token + n))
+        token += n
+        made.append(Round(i, k, accepted, (0,) * k, ids, (), 0, 0, 0, 0, 0, k + 1))
+    return Generation(
+        prompt_ids=(1,), token_ids=tuple(range(token)), rounds=tuple(made), wall_s=1.0, stop_reason="length"
+    )
+
+
+def test_served_counts_by_hand():
+    """A plain round, all kept, one of three kept, none kept, and an end within the drafts, which rejects none."""
+    counts = served_counts(generation((0, 0, 1), (3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 2, 2)))
+    assert counts.tolist() == [[3, 4], [2, 3], [1, 1]]
+
+
+def test_served_alpha_has_an_interval_over_prompts():
+    texts = [generation((0, 0, 1), *[(1, int(i < hits), 1 + int(i < hits)) for i in range(10)]) for hits in range(6)]
+    row = served_alpha(texts).iloc[0]
+    assert row["alpha"] == 15 / 60 and row["low"] < row["alpha"] < row["high"] and row["tested"] == 60
+
+
+# --- served against scored ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    contract=st.sampled_from(["pre_norm", "post_norm"]),
+    draft_vocab=st.sampled_from([0, 24]),
+    seed=st.integers(0, 99),
+    k=st.integers(1, 3),
+)
+def test_every_round_accepts_exactly_what_the_heads_are_offline_right_about(
+    target, kind, contract, draft_vocab, seed, k
+):
+    heads = random_heads(target, kind=kind, input=contract, draft_vocab=draft_vocab, seed=seed)
+    prompt = [3 + seed % 50, 7, 3 + seed % 7]
+    plain, chain = greedy(target, prompt), greedy(target, prompt, drafter=HeadsDrafter(target, heads), k=k)
+    assert plain.token_ids == chain.token_ids
+    found = compare(target, heads, [plain], [chain], [score(heads, trace(target, plain))])
+    assert found.compared.apart == 0 and found.compared.rounds == sum(r.k > 0 for r in chain.rounds)
+    assert found.identical == 1 and found.agree
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_that_were_served_another_state_are_seen(circles, kind, monkeypatch):
+    heads = periodic.new_heads(circles, kind=kind)
+    periodic.fit(heads, circles)
+    hidden = circles.watch_hidden()
+    prompt = periodic.prompts()[1]
+    plain = generate(circles, prompt, max_new_tokens=24)
+    monkeypatch.setattr(hidden, "at", lambda position, at=hidden.at: tuple(2 * part.flip(0) for part in at(position)))
+    chain = generate(circles, prompt, drafter=HeadsDrafter(circles, heads), k=3, max_new_tokens=24)
+    assert chain.token_ids == plain.token_ids
+    found = compare_rounds(chain, score(heads, trace(circles, plain)), near_tie(circles, heads))
+    assert found.apart > found.rounds / 2
+
+
+def test_a_text_that_rounding_made_another_is_scored_on_its_own(target):
+    heads = random_heads(target)
+    chain = greedy(target, [3, 4, 5], drafter=HeadsDrafter(target, heads), k=3)
+    other = greedy(target, [9, 8])
+    found = compare(target, heads, [other], [chain], [score(heads, trace(target, other))])
+    assert found.identical == 0 and found.compared.apart == 0
+
+
+def test_alpha_of_trees_counts_positions(circles):
+    heads = periodic.new_heads(circles)
+    periodic.fit(heads, circles)
+    drafter = HeadsDrafter(circles, heads, TreePlan((-1, -1, 0, 2), (0, 1, 0, 0)))
+    made = generate(circles, periodic.prompts()[0], drafter=drafter, max_new_tokens=24)
+    counts = served_counts(made)
+    drafted = [r for r in made.rounds if r.k]
+    assert counts[0].tolist() == [sum(r.n_accepted > 0 for r in drafted), len(drafted)]

@@ -1,0 +1,267 @@
+"""Gates in front of a speed: sound heads pass them all, and every planted fault is called by its name, and alone."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from specnb.errors import InputError
+from specnb.lm.hf_hidden import HiddenStates
+from specnb.medusa import gates as head_gates
+from specnb.medusa.curve import Curve, read
+from tests.medusa import periodic
+
+STEPS = 400
+
+
+class Clean:
+    clean, findings = True, ()
+
+
+class Doubtful:
+    clean, findings = False, ("the weights were rounded twice",)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return periodic.backbone_model()
+
+
+def checked(target, heads, *, report=Clean, curve=None, **options):
+    return head_gates.run(target, heads, report, periodic.prompts(), curve=curve, max_new_tokens=24, **options)
+
+
+def trained(target, *, norms=1, shift=0, steps=STEPS, **changed):
+    heads = periodic.new_heads(target, **changed)
+    periodic.fit(heads, target, norms=norms, shift=shift, steps=steps)
+    return heads
+
+
+def failed(found):
+    return {gate.name for gate in found.gates if not gate.passed}
+
+
+def with_borrowed(heads, *, norm=None, lm_head=None):
+    """Heads that sit on other borrowed parts than the backbone's."""
+    old = heads._borrowed
+    heads._borrowed = (norm or old[0], old[1] if lm_head is None else lm_head, old[2])
+    return heads
+
+
+def own_lm_heads(target):
+    """Private lm_heads of another backbone."""
+    heads = trained(target, lm_head="private")
+    draw = torch.Generator().manual_seed(1)
+    for head in heads.heads:
+        head.lm_head.weight.copy_(torch.randn(head.lm_head.weight.shape, generator=draw))
+    return heads
+
+
+def one_zero(target):
+    heads = trained(target)
+    for weight in heads.heads[1].parameters():
+        weight.zero_()
+    return heads
+
+
+def only_lm_heads(target, steps=10):
+    """Private lm_heads that were trained a little in front of blocks that never were."""
+    heads = periodic.new_heads(target, lm_head="private")
+    blocks = [weight for head in heads.heads for weight in head.blocks.parameters()]
+    keep = [weight.register_hook(torch.zeros_like) for weight in blocks]
+    periodic.fit(heads, target, steps=steps)
+    for hook in keep:
+        hook.remove()
+    return heads
+
+
+def died(done):
+    """A schedule that ends after a tenth of the steps."""
+    return 1.0 if done < 0.1 else 0.0
+
+
+# --- sound heads ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed", [
+    {}, {"kind": "hydra"}, {"input": "post_norm"}, {"lm_head": "private"}, {"lm_head": "low_rank", "rank": 8},
+    {"n_heads": 1}, {"n_layers": 2},
+], ids=str)  # fmt: skip
+def test_sound_heads_pass_every_gate(target, changed):
+    heads = periodic.new_heads(target, **changed)
+    log = periodic.fit(heads, target, steps=STEPS)
+    found = checked(target, heads, curve=Curve.of(log))
+    assert found.passed and not found.diagnoses and not failed(found)
+    assert [gate.name for gate in found.gates] == [
+        "loader", "zero blocks", "acceptance", "alignment", "serving", "schedule",
+    ]  # fmt: skip
+    serving = found.gates[4].measured
+    assert serving["apart"] == 0 and serving["identical"] == len(periodic.prompts())
+    assert found.served["alpha"][0] == serving["served_alpha_1"] == pytest.approx(serving["offline_alpha_1"])
+    assert serving["low"] <= serving["offline_alpha_1"] <= serving["high"]
+
+
+def test_sound_heads_pass_in_bfloat16():
+    half = periodic.backbone_model(dtype=torch.bfloat16)
+    heads = trained(periodic.backbone_model())
+    made = periodic.new_heads(half)
+    made.load_state_dict(heads.state_dict())
+    assert checked(half, made).passed
+
+
+def test_progress_is_told(target):
+    seen = []
+    checked(target, trained(target, steps=50), progress=lambda *step: seen.append(step))
+    assert seen[0][:2] == (0, 11) and seen[-1][:2] == (11, 11)
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "never trained: zero blocks": ("never loaded", periodic.new_heads, {"loader", "acceptance"}),
+    "one head was not loaded": ("never loaded", one_zero, {"loader"}),
+    "trained with the norm twice": ("double norm", lambda t: trained(t, norms=2), {"alignment"}),
+    "trained without the norm": ("missing norm", lambda t: trained(t, norms=0), {"alignment"}),
+    "fed with the norm twice": (
+        "double norm",
+        lambda t: with_borrowed(trained(t), norm=nn.Sequential(t.network.model.norm, t.network.model.norm)),
+        {"zero blocks"},
+    ),
+    "fed without the norm": ("missing norm", lambda t: with_borrowed(trained(t), norm=nn.Identity()), {"zero blocks"}),
+    "fed through another norm": (
+        "wrong norm", lambda t: with_borrowed(trained(t), norm=nn.LayerNorm(periodic.HIDDEN)), {"zero blocks"},
+    ),
+    "labels one too early": ("label shift", lambda t: trained(t, shift=-1), {"acceptance", "alignment"}),
+    "labels one too late": ("label shift", lambda t: trained(t, shift=1), {"acceptance", "alignment"}),
+    "Hydra's labels one too late": (
+        "label shift", lambda t: trained(t, shift=1, kind="hydra"), {"acceptance", "alignment"},
+    ),
+    "another lm_head": (
+        "wrong lm_head",
+        lambda t: with_borrowed(trained(t), lm_head=t.network.lm_head.weight.detach().flip(0)),
+        {"zero blocks", "acceptance"},
+    ),
+    "own lm_heads of another backbone": ("wrong lm_head", own_lm_heads, {"acceptance"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "make", "gates"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_named_and_no_other(target, name, make, gates):
+    found = checked(target, make(target))
+    assert not found.passed and failed(found) >= gates
+    assert [d.name for d in found.diagnoses] == [name]
+    for gate in found.gates:
+        assert bool(gate.diagnoses) is not gate.passed
+    assert all(d.evidence and d.remedy for d in found.diagnoses)
+
+
+def test_the_three_faults_of_the_old_benchmark_are_named(target):
+    """Random blocks because nothing loaded the checkpoint; the wrong norm; a rate that decayed to zero."""
+    never = checked(target, periodic.as_torch_draws(periodic.new_heads(target)), report=None)
+    assert failed(never) >= {"loader", "acceptance"} and [d.name for d in never.diagnoses] == ["never loaded"]
+
+    norm = checked(target, trained(target, norms=2))
+    assert [d.name for d in norm.diagnoses] == ["double norm"]
+
+    heads = periodic.new_heads(target)
+    log = periodic.fit(heads, target, schedule=died, steps=STEPS)
+    dead = checked(target, heads, curve=Curve.of(log))
+    assert failed(dead) >= {"schedule"} and [d.name for d in dead.diagnoses] == ["dead schedule"]
+
+
+def test_heads_that_training_hardly_moved_are_named_without_a_curve(target):
+    heads = periodic.new_heads(target)
+    periodic.fit(heads, target, steps=STEPS, lr=2e-7)
+    found = checked(target, heads)
+    assert [d.name for d in found.diagnoses] == ["dead schedule"]
+    assert "the backbone's next token in 100.0%" in found.diagnoses[0].evidence
+
+
+def test_weights_that_nothing_explains_are_no_better_than_shuffled_ones(target):
+    heads = periodic.randomised(periodic.new_heads(target), 0.5)
+    found = checked(target, heads)
+    assert failed(found) == {"acceptance"} and [d.name for d in found.diagnoses] == ["never loaded"]
+    assert "shuffled" in found.diagnoses[0].evidence
+
+
+def test_little_trained_lm_heads_without_blocks_are_not_called_trained_without_the_norm(target):
+    heads = only_lm_heads(target)
+    assert not any(weight.any() for head in heads.heads for weight in head.blocks.parameters())
+    found = checked(target, heads)
+    assert "acceptance" in failed(found) and [d.name for d in found.diagnoses] == ["never loaded"]
+
+
+def test_a_single_head_that_learned_little_is_not_called_shifted(target):
+    """It says the backbone's next token, as it did at the start."""
+    heads = periodic.new_heads(target, n_heads=1)
+    periodic.fit(heads, target, steps=20, lr=2e-4)
+    found = checked(target, heads)
+    assert "alignment" not in failed(found) and "label shift" not in {d.name for d in found.diagnoses}
+
+
+def test_a_single_head_whose_labels_are_one_too_late_is(target):
+    found = checked(target, trained(target, n_heads=1, shift=1))
+    assert "alignment" in failed(found) and [d.name for d in found.diagnoses] == ["label shift"]
+
+
+def test_a_drafter_that_hands_over_other_states_is_told_from_bad_heads(target, monkeypatch):
+    heads = trained(target)
+    at = HiddenStates.at
+    monkeypatch.setattr(HiddenStates, "at", lambda self, position: tuple(x.flip(0) for x in at(self, position)))
+    found = checked(target, heads)
+    assert failed(found) == {"serving"} and [d.name for d in found.diagnoses] == ["served otherwise than scored"]
+
+
+def test_a_doubtful_load_is_no_speed(target):
+    found = checked(target, trained(target), report=Doubtful)
+    assert failed(found) == {"loader"} and "rounded twice" in found.gates[0].says
+
+
+def test_fewer_prompts_than_an_interval_needs_are_refused(target):
+    with pytest.raises(InputError, match="at least 5 prompts, got 4"):
+        head_gates.run(target, periodic.new_heads(target), Clean, periodic.prompts(4))
+
+
+# --- curves ---------------------------------------------------------------------------------------------------------
+
+
+def curve(rates, losses):
+    return Curve.of(
+        [{"step": 10 * (i + 1), "lr": r, "loss": x} for i, (r, x) in enumerate(zip(rates, losses, strict=True))]
+    )
+
+
+def cosine(n, end):
+    return end + (1 - end) * (1 + np.cos(np.pi * np.arange(n) / (n - 1))) / 2
+
+
+FALLING, FLAT = np.linspace(5, 3, 100), np.full(100, 3.0)
+
+
+def test_a_curve_knows_a_schedule_that_died():
+    assert not curve(cosine(100, 1 / 30), FALLING).dead
+    assert not curve(cosine(100, 0), FALLING).dead  # zero at the last step only
+    early = curve([*cosine(70, 0), *np.zeros(30)], [*np.linspace(5, 3, 70), *np.full(30, 3.0)])
+    assert early.dead and early.falling and early.dead_share == pytest.approx(0.31, abs=0.02)
+    assert not curve([*cosine(70, 0), *np.zeros(30)], FLAT).falling
+    assert curve([1, 1, 0, 1], [4, 3, 2, 1]).dead  # exactly zero in the middle
+    assert not curve([1e-4, 0.5, 1, 1], [4, 3, 2, 1]).dead  # a warm-up is no death
+    assert not curve([0, 0.5, 1, 1], [4, 3, 2, 1]).dead  # also one from zero
+
+
+def test_losses_of_heads_are_averaged_and_bad_logs_refused(tmp_path):
+    assert curve([1, 1], [[1.0, 3.0], [1.0, 2.0]]).loss.tolist() == [2.0, 1.5]
+    for log in ([], [{"step": 1}], [{"step": 1, "lr": -1, "loss": 1}], [{"step": 1, "lr": "a", "loss": 1}],
+                [{"step": 2, "lr": 1, "loss": 1}, {"step": 1, "lr": 1, "loss": 1}],
+                [{"step": 1, "lr": 1, "loss": []}], [{"step": 1, "lr": 1, "loss": float("nan")}],
+                [{"step": 0, "lr": 1, "loss": 1}], [{"step": 1, "lr": 0, "loss": 1}]):  # fmt: skip
+        with pytest.raises(InputError, match="training log"):
+            Curve.of(log)
+    assert read(tmp_path) is None
+    (tmp_path / "training.json").write_text(json.dumps({"log": [{"step": 5, "lr": 1e-3, "loss": [2, 4]}]}))
+    assert read(tmp_path).loss.tolist() == [3.0] and read(tmp_path / "heads.safetensors").step.tolist() == [5]
+    (tmp_path / "training.json").write_text('{"log": [{"step": 5}]}')
+    with pytest.raises(InputError, match=r"training\.json"):
+        read(tmp_path)

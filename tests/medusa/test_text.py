@@ -1,0 +1,308 @@
+"""Training text: what the backbone writes is its greedy choice, goes on after a stop, and knows whose turn it is."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from specnb import corpus
+from specnb.corpus import Document
+from specnb.errors import InputError
+from specnb.lm.vocab import Vocabulary
+from specnb.medusa import data, examples, given, hidden, seeds, stream
+from tests.tiny_models import torch_model
+
+END, ROLE = 2, {"user": 3, "assistant": 4}
+TEMPLATE = (
+    "{% for m in messages %}{{ '\x10' if m.role == 'user' else '\x11' }}{{ m.content }}\x12{% endfor %}"
+    "{% if add_generation_prompt %}\x11{% endif %}"
+)
+CONTROL = {"\x10": ROLE["user"], "\x11": ROLE["assistant"], "\x12": END}
+WRITING = stream.Writing(length=40, batch_size=3, longest_seed=16, longest_answer=8, longest_request=5)
+
+
+class Writer:
+    """A tokenizer of one token a character, over a tiny network's vocabulary."""
+
+    name = "writer"
+
+    def __init__(self, size: int, template: str | None = TEMPLATE) -> None:
+        pieces = [b"", b"", b"<end>", b"<user>", b"<assistant>", *(bytes([97 + i % 26]) for i in range(size - 5))]
+        self.vocab = Vocabulary(
+            tuple(pieces), eog=frozenset({END}), special=frozenset({END, 3, 4}), chat_template=template
+        )
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return [CONTROL.get(c, 5 + ord(c) % (self.vocab.size - 5)) for c in text]
+
+
+@pytest.fixture(scope="module")
+def net():
+    return torch_model("llama", vocab_size=64, max_position_embeddings=128).eval()
+
+
+@pytest.fixture
+def writer():
+    return Writer(64)
+
+
+@pytest.fixture(autouse=True)
+def documents(monkeypatch):
+    found = [
+        Document(f"p/{i}.py", kind, f"first line {i}\nsecond\n\nthird {kind}\n")
+        for i in range(6)
+        for kind in ("code", "prose")
+    ]
+    monkeypatch.setattr(corpus, "installed", lambda _packages: [])
+    monkeypatch.setattr(corpus, "documents", lambda _sources: found)
+    monkeypatch.setattr(corpus, "split", lambda documents: (documents, documents))
+
+
+def written(net, writer, folder, **changed):
+    data.write(writer, net, folder, **({"batches": {"train": 2}, "made": WRITING, "backbone": "ab"} | changed))
+    return data.read(folder, "train")
+
+
+def test_own_tokens_are_the_greedy_choice(net, writer, tmp_path):
+    rows = written(net, writer, tmp_path)
+    assert rows.tokens.shape == (6, WRITING.length) and 0 < rows.n_own < rows.tokens.size
+    for tokens, own in zip(rows.tokens, rows.own, strict=True):
+        with torch.inference_mode():
+            logits = net(torch.from_numpy(tokens[None].astype(np.int64))).logits[0]
+        for at in np.flatnonzero(own):
+            assert logits[at - 1, tokens[at]] >= logits[at - 1].max() - 1e-4
+
+
+def test_turns_are_written_as_the_template_writes_them(net, writer, tmp_path):
+    turns = seeds.Turns.of(writer)
+    assert (turns.opening, turns.to_answer, turns.to_request) == ((3,), (END, 4), (END, 3))
+    rows = written(net, writer, tmp_path)
+    roles = 0
+    for tokens, own in zip(rows.tokens, rows.own, strict=True):
+        for at in range(WRITING.longest_seed, WRITING.length - 1):  # END hands over, so what follows it is a role
+            if tokens[at - 1] == END and not own[at]:
+                roles += 1
+                assert tokens[at] in ROLE.values() and not (own[at + 1] and tokens[at] == ROLE["user"])
+    assert roles, "rows hold turns beside the first"
+
+
+def test_answers_are_no_longer_than_asked(net, writer, tmp_path):
+    rows = written(net, writer, tmp_path)
+    for own in rows.own:
+        lengths = np.diff(np.flatnonzero(np.diff(np.concatenate([[0], own, [0]])))[:None])[::2]
+        assert lengths.max() <= WRITING.longest_answer
+
+
+def test_a_stopped_run_goes_on_and_shards_make_the_same_text(net, writer, tmp_path):
+    whole = written(net, writer, tmp_path / "whole", batches={"train": 3})
+    stop = [100]
+
+    def interrupt(n):
+        stop[0] -= n
+        if stop[0] < 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        written(net, writer, tmp_path / "parts", batches={"train": 3}, on_tokens=interrupt)
+    again = written(net, writer, tmp_path / "parts", batches={"train": 3})
+    for i in (1, 0):
+        data.write(writer, net, tmp_path / "shards", batches={"train": 3}, made=WRITING, backbone="ab", shard=(i, 2))
+    shards = data.read(tmp_path / "shards", "train")
+    assert whole.digest() == again.digest() == shards.digest()
+
+
+def test_other_settings_do_not_mix(net, writer, tmp_path):
+    written(net, writer, tmp_path)
+    with pytest.raises(InputError, match="made otherwise"):
+        written(net, writer, tmp_path, backbone="cd")
+
+
+def test_without_a_chat_template_texts_are_continued(net, tmp_path):
+    rows = written(net, Writer(64, None), tmp_path)
+    assert not np.isin(rows.tokens, [3, 4])[~rows.own].any()
+    assert rows.own[:, -1].all(), "there is nobody else to write"
+
+
+@pytest.mark.parametrize("bytes_", [b"", b"PK\x03\x04 garbage", b"\x93NUMPY"])
+def test_damaged_text_is_one_clear_error(net, writer, tmp_path, bytes_):
+    written(net, writer, tmp_path)
+    (tmp_path / "train-00001.npz").write_bytes(bytes_)
+    with pytest.raises(InputError, match="train-00001"):
+        data.read(tmp_path, "train")
+
+
+def test_hidden_states_are_those_in_front_of_the_final_norm(net, writer, tmp_path):
+    rows = written(net, writer, tmp_path)
+    hidden.compute(net, tmp_path, backbone="ab")
+    states = hidden.read(tmp_path, "train")
+    with torch.inference_mode():
+        wanted = net(torch.from_numpy(rows.tokens.astype(np.int64))).logits
+        found = net.lm_head(net.model.norm(states.float()))
+    assert states.shape == (*rows.tokens.shape, net.config.hidden_size)
+    assert (found - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+def test_states_that_come_with_the_text_are_those_computed_from_it(net, writer, tmp_path):
+    written(net, writer, tmp_path, on_states=hidden.save)
+    came = hidden.read(tmp_path, "train").float()
+    for file in tmp_path.glob("*.hidden.npy"):
+        file.unlink()
+    hidden.compute(net, tmp_path, backbone="ab")
+    computed = hidden.read(tmp_path, "train").float()
+    assert (came - computed).abs().max() <= 2**-7 * computed.abs().max(), "no further apart than bfloat16 rounds"
+
+
+def test_hidden_states_go_on_where_files_are_new(net, writer, tmp_path):
+    written(net, writer, tmp_path, batches={"train": 1})
+    counted = []
+    hidden.compute(net, tmp_path, backbone="ab", on_tokens=counted.append)
+    written(net, writer, tmp_path, batches={"train": 2})
+    again = []
+    hidden.compute(net, tmp_path, backbone="ab", on_tokens=again.append)
+    assert sum(counted) == sum(again) == WRITING.batch_size * WRITING.length
+
+
+class TestExamples:
+    """Position, tokens since and labels, with hidden states that say which position they are of."""
+
+    n_heads = 3
+
+    def made(self, own, token_map=None, length=12):
+        tokens = np.arange(2 * length, dtype=np.int32).reshape(2, length)
+        states = torch.arange(2 * length, dtype=torch.bfloat16).reshape(2, length, 1)
+        rows = data.Rows(tokens, np.broadcast_to(own, tokens.shape).copy())
+        return examples.Examples(rows, states, n_heads=self.n_heads, token_map=token_map, vocab_size=24)
+
+    def test_alignment(self):
+        made = self.made(True)
+        batch = made.batch(torch.arange(len(made)))
+        at = batch.hidden[:, 0].long()
+        for i in range(self.n_heads):
+            assert (batch.ids[:, i] == at + 1 + i).all()
+            assert (batch.labels[:, i] == at + 2 + i).all()
+            assert (batch.later[:, i, 0].long() == at + 1 + i).all()
+        assert len(made) == 2 * (12 - 1 - self.n_heads)
+
+    def test_nothing_is_learned_of_what_others_wrote(self):
+        own = np.ones(12, dtype=bool)
+        own[[0, 1, 2, 7]] = False
+        made = self.made(own)
+        batch = made.batch(torch.arange(len(made)))
+        assert (batch.labels[:, 0] != examples.NO_LABEL).all()
+        for labels in batch.labels:
+            told = labels[labels >= 0] % 12
+            assert not np.isin(told, np.flatnonzero(~own)).any()
+            assert (np.diff(told) == 1).all(), "no label behind a gap: its context was somebody else's"
+
+    def test_tokens_outside_the_draft_vocabulary(self):
+        made = self.made(True, token_map=torch.tensor([2, 4, 6, 8]))
+        labels = made.batch(torch.arange(len(made))).labels
+        assert set(labels.unique().tolist()) == {examples.OUTSIDE, 0, 1, 2, 3}
+
+    def test_every_epoch_visits_each_example_once(self):
+        made = self.made(True)
+        steps = len(made) // 4
+        seen = [made.at_step(s, batch_size=4, seed=1).hidden.flatten() for s in range(2 * steps)]
+        first, second = torch.cat(seen[:steps]), torch.cat(seen[steps:])
+        assert sorted(first.tolist()) == sorted(set(first.tolist())) and first.tolist() != second.tolist()
+        with pytest.raises(InputError, match="write more text"):
+            made.at_step(0, batch_size=1000, seed=0)
+
+    def test_draft_vocabulary(self):
+        tokens = np.array([[5, 5, 5, 9, 9, 1, 7]], dtype=np.int32)
+        rows = data.Rows(tokens, np.array([[True] * 6 + [False]]))
+        assert examples.most_frequent(rows, 2).tolist() == [5, 9]
+        assert examples.most_frequent(rows, 4).tolist() == [1, 5, 7, 9], "7 was not its own, but is in the text"
+        assert examples.coverage(rows, torch.tensor([5, 9])) == 5 / 6
+        with pytest.raises(InputError, match="4 different"):
+            examples.most_frequent(rows, 5)
+
+
+def test_given_text(writer, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": "abcdefgh" * 20}) + "\n" for _ in range(10)))
+    texts, facts = given.of_file(file)
+    n = given.write(writer, texts, tmp_path / "out", facts=facts, backbone="ab", length=40)
+    train, held_out = (data.read(tmp_path / "out", split) for split in data.SPLITS)
+    assert train.own.all() and train.tokens.size + held_out.tokens.size == n
+    assert n == given.write(writer, texts, tmp_path / "out", facts=facts, backbone="ab", length=40)
+
+
+@pytest.mark.parametrize("line", ['{"text": 1}', "[]", '{"text": "a", "more": 1}', "{"])
+def test_a_line_that_is_no_text(tmp_path, line):
+    file = tmp_path / "texts.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(InputError, match=r"texts\.jsonl"):
+        given.of_file(file)
+
+
+def test_too_little_text(writer, tmp_path):
+    with pytest.raises(InputError, match="at least"):
+        given.write(writer, ["abc"], tmp_path / "out", facts={}, backbone="ab", length=40)
+
+
+def test_states_of_another_backbone_are_not_computed(net, writer, tmp_path):
+    written(net, writer, tmp_path)
+    with pytest.raises(InputError, match="another folder"):
+        hidden.compute(net, tmp_path, backbone="cd")
+
+
+def test_a_bos_token_stands_in_front_of_the_chat_only():
+    class Adding(Writer):
+        def encode(self, text, *, special=True):
+            return [1, *super().encode(text)] if special else super().encode(text)
+
+    writer = Adding(64)
+    writer.vocab = replace(writer.vocab, bos=1, add_bos=True)
+    assert seeds.Turns.of(writer) == seeds.Turns((1, 3), (END, 4), (END, 3))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "gpt2", "gpt_neox"])
+def test_families_that_keep_their_state_otherwise(writer, tmp_path, kind):
+    net = torch_model(kind, vocab_size=64, max_position_embeddings=128).eval()
+    rows = written(net, writer, tmp_path, batches={"train": 1})
+    with torch.inference_mode():
+        logits = net(torch.from_numpy(rows.tokens.astype(np.int64))).logits
+    best = logits[:, :-1].gather(-1, torch.from_numpy(rows.tokens[:, 1:, None].astype(np.int64)))[..., 0]
+    own = torch.from_numpy(rows.own[:, 1:])
+    assert (best - logits[:, :-1].amax(-1))[own].min() > -1e-3
+
+
+def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, writer, tmp_path, monkeypatch):
+    """No label among the drawn ones, and as many of them as the seed says."""
+    lead = 4
+    monkeypatch.setattr("specnb.medusa.seeds.lead_of", lambda kind, rng: lead)
+    rows = written(net, Writer(64, None), tmp_path, batches={"train": 3})
+    first = rows.own.argmax(axis=1)
+    drawn = 0
+    for tokens, own, start in zip(rows.tokens, rows.own, first, strict=True):
+        assert own[start:].all() and not own[:start].any()
+        with torch.inference_mode():
+            best = net(torch.from_numpy(tokens[None].astype(np.int64))).logits[0].argmax(-1)
+        drawn += int((best[start - lead - 1 : start - 1].numpy() != tokens[start - lead : start]).sum())
+    assert drawn > len(first), "most of the drawn tokens are others than the best"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_loop"),
+    [
+        ([1, 2, 3, 4] * 5, True),
+        ([7] * 12, True),
+        ([*range(40), *range(40), *range(8)], True),
+        ([*range(40), *range(40)], False),  # once again is no loop yet
+        ([*range(60), *range(60), *range(60)], False),  # longer than what is looked for
+        ([1, 2, 3, 4] * 5 + [9], False),
+        ([], False),
+    ],
+)
+def test_loops(text, is_loop):
+    assert stream.loops(text) is is_loop
+
+
+def test_an_answer_ends_where_it_loops(net, writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "loops", lambda tokens: len(tokens) >= stream.LOOP_CHECK)
+    rows = written(net, writer, tmp_path, made=replace(WRITING, length=120, longest_answer=100))
+    for own in rows.own:
+        assert np.diff(np.flatnonzero(np.diff(np.concatenate([[0], own, [0]]))))[::2].max() <= stream.LOOP_CHECK

@@ -1,0 +1,328 @@
+"""Training heads: what is trained, how the rate runs, what is reported, and that a killed run is no other run."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specnb.errors import EngineError, InputError, NonFiniteLogits
+from specnb.medusa import data, examples, losses, train_loop
+from specnb.medusa.backbone import Backbone
+from specnb.medusa.config import HeadsConfig
+from specnb.medusa.heads import Heads
+from specnb.medusa.recipe import PRESETS, Recipe, recipe
+from tests.tiny_models import torch_model
+
+VOCAB, N_HEADS, PERIOD = 64, 3, 7
+RECIPE = Recipe(30, batch_size=32, peak_lr=1e-2, warmup=3, bf16=False)
+
+
+@pytest.fixture(scope="module")
+def net():
+    return torch_model("llama", vocab_size=VOCAB, max_position_embeddings=256).eval()
+
+
+@pytest.fixture(scope="module")
+def backbone(net):
+    return Backbone.of(net)
+
+
+def new_heads(backbone, kind="medusa", **changed):
+    sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
+    return Heads(HeadsConfig(kind=kind, n_heads=N_HEADS, **sizes, **changed), backbone)
+
+
+@pytest.fixture(scope="module")
+def periodic_text(net):
+    """Rows that repeat PERIOD tokens, and the network's states over them: all that heads must learn is known."""
+    words = np.random.default_rng(0).permutation(VOCAB)[:PERIOD]
+    tokens = np.stack([np.resize(np.roll(words, i), 64) for i in range(8)]).astype(np.int32)
+    states = []
+    hook = net.model.norm.register_forward_pre_hook(lambda _m, inputs: states.append(inputs[0]))
+    with torch.inference_mode():
+        net(torch.from_numpy(tokens).long())
+    hook.remove()
+    own = np.ones(tokens.shape, dtype=bool)
+    own[:, :8] = False  # the first states of a text are like no others, and each is there once
+    return data.Rows(tokens, own), states[0].to(torch.bfloat16).clone()
+
+
+@pytest.fixture(scope="module")
+def periodic(periodic_text):
+    return examples.Examples(*periodic_text, n_heads=N_HEADS, token_map=None, vocab_size=VOCAB)
+
+
+def train(heads, periodic, folder, recipe=RECIPE, **changed):
+    return train_loop.train(heads, recipe, periodic, periodic, folder, **({"save_every": 10, "data": "a"} | changed))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_rate_of_embeddings_is_that_of_larger_embeddings(backbone, periodic, tmp_path, kind):
+    """W moved 8 times as far on e is V on 8 e, with W = 8 V: AdamW's steps do not depend on how large gradients are."""
+    factor, made = 8.0, replace(RECIPE, clip=1e9)  # clipping would: V's gradients are larger
+    faster, larger = new_heads(backbone, kind), new_heads(backbone, kind)
+    norm, lm_head, embeddings = larger._borrowed
+    larger._borrowed = norm, lm_head, factor * embeddings
+    plain = new_heads(backbone, kind)
+    for name, heads, rate in (("faster", faster, factor), ("larger", larger, 1.0), ("plain", plain, 1.0)):
+        train(heads, periodic, tmp_path / name, replace(made, embedding_rate=rate))
+    batch = periodic.spread(64)
+    said = [
+        torch.stack([h.draft_logits(i, batch.hidden.float(), batch.ids) for i in range(N_HEADS)])
+        for h in (faster, larger, plain)
+    ]
+    assert torch.allclose(said[0], said[1], atol=1e-3 * float(said[1].abs().max()))
+    assert torch.equal(said[0], said[2]) == (kind == "medusa"), "a Medusa sees no embeddings"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("norm", ["pre_norm", "post_norm"])
+def test_a_periodic_text_is_learned_by_heart(backbone, periodic, tmp_path, kind, norm):
+    heads = new_heads(backbone, kind, input=norm)
+    before = train_loop.evaluate(heads, RECIPE, periodic)
+    log = train(heads, periodic, tmp_path, replace(RECIPE, steps=400, peak_lr=2e-2), save_every=400)
+    assert max(before["top1"][1:]) < 0.6 and log[-1]["top1"] == [1.0] * N_HEADS
+
+
+def test_random_heads_are_right_one_time_in_the_vocabulary(net):
+    """One answer each of many sets of heads, for one set says the same few tokens everywhere."""
+    backbone, generator = Backbone.of(net), torch.Generator().manual_seed(0)
+    heads, n, hits = new_heads(backbone, lm_head="private"), 4000, 0
+    hidden = torch.randn(n, backbone.hidden_size, generator=generator)
+    labels = torch.randint(VOCAB, (n,), generator=generator)
+    with torch.no_grad():
+        for state, label in zip(hidden, labels, strict=True):
+            heads.heads[0].blocks[0].linear.weight.normal_(0, 1, generator=generator)
+            heads.heads[0].lm_head.weight.normal_(0, 1, generator=generator)
+            hits += int(heads.draft_logits(0, state[None]).argmax()) == int(label)
+    expected = n / VOCAB  # 62.5, its spread 7.8: four of them exclude none and twice as many
+    assert abs(hits - expected) < 4 * expected**0.5 < expected
+
+
+def test_only_heads_are_trained(net, backbone, periodic, tmp_path):
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    heads = new_heads(backbone)
+    train(heads, periodic, tmp_path)
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+    saved = train_loop.read_checkpoint(tmp_path)
+    assert len(saved["optimizer"]["state"]) == len(list(heads.parameters())) == 2 * N_HEADS
+    assert not any("norm" in name for name in saved["heads"])
+    assert saved["run"]["heads"] == heads.config.model_dump()
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_killed_run_ends_with_the_same_weights(backbone, periodic, tmp_path, kind):
+    whole, killed = new_heads(backbone, kind), new_heads(backbone, kind)
+    log = train(whole, periodic, tmp_path / "whole")
+
+    def kill(report):
+        if report.step == 17:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(killed, periodic, tmp_path / "killed", on_step=kill)
+    again = new_heads(backbone, kind)
+    resumed = train(again, periodic, tmp_path / "killed")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    strip = [{k: v for k, v in line.items() if k != "seconds"} for line in log]
+    assert strip == [{k: v for k, v in line.items() if k != "seconds"} for line in resumed]
+    assert len((tmp_path / "killed" / "log.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("changed", [{"recipe": replace(RECIPE, peak_lr=1e-3)}, {"data": "b"}, {"start": "other"}])
+def test_a_checkpoint_of_another_run_is_not_gone_on_with(backbone, periodic, tmp_path, changed):
+    train(new_heads(backbone), periodic, tmp_path)
+    with pytest.raises(InputError, match=f"another run: {next(iter(changed))}"):
+        train(new_heads(backbone), periodic, tmp_path, **changed)
+
+
+def test_a_checkpoint_of_other_heads_is_not_gone_on_with(backbone, periodic_text, tmp_path):
+    """Nor of heads of the same shapes: another norm, or other tokens behind the draft ids, would draft nonsense."""
+    maps = [torch.arange(32), torch.arange(32) * 2]
+    sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
+    config = HeadsConfig(n_heads=N_HEADS, draft_vocab=32, **sizes)
+    sets = [examples.Examples(*periodic_text, n_heads=N_HEADS, token_map=m, vocab_size=VOCAB) for m in maps]
+    train(Heads(config, backbone, maps[0]), sets[0], tmp_path)
+    with pytest.raises(InputError, match="token_map was"):
+        train(Heads(config, backbone, maps[1]), sets[1], tmp_path)
+    with pytest.raises(InputError, match="heads was"):
+        train(Heads(config.model_copy(update={"input": "post_norm"}), backbone, maps[0]), sets[0], tmp_path)
+
+
+def test_heads_are_usable_whatever_ends_their_training(periodic, tmp_path):
+    def kill(_report):
+        raise KeyboardInterrupt
+
+    heads = new_heads(Backbone.of(torch_model("llama", vocab_size=VOCAB).to(torch.bfloat16)))
+    with pytest.raises(KeyboardInterrupt):
+        train(heads, periodic, tmp_path, replace(RECIPE, bf16=True), on_step=kill)
+    assert not heads.training and {p.dtype for p in heads.parameters()} == {torch.bfloat16}
+
+
+def test_a_damaged_checkpoint_is_one_clear_error(backbone, periodic, tmp_path):
+    (tmp_path / train_loop.CHECKPOINT_FILE).write_bytes(b"garbage")
+    with pytest.raises(InputError, match="remove it"):
+        train(new_heads(backbone), periodic, tmp_path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_rate_never_falls_to_zero(name):
+    made = PRESETS[name]
+    rates = [made.lr(step) for step in range(made.steps)]
+    assert rates[0] > 0 and max(rates) == made.peak_lr and rates[-1] == pytest.approx(made.eta_min, rel=1e-9)
+    assert min(rates[made.warmup :]) == rates[-1]
+    assert (np.diff(rates[: made.warmup]) > 0).all() and (np.diff(rates[made.warmup :]) <= 0).all()
+
+
+def test_the_report_preset_is_the_notes():
+    made = PRESETS["report"]
+    assert (made.steps, made.peak_lr, made.warmup, made.eta_min, made.head_weight) == (30_000, 3e-4, 500, 1e-5, 0.8)
+    assert PRESETS["reference"] == replace(made, peak_lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"eta_min": 0.0}, {"eta_min": 1.0}, {"steps": 0}, {"teacher": 2.0}, {"clip": 0.0}, {"embedding_rate": 0}],
+)
+def test_recipes_that_cannot_be(changed):
+    with pytest.raises(InputError):
+        replace(RECIPE, **changed)
+
+
+def test_unknown_presets():
+    with pytest.raises(InputError, match="report"):
+        recipe("fast")
+
+
+def test_a_heads_own_figures_are_not_weighted(backbone, periodic):
+    heads = new_heads(backbone)
+    batch = periodic.spread(64)
+    with torch.no_grad():
+        light, a = losses.Objective(heads, replace(RECIPE, head_weight=0.5))(*batch)
+        heavy, b = losses.Objective(heads, replace(RECIPE, head_weight=1.0))(*batch)
+    assert torch.equal(a.head_loss, b.head_loss) and light < heavy
+    assert heavy == pytest.approx(float(a.head_loss.sum()), rel=1e-5)
+    assert light == pytest.approx(float((a.head_loss * 0.5 ** torch.arange(N_HEADS)).sum()), rel=1e-5)
+
+
+def test_soft_targets_are_the_backbones_own_rows(net, backbone, periodic):
+    """A head that says exactly what the backbone says in the later state has no soft loss; others have."""
+    batch = periodic.spread(16)
+    objective = losses.Objective(new_heads(backbone), replace(RECIPE, teacher=1.0))
+    with torch.no_grad():
+        right = [
+            objective(batch.later[:, i], batch.ids, batch.labels, batch.later[:, i : i + 1].expand(-1, N_HEADS, -1))[0]
+            for i in range(N_HEADS)
+        ]
+        wrong = objective(*batch)[0]
+    assert max(right) < 1e-5 < wrong
+
+
+def test_labels_outside_the_draft_vocabulary_count_as_misses(backbone):
+    heads = new_heads(backbone)
+    hidden, later = torch.randn(4, backbone.hidden_size), torch.randn(4, N_HEADS, backbone.hidden_size)
+    best = heads.draft_logits(0, hidden).argmax(-1)
+    labels = best[:, None].expand(-1, N_HEADS).clone()
+    labels[:2] = examples.OUTSIDE
+    labels[3] = examples.NO_LABEL
+    _, found = losses.Objective(heads, RECIPE)(hidden, torch.zeros(4, N_HEADS, dtype=torch.long), labels, later)
+    assert found.top1[0] == pytest.approx(1 / 3)
+
+
+def test_bad_numbers_stop_the_run(backbone, periodic, tmp_path):
+    heads = new_heads(backbone)
+    with torch.no_grad():
+        heads.heads[1].blocks[0].linear.bias[0] = float("nan")
+    with pytest.raises((NonFiniteLogits, EngineError)):
+        train(heads, periodic, tmp_path)
+    assert train_loop.read_checkpoint(tmp_path) is None
+
+
+def test_the_time_left_is_told_before_the_first_step(backbone, periodic, tmp_path):
+    order = []
+    heads = new_heads(backbone)
+    before = [p.clone() for p in heads.parameters()]
+
+    def started(seconds, left):
+        assert left == RECIPE.steps
+        order.append(seconds)
+        assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), before, strict=True))
+
+    train(heads, periodic, tmp_path, on_start=started, on_step=lambda report: order.append(report.step))
+    assert order[0] > 0 and order[1:] == list(range(1, RECIPE.steps + 1))
+
+
+def test_bfloat16_backbones_need_bfloat16_products(net, periodic, tmp_path):
+    backbone = Backbone.of(torch_model("llama", vocab_size=VOCAB).to(torch.bfloat16))
+    with pytest.raises(InputError, match="float32 backbone"):
+        train(new_heads(backbone), periodic, tmp_path)
+    train(new_heads(backbone), periodic, tmp_path, replace(RECIPE, bf16=True))
+
+
+def test_all_stages_from_the_command_line(tmp_path):
+    """On the embedded hybrid, whose heads are as good as any, from a file of texts to a folder that opens."""
+    import typer
+
+    from specnb.lm.load import load
+    from specnb.medusa import checkpoint
+    from specnb.medusa import train as cli
+
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(
+        "".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 40}) + "\n" for i in range(40))
+    )
+    app = typer.Typer()
+    app.command()(cli.command)
+    places = {"--work": tmp_path / "work", "--out": tmp_path / "out", "--texts": texts}
+    common = [str(word) for pair in places.items() for word in pair]
+    shape = {"--target": "tiny-hybrid", "--preset": "minute", "--steps": 4, "--batch-size": 16, "--draft-vocab": 16}
+    common += [str(word) for pair in shape.items() for word in pair]
+    done = CliRunner().invoke(app, common)
+    assert done.exit_code == 0, done.output
+    facts = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert facts["log"][-1]["step"] == 4
+    assert facts["text"]["coverage"] > 0.5
+    model = load("tiny-hybrid")
+    heads, report = checkpoint.load_trained_heads(tmp_path / "out", model.network)
+    assert report.clean and heads.config.draft_vocab == 16
+    model.close()
+    wrong = CliRunner().invoke(app, [*common, "--target", "smollm2-135m"])
+    assert isinstance(wrong.exception, InputError) and "backend=hf" in str(wrong.exception)
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(tmp_path):
+    """Each takes its share of every batch, and gradients are averaged: the same weights up to rounding."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("\n".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 40}) for i in range(40)))
+    shape = [
+        "--target",
+        "tiny-hybrid",
+        "--preset",
+        "minute",
+        "--steps",
+        "6",
+        "--batch-size",
+        "32",
+        "--draft-vocab",
+        "0",
+    ]
+    made = {}
+    for n in (1, 2):
+        work = tmp_path / str(n)
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(n)]
+        launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        command = [*launch, "-m", "specnb.medusa.train", *shape, "--work", str(work), "--texts", str(texts)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("export: ") == 1
+        (run,) = (work / "runs").iterdir()
+        made[n] = train_loop.read_checkpoint(run)["heads"]
+    for name, weight in made[1].items():
+        assert torch.allclose(weight, made[2][name], atol=1e-3), name
+        assert name.endswith("token_map") or weight.abs().max() > 5e-3

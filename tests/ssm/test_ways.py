@@ -1,0 +1,185 @@
+"""The measurement of notebook 04 on tiny random hybrids: scripted drafts, every way, failures, twin, trees, figures."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from specnb.book import rollback as figures
+from specnb.decode.generate import generate
+from specnb.errors import InputError
+from specnb.lm import embedded, toy
+from specnb.lm.load import parse
+from specnb.measure.scripted import ScriptedDrafter
+from specnb.params import RollbackParams
+from specnb.ssm import failures, passages, tree_cost, ways
+from specnb.ssm.twin import attention_twin
+from specnb.store import save
+from tests.tiny_hybrids import hybrid_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        base = tmp_path_factory.mktemp("ways")
+        patch.setenv("SPECNB_CACHE", str(base / "cache"))
+        patch.setenv("SPECNB_RESULTS", str(base / "results"))
+        yield hybrid_folder(base / "hybrid", "qwen35-grouped")
+
+
+@pytest.fixture(scope="module")
+def record(folder):
+    said = []
+    params = RollbackParams(
+        target=str(folder),
+        draft=str(folder),
+        ks=[2, 5],
+        acceptance=[0.0, 1.0],
+        passages=2,
+        prompt_tokens=9,
+        max_new_tokens=12,
+    )
+    made = ways.run(params, progress=lambda done, total, what: said.append((done, total, what)))
+    assert save(made).is_dir()  # every number is one that JSON has
+    assert [done for done, *_ in said] == list(range(9)) and {total for _, total, _ in said} == {9}
+    return made
+
+
+def test_scripted_drafts_are_right_as_often_as_asked_and_the_same_for_all():
+    target = toy.markov(20, seed=3)
+    truth = generate(target, [1], max_new_tokens=400).token_ids
+
+    def run(rate):
+        drafter = ScriptedDrafter(truth, rate, vocab_size=20, seed=7)
+        return generate(target, [1], drafter=drafter, k=4, max_new_tokens=300)
+
+    half = run(0.5)
+    assert half.token_ids == truth[:300] and [r.draft_ids for r in half.rounds] == [
+        r.draft_ids for r in run(0.5).rounds
+    ]
+    assert half.acceptance_rate == pytest.approx((0.5 + 0.25 + 0.125 + 0.0625) / 4, abs=0.05)
+    assert run(0.0).accepted_tokens == 0
+    certain = run(1.0)
+    assert certain.acceptance_rate == 1 and len(certain.rounds) == 60
+    with pytest.raises(InputError, match=r"0 to 1, got 1\.5"):
+        ScriptedDrafter(truth, 1.5, vocab_size=20)
+
+
+def test_every_way_of_both_engines_is_measured_and_exact(record):
+    table = figures.ways(record)
+    by_engine = table.groupby("engine")["method"].unique()
+    assert set(by_engine["torch"]) == {*ways.WAYS, ways.PLAIN, ways.FREE}
+    assert set(by_engine["llama.cpp"]) == {*ways.WAYS, ways.PLAIN, ways.FREE} - {"replay"}
+    assert (table["identical"] == table["n_prompts"]).all() and (table["tokens_per_s"] > 0).all()
+    none_right = table[(table["acceptance"] == 0) & (table["method"] != ways.PLAIN)]
+    assert (none_right["tau"] == 1).all()
+    # 12 tokens in rounds of K + 1: the last round is shortened
+    all_right = table[(table["acceptance"] == 1) & (table["k"] == 2) & table["method"].isin(ways.WAYS)]
+    assert (all_right["tau"] == 3).all() and (all_right["n_restored"] == 0).all()
+    assert (table.loc[~table["method"].isin(["recompute", ways.PLAIN, ways.FREE]), "recomputed"] == 0).all()
+    kept = none_right.groupby("method")["kept_mib"].max()
+    assert kept["recompute"] == 0 < kept["checkpoint"] < kept["snapshots"]
+    drafters = figures.drafters(record)
+    assert (drafters["identical"] == drafters["n_prompts"]).all()
+    assert drafters.loc[drafters["drafter"] != "lookup", "acceptance_rate"].min() > 0.9  # the same weights
+
+
+def test_tables_and_figures_show_what_was_measured(record):
+    table = figures.ways(record)
+    pairs = figures.fused(table)
+    assert len(pairs) == 8 and (pairs[["over checkpoint", "over a free rewind"]] > 0).all(axis=None)
+    best = figures.fastest(table)
+    assert len(best) == 8 and set(best["fastest"]) <= set(ways.WAYS)
+    for target in (ways.name_in(record.params["target"], engine) for engine in record.params["engines"]):
+        figure = figures.speed(table, target)
+        lines = {trace.name for trace in figure.data}
+        assert lines == set(table.loc[table["target"] == target, "method"]) - {ways.PLAIN}
+        assert [n.text for n in figure.layout.annotations] == ["0% of drafts right", "100% of drafts right"]
+    with pytest.raises(InputError, match="no target 'other'"):
+        figures.speed(table, "other")
+    with pytest.raises(InputError, match="measured no way back"):
+        figures.ways(record.model_copy(update={"measurements": {"ways": []}}))
+
+
+def test_a_model_without_any_way_back_to_measure_is_refused(monkeypatch):
+    def refuse(name, **options):
+        raise InputError(f"no {options['rollback']} here")
+
+    monkeypatch.setattr(ways, "load", refuse)
+    with pytest.raises(InputError, match="no way back to measure: replay: no replay here; snapshots"):
+        ways.run(RollbackParams())
+
+
+def test_both_failures_are_reproduced(folder):
+    said = failures.llama_refusal(f"{folder}?backend=llama&weights=f32")
+    assert (
+        "could not decode" in said and "the tokens for sequence 0 in the input batch have a starting position" in said
+    )
+    frame = failures.transformers_crop(str(folder))
+    wrong, right = frame["max_logit_error"]
+    assert wrong > 0.05 * frame["spread_of_logits"][0] and right < 1e-4
+    with pytest.raises(InputError, match="not opened by llama"):
+        failures.llama_refusal(str(folder))
+    twin = attention_twin(str(folder))
+    with pytest.raises(InputError, match="no recurrent state"):
+        failures.llama_refusal(f"{twin}?backend=llama&weights=f32")
+
+
+def test_the_twin_has_the_shapes_and_the_tokenizer_of_its_hybrid(folder):
+    twin = attention_twin(str(folder))
+    assert (
+        twin == attention_twin(str(folder))
+        and (twin / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    )
+    ours, theirs = (json.loads((path / "config.json").read_text()) for path in (twin, folder))
+    for field in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim"):
+        assert ours[field] == theirs[field]
+    assert ours["model_type"] == "qwen3"
+    with pytest.raises(InputError, match="neither an embedded model"):
+        attention_twin("nowhere")
+
+
+def test_trees_are_verified_as_path_by_path():
+    frame = tree_cost.compare((1, 5), repeats=1)
+    assert list(frame["tree"]) == ["chain", "4-ary", "star"] * 2 and list(frame["depth"]) == [1, 1, 1, 5, 2, 1]
+    assert (frame["max_error"] < 1e-5).all() and (frame[["solve_s", "paths_s"]] > 0).all(axis=None)
+    shown = figures.milliseconds(frame)
+    np.testing.assert_allclose(shown["solve_ms"], frame["solve_s"] * 1e3, atol=1e-3)
+    assert len(figures.trees(frame).data) == 6
+
+
+def test_bytes_are_shown_in_mebibytes():
+    shown = figures.mebibytes(pd.DataFrame({"width": [2], "n_bytes": [3 * 2**20], "snapshot_bytes": [2**19]}))
+    assert shown.to_dict("list") == {"width": [2], "n_mib": [3.0], "snapshot_mib": [0.5]}
+
+
+def test_passages_are_read_and_bad_ones_refused(tmp_path, monkeypatch):
+    found = passages.passages("code", limit=3)
+    assert [p.id for p in found] == ["held-out-code-00", "held-out-code-01", "held-out-code-02"]
+    assert passages.passages("prose", limit=1)[0].category == "prose"
+    for kind, limit in (("poems", 1), ("code", 0)):
+        with pytest.raises(InputError, match="of the kind code or prose"):
+            passages.passages(kind, limit=limit)
+    with pytest.raises(InputError, match="10000 passages of code were asked for"):
+        passages.passages("code", limit=10_000)
+    monkeypatch.setattr(passages, "project_dir", lambda: tmp_path)
+    with pytest.raises(InputError, match="no such file"):
+        passages.passages(limit=1)
+    file = tmp_path / "data" / "models" / "held_out.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"name": "x"}\n')
+    with pytest.raises(InputError, match="holds a line that is no passage"):
+        passages.passages(limit=1)
+
+
+def test_embedded_models_are_names():
+    assert {"tiny-hybrid", "tiny-hybrid-draft"} <= set(embedded.names())
+    assert embedded.folder("tiny-hybrid").is_dir() and embedded.folder("smollm2-135m") is None
+
+
+def test_a_model_is_named_for_an_engine():
+    assert ways.name_in("tiny-hybrid", "torch") == "tiny-hybrid?threads=1"
+    assert dict(parse(ways.name_in("tiny-hybrid", "llama")).options) == {"threads": "1", "weights": "f32"}
+    assert parse(ways.name_in("model.gguf?threads=2", "torch")).backend == "hf"
+    assert dict(parse(ways.name_in("model.gguf?threads=2", "llama")).options) == {"threads": "2"}
