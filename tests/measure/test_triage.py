@@ -241,7 +241,5 @@ def test_wrong_arguments_are_refused(options, said):
 
 
 def test_triage_needs_neither_torch_nor_an_engine():
-    code = (
-        "import sys, specnb.measure.triage; print(sorted({'torch', 'transformers', 'llama_cpp'} & set(sys.modules)))"
-    )
+    code = "import sys, specnb.measure.triage; print(sorted({'torch', 'transformers', 'llama_cpp'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
