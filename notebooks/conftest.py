@@ -1,9 +1,11 @@
-"""Notebooks that run as tests write their records and figures into a temporary folder, not into the checkout."""
+"""Notebooks as tests: the quick ones every day, the others with the slow tests."""
 
 import os
 import tempfile
 
 import pytest
+
+QUICK = ("03_compatibility", "09_explorer")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -12,3 +14,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     for name in ("SPECNB_RESULTS", "SPECNB_FIGURES"):
         os.environ.setdefault(name, os.path.join(folder.name, name.lower()))  # noqa: PTH118
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.suffix == ".ipynb" and item.path.stem not in QUICK:
+            item.add_marker(pytest.mark.slow)

@@ -3,10 +3,44 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
-from specnb.lm.base import LanguageModel
+if TYPE_CHECKING:
+    from specnb.lm.base import LanguageModel
+
+# Threads that wait must sleep: beside another process, llama.cpp is ten times slower where they spin. Read when the
+# OpenMP library loads, so it stands before any import of an engine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+hypothesis.settings.register_profile("default", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("nightly", max_examples=300, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+LONG_S = 5.0
+LONG: dict[str, str] = {}
+"""Tests of the default line that may take longer than LONG_S: the beginning of their id, and why."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each worker of pytest-xdist a core of its own: engines take as many threads as they have cores."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the tests that took longer than LONG_S, with the reason where one is on the list."""
+    reports = [r for key in ("passed", "failed") for r in terminalreporter.stats.get(key, ()) if r.when == "call"]
+    long = sorted((r for r in reports if r.duration > LONG_S), key=lambda r: -r.duration)
+    if long:
+        terminalreporter.section(f"tests over {LONG_S:.0f} s")
+    for r in long:
+        reason = next((why for start, why in LONG.items() if r.nodeid.startswith(start)), "no reason: make it slow")
+        terminalreporter.write_line(f"{r.duration:6.1f} s  {r.nodeid}  ({reason})")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,7 +82,7 @@ class Opened:
     def __init__(self) -> None:
         self._models: dict[str, LanguageModel] = {}
 
-    def __call__(self, name: str) -> LanguageModel:
+    def __call__(self, name: str) -> "LanguageModel":
         from specnb import load
 
         if name not in self._models:

@@ -1,0 +1,31 @@
+"""The real model in each engine, opened once: what a user does first works, and is exact."""
+
+import pytest
+
+import specnb
+from specnb.measure.fork import explain_fork
+
+pytestmark = pytest.mark.model
+
+ENGINES = ["smollm2-135m", "smollm2-135m?backend=hf&dtype=float32"]
+PROMPT = "def fibonacci(n):\n    if n < 2:\n        return n\n"
+SETTINGS = {"max_new_tokens": 24, "ignore_eog": True}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_speculative_output_is_that_of_plain_decoding(opened, name):
+    target = opened(name)
+    plain = specnb.generate(target, PROMPT, **SETTINGS)
+    model = specnb.ModelDrafter(opened("smollm2-135m:q4_0"))
+    for drafter in (specnb.LookupDrafter(), model):
+        generation = specnb.generate(target, PROMPT, drafter=drafter, k=4, **SETTINGS)
+        fork = explain_fork(target, generation.prompt_ids, plain.token_ids, generation.token_ids, width=5)
+        assert fork is None or (fork.near_tie and "dtype=float32" not in name), fork
+        assert len(generation.token_ids) == 24 and generation.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_sampling_with_one_seed_repeats(opened, name):
+    settings = SETTINGS | {"temperature": 0.8, "seed": 5, "drafter": specnb.LookupDrafter()}
+    first, second = (specnb.generate(opened(name), PROMPT, **settings) for _ in range(2))
+    assert first.token_ids == second.token_ids and first.text == second.text
