@@ -5,24 +5,19 @@ process has imported it already. No absolute path and no host name is recorded, 
 """
 
 import contextlib
-import hashlib
-import json
-import math
 import os
 import platform
 import re
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterable, Mapping
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from specnb.errors import InputError
-from specnb.paths import cache_dir
+from specnb.io import file_digest, plain
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "accelerate", "gguf", "safetensors", "huggingface-hub"),
@@ -36,9 +31,6 @@ ISA_FLAGS = (
 )
 """CPU instruction sets that decide which matrix kernels run (x86 names, then ARM names)."""
 PROC_CGROUP, CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-DIGEST = re.compile(r"[0-9a-f]{64}")
-MAX_CACHE_BYTES = 4 << 20
-SETTLED_S = 2.0  # a file changed less long ago may change again within the grain of its time stamp: not cached
 
 
 def provenance(
@@ -72,7 +64,7 @@ def provenance(
         "prompts_digest": prompts_digest,
         "extra": dict(extra or {}),
     }
-    return _plain(record, "provenance")
+    return plain(record, "provenance")
 
 
 def model_facts(model_id: str, file: str | Path | None = None, **facts: Any) -> dict[str, Any]:
@@ -197,104 +189,3 @@ def _torch_facts() -> dict[str, Any]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.cuda.get_device_properties(index) for index in range(count)]
     return {"torch": settings, "gpu": [{"name": d.name, "memory_bytes": d.total_memory} for d in devices] or None}
-
-
-def canonical_json(obj: Any) -> str:
-    """One text for equal values: keys sorted, no spaces, ASCII. Equal objects give equal digests.
-
-    Takes what a record holds: numpy scalars, pydantic models, dates, tuples. Raises InputError for NaN and infinity,
-    for keys that are not text or whole numbers, for two keys with one JSON form, and for anything else.
-    """
-    return json.dumps(_plain(obj, "value"), sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def json_digest(obj: Any) -> str:
-    """sha256 (hex) of `canonical_json(obj)`."""
-    return hashlib.sha256(canonical_json(obj).encode("ascii")).hexdigest()
-
-
-def _plain(obj: Any, where: str) -> Any:
-    """`obj` in the types of JSON; `where` names the place in the error."""
-    if obj is None or isinstance(obj, bool):
-        return obj
-    if isinstance(obj, str):
-        return str.__str__(obj)  # the value of a text enumeration, not its name
-    if isinstance(obj, int):
-        return int(obj)
-    if isinstance(obj, float):
-        if not math.isfinite(obj):
-            raise InputError(f"{where} is {obj!r}, which JSON cannot hold; use None or leave it out")
-        return float(obj)
-    if isinstance(obj, Mapping):
-        keys = [_key(key, where) for key in obj]
-        if len(set(keys)) < len(keys):
-            raise InputError(f"{where} has two keys of one JSON form: {sorted(keys)}")
-        return {key: _plain(value, f"{where}.{key}") for key, value in zip(keys, obj.values(), strict=True)}
-    if isinstance(obj, list | tuple):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(obj)]
-    if isinstance(obj, date):
-        return obj.isoformat()
-    if hasattr(obj, "model_dump"):  # a pydantic model
-        return _plain(obj.model_dump(mode="json"), where)
-    if getattr(obj, "ndim", None) == 0 and hasattr(obj, "item"):  # a numpy scalar
-        return _plain(obj.item(), where)
-    raise InputError(f"{where} is a {type(obj).__name__}, which JSON has no form for; pass numbers, text, lists, dicts")
-
-
-def _key(key: Any, where: str) -> str:
-    if isinstance(key, bool) or not isinstance(key, str | int):
-        raise InputError(f"{where} has the key {key!r}: keys must be text or whole numbers")
-    return str.__str__(key) if isinstance(key, str) else str(int(key))
-
-
-def file_digest(path: str | Path) -> str:
-    """sha256 (hex) of a file's bytes.
-
-    Remembered in `cache_dir()/digests.json` by resolved path, size and time stamp; a lost, unwritable or corrupt
-    cache only costs the time to hash again. Raises InputError if `path` is not a readable regular file.
-    """
-    try:
-        file = Path(path).expanduser().resolve(strict=True)
-        if not file.is_file():
-            raise OSError("not a regular file; only files have a digest")
-        key, stamp = str(file), _stamp(file)
-        known = _read_cache().get(key)
-        if known and known[:2] == stamp:
-            return known[2]
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if _stamp(file) == stamp and time.time() - stamp[1] / 1e9 >= SETTLED_S:
-            _write_cache({**_read_cache(), key: [*stamp, digest]})
-    except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-    return digest
-
-
-def _stamp(file: Path) -> list[int]:
-    return [file.stat().st_size, file.stat().st_mtime_ns]
-
-
-def _read_cache() -> dict[str, list[Any]]:
-    """`{path: [size, mtime_ns, sha256]}`; entries of any other form are dropped."""
-    try:
-        file = cache_dir() / "digests.json"
-        entries = json.loads(file.read_bytes()) if file.stat().st_size <= MAX_CACHE_BYTES else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    found = entries.items() if isinstance(entries, dict) else []
-    sound = (e for e in found if isinstance(e[1], list) and [type(x) for x in e[1]] == [int, int, str])
-    return {path: entry for path, entry in sound if DIGEST.fullmatch(entry[2])}
-
-
-def _write_cache(entries: Mapping[str, list[Any]]) -> None:
-    """Replace the cache in one step; of two writers at once one may lose its entry, never the file."""
-    with contextlib.suppress(OSError):
-        folder = cache_dir()
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".digests-", suffix=".json")
-        try:
-            with os.fdopen(handle, "w", encoding="ascii") as stream:
-                json.dump(entries, stream, indent=0, sort_keys=True)
-            Path(temporary).replace(folder / "digests.json")
-        finally:
-            Path(temporary).unlink(missing_ok=True)  # gone already if it was moved into place

@@ -6,22 +6,19 @@ carries the digest of its `rounds.parquet`, so a pair that does not belong toget
 a query (`query`) over these files.
 """
 
-import hashlib
 import io
 import json
-import math
 import os
 import re
-import uuid
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import ValidationError
 
 from specnb.errors import InputError
+from specnb.io import digest, plain, read_bytes, read_json, write_atomic
 from specnb.paths import project_dir
 from specnb.records import SCHEMA_VERSION, Generation, Round, RunRecord
 
@@ -50,8 +47,7 @@ def run_id(experiment: str, params: Mapping[str, Any]) -> str:
     The order of `params` does not matter; 1 and 1.0 are different values. Raises InputError for a value that JSON
     cannot hold.
     """
-    canonical = json.dumps([experiment, _plain(params, "params")], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+    return digest([experiment, plain(params, "params")])[:12]
 
 
 def run_folder(results: Path, experiment: str, run_id: str) -> Path:
@@ -73,14 +69,13 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     parquet cannot hold (NaN, a key that is not text, an object, a seed beyond 64 bits), and then writes nothing.
     """
     folder = _home(record, results)
-    document = _plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")
+    document = plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")
     rounds = _to_parquet(record)
     document["rounds_parquet"] = {
         "rows": sum(len(g.rounds) for g in record.generations),
-        "sha256": hashlib.sha256(rounds).hexdigest(),
+        "sha256": digest(rounds),
     }
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "rounds.parquet", rounds)
     write_atomic(folder / "run.json", f"{{\n{lines}\n}}\n".encode())
     return folder
@@ -88,11 +83,11 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
 
 def load(folder: Path) -> RunRecord:
     """The record that `save` wrote into `folder`, rounds included. InputError names the file that cannot be used."""
-    document = _read_json(Path(folder) / "run.json")
+    document = _read_run(Path(folder))
     path = Path(folder) / "rounds.parquet"
-    data = _read_bytes(path)
+    data = read_bytes(path, MAX_BYTES)
     expected = document.pop("rounds_parquet", None)
-    if not isinstance(expected, dict) or hashlib.sha256(data).hexdigest() != expected.get("sha256"):
+    if not isinstance(expected, dict) or digest(data) != expected.get("sha256"):
         raise InputError(f"{path} is not the file that run.json was written with: damaged or mixed up; run it again")
     generations = document.get("generations")
     if not isinstance(generations, list) or not all(isinstance(g, dict) for g in generations):
@@ -139,20 +134,6 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         raise InputError(f"the query over {results} failed: {error}") from error
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that a reader sees the old file or the new one, never a part."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _home(record: RunRecord, results: Path | None) -> Path:
     named = run_folder(results_dir() if results is None else results, record.experiment, record.run_id)
     own = os.environ.get("SPECNB_RUN_FOLDER")
@@ -160,32 +141,10 @@ def _home(record: RunRecord, results: Path | None) -> Path:
         return named
     folder = Path(own).absolute()
     if (folder / "run.json").exists():
-        there = _read_json(folder / "run.json")
+        there = _read_run(folder)
         if (there.get("experiment"), there.get("run_id")) != (record.experiment, record.run_id):
             return run_folder(folder, record.experiment, record.run_id)
     return folder
-
-
-def _plain(value: Any, where: str) -> Any:
-    """`value` in JSON types, exactly; InputError says where something is that JSON would change or refuse."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        if not math.isfinite(value):
-            raise InputError(f"{where} is {value}: JSON has no such number; use None for a value that does not exist")
-        return float(value)
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise InputError(f"{where} has the key {key!r} ({type(key).__name__}): JSON keys are text; use str()")
-        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-    raise InputError(f"{where} is a {type(value).__name__}: only text, numbers, lists and dicts are stored; convert it")
 
 
 def _schema() -> "pa.Schema":
@@ -243,7 +202,7 @@ def _tables(folders: list[Path]) -> "tuple[pd.DataFrame, pd.DataFrame]":
 
     runs, generations = [], []
     for folder in folders:
-        document = _read_json(folder / "run.json")
+        document = _read_run(folder)
         try:
             run, inside = _rows(document)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -275,26 +234,12 @@ def _utc(text: str) -> datetime:
     return (time.astimezone(UTC) if time.tzinfo else time).replace(tzinfo=None)
 
 
-def _read_bytes(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): run it first, or check the path") from error
-    if len(data) > MAX_BYTES:
-        raise InputError(f"{path} is larger than the {MAX_BYTES} bytes that a record may have")
-    return data
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    data = _read_bytes(path)
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON ({error}): damaged; delete that folder and run it again") from error
-    if not isinstance(document, dict):
-        raise InputError(f"{path} holds a JSON {type(document).__name__}, not a run record; delete it and run it again")
+def _read_run(folder: Path) -> dict[str, Any]:
+    """The content of the `run.json` in `folder`, of a schema version that this package knows."""
+    document = read_json(folder / "run.json", MAX_BYTES)
     version = document.get("schema_version")
     if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise InputError(f"{path} has schema_version {version!r}, this specnb reads {SCHEMA_VERSION}: update specnb")
+        raise InputError(
+            f"{folder / 'run.json'} has schema_version {version!r}, this specnb reads {SCHEMA_VERSION}: update specnb"
+        )
     return document

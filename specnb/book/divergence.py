@@ -15,7 +15,7 @@ from specnb.divergence.investigation import Investigation
 from specnb.divergence.score import Score
 from specnb.divergence.setups import Outcome
 from specnb.errors import InputError
-from specnb.provenance import json_digest
+from specnb.io import digest
 
 SCORED = {"module": "module", "or its part": "near", "a token": "token", "the first token": "exact", "cause": "cause"}
 """Columns of a score, and how the table calls them."""
@@ -82,7 +82,7 @@ def _leaves(read: pd.DataFrame) -> list[str]:
 
 
 def _joined(digests: Sequence[str]) -> str:
-    return json_digest(sorted(digests))[:SHORT]
+    return digest(sorted(digests))[:SHORT]
 
 
 def misleading(investigation: Investigation, sound: str = "S0", wrong: str | None = None) -> pd.DataFrame:

@@ -15,8 +15,8 @@ from specnb.divergence import report
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.offline.result import named
 from specnb.errors import InputError
+from specnb.io import write_atomic
 from specnb.measure.acceptance import Share
-from specnb.store import write_atomic
 
 if TYPE_CHECKING:
     from specnb.divergence.repro import Repro

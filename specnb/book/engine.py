@@ -20,6 +20,7 @@ from specnb.book.kernel import kernel_manager
 from specnb.book.notebook import Source, find_notebook, notebooks, parse_parameters, read_notebook, resolve
 from specnb.book.outcome import Outcome, Problem, read_outcome
 from specnb.errors import InputError
+from specnb.io import write_atomic
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -99,7 +100,7 @@ def run_notebook(
                 output=output,
             )
             _save(nb, output)
-            store.write_atomic(folder / "outcome.json", (outcome.model_dump_json(indent=1) + "\n").encode())
+            write_atomic(folder / "outcome.json", (outcome.model_dump_json(indent=1) + "\n").encode())
     return outcome
 
 
@@ -293,7 +294,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _save(nb: "NotebookNode", path: Path) -> None:
     import nbformat
 
-    store.write_atomic(path, (nbformat.writes(nb) + "\n").encode())
+    write_atomic(path, (nbformat.writes(nb) + "\n").encode())
 
 
 def _short(text: str) -> str:

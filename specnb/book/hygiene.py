@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from specnb.book.notebook import declared, read_notebook
 from specnb.errors import InputError
-from specnb.store import write_atomic
+from specnb.io import write_atomic
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode

@@ -27,10 +27,9 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from specnb.errors import InputError
+from specnb.io import canonical_json, digest, write_atomic
 from specnb.paths import project_dir
-from specnb.provenance import canonical_json, json_digest
 from specnb.records import RunRecord
-from specnb.store import write_atomic
 
 SCHEMA_VERSION = 1  # of the sidecar
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -98,8 +97,8 @@ def publish(
     folder = figures_dir() if folder is None else Path(folder)
     title = plain_text(figure.layout.title.text) or name
     caption = caption_of(title, record)
-    digest = json_digest(json.loads(figure.to_json(engine="json")))  # keys sorted: plotly changes their order
-    keys = {"name": name, "experiment": record.experiment, "run_id": record.run_id, "figure_sha256": digest}
+    figure_digest = digest(json.loads(figure.to_json(engine="json")))  # keys sorted: plotly changes their order
+    keys = {"name": name, "experiment": record.experiment, "run_id": record.run_id, "figure_sha256": figure_digest}
     mark = canonical_json(keys)
     document = {"schema_version": SCHEMA_VERSION, **keys, "title": title, "caption": caption, "status": record.status}
     document |= {"params": record.params, "provenance": record.provenance}

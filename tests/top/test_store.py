@@ -1,7 +1,6 @@
 import hashlib
 import json
 import math
-import os
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
@@ -145,41 +144,6 @@ def test_saving_again_replaces_the_record_and_leaves_no_temporary_files(rich, tm
     folder = store.save(later, tmp_path)
     assert store.load(folder) == later
     assert len(list(folder.iterdir())) == 2
-
-
-def test_run_json_is_written_last(rich, tmp_path, monkeypatch):
-    written = []
-    real = store.write_atomic
-    monkeypatch.setattr(store, "write_atomic", lambda path, data: (written.append(path.name), real(path, data)))
-    store.save(rich, tmp_path)
-    assert written == ["rounds.parquet", "run.json"]
-
-
-def test_a_crash_between_the_two_files_is_noticed(rich, tmp_path, monkeypatch):
-    folder = store.save(rich, tmp_path)
-    other = rich.model_copy(update={"generations": rich.generations[::-1]})
-    real = store.write_atomic
-
-    def dies(path, data):
-        if path.name == "run.json":
-            raise KeyboardInterrupt
-        real(path, data)
-
-    monkeypatch.setattr(store, "write_atomic", dies)
-    with pytest.raises(KeyboardInterrupt):
-        store.save(other, tmp_path)
-    with pytest.raises(InputError, match=r"rounds\.parquet is not the file"):
-        store.load(folder)
-
-
-def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    store.write_atomic(path, b"old")
-    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        store.write_atomic(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a\\b", ".hidden", "a" * 129, "a\n", "-x", "é", "a b"])

@@ -1,0 +1,166 @@
+"""Files and JSON: the one place that reads, writes, digests and normalises.
+
+Files that this package wrote are trusted. Files from elsewhere come through `read_bytes`, `read_text` or `read_json`:
+bounded, with one clear error.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from datetime import date
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal
+
+from specnb.errors import InputError
+from specnb.paths import cache_dir
+
+SETTLED_S = 2.0
+"""A file changed less long ago may change again within the grain of its time stamp: its digest is not remembered."""
+
+
+def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "error") -> Any:
+    """Return `value` in the types of JSON; numpy scalars, dates, tuples and pydantic models are converted.
+
+    NaN and infinity raise InputError, or become None with `nan=None` (as pandas' NA does). A key that is not text
+    and a type that JSON lacks raise InputError, which names the place.
+
+    >>> plain({"rates": (0.5, float("nan"))}, nan=None)
+    {'rates': [0.5, None]}
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # the value of a text enumeration, not its name
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        if math.isfinite(value):
+            return float(value)
+        if nan is None:
+            return None
+        raise InputError(f"{where} is {value}, which JSON cannot hold; use None for a value that does not exist")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise InputError(f"{where} has the key {key!r} ({type(key).__name__}): JSON keys are text; use str()")
+        return {str.__str__(key): plain(item, f"{where}.{key}", nan) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{where}[{index}]", nan) for index, item in enumerate(value)]
+    if nan is None and type(value).__name__ in ("NAType", "NaTType"):
+        return None
+    if isinstance(value, date):
+        return value.isoformat()
+    if hasattr(value, "model_dump"):
+        return plain(value.model_dump(mode="json"), where, nan)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return plain(value.item(), where, nan)
+    raise InputError(
+        f"{where} is a {type(value).__name__}, which JSON has no form for; pass numbers, text, lists, dicts"
+    )
+
+
+def canonical_json(value: Any) -> str:
+    """Return one ASCII text for equal values: keys sorted, no spaces. Raises InputError as `plain` does."""
+    return json.dumps(plain(value), sort_keys=True, separators=(",", ":"))
+
+
+def digest(value: Any) -> str:
+    """Return the sha256 (hex) of bytes, of the file that a Path names, or of an object's `canonical_json`."""
+    if isinstance(value, Path):
+        try:
+            with value.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise InputError(f"{value} cannot be read ({error.strerror}): check the path") from error
+    return hashlib.sha256(value if isinstance(value, bytes) else canonical_json(value).encode()).hexdigest()
+
+
+def file_digest(path: str | Path) -> str:
+    """Return `digest(Path(path))`, remembered in `cache_dir()/digests.json` by path, size and time stamp.
+
+    A lost, damaged or unwritable memory costs the time to hash again. Raises InputError unless `path` is a file.
+    """
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise InputError(f"{path} is no file: only files have a digest; check the path")
+    memory, stamp, entries = cache_dir() / "digests.json", _stamp(file), {}
+    with contextlib.suppress(InputError):
+        entries = read_json(memory, 4 << 20)
+    match entries.get(str(file)):
+        case [size, mtime, str(known)] if [size, mtime] == stamp:
+            return known
+    result = digest(file)
+    if _stamp(file) == stamp and time.time() - stamp[1] / 1e9 >= SETTLED_S:
+        with contextlib.suppress(InputError):
+            write_atomic(memory, json.dumps({**entries, str(file): [*stamp, result]}, indent=0).encode())
+    return result
+
+
+def _stamp(file: Path) -> list[int]:
+    return [file.stat().st_size, file.stat().st_mtime_ns]
+
+
+def read_bytes(path: str | Path, limit: int) -> bytes:
+    """Return all of a file. Raises InputError if it cannot be read or has more than `limit` bytes."""
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise InputError(f"{path} is not a regular file: give the path of a file")
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size <= limit:
+                return file.read()
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): check it") from error
+    raise InputError(f"{path} has more than {limit} bytes: it is another file than expected; check the path")
+
+
+def read_text(path: str | Path, limit: int) -> str:
+    """Return all of a UTF-8 file. Raises InputError as `read_bytes` does, and for bytes that are not UTF-8."""
+    try:
+        return read_bytes(path, limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 at byte {error.start}: save it as UTF-8, or fetch it again") from error
+
+
+def read_json(path: str | Path, limit: int) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises InputError as `read_text` does, and for anything but a JSON object."""
+    try:
+        value = json.loads(read_text(path, limit))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is not JSON ({str(error)[:200]}): damaged; fetch or make it again") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds a JSON {type(value).__name__}, not an object: this is another file")
+    return value
+
+
+def write_atomic(path: str | Path, data: bytes) -> None:
+    """Write `data` to `path`, folders included, so that a reader sees the old file or the new one, never a part.
+
+    Raises InputError where it cannot be written (no room, no permission), and the old file stays.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path} ({error.strerror or error}): make room, or name another folder"
+        ) from error
