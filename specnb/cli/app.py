@@ -1,4 +1,4 @@
-"""The command line: a thin shell over the package. The only module that prints.
+"""The command line: a thin shell over the package. The only room that prints.
 
 Every command has `--json`: one JSON document on stdout, with the records' field names. Progress goes to stderr.
 Exit codes: 0 done, 1 something that was run failed, 2 wrong input, 125 a draft that could not be judged (`divergence`).
@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperCommand
 
-from specnb.cli import bench as cli_bench
-from specnb.cli import divergence as cli_divergence
-from specnb.cli.show import Json, Show
+from specnb.cli import bench, divergence
+from specnb.cli.show import Json, complain, print_json, print_table
 from specnb.errors import InputError, SpecnbError
 
 app = typer.Typer(
@@ -36,13 +32,8 @@ def main() -> None:
     try:
         app()
     except SpecnbError as error:
-        _complain(error)
+        complain(error)
         sys.exit(2)
-
-
-def _complain(what: object) -> None:
-    """One line on stderr."""
-    print(f"specnb: {' '.join(str(what).splitlines())}", file=sys.stderr)
 
 
 class _TakesPairs(TyperCommand):
@@ -62,19 +53,6 @@ def _with_pairs_joined(words: list[str]) -> list[str]:
             has_value = rest and "=" not in name and rest[0] not in PARAMETER
             joined.append(f"{name}={rest.pop(0)}" if has_value else name)
     return joined
-
-
-def _print_json(document: Any) -> None:
-    print(json.dumps(document))  # ASCII: a pipe may have an encoding that lacks what a model writes
-
-
-def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    Console().print(table)
 
 
 @app.command(cls=_TakesPairs)
@@ -107,13 +85,13 @@ def run(
         for path in paths
     ]
     if as_json:
-        _print_json([outcome.model_dump(mode="json") for outcome in outcomes])
+        print_json([outcome.model_dump(mode="json") for outcome in outcomes])
     else:
         rows = [[o.notebook, o.status, f"{o.duration_s:.1f}", o.run_id, str(o.output)] for o in outcomes]
-        _print_table("runs", ["notebook", "status", "seconds", "run", "output"], rows)
+        print_table("runs", ["notebook", "status", "seconds", "run", "output"], rows)
     for outcome in outcomes:
         if outcome.error is not None:
-            _complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
+            complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
     raise typer.Exit(1 if any(o.status != "completed" for o in outcomes) else 0)
 
 
@@ -184,9 +162,9 @@ def generate(
     )
     suspicious = suspicion(result)
     if suspicious:
-        _complain(suspicious)
+        complain(suspicious)
     if as_json:
-        _print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
+        print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
         return
     print(result.generation.text)
     shown = result.summary.model_dump(exclude={"notes"})
@@ -194,7 +172,7 @@ def generate(
     said = {"fallback": result.generation.fallback, "translation": result.generation.translation}
     facts += [[name, text] for name, text in said.items() if text]
     facts += [["note", note] for note in result.summary.notes]
-    _print_table(f"{result.generation.target}, {result.generation.drafter or 'no drafter'}", ["", ""], facts)
+    print_table(f"{result.generation.target}, {result.generation.drafter or 'no drafter'}", ["", ""], facts)
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
@@ -225,17 +203,17 @@ def compat(
     if len(described) != 2:
         table = matrix(described)
         if as_json:
-            _print_json(json.loads(table.to_json(orient="records")))
+            print_json(json.loads(table.to_json(orient="records")))
         else:
             columns = ["target", "draft", "verdict", "way", "n_different", "llama_cpp", "transformers"]
-            _print_table("every pair", columns, [[_shown(cell) for cell in row] for row in table[columns].to_numpy()])
+            print_table("every pair", columns, [[_shown(cell) for cell in row] for row in table[columns].to_numpy()])
         return
     report = check(*described)
     if as_json:
-        _print_json(report.to_json())
+        print_json(report.to_json())
         return
     columns = ["topic", "severity", "target", "draft", "what to do"]
-    _print_table(report.summary(), columns, report.to_frame().to_numpy().tolist())
+    print_table(report.summary(), columns, report.to_frame().to_numpy().tolist())
     print(report.expectation() or "acceptance: nothing can be predicted")
     words = {True: "accepts", False: "refuses", None: "cannot be told"}
     for engine, opinion in (("llama.cpp", report.llama_cpp), ("transformers", report.transformers)):
@@ -252,10 +230,10 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 
     rows = [*zoo.status(), *embedded.status()]
     if as_json:
-        _print_json([{**vars(row), "path": str(row.path)} for row in rows])
+        print_json([{**vars(row), "path": str(row.path)} for row in rows])
         return
     shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), "yes" if r.present else "no"] for r in rows]
-    _print_table("zoo", ["name", "source", "licence", "size", "present"], shown)
+    print_table("zoo", ["name", "source", "licence", "size", "present"], shown)
 
 
 @models_app.command("fetch")
@@ -270,9 +248,8 @@ def fetch(
     print(json.dumps({"name": name, "path": str(path), "n_bytes": path.stat().st_size}) if as_json else path)
 
 
-app.add_typer(cli_bench.bench_app(_print_json, _print_table), name="bench")
-_show = Show(_print_json, _print_table, print, _complain)
-app.add_typer(cli_divergence.divergence_app(_show), name="divergence")
+app.add_typer(bench.app, name="bench")
+app.add_typer(divergence.app, name="divergence")
 
 
 @app.command()
@@ -285,9 +262,9 @@ def check(
 
     findings = doctor.diagnose(decode=decode)
     if as_json:
-        _print_json([finding._asdict() for finding in findings])
+        print_json([finding._asdict() for finding in findings])
     else:
         mark = {True: "ok", False: "MISSING", None: "warning"}
         rows = [[mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in findings]
-        _print_table("check", ["", "what", "found"], rows)
+        print_table("check", ["", "what", "found"], rows)
     raise typer.Exit(0 if doctor.all_ok(findings) else 1)

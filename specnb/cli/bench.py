@@ -1,50 +1,42 @@
-"""`specnb bench`: the options of the side-by-side benchmarks. What they do is `specnb.measure`; printing is `cli`'s."""
+"""`specnb bench`: the options of the side-by-side benchmarks. What they do is `specnb.medusa.bench`; they print."""
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-PrintJson = Callable[[Any], None]
-PrintTable = Callable[[str, list[str], list[list[str]]], None]
+from specnb.cli.show import Json, print_json, print_table
+
+app = typer.Typer(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
 
 
-def bench_app(print_json: PrintJson, print_table: PrintTable) -> typer.Typer:
-    """The group of commands, which show what they found through the two functions given."""
-    app = typer.Typer(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
+@app.command()
+def medusa(
+    context: typer.Context,
+    target: Annotated[str | None, typer.Option(help="the backbone [smollm2-135m in torch, bfloat16]")] = None,
+    heads_checkpoint: Annotated[
+        str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
+    ] = None,
+    categories: Annotated[str | None, typer.Option(help="prompt categories, separated by commas [all]")] = None,
+    prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed")] = 2,
+    num_trials: Annotated[int, typer.Option(help="timed runs of each prompt; their median counts")] = 5,
+    warmup_steps: Annotated[int, typer.Option(help="uncounted generations by each method, 1 or more")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
+    tree: Annotated[str, typer.Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
+    k: Annotated[int | None, typer.Option("--k", help="at most so many drafts a round [all]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16, instead of the target's")] = None,
+    seed: Annotated[int, typer.Option(help="of the shuffled weights that acceptance must beat")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Trained heads against plain decoding; exit code 1, a diagnosis and no speed where a gate fails."""
+    from specnb.book.progress import ProgressBar
+    from specnb.medusa import bench as heads_bench
 
-    @app.command()
-    def medusa(
-        context: typer.Context,
-        target: Annotated[str | None, typer.Option(help="the backbone [smollm2-135m in torch, bfloat16]")] = None,
-        heads_checkpoint: Annotated[
-            str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
-        ] = None,
-        categories: Annotated[str | None, typer.Option(help="prompt categories, separated by commas [all]")] = None,
-        prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed")] = 2,
-        num_trials: Annotated[int, typer.Option(help="timed runs of each prompt; their median counts")] = 5,
-        warmup_steps: Annotated[int, typer.Option(help="uncounted generations by each method, 1 or more")] = 2,
-        max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
-        tree: Annotated[
-            str, typer.Option(help="drafts: auto (by measured costs), chain, or a number of nodes")
-        ] = "auto",
-        k: Annotated[int | None, typer.Option("--k", help="at most so many drafts a round [all]")] = None,
-        dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16, instead of the target's")] = None,
-        seed: Annotated[int, typer.Option(help="of the shuffled weights that acceptance must beat")] = 0,
-        as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
-    ) -> None:
-        """Trained heads against plain decoding; exit code 1, a diagnosis and no speed where a gate fails."""
-        from specnb.book.progress import ProgressBar
-        from specnb.medusa import bench as heads_bench
-
-        given = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
-        with ProgressBar() as progress:
-            found = heads_bench.run(heads_bench.checked_params(**given), progress=progress)
-        if as_json:
-            print_json(found.document())
-        else:
-            for title, columns, rows in found.tables():
-                print_table(title, columns, rows)
-        raise typer.Exit(0 if found.checked.passed else 1)
-
-    return app
+    given = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
+    with ProgressBar() as progress:
+        found = heads_bench.run(heads_bench.checked_params(**given), progress=progress)
+    if as_json:
+        print_json(found.document())
+    else:
+        for title, columns, rows in found.tables():
+            print_table(title, columns, rows)
+    raise typer.Exit(0 if found.checked.passed else 1)

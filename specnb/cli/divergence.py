@@ -1,8 +1,7 @@
-"""`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; printing is `cli`'s."""
+"""`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; they print."""
 
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,7 @@ import typer
 from specnb.cli.divergence_audit import audit
 from specnb.cli.divergence_capture import capture
 from specnb.cli.divergence_kit import compare, faults, preflight, score
-from specnb.cli.show import Json, Show, judged, names
+from specnb.cli.show import Json, complain, judged, names, print_json
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,39 +22,15 @@ if TYPE_CHECKING:
     from specnb.measure.triage import Triage
 
 
+app = typer.Typer(
+    help="Acceptance is 0 % and nothing crashes: which module is wrong, at which token, and why?", no_args_is_help=True
+)
 PAIR = "pair"
 LARGEST = 2**63 - 1
 """Of a number: what a generator of random numbers takes for a seed."""
 
 
-def divergence_app(show: Show) -> typer.Typer:
-    """The group of commands, which find `show` in their context."""
-    app = typer.Typer(
-        help="Acceptance is 0 % and nothing crashes: which module is wrong, at which token, and why?",
-        no_args_is_help=True,
-    )
-
-    @app.callback()
-    def lab(context: typer.Context) -> None:
-        context.obj = show
-
-    # in the order in which one uses them
-    told = {
-        preflight: "Seconds: weights, configs, caches, drafting. First of all.",
-        investigate: "Run a draft alone and beside others: what is wrong first?",
-        capture: "Write down what a model computes, in torch or llama.cpp.",
-        compare: "Where two such traces part, and whether it is rounding.",
-        audit: "Is what is sampled what the rows of draft and target say?",
-        faults: "List the planted faults, for trying the lab out.",
-        score: "Plant every fault, and count what is found of them.",
-    }
-    for command, line in told.items():
-        app.command(short_help=line)(command)
-    return app
-
-
 def investigate(
-    context: typer.Context,
     draft: Annotated[
         str, typer.Option(help="a model in torch: zoo name, folder, hf:ORG/NAME; or pair, made here")
     ] = PAIR,
@@ -93,7 +68,6 @@ def investigate(
 
     Options that cannot be are 2, which git takes for bad: run the line once by hand before git does.
     """
-    show: Show = context.obj
     _require_agreeing(draft, target, deploy, fault, layer, features)
     _require_possible(tokens, prompt_tokens, k, seed)
     wanted = _known_setups(setups, beside_target=draft == PAIR or target is not None)
@@ -105,15 +79,15 @@ def investigate(
     service = services.planted(fault, layer=layer) if fault else None
     with ExitStack() as opened:
         if deploy:
-            with judged(show.complain):
+            with judged():
                 service = services.imported(deploy)
             _require_features(service, features)
-        with judged(show.complain):
-            _tell_engine(draft, show.complain)
+        with judged():
+            _tell_engine(draft)
             models = _opened(draft, target, seed, dtype, opened)
         if fault:
             _require_fitting(service, models[0], fault)
-        with judged(show.complain):
+        with judged():
             accepted = None if generation is None else _accepted(generation, models)
             with ProgressBar() as progress:
                 script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
@@ -125,12 +99,12 @@ def investigate(
                     features=names(features) or (),
                     progress=progress,
                 )
-        alarms = _published_alarms(show.complain)
-        _show(show, found, accepted, alarms, as_json)
+        alarms = _published_alarms()
+        _show(found, accepted, alarms, as_json)
         if report is not None:  # last, for it may take as long again
             with redirect_stdout(sys.stderr):
                 more = {"triage": accepted, "false_alarms": alarms, "slots": draft == PAIR}
-                _reported(found, report, models, service, more, show.complain)
+                _reported(found, report, models, service, more)
     raise typer.Exit(found.exit_code)
 
 
@@ -186,7 +160,7 @@ def _require_fitting(service: "Service", draft: "nn.Module", fault: str) -> None
         raise InputError(f"--fault {fault} does not fit the draft: {error}") from error
 
 
-def _tell_engine(draft: str, complain: Callable[[object], None]) -> None:
+def _tell_engine(draft: str) -> None:
     """Say so where the draft is known by a name that llama.cpp opens: torch judges other code than runs there."""
     from specnb.lm.load import parse
 
@@ -227,18 +201,16 @@ def _accepted(path: Path, models: tuple["nn.Module", "nn.Module | None"]) -> "Tr
     return read(path, vocab_size=vocabulary_size(draft if target is None else target))
 
 
-def _show(
-    show: Show, found: "Investigation", accepted: "Triage | None", alarms: tuple[int, int] | None, as_json: bool
-) -> None:
+def _show(found: "Investigation", accepted: "Triage | None", alarms: tuple[int, int] | None, as_json: bool) -> None:
     from specnb.book import divergence_acceptance as acceptance
     from specnb.divergence.report import text
 
     if as_json:
-        show.json(found.document() | ({} if accepted is None else {"acceptance": acceptance.document(accepted)}))
+        print_json(found.document() | ({} if accepted is None else {"acceptance": acceptance.document(accepted)}))
         return
-    show.line(text(found, alarms))
+    print(text(found, alarms))
     if accepted is not None:
-        show.line(f"Acceptance: {acceptance.told(accepted)}")
+        print(f"Acceptance: {acceptance.told(accepted)}")
 
 
 def _reported(
@@ -247,7 +219,6 @@ def _reported(
     models: tuple["nn.Module", "nn.Module | None"],
     service: "Service | None",
     more: dict[str, Any],
-    complain: Callable[[object], None],
 ) -> None:
     """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict.
 
@@ -269,7 +240,7 @@ def _reported(
         complain(error)
 
 
-def _published_alarms(complain: Callable[[object], None]) -> tuple[int, int] | None:
+def _published_alarms() -> tuple[int, int] | None:
     """False alarms and controls of the score in the checkout; without one that can be read the verdict stands, too."""
     from specnb.divergence.study import published_alarms
 
@@ -290,3 +261,16 @@ def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:
     if beside := [name for name in wanted or () if SETUPS[name].beside == "target" and not beside_target]:
         raise InputError(f"--setups {text}: {beside[0]} runs the draft beside a target: add --target")
     return wanted
+
+
+# in the order in which one uses them
+for command, line in {
+    preflight: "Seconds: weights, configs, caches, drafting. First of all.",
+    investigate: "Run a draft alone and beside others: what is wrong first?",
+    capture: "Write down what a model computes, in torch or llama.cpp.",
+    compare: "Where two such traces part, and whether it is rounding.",
+    audit: "Is what is sampled what the rows of draft and target say?",
+    faults: "List the planted faults, for trying the lab out.",
+    score: "Plant every fault, and count what is found of them.",
+}.items():
+    app.command(short_help=line)(command)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specnb.cli.show import Json, Show, judged, show_frame
+from specnb.cli.show import Json, judged, print_frame, print_json
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def audit(
-    context: typer.Context,
     target: Annotated[str, typer.Option(help="target, as specnb.load takes it")],
     draft: Annotated[str, typer.Option(help="draft model, or lookup, self, medusa")],
     temperature: Annotated[float, typer.Option(help="0 is greedy: exact checks only")] = 1.0,
@@ -35,7 +34,6 @@ def audit(
 
     Exit code: 0 sound, 1 wrong, 125 inconclusive, or a model that does not open; 2 for options that cannot be.
     """
-    show: Show = context.obj
     bounded = {"max-new-tokens": (max_new_tokens, 1), "k": (k, 1), "prompts": (prompts, 1), "seed": (seed, 0)}
     for name, (value, least) in bounded.items():
         if value < least:
@@ -43,13 +41,13 @@ def audit(
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     _check(sampling, effect)
     texts = _in_turn(prompts)
-    with judged(show.complain):
+    with judged():
         options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
         found = _audited(target, draft, texts, seed, effect, options)
     if as_json:
-        show.json(found.document())
+        print_json(found.document())
     else:
-        _show(show, found)
+        _show(found)
     raise typer.Exit(found.exit_code)
 
 
@@ -95,20 +93,20 @@ def _audited(
     return tally.audit(effect=effect)
 
 
-def _show(show: Show, found: "Audit") -> None:
+def _show(found: "Audit") -> None:
     import pandas as pd
 
-    show.line(found.line)
+    print(found.line)
     panel = pd.DataFrame(found.panel)
-    show_frame(show, "five sums: z counts standard deviations from what the rows promise, and beyond 4 is no accident",
+    print_frame("five sums: z counts standard deviations from what the rows promise, and beyond 4 is no accident",
                panel[["name", "n", "z", "p_value", "detectable", "needed", "meaning"]])  # fmt: skip
-    show.line(
+    print(
         f"detectable: the share of probability that these positions would have shown to be misplaced; needed: how many "
         f"positions would show {found.effect:g}"
     )
     flaws = [(kind, count, first.position, first.says) for kind, (count, first) in found.flaws.items()]
-    show_frame(show, "what cannot be", pd.DataFrame(flaws, columns=["check", "times", "first", "what"]))
-    show.line(
+    print_frame("what cannot be", pd.DataFrame(flaws, columns=["check", "times", "first", "what"]))
+    print(
         f"of {found.n} positions {found.replayed} were replayed with their random numbers, of {found.exact} the token "
         f"was checked without statistics; {found.repeated} repeated prefixes were left out"
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specnb.cli.show import Json, Show
+from specnb.cli.show import Json, complain, print_json
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ SHOWN = 5
 
 
 def capture(
-    context: typer.Context,
     model: Annotated[str, typer.Argument(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?dtype=…&…")],
     out: Annotated[Path, typer.Option(help="new folder for the trace")],
     prompt: Annotated[str | None, typer.Option(help=f"text to be fed [{MADE_UP} random ids]")] = None,
@@ -54,7 +53,6 @@ def capture(
 
     In torch it is transformers' own attention, with ?exact=true the one that specnb has for bfloat16.
     """
-    show: Show = context.obj
     _require_agreeing(prompt, max_new_tokens, tokens, width, seed)
     from specnb.book.progress import ProgressBar
     from specnb.divergence.feeding import fed, feed, feed_greedily
@@ -77,12 +75,12 @@ def capture(
         with _writing(out):
             trace.save(folder)
     if stopped:
-        show.complain(stopped)
+        complain(stopped)
     document = _document(trace, out, stopped, tokens)
     if as_json:
-        show.json(document)
+        print_json(document)
     else:
-        _show(show, document)
+        _show(document)
 
 
 def _require_agreeing(
@@ -198,19 +196,19 @@ def _next(out: str, backend: str, other: str | None) -> list[list[str]]:
     ]
 
 
-def _show(show: Show, document: dict[str, Any]) -> None:
+def _show(document: dict[str, Any]) -> None:
     from specnb.lm.memory import human_bytes
 
     seen, fed = document["modules"], sum(map(len, document["token_ids"]))
-    show.line(
+    print(
         f"{seen['written']} of {seen['hooked']} modules of {document['model']} ({document['engine']}), "
         f"{document['steps']} forwards of {fed} tokens: {document['rows']} tensors, {document['reads']} parameters read"
     )
     if never := seen["never_called"]:
         more = f" and {len(never) - SHOWN} more" if len(never) > SHOWN else ""
-        show.line(f"never ran: {', '.join(path or 'the model itself' for path in never[:SHOWN])}{more}")
-    show.line(f"{human_bytes(document['n_bytes'])} in {document['folder']}")
+        print(f"never ran: {', '.join(path or 'the model itself' for path in never[:SHOWN])}{more}")
+    print(f"{human_bytes(document['n_bytes'])} in {document['folder']}")
     if document["apart"]:
-        show.line(document["apart"])
+        print(document["apart"])
     for command in document["next"]:
-        show.line(f"next: {command}")
+        print(f"next: {command}")

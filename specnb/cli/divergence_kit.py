@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specnb.cli.divergence_capture import BACKENDS
-from specnb.cli.show import Json, Show, judged, names, show_frame
+from specnb.cli.show import Json, judged, names, print_frame, print_json, print_table
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def preflight(
-    context: typer.Context,
     draft: Annotated[str, typer.Option(help="draft model, or lookup, self, medusa")],
     target: Annotated[str | None, typer.Option(help="target, as specnb.load takes it")] = None,
     k: Annotated[int, typer.Option("--k", help="draft length of the checks")] = 4,
@@ -38,7 +37,6 @@ def preflight(
     from specnb.draft.load import KINDS, load_drafter
     from specnb.lm.load import load
 
-    show: Show = context.obj
     if draft in KINDS and target is None:
         raise InputError(f"--draft {draft} drafts for a target: add --target")
     with ExitStack() as opened:
@@ -50,18 +48,17 @@ def preflight(
         folders = {f"{role}_folder": _folder(name) for role, name in (("draft", draft), ("target", target)) if name}
         found = checks.preflight(mine, its, curve=training, k=k, **folders)
     if as_json:
-        show.json([one._asdict() for one in found])
+        print_json([one._asdict() for one in found])
     else:
         rows = [
             [one.verdict, one.check, one.evidence + (f"\nremedy: {one.remedy}" if one.remedy else "")]
             for one in checks.table(found).itertuples()
         ]
-        show.table("preflight", ["", "check", "found"], rows)
+        print_table("preflight", ["", "check", "found"], rows)
     raise typer.Exit(1 if any(one.verdict == "fail" for one in found) else 0)
 
 
 def compare(
-    context: typer.Context,
     reference: Annotated[Path, typer.Argument(help="folder of the trace of a run that is right")],
     candidate: Annotated[Path, typer.Argument(help="folder of the trace of the run that is not")],
     sound: Annotated[
@@ -88,28 +85,27 @@ def compare(
     from specnb.divergence.offline.result import Node
     from specnb.divergence.trace import Trace
 
-    show: Show = context.obj
     renamed = _renamed(rename or [])
-    with judged(show.complain):
+    with judged():
         more = [Trace.load(Path(folder)) for folder in names(sound) or ()]
         exact = None if precise is None else Trace.load(precise)
         both = {folder: Trace.load(folder) for folder in (reference, candidate)}
         found = compare(both[reference], both[candidate], sound=more, precise=exact, rename=renamed)
     closer = _closer(found, both)
     if as_json:
-        show.json(found.document() | {"next": closer})
+        print_json(found.document() | {"next": closer})
     else:
-        show.line(found.line)
-        show.line(f"looked at: {found.coverage}")
+        print(found.line)
+        print(f"looked at: {found.coverage}")
         for one in found.doubts:
-            show.line(f"doubtful: {one.module} chose otherwise at {one.count} tokens, from position {one.position} on")
+            print(f"doubtful: {one.module} chose otherwise at {one.count} tokens, from position {one.position} on")
         columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
-        show_frame(
-            show, "wrong by themselves, first in time first", pd.DataFrame(found.minimal, columns=Node._fields)[columns]
+        print_frame(
+            "wrong by themselves, first in time first", pd.DataFrame(found.minimal, columns=Node._fields)[columns]
         )
-        show_frame(show, "parameters that were not read alike", found.reads[["module", "read", "says"]])
+        print_frame("parameters that were not read alike", found.reads[["module", "read", "says"]])
         for command in closer:
-            show.line(f"next: {command}")
+            print(f"next: {command}")
     raise typer.Exit(EXIT[found.verdict])
 
 
@@ -146,7 +142,6 @@ def _closer(found: "Comparison", traces: "dict[Path, Trace]") -> list[str]:
 
 
 def score(
-    context: typer.Context,
     seeds: Annotated[int, typer.Option(help="models, each with a text of its own")] = 3,
     layers: Annotated[str | None, typer.Option(help="such as 0,2 [all of the pair's draft]")] = None,
     dtypes: Annotated[str, typer.Option(help="of the models")] = "float32,bfloat16",
@@ -161,7 +156,6 @@ def score(
     from specnb.book.progress import ProgressBar
     from specnb.divergence import score as grid
 
-    show: Show = context.obj
     if out is not None:
         _check_place(out)
     with ProgressBar() as progress:
@@ -169,7 +163,7 @@ def score(
             seeds=seeds, layers=_numbers(layers), dtypes=names(dtypes), faults=names(faults), controls=controls,
             workers=workers, keep=keep, progress=progress,
         )  # fmt: skip
-    _show_score(show, found, as_json)
+    _show_score(found, as_json)
     if out is not None:  # at last: what was counted for so long is shown in any case
         found.save(out)
 
@@ -184,9 +178,9 @@ def _check_place(out: Path) -> None:
         raise InputError(f"--out {out} cannot be written: give a file in a folder of yours")
 
 
-def _show_score(show: Show, found: "Score", as_json: bool) -> None:
+def _show_score(found: "Score", as_json: bool) -> None:
     if as_json:
-        show.json(found.document())
+        print_json(found.document())
         return
     right, counts = ["n", "module", "token", "exact", "cause"], ["alarms", "controls"]
     tables = {
@@ -195,11 +189,11 @@ def _show_score(show: Show, found: "Score", as_json: bool) -> None:
         "smallest scale fault that is found": found.smallest(),
     }
     for title, frame in tables.items():
-        show_frame(show, title, frame)
-    show.line(f"{len(found.misses())} faults missed or misnamed, {len(found.false_alarms())} false alarms of the lab")
+        print_frame(title, frame)
+    print(f"{len(found.misses())} faults missed or misnamed, {len(found.false_alarms())} false alarms of the lab")
 
 
-def faults(context: typer.Context, as_json: Json = False) -> None:
+def faults(as_json: Json = False) -> None:
     """The planted faults: their cause, the module that must be found first, the upstream issue."""
     from specnb.divergence.faults import FAULTS
     from specnb.divergence.pair import pair
@@ -215,10 +209,10 @@ def faults(context: typer.Context, as_json: Json = False) -> None:
                 }
             )  # fmt: skip
     if as_json:
-        context.obj.json(rows)
+        print_json(rows)
         return
     shown = [[r["fault"], r["cause"], f"{_place(r['first'])}\n{r['note']}", "\n".join(r["issues"])] for r in rows]
-    context.obj.table("planted faults", ["fault", "cause", "where and what", "upstream"], shown)
+    print_table("planted faults", ["fault", "cause", "where and what", "upstream"], shown)
 
 
 def _place(first: str | None) -> str:

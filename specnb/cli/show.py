@@ -1,13 +1,17 @@
-"""What the groups of commands share: how they show what they found, through `cli`, which alone prints."""
+"""What the commands share: how they print, and which exit code an error becomes."""
 
+import json
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from specnb.errors import SpecnbError
 
@@ -19,18 +23,34 @@ UNKNOWN = 125
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
-class Show(NamedTuple):
-    """What prints for these commands: a JSON document, a table, a line; `complain` prints a line on stderr."""
+def print_json(document: Any) -> None:
+    print(json.dumps(document))  # ASCII: a pipe may have an encoding that lacks what a model writes
 
-    json: Callable[[Any], None]
-    table: Callable[[str, list[str], list[list[str]]], None]
-    line: Callable[[str], None]
-    complain: Callable[[object], None]
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console().print(table)
+
+
+def print_frame(title: str, frame: "pd.DataFrame") -> None:
+    """Print a table, unless it is empty."""
+    columns = [str(column).replace("_", " ") for column in frame.columns]
+    if len(frame):
+        print_table(title, columns, [[_cell(cell) for cell in row] for row in frame.itertuples(index=False)])
+
+
+def complain(what: object) -> None:
+    """Print one line on stderr."""
+    print(f"specnb: {' '.join(str(what).splitlines())}", file=sys.stderr)
 
 
 @contextmanager
-def judged(complain: Callable[[object], None]) -> Iterator[None]:
-    """What keeps a draft from being judged ends with UNKNOWN, whatever it is: Python's own exit code 1 is a verdict.
+def judged() -> Iterator[None]:
+    """Turn any error into exit code UNKNOWN, because 1 means that a draft is wrong.
 
     A service may print; stdout is for the result.
     """
@@ -47,15 +67,8 @@ def judged(complain: Callable[[object], None]) -> Iterator[None]:
 
 
 def names(text: str | None) -> list[str] | None:
-    """Names separated by commas."""
+    """Return the names that commas separate."""
     return None if text is None else [word.strip() for word in text.split(",")]
-
-
-def show_frame(show: Show, title: str, frame: "pd.DataFrame") -> None:
-    """As a table, unless it is empty."""
-    columns = [str(column).replace("_", " ") for column in frame.columns]
-    if len(frame):
-        show.table(title, columns, [[_cell(cell) for cell in row] for row in frame.itertuples(index=False)])
 
 
 def _cell(value: Any) -> str:
