@@ -109,7 +109,8 @@ class Generation(BaseModel):
     contains `prefill_s`, which ends with the logits of the first generated token. `lossless` is False when a lossy
     rule (typical acceptance) was used. `fallback` says why a drafter that was asked for was not used. `k` is the
     draft length, or the most that `controller` may choose where one chose it round by round. `translation` says how a
-    draft model of another vocabulary got to the target's, and how much the two share.
+    draft model of another vocabulary got to the target's, and how much the two share. `max_new_tokens` is None in
+    records from before it was kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -123,6 +124,9 @@ class Generation(BaseModel):
     controller: str = ""
     translation: str = ""
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int | None = None
     seed: int = 0
     lossless: bool = True
     prompt_ids: tuple[int, ...]

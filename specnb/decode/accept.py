@@ -2,24 +2,23 @@
 
 Each takes the target's probability rows `p_target`, where row i is the target's distribution after i drafts
 (len(draft_ids) + 1 rows), and says how many drafts are kept and the one extra token: a correction after a
-rejection, a bonus after full acceptance. All but `typical` leave the target's distribution exactly as it is.
+rejection, a bonus after full acceptance. All but `typical` leave the target's distribution exactly as it is. `RULES`
+has them by name, for chains and for trees (`decode.tree`).
 
 Rows are asked for one by one and only as far as needed, so a lazy sequence saves the softmax of rows behind a
 rejection.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from specnb.decode.sampling import Draws, argmax
-
-
-class Rows(Protocol):
-    """A sequence of float64 probability rows `(vocab,)`; an array `(n, vocab)` is one."""
-
-    def __getitem__(self, index: int) -> np.ndarray: ...
+from specnb.decode import tree
+from specnb.decode.sampling import Chooser, Draws, Rows, Sampling, argmax, typical_threshold
+from specnb.decode.tree import TreeAcceptance
+from specnb.draft.base import Proposal
+from specnb.errors import InputError
 
 
 class Acceptance(NamedTuple):
@@ -119,7 +118,61 @@ def typical(
     return Acceptance(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), tuple(tested))
 
 
-def typical_threshold(p: np.ndarray, epsilon: float = 0.09, delta: float = 0.3) -> float:
-    """The probability above which `typical` keeps a token of the row `p (vocab,)`."""
-    entropy = -float(np.sum(p[p > 0] * np.log(p[p > 0])))
-    return min(epsilon, delta * float(np.exp(-entropy)))
+Rule = Callable[[np.ndarray, Proposal, Chooser], Acceptance | TreeAcceptance]
+"""Target logits `(k + 1, vocab)`, after the newest token and after each draft; proposal, chooser -> what is kept."""
+
+
+def _verify_tokens(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+    rows = Rows(logits, chooser.sampling)
+    if proposal.q_draft is None:
+        return point_mass(rows, proposal.ids, chooser.draws)
+    return token_verification(rows, proposal.q_draft, proposal.ids, chooser.draws)
+
+
+def _verify_block(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+    rows = Rows(logits, chooser.sampling)
+    if proposal.q_draft is None:  # for point masses the block rule is no better: it keeps each x with p(x) as well
+        return point_mass(rows, proposal.ids, chooser.draws)
+    return block_verification(rows, proposal.q_draft, proposal.ids, chooser.draws)
+
+
+def _typical(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+    return typical(Rows(logits, chooser.sampling), proposal.ids, chooser.draws)
+
+
+def _typical_tree(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> TreeAcceptance:
+    return tree.typical(Rows(logits, chooser.sampling), proposal, chooser.draws)
+
+
+def _greedy(logits: np.ndarray, proposal: Proposal, _chooser: Chooser) -> Acceptance:
+    return greedy(logits, proposal.ids)
+
+
+def _either(on_chains: Rule, on_trees: Rule) -> Rule:
+    def rule(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance | TreeAcceptance:
+        return (on_chains if proposal.tree is None else on_trees)(logits, proposal, chooser)
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    "token": _either(_verify_tokens, tree.walk),
+    "block": _either(_verify_block, tree.walk),
+    "typical": _either(_typical, _typical_tree),
+}
+"""Verification rules at temperature > 0, by name. At temperature 0 `token` and `block` are the greedy rule."""
+
+_GREEDY = _either(_greedy, tree.walk)
+
+LOSSY = frozenset({"typical"})
+
+
+def rule_named(name: str | Rule, sampling: Sampling) -> Rule:
+    """The rule that `name` means under these settings; a callable is itself. Raises InputError for an unknown name."""
+    if callable(name):
+        return name
+    if name not in RULES:
+        raise InputError(f"unknown verification rule {name!r}; known: {', '.join(RULES)}")
+    if name in LOSSY and sampling.greedy:
+        raise InputError(f"the rule {name!r} needs a temperature above 0: at 0 the greedy rule is used")
+    return _GREEDY if sampling.greedy else RULES[name]

@@ -1,6 +1,6 @@
 """One prompt to one `Generation`: the call that notebooks and the command line make."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -8,7 +8,8 @@ from time import perf_counter
 
 import numpy as np
 
-from specnb.decode import loop, rules
+from specnb.decode import loop
+from specnb.decode.accept import LOSSY, RULES, Rule, rule_named
 from specnb.decode.control import Controller, FixedK
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.decode.stopping import Stopping, StopRules, require_text
@@ -63,11 +64,10 @@ def generate(
     top_p: float = 1.0,
     max_new_tokens: int = 128,
     seed: int = 0,
-    rule: str = "token",
+    rule: str | Rule = "token",
     stop: str | Sequence[str] = (),
     ignore_eog: bool = False,
     strict: bool = False,
-    listener: Callable[[rules.Rule], rules.Rule] | None = None,
 ) -> Generation:
     """Generate after `prompt` with `target`; with a `drafter`, speculatively, `k` drafts a round.
 
@@ -76,17 +76,15 @@ def generate(
 
     `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also "lookup" and "self").
     What is opened here is closed here. A draft model that cannot be loaded is left out, and the record says so
-    in `fallback`, unless `strict`. `rule` is token, block or typical (lossy). `seed` makes draws repeatable.
-    `listener` may put itself around the rule, to note what each round was decided by (`divergence.auditing.log`).
+    in `fallback`, unless `strict`. `rule` is token, block or typical (lossy), or an `accept.Rule`. `seed` makes draws
+    repeatable.
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
     """
-    if seed < 0:
-        raise InputError(f"seed must be 0 or more, got {seed}")
     control = k if isinstance(k, Controller) or k is None else FixedK(k)
-    sampling = Sampling(temperature, top_k, top_p)
-    verify = rules.rule_named(rule, sampling)
-    verify = listener(verify) if listener else verify
+    sampling = Sampling(temperature, top_k, top_p, rule, seed)
+    verify = rule_named(rule, sampling)
+    rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
     limits = StopRules(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eog)
     opened: list[LanguageModel | Drafter] = []
     try:
@@ -104,7 +102,7 @@ def generate(
             _require_chains(drafter, control)
         ids = prompt_ids(target, prompt)
         stopping = Stopping(limits, target.vocab)
-        chooser = Chooser(sampling, Draws(np.random.default_rng(seed)))
+        chooser = Chooser(sampling, Draws(np.random.default_rng(sampling.seed)))
         if drafter is None:
             run = partial(loop.autoregressive, target, ids)
         else:
@@ -120,13 +118,16 @@ def generate(
             category=prompt.category if isinstance(prompt, Prompt) else "",
             target=target.name,
             drafter=drafter.name if drafter else "",
-            rule=("greedy" if sampling.greedy else rule) if drafter else "",
+            rule=("greedy" if sampling.greedy and rule_name in RULES else rule_name) if drafter else "",
             k=control.k_max if drafter else 0,
             controller=control.name if drafter and control is k else "",
             translation=str(getattr(drafter, "translation", None) or ""),
             temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            max_new_tokens=max_new_tokens,
             seed=seed,
-            lossless=not (drafter and rule in rules.LOSSY),
+            lossless=not drafter or (rule_name in RULES and rule_name not in LOSSY),
             prompt_ids=ids,
             token_ids=tokens,
             text=stopping.cut(target.vocab.decode(t for t in tokens if t not in target.vocab.eog)),

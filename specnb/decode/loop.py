@@ -13,8 +13,8 @@ from time import perf_counter
 import numpy as np
 
 from specnb.decode import tree
+from specnb.decode.accept import Rule
 from specnb.decode.control import Belief, Controller, Outcome
-from specnb.decode.rules import Rule
 from specnb.decode.sampling import Chooser
 from specnb.decode.stopping import Stopping
 from specnb.draft.base import Drafter, Picker, Proposal, TokenView, tree_nodes

@@ -1,10 +1,12 @@
-"""From a row of logits to a token: temperature, top-k, top-p, and the random draws.
+"""The settings of sampling, and from a row of logits to a token: temperature, top-k, top-p, and the random draws.
 
 Rows are float64. Nothing is papered over: a row with NaN or +inf, or without a finite entry, raises. -inf is a
 legal "never". Ties go to the lowest id, everywhere.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +15,17 @@ from specnb.errors import InputError, NonFiniteLogits
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings that turn logits into the distribution that is sampled. `temperature` 0 means greedy."""
+    """Everything that decides which tokens come out, beside the models; `temperature` 0 means greedy.
+
+    Temperature, top-k and top-p turn logits into the distribution that is sampled. `rule` verifies drafts: a name of
+    `accept.RULES`, or a callable like theirs. `seed` starts the random draws.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    rule: str | Callable[..., Any] = "token"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= 100:
@@ -26,6 +34,8 @@ class Sampling:
             raise InputError(f"top_k must be 0 (off) or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p must be above 0 and at most 1 (off), got {self.top_p}")
+        if self.seed < 0:
+            raise InputError(f"seed must be 0 or more, got {self.seed}")
 
     @property
     def greedy(self) -> bool:
@@ -53,6 +63,25 @@ class Sampling:
             nucleus = 1 + int(np.searchsorted(mass, self.top_p * mass[-1])) if self.top_p < 1 else len(order)
             row = _keep(row, order[:nucleus])
         return row / row.sum()
+
+
+class Rows:
+    """Probability rows of logits `(n, vocab)`, each computed when it is first asked for."""
+
+    def __init__(self, logits: np.ndarray, sampling: Sampling) -> None:
+        self._logits, self._sampling = logits, sampling
+        self._rows: dict[int, np.ndarray] = {}
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index not in self._rows:
+            self._rows[index] = self._sampling.probabilities(self._logits[index])
+        return self._rows[index]
+
+
+def typical_threshold(p: np.ndarray, epsilon: float = 0.09, delta: float = 0.3) -> float:
+    """The probability above which typical acceptance keeps a token of the row `p (vocab,)`: Medusa 2401.10774, 2.3."""
+    entropy = -float(np.sum(p[p > 0] * np.log(p[p > 0])))
+    return min(epsilon, delta * float(np.exp(-entropy)))
 
 
 def argmax(logits: np.ndarray) -> int:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specnb.decode.accept import Rows, typical_threshold
-from specnb.decode.sampling import Chooser, Draws
+from specnb.decode.sampling import Chooser, Draws, Rows, typical_threshold
 from specnb.draft.base import Proposal
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specnb.decode import loop, rules
+from specnb.decode import accept, loop
 from specnb.decode.control import FixedK
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.decode.stopping import Stopping, StopRules
@@ -32,7 +32,7 @@ def run(target, prompt, drafter=None, *, k=4, n=50, sampling=None, eog=False):
     if drafter is None:
         rounds = loop.autoregressive(target, prompt, after_prompt, chooser=chooser, stopping=stopping)
     else:
-        rule = rules.rule_named("token", sampling)
+        rule = accept.rule_named("token", sampling)
         rounds = loop.speculative(
             target, drafter, prompt, after_prompt, control=FixedK(k), chooser=chooser, stopping=stopping, rule=rule
         )
@@ -267,7 +267,7 @@ def test_another_user_of_the_same_model_is_noticed(drafter):
             [0, 1, 2],
             after_prompt,
             control=FixedK(3),
-            rule=rules.rule_named("token", Sampling()),
+            rule=accept.rule_named("token", Sampling()),
             **common,
         )
     )
@@ -288,12 +288,12 @@ def test_accept_probabilities_end_where_the_generation_does():
 
 def test_rules_by_name():
     for name in ("token", "block"):
-        assert rules.rule_named(name, Sampling()) is rules.rule_named("token", Sampling())
-        assert rules.rule_named(name, Sampling(0.5)) is rules.RULES[name]
+        assert accept.rule_named(name, Sampling()) is accept.rule_named("token", Sampling())
+        assert accept.rule_named(name, Sampling(0.5)) is accept.RULES[name]
     with pytest.raises(InputError, match="unknown verification rule 'tree'; known: token, block, typical"):
-        rules.rule_named("tree", Sampling(1.0))
+        accept.rule_named("tree", Sampling(1.0))
     with pytest.raises(InputError, match="'typical' needs a temperature above 0"):
-        rules.rule_named("typical", Sampling())
+        accept.rule_named("typical", Sampling())
 
 
 # --- time -----------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_every_second_of_a_round_is_booked_once(monkeypatch):
     target.forward, target.rewind = taking(10, target.forward), taking(1, target.rewind)
     spy.propose = taking(5, lambda tokens, k, rng: Proposal(successors(7)(tokens, k), None, 4.0))
     spy.commit = taking(2, spy.commit)
-    monkeypatch.setattr(rules.accept, "greedy", taking(0.5, rules.accept.greedy))
+    monkeypatch.setattr(accept, "greedy", taking(0.5, accept.greedy))
     made, _, _ = run(target, [0], spy, k=3, n=8)
     assert [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in made] == [(5, 10, 3, 0.5, 14)] * 2
     made, _, _ = run(target, [0], n=2)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specnb.decode import loop, rules
+from specnb.decode import accept, loop
 from specnb.decode.control import (
     Belief,
     ConfidenceStop,
@@ -80,7 +80,7 @@ def test_sampled_output_has_the_targets_distribution(control, rule, name):
                 after = loop.prefill(target, PROMPT[:2], drafter)
                 rounds = loop.speculative(
                     target, drafter, PROMPT[:2], after, control=CONTROLLERS[control](),
-                    rule=rules.rule_named(rule, sampling), **common,
+                    rule=accept.rule_named(rule, sampling), **common,
                 )  # fmt: skip
             else:
                 rounds = loop.autoregressive(target, PROMPT[:2], loop.prefill(target, PROMPT[:2]), **common)

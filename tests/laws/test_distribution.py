@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specnb.decode import accept, loop, rules
+from specnb.decode import accept, loop
 from specnb.decode.control import FixedK
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.decode.stopping import Stopping, StopRules
@@ -44,7 +44,7 @@ def speculative_law(target, drafter, sampling, n, k, rule="token", prompt=PROMPT
             control=FixedK(k),
             chooser=Chooser(sampling, draws),
             stopping=stopping,
-            rule=rules.rule_named(rule, sampling),
+            rule=accept.rule_named(rule, sampling),
         )
         return tuple(t for r in rounds for t in r.committed_ids)
 
@@ -130,7 +130,7 @@ def expected_tokens(rule, target, drafter, sampling, k):
         after_prompt = loop.prefill(target, PROMPT, drafter)
         rounds = loop.speculative(
             target, drafter, PROMPT, after_prompt, control=FixedK(k), chooser=Chooser(sampling, draws),
-            stopping=stopping, rule=rules.rule_named(rule, sampling),
+            stopping=stopping, rule=accept.rule_named(rule, sampling),
         )  # fmt: skip
         return len(next(rounds).committed_ids)
 
@@ -241,4 +241,4 @@ def test_typical_acceptance_is_lossy_and_says_so():
     target = toy.markov(3, order=2, seed=0)
     law = speculative_law(target, ModelDrafter(toy.markov(3, seed=100)), sampling, n=3, k=2, rule="typical")
     assert total_variation(law, closed_form_law(target, sampling, 3)) > 0.005
-    assert "typical" in rules.LOSSY
+    assert "typical" in accept.LOSSY

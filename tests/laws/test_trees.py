@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specnb.decode import accept, rules, tree
+from specnb.decode import accept, tree
 from specnb.decode.control import RollingAcceptance
 from specnb.decode.generate import generate
 from specnb.decode.sampling import Chooser, Draws, Sampling
@@ -264,7 +264,7 @@ FAULTS = [_best_child_untested, _not_renormalised, _correction_from_all_of_p, _r
 
 @pytest.mark.parametrize("faulty", FAULTS)
 def test_planted_faults_break_the_law(monkeypatch, faulty):
-    monkeypatch.setitem(rules.RULES, "token", rules._either(rules._verify_tokens, faulty))
+    monkeypatch.setitem(accept.RULES, "token", accept._either(accept._verify_tokens, faulty))
     sampling, target = Sampling(temperature=1.0), toy.markov(3, order=2, seed=0)
     law = speculative_law(target, Trees(4, 3, parents=(-1, -1, 0, 1)), sampling, n=3, k=4)
     assert total_variation(law, closed_form_law(target, sampling, 3)) > 0.005

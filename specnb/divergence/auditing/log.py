@@ -1,4 +1,4 @@
-"""Positions for the sampling audit, from our own decoding: a listener around the verification rule.
+"""Positions for the sampling audit, from our own decoding: the rule "token", listened to.
 
 The rule runs as it would have run, with the same random numbers in the same order; they are noted as they are drawn.
 """
@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from specnb.decode.accept import Acceptance
+from specnb.decode.accept import Acceptance, rule_named
 from specnb.decode.generate import PromptLike, generate, prompt_ids
-from specnb.decode.rules import RULES, Rule, rule_named
-from specnb.decode.sampling import Chooser, Draws, Sampling
+from specnb.decode.sampling import Chooser, Draws
 from specnb.divergence.auditing.terms import Position
 from specnb.draft.base import Drafter, Proposal
 from specnb.errors import InputError
@@ -25,41 +24,40 @@ def listened(
     *,
     drafter: Drafter | LanguageModel,
     hear: Callable[[Position], object],
+    rule: str = "token",
     **options: Any,
 ) -> Generation:
     """`decode.generate` with these options, bit for bit; `hear` gets each position that was put to the test.
 
-    Of a long log keep what is needed, not the rows: `sampling.Tally().add` does. Raises what `Listener` raises.
+    Of a long log keep what is needed, not the rows: `sampling.Tally().add` does. Raises what `Listener` raises, and
+    InputError for a rule that does not decide by position: any but "token", and at temperature 0 "block".
     """
+    if rule != "token" and (rule != "block" or options.get("temperature")):
+        raise InputError(f"the rule {rule!r} does not test draft by draft: only the rule 'token' is audited")
     ids = prompt_ids(target, prompt)
-    return generate(target, ids, drafter=drafter, listener=Listener(ids, hear), **options)
+    return generate(target, ids, drafter=drafter, rule=Listener(ids, hear), **options)
 
 
 class Listener:
-    """Puts itself around the rule of one generation (`generate(..., listener=…)`) that begins with `prompt_ids`.
+    """The rule "token" (`generate(..., rule=…)`) for one generation that begins with `prompt_ids`, listened to.
 
-    Only the rule "token" decides by position (at temperature 0 each lossless rule is the same): InputError for others,
-    and for drafters of trees.
+    Raises InputError for drafters of trees.
     """
+
+    __name__ = "token"
 
     def __init__(self, prompt_ids: Sequence[int], hear: Callable[[Position], object]) -> None:
         self._tokens = list(prompt_ids)
         self._hear = hear
 
-    def __call__(self, rule: Rule) -> Rule:
-        if rule not in (rule_named("token", Sampling()), rule_named("token", Sampling(temperature=1.0))):
-            name = next((name for name, known in RULES.items() if known is rule), rule)
-            raise InputError(f"the rule {name!r} does not test draft by draft: only the rule 'token' is audited")
-
-        def listening(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-            if proposal.tree is not None:
-                raise InputError("a tree of drafts is verified as one: draft a chain (tree=chain) to audit sampling")
-            noted = _Noted(chooser.draws)
-            verdict = rule(logits, proposal, Chooser(chooser.sampling, noted))
-            self._round(logits, proposal, chooser, verdict, noted.uniforms)
-            return verdict
-
-        return listening
+    def __call__(self, logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+        if proposal.tree is not None:
+            raise InputError("a tree of drafts is verified as one: draft a chain (tree=chain) to audit sampling")
+        noted = _Noted(chooser.draws)
+        rule = rule_named("token", chooser.sampling)
+        verdict = rule(logits, proposal, Chooser(chooser.sampling, noted))
+        self._round(logits, proposal, chooser, verdict, noted.uniforms)
+        return verdict
 
     def _round(
         self, logits: np.ndarray, proposal: Proposal, chooser: Chooser, verdict: Acceptance, uniforms: list[float]
