@@ -97,7 +97,7 @@ def table(shape: RecurrentShape, widths: Sequence[int] = (2, 4, 8, 16, 64)) -> p
     `width` is the number of drafted tokens, or nodes of a tree. Columns: `live_bytes`; `snapshots_bytes` (one a
     position), `raw_replay_bytes` and `factor_replay_bytes` (with their conv columns), `pre_conv_bytes`, each growing
     with the width; `checkpoint_bytes`, which does not. The replays suppose a verification that reads the state and
-    leaves it as it was (`tree_scan`); an engine that advances it in place keeps one snapshot more.
+    leaves it as it was; an engine that advances it in place keeps one snapshot more.
 
     Raises InputError for a width that is not a whole number from 0 up.
     """

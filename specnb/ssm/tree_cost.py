@@ -8,8 +8,7 @@ import pandas as pd
 import torch
 
 from specnb.lm.tree import Tree
-from specnb.ssm.delta_tree import verify
-from specnb.ssm.deltanet import recurrent, unit
+from specnb.ssm.delta_rule import recurrent, unit, verify
 
 HEADS, KEY_HEADS, DIM = 32, 16, 128
 """One layer of Qwen3-Next-80B."""
@@ -27,7 +26,7 @@ def shapes(nodes: int) -> dict[str, Tree]:
 def compare(nodes: Sequence[int] = (4, 8, 16, 32), *, repeats: int = 5, seed: int = 0) -> pd.DataFrame:
     """Seconds (medians of `repeats`, interleaved) to verify trees on one layer of Qwen3-Next-80B's shapes, float32.
 
-    Columns: tree, nodes, depth, solve_s (`delta_tree.verify`), paths_s (the serial rule along each path from the
+    Columns: tree, nodes, depth, solve_s (`delta_rule.verify`), paths_s (the serial rule along each path from the
     committed state), ratio, and max_error, the largest difference of the two outputs.
     """
     return pd.DataFrame(
@@ -41,7 +40,7 @@ def _row(kind: str, tree: Tree, repeats: int, seed: int) -> dict[str, object]:
     found: dict[str, torch.Tensor] = {}
 
     def solve() -> None:
-        found["solve"] = verify(*tokens, state, tree).outputs
+        found["solve"] = verify(*tokens, state, tree)
 
     def paths() -> None:
         out = torch.empty_like(found["solve"])

@@ -1,31 +1,42 @@
 """Every way back on the same drafts: is it exact, how fast is it, what does it keep? The measurement of notebook 04."""
 
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from filelock import FileLock
 
 from specnb.decode.generate import generate
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError
+from specnb.lm import embedded
 from specnb.lm.base import LanguageModel
+from specnb.lm.download import files_digest
 from specnb.lm.load import load, parse
 from specnb.measure.bench import Method, compare
 from specnb.measure.experiment import Progress, record_of, saving_failures, silent
 from specnb.measure.scripted import ScriptedDrafter
 from specnb.params import RollbackParams
+from specnb.paths import cache_dir, project_dir
 from specnb.prompts import Prompt
 from specnb.records import Generation, RunRecord
-from specnb.ssm.passages import passages
-from specnb.ssm.twin import attention_twin
 
 EXPERIMENT = "04_ssm_rollback"
 WAYS = ("replay", "snapshots", "fused", "checkpoint", "recompute")
 FREE = "crop, attention only"
 PLAIN = "plain"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+TWIN_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+"""What an attention-only twin takes over from the config of its hybrid."""
 
 
 def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
@@ -189,3 +200,58 @@ def _drafters(bench: _Bench, params: RollbackParams) -> Iterator[dict[str, Any]]
                 }
                 row = _rows(compare(methods, bench.prompts, baseline=PLAIN))[1]
                 yield {"target": bench.name, "way": target.caps.rewind, "k": k, "drafter": row.pop("method"), **row}
+
+
+def passages(kind: str = "code", *, limit: int) -> list[Prompt]:
+    """The first `limit` held-out passages of a `kind`, code or prose, as prompts that are continued as they stand.
+
+    They are text of the kind that the embedded pair was trained on. Raises InputError where there are fewer.
+    """
+    lines = (project_dir() / "data" / "models" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [passage["text"] for passage in map(json.loads, lines) if passage["kind"] == kind][:limit]
+    if not 0 < limit <= len(texts):
+        raise InputError(f"got {limit} passages of {kind!r}, expected 1 to {len(texts)} of code or prose")
+    return [Prompt(id=f"held-out-{kind}-{i:02d}", category=kind, text=text) for i, text in enumerate(texts)]
+
+
+def attention_twin(name: str) -> Path:
+    """A cached transformers folder (Qwen3): depth, widths, heads and vocabulary of the hybrid `name`, no recurrence.
+
+    Its weights are random, for nothing but time is measured with it: what the same speculation costs where going back
+    is free. `name` is an embedded model or a local folder. Raises InputError for anything else, and for a model
+    without attention heads or a tokenizer.
+    """
+    folder = embedded.local_folder(name)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{name!r} is neither an embedded model ({', '.join(embedded.names())}) nor a model's folder")
+    files = (folder / file for file in ("config.json", *TOKENIZER))
+    digest = files_digest(path for path in files if path.is_file())
+    twin = cache_dir() / "twins" / f"{folder.resolve().name}-{digest[:16]}"
+    twin.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{twin}.lock"):
+        if not (twin / "model.safetensors").is_file():
+            _make_twin(folder, twin)
+    return twin
+
+
+def _make_twin(folder: Path, twin: Path) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from specnb.lm.dequantise import quiet
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    missing = [key for key in TWIN_FIELDS if key not in config] + [f for f in TOKENIZER if not (folder / f).is_file()]
+    if missing:
+        raise InputError(f"{folder} has no attention-only twin: it lacks {', '.join(missing)}")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(Qwen3Config(**{key: config[key] for key in TWIN_FIELDS}))
+    partial_twin = twin.with_name(f"{twin.name}.part")
+    shutil.rmtree(partial_twin, ignore_errors=True)
+    with quiet():
+        model.save_pretrained(partial_twin)
+    for file in TOKENIZER:
+        shutil.copy(folder / file, partial_twin / file)
+    shutil.rmtree(twin, ignore_errors=True)
+    partial_twin.replace(twin)

@@ -11,8 +11,7 @@ from specnb.lm.base import LanguageModel
 from specnb.measure.bench import compare
 from specnb.measure.scripted import ScriptedDrafter
 from specnb.records import Generation
-from specnb.ssm.passages import passages
-from specnb.ssm.ways import name_in
+from specnb.ssm.ways import name_in, passages
 
 CELLS = ((2, 0.0), (4, 0.5), (4, 0.8), (8, 0.8))
 """K, and the chance that a draft is right."""

@@ -1,8 +1,7 @@
 """The embedded pair: two small trained hybrids in the Qwen3-Next pattern that share a tokenizer.
 
 Three gated delta rule layers, then one full attention layer, with dense MLPs: the text model of Qwen3.5, so that
-transformers (`Qwen3_5ForCausalLM`) and llama.cpp (`qwen35`) both run it. Only shapes and names live here; the weights
-are in `data/models/`, made by `specnb.ssm.train_tiny`.
+transformers (`Qwen3_5ForCausalLM`) and llama.cpp (`qwen35`) both run it. Only shapes and names live here.
 """
 
 from types import MappingProxyType

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
 from specnb.errors import EngineError, InputError, NonFiniteLogits
-from specnb.ssm import tiny
-from specnb.ssm.train_data import Data, batch, write_text
-from specnb.ssm.train_recipe import Recipe
+
+from . import shapes
+from .data import Data, batch, write_text
+from .recipe import Recipe
 
 CHECKPOINT_FILE = "checkpoint.pt"
 LOG_FILE = "log.jsonl"
@@ -31,7 +32,7 @@ def new_model(name: str, seed: int) -> PreTrainedModel:
     """Untrained weights, float32, reproducible; the global generator of torch is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3_5ForCausalLM(tiny.config(name))
+        model = Qwen3_5ForCausalLM(shapes.config(name))
         for layer in model.model.layers:
             if hasattr(layer, "linear_attn"):
                 _start_with_memory(layer.linear_attn)
@@ -187,7 +188,7 @@ def trained(folder: Path) -> PreTrainedModel:
     saved = read_checkpoint(folder)
     if saved is None:
         raise InputError(f"no checkpoint in {folder}: train that stage first")
-    model = Qwen3_5ForCausalLM(tiny.config(saved["recipe"]["name"]))
+    model = Qwen3_5ForCausalLM(shapes.config(saved["recipe"]["name"]))
     model.load_state_dict(saved["model"])
     return model.eval().requires_grad_(False)
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specnb.ssm import tiny
-from specnb.ssm.train_recipe import Recipe, command
+from . import shapes
+from .recipe import Recipe, command
 
 STAGE_TEXT = {
     "target": "the target, on plain text",
@@ -20,18 +20,18 @@ def card(facts: Mapping[str, Any]) -> str:
 
 
 def _head(facts: Mapping[str, Any]) -> list[str]:
-    target, draft = (f"{facts['parameters'][name] / 1e6:.1f} M parameters" for name in (tiny.TARGET, tiny.DRAFT))
+    target, draft = (f"{facts['parameters'][name] / 1e6:.1f} M parameters" for name in (shapes.TARGET, shapes.DRAFT))
     return [
         "# The embedded pair of hybrids",
         "",
-        f"`{tiny.TARGET}` ({target}) and `{tiny.DRAFT}` ({draft}): language models in the Qwen3-Next pattern (three "
-        "gated delta rule layers, then one full attention layer; dense MLPs), trained for this project so that "
+        f"`{shapes.TARGET}` ({target}) and `{shapes.DRAFT}` ({draft}): language models in the Qwen3-Next pattern "
+        "(three gated delta rule layers, then one full attention layer; dense MLPs), trained for this project so that "
         "speculation on recurrent state can be run and measured with nothing fetched. transformers opens them as "
         "`Qwen3_5ForCausalLM`, llama.cpp, after conversion, as `qwen35`. They continue code and its documentation; "
         "they know nothing and answer nothing.",
         "",
-        f"Both share one tokenizer: byte-level BPE with GPT-2's word splitting, {tiny.VOCAB_SIZE:,} tokens, of which "
-        f"`{tiny.END_TEXT}` (id {tiny.END_ID}) starts and ends a text. Weights are float16. Licence of weights and "
+        f"Both share one tokenizer: byte-level BPE with GPT-2's word splitting, {shapes.VOCAB_SIZE:,} tokens, of which "
+        f"`{shapes.END_TEXT}` (id {shapes.END_ID}) starts and ends a text. Weights are float16. Licence of weights and "
         "tokenizer: Apache-2.0, as the project; the texts they were trained on are listed below with theirs.",
         "",
         "| file | what |",
@@ -53,8 +53,8 @@ def _scores(facts: Mapping[str, Any]) -> list[str]:
         "| model | loss |",
         "|---|---|",
         f"| token frequencies of the training text | {losses['unigram']:.3f} |",
-        f"| `{tiny.TARGET}` | {losses[tiny.TARGET]:.3f} |",
-        f"| `{tiny.DRAFT}` | {losses[tiny.DRAFT]:.3f} |",
+        f"| `{shapes.TARGET}` | {losses[shapes.TARGET]:.3f} |",
+        f"| `{shapes.DRAFT}` | {losses[shapes.DRAFT]:.3f} |",
         "",
         "alpha_1, greedy: on the target's own continuations of the held-out passages, how often the draft's most "
         "likely token is the target's (accepted / positions):",
@@ -73,7 +73,7 @@ def _making(facts: Mapping[str, Any]) -> list[str]:
     lines = [
         "## How they were made",
         "",
-        f"`specnb/ssm/train_tiny.py`, torch {facts['torch']}, AdamW, one seed for weights and order of the text. A CPU "
+        f"`data/models/train_tiny`, torch {facts['torch']}, AdamW, one seed for weights and order of the text. A CPU "
         "of another kind rounds otherwise and gets other weights of the same quality.",
         "",
         "| stage | steps | tokens | loss | held out | hours |",
@@ -87,9 +87,9 @@ def _making(facts: Mapping[str, Any]) -> list[str]:
         )
     commands = (command(stage, Recipe(**one["recipe"])) for stage, one in facts["stages"].items())
     steps = [
-        "python -m specnb.ssm.train_tiny --stage data",
+        "python -m data.models.train_tiny --stage data",
         *commands,
-        "python -m specnb.ssm.train_tiny --stage export",
+        "python -m data.models.train_tiny --stage export",
     ]
     return [*lines, "", "```", *steps, "```", ""]
 

@@ -5,7 +5,8 @@ from types import MappingProxyType
 from typing import Any
 
 from specnb.errors import InputError
-from specnb.ssm import tiny
+
+from . import shapes
 
 DECAY_SHARE = 0.2
 
@@ -48,14 +49,14 @@ class Recipe:
 PRESETS = MappingProxyType(
     {
         "cpu": {
-            "target": Recipe(tiny.TARGET, 3600, batch_size=4, peak_lr=1.5e-3),
-            "draft": Recipe(tiny.DRAFT, 1500, batch_size=4, peak_lr=3e-3),
-            "distil": Recipe(tiny.DRAFT, 1500, batch_size=4, peak_lr=2e-3, distilled=True, seed=1),
+            "target": Recipe(shapes.TARGET, 3600, batch_size=4, peak_lr=1.5e-3),
+            "draft": Recipe(shapes.DRAFT, 1500, batch_size=4, peak_lr=3e-3),
+            "distil": Recipe(shapes.DRAFT, 1500, batch_size=4, peak_lr=2e-3, distilled=True, seed=1),
         },
         "full": {
-            "target": Recipe(tiny.TARGET, 12_000, batch_size=32, peak_lr=3e-3, warmup=300),
-            "draft": Recipe(tiny.DRAFT, 4000, batch_size=32, peak_lr=4e-3, warmup=300),
-            "distil": Recipe(tiny.DRAFT, 12_000, batch_size=32, peak_lr=3e-3, distilled=True, seed=1),
+            "target": Recipe(shapes.TARGET, 12_000, batch_size=32, peak_lr=3e-3, warmup=300),
+            "draft": Recipe(shapes.DRAFT, 4000, batch_size=32, peak_lr=4e-3, warmup=300),
+            "distil": Recipe(shapes.DRAFT, 12_000, batch_size=32, peak_lr=3e-3, distilled=True, seed=1),
         },
     }
 )
@@ -76,5 +77,5 @@ def command(stage: str, made: Recipe) -> str:
     for preset in PRESETS:
         if recipe(preset, stage, steps=made.steps, seed=made.seed, bf16=made.bf16) == made:
             flags = f"--preset {preset} --stage {stage} --steps {made.steps} --seed {made.seed}"
-            return f"python -m specnb.ssm.train_tiny {flags}{'' if made.bf16 else ' --no-bf16'}"
+            return f"python -m data.models.train_tiny {flags}{'' if made.bf16 else ' --no-bf16'}"
     raise InputError(f"{made} belongs to no preset: it was not made by train_tiny")

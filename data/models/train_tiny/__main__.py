@@ -1,4 +1,4 @@
-"""Train the embedded pair: `python -m specnb.ssm.train_tiny --preset cpu`.
+"""Train the embedded pair: `python -m data.models.train_tiny --preset cpu`.
 
 Stages, each of which resumes: corpus and tokenizer, the target, the draft on plain text, the draft on the target's
 rows (distillation: Hinton et al. 2015; for drafting: DistillSpec, Zhou et al. 2023), and the export to `data/models`.
@@ -14,12 +14,12 @@ from typing import Annotated, Any
 import typer
 from tqdm import tqdm
 
-from specnb import script
 from specnb.errors import InputError
 from specnb.lm import embedded
 from specnb.paths import cache_dir
-from specnb.ssm.train_data import open_data, prepare
-from specnb.ssm.train_recipe import Recipe, recipe
+
+from .data import open_data, prepare
+from .recipe import Recipe, recipe
 
 
 class Stage(StrEnum):
@@ -44,19 +44,19 @@ def run_stage(stage: Stage, work: Path, out: Path, made: Recipe | None, *, devic
         data = prepare(work / "data")
         return f"{data.train.size:,} training tokens, {data.held_out.size:,} held out, in {work / 'data'}"
     if stage is Stage.EXPORT:
-        from specnb.ssm.train_export import export
+        from .export import export
 
         return json.dumps(export(work, out), indent=1)
-    from specnb.ssm import train_loop
+    from . import loop
 
-    start = train_loop.trained(work / "draft") if stage is Stage.DISTIL else None
-    teacher = train_loop.trained(work / "target").to(device) if stage is Stage.DISTIL else None
+    start = loop.trained(work / "draft") if stage is Stage.DISTIL else None
+    teacher = loop.trained(work / "target").to(device) if stage is Stage.DISTIL else None
     with _bar(made.steps, stage) as on_step:
-        train_loop.train(
+        loop.train(
             made, open_data(work / "data"), work / stage, start=start, teacher=teacher, device=device,
             save_every=save_every, on_step=on_step,
         )  # fmt: skip
-    last = train_loop.read_checkpoint(work / stage)["log"][-1]
+    last = loop.read_checkpoint(work / stage)["log"][-1]
     return f"{stage}: step {last['step']}, loss {last['loss']:.3f}, held out {last['held_out_loss']:.3f} nats a token"
 
 
@@ -104,10 +104,5 @@ def command(
         typer.echo(run_stage(one, work, out, made, device=device, save_every=save_every))
 
 
-def main() -> None:
-    """Entry point."""
-    script.run("train_tiny", command)
-
-
 if __name__ == "__main__":
-    main()
+    typer.run(command)

@@ -13,7 +13,8 @@ import numpy as np
 
 from specnb import corpus
 from specnb.errors import InputError
-from specnb.ssm import tiny
+
+from . import shapes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,7 +34,7 @@ class Data:
     facts: dict[str, Any]
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = tiny.VOCAB_SIZE) -> "Tokenizer":
+def train_tokenizer(texts: Iterable[str], vocab_size: int = shapes.VOCAB_SIZE) -> "Tokenizer":
     """Byte-level BPE with GPT-2's splitting of words, so that llama.cpp's pre-tokenizer `gpt-2` is the same.
 
     Every byte has a token, so nothing is unknown. The end token is id 0; besides the ends of texts only its own
@@ -46,12 +47,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = tiny.VOCAB_SIZE) -> 
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[tiny.END_TEXT],
+        special_tokens=[shapes.END_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    if tokenizer.get_vocab_size() != vocab_size or tokenizer.token_to_id(tiny.END_TEXT) != tiny.END_ID:
+    if tokenizer.get_vocab_size() != vocab_size or tokenizer.token_to_id(shapes.END_TEXT) != shapes.END_ID:
         raise InputError(
             f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}: it is too small; "
             "install the packages in specnb.corpus.LICENCES"
@@ -61,9 +62,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = tiny.VOCAB_SIZE) -> 
 
 def stream(tokenizer: "Tokenizer", texts: Iterable[str]) -> np.ndarray:
     """The texts as one uint16 stream, the end token before each and after the last."""
-    ids = [tiny.END_ID]
+    ids = [shapes.END_ID]
     for text in texts:
-        ids += [*tokenizer.encode(text, add_special_tokens=False).ids, tiny.END_ID]
+        ids += [*tokenizer.encode(text, add_special_tokens=False).ids, shapes.END_ID]
     return np.asarray(ids, dtype=np.uint16)
 
 
@@ -107,8 +108,8 @@ def open_data(folder: Path) -> Data:
             f"no prepared corpus in {folder} ({error}): remove the folder to have it made again"
         ) from error
     for name, ids in (("train", train), ("held_out", held_out)):
-        if ids.ndim != 1 or ids.dtype != np.uint16 or not ids.size or ids.max() >= tiny.VOCAB_SIZE:
-            raise InputError(f"{folder / name}.npy is not a stream of uint16 ids below {tiny.VOCAB_SIZE}")
+        if ids.ndim != 1 or ids.dtype != np.uint16 or not ids.size or ids.max() >= shapes.VOCAB_SIZE:
+            raise InputError(f"{folder / name}.npy is not a stream of uint16 ids below {shapes.VOCAB_SIZE}")
     return Data(folder, train, held_out, facts)
 
 

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from specnb.corpus import is_held_out
 from specnb.errors import InputError
-from specnb.ssm import tiny
-from specnb.ssm.train_card import card
-from specnb.ssm.train_data import TOKENIZER_FILE, Data, open_data, write_text
-from specnb.ssm.train_loop import held_out_loss, read_checkpoint, trained
-from specnb.ssm.train_recipe import Recipe
-from specnb.ssm.train_score import accepted, greedy, unigram_loss
+
+from . import shapes
+from .card import card
+from .data import TOKENIZER_FILE, Data, open_data, write_text
+from .loop import held_out_loss, read_checkpoint, trained
+from .recipe import Recipe
 
 PASSAGES_FILE = "held_out.jsonl"
 FACTS_FILE = "training.json"
@@ -39,14 +39,14 @@ def export(work: Path, out: Path) -> dict[str, Any]:
     """
     data, stages = open_data(work / "data"), _stages(work)
     last = "distil" if "distil" in stages else "draft"
-    write_model(trained(work / "target"), data, out / tiny.TARGET, log=_log(stages, "target"))
-    write_model(trained(work / last), data, out / tiny.DRAFT, log=_log(stages, "draft", "distil"))
+    write_model(trained(work / "target"), data, out / shapes.TARGET, log=_log(stages, "target"))
+    write_model(trained(work / last), data, out / shapes.DRAFT, log=_log(stages, "draft", "distil"))
     write_text(out / PASSAGES_FILE, "".join(json.dumps(one) + "\n" for one in passages(data)))
-    target, draft = (read_model(out / name) for name in (tiny.TARGET, tiny.DRAFT))
+    target, draft = (read_model(out / name) for name in (shapes.TARGET, shapes.DRAFT))
     facts = {
         "corpus": data.facts | {"tokens": {"train": data.train.size, "held_out": data.held_out.size}},
         "stages": {stage: {"recipe": saved["recipe"], **saved["log"][-1]} for stage, saved in stages.items()},
-        "parameters": {tiny.TARGET: target.num_parameters(), tiny.DRAFT: draft.num_parameters()},
+        "parameters": {shapes.TARGET: target.num_parameters(), shapes.DRAFT: draft.num_parameters()},
         "held_out_loss": _losses(data, target, draft),
         "alpha_1": acceptance(out, target, {"draft": trained(work / "draft"), last: draft}),
         "torch": torch.__version__.split("+")[0],
@@ -64,12 +64,12 @@ def write_model(model: PreTrainedModel, data: Data, folder: Path, *, log: Sequen
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     model = model.to(torch.float16)
-    model.generation_config = GenerationConfig(bos_token_id=tiny.END_ID, eos_token_id=tiny.END_ID, do_sample=False)
+    model.generation_config = GenerationConfig(bos_token_id=shapes.END_ID, eos_token_id=shapes.END_ID, do_sample=False)
     model.save_pretrained(part)
     PreTrainedTokenizerFast(
         tokenizer_file=str(data.folder / TOKENIZER_FILE),
-        bos_token=tiny.END_TEXT,
-        eos_token=tiny.END_TEXT,
+        bos_token=shapes.END_TEXT,
+        eos_token=shapes.END_TEXT,
         model_max_length=model.config.max_position_embeddings,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(part)
@@ -117,7 +117,7 @@ def prompts(out: Path, kind: str = "") -> list[np.ndarray]:
 
 def tokenizer_of(out: Path) -> Tokenizer:
     """The exported tokenizer, without transformers around it."""
-    return Tokenizer.from_file(str(out / tiny.TARGET / TOKENIZER_FILE))
+    return Tokenizer.from_file(str(out / shapes.TARGET / TOKENIZER_FILE))
 
 
 def acceptance(out: Path, target: PreTrainedModel, drafts: dict[str, PreTrainedModel]) -> dict[str, Any]:
@@ -134,9 +134,9 @@ def acceptance(out: Path, target: PreTrainedModel, drafts: dict[str, PreTrainedM
 def _losses(data: Data, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, float]:
     length = 512
     return {
-        "unigram": unigram_loss(data.train, data.held_out, tiny.VOCAB_SIZE),
-        tiny.TARGET: held_out_loss(target, data, length, SCORED_WINDOWS),
-        tiny.DRAFT: held_out_loss(draft, data, length, SCORED_WINDOWS),
+        "unigram": unigram_loss(data.train, data.held_out, shapes.VOCAB_SIZE),
+        shapes.TARGET: held_out_loss(target, data, length, SCORED_WINDOWS),
+        shapes.DRAFT: held_out_loss(draft, data, length, SCORED_WINDOWS),
     }
 
 
@@ -160,3 +160,35 @@ def _piece(text: str) -> str:
     """PASSAGE_CHARS from the second third of a text, from the beginning of a line."""
     start = text.index("\n", len(text) // 3) + 1
     return text[start : start + PASSAGE_CHARS]
+
+
+def unigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
+    """Cross-entropy in nats a token of `held_out` under the token frequencies of `train`, one added to each count."""
+    counts = np.bincount(train, minlength=vocab_size) + 1.0
+    return float(-np.log(counts / counts.sum())[held_out].mean())
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: np.ndarray, n_new: int) -> np.ndarray:
+    """The prompt and `n_new` tokens of the model's own choice, each the argmax of its row; no token stops it."""
+    ids = torch.from_numpy(prompt.astype(np.int64))[None].to(model.device)
+    kept, last, past = ids, ids, None
+    for _ in range(n_new):
+        answer = model(last, past_key_values=past, use_cache=True)
+        past, last = answer.past_key_values, answer.logits[:, -1:].argmax(-1)
+        kept = torch.cat([kept, last], dim=1)
+    return kept[0].cpu().numpy()
+
+
+@torch.no_grad()
+def accepted(draft: PreTrainedModel, ids: np.ndarray, n_new: int) -> int:
+    """Of the last `n_new` tokens of `ids`, the target's own choices: how many are the draft's most likely token too.
+
+    The draft reads the target's tokens, as it does at the first position of a round: over all of them this is
+    alpha_1 at temperature 0.
+    """
+    if not 0 < n_new < len(ids):
+        raise InputError(f"{len(ids)} tokens have no {n_new} continued ones behind a prompt")
+    tokens = torch.from_numpy(ids.astype(np.int64)).to(draft.device)
+    said = draft(tokens[None, :-1], use_cache=False).logits[0].argmax(-1)
+    return int((said == tokens[1:])[-n_new:].sum())
