@@ -15,4 +15,4 @@ test: .venv/ready
 	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 slow: .venv/ready  # hours: trainings, grids on real models, converters, killed workers, browser, every notebook
-	.venv/bin/pytest -m slow
+	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
