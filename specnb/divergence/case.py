@@ -188,23 +188,35 @@ class Case:
         """Of "keys" and "values" whether the cache held the rows of a sound run in the first wrong feed.
 
         Only what both runs' caches show: empty where attention is not what is wrong first. Keys that are all turned by
-        one number of positions more are no others.
+        one number of positions more are no others. Rows that are near the right ones (`nearly_cached`) are neither.
         """
+        exact = ladder.rounding([str(self.bad.trace.facts.get("dtype"))])
+        return {name: off <= exact for name, off in self._cache_errors.items() if off <= exact or off > ladder.LARGE}
+
+    @cached_property
+    def nearly_cached(self) -> dict[str, float]:
+        """The largest relative error of those whose rows are the right ones, but for more than rounding to the draft's
+        type: of a quantised cache, or after a sound kernel of another order."""
+        return {name: off for name, off in self._cache_errors.items() if name not in self.cached}
+
+    @cached_property
+    def _cache_errors(self) -> dict[str, float]:
         if self.sound is None:
             return {}
         names = CACHED[1:] if self.bad.offset else CACHED
-        found = {name: self._same_rows(name) for name in names}
-        return {name: same for name, same in found.items() if same is not None}
+        errors = {name: self._cache_error(name) for name in names}
+        return {name: error for name, error in errors.items() if error is not None}
 
-    def _same_rows(self, name: str) -> bool | None:
+    def _cache_error(self, name: str) -> float | None:
+        """The largest relative error of a cached row; inf for another number of rows, None where nothing was seen."""
         where = {"module": self.first["module"], "role": "state", "name": name, "step": int(self.first["feed"])}
-        ours, theirs = (_cached_rows(trace.rows(**where), trace) for trace in (self.bad.trace, self.sound))
-        if ours is None or theirs is None or ours.shape[1:] != theirs.shape[1:]:
+        rows, sound = (_cached_rows(trace.rows(**where), trace) for trace in (self.bad.trace, self.sound))
+        if rows is None or sound is None or rows.shape[1:] != sound.shape[1:]:
             return None
-        if len(ours) != len(theirs):
-            return False
-        # another token's row is far off, and one that rounding reached is not
-        return bool((np.linalg.norm(ours - theirs, axis=1) <= ladder.LARGE * np.linalg.norm(theirs, axis=1)).all())
+        if len(rows) != len(sound) or not np.isfinite(rows).all():
+            return np.inf
+        off, size = (np.linalg.norm(values, axis=1) for values in (rows - sound, sound))
+        return float(np.max(np.divide(off, size, out=np.where(off > 0, np.inf, 0.0), where=size > 0), initial=0.0))
 
     def error_like(self, one: str, other: str) -> bool | None:
         """Whether two set-ups are wrong by the same amounts; None where one was not run, or none repeats."""

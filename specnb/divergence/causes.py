@@ -139,14 +139,18 @@ def _kv_slot(case: Case) -> Iterator[Sign]:
         yield Sign(-5, "the keys and values in its cache are those of a sound run, position by position")
     elif case.cached.get("values"):
         yield Sign(-3, "the values in its cache are those of a sound run: only keys are others")
-    elif case.cached:
+    elif False in case.cached.values() and not ("keys" in case.cached and "values" in case.nearly_cached):
         other = " and ".join(name for name, same in case.cached.items() if not same)
         yield Sign(4, f"the {other} in its cache are not those of a sound run")
+    elif case.nearly_cached:
+        error = max(case.nearly_cached.values())
+        yield Sign(2, f"the {' and '.join(case.nearly_cached)} in its cache are up to {error:.1g} off those of a sound "
+                      "run: a quantised cache, or rounding on the way")  # fmt: skip
     if case.share < 0.9:
         yield Sign(1, f"only {case.share:.0%} of the tokens are")
     if case.wrong("S0") and case.wrong("S0w") is False:
         yield Sign(2, "fed in blocks, with nothing taken back, it is right: what is left of rejected tokens")
-    if case.at_once:
+    if case.at_once and not case.nearly_cached:
         yield Sign(-2, "it is wrong in the first prefill, with nothing cached or taken back yet")
 
 

@@ -11,6 +11,7 @@ from specnb.divergence.case import Case
 from specnb.divergence.causes import CLASSES, rank
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.ladder import one_factor
+from specnb.divergence.investigate import judge
 from specnb.divergence.local_offset import one_offset
 from specnb.divergence.pair import copy_of
 from specnb.divergence.planted.fault import CAUSES, forward_replaced, replaced, values_changed
@@ -196,6 +197,32 @@ def test_attention_over_the_right_keys_and_values_is_no_matter_of_slots(lab, dep
     causes, case = cause_of(lab, deploy, ("S0", "S0w"))
     assert likeliest(causes) == "COMPUTATION" and case.cached == {"keys": True, "values": True}
     assert causes["COMPUTATION"].score > causes["KV_SLOT"].score + 3
+
+
+def int8_cache(draft, neighbour):
+    """Keys and values of one layer are stored as 127 steps of their largest value."""
+
+    def rounded(rows):
+        step = rows.abs().amax(-1, keepdim=True) / 127
+        return (rows / step).round() * step
+
+    def around(original, *args, past_key_values, **kwargs):
+        update = past_key_values.update
+        stored = lambda keys, values, *rest, **more: update(rounded(keys), rounded(values), *rest, **more)  # noqa: E731
+        with replaced(past_key_values, "update", stored):
+            return original(*args, past_key_values=past_key_values, **kwargs)
+
+    return forward_replaced(draft.model.layers[1].self_attn, around)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_and_values_of_a_coarser_type_are_not_the_right_ones(lab, dtype):
+    draft = copy_of(lab.draft).to(getattr(torch, dtype))
+    short = lab if dtype == "float32" else Lab(draft, script=Script.drafting(range(8), prompt=6, k=1, vocab_size=64))
+    result = judge(short, deploy=int8_cache, setups=["S0", "S0w"])
+    assert result.first.module == "layers.1.self_attn" and not any(result.case.cached.values())
+    assert not (result.cause_known and result.causes[0].name == "COMPUTATION"), result.line
+    assert "right values" not in result.line
 
 
 def test_slots_are_told_by_what_is_in_them(lab):
