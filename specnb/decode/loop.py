@@ -25,6 +25,9 @@ from specnb.records import Round
 NOTHING = Proposal(())
 """A round without drafts."""
 
+ROW_TOLERANCE = 1e-3
+"""How far a row of q_draft may sum from 1: rounding of half precision, no more."""
+
 
 def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter | None = None) -> np.ndarray:
     """Put the whole prompt into the target's state, show it to the drafter; the logits after it, `(1, vocab)`.
@@ -169,9 +172,29 @@ def _proposed(
     if len(proposal.ids) > max(asked, 0):
         raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, but was asked for {asked}")
     if proposal.tree is None:
+        if proposal.q_draft is not None:
+            _require_rows(target, drafter, proposal)
         return proposal
     tree.require_trees(target)
     return tree.checked(proposal, depth)
+
+
+def _require_rows(target: LanguageModel, drafter: Drafter, proposal: Proposal) -> None:
+    """Refuse rows that the drafts were not drawn from: the rules would keep such drafts with certainty.
+
+    One sum over each row finds NaN and infinity as well. Raises InputError.
+    """
+    ids, rows = proposal.ids, proposal.q_draft
+    expected = (len(ids), target.vocab.size)
+    if rows.shape != expected:
+        raise InputError(f"drafter {drafter.name} reports q_draft of shape {rows.shape}, expected {expected}")
+    for at, (token, row) in enumerate(zip(ids, rows, strict=True)):
+        total, chance = float(row.sum()), float(row[token]) if 0 <= token < len(row) else 0.0
+        if not (abs(total - 1.0) < ROW_TOLERANCE and chance > 0.0):
+            raise InputError(
+                f"drafter {drafter.name}: draft {at} of a round is token {token} with q = {chance}, from a row that "
+                f"sums to {total}; expected q above 0 and a sum of 1. Report the row that the draft was drawn from"
+            )
 
 
 def _out_of_context(target: LanguageModel, tokens: list[int], stopping: Stopping) -> bool:

@@ -296,6 +296,38 @@ def test_rules_by_name():
         accept.rule_named("typical", Sampling())
 
 
+class Misreporting(Spy):
+    """Drafts token 0 and reports `rows` for it."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = np.asarray(rows)
+
+    def propose(self, tokens, k, rng):
+        return Proposal((0, 0), self.rows)
+
+
+GOOD = [0.7, 0.3, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([GOOD], r"\(1, 3\).*\(2, 3\)"),
+        ([GOOD[:2]] * 2, r"\(2, 2\).*\(2, 3\)"),
+        ([GOOD, [0.0, 0.5, 0.5]], "draft 1 .*token 0.* 0.0"),
+        ([[float("nan")] * 3, GOOD], "draft 0 .*nan"),
+        ([GOOD, [float("inf"), 0.0, 0.0]], "draft 1 .*inf"),
+        ([GOOD, [0.3, 0.0, 0.0]], "draft 1 .*0.3"),
+    ],
+)
+def test_a_drafter_that_misreports_its_rows_is_named_with_the_place_and_the_value(rows, named):
+    """Such drafts were kept with certainty: min(1, nan) is 1, and so is min(1, p/0)."""
+    target = toy.markov(3, order=1, seed=0)
+    with pytest.raises(InputError, match=f"(?s)spy.*{named}"):
+        run(target, [0, 1], Misreporting(rows), k=2, sampling=Sampling(1.0))
+
+
 # --- time -----------------------------------------------------------------------------------------------------------
 
 
