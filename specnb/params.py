@@ -72,7 +72,7 @@ class KSweepParams(Params):
     temperatures: list[float] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
     categories: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
     prompts_per_category: int = Field(default=5, ge=1, le=1000)
-    max_new_tokens: int = Field(default=24, ge=1, le=100_000)
+    max_new_tokens: int = Field(default=24, ge=2, le=100_000)
     conversations: int = Field(default=3, ge=0, le=1000)
     rule: Literal["token", "block", "typical"] = "token"
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -18,7 +18,7 @@ from specnb.measure.experiment import Progress, models_of, record_of, silent
 from specnb.measure.ksweep import baseline_of
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.stats import Interval, bootstrap, rate_ratio
-from specnb.measure.trace import record
+from specnb.measure.trace import record, require_followed
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
@@ -58,6 +58,7 @@ class Workbench:
             for name in params.drafters:
                 drafters.append(load_drafter(name, target, strict=True).drafter)
                 opened.callback(drafters[-1].close)
+            require_followed(drafters)
             opened.pop_all()
             return cls(target, drafters, chosen, params)
 

@@ -23,7 +23,7 @@ from specnb.measure.ksweep import check_prompts
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk
 from specnb.measure.switching import SWITCHING, answered, questions, switches
-from specnb.measure.trace import follow
+from specnb.measure.trace import follow, require_followed
 from specnb.params import AdaptiveKParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
@@ -73,6 +73,7 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
         with saving_failures(made, recorded):
             for name in params.drafters:
                 drafters.append(load_drafter(name, target, strict=True).drafter)
+            require_followed(drafters)
             asked = questions(params.conversations) if target.vocab.chat_template else ()
             check_prompts(target, [*chosen, *asked], params.max_new_tokens)
             curve, measured["c"] = verify_costs(target, drafters, params.k_max)

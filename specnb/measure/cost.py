@@ -78,8 +78,12 @@ def verify_costs(
     """The target's curve up to k_max + 1 tokens, and by its name each drafter's c: T_draft(1) / T_target(1).
 
     All are measured in turn, as `verify_curve` does, after CONTEXT tokens or half of what the smallest of the models
-    holds. c is 0 for a drafter without a model. Raises InputError when that does not fit a model.
+    holds. c is 0 for a drafter without a model. Raises InputError when that does not fit a model, and for
+    trained heads, whose cost is not that of a model's forward.
     """
+    for drafter in drafters:
+        if hasattr(drafter, "target"):
+            raise InputError(f"what {drafter.name} costs is not measured here: see specnb bench medusa")
     models = {d.name: model for d in drafters if (model := model_of(d)) is not None}
     context = min(CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))
     widths = {1, *(n for n in WIDTHS if n <= k_max), k_max + 1}

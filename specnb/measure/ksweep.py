@@ -18,7 +18,7 @@ from specnb.measure.cost import CostCurve, verify_costs
 from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.measure.fork import explain_fork
 from specnb.measure.replay import Cost, sweep
-from specnb.measure.trace import follow
+from specnb.measure.trace import follow, require_followed
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
@@ -47,6 +47,8 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
     try:
         with saving_failures(made, recorded):
             drafter = load_drafter(params.drafter, target, strict=True).drafter
+            if params.rule == "token":
+                require_followed([drafter])
             check_prompts(target, chosen, params.max_new_tokens)
             curve, c = verify_costs(target, [drafter], max(params.k_max, *params.ks))
             measurements |= {"verify_curve": curve.model_dump(mode="json"), "c": c[drafter.name]}

@@ -138,6 +138,11 @@ def rounds(
 ) -> Iterator[Step]:
     """`walk`, a round at a time; `behind` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
+    if controller.reads_drafts and any(recording.offered) and not (recording.beliefs or recording.support):
+        raise InputError(
+            f"{controller.name} reads drafts, but the recording of {recording.drafter} does not hold its rows: replay "
+            "a fixed K, or run it live"
+        )
     behind = behind or _recorded(recording)
     controller.start(recording.prompt)
     at = 0

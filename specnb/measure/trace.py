@@ -10,8 +10,9 @@ import numpy as np
 
 from specnb.decode.control import Belief, Controller
 from specnb.decode.generate import PromptLike, generate
+from specnb.decode.loop import NOTHING
 from specnb.decode.sampling import Sampling, argmax
-from specnb.draft.base import Drafter, TokenView
+from specnb.draft.base import Drafter, TokenView, tree_nodes
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import Capabilities, LanguageModel
@@ -56,6 +57,28 @@ def record(
         yield made, follow(target, drafters, made, k_max=k_max, max_new_tokens=max_new_tokens, astray=astray)
 
 
+def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -> None:
+    """Refuse, before any work, drafters that `follow` would get wrong, and two of one name. Raises InputError."""
+    names = [drafter.name for drafter in drafters]
+    for drafter in drafters:
+        if names.count(drafter.name) > 1:
+            raise InputError(f"{names.count(drafter.name)} of the drafters are called {drafter.name}: give each once")
+        if tree_nodes(drafter):
+            raise InputError(
+                f"{drafter.name} drafts trees of {tree_nodes(drafter)} nodes, and only chains are replayed"
+            )
+        if hasattr(drafter, "target"):
+            raise InputError(
+                f"{drafter.name} reads the target's hidden states, which no recording holds yet: measure it live "
+                "(specnb generate, specnb bench medusa)"
+            )
+        if not (only_k_max or getattr(drafter, "nested", True)):
+            raise InputError(
+                f"{drafter.name} drafts text: its drafts for a smaller K are not the first of those for a larger one. "
+                "Translate by tokens, or follow it with only_k_max, K by K"
+            )
+
+
 def follow(
     target: LanguageModel,
     drafters: Sequence[Drafter],
@@ -69,9 +92,8 @@ def follow(
 ) -> list[Recording]:
     """A recording of each drafter along `made`, which `target` generated plainly with `max_new_tokens` at most.
 
-    `made` was sampled with its temperature alone: top-k and top-p are not in a Generation, and not replayed. A draft
-    model is followed in single steps where wide forwards round otherwise (`pass_width`). Live it feeds two tokens at
-    once after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
+    A draft model is followed in single steps where wide forwards round otherwise (`pass_width`). Live it feeds two
+    tokens at once after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
 
     Wrong greedy drafts of a draft model are followed as far as any controller may read (`astray`), or only as far as
     those do that are `walking` along the recording, by the drafter's name; they learn from it. The recording then
@@ -80,16 +102,23 @@ def follow(
     What `StringMatch` proposes for a smaller K is not the beginning of what it proposes for `k_max` (its last token may
     be the beginning of a longer one), so it is followed only where no smaller K is asked of the recording:
     `only_k_max` says so.
+
+    Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
+    or another `max_new_tokens` made.
     """
     if made.k:
         raise InputError(f"the generation of {made.prompt_id!r} drafted (K = {made.k}): follow a plain one")
-    for drafter in drafters:
-        if not (only_k_max or getattr(drafter, "nested", True)):
-            raise InputError(
-                f"{drafter.name} drafts text: its drafts for a smaller K are not the first of those for K = {k_max}, "
-                "so one recording does not answer every K; translate by tokens, or follow it with only_k_max, K by K"
-            )
-    sampling = Sampling(made.temperature)
+    if made.target != target.name:
+        raise InputError(
+            f"{made.target} generated {made.prompt_id!r}, not {target.name}: follow it with its own target"
+        )
+    if made.max_new_tokens not in (None, max_new_tokens):
+        raise InputError(
+            f"{made.prompt_id!r} was generated with max_new_tokens = {made.max_new_tokens}, not {max_new_tokens}: "
+            "drafts beyond the end would be counted otherwise"
+        )
+    require_followed(drafters, only_k_max=only_k_max)
+    sampling = Sampling(made.temperature, made.top_k, made.top_p)
     p_true = None if sampling.greedy else _true_probabilities(target, made, sampling)
     recordings = []
     for drafter in drafters:
@@ -115,7 +144,8 @@ def _follow(
 ) -> tuple[Recording, Astray | None]:
     """A recording along the true tokens; for a greedy draft model also what can follow its wrong drafts."""
     n, true = len(made.token_ids), made.token_ids
-    most = [max(0, min(k_max, max_new_tokens - i - 1, target.caps.n_ctx - len(made.prompt_ids) - i)) for i in range(n)]
+    widest = min(k_max, target.caps.max_width - 1)
+    most = [max(0, min(widest, max_new_tokens - i - 1, target.caps.n_ctx - len(made.prompt_ids) - i)) for i in range(n)]
     support: tuple[int, ...] = ()
     beliefs: tuple[Belief, ...] = ()
     paths = None
@@ -128,7 +158,9 @@ def _follow(
             paths = Astray(drafter.model, made, wrong, pass_width(drafter.model.caps))
     else:
         found = list(_proposals(drafter, made, most))
-        proposals, support = [ids for ids, _ in found], tuple(n for _, n in found)
+        proposals = [ids for ids, _ in found]
+        # without support and beliefs no controller that reads drafts is replayed
+        support = () if any(n is None for _, n in found) else tuple(n for _, n in found)
         keep = tuple(tuple(map(float, map(int.__eq__, ids, true[i:]))) for i, ids in enumerate(proposals))
         offered = tuple(len(ids) for ids in proposals)
     recording = Recording(
@@ -139,14 +171,17 @@ def _follow(
     return recording, paths
 
 
-def _proposals(drafter: Drafter, made: Generation, most: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """What a deterministic drafter proposes at every position of the generation, and how long its match was."""
+def _proposals(drafter: Drafter, made: Generation, most: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int | None]]:
+    """What a deterministic drafter proposes at every position, and how long its match was; None if it read rows."""
     tokens = list(made.prompt_ids)
     view = TokenView(tokens)
     drafter.start(view)
     for limit, token in zip(most, made.token_ids, strict=True):
         watch = _NoChoice()
-        yield drafter.propose(view, limit, watch).ids if limit else (), watch.support
+        proposal = drafter.propose(view, limit, watch) if limit else NOTHING
+        if proposal.tree is not None:
+            raise InputError(f"{drafter.name} drafts trees, and only chains are replayed")
+        yield proposal.ids, watch.support
         tokens.append(token)
         drafter.commit(view)
 
@@ -157,13 +192,14 @@ class _NoChoice:
     enough = False
 
     def __init__(self) -> None:
-        self.support = 0
+        self.support: int | None = 0
 
     def copies(self, support: int, k: int) -> int:
         self.support = support
         return k
 
     def best(self, logits: np.ndarray) -> int:
+        self.support = None
         return argmax(logits)
 
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:

@@ -31,7 +31,7 @@ BAD = [
     ("categories", "code", "list"),
     ("prompts_per_category", 0, "greater than or equal to 1"),
     ("prompts_per_category", 2.0, "integer"),
-    ("max_new_tokens", 0, "greater than or equal to 1"),
+    ("max_new_tokens", 1, "greater than or equal to 2"),
     ("max_new_tokens", 100_001, "less than or equal to 100000"),
     ("seed", -1, "greater than or equal to 0"),
     ("seed", 2**63, "less than"),
