@@ -11,7 +11,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import date
 from numbers import Integral, Real
 from pathlib import Path
@@ -143,14 +143,23 @@ def read_json(path: str | Path, limit: int) -> dict[str, Any]:
     return value
 
 
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn an OSError of what is written inside (no room, no permission) into an InputError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path} ({error.strerror}): make room, or name another folder") from error
+
+
 def write_atomic(path: str | Path, data: bytes) -> None:
     """Write `data` to `path`, folders included, so that a reader sees the old file or the new one, never a part.
 
-    Raises InputError where it cannot be written (no room, no permission), and the old file stays.
+    Raises InputError where it cannot be written, and the old file stays.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("xb") as file:
@@ -160,7 +169,3 @@ def write_atomic(path: str | Path, data: bytes) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {path} ({error.strerror or error}): make room, or name another folder"
-        ) from error

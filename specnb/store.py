@@ -1,24 +1,23 @@
 """Where records lie: one folder a run, `results/<experiment>/<run_id>/{run.json, rounds.parquet}`.
 
-`run.json` holds the record but for its rounds; `rounds.parquet` holds one row a round, lists as list columns. Both
-are written under temporary names and renamed, `run.json` last: a folder without it is not a record. `run.json`
-carries the digest of its `rounds.parquet`, so a pair that does not belong together is noticed. Everything else is
-a query (`query`) over these files.
+`run.json` holds the record but for its rounds; `rounds.parquet` holds one row a round, lists as list columns.
+`run.json` carries the digest of its `rounds.parquet`, and its rename is the one step that replaces an old record: the
+new rounds lie beside the old ones until then. Everything else is a query (`query`) over these files.
 """
 
 import io
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from pydantic import ValidationError
-
 from specnb.errors import InputError
-from specnb.io import digest, plain, read_bytes, read_json, write_atomic
+from specnb.io import digest, plain, read_bytes, read_json, write_atomic, writing
 from specnb.paths import project_dir
 from specnb.records import SCHEMA_VERSION, Generation, Round, RunRecord
 
@@ -36,13 +35,13 @@ _SCALARS = [name for name in Generation.model_fields if name not in ("rounds", "
 
 
 def results_dir() -> Path:
-    """Folder of all records: `$SPECNB_RESULTS` (set for headless notebook runs), else `results/` of the checkout."""
+    """Return the folder of all records: `$SPECNB_RESULTS` (set for headless runs), else `results/` of the checkout."""
     own = os.environ.get("SPECNB_RESULTS")
     return Path(own).expanduser().absolute() if own else project_dir() / "results"
 
 
 def run_id(experiment: str, params: Mapping[str, Any]) -> str:
-    """Twelve hexadecimal digits that depend on the experiment (or notebook) name and the parameters only.
+    """Return twelve hexadecimal digits that depend on the experiment (or notebook) name and the parameters only.
 
     The order of `params` does not matter; 1 and 1.0 are different values. Raises InputError for a value that JSON
     cannot hold.
@@ -51,7 +50,7 @@ def run_id(experiment: str, params: Mapping[str, Any]) -> str:
 
 
 def run_folder(results: Path, experiment: str, run_id: str) -> Path:
-    """`results/<experiment>/<run_id>`; InputError unless both names are plain (no separators, no leading dot)."""
+    """Return `results/<experiment>/<run_id>`; InputError unless both names are plain (no separators, no first dot)."""
     for what, name in (("experiment", experiment), ("run_id", run_id)):
         if not NAME.fullmatch(name):
             raise InputError(
@@ -61,47 +60,43 @@ def run_folder(results: Path, experiment: str, run_id: str) -> Path:
 
 
 def save(record: RunRecord, results: Path | None = None) -> Path:
-    """Write `record` and return its folder; an older record of the same run is replaced.
+    """Write `record` and return its folder; an older record of the same run is replaced in one step.
 
     Without `results` (or with `results_dir()`) a notebook that runs headless writes into the folder of its own run,
     `$SPECNB_RUN_FOLDER`, beside the executed notebook; a second record of another name goes into a folder below it.
-    Tuples in `params`, `provenance` and `measurements` come back as lists. Raises InputError for what JSON or
-    parquet cannot hold (NaN, a key that is not text, an object, a seed beyond 64 bits), and then writes nothing.
+    Tuples in `params`, `provenance` and `measurements` come back as lists.
+
+    Raises InputError for what JSON or parquet cannot hold (NaN, a key that is not text, an object, a seed beyond 64
+    bits), for a folder that cannot be written, and while another process saves this run; the old record then stays.
     """
     folder = _home(record, results)
     document = plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")
     rounds = _to_parquet(record)
-    document["rounds_parquet"] = {
-        "rows": sum(len(g.rounds) for g in record.generations),
-        "sha256": digest(rounds),
-    }
+    n_rounds = sum(len(g.rounds) for g in record.generations)
+    document["rounds_parquet"] = {"rows": n_rounds, "sha256": digest(rounds)}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
-    write_atomic(folder / "rounds.parquet", rounds)
-    write_atomic(folder / "run.json", f"{{\n{lines}\n}}\n".encode())
+    with _alone_in(folder):
+        _tidy(folder)
+        write_atomic(_new_rounds(folder, document), rounds)
+        write_atomic(folder / "run.json", f"{{\n{lines}\n}}\n".encode())
+        _new_rounds(folder, document).replace(folder / "rounds.parquet")
     return folder
 
 
 def load(folder: Path) -> RunRecord:
-    """The record that `save` wrote into `folder`, rounds included. InputError names the file that cannot be used."""
-    document = _read_run(Path(folder))
-    path = Path(folder) / "rounds.parquet"
-    data = read_bytes(path, MAX_BYTES)
-    expected = document.pop("rounds_parquet", None)
-    if not isinstance(expected, dict) or digest(data) != expected.get("sha256"):
-        raise InputError(f"{path} is not the file that run.json was written with: damaged or mixed up; run it again")
-    generations = document.get("generations")
-    if not isinstance(generations, list) or not all(isinstance(g, dict) for g in generations):
-        raise InputError(f"{Path(folder) / 'run.json'}: `generations` is not a list of objects; run it again")
-    for generation in generations:
-        generation["rounds"] = []
+    """Return the record that `save` wrote into `folder`. InputError names the file that cannot be used."""
+    import pyarrow.parquet as pq
+
+    document, rounds = _read(Path(folder))
     try:
-        for index, round_ in _from_parquet(data, expected.get("rows")):
-            generations[index]["rounds"].append(round_)
-    except (ValueError, TypeError, LookupError, OSError) as error:
-        raise InputError(f"{path} does not hold the rounds of its run: {error}; run it again") from error
-    try:
-        return RunRecord.model_validate(document)
-    except ValidationError as error:
+        generations = document["generations"]
+        for generation in generations:
+            generation["rounds"] = []
+        for row in pq.read_table(io.BytesIO(rounds)).to_pylist():
+            values = {name: row[name] for name in Round._fields if name in row}  # older records lack some columns
+            generations[row["generation"]]["rounds"].append(Round(**values))
+        return RunRecord.model_validate({key: document[key] for key in document if key != "rounds_parquet"})
+    except (LookupError, TypeError, ValueError) as error:
         raise InputError(f"{Path(folder) / 'run.json'} is not a run record: {error}; run it again") from error
 
 
@@ -109,23 +104,40 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
     """Run `sql` (duckdb) over all records below `results` (default `results_dir()`).
 
     Views: `rounds` (one row a round, with `run_id`, `experiment`, `generation`, `filename`), `generations` (the
-    scalar fields of each), `runs` (`params`, `provenance`, `measurements` as JSON text, times in UTC). Raises
-    InputError when there are no records, a record is damaged, or the SQL fails.
+    scalar fields of each), `runs` (`params`, `provenance`, `measurements` as JSON text, times in UTC). Damaged
+    records are left out, with one warning that names them. Raises InputError when there are no others, and when the
+    SQL fails.
     """
     import duckdb
+    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     results = results_dir() if results is None else Path(results)
-    found = sorted(path.relative_to(results).parent for path in results.rglob("run.json"))
-    folders = [results / path for path in found if not any(part.startswith(".") for part in path.parts)]
-    if not folders:
+    places = sorted(path.relative_to(results).parent for path in results.rglob("run.json"))
+    folders = [results / path for path in places if not any(part.startswith(".") for part in path.parts)]
+    runs, generations, rounds, damaged = [], [], [], []
+    for folder in folders:
+        try:
+            document, data = _read(folder)
+            run, rows = _rows(document)
+            table = pq.read_table(io.BytesIO(data))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            damaged.append(str(error) if isinstance(error, InputError) else f"{folder / 'run.json'}: {error!r}")
+            continue
+        runs.append(run | {"folder": str(folder)})
+        generations += rows
+        rounds.append(table.append_column("filename", pa.array([str(folder / "rounds.parquet")] * len(table))))
+    if damaged:
+        warnings.warn(f"{len(damaged)} of {len(folders)} records left out: {'; '.join(damaged)}", stacklevel=2)
+    if not runs:
         raise InputError(f"no records in {results}: make some with `specnb run`, or name another results folder")
-    runs, generations = _tables(folders)
+    columns = ["experiment", "run_id", "generation", *_SCALARS, "n_tokens", "n_prompt_tokens"]
     try:
         with duckdb.connect(config={"autoinstall_known_extensions": "false"}) as connection:
-            connection.register("runs", runs)
-            connection.register("generations", generations)
-            files = [str(folder / "rounds.parquet") for folder in folders]
-            connection.read_parquet(files, union_by_name=True, filename=True).create_view("rounds")
+            connection.register("runs", pd.DataFrame(runs))
+            connection.register("generations", pd.DataFrame(generations, columns=columns))
+            connection.register("rounds", pa.concat_tables(rounds, promote_options="default"))
             rows = connection.sql(sql)
             if rows is None:
                 raise InputError(f"the SQL returns no rows: {sql!r}; give one SELECT")
@@ -134,14 +146,71 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         raise InputError(f"the query over {results} failed: {error}") from error
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the lock of the records in `folder`; the system releases it when the process is killed."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / ".save.lock")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise InputError(f"{folder} is in use: another process saves this run there; save again") from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _tidy(folder: Path) -> None:
+    """Finish what a killed writer began, and remove what it left behind."""
+    with suppress(InputError, FileNotFoundError):
+        _new_rounds(folder, _read_run(folder)).replace(folder / "rounds.parquet")
+    for leftover in [*folder.glob(".run.json.*.tmp"), *folder.glob("*rounds.*.new*")]:
+        leftover.unlink(missing_ok=True)
+
+
+def _new_rounds(folder: Path, document: Mapping[str, Any]) -> Path:
+    """Return where the rounds of `document` lie until its `run.json` is in place."""
+    return folder / f"rounds.{document['rounds_parquet']['sha256'][:16]}.new"
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """Return the content of `run.json`, and the bytes of the rounds that it was written with."""
+    for _attempt in range(3):  # a writer may be between its two steps
+        document = _read_run(folder)
+        for path in (folder / "rounds.parquet", _new_rounds(folder, document), folder / "rounds.parquet"):
+            with suppress(InputError):
+                if digest(data := read_bytes(path, MAX_BYTES)) == document["rounds_parquet"]["sha256"]:
+                    return document, data
+    raise InputError(
+        f"{folder / 'rounds.parquet'} is missing or not the file that run.json was written with: run it again"
+    )
+
+
+def _read_run(folder: Path) -> dict[str, Any]:
+    """Return the content of `run.json`, if this package knows its schema version."""
+    path = folder / "run.json"
+    document = read_json(path, MAX_BYTES)
+    version = document.get("schema_version")
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise InputError(f"{path} has schema_version {version!r}, this specnb reads {SCHEMA_VERSION}: update specnb")
+    match document:
+        case {"rounds_parquet": {"sha256": str()}}:
+            return document
+    raise InputError(f"{path} is not a run record: it names no rounds; run it again")
+
+
 def _home(record: RunRecord, results: Path | None) -> Path:
     named = run_folder(results_dir() if results is None else results, record.experiment, record.run_id)
     own = os.environ.get("SPECNB_RUN_FOLDER")
     if not own or (results is not None and Path(results).absolute() != results_dir()):
         return named
     folder = Path(own).absolute()
-    if (folder / "run.json").exists():
-        there = _read_run(folder)
+    with suppress(InputError):  # there is none yet, or it is damaged
+        there = read_json(folder / "run.json", MAX_BYTES)
         if (there.get("experiment"), there.get("run_id")) != (record.experiment, record.run_id):
             return run_folder(folder, record.experiment, record.run_id)
     return folder
@@ -179,44 +248,8 @@ def _to_parquet(record: RunRecord) -> bytes:
     return buffer.getvalue()
 
 
-def _from_parquet(data: bytes, rows: int | None) -> Iterator[tuple[int, Round]]:
-    """Pairs (index of the generation, round) in the order they were written."""
-    import pyarrow.parquet as pq
-
-    file = pq.ParquetFile(io.BytesIO(data))
-    if file.metadata.num_rows != rows:
-        raise ValueError(f"{file.metadata.num_rows} rows where run.json counts {rows}")
-    if sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)) > MAX_BYTES:
-        raise ValueError(f"more than {MAX_BYTES} bytes when unpacked")
-    later = Round._field_defaults.keys() - set(file.schema_arrow.names)  # records of before have no such column
-    columns = ["generation", *(name for name in Round._fields if name not in later)]
-    for row in file.read().select(columns).to_pylist():
-        index = row.pop("generation")
-        if index < 0:
-            raise IndexError(f"generation {index}")
-        yield index, Round(**row)
-
-
-def _tables(folders: list[Path]) -> "tuple[pd.DataFrame, pd.DataFrame]":
-    import pandas as pd
-
-    runs, generations = [], []
-    for folder in folders:
-        document = _read_run(folder)
-        try:
-            run, inside = _rows(document)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(
-                f"{folder / 'run.json'} is not a run record ({error!r}); delete it, run it again"
-            ) from error
-        runs.append(run | {"folder": str(folder)})
-        generations += inside
-    columns = ["experiment", "run_id", "generation", *_SCALARS, "n_tokens", "n_prompt_tokens"]
-    return pd.DataFrame(runs), pd.DataFrame(generations, columns=columns)
-
-
 def _rows(document: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The row of the run and the rows of its generations, for the views of `query`."""
+    """Return the row of the run and the rows of its generations, for the views of `query`."""
     key = {name: document[name] for name in ("experiment", "run_id")}
     generations = []
     for index, generation in enumerate(document["generations"]):
@@ -229,17 +262,6 @@ def _rows(document: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]
 
 
 def _utc(text: str) -> datetime:
-    """Naive UTC time; a time without zone is taken as UTC."""
+    """Return naive UTC time; a time without zone is taken as UTC."""
     time = datetime.fromisoformat(text)
     return (time.astimezone(UTC) if time.tzinfo else time).replace(tzinfo=None)
-
-
-def _read_run(folder: Path) -> dict[str, Any]:
-    """The content of the `run.json` in `folder`, of a schema version that this package knows."""
-    document = read_json(folder / "run.json", MAX_BYTES)
-    version = document.get("schema_version")
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise InputError(
-            f"{folder / 'run.json'} has schema_version {version!r}, this specnb reads {SCHEMA_VERSION}: update specnb"
-        )
-    return document
