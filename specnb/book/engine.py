@@ -6,6 +6,8 @@ went: after a timeout or a dead kernel it calls every cell completed.
 """
 
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,16 +15,17 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specnb import store
-from specnb.book.kernel import kernel_manager
 from specnb.book.notebook import Source, find_notebook, notebooks, parse_parameters, read_notebook, resolve
-from specnb.book.outcome import Outcome, Problem, read_outcome
-from specnb.errors import InputError
-from specnb.io import write_atomic
+from specnb.errors import InputError, NotebookFailed
+from specnb.io import write_atomic, writing
 
 if TYPE_CHECKING:
+    from jupyter_client import AsyncKernelManager
     from nbformat import NotebookNode
     from papermill.engines import NotebookExecutionManager
 
@@ -43,7 +46,58 @@ KERNEL_LOG = "kernel.log"
 # ipykernel else passes it through a pipe to a thread of its own, where the last words of a crash are lost
 NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"
 
+SOCKET_PATH_BYTES = 95  # "-ipc-1" is added to it; Linux takes 107, macOS 103
+
 _NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Problem(BaseModel):
+    """What ended a run: class name and message of the error, and the cell (zero-based, in the source notebook)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    message: str
+    cell: int | None = None
+
+
+class Outcome(BaseModel):
+    """How one run of a notebook ended. `params` are all its parameters, defaults included."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    notebook: str
+    notebook_sha256: str
+    run_id: str
+    params: dict[str, Any]
+    status: Literal["completed", "failed"]
+    error: Problem | None = None
+    started: datetime
+    ended: datetime
+    duration_s: float
+    kernel_starts: int = Field(description="2 where the first kernel died before its first reply")
+    output: Path = Field(description="the executed notebook; the record of the run lies beside it")
+
+    def raise_for_failure(self) -> "Outcome":
+        """Self when the run completed; raises NotebookFailed otherwise."""
+        if self.error is None:
+            return self
+        place = "" if self.error.cell is None else f" in cell {self.error.cell}"
+        raise NotebookFailed(
+            f"{self.notebook} failed{place}: {self.error.kind}: {self.error.message} (partial notebook: {self.output})"
+        )
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """The outcome of the run in `folder`; None where no run has ended there. InputError for a damaged file."""
+    path = Path(folder) / "outcome.json"
+    try:
+        return Outcome.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise InputError(f"{path} is not an outcome record ({error}): delete that folder and run it again") from error
 
 
 def run_notebook(
@@ -68,7 +122,6 @@ def run_notebook(
     results = Path(results).absolute()
     run_id = store.run_id(source.path.stem, resolved)
     folder = store.run_folder(results, source.path.stem, run_id)
-    folder.mkdir(parents=True, exist_ok=True)
     output = folder / "notebook.ipynb"
     with _alone_in(folder):
         (folder / "outcome.json").unlink(missing_ok=True)
@@ -143,6 +196,29 @@ def _manager_class() -> type:
             self.last_save_time = self.now()
 
     return AtomicManager
+
+
+@contextmanager
+def kernel_manager(kernel_name: str) -> Iterator["AsyncKernelManager"]:
+    """A manager for one kernel; with the name `python3` that kernel is this interpreter, whatever is installed.
+
+    A spec named python3 of another environment may lie earlier on Jupyter's path. TCP ports, and socket names in a
+    shared folder, collide when several kernels start at once: the sockets lie in a temporary folder of their own,
+    removed at the end. Windows, and a temporary folder with too long a name, get TCP.
+    """
+    from jupyter_client import AsyncKernelManager
+    from jupyter_client.kernelspec import NATIVE_KERNEL_NAME, KernelSpecManager
+
+    specs = KernelSpecManager(kernel_dirs=[]) if kernel_name == NATIVE_KERNEL_NAME else KernelSpecManager()
+    with tempfile.TemporaryDirectory(prefix="specnb-", ignore_cleanup_errors=True) as folder:
+        file = os.path.realpath(Path(folder) / "k.json")
+        ipc = sys.platform != "win32" and len(os.fsencode(file)) <= SOCKET_PATH_BYTES
+        yield AsyncKernelManager(
+            kernel_name=kernel_name,
+            kernel_spec_manager=specs,
+            connection_file=file,
+            transport="ipc" if ipc else "tcp",
+        )
 
 
 def _execute_managed(
@@ -268,8 +344,10 @@ def _marked_problem(nb: "NotebookNode", source: Source) -> Problem | None:
 def _kernel_log(folder: Path) -> Iterator[BinaryIO]:
     """A file for what native code and the kernel itself print, last words above all; removed when empty."""
     path = folder / KERNEL_LOG
+    with writing(path):
+        file = path.open("wb")
     try:
-        with path.open("wb") as file:
+        with file:
             yield file
     finally:
         if not path.stat().st_size:
@@ -281,10 +359,12 @@ def _alone_in(folder: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise InputError(f"{folder} is in use: the same notebook runs there with the same parameters; wait") from error
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise InputError(f"{folder} is in use: the same notebook runs with the same parameters; wait") from error
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from specnb.cli import bench, divergence
-from specnb.cli.show import Json, complain, print_json, print_table
+from specnb.cli.show import Json, clean, complain, print_json, print_table
 from specnb.errors import InputError, SpecnbError
 
 app = typer.Typer(
@@ -166,7 +166,7 @@ def generate(
     if as_json:
         print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
         return
-    print(result.generation.text)
+    print(clean(result.generation.text))
     shown = result.summary.model_dump(exclude={"notes"})
     facts = [[name, _shown(value)] for name, value in shown.items() if value is not None]
     said = {"fallback": result.generation.fallback, "translation": result.generation.translation}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -21,18 +22,26 @@ if TYPE_CHECKING:
 UNKNOWN = 125
 """Exit code where nothing could be judged: `git bisect run` skips it, and takes 1 to 124 for a bad commit."""
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def clean(text: object) -> str:
+    """Return text whose control characters, which a model may write, are shown and no longer obeyed by a terminal."""
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", str(text).replace("\r\n", "\n"))
 
 
 def print_json(document: Any) -> None:
+    """Print one line of JSON."""
     print(json.dumps(document))  # ASCII: a pipe may have an encoding that lacks what a model writes
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table whose cells hold any text."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*(escape(clean(cell)) for cell in row))
     Console().print(table)
 
 
@@ -45,7 +54,7 @@ def print_frame(title: str, frame: "pd.DataFrame") -> None:
 
 def complain(what: object) -> None:
     """Print one line on stderr."""
-    print(f"specnb: {' '.join(str(what).splitlines())}", file=sys.stderr)
+    print(f"specnb: {' '.join(clean(what).splitlines())}", file=sys.stderr)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specnb.draft.base import Drafter, model_of
-from specnb.errors import InputError
+from specnb.errors import InputError, SpecnbError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import local_file, parse
 from specnb.params import Params
@@ -39,7 +39,10 @@ def saving_failures(made: Sequence[Generation], recorded: Callable[[BaseExceptio
         yield
     except BaseException as error:
         if made:
-            save(recorded(error))
+            try:
+                save(recorded(error))
+            except SpecnbError as unsaved:
+                error.add_note(f"what was generated before is lost: {unsaved}")
         raise
 
 

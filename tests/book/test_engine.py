@@ -15,7 +15,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from specnb import store
-from specnb.book import engine, kernel
+from specnb.book import engine
 from specnb.book.engine import Outcome, read_outcome, run_notebook
 from specnb.errors import InputError, NotebookFailed
 
@@ -389,7 +389,7 @@ def test_importing_the_engine_is_light():
 
 
 def test_kernels_talk_over_private_sockets(tmp_path, monkeypatch):
-    with kernel.kernel_manager("python3") as one, kernel.kernel_manager("python3") as two:
+    with engine.kernel_manager("python3") as one, engine.kernel_manager("python3") as two:
         assert one.connection_file != two.connection_file
         folder = Path(one.connection_file).parent
         assert folder.is_dir()
@@ -399,7 +399,7 @@ def test_kernels_talk_over_private_sockets(tmp_path, monkeypatch):
     deep = tmp_path / ("d" * 80)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with kernel.kernel_manager("python3") as far:  # a socket path longer than the system takes
+    with engine.kernel_manager("python3") as far:  # a socket path longer than the system takes
         assert far.transport == "tcp"
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from specnb import cli
 from specnb.book import engine
-from specnb.book.outcome import Outcome, Problem
+from specnb.book.engine import Outcome, Problem
 from specnb.draft import load as draft_load
 from specnb.errors import LoadError
 from specnb.lm import toy, zoo
@@ -179,6 +179,15 @@ def test_what_the_terminal_cannot_show_is_no_crash(monkeypatch, models):
         assert not ended.value.code and b"\\u03b1" in sys.stdout.buffer.getvalue()
 
 
+def test_control_sequences_in_what_a_model_writes_are_shown_and_not_obeyed(specnb, monkeypatch):
+    hostile = toy.ToyLM(toy.cyclic(2)._logits_of, Vocabulary(("\x1b[2J\x9b\r\n".encode(), b"b\tc\n"), bos=0))
+    monkeypatch.setattr(pair, "load", lambda name: hostile)
+    words = ["generate", "--target", "x", "--prompt", "", "--max-new-tokens", "4"]
+    out = specnb(*words)[1]
+    assert not {"\x1b", "\x9b", "\r"} & set(out) and r"\x1b[2J" in out and "b\tc\n" in out
+    assert "\x1b[2J" in json.loads(specnb(*words, "--json")[1])["generation"]["text"]
+
+
 # --- run ------------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +262,12 @@ def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs)
 def test_an_unknown_notebook_lists_those_there_are(specnb, monkeypatch):
     monkeypatch.setattr(zoo, "path", lambda name: pytest.fail("fetched a model"))
     is_mistake(specnb("run", "99_nothing"), "no notebook '99_nothing'", "01_k_sweep")
+
+
+def test_results_that_cannot_be_written_are_a_mistake(specnb, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(zoo, "path", lambda name, **_: tmp_path)
+    is_mistake(specnb("run", "03_compatibility", "--results", str(tmp_path / "file")), str(tmp_path / "file"))
 
 
 @pytest.mark.model
