@@ -10,8 +10,8 @@ import torch
 from specnb.divergence.case import Case
 from specnb.divergence.causes import CLASSES, rank
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.ladder import one_factor
 from specnb.divergence.investigate import judge
+from specnb.divergence.ladder import one_factor
 from specnb.divergence.local_offset import one_offset
 from specnb.divergence.pair import copy_of
 from specnb.divergence.planted.fault import CAUSES, forward_replaced, replaced, values_changed
