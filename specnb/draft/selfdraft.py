@@ -4,7 +4,7 @@ from pathlib import Path
 
 from specnb.errors import InputError
 from specnb.lm import binding, zoo
-from specnb.lm.download import locked
+from specnb.lm.cache import made_once
 from specnb.lm.load import ModelSpec, local_file, parse
 from specnb.paths import cache_dir
 from specnb.provenance import file_digest
@@ -32,12 +32,6 @@ def requantised_copy(target: str, type_name: str = "q4_0") -> str:
 def _requantised_file(spec: ModelSpec, type_name: str) -> Path:
     source = local_file(spec)
     dest = cache_dir() / "requantised" / f"{source.stem}-{file_digest(source)[:16]}.{type_name}.gguf"
-    with locked(dest):
-        if not dest.is_file():
-            partial = dest.with_suffix(".part")
-            try:
-                binding.requantize(source, partial, type_name)
-                partial.replace(dest)
-            finally:
-                partial.unlink(missing_ok=True)
-    return dest
+    return made_once(
+        dest, lambda partial: binding.requantize(source, partial, type_name), n_bytes=source.stat().st_size
+    )

@@ -6,7 +6,6 @@ of end tokens is put back from the header, so that both engines read the same mo
 
 import json
 import math
-import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,14 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from specnb.errors import LoadError, SpecnbError
 from specnb.lm import binding
-from specnb.lm.download import need_space
+from specnb.lm.cache import made_once, need_space
 from specnb.lm.memory import Need, require
 from specnb.paths import cache_dir
 from specnb.provenance import file_digest
@@ -33,7 +31,7 @@ CONVERSION = 1
 """Part of the folder's name: raise it when `_complete` changes, and older folders are made again."""
 
 NOTE = "specnb.json"
-"""Written last into a folder; without it the folder is not finished."""
+"""In a folder: the texts that the two tokenizers split differently."""
 
 PROBES = (
     "a).\n\n1. b",
@@ -48,13 +46,8 @@ def dequantised(gguf: Path) -> Path:
     """Cached folder with the float32 weights and the tokenizer of a GGUF file; made on first use."""
     made_by = f"{CONVERSION}-{version('transformers')}" + ("" if _llama_here() else "-without-llama")
     folder = cache_dir() / "dequantised" / f"{gguf.stem}-{file_digest(gguf)[:16]}-{made_by}"
+    made_once(folder, lambda partial: _dequantise(gguf, partial), n_bytes=0)
     note = folder / NOTE
-    if not note.is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not note.is_file():
-                _check_room(gguf)
-                _dequantise(gguf, folder)
     if differs := json.loads(note.read_text(encoding="utf-8"))["tokenizer_differs_on"]:
         warnings.warn(
             f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp: the engines will "
@@ -72,22 +65,9 @@ def _llama_here() -> bool:
     return True
 
 
-def _check_room(gguf: Path) -> None:
-    """Memory for the float32 weights, twice while they are written, and disk for them."""
-    from gguf import GGUFReader
-
-    try:
-        n = sum(math.prod(int(d) for d in tensor.shape) for tensor in GGUFReader(gguf).tensors)
-    except Exception as error:
-        raise load_error(str(gguf), error) from error
-    require(Need(8 * n, 0), device="cpu", what=f"{gguf.name} as float32")
-    need_space(cache_dir(), 4 * n)
-
-
 def _dequantise(gguf: Path, folder: Path) -> None:
-    partial = folder.with_name(folder.name + ".part")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
+        _check_room(gguf)
         with quiet():
             model, report = AutoModelForCausalLM.from_pretrained(
                 gguf.parent,
@@ -103,13 +83,20 @@ def _dequantise(gguf: Path, folder: Path) -> None:
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config
             differs = _complete(gguf, model, tokenizer) if _llama_here() else []
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     except Exception as error:
         raise load_error(str(gguf), error) from error
-    (partial / NOTE).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    (folder / NOTE).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
+
+
+def _check_room(gguf: Path) -> None:
+    """Memory for the float32 weights, twice while they are written, and disk for them."""
+    from gguf import GGUFReader
+
+    n = sum(math.prod(int(d) for d in tensor.shape) for tensor in GGUFReader(gguf).tensors)
+    require(Need(8 * n, 0), device="cpu", what=f"{gguf.name} as float32")
+    need_space(cache_dir(), 4 * n)
 
 
 def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:

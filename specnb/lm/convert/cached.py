@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from filelock import FileLock
-
+from specnb.lm.cache import files_digest, made_once
 from specnb.lm.convert.to_gguf import TEXTS, check_dtype, write_gguf
-from specnb.lm.download import files_digest, need_space
 from specnb.paths import cache_dir
 
 CONVERSION = 1
@@ -19,11 +17,6 @@ def converted(folder: Path, dtype: str) -> Path:
     check_dtype(dtype)
     files = [path for pattern in READ for path in sorted(folder.glob(pattern))]
     digest = files_digest(files)
-    made = cache_dir() / "converted" / f"{folder.resolve().name}-{digest[:16]}-{CONVERSION}.{dtype}.gguf"
-    if not made.is_file():
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{made}.lock"):
-            if not made.is_file():
-                need_space(made.parent, 2 * sum(path.stat().st_size for path in files))
-                write_gguf(folder, made, dtype=dtype)
-    return made
+    dest = cache_dir() / "converted" / f"{folder.resolve().name}-{digest[:16]}-{CONVERSION}.{dtype}.gguf"
+    n_bytes = 2 * sum(path.stat().st_size for path in files)
+    return made_once(dest, lambda partial: write_gguf(folder, partial, dtype=dtype), n_bytes=n_bytes)
