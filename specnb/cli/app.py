@@ -248,6 +248,19 @@ def fetch(
     print(json.dumps({"name": name, "path": str(path), "n_bytes": path.stat().st_size}) if as_json else path)
 
 
+@models_app.command("verify")
+def verify(as_json: Json = False) -> None:
+    """Read every fetched and derived file and compare its digest; exit code 1 if one is damaged."""
+    from specnb.lm import zoo
+
+    rows = zoo.verify()
+    if as_json:
+        print_json([{**row._asdict(), "path": str(row.path)} for row in rows])
+    else:
+        print_table("verify", ["name", "path", "ok"], [[r.name, str(r.path), "yes" if r.ok else "NO"] for r in rows])
+    raise typer.Exit(0 if all(row.ok for row in rows) else 1)
+
+
 app.add_typer(bench.app, name="bench")
 app.add_typer(divergence.app, name="divergence")
 

@@ -20,7 +20,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import chat
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import load
+from specnb.lm.load import load, room_for_both
 from specnb.lm.vocab import require_same
 from specnb.prompts import Prompt
 from specnb.records import Generation
@@ -88,10 +88,12 @@ def generate(
     limits = StopRules(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eog)
     opened: list[LanguageModel | Drafter] = []
     try:
+        fallback = None
         if isinstance(target, str | Path):
+            if isinstance(drafter, str):
+                drafter, fallback = room_for_both(str(target), drafter, strict=strict)
             target = load(target)
             opened.append(target)
-        fallback = None
         if isinstance(drafter, str):
             drafter, fallback = load_drafter(drafter, target, strict=strict)
             opened += [drafter] if drafter else []

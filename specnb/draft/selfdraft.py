@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from specnb.errors import InputError
+from specnb.io import file_digest
 from specnb.lm import binding, zoo
 from specnb.lm.cache import made_once
 from specnb.lm.load import ModelSpec, local_file, parse
 from specnb.paths import cache_dir
-from specnb.provenance import file_digest
 
 
 def requantised_copy(target: str, type_name: str = "q4_0") -> str:

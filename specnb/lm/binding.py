@@ -73,6 +73,27 @@ def library() -> Library:
     return Library(api, errors, callback)
 
 
+GPU = 1
+"""GGML_BACKEND_DEVICE_TYPE_GPU."""
+
+
+def gpu_free_bytes() -> int | None:
+    """Free memory of the GPUs that llama.cpp sees, in bytes; None where it sees none or cannot tell."""
+    lib, size, pointer = library().api._lib, ctypes.c_size_t, ctypes.c_void_p
+    try:
+        count, get, kind, memory = (lib[f"ggml_backend_dev_{name}"] for name in ("count", "get", "type", "memory"))
+    except AttributeError:
+        return None
+    count.restype, get.restype, get.argtypes = size, pointer, (size,)
+    kind.argtypes = (pointer,)
+    memory.restype, memory.argtypes = None, (pointer, ctypes.POINTER(size), ctypes.POINTER(size))
+    gpus = [device for device in map(get, range(count())) if kind(device) == GPU]
+    total, rooms = size(), [size() for _ in gpus]
+    for device, free in zip(gpus, rooms, strict=True):
+        memory(device, ctypes.byref(free), ctypes.byref(total))
+    return sum(free.value for free in rooms) or None
+
+
 def metadata(model: object, key: str) -> str | None:
     """One scalar of the GGUF header, as text."""
     buffer = ctypes.create_string_buffer(512)

@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from specnb.errors import FetchError, InputError
-from specnb.provenance import file_digest
+from specnb.io import digest, file_digest
 
 LOCK_TIMEOUT_S = 3600.0
 NOTE = ".made.json"
@@ -36,7 +36,7 @@ def made_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int, made_
             files = sorted(path for path in partial.rglob("*") if path.is_file()) or [partial]
             if not sum(size_of(file) for file in files):
                 raise FetchError(f"{dest.name} was made, but is empty: look into the log of llama.cpp")
-            digests = {str(file.relative_to(partial)): sha256_of(file) for file in files}
+            digests = {str(file.relative_to(partial)): digest(file) for file in files}
             note.unlink(missing_ok=True)  # an old note must never stand beside a new file
             _remove(dest)
             partial.replace(dest)
@@ -46,13 +46,13 @@ def made_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int, made_
     return dest
 
 
-def intact(dest: Path, made_from: str | None = None, digest: Callable[[Path], str] = file_digest) -> bool:
-    """Whether `dest` is as it was made; `digest` may be `sha256_of`, which trusts no time stamp."""
+def intact(dest: Path, made_from: str | None = None, digest_of: Callable[[Path], str] = file_digest) -> bool:
+    """Whether `dest` is as it was made; `digest_of` may be `io.digest`, which trusts no time stamp."""
     try:
         note = json.loads(note_of(dest).read_text(encoding="utf-8"))
         if made_from not in (None, note["made_from"]):
             return False
-        return all(digest(dest / name) == sha256 for name, sha256 in note["files"].items())
+        return all(digest_of(dest / name) == sha256 for name, sha256 in note["files"].items())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, InputError):
         return False
 
@@ -67,14 +67,8 @@ def _remove(path: Path) -> None:
 
 
 def files_digest(paths: Iterable[str | Path]) -> str:
-    """sha256 (hex) of the digests of several files, in their order. Raises as `provenance.file_digest`."""
+    """sha256 (hex) of the digests of several files, in their order. Raises as `io.file_digest`."""
     return hashlib.sha256("".join(map(file_digest, paths)).encode()).hexdigest()
-
-
-def sha256_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file, read now."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def size_of(path: Path) -> int:

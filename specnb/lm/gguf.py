@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from specnb.errors import InputError
+from specnb.errors import InputError, MemoryShortError
 from specnb.lm import binding, gguf_open, gguf_rollback
 from specnb.lm.base import Capabilities, check_forward
+from specnb.lm.cache import size_of
 from specnb.lm.gguf_engine import LlamaEngine
 from specnb.lm.gguf_eval import Watch
-from specnb.lm.memory import Need, free_bytes, require
+from specnb.lm.memory import gguf_parts
 from specnb.lm.rollback import AUTO, Recompute, Rollback
 from specnb.lm.rollback_model import GoesBack
 
@@ -86,9 +87,9 @@ class GgufModel(GoesBack):
         if gpu_layers and not binding.library().api.llama_supports_gpu_offload():
             raise InputError(f"gpu_layers is {gpu_layers}, but this llama.cpp is built without a GPU; use gpu_layers=0")
         name = name or path.name
-        weights = path.stat().st_size
-        if not gpu_layers:
-            require(Need(weights, 0), device="cpu", what=name)
+        weights = sum(size_of(part) for part in gguf_parts(path))
+        share = gguf_open.gpu_share(path, gpu_layers)
+        gguf_open.require_room(name, weights, 0, share)
         model = gguf_open.open_model(path, gpu_layers)
         context = None
         try:
@@ -106,12 +107,14 @@ class GgufModel(GoesBack):
                 "fixed_width": fixed_width,
             }
             planes = gguf_rollback.planes_wanted(model, rollback, rollback_depth, min(gguf_open.MAX_BATCH, room))
-            if not gpu_layers:
-                need = Need(weights, gguf_open.state_bytes(model, room, kv, planes))
-                if rollback == AUTO and need.total > free_bytes("cpu"):  # another way back needs none
-                    planes = 0
-                    need = Need(weights, gguf_open.state_bytes(model, room, kv))
-                require(need, device="cpu", what=name)
+            try:
+                state = gguf_open.state_bytes(model, room, kv, planes)
+                gguf_open.require_room(name, weights, state, share, loaded=True)
+            except MemoryShortError:
+                if rollback != AUTO or not planes:
+                    raise
+                planes = 0  # another way back needs none
+                gguf_open.require_room(name, weights, gguf_open.state_bytes(model, room, kv), share, loaded=True)
             context = gguf_open.open_context(model, room, kv, settings["threads"], flash_attention, planes, watch)
             # flash attention rounds to 16 bits inside, for every type of cache
             exact = dtype == kv == "f32" and not flash_attention

@@ -10,7 +10,7 @@ from specnb.errors import InputError, LoadError
 from specnb.lm import binding
 from specnb.lm.base import Capabilities
 from specnb.lm.gguf_eval import Watch
-from specnb.lm.memory import kv_bytes
+from specnb.lm.memory import Need, kv_bytes, require
 from specnb.provenance import quota_cores
 
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2)}
@@ -40,6 +40,26 @@ def check_file(path: Path) -> None:
         magic = f.read(4)
     if magic != b"GGUF":
         raise LoadError(f"{path} is not a GGUF file (it starts with {magic!r}): fetch or convert it again")
+
+
+def gpu_share(path: Path, gpu_layers: int) -> float:
+    """What part of a model `gpu_layers` put on the GPU: those of its layers, the output being one of them."""
+    if not gpu_layers:
+        return 0.0
+    with binding.header(path) as model:
+        layers = binding.metadata(model, f"{binding.metadata(model, 'general.architecture')}.block_count")
+    return min(1.0, gpu_layers / (int(layers or 0) + 1))
+
+
+def require_room(what: str, weights: int, state: int, share: float, *, loaded: bool = False) -> None:
+    """MemoryShortError unless the bytes fit: the `share` of them on the GPU, if its room is known, the rest here.
+
+    Weights that are `loaded` are no longer free on the GPU; here they are pages of the file, which count as free.
+    """
+    require(Need(round((1 - share) * weights), round((1 - share) * state)), what=what)
+    if share and (free := binding.gpu_free_bytes()) is not None:
+        need = Need(0 if loaded else round(share * weights), round(share * state))
+        require(need, what=what, device="the GPU", free=free)
 
 
 def open_model(path: Path, gpu_layers: int) -> object:

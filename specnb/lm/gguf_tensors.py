@@ -6,7 +6,6 @@ a tensor as ggml.h of 0.3.36 lays it out. `ggml()` proves that layout on tensors
 
 import ctypes
 import os
-import re
 import weakref
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 from specnb.errors import LoadError
 from specnb.lm import binding
+from specnb.lm.memory import gguf_parts
 
 REMEDY = "install llama-cpp-python as requirements.txt does"
 WEIGHTS = 1
@@ -200,7 +200,7 @@ class StoredWeights:
         """Raises LoadError for a file that ggml cannot read."""
         self._ggml = ggml()
         self._files: list[tuple[int, np.memmap]] = []
-        for part in _parts(path):
+        for part in gguf_parts(path):
             header = self._ggml.gguf_init_from_file(os.fsencode(part), _FileParams(True, None))
             if not header:
                 raise LoadError(f"ggml cannot read the header of {part}: fetch or convert it again")
@@ -215,14 +215,6 @@ class StoredWeights:
                 start = self._ggml.gguf_get_data_offset(header) + self._ggml.gguf_get_tensor_offset(header, place)
                 return content[start : start + self._ggml.gguf_get_tensor_size(header, place)].data
         return None
-
-
-def _parts(path: Path) -> list[Path]:
-    """All files of a model that is stored in several, as llama.cpp names them."""
-    split = re.fullmatch(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", path.name)
-    if not split:
-        return [path]
-    return [path.with_name(f"{split[1]}-{i:05d}-of-{split[2]}.gguf") for i in range(1, int(split[2]) + 1)]
 
 
 @cache

@@ -16,14 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
-from specnb.errors import InputError
+from specnb.errors import InputError, MemoryShortError
+from specnb.io import read_json
 from specnb.lm import embedded, zoo
 from specnb.lm.base import LanguageModel
+from specnb.lm.cache import size_of
+from specnb.lm.memory import Need, gguf_parts, require
+from specnb.registry import DRAFTERS
 
 if TYPE_CHECKING:
     from specnb.lm.gguf_eval import Watch
 
 BACKENDS = ("llama", "hf")
+WIDTHS = {"float32": 4, "f32": 4}
+"""Bytes of a value; two in the other types."""
+MAX_CONFIG_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -107,19 +114,22 @@ def _expanded(source: str) -> Path:
 
 
 def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tuple[str | None, str | None]:
-    """The name of the draft model, or None and the reason where it does not fit into the memory beside the target.
+    """The name of the draft model, or None and the reason where it does not fit into memory beside the target.
 
-    Asked before the first of the two is loaded: the file pages of an open model look as if they were free. Weights
-    and margins are counted as far as names and files tell; a state is when its model is opened. Raises
-    MemoryShortError if the target fits alone and `strict` forbids to go on without the draft. Names that are no
-    models, and models on a GPU or a hub, pass.
+    Asked before either is loaded, for the file pages of an open model look as if they were free. Counted are weights
+    and margins on the devices that the names give; a state is checked when its model is opened. Drafters that are no
+    models pass. With `strict` MemoryShortError is raised instead.
     """
     if draft is None or draft in DRAFTERS:
         return draft, None
-    needs = [Need(weights_bytes(spec)) for spec in map(parse, (target, draft)) if on_cpu(spec)]
-    total = Need(*(sum(getattr(need, part) for need in needs) for part in ("weights_bytes", "state_bytes", "margin_bytes")))
+    needs: dict[str, list[Need]] = {}
+    for spec in (parse(target), parse(draft)):
+        if not int(spec.options.get("gpu_layers", 0)):  # what part llama.cpp puts where is known once it is opened
+            needs.setdefault(spec.options.get("device", "cpu"), []).append(Need(weights_bytes(spec)))
     try:
-        require(total, what=f"{draft} beside {target}")
+        for device, pair in needs.items():
+            both = Need(sum(n.weights_bytes for n in pair), 0, sum(n.margin_bytes for n in pair))
+            require(both, what=f"{draft} beside {target}", device=device)
     except MemoryShortError as error:
         if strict:
             raise
@@ -128,7 +138,25 @@ def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tu
 
 
 def weights_bytes(spec: ModelSpec) -> int:
-    """Bytes of a model's weights in memory, at least, as its name and files tell; 0 for a model on a hub."""
+    """Bytes of a model's weights once it is opened, as its name and files tell; 0 for a model on a hub.
+
+    A GGUF opened in torch counts as its file, though it may become larger.
+    """
+    width = WIDTHS.get(spec.options.get("dtype", "float32"), 2)
+    if spec.where == "zoo":
+        entry, kind = zoo.parse(spec.source)
+        return entry.n_bytes(kind) if spec.backend == "llama" else entry.parameters * width
+    if spec.where == "gguf":
+        return sum(size_of(part) for part in gguf_parts(_expanded(spec.source)))
+    folder = embedded.local_folder(spec.source)
+    stored = sum(size_of(file) for file in folder.glob("*.safetensors"))
+    if not stored:
+        return 0
+    config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
+    if spec.backend == "llama":
+        width = WIDTHS.get(spec.options.get("weights", "f16"), 2)
+    return stored * width // WIDTHS.get(config.get("dtype", config.get("torch_dtype")), 2)
+
 
 def load(name_or_path: str | Path, *, watch: "Watch | None" = None, **options: Any) -> LanguageModel:
     """Open a model by name (see the module's text); `options` go to the engine's `open`.

@@ -92,6 +92,14 @@ def free_bytes(device: str = "cpu") -> int:
     raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
 
 
+def gguf_parts(path: Path) -> list[Path]:
+    """All files of a model that is stored in several, as llama.cpp names them."""
+    split = re.fullmatch(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", path.name)
+    if not split:
+        return [path]
+    return [path.with_name(f"{split[1]}-{i:05d}-of-{split[2]}.gguf") for i in range(1, int(split[2]) + 1)]
+
+
 def human_bytes(n_bytes: float) -> str:
     """`n_bytes` for people, in powers of 1024: "812 B", "256.0 MiB", "1.42 GiB"."""
     size, sign = abs(n_bytes), "-" if n_bytes < 0 else ""

