@@ -10,13 +10,10 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from specnb.compat import rules
-from specnb.compat.by_id import IdComparison, compare
 from specnb.compat.description import Description
-from specnb.compat.findings import BESIDE_TOKENS, Finding, findings
+from specnb.compat.findings import BESIDE_TOKENS, Finding, IdComparison, compare_ids, findings
 from specnb.compat.foreign import tokens_of
 from specnb.compat.predict import predict, reach_of
-from specnb.compat.rules import Opinion
 from specnb.draft.fit import Fit, Way, fit
 from specnb.draft.token_map import Overlap, Tokens
 from specnb.errors import InputError
@@ -42,6 +39,19 @@ OF_WAY = MappingProxyType(
     }
 )
 """The verdict on each way that `load_drafter` would take."""
+
+
+SIZE_DIFFERENCE = 128
+"""SPEC_VOCAB_MAX_SIZE_DIFFERENCE. It was 100 before 2025."""
+FIRST_TEXT = 5
+"""SPEC_VOCAB_CHECK_START_TOKEN_ID: texts of smaller ids are never compared."""
+
+
+class Opinion(NamedTuple):
+    """What an engine's check says: accepted or not (None: it cannot be told from what is known), and why."""
+
+    accepts: bool | None
+    reason: str
 
 
 class Report(NamedTuple):
@@ -120,7 +130,7 @@ class Report(NamedTuple):
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with its target. Only descriptions are read, no weights."""
     pair = tokens_of(target), tokens_of(draft)
-    found, ids = (None, None) if None in pair else (fit(*pair), compare(*pair))
+    found, ids = (None, None) if None in pair else (fit(*pair), compare_ids(*pair))
     return Report(
         target.name,
         draft.name,
@@ -129,8 +139,8 @@ def check(target: Description, draft: Description) -> Report:
         found and found.overlap,
         ids,
         findings(target, draft, ids),
-        rules.llama_cpp(target, draft),
-        rules.transformers(target, draft),
+        _llama_cpp(target, draft),
+        _transformers(target, draft),
         tuple(f"{d.name}'s {key}" for d in (target, draft) for key in d.from_memory),
     )
 
@@ -154,7 +164,7 @@ def _verdict(found: Fit | None) -> Verdict:
 
 
 def _row(target: Description, draft: Description, pair: tuple[Tokens | None, Tokens | None]) -> dict[str, object]:
-    found, ids = (None, None) if None in pair else (fit(*pair), compare(*pair))
+    found, ids = (None, None) if None in pair else (fit(*pair), compare_ids(*pair))
     return {
         "target": target.name,
         "draft": draft.name,
@@ -165,6 +175,58 @@ def _row(target: Description, draft: Description, pair: tuple[Tokens | None, Tok
         "share_target": found and found.overlap.of_target,
         "share_draft": found and found.overlap.of_draft,
         "text_shared": found and found.overlap.target_uses,
-        "llama_cpp": rules.llama_cpp(target, draft).accepts,
-        "transformers": rules.transformers(target, draft).accepts,
+        "llama_cpp": _llama_cpp(target, draft).accepts,
+        "transformers": _transformers(target, draft).accepts,
     }
+
+
+def _llama_cpp(target: Description, draft: Description) -> Opinion:
+    """What `common_speculative_are_compatible` (common/speculative.cpp) says; the first difference decides.
+
+    Type, add_bos and bos, add_eos and eos, size difference <= 128, texts from id 5.
+    """
+    if target.vocab is not None and draft.vocab is not None and target.vocab.kind != draft.vocab.kind:
+        return Opinion(False, f"vocabulary types {target.vocab.kind} and {draft.vocab.kind}")
+    for name in ("bos", "eos"):
+        adds = [getattr(d, f"add_{name}") for d in (target, draft)]
+        ids = [getattr(d, name) for d in (target, draft)]
+        if None in adds:
+            return Opinion(None, f"add_{name} is not known of both")
+        if adds[0] != adds[1]:
+            return Opinion(False, f"add_{name} {adds[0]} and {adds[1]}")
+        if adds[0] and ids[0] != ids[1]:
+            return Opinion(False, f"{name.upper()} {ids[0]} and {ids[1]}, which are added to every prompt")
+    sizes = [d.vocab_size for d in (target, draft)]
+    if None in sizes:
+        return Opinion(None, "vocab_size is not known of both")
+    if abs(sizes[0] - sizes[1]) > SIZE_DIFFERENCE:
+        return Opinion(False, f"sizes {sizes[0]} and {sizes[1]} differ by more than {SIZE_DIFFERENCE}")
+    if target.vocab is None or draft.vocab is None:
+        return Opinion(None, "the texts of the tokens are not at hand")
+    return _texts(target, draft)
+
+
+def _texts(target: Description, draft: Description) -> Opinion:
+    end = min(target.vocab_size, draft.vocab_size)
+    texts = [d.vocab.pieces[: d.n_tokens] for d in (target, draft)]
+    rows = [text[FIRST_TEXT:end] + (b"",) * (end - max(FIRST_TEXT, len(text))) for text in texts]
+    at = next((i for i, (a, b) in enumerate(zip(*rows, strict=True), FIRST_TEXT) if a != b), None)
+    if at is None:
+        return Opinion(True, f"type, added BOS and EOS, sizes and texts from id {FIRST_TEXT} agree")
+    a, b = (rows[side][at - FIRST_TEXT] or b"[PAD]" for side in (0, 1))
+    return Opinion(False, f"token {at} is {a!r} and {b!r}")
+
+
+def _transformers(target: Description, draft: Description) -> Opinion:
+    """What generation's check of transformers 5.23 says.
+
+    It looks at `config.vocab_size` alone: equal sizes are taken for equal tokenizers, other sizes for other tokenizers.
+    """
+    sizes = [d.vocab_size for d in (target, draft)]
+    if None in sizes:
+        return Opinion(None, "vocab_size is not known of both")
+    if sizes[0] == sizes[1]:
+        return Opinion(True, f"config.vocab_size is {sizes[0]} in both; the tokenizers are not compared")
+    return Opinion(
+        False, f"config.vocab_size {sizes[0]} and {sizes[1]}: taken for different tokenizers, it asks for both of them"
+    )

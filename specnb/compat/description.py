@@ -4,7 +4,7 @@ Readers (`compat.gguf_header`, `compat.hf_folder`, `compat.shelf`) make descript
 A description needs no weights, and says None for whatever its source does not state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -75,3 +75,57 @@ class Description:
     hub: str | None = None
     from_memory: tuple[str, ...] = ()
     encode: Callable[[str], list[int]] | None = None
+
+
+# Architectures by llama.cpp's names and by transformers' `model_type`: from llm_arch_is_recurrent and
+# llm_arch_is_hybrid of llama.cpp, and from the classes of transformers 5.23 that say `_is_stateful` (lfm2, whose short
+# convolutions are the state, does not say it). One that is in no list is not guessed.
+RECURRENT = frozenset(
+    {
+        *("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
+        *("falcon_mamba", "rwkv", "xlstm"),
+    }
+)
+HYBRID = frozenset(
+    {
+        *("jamba", "falcon_h1", "plamo2", "granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"),
+        *("qwen3next", "kimi_linear", "bailingmoe3", "kimi_k3", "glm5_next", "qwen35", "qwen35moe", "qwen4exp"),
+        *("deepseek4", "minimax_01"),
+        *("bamba", "granitemoehybrid", "zamba", "zamba2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
+        *("olmo_hybrid", "recurrent_gemma", "deepseek_v4", "bailing_hybrid", "zaya", "lfm2_moe", "lfm3", "minimax"),
+    }
+)
+ATTENTION = frozenset(
+    {
+        *("llama", "llama4", "mistral", "mistral3", "mixtral", "qwen", "qwen2", "qwen2moe", "qwen2_moe", "qwen2vl"),
+        *("qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3moe", "qwen3_moe", "qwen3vl", "qwen3_vl", "gemma", "gemma2"),
+        *("gemma3", "gemma3n", "gemma4", "phi", "phi2", "phi3", "phimoe", "gpt2", "gptneox", "gpt_neox", "gptj"),
+        *("gpt_bigcode", "gpt_oss", "falcon", "mpt", "bloom", "opt", "starcoder", "starcoder2", "refact", "codeshell"),
+        *("deepseek", "deepseek2", "deepseek_v2", "deepseek_v3", "cohere", "cohere2", "command_r", "stablelm", "olmo"),
+        *("olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "exaone", "exaone4", "glm", "glm4", "chatglm"),
+        *("glm4_moe", "glm4moe", "internlm2", "baichuan", "minicpm", "minicpm3", "orion", "dbrx", "arctic", "nemotron"),
+        *("ernie4_5", "hunyuan_moe", "hunyuan_dense", "bert", "nomic_bert", "t5", "apertus", "seed_oss"),
+    }
+)
+RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm", "rwkv", "hybrid"})
+"""Entries of a config's `layer_types`; ATTENTION_LAYERS are the others that are known."""
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+
+
+def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State | None:
+    """What a model of this architecture remembers; None for an architecture that is not known, or not stated.
+
+    `layer_types`, where a config lists them, speak for architectures that are not known here.
+    """
+    kinds = set(layer_types)
+    if kinds & RECURRENT_LAYERS:
+        return State.RECURRENT if kinds <= RECURRENT_LAYERS - {"hybrid"} else State.HYBRID
+    if architecture is None:
+        return None
+    name = architecture.lower().replace("-", "_").removesuffix("_text")
+    if name in RECURRENT:
+        return State.RECURRENT
+    if name in HYBRID:
+        return State.HYBRID
+    plain = name in ATTENTION or (kinds and kinds <= ATTENTION_LAYERS)
+    return State.ATTENTION if plain else None

@@ -5,11 +5,12 @@ A finder takes (target, draft) and gives a Finding, or None where they agree or 
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from itertools import groupby
+from itertools import groupby, islice
+from operator import ne
 from typing import NamedTuple
 
-from specnb.compat.by_id import IdComparison
 from specnb.compat.description import Description, State
+from specnb.draft.token_map import Tokens
 from specnb.errors import SpecnbError
 
 
@@ -19,6 +20,40 @@ class Severity(IntEnum):
     NOTE = 0  # speculation is not touched
     LOWERS = 1  # acceptance is lower than it could be
     BREAKS = 2  # ids or states cannot be used as they are
+
+
+EXAMPLES = 5
+
+
+class IdComparison(NamedTuple):
+    """How far two vocabularies agree on what ids mean.
+
+    `first_difference` is the smallest id that both have and that means two things; `n_different` counts these ids from
+    0 on; `examples` hold the first few as (id, target's piece, draft's). `only_target`, `only_draft` count ids beyond
+    the other's last.
+    """
+
+    n_target: int
+    n_draft: int
+    first_difference: int | None
+    n_different: int
+    examples: tuple[tuple[int, bytes, bytes], ...]
+
+    @property
+    def only_target(self) -> int:
+        return max(0, self.n_target - self.n_draft)
+
+    @property
+    def only_draft(self) -> int:
+        return max(0, self.n_draft - self.n_target)
+
+
+def compare_ids(target: Tokens, draft: Tokens) -> IdComparison:
+    """Compare two vocabularies id by id from 0. Padding rows (ids that no tokenizer produces) are no mismatch."""
+    a, b = target.by_id, draft.by_id
+    differ = [] if a == b else [i for i, unequal in enumerate(map(ne, a, b)) if unequal]
+    examples = tuple((i, a[i], b[i]) for i in islice(differ, EXAMPLES))
+    return IdComparison(len(a), len(b), differ[0] if differ else None, len(differ), examples)
 
 
 class Finding(NamedTuple):

@@ -11,9 +11,8 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 
-from specnb.compat.description import Description, Merges, Rope
+from specnb.compat.description import Description, Merges, Rope, state_of
 from specnb.compat.gguf_reader import MAX_ITEMS, Header, read_header
-from specnb.compat.gguf_special import added_ids, special_of
 from specnb.compat.gguf_vocab import (
     FAMILIES,
     NO_VOCAB,
@@ -21,14 +20,15 @@ from specnb.compat.gguf_vocab import (
     PRE_ALWAYS_ADDS_BOS,
     PRE_WITHOUT_BOS,
     Family,
+    added_ids,
     fault,
     flag,
     pieces_of,
     special_id,
+    special_of,
     text_value,
     tokens_of,
 )
-from specnb.compat.states import state_of
 from specnb.errors import InputError
 from specnb.lm import binding
 from specnb.lm.vocab import Vocabulary

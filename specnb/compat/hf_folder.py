@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from specnb.compat.description import HUB, Description
-from specnb.compat.hf_config import first_id, ids, model_facts, text_config, vocab_size
-from specnb.compat.hf_tokenizer import Tokenizer, encoder, read_tokenizer
+from specnb.compat.description import HUB, Description, Rope, state_of
+from specnb.compat.hf_tokenizer import MAX_ID, Tokenizer, encoder, read_tokenizer
 from specnb.errors import FetchError, InputError
 from specnb.lm.bounded_json import Node, read_json, read_text
 from specnb.lm.vocab import Vocabulary
@@ -20,6 +19,9 @@ OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"
 MAX_CONFIG_BYTES = 16 << 20
 MAX_CONFIG_VALUES = 1_000_000
 MAX_TEMPLATE_BYTES = 4 << 20
+MAX_CONTEXT = 1 << 40
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+"""Names that model families give to the context length; the first that is stated holds."""
 
 
 def describe(source: Path | str, *, revision: str = "main") -> Description:
@@ -78,11 +80,11 @@ def _of_folder(folder: Path, *, name: str, source: str) -> Description:
     config, special_map, own, generation = (
         _optional(folder / file) for file in (CONFIG, SPECIAL_MAP, TOKENIZER_CONFIG, GENERATION)
     )
-    facts = {"name": name, "source": source, **model_facts(config)}
+    facts = {"name": name, "source": source, **_model_facts(config)}
     if not has_tokenizer:
-        text = text_config(config)
-        special = {key: first_id(text, f"{key}_token_id") for key in ("bos", "eos", "pad")}
-        return Description(**facts, **special, vocab_size=vocab_size(config))
+        text = _text_config(config)
+        special = {key: _first_id(text, f"{key}_token_id") for key in ("bos", "eos", "pad")}
+        return Description(**facts, **special, vocab_size=_vocab_size(config))
     merged = Node(own.path, "", {**special_map.values, **own.values})
     return _tokenized(read_tokenizer(folder / TOKENIZER), merged, config, generation, _template(folder, own), facts)
 
@@ -105,16 +107,16 @@ def _tokenized(
     tokenizer: Tokenizer, own: Node, config: Node, generation: Node, template: str | None, facts: dict[str, Any]
 ) -> Description:
     """`own` is tokenizer_config.json over special_tokens_map.json; all but the tokenizer may be empty."""
-    text = text_config(config)
+    text = _text_config(config)
     n_tokens = len(tokenizer.pieces)
-    size = vocab_size(config) or n_tokens
+    size = _vocab_size(config) or n_tokens
     special = {
-        key: _special(tokenizer, own, f"{key}_token", first_id(text, f"{key}_token_id"))
+        key: _special(tokenizer, own, f"{key}_token", _first_id(text, f"{key}_token_id"))
         for key in ("bos", "eos", "pad")
     }
     bos = special["bos"] = _or_first(tokenizer, special["bos"], tokenizer.prefix)
     eos = special["eos"] = _or_first(tokenizer, special["eos"], tokenizer.suffix)
-    eog = ids(generation, "eos_token_id") | ids(text, "eos_token_id") | ids(config, "eos_token_id")
+    eog = _ids(generation, "eos_token_id") | _ids(text, "eos_token_id") | _ids(config, "eos_token_id")
     eog |= frozenset() if eos is None else {eos}
     _require_known(config, max(size, n_tokens), special, eog)
     add_bos, add_eos = _adds(tokenizer, bos, eos)
@@ -176,3 +178,91 @@ def _require_known(config: Node, n: int, special: dict[str, int | None], eog: fr
     for key, i in stated:
         if i is not None and i >= n:
             raise config.fault(key, i, f"there are {n} ids")
+
+
+def _text_config(config: Node) -> Node:
+    """The language model's own part of a config: its `text_config`, where it has one (multimodal models)."""
+    nested = config.node("text_config")
+    return nested if nested.values else config
+
+
+def _model_facts(config: Node) -> dict[str, Any]:
+    """Fields of a Description. Raises InputError for values of another type or out of any range."""
+    text = _text_config(config)
+    kind = text.text("model_type") or config.text("model_type")
+    layers = text.get("layer_types", list, "a list of texts") or []
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, str):
+            raise text.fault(f"layer_types[{i}]", layer, "it must be a text")
+    lengths = (text.count(key, MAX_CONTEXT) for key in CONTEXT_KEYS)
+    return {
+        "architecture": kind,
+        "n_ctx": next((n for n in lengths if n), None),
+        "rope": _rope(text),
+        "quantisation": _quantisation(config, text),
+        "state": state_of(kind, layers),
+        "mask": _mask(text),
+    }
+
+
+def _mask(text: Node) -> frozenset[int]:
+    """Tokens that stand for positions to be drafted: of PARD, of the draft models that vLLM calls ptd, of DFlash."""
+    places = ((text, "pard_token"), (text, "ptd_token_id"), (text.node("dflash_config"), "mask_token_id"))
+    found = (node.count(key, MAX_ID) for node, key in places)
+    return frozenset(i for i in found if i is not None)
+
+
+def _vocab_size(config: Node) -> int | None:
+    """Rows of logits."""
+    text = _text_config(config)
+    found = text.count("vocab_size", MAX_ID)
+    return config.count("vocab_size", MAX_ID) if found is None else found
+
+
+def _ids(node: Node, key: str) -> frozenset[int]:
+    """An id or a list of ids."""
+    value = node.values.get(key)
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    for i in found:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < MAX_ID:
+            raise node.fault(key, i, f"an id is an integer from 0 to {MAX_ID - 1}")
+    return frozenset(found)
+
+
+def _first_id(node: Node, key: str) -> int | None:
+    """An id, or the first of a list of ids. A padding id of -1 is none: so the first Llamas wrote it."""
+    value = node.values.get(key)
+    if key == "pad_token_id" and value == -1:
+        return None
+    _ids(node, key)
+    return next(iter(value), None) if isinstance(value, list) else value
+
+
+def _rope(text: Node) -> Rope | None:
+    """transformers 5 writes `rope_parameters`; before that it was `rope_theta` and `rope_scaling`."""
+    parameters = text.node("rope_parameters")
+    scaling = parameters if parameters.values else text.node("rope_scaling")
+    base = scaling.number("rope_theta") or text.number("rope_theta") or text.number("rotary_emb_base")
+    kind = scaling.text("rope_type") or scaling.text("type")
+    factor = scaling.number("factor")
+    named = None if kind in (None, "default") else kind if factor is None else f"{kind} {factor:g}"
+    return None if base is None and named is None else Rope(base, _rotated(text, scaling), named)
+
+
+def _rotated(text: Node, scaling: Node) -> int | None:
+    dims = text.count("head_dim", MAX_ID)
+    width, heads = text.count("hidden_size", MAX_CONTEXT), text.count("num_attention_heads", MAX_CONTEXT)
+    if dims is None and width and heads:
+        dims = width // heads
+    share = scaling.number("partial_rotary_factor") or text.number("partial_rotary_factor") or 1.0
+    return None if dims is None else int(dims * share)
+
+
+def _quantisation(config: Node, text: Node) -> str | None:
+    """ "gptq 4" where the weights are quantised, else the type they are stored in."""
+    quantised = config.node("quantization_config")
+    if method := quantised.text("quant_method"):
+        bits = quantised.count("bits", 64)
+        return method if bits is None else f"{method} {bits}"
+    named = (text.text(key) or config.text(key) for key in ("dtype", "torch_dtype"))
+    return next((name for name in named if name), None)

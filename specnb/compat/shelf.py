@@ -2,39 +2,32 @@
 
 A name is a list of `data/vocab/` ("qwen2.5": a tokenizer) or an entry of `facts.toml` ("qwen2.5-0.5b-instruct": a
 model, described by what its publisher states, with the pieces of its tokenizer's list). No weights, no network.
+
+A list is a parquet file with a row for each id: `piece` (bytes; empty for padding), `special` (control token), `added`
+(added to the trained vocabulary). What else is known of it stands as JSON in the footer. `data/vocab/build.py` makes
+the lists; a list is read if it is the file that SHA256SUMS names.
 """
 
 import hashlib
+import json
 import tomllib
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
+from itertools import compress
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict
 
-from specnb.compat import vocab_list
-from specnb.compat.description import HUB, Description, Rope, State
-from specnb.compat.vocab_list import MAX_FILE_BYTES, REMEDY, ShelfName, TokenId
+from specnb import io
+from specnb.compat.description import HUB, Description, Merges, Rope, State
 from specnb.errors import InputError, did_you_mean
-from specnb.lm.bounded_json import read_bytes
+from specnb.lm.vocab import Vocabulary
 from specnb.paths import project_dir
-from specnb.prompts import validated
 
-MAX_TEXT_BYTES = 1 << 20
+MAX_FILE_BYTES = 8 << 20
+META_KEY = b"specnb.vocab"
 SUMS = "SHA256SUMS"
-
-Size = Annotated[int, Field(ge=1, lt=vocab_list.MAX_IDS, strict=True)]
-
-
-class RopeFacts(BaseModel):
-    """`Rope`, as an entry states it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    base: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    dims: Size | None = None
-    scaling: str | None = None
+SPECIAL_IDS = ("bos", "eos", "pad", "eot")
 
 
 class Facts(BaseModel):
@@ -53,101 +46,101 @@ class Facts(BaseModel):
     note: str = ""
     from_memory: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
-    tokenizer: ShelfName | None = None
+    tokenizer: str | None = None
     architecture: str | None = None
-    vocab_size: Size | None = None
-    n_tokens: Size | None = None
-    bos: TokenId | None = None
-    eos: TokenId | None = None
-    pad: TokenId | None = None
-    eot: TokenId | None = None
-    eog: frozenset[TokenId] | None = None
+    vocab_size: int | None = None
+    n_tokens: int | None = None
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+    eot: int | None = None
+    eog: frozenset[int] | None = None
     add_bos: bool | None = None
     add_eos: bool | None = None
-    mask: frozenset[TokenId] = frozenset()
-    n_ctx: Annotated[int, Field(ge=1, strict=True)] | None = None
-    rope: RopeFacts | None = None
+    mask: frozenset[int] = frozenset()
+    n_ctx: int | None = None
+    rope: Rope | None = None
     state: State | None = None
 
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> "Facts":
-        unknown = [key for key in (*self.from_memory, *self.defaults) if key not in self.model_fields_set]
-        if unknown:
-            raise ValueError(f"from_memory or defaults names {unknown[0]!r}, which the entry does not state")
-        size = self.vocab_size if self.vocab_size is not None else vocab_list.MAX_IDS
-        ids = [self.bos, self.eos, self.pad, self.eot, *(self.eog or ()), *self.mask]
-        too_large = [i for i in ids if i is not None and i >= size]
-        if too_large or (self.n_tokens or 0) > size:
-            raise ValueError(f"{too_large[0] if too_large else self.n_tokens} is more than the vocab_size {size}")
-        return self
+
+def folder() -> Path:
+    """Where lists and facts lie."""
+    return project_dir() / "data" / "vocab"
 
 
-def names(folder: Path | None = None) -> list[str]:
-    """Every name that `describe` knows: the lists first, then the models of facts.toml. Raises InputError."""
-    base = _folder(folder)
-    return [*sorted(_sums(base)), *_entries(base)]
+def names() -> list[str]:
+    """Every name that `describe` knows: the lists first, then the models of facts.toml."""
+    return [*sorted(_sums()), *_entries()]
 
 
-def describe(name: str, folder: Path | None = None) -> Description:
-    """The description of a list or of a model of facts.toml; `folder` (default `data/vocab`) holds both.
+def describe(name: str) -> Description:
+    """The description of a list or of a model of facts.toml.
 
     A list's `source` is its file. A model's begins with "facts:", names the documents, and says which defaults are
     llama.cpp's; `from_memory` says what no document shows. `hub` names where a tokenizer that may not be shipped is to
-    be had. Raises InputError for an unknown name and for a file that is broken,
-    or not the one of SHA256SUMS.
+    be had. Raises InputError for an unknown name, and for a list that is not the one of SHA256SUMS.
     """
-    base = _folder(folder)
-    sums = _sums(base)
     name = name.lower()
-    if name in sums:
-        return _list(base, name, sums[name])
-    entry = facts(name, base)
+    if name in _sums():
+        return _list(name)
+    entry = facts(name)
     defaults = f"; llama.cpp's default: {', '.join(entry.defaults)}" if entry.defaults else ""
+    same = (*SPECIAL_IDS, "architecture", "vocab_size", "n_tokens", "add_bos", "add_eos", "mask", "from_memory")
     described = Description(
         name=name,
         source=f"facts: {entry.source}{defaults}",
-        architecture=entry.architecture,
-        vocab_size=entry.vocab_size,
-        n_tokens=entry.n_tokens,
-        bos=entry.bos,
-        eos=entry.eos,
-        pad=entry.pad,
-        eot=entry.eot,
-        add_bos=entry.add_bos,
-        add_eos=entry.add_eos,
-        mask=entry.mask,
         hub=None if entry.tokenizer else f"{HUB}{entry.model}",
-        from_memory=entry.from_memory,
-        n_ctx=entry.n_ctx,
-        rope=None if entry.rope is None else Rope(**entry.rope.model_dump()),
-        state=entry.state,
+        **{key: getattr(entry, key) for key in (*same, "n_ctx", "rope", "state")},
     )
-    if entry.tokenizer is None:
-        return described
-    if entry.tokenizer not in sums:
-        raise InputError(f"{base / 'facts.toml'}: [{name}] takes the list {entry.tokenizer!r}; there is none; {REMEDY}")
-    return _with_pieces(described, entry, _list(base, entry.tokenizer, sums[entry.tokenizer]))
+    return described if entry.tokenizer is None else _with_pieces(described, entry, _list(entry.tokenizer))
 
 
-def facts(name: str, folder: Path | None = None) -> Facts:
+def facts(name: str) -> Facts:
     """The entry of facts.toml. Raises InputError with the nearest names."""
-    base = _folder(folder)
-    entries = _entries(base)
+    entries = _entries()
     if name.lower() not in entries:
-        known = [*sorted(_sums(base)), *entries]
-        hint = did_you_mean(name.lower(), known)
-        raise InputError(f"nothing on the shelf is called {name!r}: {hint}there are {', '.join(known)}")
+        hint = did_you_mean(name.lower(), names())
+        raise InputError(f"nothing on the shelf is called {name!r}: {hint}there are {', '.join(names())}")
     return entries[name.lower()]
 
 
+def read_list(path: Path) -> tuple[Description, dict]:
+    """The description in the list at `path`, and all that its footer states."""
+    import pyarrow
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(pyarrow.BufferReader(io.read_bytes(path, MAX_FILE_BYTES)))
+    pieces, special, added = (column.to_pylist() for column in file.read(use_threads=False).columns)
+    stated = json.loads(file.metadata.metadata[META_KEY])
+    ids = range(len(pieces))
+    vocab = Vocabulary(
+        pieces=tuple(pieces),
+        eog=frozenset(stated["eog"]),
+        special=frozenset(compress(ids, special)),
+        **{key: stated[key] for key in ("kind", "pre", "bos", "eos", "add_bos", "chat_template")},
+    )
+    described = Description(
+        source=str(path),
+        vocab=vocab,
+        vocab_size=vocab.size,
+        added=frozenset(compress(ids, added)),
+        merges=Merges(**stated["merges"]) if stated["merges"] else None,
+        **{key: stated[key] for key in (*SPECIAL_IDS, "name", "n_tokens", "add_bos", "add_eos", "normalizer")},
+    )
+    return described, stated
+
+
+def _list(name: str) -> Description:
+    path = folder() / f"{name}.parquet"
+    digest = hashlib.sha256(io.read_bytes(path, MAX_FILE_BYTES)).hexdigest()
+    if digest != _sums()[name]:
+        raise InputError(f"{path}: sha256 {digest}, {SUMS} says {_sums()[name]}; restore it from the checkout")
+    return read_list(path)[0]
+
+
 def _with_pieces(described: Description, entry: Facts, tokenizer: Description) -> Description:
-    """The list's pieces, cut or padded to the model's row of logits, with the model's own ids."""
+    """The list's pieces, padded to the model's row of logits, with the model's own ids."""
     n, size = tokenizer.n_tokens, entry.vocab_size or tokenizer.vocab_size
-    if size < n or entry.n_tokens not in (None, n):
-        raise InputError(
-            f"facts.toml: [{described.name}] states {entry.n_tokens or size} ids, its list {tokenizer.name} has {n} "
-            "tokens: correct the entry"
-        )
     vocab = replace(
         tokenizer.vocab,
         pieces=tokenizer.vocab.pieces[:n] + (b"",) * (size - n),
@@ -157,56 +150,18 @@ def _with_pieces(described: Description, entry: Facts, tokenizer: Description) -
         add_bos=tokenizer.vocab.add_bos if entry.add_bos is None else entry.add_bos,
         chat_template=None,  # it is the model's, not the tokenizer family's
     )
-    return replace(
-        described,
-        vocab=vocab,
-        n_tokens=n,
-        vocab_size=size,
-        added=tokenizer.added,
-        normalizer=tokenizer.normalizer,
-        merges=tokenizer.merges,
-    )
+    family = {key: getattr(tokenizer, key) for key in ("added", "normalizer", "merges")}
+    return replace(described, vocab=vocab, n_tokens=n, vocab_size=size, **family)
 
 
-def _list(base: Path, name: str, sha256: str) -> Description:
-    path = base / f"{name}.parquet"
-    data = read_bytes(path, MAX_FILE_BYTES)
-    found = hashlib.sha256(data).hexdigest()
-    if found != sha256:
-        raise InputError(f"{path}: sha256 {found}, {SUMS} says {sha256}; {REMEDY}")
-    described, stated = vocab_list.read(path, data)
-    if stated.name != name:
-        raise InputError(f"{path}: it is the list {stated.name!r}; {REMEDY}")
-    return described
-
-
-def _folder(folder: Path | None) -> Path:
-    return project_dir() / "data" / "vocab" if folder is None else Path(folder)
-
-
-def _sums(base: Path) -> dict[str, str]:
+@cache
+def _sums() -> dict[str, str]:
     """The lists' names and sha256, from the file that `sha256sum -c` reads too."""
-    path = base / SUMS
-    lines = read_bytes(path, MAX_TEXT_BYTES).decode("utf-8", errors="replace").splitlines()
-    found = {}
-    for number, line in enumerate(lines, start=1):
-        digest, _, file = line.partition("  ")
-        name = file.removesuffix(".parquet")
-        if len(digest) != 64 or name == file or Path(name).name != name or name in found:
-            raise InputError(f"{path}:{number}: {line[:80]!r} is not a sha256, two spaces and NAME.parquet; {REMEDY}")
-        found[name] = digest
-    return found
+    lines = (line.split() for line in (folder() / SUMS).read_text().splitlines())
+    return {file.removesuffix(".parquet"): digest for digest, file in lines}
 
 
-def _entries(base: Path) -> dict[str, Facts]:
-    path = base / "facts.toml"
-    return dict(_parsed(path, read_bytes(path, MAX_TEXT_BYTES)))
-
-
-@lru_cache(maxsize=4)
-def _parsed(path: Path, data: bytes) -> tuple[tuple[str, Facts], ...]:
-    try:
-        entries = tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid TOML: {error}; {REMEDY}") from error
-    return tuple((name, validated(Facts, entry, f"{path}: [{name}]")) for name, entry in entries.items())
+@cache
+def _entries() -> dict[str, Facts]:
+    entries = tomllib.loads((folder() / "facts.toml").read_text(encoding="utf-8"))
+    return {name: Facts.model_validate(entry) for name, entry in entries.items()}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specnb.compat.description import Description
 from specnb.errors import InputError
-from specnb.lm.bounded_json import read_bytes
+from specnb.io import read_bytes
 from specnb.lm.vocab import Vocabulary
 
 MAX_BYTES = 128 << 20

