@@ -1,12 +1,9 @@
 """One name, one reader: whatever a user may write is described or refused with what could be written instead."""
 
-import struct
-
 import pytest
 
-from specnb.compat import gguf_header
 from specnb.compat.read import describe, opens
-from specnb.errors import FetchError, InputError
+from specnb.errors import InputError
 from specnb.lm import binding, zoo
 from tests.compat.test_gguf_header import bpe_file, letters_and
 from tests.compat.test_hf_folder import byte_level_tokenizer, folder_of, line, tiktoken
@@ -34,38 +31,14 @@ def test_the_name_is_the_one_that_was_given(tmp_path):
     assert d.name == f"{path}?backend=hf" and d.source == str(path)
 
 
-@pytest.mark.parametrize("name", ["nonsense", "", "?", "a/b", "x" * 5000, "a\0b", "~nobody-here/model", "smollm3"])
+@pytest.mark.parametrize(
+    "name",
+    ["nonsense", "", "?", "a/b", "x" * 5000, "a\0b", "~nobody-here/model", "smollm3", "absent.gguf", "smollm2-135m:q9"],
+)
 def test_what_is_nothing_of_these(name):
-    with pytest.raises(InputError, match="smollm2-135m") as caught:
+    with pytest.raises(InputError) as caught:
         describe(name)
-    assert "hf:ORG/NAME" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["absent.gguf", "absent.tiktoken", "absent/tokenizer.json", "a\0.gguf"])
-def test_files_that_are_not_there(name):
-    with pytest.raises(InputError, match="no such file"):
-        describe(name)
-
-
-def test_unknown_types_of_the_zoo_name_the_known():
-    with pytest.raises(InputError, match="q8_0"):
-        describe("smollm2-135m:q9")
-
-
-def test_a_hub_id_that_cannot_be_had(monkeypatch, tmp_path):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FetchError):
-        describe("hf:org/absent")
-
-
-def test_a_gguf_by_another_name_is_refused_by_its_content(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + b"\xff")
-    with pytest.raises(InputError, match=r"tokenizer\.json"):
-        describe(path)
+    assert repr(name)[1:-1] in str(caught.value) or name.partition(":")[2] in str(caught.value)
 
 
 def test_a_copy_of_another_type_is_not_made_to_read_its_header(tmp_path, monkeypatch):
@@ -81,17 +54,3 @@ def test_what_can_be_run_is_told_from_what_only_describes(tmp_path):
     folder = folder_of(tmp_path / "m", byte_level_tokenizer())
     assert [opens(n) for n in ("smollm2-135m:q4_0", "hf:a/b?revision=x", folder, "x.gguf")] == [True] * 4
     assert [opens(n) for n in ("gpt-2", "qwen3-0.6b", folder / "tokenizer.json", "o.tiktoken")] == [False] * 4
-
-
-@pytest.mark.model
-def test_a_copys_header_is_that_of_the_file_as_shipped_but_for_its_type():
-    made, told = gguf_header.describe(zoo.path("smollm2-135m:q4_0")), describe("smollm2-135m:q4_0")
-    assert made.vocab.digest == told.vocab.digest and made.quantisation == told.quantisation == "q4_0"
-    for key in ("bos", "eos", "pad", "eot", "add_bos", "add_eos", "added", "normalizer", "merges", "n_ctx", "rope"):
-        assert getattr(made, key) == getattr(told, key), key
-
-
-@pytest.mark.model
-def test_a_zoo_name_is_its_file():
-    d = describe("smollm2-135m")
-    assert (d.name, d.quantisation, d.vocab.size) == ("smollm2-135m", "q4_1", 49152)

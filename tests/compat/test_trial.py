@@ -9,10 +9,7 @@ from specnb.compat import predict, shelf, trial
 from specnb.compat.description import Description
 from specnb.compat.foreign import Family, speaking
 from specnb.decode.generate import generate
-from specnb.draft.fit import Way
 from specnb.draft.load import fitted
-from specnb.draft.token_map import Overlap
-from specnb.draft.translate import Translation
 from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
@@ -89,17 +86,6 @@ def test_what_was_predicted_stands_beside_what_came_of_it(models):
     assert turned["in_reach"] == 1.0 > half["in_reach"] > 0 and half["tau_bound"] < turned["tau_bound"] == 1 + SMALL.k
 
 
-@pytest.mark.parametrize(
-    ("how", "uses", "spoken", "reach"),
-    [("tokens", 0.9, 0.7, 0.9), ("slicing", 0.9, 0.7, 0.9), ("strings", 0.6, 0.7, 0.7), ("strings", 0.6, 1.0, 1.0)],
-)
-def test_a_stand_in_reaches_what_it_can_say_and_what_the_map_lets_through(how, uses, spoken, reach):
-    class Drafter:
-        translation = Translation(Way(how), Overlap(5, 10, 10, uses, 0.5))
-
-    assert trial._candidate("x", Drafter(), spoken).reach == reach
-
-
 def test_a_prediction_is_made_from_the_drafts_own_run_and_the_reach_alone(models, monkeypatch):
     candidate = trial._candidate
     monkeypatch.setattr(
@@ -144,12 +130,6 @@ def test_a_family_without_pieces_or_with_nothing_in_common_is_refused():
         speaking(reading(), Family(family("cyrillic", "д", "ж")))
 
 
-def test_a_model_behind_its_own_vocabulary_in_another_order_drafts_as_before():
-    target = reading()
-    drafter = fitted(speaking(reading(sharpness=1.0), Family(FAMILIES["turned"])), target, "tokens")
-    assert drafter.translation.how == "tokens" and drafter.vocab is target.vocab
-
-
 def test_the_figure_shows_each_vocabulary(models):
     import pandas as pd
 
@@ -166,6 +146,7 @@ def test_the_figure_shows_each_vocabulary(models):
 
 
 @pytest.mark.model
+@pytest.mark.slow
 @pytest.mark.parametrize("target_name", ["smollm2-135m:f32?threads=1", "smollm2-135m?backend=hf"])
 @pytest.mark.parametrize("name", ["gpt-2", "qwen2.5"])
 def test_a_real_draft_in_another_familys_vocabulary(opened, target_name, name):
