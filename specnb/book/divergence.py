@@ -1,30 +1,123 @@
-"""What notebook 06 shows: the table of the case, why statistics mislead, and the gallery of planted faults."""
+"""Notebook 06, section by section: the case, why statistics mislead, the gallery of faults, sampling, the score."""
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from specnb.book import divergence_figures as figures
+from specnb.divergence import score as published
 from specnb.divergence.align import Key
-from specnb.divergence.gallery import Gallery
-from specnb.divergence.grading.baselines import TELLS_TOKEN
-from specnb.divergence.grading.rows import LAB, NOTHING
+from specnb.divergence.deploy import Recorded, planted
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.investigate import judge, made_up
 from specnb.divergence.investigation import Investigation
-from specnb.divergence.score import Score
-from specnb.divergence.setups import Outcome
+from specnb.divergence.offline.result import named
+from specnb.divergence.pair import Pair, pair
+from specnb.divergence.planting import Fault
+from specnb.divergence.sampling_trial import trial
+from specnb.divergence.score import LAB, Score
+from specnb.divergence.script import Script
+from specnb.divergence.setups import Lab, Outcome
 from specnb.errors import InputError
 from specnb.io import digest
+from specnb.measure.experiment import Progress, silent
+from specnb.params import DivergenceParams
+from specnb.provenance import provenance
+from specnb.records import RunRecord
+from specnb.store import run_id
 
+EXPERIMENT = "06_divergence"
+NOTHING = "-"
+"""Shown where no module is named, and for what a tool does not tell."""
 SCORED = {"module": "module", "or its part": "near", "a token": "token", "the first token": "exact", "cause": "cause"}
-"""Columns of a score, and how the table calls them."""
-TOLD_BY = {"token": (LAB, *TELLS_TOKEN), "exact": (LAB, *TELLS_TOKEN), "cause": (LAB,)}
-"""Which tools tell it; others all do."""
+"""How the table of tools calls columns of a score."""
 CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
 """The set-ups of the case, and how its notes call them."""
 SHORT = 8
 """Digits of a digest that a table shows."""
+GALLERY = ("S0", "S1", "S2", "S3")
+"""Set-ups that tell the planted faults apart."""
+
+
+class Gallery(NamedTuple):
+    """`table`: one row for each fault; `strips`: faults by modules, the worst of all tokens, log10 of error over floor.
+
+    `named`: of each fault the module that was named first.
+    """
+
+    table: pd.DataFrame
+    strips: pd.DataFrame
+    named: Mapping[str, str]
+
+
+class Study:
+    """The sections. Names of faults are checked here, before anything is run."""
+
+    def __init__(self, params: DivergenceParams) -> None:
+        self.params = params
+        self.faults = tuple(params.gallery) or tuple(FAULTS)
+        for name in self.faults:
+            planted(name)
+        self._deploy = planted(params.fault, layer=None if params.layer < 0 else params.layer)
+        self._started = datetime.now(UTC)
+        self._measured: dict[str, Any] = {}
+
+    @cached_property
+    def pair(self) -> Pair:
+        """The embedded pair."""
+        return pair(seed=self.params.seed, dtype=self.params.dtype)
+
+    @cached_property
+    def script(self) -> Script:
+        """What the draft is fed: tokens of the seed."""
+        p = self.params
+        return made_up(self.pair.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
+
+    @cached_property
+    def lab(self) -> Lab:
+        """One pristine copy and its floors, for all faults."""
+        return Lab(self.pair.draft, self.pair.target, script=self.script)
+
+    def investigate(self, progress: Progress = silent) -> Investigation:
+        """The fault, as a service under suspicion."""
+        found = judge(self.lab, deploy=self._deploy, progress=progress)
+        self._measured["investigation"] = found.document()
+        return found
+
+    def gallery(self, progress: Progress = silent) -> Gallery:
+        """Every fault of the gallery in turn."""
+        gallery = gallery_of(self.lab, self.faults, progress)
+        self._measured["gallery"] = gallery.table.to_dict("records")
+        return gallery
+
+    def sampling(self, progress: Progress = silent) -> pd.DataFrame:
+        """The sampling audit on a toy pair: sound, and with each fault that no comparison of tensors can see."""
+        table = trial(seed=self.params.seed, progress=progress)
+        self._measured["sampling"] = table.to_dict("records")
+        return table
+
+    def score(self) -> Score:
+        """The published score of the whole grid."""
+        self._measured["score"] = published.document()
+        return Score.of(self._measured["score"])
+
+    def record(self) -> RunRecord:
+        """The record of what has been measured so far."""
+        dumped = self.params.model_dump(mode="json")
+        models = [{"role": role, "id": f"divergence pair, seed {self.params.seed}"} for role in ("target", "drafter")]
+        return RunRecord(
+            run_id=run_id(EXPERIMENT, dumped), experiment=EXPERIMENT, params=dumped,
+            provenance=provenance(seeds={"seed": self.params.seed}, models=models), started=self._started,
+            ended=datetime.now(UTC), measurements=dict(self._measured),
+        )  # fmt: skip
+
+
+# --- the case: what people compared by hand ---------------------------------------------------------------------------
 
 
 def case_table(
@@ -127,10 +220,49 @@ def setups_figure(investigation: Investigation) -> go.Figure:
     return figures.strips(pd.DataFrame(strips, index=order).T, title=title, marks=marks)
 
 
+# --- the gallery of planted faults ------------------------------------------------------------------------------------
+
+
+def gallery_of(lab: Lab, faults: Sequence[str], progress: Progress = silent) -> Gallery:
+    """Plant one fault after the other and investigate each as a service of its own.
+
+    Columns of the table: fault, planted (what it is), verdict, module, module_right, token, cause, cause_right,
+    seconds. A fault that is none (`split_k`, `uniform_offset`) is right where nothing is named. Raises InputError for a
+    fault that does not fit the lab's models, and one that waits for something that this script does not do.
+    """
+    rows, strips, framed = [], {}, {}
+    for done, name in enumerate(faults):
+        progress(done, len(faults), name)
+        deploy = Recorded(name)
+        found = judge(lab, deploy=deploy, setups=lab.fitting(GALLERY))
+        rows.append(_gallery_row(name, deploy.acted(), found))
+        strips[name] = found.heat().max(axis=1)
+        if found.first is not None:
+            framed[name] = found.first.module
+    order = list(dict.fromkeys(module for strip in strips.values() for module in strip.index))
+    return Gallery(pd.DataFrame(rows), pd.DataFrame(strips, index=order).T, framed)
+
+
+def _gallery_row(name: str, fault: Fault, found: Investigation) -> dict[str, object]:
+    first = found.first
+    sound = fault.first is None
+    module = None if first is None else first.module
+    cause = found.causes[0].name if found.causes else ("PRECISION_ONLY" if found.verdict == "PRECISION_ONLY" else None)
+    return {
+        "fault": name, "planted": fault.note, "verdict": found.verdict,
+        "module": NOTHING if first is None else named(first), "module_right": module == fault.first,
+        "token": -1 if first is None else first.first_token, "cause": cause or NOTHING,
+        "cause_right": (first is None) if sound else cause == fault.cause, "seconds": found.facts["seconds"],
+    }  # fmt: skip
+
+
 def gallery_figure(gallery: Gallery) -> go.Figure:
     """A strip for each fault, what was named first is framed."""
     title = "Planted faults: where modules are wrong by themselves"
     return figures.strips(gallery.strips, title=title, marks=gallery.named)
+
+
+# --- the score --------------------------------------------------------------------------------------------------------
 
 
 def score_table(score: Score) -> pd.DataFrame:
@@ -139,28 +271,23 @@ def score_table(score: Score) -> pd.DataFrame:
     Shares with their 95 % intervals as text; "-" for what a tool does not tell. `or its part` also counts a module that
     the right one holds. False alarms are of controls that change bits: where none does, no tool can be wrong.
     """
-    table = score.by_tool()
+    table = score.by_tool
     shown = table[["tool", "against", "n"]].rename(columns={"n": "cases"})
     for name, column in SCORED.items():
-        told_by = TOLD_BY.get(column)
-        tells = [told_by is None or tool in told_by for tool in table["tool"]]
-        shares = [_share(row, column) for row in table.to_dict("records")]
-        shown[name] = [share if told else NOTHING for share, told in zip(shares, tells, strict=True)]
+        shown[name] = [_share(row, column) for row in table.to_dict("records")]
     alarms = zip(table["alarms"], table["controls"], strict=True)
     return shown.assign(**{"false alarms": [f"{int(a)} of {int(n)}" for a, n in alarms]})
 
 
 def score_figure(score: Score) -> go.Figure:
     """How often each tool names the right module."""
-    table = score.by_tool()
-    names = [
-        f"{tool}, {against}" if tool != LAB else tool
-        for tool, against in zip(table["tool"], table["against"], strict=True)
-    ]
+    table = score.by_tool
+    names = [f"{row.tool}, {row.against}" if row.tool != LAB else LAB for row in table.itertuples()]
     columns = {"module_right": "module", "low": "module_low", "high": "module_high", "near": "near"}
     shares = {name: table[column].to_numpy() for name, column in columns.items()}
     return figures.scores(pd.DataFrame({"tool": names} | shares), ours=LAB)
 
 
 def _share(row: Mapping[str, float], name: str) -> str:
-    return f"{row[name]:.3f} ({row[f'{name}_low']:.3f}-{row[f'{name}_high']:.3f})"
+    share = row[name]
+    return NOTHING if np.isnan(share) else f"{share:.3f} ({row[f'{name}_low']:.3f}-{row[f'{name}_high']:.3f})"

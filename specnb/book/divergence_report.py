@@ -1,29 +1,34 @@
-"""An investigation as a folder that can be handed on: a page that needs no network, a JSON document, a reproduction."""
+"""An investigation as a folder that can be handed on: a page that needs no network, a JSON document, a reproduction.
+
+Beside a verdict stands the acceptance: what a generation with the draft under suspicion kept of its drafts.
+"""
 
 import html
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
+from pydantic import ValidationError
 
-from specnb.book import divergence_acceptance as acceptance
 from specnb.book import divergence_figures as figures
 from specnb.divergence import report
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.offline.result import named
 from specnb.errors import InputError
-from specnb.io import write_atomic
+from specnb.io import read_json, write_atomic
 from specnb.measure.acceptance import Share
+from specnb.measure.pair import Pair
+from specnb.measure.triage import Triage, kind_of, triage
 
 if TYPE_CHECKING:
     from specnb.divergence.repro import Repro
-    from specnb.measure.triage import Triage
 
 COLOURS = {"DIVERGENT": "#b2182b", "SOUND": "#1b7837", "PRECISION_ONLY": "#1b7837", "INCONCLUSIVE": "#8a6d00"}
 NOTHING = "nothing"
+GENERATION_BYTES = 1 << 26
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
@@ -48,12 +53,49 @@ th {{ background: #f0f0f0 }}
 """
 
 
+def read_acceptance(path: Path, *, vocab_size: int) -> Triage:
+    """The triage of the generation in a file that `specnb generate --json` wrote.
+
+    `vocab_size`: tokens that the models know. Raises InputError for another file, one in which nothing was drafted, and
+    one of tokens that the models do not know.
+    """
+    again = "make it with `specnb generate --draft … --json`"
+    try:
+        pair = Pair.model_validate(read_json(path, GENERATION_BYTES) | {"vocab_size": vocab_size})
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{path} holds no generation ({where}: {first['msg']}): {again}") from error
+    generation, fork = pair.generation, pair.summary.fork
+    if not generation.drafter:
+        raise InputError(f"in the generation of {path} nothing was drafted: {again}")
+    drafted = (token for r in generation.rounds for token in r.draft_ids)
+    if unknown := [t for t in (*generation.prompt_ids, *generation.token_ids, *drafted) if not 0 <= t < vocab_size]:
+        raise InputError(
+            f"{path}: the models that are investigated have no token {unknown[0]} (0 to {vocab_size - 1}): give "
+            "--draft and --target of this generation"
+        )
+    kind = kind_of(generation.drafter)
+    return triage([generation], vocab_size=vocab_size, drafter_kind=kind, forks=[fork] if fork else [])
+
+
+def acceptance_line(acceptance: Triage) -> str:
+    """In a sentence, also where nothing is to be said against it."""
+    return acceptance.line or acceptance.reason or "Nothing about the acceptance is suspicious."
+
+
+def acceptance_document(acceptance: Triage) -> dict[str, Any]:
+    """Plain values for JSON."""
+    alpha = [share._asdict() for share in acceptance.profile.alpha]
+    return {"verdict": acceptance.verdict, "line": acceptance.line, "reason": acceptance.reason, "alpha": alpha}
+
+
 def write(
     investigation: Investigation,
     folder: Path,
     *,
     repro: "Repro | None" = None,
-    triage: "Triage | None" = None,
+    triage: Triage | None = None,
     false_alarms: tuple[int, int] | None = None,
     slots: bool = False,
 ) -> Path:
@@ -65,15 +107,12 @@ def write(
     in one step. Raises InputError where the folder cannot be written.
     """
     folder = Path(folder)
-    told = html_page(investigation, repro=repro, triage=triage, false_alarms=false_alarms, slots=slots)
+    page = html_page(investigation, repro=repro, triage=triage, false_alarms=false_alarms, slots=slots)
     report.write_json(investigation, folder / "report.json", _more(repro, triage, false_alarms, slots))
-    try:
-        write_atomic(folder / "report.txt", report.text(investigation, false_alarms).encode())
-        if repro is not None:
-            repro.write(folder / "repro")
-        write_atomic(folder / "report.html", told.encode("utf-8", "xmlcharrefreplace"))
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
+    write_atomic(folder / "report.txt", report.text(investigation, false_alarms).encode())
+    if repro is not None:
+        repro.write(folder / "repro")
+    write_atomic(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"))
     return folder / "report.html"
 
 
@@ -81,7 +120,7 @@ def html_page(
     investigation: Investigation,
     *,
     repro: "Repro | None" = None,
-    triage: "Triage | None" = None,
+    triage: Triage | None = None,
     false_alarms: tuple[int, int] | None = None,
     slots: bool = False,
 ) -> str:
@@ -102,14 +141,14 @@ def html_page(
 
 
 def _more(
-    repro: "Repro | None", triage: "Triage | None", false_alarms: tuple[int, int] | None, slots: bool
+    repro: "Repro | None", triage: Triage | None, false_alarms: tuple[int, int] | None, slots: bool
 ) -> dict[str, object]:
     more: dict[str, object] = {"slots": report.slots().to_dict("records")} if slots else {}
     if repro is not None:
         more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
                          "tokens": len(repro.script.text), "feeds": len(repro.script.feeds)}  # fmt: skip
     if triage is not None:
-        more["acceptance"] = acceptance.document(triage)
+        more["acceptance"] = acceptance_document(triage)
     if false_alarms is not None:
         more["false_alarms"] = Share.of(*false_alarms)._asdict()
     return more
@@ -191,8 +230,8 @@ def _slots() -> str:
     ) + _table(table)
 
 
-def _acceptance(triage: "Triage") -> str:
-    parts = [_paragraph(acceptance.told(triage))]
+def _acceptance(triage: Triage) -> str:
+    parts = [_paragraph(acceptance_line(triage))]
     table = triage.profile.table()
     parts += [] if table.empty else [_plot(figures.acceptance(table))]
     parts += [_table(triage.table())] if triage.suspicious else []

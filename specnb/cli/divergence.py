@@ -10,7 +10,7 @@ import typer
 
 from specnb.cli.divergence_audit import audit
 from specnb.cli.divergence_capture import capture
-from specnb.cli.divergence_kit import compare, faults, preflight, score
+from specnb.cli.divergence_kit import compare, faults, preflight
 from specnb.cli.show import Json, complain, judged, names, print_json
 from specnb.errors import InputError
 
@@ -74,6 +74,7 @@ def investigate(
     from specnb.book.progress import ProgressBar
     from specnb.divergence import deploy as services
     from specnb.divergence import investigate as lab
+    from specnb.divergence.score import published_alarms
 
     _require_dtype(draft, dtype)
     service = services.planted(fault, layer=layer) if fault else None
@@ -99,7 +100,7 @@ def investigate(
                     features=names(features) or (),
                     progress=progress,
                 )
-        alarms = _published_alarms()
+        alarms = published_alarms()
         _show(found, accepted, alarms, as_json)
         if report is not None:  # last, for it may take as long again
             with redirect_stdout(sys.stderr):
@@ -194,23 +195,23 @@ def _opened(
 
 def _accepted(path: Path, models: tuple["nn.Module", "nn.Module | None"]) -> "Triage":
     """What the acceptance of a generation looks like, whose tokens are those of the target, where there is one."""
-    from specnb.book.divergence_acceptance import read
+    from specnb.book.divergence_report import read_acceptance
     from specnb.divergence.setups import vocabulary_size
 
     draft, target = models
-    return read(path, vocab_size=vocabulary_size(draft if target is None else target))
+    return read_acceptance(path, vocab_size=vocabulary_size(draft if target is None else target))
 
 
 def _show(found: "Investigation", accepted: "Triage | None", alarms: tuple[int, int] | None, as_json: bool) -> None:
-    from specnb.book import divergence_acceptance as acceptance
+    from specnb.book.divergence_report import acceptance_document, acceptance_line
     from specnb.divergence.report import text
 
     if as_json:
-        print_json(found.document() | ({} if accepted is None else {"acceptance": acceptance.document(accepted)}))
+        print_json(found.document() | ({} if accepted is None else {"acceptance": acceptance_document(accepted)}))
         return
     print(text(found, alarms))
     if accepted is not None:
-        print(f"Acceptance: {acceptance.told(accepted)}")
+        print(f"Acceptance: {acceptance_line(accepted)}")
 
 
 def _reported(
@@ -240,17 +241,6 @@ def _reported(
         complain(error)
 
 
-def _published_alarms() -> tuple[int, int] | None:
-    """False alarms and controls of the score in the checkout; without one that can be read the verdict stands, too."""
-    from specnb.divergence.study import published_alarms
-
-    try:
-        return published_alarms()
-    except InputError as error:
-        complain(error)
-        return None
-
-
 def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:
     """Raises InputError for a set-up that there is not, and for one beside a target where there is none."""
     from specnb.divergence.setups import SETUPS
@@ -271,6 +261,5 @@ for command, line in {
     compare: "Where two such traces part, and whether it is rounding.",
     audit: "Is what is sampled what the rows of draft and target say?",
     faults: "List the planted faults, for trying the lab out.",
-    score: "Plant every fault, and count what is found of them.",
 }.items():
     app.command(short_help=line)(command)

@@ -1,7 +1,6 @@
-"""`specnb divergence`, what stands around an investigation: preflight, traces compared, planted faults, the score."""
+"""`specnb divergence`, what stands around an investigation: preflight, traces compared, planted faults."""
 
 import inspect
-import os
 import shlex
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,6 @@ from specnb.errors import InputError
 
 if TYPE_CHECKING:
     from specnb.divergence.offline.result import Comparison
-    from specnb.divergence.score import Score
     from specnb.divergence.trace import Trace
 
 
@@ -141,58 +139,6 @@ def _closer(found: "Comparison", traces: "dict[Path, Trace]") -> list[str]:
     ]  # fmt: skip
 
 
-def score(
-    seeds: Annotated[int, typer.Option(help="models, each with a text of its own")] = 3,
-    layers: Annotated[str | None, typer.Option(help="such as 0,2 [all of the pair's draft]")] = None,
-    dtypes: Annotated[str, typer.Option(help="of the models")] = "float32,bfloat16",
-    faults: Annotated[str | None, typer.Option(help="planted faults, by commas [all]")] = None,
-    controls: Annotated[bool, typer.Option(help="false-alarm controls and the smallest fault, too")] = True,
-    workers: Annotated[int, typer.Option(help="processes")] = 1,
-    out: Annotated[Path | None, typer.Option(help="file for all rows (parquet)")] = None,
-    keep: Annotated[Path | None, typer.Option(help="folder for what is done; a later run goes on from there")] = None,
-    as_json: Json = False,
-) -> None:
-    """Plant every fault and see what is found: by the lab, and by the means that people use instead."""
-    from specnb.book.progress import ProgressBar
-    from specnb.divergence import score as grid
-
-    if out is not None:
-        _check_place(out)
-    with ProgressBar() as progress:
-        found = grid.score(
-            seeds=seeds, layers=_numbers(layers), dtypes=names(dtypes), faults=names(faults), controls=controls,
-            workers=workers, keep=keep, progress=progress,
-        )  # fmt: skip
-    _show_score(found, as_json)
-    if out is not None:  # at last: what was counted for so long is shown in any case
-        found.save(out)
-
-
-def _check_place(out: Path) -> None:
-    """Refuses a file that could not be written, before the long run that makes it."""
-    try:
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be written ({error.strerror}): give another file") from error
-    if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
-        raise InputError(f"--out {out} cannot be written: give a file in a folder of yours")
-
-
-def _show_score(found: "Score", as_json: bool) -> None:
-    if as_json:
-        print_json(found.document())
-        return
-    right, counts = ["n", "module", "token", "exact", "cause"], ["alarms", "controls"]
-    tables = {
-        "shares of the faults of which a tool names it rightly": found.by_tool()[["tool", "against", *right, *counts]],
-        "the lab, by fault": found.by_fault()[["name", "dtype", *right]],
-        "smallest scale fault that is found": found.smallest(),
-    }
-    for title, frame in tables.items():
-        print_frame(title, frame)
-    print(f"{len(found.misses())} faults missed or misnamed, {len(found.false_alarms())} false alarms of the lab")
-
-
 def faults(as_json: Json = False) -> None:
     """The planted faults: their cause, the module that must be found first, the upstream issue."""
     from specnb.divergence.faults import FAULTS
@@ -217,13 +163,6 @@ def faults(as_json: Json = False) -> None:
 
 def _place(first: str | None) -> str:
     return "nothing is to be found" if first is None else first or "the model's inputs"
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    try:
-        return None if text is None else [int(word) for word in names(text)]
-    except ValueError as error:
-        raise InputError(f"--layers takes numbers, separated by commas, got {text!r}") from error
 
 
 def _folder(name: str) -> Path | None:

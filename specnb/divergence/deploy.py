@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.setups import Deploy
+from specnb.divergence.planting import Deploy, Fault
 from specnb.errors import InputError, did_you_mean
 
 
@@ -67,6 +67,29 @@ def planted(fault: str, *, layer: int | None = None) -> Deploy:
     if "layer" not in inspect.signature(make).parameters:
         raise InputError(f"the fault {fault} is in no one layer: leave layer {layer} out")
     return lambda draft, neighbour: make(draft, neighbour, layer=layer)
+
+
+class Recorded:
+    """A planted fault as a service that notes each entry: `entered` has the neighbour and the fault as it was."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.name, self.options = name, options
+        self.entered: list[tuple[nn.Module | None, Fault]] = []
+
+    @contextmanager
+    def __call__(self, draft: nn.Module, neighbour: nn.Module | None) -> Iterator[Fault]:
+        with FAULTS[self.name](draft, neighbour, **self.options) as fault:
+            self.entered.append((neighbour, fault))
+            yield fault
+
+    def acted(self) -> Fault:
+        """The fault as it was when it first acted, or at all. Raises InputError where it waited in vain."""
+        faults = [fault for _, fault in self.entered]
+        acting = [fault for fault in faults if fault.struck] or faults
+        fault = next((fault for fault in acting if fault.first is not None), acting[0])
+        if fault.waits and not fault.struck:
+            raise InputError(f"{self.name} never acted: choose a script in which what it waits for happens")
+        return fault
 
 
 @contextmanager

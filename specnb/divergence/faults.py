@@ -5,46 +5,433 @@
     # every bit of both models is what it was
 
 So a user can see whether the lab finds on his own model what it finds on the embedded pair. Two causes at once are two
-blocks, one in the other. The faults of sampling, of a drafter's loop and of checkpoints are not here: they live in no
-module's forward.
+blocks, one in the other. A fault of a neighbour does nothing without a target, as in a draft that runs alone: `first`
+is None then. `split_k` and `uniform_offset` are controls: they change numbers and must not be called structural. Faults
+of sampling live in no module's forward; they are in `sampling_trial`.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import nn
+from torch.nn import functional
 
-from specnb.divergence.planted.beside import foreign_routing, neighbour_read, positional_registry, shared_buffer
-from specnb.divergence.planted.cache import foreign_writer, kv_slot_swap, overtrimmed, untrimmed
-from specnb.divergence.planted.fault import ALL, CAUSES, Fault
-from specnb.divergence.planted.inputs import dummy_tokens, rope_mismatch, split_k, uniform_offset
-from specnb.divergence.planted.weights import expert_scale, experts_permuted, random_head
+from specnb.divergence.cache_faults import foreign_writer, kv_slot_swap, overtrimmed, untrimmed
+from specnb.divergence.parts import Named, find, layer_number, named, output_head
+from specnb.divergence.planting import (
+    ALL,
+    Around,
+    Clock,
+    Fault,
+    arguments,
+    forward_replaced,
+    positions_argument,
+    positions_fed,
+    values_changed,
+    with_argument,
+)
+from specnb.errors import InputError
 
-__all__ = [
-    "ALL",
-    "CAUSES",
-    "FAULTS",
-    "Fault",
-    "FaultMaker",
-    "dummy_tokens",
-    "expert_scale",
-    "experts_permuted",
-    "foreign_routing",
-    "foreign_writer",
-    "kv_slot_swap",
-    "neighbour_read",
-    "overtrimmed",
-    "positional_registry",
-    "random_head",
-    "rope_mismatch",
-    "shared_buffer",
-    "split_k",
-    "uniform_offset",
-    "untrimmed",
-]
+OUTPUT_SIDE = ("down_proj", "w2")
+"""How names of the parameters begin that make an expert's output, so that scaling them scales it."""
+
+# --- of a neighbour: its experts, its buffer, its routing, its memory -----------------------------------------------
+
+
+@contextmanager
+def positional_registry(
+    draft: nn.Module, target: nn.Module | None = None, *, layer: int | None = None, in_custom_op: bool = False
+) -> Iterator[Fault]:
+    """The draft's i-th bank of experts runs with the parameters of the i-th bank that was registered in the process.
+
+    The target is loaded first, so its banks come first in the list; routing stays the draft's. `layer`: only that
+    layer's op resolves by position; None for all, as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there:
+    torch is shown the activations only. InputError where a foreign bank does not fit.
+    """
+    own = find(draft).every_bank()
+    chosen = own if layer is None else (find(draft).bank(layer),)
+    registry = (*(find(target).every_bank() if target is not None else ()), *own)
+    foreign = [(bank, other) for bank, other in zip(own, registry, strict=False) if bank in chosen and bank != other]
+    with ExitStack() as planted:
+        for bank, other in foreign:
+            _check_fits(bank, other)
+            run = planted.enter_context(_operation(_run_as(other[1]))) if in_custom_op else _run_as(other[1])
+            planted.enter_context(forward_replaced(bank[1], run))
+        yield Fault(
+            "IDENTITY",
+            foreign[0][0][0] if foreign else None,
+            ALL,
+            f"the op resolved the target's {foreign[0][1][0]}" if foreign else "alone: every bank resolves itself",
+            ("vllm#33497", "vllm#32805", "vllm#33624"),
+        )
+
+
+@contextmanager
+def shared_buffer(
+    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0, token: int | None = None
+) -> Iterator[Fault]:
+    """Both models' experts of a layer write to one buffer, and the target's rows are there when the draft reads.
+
+    `token`: the logical position of the one row that is stale; None for every row the target wrote. Nothing happens
+    until the target has run. Both outputs really share storage.
+    """
+    path, module = find(draft).bank(layer)
+    fault = Fault(
+        "STATE",
+        path if target is not None else None,
+        ALL if token is None else ((token, token + 1),),
+        "the target's last output of this layer stands in the draft's rows",
+        waits=True,
+    )
+    buffer = _Buffer()
+    with ExitStack() as planted:
+        if target is not None:
+            _check_fits((path, module), find(target).bank(layer), experts=False)
+            clock = planted.enter_context(Clock(draft).running())
+            theirs = find(target).bank(layer)[1]
+            planted.enter_context(forward_replaced(theirs, buffer.of_target))
+            planted.enter_context(forward_replaced(module, buffer.of_draft(clock, token, fault.struck)))
+        yield fault
+
+
+@contextmanager
+def foreign_routing(draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0) -> Iterator[Fault]:
+    """Chosen experts are kept in one place for both models, keyed by layer: the draft reads what the target chose.
+
+    The rows that both have get the target's choice (modulo the draft's number of experts); weights stay the draft's.
+    Nothing happens until the target has run.
+    """
+    path, router = find(draft).router(layer)
+    fault = Fault(
+        "ROUTING",
+        path if target is not None else None,
+        ALL,
+        "experts are those the target chose in its layer of the same number",
+        ("vllm#48622", "sglang#26980"),
+        waits=True,
+    )
+    chosen: list[torch.Tensor] = []
+
+    def of_target(original: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        chosen[:] = [part for part in _tensors(out) if not part.is_floating_point()]
+        return out
+
+    def of_draft(original: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        if not chosen:
+            return out
+        fault.struck.extend(clock.rows(len(_tensors(out)[0]))[:1].tolist())
+        return type(out)(part if part.is_floating_point() else _first_rows(part, chosen[0] % n_experts) for part in out)
+
+    n_experts = find(draft).bank(layer)[1].num_experts
+    with ExitStack() as planted:
+        if target is not None:
+            clock = planted.enter_context(Clock(draft).running())
+            planted.enter_context(forward_replaced(find(target).router(layer)[1], of_target))
+            planted.enter_context(forward_replaced(router, of_draft))
+        yield fault
+
+
+@contextmanager
+def neighbour_read(
+    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0, strength: float = 0.1
+) -> Iterator[Fault]:
+    """A bank reads its output scales past its own end: each feature is off by the bytes another model has there.
+
+    A feature is multiplied by 1 + strength * byte / 255. The bytes are the target's first expert weights, as they are
+    at that moment. They are read as memory, not as a parameter: an unmasked load has no operand that names its owner.
+    """
+    path, module = find(draft).bank(layer)
+    note = "scales are read past the end of the bank, from memory that belongs to whatever is there"
+    issues = ("triton#10772", "vllm#47303")
+    if target is None:
+        yield Fault("STATE", None, ALL, note, issues)
+        return
+    weight = next(iter(find(target).bank(layer)[1].parameters(recurse=False)))
+    # numpy reads past torch's dispatcher, as the stray load does: nothing that watches operands sees whose memory it is
+    memory = weight.detach().cpu().contiguous().view(torch.uint8).flatten().numpy()
+
+    def stray(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = original(*args, **kwargs)
+        read = torch.from_numpy(np.resize(memory, out.shape[-1])).float()
+        return (out * (1 + strength / 255 * read.to(out.device)).to(out.dtype)) if read.any() else out
+
+    with forward_replaced(module, stray):
+        yield Fault("STATE", path, ALL, note, issues)
+
+
+class _Buffer:
+    """One buffer for the outputs (rows, hidden) of two models, and the rows that the target last left in it."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._theirs: torch.Tensor | None = None
+
+    def of_target(self, original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = self._written(original(*args, **kwargs))
+        self._theirs = out.clone()
+        return out
+
+    def of_draft(self, clock: Clock, token: int | None, struck: list[int]) -> Any:
+        def run(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            out = self._written(original(*args, **kwargs))
+            if self._theirs is None:
+                return out
+            positions = clock.rows(len(out))
+            stale = torch.arange(len(out), device=out.device) < len(self._theirs)
+            if token is not None:
+                stale &= positions.to(out.device) == token
+            out[stale] = self._theirs[: len(out)][stale[: len(self._theirs)]].to(out)
+            struck.extend(positions[stale.cpu()][:1].tolist())
+            return out
+
+        return run
+
+    def _written(self, out: torch.Tensor) -> torch.Tensor:
+        if self._memory is None or len(self._memory) < len(out) or self._memory.dtype != out.dtype:
+            self._memory = torch.empty_like(out)
+        view = self._memory[: len(out)]
+        view.copy_(out.detach())
+        return view
+
+
+def _run_as(other: nn.Module) -> Any:
+    """Run another module's forward on the caller's inputs, without its hooks: an op got hold of it."""
+    return lambda original, *args, **kwargs: type(other).forward(other, *args, **kwargs)
+
+
+@contextmanager
+def _operation(around: Around) -> Iterator[Around]:
+    """The same behind a custom operation with a kernel in Python, as engines hide theirs from compilers."""
+    names: list[str] = []
+
+    def kernel(given: list[torch.Tensor]) -> torch.Tensor:
+        return around(None, **dict(zip(names, given, strict=True)))
+
+    def through(original: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = arguments(original, args, kwargs).arguments
+        names[:] = bound
+        return operation(list(bound.values()))
+
+    with torch.library._scoped_library("specnb_planted", "FRAGMENT") as library:
+        name = f"experts_{id(kernel):x}"
+        library.define(f"{name}(Tensor[] given) -> Tensor")
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        operation = getattr(torch.ops.specnb_planted, name)
+        yield through
+
+
+def _check_fits(own: Named, other: Named, *, experts: bool = True) -> None:
+    """InputError unless the draft's routing and states fit the other bank: a real registry would crash instead."""
+    ours, theirs = (
+        {name: (*weight.shape[1:], weight.dtype) for name, weight in bank.named_parameters()}
+        for _, bank in (own, other)
+    )
+    if ours != theirs:
+        raise InputError(
+            f"{other[0]} of the target does not fit {own[0]} of the draft: an expert has {theirs}, not {ours}"
+        )
+    if experts and other[1].num_experts < own[1].num_experts:
+        raise InputError(f"{own[0]} routes to {own[1].num_experts} experts, {other[0]} has {other[1].num_experts}")
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    if not isinstance(out, (tuple, list)) or all(part.is_floating_point() for part in out):
+        raise InputError("the router does not return the chosen experts: no integer tensor is among its outputs")
+    return list(out)
+
+
+def _first_rows(own: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """`own` (rows, k) with its first rows replaced by those of `theirs`, as far as both have them."""
+    rows, k = min(len(own), len(theirs)), min(own.shape[-1], theirs.shape[-1])
+    new = own.clone()
+    new[:rows, :k] = theirs[:rows, :k]
+    return new
+
+
+# --- of weights: scaled experts, experts in another order, a head that was never loaded ---------------------------
+
+
+@contextmanager
+def expert_scale(
+    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0, eps: float = 0.02, in_op: bool = False
+) -> Iterator[Fault]:
+    """The output of one bank of experts is (1 + eps) times what it should be: a wrong quantisation scale.
+
+    The wrong scale is in the parameters, or with `in_op` in what the op makes of right ones (the weights it combines
+    experts with).
+    """
+    path, module = find(draft).bank(layer)
+    fault = Fault("WEIGHTS", path, ALL, f"output times {1 + eps:g}", ("sglang#39087", "sglang#22823"))
+    if in_op:
+        with forward_replaced(module, _combine_scaled(eps)):
+            yield fault
+        return
+    with values_changed({weight: weight.detach() * (1 + eps) for weight in _output_side(path, module)}):
+        yield fault
+
+
+@contextmanager
+def experts_permuted(
+    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0, seed: int = 0
+) -> Iterator[Fault]:
+    """Every expert of a bank stands at another expert's index: a loader that got the order wrong."""
+    path, module = find(draft).bank(layer)
+    ring = torch.randperm(module.num_experts, generator=torch.Generator().manual_seed(seed))
+    order = torch.empty_like(ring)
+    order[ring] = ring.roll(1)  # one cycle through all of them: none stays where it was
+    weights = [weight for weight in module.parameters(recurse=False) if len(weight) == module.num_experts]
+    with values_changed({weight: weight.detach()[order.to(weight.device)] for weight in weights}):
+        yield Fault("WEIGHTS", path, ALL, "the experts of this bank are in another order")
+
+
+@contextmanager
+def random_head(draft: nn.Module, target: nn.Module | None = None, *, seed: int = 0) -> Iterator[Fault]:
+    """The output head has weights as drawn at construction: a head that no checkpoint had, or a tie that was lost.
+
+    The parameter is another object inside, so an embedding that was tied to the head keeps its values.
+    """
+    path, head = output_head(draft)
+    draw = torch.Generator().manual_seed(seed)
+    std = getattr(getattr(draft, "config", None), "initializer_range", 0.02)
+    fresh = (std * torch.randn(head.weight.shape, generator=draw)).to(head.weight)
+    note = "the head's weights are those of a new layer"
+    fault = Fault("HEAD", path, ALL, note, ("vllm#46435", "sglang#27829", "speculators#1131"))
+    before = head.weight
+    head.weight = nn.Parameter(fresh, requires_grad=before.requires_grad)
+    try:
+        yield fault
+    finally:
+        head.weight = before
+
+
+def _combine_scaled(eps: float) -> Any:
+    """A bank's output is linear in the weights that combine its experts: scaling those scales the output."""
+
+    def run(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        bound = arguments(original, args, kwargs)
+        names = list(bound.arguments)
+        if len(names) != 3:
+            raise InputError(f"a bank that is called with {', '.join(names)} does not take (states, indices, weights)")
+        weights = bound.arguments[names[2]]
+        combined = weights * torch.full_like(weights, 1 + eps)  # of the weights' type, as a scale is
+        args, kwargs = with_argument(original, args, kwargs, names[2], combined)
+        return original(*args, **kwargs)
+
+    return run
+
+
+def _output_side(path: str, module: nn.Module) -> list[nn.Parameter]:
+    found = [weight for name, weight in module.named_parameters(recurse=False) if name.startswith(OUTPUT_SIDE)]
+    if not found:
+        names = ", ".join(name for name, _ in module.named_parameters(recurse=False))
+        raise InputError(f"{path} has no parameter named {' or '.join(OUTPUT_SIDE)}…, only {names}: use in_op=True")
+    return found
+
+
+# --- of what goes in and comes out: positions, fed tokens, the order of a sum ---------------------------------------
+
+
+@contextmanager
+def rope_mismatch(
+    draft: nn.Module, target: nn.Module | None = None, *, start: int = 8, factor: float = 4.0
+) -> Iterator[Fault]:
+    """Positions from `start` on are rotated as if the context were scaled by `factor`; cached keys before are not.
+
+    As where one code path reads the RoPE overrides and another does not.
+    """
+    note = f"positions from {start} on are divided by {factor:g} before they are rotated"
+    path = find(draft).rotary()[0]
+    fault = Fault("POSITION", path, ((start, None),), note, ("vllm#58080", "vllm#57941"))
+    with _positions_changed(draft, lambda positions: torch.where(positions < start, positions, positions / factor)):
+        yield fault
+
+
+@contextmanager
+def uniform_offset(draft: nn.Module, target: nn.Module | None = None, *, offset: int = 1) -> Iterator[Fault]:
+    """Control: all positions are `offset` higher. RoPE is relative, so what attention makes is off by rounding only."""
+    fault = Fault("PRECISION_ONLY", None, ALL, f"every position is {offset} higher: no fault at all")
+    with _positions_changed(draft, lambda positions: positions + offset):
+        yield fault
+
+
+@contextmanager
+def dummy_tokens(
+    draft: nn.Module, target: nn.Module | None = None, *, start: int = 8, token: int = 0
+) -> Iterator[Fault]:
+    """From position `start` on the draft is fed `token` in place of its input, as past a wrong maximal length."""
+    note = f"from position {start} on token {token} is fed"
+    fault = Fault("INPUT", "", ((start, None),), note, ("vllm#58080",))
+
+    def feed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        bound = arguments(model.forward, args, kwargs)
+        ids = bound.arguments.get("input_ids")
+        if ids is None:
+            raise InputError("the draft was not called with `input_ids`: there is no token to replace")
+        fed = torch.where(positions_fed(bound) < start, ids, token)
+        return with_argument(model.forward, args, kwargs, "input_ids", fed)
+
+    # before all other hooks: whoever watches the model sees what it was really fed
+    handle = draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
+    try:
+        yield fault
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def split_k(draft: nn.Module, target: nn.Module | None = None, *, layer: int | None = None) -> Iterator[Fault]:
+    """Control: linear layers sum in parts, how many depends on the number of rows, as kernels do. Rounding only.
+
+    `layer`: only the linear layers in it, None for all in the model's layers. InputError where there is none.
+    """
+    modules = [(path, module) for path, module in _linears(draft) if layer in (None, layer_number(path))]
+    if not modules:
+        raise InputError(f"layer {layer!r} has no linear layer" if layer is not None else "no layer has a linear layer")
+    with ExitStack() as planted:
+        for _, module in modules:
+            planted.enter_context(forward_replaced(module, _in_parts(module)))
+        note = "sums over features are made in parts, whose number depends on the number of rows"
+        yield Fault("PRECISION_ONLY", None, ALL, note, ("vllm#54506", "llama.cpp#23335"))
+
+
+def _in_parts(linear: nn.Linear) -> Any:
+    def run(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        (states,) = arguments(original, args, kwargs).args
+        n_rows = states.numel() // states.shape[-1]
+        n_parts = 4 if n_rows <= 4 else 2
+        halves = zip(states.chunk(n_parts, -1), linear.weight.chunk(n_parts, -1), strict=True)
+        total = sum(functional.linear(part, weight) for part, weight in halves)
+        return total if linear.bias is None else total + linear.bias
+
+    return run
+
+
+@contextmanager
+def _positions_changed(draft: nn.Module, change: Any) -> Iterator[None]:
+    """All rotary embeddings of the draft see `change(positions)`."""
+
+    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+        name, positions = positions_argument(arguments(original, args, kwargs))
+        args, kwargs = with_argument(original, args, kwargs, name, change(positions))
+        return original(*args, **kwargs)
+
+    find(draft).rotary()
+    with ExitStack() as planted:
+        for _, rotary in find(draft).rotaries:
+            planted.enter_context(forward_replaced(rotary, run))
+        yield
+
+
+def _linears(draft: nn.Module) -> list[tuple[str, nn.Linear]]:
+    inside = (each for each in named(draft) if layer_number(each[0]) is not None)
+    return [(path, module) for path, module in inside if isinstance(module, nn.Linear)]
 
 
 class FaultMaker(Protocol):

@@ -122,7 +122,7 @@ def _not_seen(found: "Investigation") -> str:
 
 def _false_alarms(measured: tuple[int, int] | None) -> str:
     if measured is None:
-        return "Not known here: `specnb divergence score` measures it on controls."
+        return "Not known here: `tests/benchmarks/divergence_score` measures it on controls."
     share = Share.of(*measured)
     return f"{share} controls were called divergent (at most {share.high:.1%} at 95 %)."
 

@@ -1,240 +1,56 @@
-"""The score of the lab: the whole grid of planted faults and controls, beside the tools that people use instead.
+"""The published score of the lab: how often it, and what people use instead, names the module that is wrong.
 
-from specnb.divergence.score import score
-print(score(seeds=1, layers=(0,)).by_tool())
+`python -m tests.benchmarks.divergence_score` measures it on planted faults and harmless changes, and writes the tables
+that are read here, and all rows behind them.
 """
 
-import hashlib
-import json
-import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
-from importlib import metadata
-from multiprocessing import connection, get_context
+import contextlib
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
-import torch
 
-from specnb.divergence.faults import FAULTS
-from specnb.divergence.grading import rows
-from specnb.divergence.grading.cases import cases
-from specnb.divergence.grading.controls import CONTROLS, controlled
-from specnb.divergence.grading.grid import Subject, examined
-from specnb.divergence.grading.smallest import scaled, smallest
-from specnb.divergence.pair import DTYPES, SHAPES
 from specnb.errors import InputError
-from specnb.measure.experiment import Progress, silent
-from specnb.provenance import provenance
+from specnb.io import read_json
+from specnb.paths import project_dir
 
-BY_TOOL = ["tool", "against"]
-TARGETS = {"float32": 1e-3, "bfloat16": 2e-2}
-"""The smallest scale fault that has to be found, by dtype."""
-TABLES = ("by_tool", "by_fault", "smallest", "misses", "false_alarms")
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one process does: all cases of one model and text. It is kept when it is done."""
-
-    dtype: str
-    seed: int
-    faults: tuple[str, ...]
-    layers: tuple[int, ...]
-    controls: bool
-
-    @property
-    def file(self) -> str:
-        """A name that changes with what changes the rows: what is run, the code of the lab, torch, transformers."""
-        whole = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6)
-        whole.update(f"{torch.__version__} {metadata.version('transformers')}".encode())
-        for path in sorted(Path(__file__).parent.rglob("*.py")):
-            whole.update(path.read_bytes())
-        return f"{self.dtype}-{self.seed}-{whole.hexdigest()}.parquet"
+LAB = "lab"
+"""The lab's own name among the tools."""
+FILE_BYTES = 1 << 24
 
 
-@dataclass(frozen=True)
-class Score:
-    """`rows` as `rows.SCHEMA` of `grading` has them; `facts`: what was run, and the provenance."""
+class Score(NamedTuple):
+    """`by_tool`: shares of right modules, tokens and causes, and false alarms (NaN for what a tool does not tell);
+    `smallest`: by dtype the smallest scale that is always found; `misses`: faults that the lab got wrong;
+    `false_alarms`: controls in which it named a module; `facts`: what was run, and the provenance."""
 
-    rows: pd.DataFrame
+    by_tool: pd.DataFrame
+    by_fault: pd.DataFrame
+    smallest: pd.DataFrame
+    misses: pd.DataFrame
+    false_alarms: pd.DataFrame
     facts: dict[str, Any]
 
-    def by_tool(self) -> pd.DataFrame:
-        """A row for each tool and what it compared with: shares of right modules, tokens, causes, and false alarms."""
-        both = self.rows.loc[self.rows["kind"] != "scale", BY_TOOL].drop_duplicates()  # the lab first: outer joins sort
-        for part in (rows.shares(self.rows, BY_TOOL), rows.alarms(self.rows, BY_TOOL)):
-            both = both.merge(part, on=BY_TOOL, how="left")
-        counts = ["n", "controls", "alarms", "same_bits"]
-        return both.fillna(dict.fromkeys(counts, 0)).astype(dict.fromkeys(counts, int))
-
-    def by_fault(self) -> pd.DataFrame:
-        """A row for each fault and dtype, of the lab."""
-        return rows.shares(rows.of_lab(self.rows), ["name", "dtype"])
-
-    def smallest(self) -> pd.DataFrame:
-        """By dtype the smallest scale that is always found, and whether it is as small as it has to be."""
-        table = smallest(self.rows[self.rows["kind"] == "scale"])
-        return table.assign(reached=table["eps"] <= table["dtype"].map(TARGETS).astype(float))
-
-    def misses(self) -> pd.DataFrame:
-        """Every fault of which the lab got module, token or first cause wrong."""
-        own = rows.of_lab(self.rows[self.rows["kind"] == "fault"])
-        return own[~(rows.right(own) & own["token"] & (own["rank"] == 1))].reset_index(drop=True)
-
-    def false_alarms(self) -> pd.DataFrame:
-        """Every control in which the lab named a module."""
-        own = rows.of_lab(self.rows[self.rows["kind"] == "control"])
-        return own[own["structural"]].reset_index(drop=True)
-
-    def document(self) -> dict[str, Any]:
-        """A JSON document of the tables and facts; the raw rows are in the file that `save` writes."""
-        tables = {name: json.loads(getattr(self, name)().to_json(orient="records")) for name in TABLES}
-        return {"schema": 1, **tables, "facts": self.facts}
-
-    def save(self, path: Path) -> Path:
-        """Write one parquet file."""
-        return rows.write(path, self.rows, self.facts)
-
     @classmethod
-    def load(cls, path: Path) -> "Score":
-        """What `save` wrote. Raises InputError for anything else."""
-        return cls(*rows.read(path))
+    def of(cls, document: dict[str, Any]) -> "Score":
+        """From the JSON document of a score."""
+        tables = (pd.DataFrame(document[name]) for name in cls._fields[:-1])
+        return cls(*tables, document["facts"])
 
 
-def score(
-    *,
-    seeds: int = 3,
-    layers: Sequence[int] | None = None,
-    dtypes: Sequence[str] = tuple(DTYPES),
-    faults: Sequence[str] | None = None,
-    controls: bool = True,
-    workers: int = 1,
-    keep: Path | None = None,
-    progress: Progress = silent,
-) -> Score:
-    """Run the grid on the embedded pair and score it; `layers` and `faults` None: all.
-
-    `seeds` counts models, each with a text of its own. `controls` also runs the false-alarm controls and looks for the
-    smallest scale fault. Work is shared by `workers` processes, of one thread each if they are several, a model and
-    dtype at a time. With `keep`, a folder, each of these is written down when it is done and not run again. Raises
-    InputError for what cannot be run, and for a fault that did not act.
-    """
-    if workers < 1:
-        raise InputError(f"a score needs at least one worker, not {workers}")
-    parts = list(_parts(seeds, layers, dtypes, faults, controls))
-    done = {part: kept for part in parts if (kept := _kept(part, keep)) is not None}
-    done |= dict(_run([part for part in parts if part not in done], keep, workers, progress))
-    first, numbers = parts[0], list(range(seeds))
-    ran = {"seeds": numbers, "dtypes": list(dtypes), "faults": list(first.faults), "layers": list(first.layers)}
-    facts = {"ran": ran | {"controls": controls}, "provenance": provenance(seeds={"pair": numbers})}
-    return Score(pd.concat([done[part] for part in parts], ignore_index=True), facts)
+def published() -> Path:
+    """Where the score of the whole grid lies in the checkout."""
+    return project_dir() / "data" / "divergence" / "score.json"
 
 
-def _parts(
-    seeds: int, layers: Sequence[int] | None, dtypes: Sequence[str], faults: Sequence[str] | None, controls: bool
-) -> Iterator[Part]:
-    n_layers = SHAPES["draft"]["num_hidden_layers"]
-    every = tuple(range(n_layers)) if layers is None else tuple(layers)
-    chosen = tuple(FAULTS) if faults is None else tuple(faults)
-    for what, given, known in (("dtype", dtypes, DTYPES), ("fault", chosen, FAULTS), ("layer", every, range(n_layers))):
-        if len({*given}) < len(given):
-            raise InputError(f"a {what} is named twice in {', '.join(map(str, given))}")
-        if not given or (unknown := [one for one in given if one not in known]):
-            raise InputError(f"no {what} {unknown[0] if given else ''!r}: there are {', '.join(map(str, known))}")
-    if seeds < 1:
-        raise InputError(f"a score needs at least one seed, not {seeds}")
-    for seed in range(seeds):
-        for dtype in dtypes:
-            yield Part(dtype, seed, chosen, every, controls)
+def document() -> dict[str, Any]:
+    """The published score as a JSON document. Raises InputError outside of a checkout."""
+    return read_json(published(), FILE_BYTES)
 
 
-def _kept(part: Part, keep: Path | None) -> pd.DataFrame | None:
-    """What an earlier run left of a part. Raises InputError for a file that is damaged."""
-    path = _place(part, keep)
-    if path is None or not path.exists():
-        return None
-    try:
-        return rows.read(path)[0]
-    except InputError as error:
-        raise InputError(f"{error}; or delete that file, and only its part is run again") from error
-
-
-def _run(
-    parts: Sequence[Part], keep: Path | None, workers: int, progress: Progress
-) -> Iterator[tuple[Part, pd.DataFrame]]:
-    """Parts as they are done. Each is kept by the process that did it: where one fails, the others are not lost.
-
-    Where the run itself is stopped, by whatever, no part is begun any more and the processes end at once.
-    """
-    if workers < 2 or len(parts) < 2:
-        for number, part in enumerate(parts):
-            yield part, _written(part, _place(part, keep), _said(part, number, len(parts), progress))
-        return
-    # a fresh process each: one that is forked has torch's threads, but none of them running
-    context = get_context("spawn")
-    theirs, ours = context.Pipe(duplex=False)
-    with theirs, ours, ProcessPoolExecutor(min(workers, len(parts)), context, _as_worker, (theirs,)) as pool:
-        try:
-            running = {pool.submit(_written, part, _place(part, keep)): part for part in parts}
-            for number, future in enumerate(as_completed(running)):
-                part = running[future]
-                progress(number, len(parts), f"{part.dtype}, seed {part.seed}: done")
-                yield part, future.result()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            ours.close()
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _said(part: Part, number: int, total: int, progress: Progress) -> Callable[[str], None]:
-    return lambda what: progress(number, total, f"{part.dtype}, seed {part.seed}: {what}")
-
-
-def _as_worker(line: connection.Connection) -> None:
-    """One thread, and an end as soon as `line` is closed: a signal may leave whoever started this no time to tell."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all processes; whoever started this answers it
-    Thread(target=_end_with, args=(line,), daemon=True).start()
-
-
-def _end_with(line: connection.Connection) -> None:
-    """Nothing is ever sent: a line that can be read was closed, by its owner or by the owner's death."""
-    connection.wait([line])
-    os._exit(1)  # the main thread computes, and would finish its part first
-
-
-def _unheard(_what: str) -> None:
-    """The progress of a part in another process."""
-
-
-def _place(part: Part, keep: Path | None) -> Path | None:
-    """Before it is run: code that is changed meanwhile did not make the rows."""
-    return None if keep is None else Path(keep) / part.file
-
-
-def _written(part: Part, path: Path | None, note: Callable[[str], None] = _unheard) -> pd.DataFrame:
-    made = measured(part, note)
-    if path is not None:
-        rows.write(path, made, {})
-    return made
-
-
-def measured(part: Part, note: Callable[[str], None]) -> pd.DataFrame:
-    """All rows of a part."""
-    subject, made = Subject(part.dtype, part.seed), []
-    lab = subject.lab
-    for case in cases(lab.draft, lab.script, seed=part.seed, faults=part.faults, layers=part.layers):
-        note(case.says)
-        made += examined(subject, case)
-    for name in CONTROLS if part.controls else ():
-        note(name)
-        made += controlled(subject, name)
-    for layer in part.layers if part.controls else ():
-        note(f"smallest scale in layer {layer}")
-        made += scaled(subject, layer)
-    return rows.table(made)
+def published_alarms() -> tuple[int, int] | None:
+    """Of the published score: false alarms of the lab, and controls; None where there is none."""
+    with contextlib.suppress(InputError):  # no checkout, or no score in it: a verdict stands without
+        lab = Score.of(document()).by_tool.set_index("tool").loc[LAB]
+        return int(lab["alarms"]), int(lab["controls"])
+    return None

@@ -8,8 +8,8 @@ weights: they are its own values. The decoy can.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from specnb.divergence.logits import comparable, held_by, off, text_logits
 from specnb.divergence.ownership import Before, held
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
+from specnb.divergence.planting import Deploy
 from specnb.divergence.precision import Rounded, coarser, same_bits_in
 from specnb.divergence.script import Script, run
 from specnb.divergence.trace import Trace
@@ -43,9 +44,6 @@ NEIGHBOUR = "neighbour"
 OWN = "draft"
 BLOCK = 5
 """Width of the feeds of S0w and of the second sound run."""
-
-Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
-"""What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from specnb.book import divergence_figures as figures
 from specnb.divergence import report
 from specnb.divergence.deploy import planted
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.gallery import gallery
 from specnb.divergence.investigate import judge
 from specnb.divergence.repro import minimal
-from specnb.divergence.study import Study
+from specnb.divergence.score import Score, document
 from specnb.errors import InputError
 from specnb.measure.triage import triage
 from specnb.params import DivergenceParams
@@ -30,7 +29,7 @@ HOSTILE = "layers.0.<script>alert(1)</script>&amp;"
 
 @pytest.fixture(scope="module")
 def study():
-    return Study(PARAMS)
+    return divergence.Study(PARAMS)
 
 
 @pytest.fixture(scope="module")
@@ -146,13 +145,6 @@ def test_strips_hold_the_worst_token_and_frame_what_was_named(shown):
     assert frames == {(0, columns.index("layers.0.mlp.experts")), (1, columns.index("layers.0.self_attn"))}
 
 
-def test_unknown_faults_are_refused_with_the_nearest(lab):
-    with pytest.raises(InputError, match="did you mean kv_slot_swap"):
-        gallery(lab, ["kv_slot_swaps"])
-    with pytest.raises(InputError, match="no fault to plant"):
-        gallery(lab, [])
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("gallery", ["split_k", "split_k"]), ("dtype", "int8"), ("tokens", 7), ("k", 0), ("layer", -2), ("seed", -1)],
@@ -167,30 +159,35 @@ def test_a_prompt_that_leaves_nothing_to_draft_is_refused():
         DivergenceParams.checked(tokens=12, prompt_tokens=12)
 
 
-@pytest.mark.parametrize("named", [{"fault": "none"}, {"gallery": ["x"]}, {"fault": "kv_slot_swap", "layer": 99}])
+@pytest.mark.parametrize(
+    "named", [{"fault": "none"}, {"gallery": ["kv_slot_swaps"]}, {"fault": "kv_slot_swap", "layer": 99}]
+)
 def test_faults_that_cannot_be_planted_are_refused_before_anything_runs(named):
     with pytest.raises(InputError):
-        Study(DivergenceParams.checked(**named)).investigate()
+        divergence.Study(DivergenceParams.checked(**named)).investigate()
 
 
 def test_the_record_holds_what_was_measured_and_nothing_else(study, wrong, shown):
     record = study.record()
     assert record.experiment == "06_divergence" and record.measurements["investigation"]["line"] == wrong.line
     assert [row["fault"] for row in record.measurements["gallery"]] == PARAMS.gallery
-    assert Study(DivergenceParams()).faults == tuple(FAULTS) and not Study(PARAMS).record().measurements
+    assert (
+        divergence.Study(DivergenceParams()).faults == tuple(FAULTS)
+        and not divergence.Study(PARAMS).record().measurements
+    )
 
 
-def test_the_score_table_has_the_lab_beside_the_tools_that_people_use(divergence_score):
-    found = divergence_score.score
-    table = divergence.score_table(found)
+def test_the_published_score_has_the_lab_beside_the_tools_that_people_use():
+    score = Score.of(document())
+    table = divergence.score_table(score)
     lab = table[table["tool"] == "lab"].iloc[0]
-    assert lab["cases"] == 1 and lab["module"].startswith("1.000 (") and lab["false alarms"] == "0 of 1"
+    assert lab["cases"] >= 300 and float(lab["module"][:5]) >= 0.95 and lab["false alarms"].startswith("0 of ")
     others = table[table["tool"] != "lab"]
-    assert len(others) > 6 and (others["cause"] == "-").all() and not (others["module"].str.startswith("1.000")).any()
-    exactly, with_parts = divergence.score_figure(found).data
-    assert exactly.x[0] == with_parts.x[0] == 100 and exactly.y[0] == "lab"
-    assert exactly.marker.color[0] != exactly.marker.color[1]
+    assert len(others) > 6 and (others["cause"] == "-").all()
     assert (table.set_index("tool").loc["allclose", "a token"] != "-").all()
+    exactly, with_parts = divergence.score_figure(score).data
+    assert exactly.y[0] == "lab" and len(exactly.x) == len(with_parts.x) == len(table)
+    assert exactly.marker.color[0] != exactly.marker.color[1]
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from specnb.cli import divergence_kit as cli_divergence_kit
+from specnb.divergence import score
 from specnb.divergence.compare import compare
 from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.grading import rows as score_rows
 from specnb.divergence.offline.excuses import Doubt
-from specnb.divergence.score import Score
 from specnb.divergence.trace import Trace
 from specnb.draft import load as draft_load
 from specnb.draft.load import LoadedDrafter
@@ -243,27 +242,10 @@ def test_the_slots_of_the_case_are_in_the_report_of_the_pair_only(investigate, t
     assert 336 in [row["first_slot"] for row in pair["slots"]] and "slots" not in other
 
 
-def test_a_published_score_that_cannot_be_read_keeps_the_verdict(investigate, tmp_path, monkeypatch):
-    from specnb.divergence import study
-
-    (tmp_path / "score.parquet").write_text("no table")
-    monkeypatch.setattr(study, "published", lambda: tmp_path / "score.parquet")
-    code, out, err = investigate(*SHORT, "--setups", "S0")
-    assert code == 0 and "Not known here" in out and "score.parquet" in told(err)
-    Score(score_rows.table([]), {}).save(tmp_path / "score.parquet")  # nothing of the lab in it
-    code, out, err = investigate(*SHORT, "--setups", "S0")
-    assert code == 0 and "Not known here" in out and "no rows of the lab" in told(err)
-
-
-def test_a_checkout_that_is_not_there_keeps_the_verdict(investigate, monkeypatch):
-    from specnb.divergence import study
-
-    def nowhere():
-        raise InputError("this is no checkout")
-
-    monkeypatch.setattr(study, "published", nowhere)
-    code, out, err = investigate(*SHORT, "--setups", "S0")
-    assert code == 0 and "Not known here" in out and "no checkout" in told(err)
+def test_a_score_that_is_not_there_keeps_the_verdict(investigate, tmp_path, monkeypatch):
+    monkeypatch.setattr(score, "published", lambda: tmp_path / "score.json")
+    code, out, _ = investigate(*SHORT, "--setups", "S0")
+    assert code == 0 and "Not known here" in out
 
 
 def test_a_report_that_cannot_be_written_keeps_the_verdict(investigate, tiny, tmp_path):
@@ -274,7 +256,7 @@ def test_a_report_that_cannot_be_written_keeps_the_verdict(investigate, tiny, tm
     assert code == 0 and json.loads(out)["exit_code"] == 0 and "cannot be written" in told(err)
 
 
-# --- compare, preflight, score, faults ------------------------------------------------------------------------------
+# --- compare, preflight, faults ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -414,27 +396,6 @@ def test_every_planted_fault_is_listed_with_its_options(specnb):
     case = rows["positional_registry"]
     assert case["cause"] == "IDENTITY" and case["first"] == "layers.0.mlp.experts" and "vllm#33497" in case["issues"]
     assert rows["expert_scale"]["options"]["eps"] == 0.02 and rows["uniform_offset"]["first"] is None
-
-
-@pytest.mark.slow
-def test_a_score_is_told_and_kept(specnb, tmp_path):
-    words = ["--seeds", "1", "--layers", "1", "--dtypes", "float32", "--faults", "expert_scale", "--no-controls"]
-    code, out, _ = specnb("divergence", "score", *words, "--out", str(tmp_path / "rows.parquet"))
-    assert code == 0 and "0 faults missed or misnamed, 0 false alarms" in out and "cosine" in out
-    assert Score.load(tmp_path / "rows.parquet").facts["ran"]["layers"] == [1]
-
-
-def test_a_score_that_could_not_be_kept_is_not_begun(specnb, tmp_path):
-    (tmp_path / "file").write_text("")
-    for out in (tmp_path, tmp_path / "file" / "rows.parquet"):
-        code, said, err = specnb("divergence", "score", "--out", str(out))
-        assert code == 2 and said == "" and f"--out {out} cannot be written" in told(err)
-
-
-def test_wrong_words_for_a_score_are_one_line(specnb):
-    for words, part in ((["--layers", "x"], "'x'"), (["--layers", "9"], "9"), (["--faults", "none"], "none")):
-        code, out, err = specnb("divergence", "score", *words)
-        assert code == 2 and out == "" and part in told(err)
 
 
 # --- triage by itself -----------------------------------------------------------------------------------------------

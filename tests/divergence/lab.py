@@ -13,11 +13,11 @@ from torch import nn
 
 from specnb.divergence import pair as small
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.grading import cases as grid_cases
 from specnb.divergence.investigate import made_up
-from specnb.divergence.score import Score, score
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Deploy, Lab, Outcome
+from tests.benchmarks.divergence_score import grid
+from tests.benchmarks.divergence_score.score import Score, score
 
 TOKENS, PROMPT = 20, 14
 """Longer than the window of 16 tokens, with a rejection in it. What a run costs is its number of feeds: nine."""
@@ -56,7 +56,7 @@ def short_texts() -> Iterator[None]:
     """Texts of the grid of cases are short in here."""
     with pytest.MonkeyPatch.context() as patch:
         for name, between in (("TEXTS", (13, 16)), ("PROMPTS", (8, 10)), ("ROUNDS", (2, 4))):
-            patch.setattr(grid_cases, name, between)
+            patch.setattr(grid, name, between)
         yield
 
 

@@ -14,7 +14,7 @@ from specnb.divergence.investigate import judge
 from specnb.divergence.ladder import one_factor
 from specnb.divergence.local_offset import one_offset
 from specnb.divergence.pair import copy_of
-from specnb.divergence.planted.fault import CAUSES, forward_replaced, replaced, values_changed
+from specnb.divergence.planting import CAUSES, forward_replaced, replaced, values_changed
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
 

@@ -1,40 +1,58 @@
-"""Planted faults: each acts where its description says, and leaves no trace behind."""
+"""Planted faults: each acts where its description says, is found by the lab, and leaves no trace behind."""
 
 import copy
-import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from specnb.divergence import pair as small
 from specnb.divergence.faults import FAULTS
+from specnb.divergence.investigate import judge
 from specnb.divergence.parts import find
-from specnb.divergence.planted.fault import CAUSES
+from specnb.divergence.planting import CAUSES
+from specnb.divergence.script import run as feed
 from specnb.divergence.tracing.paths import canonical
 from specnb.errors import InputError
+from tests.tiny_models import torch_model
 
 IDS = torch.randint(0, 256, (1, 18), generator=torch.Generator().manual_seed(0))
 PROMPT, DRAFTED, REJECTED = 12, 4, 3
 
 BESIDE = ("positional_registry", "shared_buffer", "stale_row", "foreign_routing", "neighbour_read")
 BENIGN = ("split_k", "uniform_offset")
-
-
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def clean(request):
-    """A pair, what it does without a fault, and how much of a difference is more than another order of sums."""
-    pair = small.pair(dtype=request.param)
-    logits, events = observed(pair.draft, pair.target)
-    return SimpleNamespace(
-        pair=pair, logits=logits, events=events, noise={"float32": 1e-4, "bfloat16": 0.5}[request.param]
-    )
+FOUND = {
+    "positional_registry": ("layers.0.mlp.experts", "IDENTITY", "S0 S2"),
+    "registry_in_op": ("layers.0.mlp.experts", "IDENTITY", "S0 S2"),
+    "shared_buffer": ("layers.0.mlp.experts", "STATE", "S0 S1"),
+    "stale_row": ("layers.0.mlp.experts", "STATE", "S0 S2"),
+    "foreign_routing": ("layers.0.mlp.router", "ROUTING", "S0 S2"),
+    "neighbour_read": ("layers.0.mlp.experts", "STATE", "S0 S1"),
+    "expert_scale": ("layers.0.mlp.experts", "WEIGHTS", "S0"),
+    "expert_scale_in_op": ("layers.0.mlp.experts", "WEIGHTS", "S0"),
+    "experts_permuted": ("layers.0.mlp.experts", "WEIGHTS", "S0"),
+    "kv_slot_swap": ("layers.0.self_attn", "KV_SLOT", "S0"),
+    "foreign_writer": ("layers.0.self_attn", "KV_SLOT", "S0"),
+    "untrimmed": ("layers.0.self_attn", "KV_SLOT", "S0"),
+    "overtrimmed": ("layers.0.self_attn", "KV_SLOT", "S0"),
+    "overtrimmed_by_two": ("layers.0.self_attn", "KV_SLOT", "S0"),
+    "rope_mismatch": ("rotary_emb", "POSITION", "S0"),
+    "dummy_tokens": ("", "INPUT", "S0"),
+    "random_head": ("lm_head", "HEAD", "S0"),
+    "split_k": (None, "PRECISION_ONLY", "S0"),
+    "uniform_offset": (None, "PRECISION_ONLY", "S0"),
+}
+"""Of each fault: the module that is wrong first, its cause, and the set-ups that tell."""
 
 
 @pytest.fixture(scope="module")
 def single():
     return small.pair()
+
+
+@pytest.fixture(scope="module")
+def clean(single):
+    """What the pair does without a fault: logits and events."""
+    return observed(single.draft, single.target)
 
 
 @torch.no_grad()
@@ -131,76 +149,69 @@ def inside(position, ranges):
     return any(start <= position and (stop is None or position < stop) for start, stop in ranges)
 
 
-@pytest.mark.parametrize("name", [name for name in FAULTS if name not in BENIGN])
-def test_fault_acts_first_where_it_says_and_is_gone_afterwards(clean, name):
-    pair = clean.pair
-    before = [bits(pair.draft), bits(pair.target)]
-    addresses = [parameter.data_ptr() for parameter in pair.draft.parameters()]
-    with FAULTS[name](pair.draft, pair.target) as fault:
-        faulty, events = observed(pair.draft, pair.target)
-    assert fault.cause in CAUSES and fault.cause != "PRECISION_ONLY"
-    assert fault.first in dict(canonical(path for path, _ in pair.draft.named_modules())).values()
-    assert first_difference(clean.events, events) == fault.first
-    wrong = ((faulty - clean.logits).abs().amax(-1) > clean.noise).nonzero().flatten().tolist()
-    assert wrong and inside(wrong[0], fault.tokens)
-    for model, saved in zip((pair.draft, pair.target), before, strict=True):
+@pytest.mark.parametrize("name", FOUND)
+def test_the_lab_names_module_and_cause(divergence_lab, name):
+    module, cause, setups = FOUND[name]
+    found = judge(divergence_lab, deploy=FAULTS[name], setups=setups.split())
+    assert (found.first and found.first.module) == module, found.line
+    if module is not None:
+        assert found.causes[0].name == cause and found.case.bad.setup.id == setups.split()[-1], found.line
+    else:
+        assert found.verdict == cause, found.line
+
+
+def test_every_fault_is_in_the_table():
+    assert {*FOUND} == {*FAULTS} and {cause for _, cause, _ in FOUND.values()} < {*CAUSES}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_acts_first_where_it_says_and_is_gone_afterwards(single, clean, name):
+    before = [bits(single.draft), bits(single.target)]
+    addresses = [parameter.data_ptr() for parameter in single.draft.parameters()]
+    with FAULTS[name](single.draft, single.target) as fault:
+        faulty, events = observed(single.draft, single.target)
+    assert (fault.first, fault.cause) == FOUND[name][:2]
+    if name not in BENIGN:
+        assert first_difference(clean[1], events) == fault.first
+        wrong = ((faulty - clean[0]).abs().amax(-1) > 1e-4).nonzero().flatten().tolist()
+        assert wrong and inside(wrong[0], fault.tokens)
+    else:
+        assert not torch.equal(faulty, clean[0]) and torch.allclose(faulty, clean[0], atol=1e-3)
+    for model, saved in zip((single.draft, single.target), before, strict=True):
         undisturbed(model, saved)
-    assert [parameter.data_ptr() for parameter in pair.draft.parameters()] == addresses
-    assert torch.equal(run(pair.draft), clean.logits)
+    assert [parameter.data_ptr() for parameter in single.draft.parameters()] == addresses
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_gone_after_an_exception(single, name):
     before = [bits(single.draft), bits(single.target)]
     with pytest.raises(KeyError), FAULTS[name](single.draft, single.target), torch.no_grad():
-        single.target(IDS[:, :4])
         single.draft(IDS[:, :4], use_cache=True)
         raise KeyError
     for model, saved in zip((single.draft, single.target), before, strict=True):
         undisturbed(model, saved)
 
 
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_that_wait_are_those_that_say_when_they_acted(divergence_lab, name):
+    """One that does not say so would let a fault that never acted count as a case."""
+    lab, neighbour = divergence_lab, small.copy_of(divergence_lab.target)
+    with FAULTS[name](lab.draft, neighbour) as fault:
+        feed(lab.draft, lab.script, before=lambda feed: neighbour(torch.tensor([lab.script.text]), use_cache=False))
+    assert bool(fault.struck) == fault.waits
+
+
 @pytest.mark.parametrize("name", ["kv_slot_swap", "expert_scale", "shared_buffer", "foreign_routing", "neighbour_read"])
-def test_fault_is_planted_in_the_layer_asked_for(single, name):
-    _, clean = observed(single.draft, single.target)
+def test_fault_is_planted_in_the_layer_asked_for(single, clean, name):
     with FAULTS[name](single.draft, single.target, layer=2) as fault:
         _, events = observed(single.draft, single.target)
-    assert "layers.2." in fault.first
-    assert first_difference(clean, events) == fault.first
+    assert "layers.2." in fault.first and first_difference(clean[1], events) == fault.first
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_faults_of_a_neighbour_are_silent_alone(single, name):
-    clean = run(single.draft)
+def test_faults_of_a_neighbour_are_silent_alone(single, clean, name):
     with FAULTS[name](single.draft) as fault:
-        assert fault.first is None
-        assert torch.equal(run(single.draft), clean)
-
-
-@pytest.mark.parametrize("name", BENIGN)
-def test_controls_change_bits_and_nothing_else(single, name):
-    clean = run(single.draft)
-    with FAULTS[name](single.draft) as fault:
-        changed = run(single.draft)
-    assert fault.cause == "PRECISION_ONLY" and fault.first is None
-    assert not torch.equal(changed, clean)
-    assert torch.allclose(changed, clean, atol=1e-3)
-
-
-def test_uniform_offset_reaches_the_rotary_embedding(single):
-    _, clean = observed(single.draft, None)
-    with FAULTS["uniform_offset"](single.draft, offset=5):
-        _, events = observed(single.draft, None)
-    assert first_difference(clean, events) == "rotary_emb"
-
-
-def test_registry_is_blind_beside_a_copy_and_visible_beside_a_decoy(single):
-    clean = run(single.draft)
-    copied, decoy = small.copy_of(single.draft), small.decoy_twin(single.draft)
-    with FAULTS["positional_registry"](single.draft, copied):
-        assert torch.equal(run(single.draft, copied), clean)
-    with FAULTS["positional_registry"](single.draft, decoy):
-        assert (run(single.draft, decoy) - clean).norm() > 0.5 * clean.norm()
+        assert fault.first is None and torch.equal(run(single.draft), clean[0])
 
 
 def test_registry_runs_the_targets_own_parameters_on_the_drafts_routing(single):
@@ -215,32 +226,6 @@ def test_registry_runs_the_targets_own_parameters_on_the_drafts_routing(single):
         changed = bank(states, indices, weights)
         foreign.down_proj_bias.sub_(1)
         assert not torch.equal(changed, bank(states, indices, weights))
-
-
-def test_registry_falls_through_to_its_own_banks_beside_a_shallower_target(single):
-    shallow = copy.deepcopy(single.target)
-    shallow.model.layers = shallow.model.layers[:2]
-    own = find(single.draft).banks
-    with FAULTS["positional_registry"](single.draft, shallow):
-        replaced = ["forward" in vars(bank) for _, bank in own]
-    # the list goes on with the draft's own: its third call gets its first bank
-    assert replaced == [True] * 4
-    _, third = own[2]
-    given = (torch.randn(3, 64), torch.tensor([[0, 1, 2, 3]] * 3), torch.full((3, 4), 0.25))
-    with torch.no_grad():
-        expected = own[0][1](*given)
-        with FAULTS["positional_registry"](single.draft, shallow):
-            assert torch.equal(third(*given), expected)
-
-
-def test_banks_that_do_not_fit_are_refused(single):
-    few = copy.deepcopy(single.target)
-    with pytest.raises(InputError, match="routes to 16 experts"), FAULTS["positional_registry"](few, single.draft):
-        pass
-    other = small.make("target", dtype="bfloat16")
-    with pytest.raises(InputError, match="does not fit"), FAULTS["positional_registry"](single.draft, other):
-        pass
-    undisturbed(single.draft, bits(single.draft))
 
 
 def test_stale_row_is_one_token_and_shares_storage_with_the_target(single):
@@ -267,20 +252,6 @@ def test_stale_row_is_one_token_and_shares_storage_with_the_target(single):
     assert (faulty - clean)[:14].abs().max() < 1e-4 < (faulty - clean)[14].abs().max()
 
 
-@pytest.mark.parametrize("in_op", [False, True])
-def test_scale_of_a_bank_is_a_gain_and_of_an_expert_reaches_its_tokens_only(single, in_op):
-    bank = find(single.draft).bank(1)[1]
-    states = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-    indices, weights = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7], [3, 4, 5, 6]]), torch.full((3, 4), 0.25)
-    with torch.no_grad():
-        clean = bank(states, indices, weights)
-        with FAULTS["expert_scale"](single.draft, layer=1, eps=0.02, in_op=in_op):
-            assert torch.allclose(bank(states, indices, weights), 1.02 * clean, atol=1e-6)
-        with FAULTS["expert_scale"](single.draft, layer=1, eps=0.02, expert=3, in_op=in_op):
-            off = (bank(states, indices, weights) - clean).abs().amax(-1)
-    assert off[1] == 0 and off[0] > 0 and off[2] > 0
-
-
 def test_permutation_moves_every_expert(single):
     bank = find(single.draft).bank(0)[1]
     clean = bank.down_proj.detach().clone()
@@ -304,15 +275,6 @@ def test_swapped_slots_are_wrong_only_between_the_two_and_behind_the_window(sing
     assert wrong == [3, 4, 5, 6, 19, 20, 21, 22]
 
 
-def test_swap_is_in_the_cache_that_attention_read(single):
-    with torch.no_grad():
-        clean = single.draft(IDS[:, :12], use_cache=True).past_key_values.layers[0].keys
-        with FAULTS["kv_slot_swap"](single.draft, a=5, b=9):
-            faulty = single.draft(IDS[:, :12], use_cache=True).past_key_values.layers[0].keys
-    order = [*range(5), 9, 6, 7, 8, 5, 10, 11]
-    assert torch.equal(faulty, clean[..., order, :])
-
-
 def test_foreign_row_is_one_that_this_step_does_not_write(single):
     with torch.no_grad(), FAULTS["foreign_writer"](single.draft, layer=1, position=2, after=12) as fault:
         cache = single.draft(IDS[:, :12], use_cache=True).past_key_values
@@ -322,13 +284,6 @@ def test_foreign_row_is_one_that_this_step_does_not_write(single):
     changed = [(layer.keys[..., :12, :] != old).any(-1).any(1)[0].nonzero().flatten().tolist()
                for layer, old in zip(cache.layers, before, strict=True)]  # fmt: skip
     assert changed[1] == [2] and changed[0] == []
-
-
-def test_foreign_row_behind_the_window_is_refused(single):
-    with torch.no_grad(), FAULTS["foreign_writer"](single.draft, position=2, after=18):
-        cache = single.draft(IDS, use_cache=True).past_key_values
-        with pytest.raises(InputError, match="choose a later `position`"):
-            single.draft(IDS[:, :1], past_key_values=cache)
 
 
 @pytest.mark.parametrize(("name", "rows", "off"), [("untrimmed", 1, 1), ("untrimmed", 2, 2), ("overtrimmed", 2, -2)])
@@ -344,57 +299,6 @@ def test_length_of_the_cache_is_off_after_a_rejection(single, name, rows, off):
     for layer in cache.layers:
         assert layer.get_seq_length() == layer.keys.shape[-2] == 12 + off
     assert torch.equal(cache.layers[0].keys[..., : 11 + off, :], keys[..., : 11 + off, :])
-
-
-def test_without_a_rejection_nothing_is_trimmed(single):
-    def steps():
-        cache = single.draft(IDS[:, :10], use_cache=True).past_key_values
-        return [single.draft(IDS[:, i : i + 1], past_key_values=cache).logits for i in range(10, 14)]
-
-    with torch.no_grad():
-        clean = steps()
-        for name in ("untrimmed", "overtrimmed"):
-            with FAULTS[name](single.draft) as fault:
-                assert equal(steps(), clean)
-            assert not fault.struck
-
-
-def test_length_off_beyond_the_window_needs_the_past(single):
-    with torch.no_grad(), FAULTS["overtrimmed"](single.draft):
-        cache = single.draft(IDS, use_cache=True).past_key_values
-        for layer in cache.layers:
-            layer.keys, layer.values = layer.keys[..., :-1, :], layer.values[..., :-1, :]
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length -= 1
-        with pytest.raises(InputError, match="activate_past_recording"):
-            single.draft(IDS[:, 17:18], past_key_values=cache)
-
-
-def test_cache_faults_without_a_cache_are_refused(single):
-    for name in ("kv_slot_swap", "foreign_writer"):
-        with FAULTS[name](single.draft), pytest.raises(InputError, match="use_cache=True"), torch.no_grad():
-            single.draft(IDS, use_cache=False)
-
-
-def test_stray_read_follows_the_neighbours_memory_as_it_is(single):
-    target = small.copy_of(single.target)
-    clean = run(single.draft, target)
-    with FAULTS["neighbour_read"](single.draft, target):
-        found = run(single.draft, target)
-        with torch.no_grad():
-            find(target).bank(0)[1].gate_up_proj.zero_()
-        assert torch.equal(run(single.draft, target), clean)
-    with FAULTS["neighbour_read"](single.draft, target, poison=255):
-        poisoned = run(single.draft, target)
-    assert not torch.equal(found, clean) and not torch.equal(poisoned, found)
-
-
-def test_rope_mismatch_spares_what_is_before(single):
-    clean = run(single.draft)
-    with FAULTS["rope_mismatch"](single.draft, start=15):
-        faulty = run(single.draft)
-    off = (faulty - clean).abs().amax(-1)
-    assert off[:15].max() < 1e-4 and off[15:].min() > 1e-3
 
 
 def test_dummy_tokens_are_seen_by_hooks_of_the_model_itself(single):
@@ -415,28 +319,6 @@ def test_random_head_leaves_a_tied_embedding_alone(single):
     assert draft.lm_head.weight is draft.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("names", list(itertools.permutations(["kv_slot_swap", "expert_scale"])))
-def test_two_faults_at_once_both_act(single, names):
-    before = bits(single.draft)
-    clean, clean_events = observed(single.draft, None)
-    options = {"kv_slot_swap": {"layer": 0}, "expert_scale": {"layer": 2}}
-    with FAULTS[names[0]](single.draft, **options[names[0]]), FAULTS[names[1]](single.draft, **options[names[1]]):
-        both, events = observed(single.draft, None)
-    with FAULTS["kv_slot_swap"](single.draft, layer=0):
-        swapped, _ = observed(single.draft, None)
-    assert first_difference(clean_events, events) == "layers.0.self_attn"
-    assert not torch.equal(both, swapped)
-    undisturbed(single.draft, before)
-    assert torch.equal(run(single.draft), clean)
-
-
-def test_two_faults_in_one_module_undo_in_turn(single):
-    before = bits(single.draft)
-    with FAULTS["stale_row"](single.draft, single.target), FAULTS["expert_scale_in_op"](single.draft):
-        run(single.draft, single.target)
-    undisturbed(single.draft, before)
-
-
 def test_parts_are_found_by_what_they_have(single):
     parts = find(single.draft)
     assert [path for path, _ in parts.banks] == [f"layers.{i}.mlp.experts" for i in range(4)]
@@ -445,9 +327,36 @@ def test_parts_are_found_by_what_they_have(single):
     assert [path for path, _ in parts.rotaries] == ["rotary_emb"]
 
 
-def test_other_architectures_work_where_they_have_the_part():
-    from tests.tiny_models import torch_model
+@pytest.mark.parametrize("in_op", [False, True])
+def test_scale_of_a_bank_is_a_gain(single, in_op):
+    bank = find(single.draft).bank(1)[1]
+    states = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    indices, weights = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7], [3, 4, 5, 6]]), torch.full((3, 4), 0.25)
+    with torch.no_grad():
+        clean = bank(states, indices, weights)
+        with FAULTS["expert_scale"](single.draft, layer=1, eps=0.02, in_op=in_op):
+            assert torch.allclose(bank(states, indices, weights), 1.02 * clean, atol=1e-6)
 
+
+def test_without_a_rejection_nothing_is_trimmed(single):
+    with torch.no_grad(), FAULTS["untrimmed"](single.draft) as left, FAULTS["overtrimmed"](single.draft) as cut:
+        cache = single.draft(IDS[:, :10], use_cache=True).past_key_values
+        for i in range(10, 14):
+            single.draft(IDS[:, i : i + 1], past_key_values=cache)
+    assert not left.struck and not cut.struck
+
+
+def test_two_faults_at_once_both_act_and_are_undone(single, clean):
+    before = bits(single.draft)
+    with FAULTS["kv_slot_swap"](single.draft, layer=0), FAULTS["expert_scale_in_op"](single.draft, layer=0):
+        both, events = observed(single.draft, single.target)
+    with FAULTS["kv_slot_swap"](single.draft, layer=0):
+        swapped, _ = observed(single.draft, single.target)
+    assert first_difference(clean[1], events) == "layers.0.self_attn" and not torch.equal(both, swapped)
+    undisturbed(single.draft, before)
+
+
+def test_other_architectures_work_where_they_have_the_part():
     dense = torch_model("llama").eval()
     ids = IDS % 64
     with torch.no_grad():
@@ -461,21 +370,19 @@ def test_other_architectures_work_where_they_have_the_part():
             pass
 
 
-def test_options_out_of_range_are_refused(single):
-    bad = {"kv_slot_swap": {"a": 9, "b": 5}, "foreign_writer": {"position": 5, "after": 5}, "untrimmed": {"rows": 0}}
-    bad |= {"expert_scale": {"expert": 8}, "neighbour_read": {"poison": 256}, "experts_permuted": {"layer": 4}}
-    bad |= {"split_k": {"layer": 9}, "positional_registry": {"layer": -1}}
-    for name, options in bad.items():
-        with pytest.raises(InputError), FAULTS[name](single.draft, single.target, **options):
+REFUSED = {
+    "positional_registry": {"layer": 4}, "kv_slot_swap": {"a": 9, "b": 5}, "split_k": {"layer": 9},
+    "foreign_writer": {"position": 5, "after": 5}, "untrimmed": {"rows": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_planted_is_refused(single, name):
+    with pytest.raises(InputError), FAULTS[name](single.draft, single.target, **REFUSED[name]):
+        pass
+
+
+def test_banks_that_do_not_fit_are_refused(single):
+    for draft, target in ((single.target, single.draft), (single.draft, small.make("target", dtype="bfloat16"))):
+        with pytest.raises(InputError, match="experts"), FAULTS["positional_registry"](draft, target):
             pass
-
-
-def test_models_without_the_part_are_refused(single):
-    bare = nn.Linear(4, 4)
-    for name in FAULTS:
-        if name not in ("dummy_tokens", "untrimmed", "overtrimmed", "overtrimmed_by_two"):
-            with pytest.raises(InputError), FAULTS[name](bare, bare):
-                pass
-    compiled = SimpleNamespace(_orig_mod=single.draft)
-    with pytest.raises(InputError, match="eager"):
-        find(compiled)

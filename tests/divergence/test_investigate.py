@@ -18,7 +18,7 @@ from specnb.divergence.coverage import Coverage
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import investigate, judge, made_up
 from specnb.divergence.offline.result import HEAT
-from specnb.divergence.planted.fault import forward_replaced
+from specnb.divergence.planting import forward_replaced
 from specnb.divergence.setups import FIRST, ON_DEMAND
 from specnb.errors import InputError
 from tests.divergence.lab import TOKENS

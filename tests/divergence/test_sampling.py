@@ -13,12 +13,10 @@ from specnb.decode.accept import RULES
 from specnb.decode.generate import generate
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.divergence import sampling
-from specnb.divergence.auditing import terms
-from specnb.divergence.auditing.log import Listener, listened
-from specnb.divergence.auditing.terms import STATISTICS
-from specnb.divergence.grading.sampling import PLANTED, tried
-from specnb.divergence.planted.sampling import misreported_q, resampled_from_target
-from specnb.divergence.sampling import MEANING, Position, Tally, audit
+from specnb.divergence.sampling import MEANING, Position, Tally, audit, terms
+from specnb.divergence.sampling.log import Listener, listened
+from specnb.divergence.sampling.terms import STATISTICS
+from specnb.divergence.sampling_trial import PLANTED, misreported_q, resampled_from_target, trial
 from specnb.draft import load as draft_load
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
@@ -671,7 +669,7 @@ def test_a_token_that_is_zero_in_half_precision_is_held_against_its_random_numbe
 
 def test_the_study_names_each_planted_fault_and_nothing_where_nothing_is():
     told = []
-    found = tried(prompts=4, max_new_tokens=150, progress=lambda done, total, what: told.append((done, total, what)))
+    found = trial(prompts=4, max_new_tokens=150, progress=lambda done, total, what: told.append((done, total, what)))
     causes = dict(zip(found["planted"], found["causes"], strict=True))
     assert causes == {
         "nothing": "",

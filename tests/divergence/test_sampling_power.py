@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from specnb.divergence import sampling
-from specnb.divergence.auditing import power, terms
-from specnb.divergence.auditing.terms import STATISTICS, Moments, Position
-from specnb.divergence.sampling import audit
+from specnb.divergence.sampling import audit, terms
+from specnb.divergence.sampling.terms import STATISTICS, Moments, Position
 
 
 def alike(rng):
@@ -96,10 +95,10 @@ def test_what_is_said_to_be_detectable_is_seen_with_the_power_that_is_said(n, sp
             law, mean = moved(gives[at], chances[at], share)
             if mean < 0.999 * abs(share):
                 continue  # so much mass is not there on this side
-            z = drawn(rng, gives[at], law, times) / power.divisor(Moments(*sums[at]))
+            z = drawn(rng, gives[at], law, times) / sampling.divisor(Moments(*sums[at]))
             p_values = np.array([math.erfc(abs(value) / math.sqrt(2)) for value in z])
             seen = np.mean(p_values <= sampling.ALPHA / len(STATISTICS))
-            assert seen > power.POWER - 3 * math.sqrt(0.09 / times), (one.name, share)
+            assert seen > sampling.POWER - 3 * math.sqrt(0.09 / times), (one.name, share)
             tried.add(one.name)
     assert len(tried) >= 4
 
@@ -109,7 +108,7 @@ def test_sound_sums_are_far_no_more_often_than_their_share_of_the_level(n, sprea
     rng, times, level = np.random.default_rng(2), 4000, 0.05
     gives, chances, sums = outcomes(n, spread)
     for at, name in enumerate(STATISTICS):
-        z = drawn(rng, gives[at], chances[at], times) / power.divisor(Moments(*sums[at]))
+        z = drawn(rng, gives[at], chances[at], times) / sampling.divisor(Moments(*sums[at]))
         far_off = np.mean(np.abs(z) > 2.576)  # a fifth of the level, two-sided
         assert far_off < level / 5 + 4 * math.sqrt(0.01 / times), name
 
@@ -118,7 +117,7 @@ def test_sound_sums_are_far_no_more_often_than_their_share_of_the_level(n, sprea
 def test_the_positions_that_are_needed_make_the_effect_detectable(effect):
     _, _, sums = outcomes(400, 0.5)
     for row, one in zip(sums, sampling._panel(sums, 400, effect, 1e-3), strict=True):
-        scaled = lambda count, row=row: power.detectable(Moments(*(row * count / 400)), 1e-3 / 5)  # noqa: E731
+        scaled = lambda count, row=row: sampling.detectable(Moments(*(row * count / 400)), 1e-3 / 5)  # noqa: E731
         assert scaled(one.needed) <= effect < scaled(0.98 * one.needed)
 
 

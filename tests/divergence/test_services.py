@@ -13,7 +13,7 @@ from specnb.divergence import local, report
 from specnb.divergence.deploy import planted
 from specnb.divergence.investigate import investigate, made_up
 from specnb.divergence.ownership import Before
-from specnb.divergence.planted.fault import forward_replaced, replaced
+from specnb.divergence.planting import forward_replaced, replaced
 from specnb.divergence.setups import NEIGHBOUR, OWN
 from specnb.errors import InputError
 

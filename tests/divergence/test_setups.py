@@ -11,13 +11,13 @@ from specnb.divergence import local
 from specnb.divergence.capture import capture
 from specnb.divergence.coverage import Coverage
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.grading.benign import other_products
 from specnb.divergence.logits import off
-from specnb.divergence.planted.fault import forward_replaced
+from specnb.divergence.planting import forward_replaced
 from specnb.divergence.precision import Rounded, coarser
 from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Lab
 from specnb.divergence.tracing.at_use import UNKNOWN
 from specnb.errors import InputError
+from tests.benchmarks.divergence_score.controls import other_products
 
 WRONG = {
     None: (),

@@ -19,7 +19,6 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
 from specnb.divergence import trace as trace_module
-from specnb.divergence.grading import rows as score_rows
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.divergence.tracing import bounded_parquet, packed
 from specnb.divergence.tracing.page_headers import Page, pages
@@ -509,19 +508,9 @@ def huge(schema, name, n_rows=20_000):
     return written({field.name: made[field.type] for field in schema} | {name: repeated(LONG, n_rows)})
 
 
-def test_a_trace_and_a_score_of_texts_that_repeat_are_refused(tmp_path, monkeypatch):
+def test_a_trace_of_texts_that_repeat_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_module, "TABLE_BYTES", 8 * LIMIT)
-    monkeypatch.setattr(score_rows, "MAX_MEMORY", 8 * LIMIT)
     folder = example().save(tmp_path / "trace")
     reseal(folder, "tensors.parquet", huge(trace_module._schema(TENSOR_COLUMNS), "module"))
-    (tmp_path / "score.parquet").write_bytes(huge(score_rows.SCHEMA, "tool"))
-    for load in (lambda: Trace.load(folder), lambda: score_rows.read(tmp_path / "score.parquet")):
-        with peak(at_most=8 * LIMIT), pytest.raises(InputError, match=r"\.parquet has \d+ bytes, more than"):
-            load()
-
-
-def test_facts_of_a_score_are_bounded(tmp_path):
-    rows = score_rows.table([])
-    with pytest.raises(InputError, match="facts"):
-        score_rows.write(tmp_path / "score.parquet", rows, {"x": "y" * score_rows.FACT_BYTES})
-    assert score_rows.read(score_rows.write(tmp_path / "score.parquet", rows, {"x": 1}))[1] == {"x": 1}
+    with peak(at_most=8 * LIMIT), pytest.raises(InputError, match=r"\.parquet has \d+ bytes, more than"):
+        Trace.load(folder)

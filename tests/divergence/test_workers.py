@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from specnb.divergence.grading.rows import read
+from tests.benchmarks.divergence_score.rows import read
 
 WORK = """
 import os, signal, sys, time
 from pathlib import Path
-from specnb.divergence import score
-from specnb.divergence.grading import rows
-from specnb.divergence.grading.grid import Subject
+from tests.benchmarks.divergence_score import rows, score
+from tests.benchmarks.divergence_score.grid import Subject
 
 FOLDER = Path(sys.argv[1])
 
@@ -32,6 +31,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with it ignored
     score.score(seeds=9, dtypes=("float32",), workers=2, keep=FOLDER)
 """
+ROOT = Path(__file__).parents[2]
 PATIENCE = 120
 """Seconds; a quiet machine needs five."""
 
@@ -52,13 +52,16 @@ def runs(pid):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc which processes run")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
 def test_workers_end_with_the_score_that_is_stopped(tmp_path, how):
     (tmp_path / "work.py").write_text(WORK)
     words = [sys.executable, str(tmp_path / "work.py"), str(tmp_path)]
     workers = set()
-    with subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        words, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE
+    ) as process:
         try:
             begun = wait_for(lambda: len(found := [*tmp_path.glob("*.begun")]) == 3 and found)
             workers = {int(one.read_text()) for one in begun}

@@ -11,7 +11,7 @@ import numpy as np
 from specnb.decode.accept import Acceptance, rule_named
 from specnb.decode.generate import PromptLike, generate, prompt_ids
 from specnb.decode.sampling import Chooser, Draws
-from specnb.divergence.auditing.terms import Position
+from specnb.divergence.sampling.terms import Position
 from specnb.draft.base import Drafter, Proposal
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel

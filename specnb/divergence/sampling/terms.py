@@ -8,13 +8,18 @@ from typing import NamedTuple
 import numpy as np
 
 from specnb.decode.sampling import Draws
-from specnb.divergence.auditing.rounding import SUM_ROUNDING, Rounding, rounding_of
 from specnb.errors import InputError
 
 STATISTICS = ("z_acc", "z_draft", "z_surp", "z_dir", "z_order")
 N_STATISTICS = len(STATISTICS)
 CLIP = 4.0
 """Largest |log(p/q)| that is summed: behind top-k q is 0 where p is not. Any function of p and q has mean 0 under p."""
+ROUNDING = 1e-6
+"""What rows that were computed in float32 may be off by, relative, whatever they are kept in."""
+SUM_ROUNDING = 1e-3
+"""By how much the sum of a row may miss 1: float32, summed over a vocabulary, or the roundings of float16."""
+VAGUE = 0.1
+"""Share of cumulated weights within which a random number may pick any token, up to which the replay is a check."""
 SAME = 1e-9
 """Values, or p and q, that differ by no more do not vary: rounding would be all that is summed."""
 
@@ -29,7 +34,7 @@ class Position(NamedTuple):
     `accept_u` from [0, 1) is the number that decided by u < p(x)/q(x), `resample_u` the one that picked the committed
     token from the cumulated residual (`decode.sampling.Draws`); None where unknown, or where it was drawn otherwise.
     `prefix` identifies the tokens before this place: of positions with the same one the first counts.
-    How far the rows are trusted follows from their type (see `rounding`): in half precision much less can be checked.
+    How far the rows are trusted follows from their type (`Rounding`): in half precision much less can be checked.
     """
 
     p_target: np.ndarray
@@ -85,19 +90,64 @@ class Terms(NamedTuple):
     prefix: int | None
 
 
+class Rounding(NamedTuple):
+    """Within it a decision is not judged.
+
+    `entry`: what an entry may be off by, relative; `least`: the smallest number that is told from 0; `edge`: what
+    cumulated weights may be off by, as a share of their sum. `half`: rows in float16. There a zero says nothing, for a
+    large vocabulary holds some mass in entries below 3e-8, and two entries may be equal by rounding alone: checks
+    without random numbers need a clear difference, and a row with one token may have had others. bfloat16 that was
+    converted to float32 cannot be told from it, nor float16 that was converted, and both are too coarse: take the
+    softmax of the logits in float32.
+    """
+
+    entry: float
+    least: float
+    edge: float
+    half: bool
+
+    def of_entry(self, value: float) -> float:
+        """What an entry of about `value` may be off by."""
+        return self.entry * value + self.least
+
+    def of_edge(self, edges: np.ndarray) -> float:
+        """What each of the cumulated weights `edges (vocab,)` may be off by; those of a residual miss twice a row's."""
+        of_entries = 2 * (self.entry + len(edges) * self.least) if self.half else 0.0
+        return self.edge * float(edges[-1]) + of_entries
+
+    def tells(self, edges: np.ndarray) -> bool:
+        """Whether a random number and the cumulated weights `edges (vocab,)` say, up to VAGUE, which token is picked.
+
+        In half precision a residual of little mass may be all rounding: then no token would be a flaw.
+        """
+        return 2 * self.of_edge(edges) < VAGUE * float(edges[-1])
+
+
+def rounding_of(*rows: object) -> Rounding:
+    """Of a decision over rows `(vocab,)` of these types, the coarsest of which counts; None is a point mass, exact."""
+    given = [np.asarray(row) for row in rows if row is not None]
+    if any(row.dtype == np.float16 for row in given):
+        kind = np.finfo(np.float16)
+        # p and q are each off by half an eps; what was computed in half precision as well is off by more than that
+        return Rounding(4 * float(kind.eps), float(kind.smallest_subnormal), SUM_ROUNDING, half=True)
+    # an engine that keeps float32 also cumulates in it, over a vocabulary
+    return Rounding(ROUNDING, 0.0, SUM_ROUNDING if any(map(_of_float32, given)) else ROUNDING, half=False)
+
+
+def _of_float32(row: np.ndarray) -> bool:
+    """Whether the values are of float32, or coarser, whatever they were logged in: a list of Python's, or float64."""
+    with np.errstate(over="ignore"):
+        return row.dtype != np.float64 or bool((row.astype(np.float32) == row).all())
+
+
 def terms(position: Position) -> Terms:
     """What `position` adds. Raises InputError for rows that are no distributions, or tokens outside them."""
     p, q = _rows(position)
     y = _token("committed_id", position.committed_id, len(p))
     x = None if position.draft_id is None else _token("draft_id", position.draft_id, len(p))
-    if not isinstance(position.accepted, bool | np.bool_):
-        raise InputError(f"accepted is {position.accepted!r:.80}: give True, False, or None where nothing was tested")
     _uniform("accept_u", position.accept_u)
     _uniform("resample_u", position.resample_u)
-    try:
-        prefix = None if position.prefix is None else hash(position.prefix)
-    except TypeError as error:
-        raise InputError(f"prefix cannot be hashed ({error}): give a tuple of tokens, or a digest") from error
+    prefix = None if position.prefix is None else hash(position.prefix)
     rounding = rounding_of(position.p_target, position.q_draft)
     certain = not rounding.half and np.count_nonzero(p) == 1
     picked = position.resample_u is not None

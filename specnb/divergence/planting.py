@@ -1,4 +1,4 @@
-"""What the planted faults share: their description, how a module is changed, and how it is undone.
+"""What planted faults share: their description, how a module is changed, and how it is undone.
 
 A fault is a context manager. It changes what a module computes, never what the module looks like from outside: the
 module's own `forward` is replaced on the instance, so hooks see the inputs and the output of the faulty op as they
@@ -8,7 +8,7 @@ would see those of a real one.
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch import nn
 
 from specnb.divergence.parts import find
 from specnb.errors import InputError
+
+Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
+"""What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
 
 CAUSES = (
     "IDENTITY", "WEIGHTS", "ROUTING", "KV_SLOT", "STATE", "POSITION", "PRECISION_ONLY", "HEAD", "INPUT", "COMPUTATION",
@@ -34,8 +37,8 @@ class Fault:
     `first` is the canonical path of the module that must be found first ("" is the model itself: it was fed other
     inputs), None where nothing structural may be found: a benign change, or a fault that needs a neighbour and has
     none. `tokens` are half-open ranges of logical positions, (start, None) to the end; a start that depends on what is
-    run is a lower bound. `struck` gets the first position of each time the fault really acted, for faults that wait for
-    something. `issues` are upstream threads where this happened.
+    run is a lower bound. A fault that `waits` acts only when something happens, and then notes the first position in
+    `struck`, each time. `issues` are upstream threads where this happened.
     """
 
     cause: str
@@ -43,6 +46,7 @@ class Fault:
     tokens: tuple[tuple[int, int | None], ...]
     note: str
     issues: tuple[str, ...] = ()
+    waits: bool = False
     struck: list[int] = field(default_factory=list, compare=False)
 
 

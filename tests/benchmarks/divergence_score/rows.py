@@ -3,7 +3,6 @@
 One row is one tool on one run, so whoever doubts a share can look up the runs behind it.
 """
 
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,22 +12,11 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specnb.divergence.tracing.bounded_parquet import read_table
-from specnb.errors import InputError
-from specnb.lm.bounded_json import read_bytes
 from specnb.measure.acceptance import Share
-from specnb.store import write_atomic
 
-LAB = "lab"
 NOTHING = "-"
 """Named or expected where there is no module to name: the model itself is the empty path."""
 FORMAT = 1
-MAX_BYTES = 64 << 20
-MAX_ROWS = 1_000_000
-MAX_MEMORY = 512 << 20
-"""The table in memory: some 500 bytes for each of MAX_ROWS."""
-FACT_BYTES = 1 << 20
-AGAIN = "run `specnb divergence score` again"
 FACTS = b"specnb_score"
 
 SCHEMA = pa.schema(
@@ -43,7 +31,6 @@ SCHEMA = pa.schema(
 """`kind`: fault, control or scale. `layer` -1: none. `tool` and what it compared `against`. `structural`: it named a
 module, `module`, where `expected` is right, at `position` (-1: it tells none); `token`: a position that the fault makes
 wrong, `exact`: the first of them. `rank`: place of the right cause (0: not ranked). `size`: of a scale fault."""
-KINDS = ("fault", "control", "scale")
 
 
 def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -51,45 +38,19 @@ def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     return pa.Table.from_pylist(rows, schema=SCHEMA).to_pandas()
 
 
-def write(path: Path, rows: pd.DataFrame, facts: Mapping[str, Any]) -> Path:
-    """Write rows and facts (JSON) as one parquet file. InputError for what cannot be stored."""
-    try:
-        whole = pa.Table.from_pandas(rows, schema=SCHEMA, preserve_index=False)
-        meta = json.dumps({"format": FORMAT, "facts": dict(facts)}, allow_nan=False).encode()
-    except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"this is no table of a score: {error}") from error
-    if len(meta) > FACT_BYTES:
-        raise InputError(f"the facts of a score take {len(meta)} bytes, and {FACT_BYTES} can be read: store fewer")
-    sink = io.BytesIO()
-    pq.write_table(whole.replace_schema_metadata({FACTS: meta}), sink, compression="zstd")
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(Path(path), sink.getvalue())
-    except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror}): give another file") from error
-    return Path(path)
+def write(path: Path, rows: pd.DataFrame, facts: Mapping[str, Any]) -> None:
+    """Write rows and facts (JSON) as one parquet file, in one step."""
+    meta = json.dumps({"format": FORMAT, "facts": dict(facts)}, allow_nan=False).encode()
+    whole = pa.Table.from_pandas(rows, schema=SCHEMA, preserve_index=False).replace_schema_metadata({FACTS: meta})
+    part = path.with_suffix(".part")
+    pq.write_table(whole, part, compression="zstd")
+    part.replace(path)
 
 
 def read(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """What `write` wrote. InputError for anything else, and for more rows than a grid has."""
-    data = read_bytes(Path(path), MAX_BYTES)
-    whole = read_table(data, Path(path), SCHEMA, rows=MAX_ROWS, memory=MAX_MEMORY, again=AGAIN)
-    meta = _meta((whole.schema.metadata or {}).get(FACTS, b"{}"))
-    if meta.get("format") != FORMAT or not isinstance(meta.get("facts"), dict):
-        raise InputError(f"{path} is no score of format {FORMAT}: {AGAIN}")
-    rows = whole.to_pandas()
-    if strange := set(rows["kind"]) - set(KINDS):
-        raise InputError(f"{path}: rows of the kind {min(strange)!r}: there are {', '.join(KINDS)}")
-    return rows, meta["facts"]
-
-
-def _meta(text: bytes) -> dict[str, Any]:
-    """The JSON that lies beside the rows; empty where it is none that `write` made."""
-    try:
-        meta = json.loads(text) if len(text) <= FACT_BYTES else None
-    except (ValueError, RecursionError):
-        meta = None
-    return meta if isinstance(meta, dict) else {}
+    """What `write` wrote."""
+    whole = pq.read_table(path)
+    return whole.to_pandas(), json.loads(whole.schema.metadata[FACTS])["facts"]
 
 
 def right(rows: pd.DataFrame) -> pd.Series:
@@ -141,6 +102,13 @@ def alarms(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     return pd.DataFrame(found, columns=[*by, "controls", "alarms", "alarm", "alarm_low", "alarm_high", "same_bits"])
 
 
-def of_lab(rows: pd.DataFrame) -> pd.DataFrame:
-    """The lab's own rows."""
-    return rows[rows["tool"] == LAB]
+def smallest(rows: pd.DataFrame) -> pd.DataFrame:
+    """By dtype, the smallest size that was found in all seeds and layers, as every larger one was; inf for none.
+
+    `rows` are those of the kind "scale". Columns: dtype, scale (1 + eps), eps, subjects (seeds times layers).
+    """
+    found = rows[rows["module"] == rows["expected"]]
+    each = rows.groupby(["dtype", "seed", "layer"]).size().index
+    least = found.groupby(["dtype", "seed", "layer"])["size"].min().reindex(each, fill_value=float("inf"))
+    sizes = least.groupby(level="dtype").agg(eps="max", subjects="size").reset_index()
+    return sizes.assign(scale=1 + sizes["eps"])[["dtype", "scale", "eps", "subjects"]]

@@ -5,7 +5,8 @@ tool that names a module in one of these would have people look for days where n
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,22 +14,26 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 from torch import nn
+from torch.nn import functional
 
 from specnb.divergence import local
 from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
-from specnb.divergence.grading import benign
-from specnb.divergence.grading.grid import Subject, lab_row, others
-from specnb.divergence.grading.rows import NOTHING
 from specnb.divergence.investigate import judge
+from specnb.divergence.kv_slots import BLOCK_SIZE
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
+from specnb.divergence.planting import forward_replaced, replaced
 from specnb.divergence.script import Script, run
 from specnb.divergence.setups import OWN, Deploy, Lab
 from specnb.divergence.trace import Trace
+from tests.benchmarks.divergence_score.grid import Subject, lab_row, others
+from tests.benchmarks.divergence_score.rows import NOTHING
 
 ROWS = 3
 """Equal rows of the batch."""
+POOL_BLOCKS = 64
+"""Blocks of a layer's pool of slots, which caches of several models share."""
 
 
 class Ran(NamedTuple):
@@ -157,7 +162,95 @@ def _against_float32(subject: Subject) -> Ran:
     lab = copy.copy(subject.lab)
     lab.reference = copy_of(lab.reference).float()
     lab.floor = local.floors([local.local_errors(lab.reference, along) for along in lab.sound], lab.dtype)
-    return _judged(lab, benign.configured(_experts_implementation="batched_mm"), ("S0",))
+    return _judged(lab, configured(_experts_implementation="batched_mm"), ("S0",))
+
+
+# --- services that change how a draft runs and nothing that counts --------------------------------------------------
+
+
+def configured(**values: object) -> Deploy:
+    """The draft's configuration says something else: another implementation of attention or of experts."""
+    return lambda draft, neighbour: _assigned(draft.config, values)
+
+
+def generating(**values: object) -> Deploy:
+    """Other defaults of generation, such as the temperature: no forward reads them."""
+    return lambda draft, neighbour: _assigned(draft.generation_config, values)
+
+
+@contextmanager
+def other_products(draft: nn.Module, neighbour: nn.Module | None) -> Iterator[None]:
+    """Linear layers compute in the other dtype: a float32 draft in bfloat16, one in bfloat16 in float32."""
+    with ExitStack() as planted:
+        for module in draft.modules():
+            if isinstance(module, nn.Linear):
+                planted.enter_context(forward_replaced(module, _in_other_dtype(module)))
+        yield
+
+
+def paged(first_slot: int) -> Deploy:
+    """Keys and values lie in blocks of a pool, from `first_slot` on and in reverse order, as a paged cache has them.
+
+    Attention gets them gathered by position: where they lie must not matter.
+    """
+
+    @contextmanager
+    def service(draft: nn.Module, neighbour: nn.Module | None) -> Iterator[None]:
+        with ExitStack() as planted:
+            for _, attention in find(draft).attentions:
+                planted.enter_context(forward_replaced(attention, _from_slots(first_slot)))
+            yield
+
+    return service
+
+
+def _in_other_dtype(linear: nn.Linear) -> Any:
+    other = torch.bfloat16 if linear.weight.dtype == torch.float32 else torch.float32
+    weights = [None if one is None else one.detach().to(other) for one in (linear.weight, linear.bias)]
+
+    def run(original: Any, states: torch.Tensor) -> torch.Tensor:
+        return functional.linear(states.to(other), *weights).to(states.dtype)
+
+    return run
+
+
+def _from_slots(first_slot: int) -> Any:
+    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if cache is None:  # a neighbour that verifies without one
+            return original(*args, **kwargs)
+        update = cache.update
+
+        def placed(*more: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+            return tuple(_gathered(rows, first_slot) for rows in update(*more, **options))
+
+        with replaced(cache, "update", placed):
+            return original(*args, **kwargs)
+
+    return run
+
+
+def _gathered(rows: torch.Tensor, first_slot: int) -> torch.Tensor:
+    """Rows `(batch, heads, positions, size)` written to their slots and read back by position."""
+    positions = torch.arange(rows.shape[-2])
+    last_block = first_slot // BLOCK_SIZE + int(positions[-1]) // BLOCK_SIZE
+    slots = (last_block - positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE
+    pool = torch.full((*rows.shape[:2], POOL_BLOCKS * BLOCK_SIZE, rows.shape[-1]), float("nan"), dtype=rows.dtype)
+    pool[:, :, slots] = rows
+    return pool[:, :, slots]
+
+
+@contextmanager
+def _assigned(owner: object, values: dict[str, object]) -> Iterator[None]:
+    """Attributes, properties among them, hold other values inside."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 CONTROLS: Mapping[str, Control] = MappingProxyType(
@@ -167,15 +260,15 @@ CONTROLS: Mapping[str, Control] = MappingProxyType(
         "width 7": _width(7),
         "one forward": _width(0),
         f"batch of {ROWS}": _batch,
-        "slots from 176": _served(benign.paged(176)),
-        "slots from 336": _served(benign.paged(336)),
-        "experts in batched products": _served(benign.configured(_experts_implementation="batched_mm")),
-        "experts in grouped products": _served(benign.configured(_experts_implementation="grouped_mm")),
-        "other temperature": _served(benign.generating(temperature=0.3)),
+        "slots from 176": _served(paged(176)),
+        "slots from 336": _served(paged(336)),
+        "experts in batched products": _served(configured(_experts_implementation="batched_mm")),
+        "experts in grouped products": _served(configured(_experts_implementation="grouped_mm")),
+        "other temperature": _served(generating(temperature=0.3)),
         "renamed modules": _renamed,
         "exact ties": _ties,
         "against float32": _against_float32,
-        "products in the other dtype": _served(benign.other_products),
+        "products in the other dtype": _served(other_products),
     }
 )
 """Controls by name. That positions are off by one number, and that sums are made in parts, are planted with the faults

@@ -19,13 +19,13 @@ at greedy positions, where nothing varies, that is all; enough of them must have
 import math
 from collections import Counter
 from collections.abc import Iterable
+from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from specnb.divergence.auditing.power import POWER, detectable, divisor, needed, needed_exact
-from specnb.divergence.auditing.terms import N_STATISTICS, STATISTICS, Flaw, Moments, Position, Terms, terms
 from specnb.divergence.ladder import EXIT
+from specnb.divergence.sampling.terms import N_STATISTICS, STATISTICS, Flaw, Moments, Position, Terms, terms
 from specnb.errors import InputError
 
 __all__ = ["Audit", "Flaw", "Position", "Statistic", "Tally", "audit"]
@@ -41,6 +41,15 @@ ALPHA = 1e-3
 """Chance of calling a sound sampler wrong, over all statistics together (Holm 1979)."""
 EFFECT = 0.1
 """Total variation by which the law of what was drawn may differ, and which must have been seen (see `Statistic`)."""
+POWER = 0.9
+"""With which a fault of the size that is said to be visible is seen."""
+SKEWED = 0.2
+"""Sum of third absolute moments over the variance to the 3/2, up to which a sum is taken for normal.
+
+Beyond, it is divided by the standard deviation that would have this value: of drafts that are nearly always kept one
+rejection must not weigh a hundred of the tiny standard deviations that they have. Close below it one sum may be far by
+chance twice as often as its share of the level says (kept drafts: 2.3 times at most); all together keep what they say.
+"""
 BY_CHANCE = 1e-6
 """Chance below which drafts that all are the likeliest token of their row were not drawn from it."""
 
@@ -79,7 +88,7 @@ MEANING = {
 
 
 class Statistic(NamedTuple):
-    """One of the panel. `z` and the two-sided `p_value` are None where nothing varied (see `power.divisor` for z).
+    """One of the panel. `z` and the two-sided `p_value` are None where nothing varied (see `divisor` for z).
 
     `far` says whether it is beyond chance, corrected for the number of statistics. `detectable` is the total variation
     that would have been seen with POWER or more: for z_acc a change of the share of kept drafts, for the others mass of
@@ -252,3 +261,50 @@ def _statistic(name: str, n: int, sums: Moments, effect: float, alpha: float) ->
     z, level = sums.deviation / divisor(sums), alpha / N_STATISTICS
     p_value = math.erfc(abs(z) / math.sqrt(2))
     return Statistic(name, n, z, p_value, False, detectable(sums, level), needed(sums, n, effect, level), "")
+
+
+# --- what the sums can show: how far is far, and how small a fault so many positions make visible ---------------------
+# A fault of size e moves the mass e of each row from one side of the mean of what is summed to the other. The sum moves
+# by e * apart, and its variance with it, by at most e * |leaning|: a fault that moves mass to where single positions
+# weigh more makes the sum unsteadier as well, and without this less would be seen than is promised.
+
+
+def divisor(sums: Moments) -> float:
+    """Of the sum of deviations, for z."""
+    return max(math.sqrt(sums.variance), _least(sums))
+
+
+def detectable(sums: Moments, level: float) -> float:
+    """The total variation, at most 1, that a two-sided test at `level` sees with POWER in what was summed."""
+    beyond, blur = _quantiles(level)
+    threshold, bend = beyond * divisor(sums), blur**2 * abs(sums.leaning)
+    # e * apart = threshold + blur * sqrt(variance + e * |leaning|), squared and solved for e
+    half = threshold * sums.apart + bend / 2
+    root = math.sqrt(half**2 - sums.apart**2 * (threshold**2 - blur**2 * sums.variance))
+    return min(1.0, (half + root) / sums.apart**2)
+
+
+def needed(sums: Moments, n: int, effect: float, level: float) -> int:
+    """Of how many positions such as these n `effect` is detectable."""
+    beyond, blur = _quantiles(level)
+    move, width = effect * sums.apart, blur * math.sqrt(sums.variance + effect * abs(sums.leaning))
+    # what they show grows with their number, standard deviations with its root, the least divisor not at all
+    roots = (
+        (beyond * math.sqrt(sums.variance) + width) / move,
+        (width + math.sqrt(width**2 + 4 * move * beyond * _least(sums))) / (2 * move),
+    )
+    return math.ceil(n * max(roots) ** 2)
+
+
+def needed_exact(effect: float) -> int:
+    """How many positions that are checked exactly it takes until a fault at the share `effect` of them is met."""
+    return math.ceil(math.log(1 - POWER) / math.log1p(-effect))
+
+
+def _least(sums: Moments) -> float:
+    return sums.third / sums.variance / SKEWED
+
+
+def _quantiles(level: float) -> tuple[float, float]:
+    """In standard deviations: the two-sided threshold, and how far above it the mean must be for POWER."""
+    return -NormalDist().inv_cdf(level / 2), NormalDist().inv_cdf(POWER)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from specnb.divergence.parts import find
-from specnb.divergence.planted.fault import (
+from specnb.divergence.planting import (
     ALL,
     Fault,
     arguments,
@@ -45,7 +45,7 @@ def kv_slot_swap(
     path, attention = find(draft).attention(layer)
     window = getattr(attention, "sliding_window", None)
     tokens = ((a, b), *([(max(a + window, b), b + window)] if window else []))
-    fault = Fault("KV_SLOT", path, tokens, f"cache rows of positions {a} and {b} are swapped")
+    fault = Fault("KV_SLOT", path, tokens, f"cache rows of positions {a} and {b} are swapped", waits=True)
 
     def swap(rows: Rows, first: int, past: int, end: int) -> None:
         if first <= a and past <= b < end:
@@ -77,6 +77,7 @@ def foreign_writer(
         ((after, None),),
         f"the cache row of position {position} was written by a batch that does not own it",
         ("vllm#56734", "vllm#49757"),
+        waits=True,
     )
 
     def write(rows: Rows, first: int, past: int, end: int) -> None:
@@ -93,34 +94,22 @@ def foreign_writer(
 
 
 @contextmanager
-def untrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1, after: int = 0) -> Iterator[Fault]:
+def untrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1) -> Iterator[Fault]:
     """After a rejection `rows` rejected rows stay in the cache; positions go on as they should.
 
-    It strikes each time the draft is called with a cache that was cropped by at least `rows` to a length of `after` or
-    more since the last call. No rejection, no fault: see `struck`.
+    It strikes each time the draft is called with a cache that was cropped by at least `rows` since the last call.
     """
-    note = f"{rows} rejected rows were left in the cache"
-    fault = Fault("KV_SLOT", _first_attention(draft), _from(after), note, ("mlx-lm#1914", "vllm#9730"))
-    with _length_off(draft, fault, rows, after):
+    note, issues = f"{rows} rejected rows were left in the cache", ("mlx-lm#1914", "vllm#9730")
+    with _length_off(draft, rows, note, issues) as fault:
         yield fault
 
 
 @contextmanager
-def overtrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1, after: int = 0) -> Iterator[Fault]:
+def overtrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1) -> Iterator[Fault]:
     """As `untrimmed`, but after a rejection `rows` good rows too many are cut off."""
-    note = f"{rows} accepted rows were cut off with the rejected ones"
-    fault = Fault("KV_SLOT", _first_attention(draft), _from(after), note, ("mlxcel#994", "mlxcel#1002"))
-    with _length_off(draft, fault, -rows, after):
+    note, issues = f"{rows} accepted rows were cut off with the rejected ones", ("mlxcel#994", "mlxcel#1002")
+    with _length_off(draft, -rows, note, issues) as fault:
         yield fault
-
-
-def _from(after: int) -> tuple[tuple[int, int | None], ...]:
-    return ((after, None),) if after else ALL
-
-
-def _first_attention(draft: nn.Module) -> str:
-    attentions = find(draft).attentions
-    return attentions[0][0] if attentions else find(draft).attention(0)[0]
 
 
 def _tampering(tamper: Tamper) -> Callable[..., Any]:
@@ -147,17 +136,18 @@ def _tampering(tamper: Tamper) -> Callable[..., Any]:
 
 
 @contextmanager
-def _length_off(draft: nn.Module, fault: Fault, off: int, after: int) -> Iterator[None]:
+def _length_off(draft: nn.Module, off: int, note: str, issues: tuple[str, ...]) -> Iterator[Fault]:
     """The cache is `off` rows longer (or shorter) than was asked for, wherever it was cropped between two forwards."""
-    if not off or after < 0:
-        raise InputError(f"at least one row stays or is cut, from a position of 0 on, not {abs(off)} from {after}")
-    seen = _Seen()
+    if not off:
+        raise InputError("at least one row stays or is cut, not 0")
+    path, _ = next(iter(find(draft).attentions), None) or find(draft).attention(0)
+    fault, seen = Fault("KV_SLOT", path, ALL, note, issues, waits=True), _Seen()
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = arguments(original, args, kwargs)
         cache = bound.arguments.get("past_key_values")
         length = 0 if cache is None else cache.get_seq_length()
-        if seen.of(cache) and seen.length - length >= max(off, 1) and length >= max(after, 1, 1 - off):
+        if seen.of(cache) and seen.length - length >= max(off, 1) and length >= max(1, 1 - off):
             # the engine goes on from the position it believes in, though the cache would now say another one
             args, kwargs = with_argument(original, args, kwargs, "position_ids", positions_fed(bound))
             seen.restore(length + off)
@@ -166,8 +156,9 @@ def _length_off(draft: nn.Module, fault: Fault, off: int, after: int) -> Iterato
         seen.keep(getattr(out, "past_key_values", None))
         return out
 
-    with forward_replaced(_body(draft), run):
-        yield
+    # the model without its head: it is called with the cache, whether or not logits are asked for
+    with forward_replaced(getattr(draft, "base_model", draft), run):
+        yield fault
 
 
 class _Seen:
@@ -205,8 +196,3 @@ class _Seen:
 def _cache(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = arguments(original, args, kwargs).arguments
     return named.get("past_key_values", named.get("kwargs", {}).get("past_key_values"))
-
-
-def _body(draft: nn.Module) -> nn.Module:
-    """The model without its head: it is called with the cache, whether or not logits are asked for."""
-    return getattr(draft, "base_model", draft)

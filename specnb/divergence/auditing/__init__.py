@@ -1,1 +1,0 @@
-"""Sampling held against the rows it was drawn from: what `sampling` is made of."""

@@ -1,1 +1,0 @@
-"""The planted faults, by what they change; `faults` lists them."""

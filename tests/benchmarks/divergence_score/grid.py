@@ -1,0 +1,223 @@
+"""The grid: every planted fault, at every layer that can have it, through the lab and the tools beside it.
+
+Options and text of a case are drawn by seed. A fault that did not act is no case: counting it would make any tool look
+better or worse than it is. A row is one tool on one run. The tools get the same run: the lab's investigation, the
+others what the draft's modules gave beside the target, against a sound run of the same text. That sound run is fed in
+the same shapes, where untouched modules have the same bits, or in blocks, where they are off by rounding as they are
+between any two engines.
+"""
+
+import inspect
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import nn
+
+from specnb.divergence import pair as small
+from specnb.divergence.along import Along
+from specnb.divergence.deploy import Recorded
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.investigate import judge
+from specnb.divergence.investigation import Investigation
+from specnb.divergence.parts import find, layer_number
+from specnb.divergence.planting import Fault
+from specnb.divergence.score import LAB
+from specnb.divergence.script import Script
+from specnb.divergence.setups import Lab
+from specnb.errors import InputError
+from tests.benchmarks.divergence_score.rows import NOTHING
+from tests.benchmarks.divergence_score.tools import RULES, differences, pointed
+
+TEXTS, PROMPTS, ROUNDS = (26, 33), (14, 19), (2, 5)
+"""Half-open ranges that a seed draws the length of the text, of the prompt and K from."""
+BESIDE = "S3"
+"""The set-up whose run the other tools get: beside the target, where acceptance was lost."""
+SHAPES = ("same shapes", "other shapes")
+"""How the sound run that the other tools compare with was fed."""
+SCALE_FAULT = "expert_scale_in_op"
+"""The fault that cosine does not see at all; rounding hides it, so what can be seen depends on the dtype."""
+EPS = (1e-1, 5e-2, 3e-2, 2e-2, 1e-2, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 1e-5)
+"""Sizes of it that are tried, from large to small, until one is missed."""
+
+
+def script_of(seed: int, vocab_size: int) -> Script:
+    """The text of a seed: its tokens, its length, where its prompt ends, and K differ from seed to seed."""
+    rng = np.random.default_rng([seed, 7])
+    n_tokens, prompt, k = (int(rng.integers(*between)) for between in (TEXTS, PROMPTS, ROUNDS))
+    text = rng.integers(0, vocab_size, n_tokens).tolist()
+    return Script.drafting(text, prompt=prompt, k=k, vocab_size=vocab_size, seed=seed)
+
+
+@dataclass(frozen=True)
+class GridCase:
+    """One fault as it is planted; `layer` None where the fault has no layer, or is in all of them."""
+
+    fault: str
+    layer: int | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def says(self) -> str:
+        return self.fault if self.layer is None else f"{self.fault} in layer {self.layer}"
+
+    def service(self) -> Recorded:
+        """The fault as a service."""
+        return Recorded(self.fault, **({} if self.layer is None else {"layer": self.layer}), **self.options)
+
+
+def cases(
+    draft: nn.Module,
+    script: Script,
+    *,
+    seed: int = 0,
+    faults: Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
+) -> list[GridCase]:
+    """All cases of a draft and a text; `faults` and `layers` None: all there are."""
+    every = sorted({number for path, _ in find(draft).attentions if (number := layer_number(path)) is not None})
+    return [
+        GridCase(name, layer, _options(name, script, _generator(seed, name, layer)))
+        for name in (FAULTS if faults is None else faults)
+        for layer in _layers(name, every if layers is None else layers)
+    ]
+
+
+def starts(fault: Fault) -> int:
+    """The first position that can be wrong. A fault that waits begins when it first acted, unless it says when."""
+    begin, end = fault.tokens[0]
+    return max(begin, min(fault.struck, default=0)) if end is None else begin
+
+
+def within(fault: Fault, position: int) -> bool:
+    """Whether a position is one that the fault can make wrong."""
+    return position >= starts(fault) and any(
+        begin <= position and (end is None or position < end) for begin, end in fault.tokens
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A pair of one dtype and seed, its text, and a lab that serves all cases."""
+
+    dtype: str
+    seed: int
+
+    @cached_property
+    def pair(self) -> small.Pair:
+        return small.pair(seed=self.seed, dtype=self.dtype)
+
+    @cached_property
+    def lab(self) -> Lab:
+        size = self.pair.draft.config.vocab_size
+        return Lab(self.pair.draft, self.pair.target, script=script_of(self.seed, size))
+
+    def row(self, kind: str, name: str, layer: int | None = None, **more: Any) -> dict[str, Any]:
+        """A row with what all rows have; what is not given is what it is for a tool that names nothing."""
+        shared = {"kind": kind, "name": name, "layer": -1 if layer is None else layer}
+        empty = {"size": 0.0, "tool": LAB, "against": "", "verdict": "", "structural": False, "module": NOTHING,
+                 "expected": NOTHING, "position": -1, "token": False, "exact": False, "cause": NOTHING,
+                 "expected_cause": NOTHING, "rank": 0, "seconds": 0.0}  # fmt: skip
+        return shared | {"dtype": self.dtype, "seed": self.seed} | empty | more
+
+
+def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
+    """The rows of one case. Raises InputError for a fault that did not act: it would be no case."""
+    service, started = case.service(), time.perf_counter()
+    found = judge(subject.lab, deploy=service)
+    seconds = time.perf_counter() - started
+    # the first: later set-ups beside the same model may be those in which it never runs
+    fault = next(fault for model, fault in service.entered if model is subject.pair.target)
+    if fault.waits and not fault.struck:
+        raise InputError(f"{case.says} never acted: choose a script in which what it waits for happens")
+    outcome = found.case.outcomes[BESIDE]
+    if all(one.equal(other) for one, other in zip(outcome.logits, subject.lab.sound_logits[0], strict=True)):
+        raise InputError(f"{case.says} changed no bit of the logits in {subject.dtype}, seed {subject.seed}")
+    is_fault = fault.first is not None
+    kind = "fault" if is_fault else "control"
+    tools = [lab_row(found) | {"seconds": seconds, "rank": _rank(found, fault.cause)}]
+    tools += others(outcome.along, subject.lab)
+    expected = {"expected": fault.first if is_fault else NOTHING, "expected_cause": fault.cause}
+    rows = [subject.row(kind, case.fault, case.layer, **expected, **one) for one in tools]
+    for row in rows:
+        at = row["position"] if is_fault else -1
+        row |= {"token": at >= 0 and within(fault, at), "exact": at >= 0 and at == starts(fault)}
+    return rows
+
+
+def scaled(subject: Subject, layer: int, eps: Sequence[float] = EPS) -> list[dict[str, Any]]:
+    """How small a fault can be and still be found: the output of one bank of experts times 1 + eps.
+
+    A row for each size down to the first that the lab misses; `size` is eps. The draft runs alone: a scale needs no
+    neighbour. Found is a structural difference that is put down to this bank.
+    """
+    rows: list[dict[str, Any]] = []
+    for size in sorted(eps, reverse=True):
+        wrong = subject.lab.run("S0", Recorded(SCALE_FAULT, layer=layer, eps=size)).wrong
+        expected = f"layers.{layer}.mlp.experts"
+        named = {} if wrong.empty else {"module": wrong["module"].iloc[0], "position": int(wrong["position"].iloc[0])}
+        rows.append(
+            subject.row("scale", SCALE_FAULT, layer, size=size, structural=not wrong.empty, expected=expected, **named)
+        )
+        if rows[-1]["module"] != expected:
+            break
+    return rows
+
+
+def lab_row(found: Investigation) -> dict[str, Any]:
+    """What an investigation named."""
+    first = found.first
+    named = {} if first is None else {
+        "module": first.module, "position": first.first_token, "cause": found.causes[0].name
+    }  # fmt: skip
+    return {"tool": LAB, "verdict": found.verdict, "structural": found.verdict == "DIVERGENT"} | named
+
+
+def others(run: Along, lab: Lab) -> Iterator[dict[str, Any]]:
+    """A row for each of RULES and SHAPES: what the other tools name in a run of the lab's script."""
+    for against, sound in zip(SHAPES, lab.sound, strict=True):
+        table: pd.DataFrame = differences(run, sound, lab.script.last_feeds, lab.dtype)
+        for tool in RULES:
+            at = pointed(tool, table)
+            named = {} if at is None else {"module": at.module, "position": at.position}
+            yield {"tool": tool, "against": against, "structural": at is not None} | named
+
+
+def _rank(found: Investigation, cause: str) -> int:
+    """Place of the right cause, 1 for the first; 0 where it was not ranked."""
+    names = [one.name for one in found.causes]
+    return names.index(cause) + 1 if cause in names else 0
+
+
+def _generator(seed: int, fault: str, layer: int | None) -> np.random.Generator:
+    """The same options for a case whichever other cases are run."""
+    return np.random.default_rng([seed, list(FAULTS).index(fault), layer or 0])
+
+
+def _layers(fault: str, layers: Sequence[int]) -> tuple[int | None, ...]:
+    """None stands for a fault without a layer, and for one that by default is in all of them."""
+    option = inspect.signature(FAULTS[fault]).parameters.get("layer")
+    if option is None:
+        return (None,)
+    return (*((None,) if option.default is None else ()), *layers)
+
+
+def _options(fault: str, script: Script, rng: np.random.Generator) -> dict[str, Any]:
+    """Where in the text a fault is. Two slots are swapped that one forward writes, so both lie in the prompt."""
+    prompt, n_tokens = len(script.feeds[0].ids), len(script.text)
+    a = int(rng.integers(1, prompt - 4))
+    drawn = {
+        "stale_row": {"token": int(rng.integers(2, n_tokens))},
+        "kv_slot_swap": {"a": a, "b": int(rng.integers(a + 2, prompt))},
+        "foreign_writer": {"position": prompt - int(rng.integers(2, 6)), "after": prompt},
+        "rope_mismatch": {"start": int(rng.integers(4, n_tokens - 4))},
+        "dummy_tokens": {"start": int(rng.integers(4, n_tokens - 4))},
+        "experts_permuted": {"seed": int(rng.integers(1 << 16))},
+        "random_head": {"seed": int(rng.integers(1 << 16))},
+        "uniform_offset": {"offset": int(rng.integers(1, 200))},
+    }
+    return drawn.get(fault, {})
