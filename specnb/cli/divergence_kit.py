@@ -32,16 +32,17 @@ def preflight(
     leaves the caller's tokens alone and sees its own drafts, caches after a rejection, the training's learning rate.
     """
     from specnb.divergence import preflight as checks
-    from specnb.draft.load import KINDS, load_drafter
+    from specnb.draft.load import load_drafter
     from specnb.lm.load import load
+    from specnb.registry import DRAFTERS
 
-    if draft in KINDS and target is None:
+    if draft in DRAFTERS and target is None:
         raise InputError(f"--draft {draft} drafts for a target: add --target")
     with ExitStack() as opened:
         its = None if target is None else load(target)
         if its is not None:
             opened.callback(its.close)
-        mine = load_drafter(draft, its, strict=True).drafter if draft in KINDS else load(draft)
+        mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
         opened.callback(mine.close)
         folders = {f"{role}_folder": _folder(name) for role, name in (("draft", draft), ("target", target)) if name}
         found = checks.preflight(mine, its, curve=training, k=k, **folders)
@@ -167,11 +168,11 @@ def _place(first: str | None) -> str:
 
 def _folder(name: str) -> Path | None:
     """Where the files of a transformers model lie, fetched by the hub's library or before; None for other models."""
-    from specnb.draft.load import KINDS
     from specnb.lm import embedded
     from specnb.lm.load import parse
+    from specnb.registry import DRAFTERS
 
-    spec = None if name in KINDS else parse(name)
+    spec = None if name in DRAFTERS else parse(name)
     if spec is None or spec.where != "hf":
         return None
     folder = embedded.local_folder(spec.source)
