@@ -6,7 +6,6 @@ figure and of each file, and the caption. It is written last, so a set that does
 
 import asyncio
 import contextlib
-import hashlib
 import html
 import json
 import math
@@ -17,8 +16,6 @@ import struct
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +24,13 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from specnb.errors import InputError
-from specnb.io import canonical_json, digest, write_atomic
+from specnb.io import canonical_json, digest, plain, write_atomic
 from specnb.paths import project_dir
 from specnb.records import RunRecord
 
 SCHEMA_VERSION = 1  # of the sidecar
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+WIDTH, HEIGHT, PNG_SCALE = 960, 480, 2
 MAX_ROWS = 2000  # of a table that the sidecar holds
 EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: both images with the browser's start, one image, its end
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
@@ -51,16 +49,6 @@ PAGE = """<!DOCTYPE html>
 """
 
 
-@dataclass(frozen=True)
-class Published:
-    """What `publish` wrote. `skipped` says for "svg" and "png" why that image is missing; empty when all is there."""
-
-    name: str
-    files: tuple[Path, ...]
-    skipped: Mapping[str, str]
-    caption: str
-
-
 def figures_dir() -> Path:
     """Folder of published figures: `$SPECNB_FIGURES` (made absolute), else `figures/` of the checkout."""
     own = os.environ.get("SPECNB_FIGURES")
@@ -74,17 +62,15 @@ def publish(
     *,
     table: pd.DataFrame | None = None,
     folder: Path | None = None,
-    width: int = 960,
-    height: int = 480,
-    scale: float = 2,
-) -> Published:
-    """Write `figure` as `folder/NAME.{svg,png,html,json}`; `folder` is `figures_dir()` unless given.
+) -> go.Figure:
+    """Write `figure` as `folder/NAME.{svg,png,html,json}` and return it; `folder` is `figures_dir()` unless given.
 
-    `width` and `height` are CSS pixels, the png has `scale` times as many. `table` is the data that the figure shows:
-    the sidecar holds its digest and, up to MAX_ROWS rows, the rows. Equal figures of one run give equal bytes.
+    The images have the size of the figure's layout, else WIDTH x HEIGHT pixels, the png PNG_SCALE times as many.
+    `table` is the data that the figure shows: the sidecar holds its digest and, up to MAX_ROWS rows, the rows. Equal
+    figures of one run give equal bytes.
 
-    Images need Chrome or Chromium. Without one, or if the export fails, html and json are written all the same,
-    `skipped` and the sidecar say why, and an image of an older figure of that name is removed. Formulas in dollar
+    Images need Chrome or Chromium. Without one, or if the export fails, html and json are written all the same, the
+    sidecar says why under `skipped`, and an image of an older figure of that name is removed. Formulas in dollar
     signs are not typeset: MathJax would need a network.
 
     The page opens from `file://` without a network: it loads `plotly.min.js` from its own folder. That script (about
@@ -93,7 +79,10 @@ def publish(
 
     Raises InputError: before anything is written for what cannot be used, and for a folder that cannot be written.
     """
-    _check(figure, name, width, height, scale)
+    if not isinstance(figure, go.Figure):
+        raise InputError(f"figure is a {type(figure).__name__}: pass a plotly Figure (go.Figure(widget) makes one)")
+    if not NAME.fullmatch(name):
+        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
     folder = figures_dir() if folder is None else Path(folder)
     title = plain_text(figure.layout.title.text) or name
     caption = caption_of(title, record)
@@ -103,28 +92,23 @@ def publish(
     document = {"schema_version": SCHEMA_VERSION, **keys, "title": title, "caption": caption, "status": record.status}
     document |= {"params": record.params, "provenance": record.provenance}
     document["table"] = None if table is None else _table_facts(table)
-    document = {key: json.loads(canonical_json(value)) for key, value in document.items()}
-    sized = go.Figure(figure.to_dict()).update_layout(width=width, height=height)
-    contents, skipped = render(sized, mark, scale)
+    document = plain(document, "record")
+    layout = figure.layout
+    sized = go.Figure(figure.to_dict()).update_layout(width=layout.width or WIDTH, height=layout.height or HEIGHT)
+    contents, skipped = render(sized, mark)
     contents["html"] = _page(sized, name, title, caption, mark)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        script, source = folder / "plotly.min.js", get_plotlyjs().encode()
-        if not script.is_file() or script.read_bytes() != source:
-            write_atomic(script, source)
-        for suffix in skipped:
-            if (old := folder / f"{name}.{suffix}").exists():
-                old.unlink()
-                skipped[suffix] += "; the image of an older figure was removed"
-        files = {f"{name}.{suffix}": hashlib.sha256(content).hexdigest() for suffix, content in contents.items()}
-        text = json.dumps(document | {"files": files, "skipped": skipped}, indent=1, allow_nan=False)
-        contents["json"] = f"{text}\n".encode()
-        for suffix, content in contents.items():
-            write_atomic(folder / f"{name}.{suffix}", content)
-    except OSError as error:
-        why = f"{name} cannot be written to {folder} ({error.strerror})"
-        raise InputError(f"{why}: pass another folder=, or set SPECNB_FIGURES") from error
-    return Published(name, tuple(folder / f"{name}.{suffix}" for suffix in contents), skipped, caption)
+    script, source = folder / "plotly.min.js", get_plotlyjs().encode()
+    if not script.is_file() or script.read_bytes() != source:
+        write_atomic(script, source)
+    for suffix in skipped:
+        if (old := folder / f"{name}.{suffix}").exists():
+            old.unlink()
+            skipped[suffix] += "; the image of an older figure was removed"
+    files = {f"{name}.{suffix}": digest(content) for suffix, content in contents.items()}
+    contents["json"] = f"{json.dumps(document | {'files': files, 'skipped': skipped}, indent=1)}\n".encode()
+    for suffix, content in contents.items():
+        write_atomic(folder / f"{name}.{suffix}", content)
+    return figure
 
 
 def plain_text(title: str | None) -> str:
@@ -143,7 +127,7 @@ def caption_of(title: str, record: RunRecord) -> str:
     return ", ".join([f"{title}: run {record.run_id} of {record.experiment}", where, *notes]) + "."
 
 
-def render(figure: go.Figure, mark: str, scale: float) -> tuple[dict[str, bytes], dict[str, str]]:
+def render(figure: go.Figure, mark: str) -> tuple[dict[str, bytes], dict[str, str]]:
     """The images that could be made, and for each other suffix the reason. `mark` is ASCII text put into both.
 
     One browser makes both, started and ended in a thread of its own: this one may have a running event loop, as in a
@@ -153,7 +137,7 @@ def render(figure: go.Figure, mark: str, scale: float) -> tuple[dict[str, bytes]
     for index, trace in enumerate(spec["data"]):
         trace["uid"] = f"trace{index}"  # plotly.js draws a random one, and builds ids of it
     size = {"width": figure.layout.width, "height": figure.layout.height}
-    options = {"svg": size | {"scale": 1}, "png": size | {"scale": scale}}
+    options = {"svg": size | {"scale": 1}, "png": size | {"scale": PNG_SCALE}}
     made: dict[str, bytes | str] = {}
     failure = BROWSER_ENDED
     try:
@@ -235,16 +219,6 @@ def _reason(error: Exception) -> str:
     return f"the export failed ({type(error).__name__}: {' '.join(detail.split())[:200]}): see `specnb check`"
 
 
-def _check(figure: go.Figure, name: str, width: int, height: int, scale: float) -> None:
-    if not isinstance(figure, go.Figure):
-        raise InputError(f"figure is a {type(figure).__name__}: pass a plotly Figure (go.Figure(widget) makes one)")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
-    for what, size, low, high in (("width", width, 10, 8192), ("height", height, 10, 8192), ("scale", scale, 0.1, 8)):
-        if not isinstance(size, Real) or not low <= size <= high:
-            raise InputError(f"{what} = {size!r}: give a number from {low} to {high}")
-
-
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
     """Digest of the table's canonical CSV (UTF-8, "\\n", shortest floats, NaN empty), and its rows if not too many.
 
@@ -256,7 +230,7 @@ def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
     if len(set(columns)) < len(columns):
         raise InputError(f"the table has two columns of one name: {columns}; rename one")
     csv = table.set_axis(columns, axis=1).to_csv(index=False, lineterminator="\n").encode("utf-8", "surrogatepass")
-    facts = {"sha256": hashlib.sha256(csv).hexdigest(), "rows": len(table), "columns": columns}
+    facts = {"sha256": digest(csv), "rows": len(table), "columns": columns}
     if len(table) > MAX_ROWS:
         return facts | {"records": None, "left_out": f"more than {MAX_ROWS} rows: the run record holds the data"}
     rows = table.itertuples(index=False, name=None)
@@ -274,23 +248,18 @@ def _cell(value: Any) -> Any:
 
 
 def _model(record: RunRecord, role: str) -> str:
-    """The model's id in the provenance, which has no folders of this machine, else its name in the parameters."""
-    models = [_as(dict, model) for model in _as(list, record.provenance.get("models"))]
-    found = [model.get("id") for model in models if model.get("role") == role]
-    return str(next(filter(None, [*found, record.params.get(role)]), ""))
+    """Return the model's id in the provenance, which has no folders of this machine, else its name in `params`."""
+    ids = [model.get("id") for model in record.provenance.get("models") or () if model.get("role") == role]
+    return str(next(filter(None, [*ids, record.params.get(role)]), ""))
 
 
 def _machine(provenance: Mapping[str, Any]) -> str:
-    """CPU with its usable cores and, unless the run says that it stayed on the CPU, the GPUs."""
-    cpu, extra = (_as(dict, provenance.get(key)) for key in ("cpu", "extra"))
+    """Return CPU with its usable cores and, unless the run says that it stayed on the CPU, the GPUs."""
+    cpu, extra = provenance.get("cpu") or {}, provenance.get("extra") or {}
     words = [f"{cpu['model']} ({cpu.get('usable_cores', '?')} cores)"] if cpu.get("model") else []
     if not str(extra.get("device", "")).startswith("cpu"):
-        words += [str(_as(dict, gpu).get("name", "a GPU")) for gpu in _as(list, provenance.get("gpu"))]
+        words += [gpu["name"] for gpu in provenance.get("gpu") or ()]
     return " and ".join(words) or "a machine that was not recorded"
-
-
-def _as(kind: type, value: Any) -> Any:
-    return value if isinstance(value, kind) else kind()
 
 
 def _page(figure: go.Figure, name: str, title: str, caption: str, mark: str) -> bytes:

@@ -1,9 +1,8 @@
+"""A published figure: four files that say where they come from, with and without a browser."""
+
 import asyncio
-import dataclasses
-import hashlib
 import html
 import json
-import math
 import os
 import re
 import signal
@@ -26,6 +25,7 @@ from plotly.subplots import make_subplots
 from specnb.book import publish as module
 from specnb.book.publish import caption_of, figures_dir, finish_png, finish_svg, plain_text, publish
 from specnb.errors import InputError
+from specnb.io import digest
 from specnb.paths import project_dir
 from specnb.records import Generation, Round, RunRecord
 
@@ -66,10 +66,6 @@ def figure_of(title: str = "Speed-up <b>over</b> K", last: float = 3.0) -> go.Fi
 
 def sidecar(folder: Path, name: str = "speed") -> dict:
     return json.loads((folder / f"{name}.json").read_text(), parse_constant=pytest.fail)
-
-
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def png_chunks(png: bytes) -> list[tuple[bytes, bytes]]:
@@ -126,36 +122,30 @@ def nothing_left():
 
 
 def test_without_a_browser_page_and_sidecar_are_written_and_say_why(no_browser, nothing_left, tmp_path):
-    done = publish(figure_of(), "speed", record_of(), folder=tmp_path)
-    assert [file.name for file in done.files] == ["speed.html", "speed.json"]
-    assert set(done.skipped) == {"svg", "png"}
-    assert all("apt-get install chromium" in reason and "BROWSER_PATH" in reason for reason in done.skipped.values())
-    assert sidecar(tmp_path)["skipped"] == done.skipped
-    assert {file.name for file in tmp_path.iterdir()} == {"speed.html", "speed.json", "plotly.min.js"}
-
-
-def test_an_image_of_an_older_figure_does_not_stay_beside_a_new_page(no_browser, tmp_path):
-    (tmp_path / "speed.svg").write_text("old")
+    (tmp_path / "speed.svg").write_text("the image of an older figure")
     (tmp_path / "other.svg").write_text("another figure")
-    done = publish(figure_of(), "speed", record_of(), folder=tmp_path)
-    assert not (tmp_path / "speed.svg").exists() and (tmp_path / "other.svg").exists()
-    assert "removed" in done.skipped["svg"] and "removed" not in done.skipped["png"]
-    assert sidecar(tmp_path)["skipped"] == done.skipped
+    figure = figure_of()
+    before = figure.to_json()
+    assert publish(figure, "speed", record_of(), folder=tmp_path) is figure and figure.to_json() == before
+    skipped = sidecar(tmp_path)["skipped"]
+    assert set(skipped) == {"svg", "png"} and all("BROWSER_PATH" in reason for reason in skipped.values())
+    assert "removed" in skipped["svg"] and "removed" not in skipped["png"]
+    assert {file.name for file in tmp_path.iterdir()} == {"other.svg", "speed.html", "speed.json", "plotly.min.js"}
 
 
 def test_the_sidecar_holds_run_provenance_digests_and_caption(no_browser, tmp_path):
     figure, table = figure_of(), pd.DataFrame({"k": [1, 2], "speedup": [1.0, 0.1 + 0.2]})
-    done = publish(figure, "speed", record_of(), table=table, folder=tmp_path)
+    publish(figure, "speed", record_of(), table=table, folder=tmp_path)
     found = sidecar(tmp_path)
     assert found["schema_version"] == 1 and found["name"] == "speed" and found["status"] == "completed"
     assert (found["experiment"], found["run_id"]) == ("01_k_sweep", "abc123")
     assert found["params"] == record_of().params and found["provenance"] == HERE
-    assert found["title"] == "Speed-up over K" and found["caption"] == done.caption
+    assert found["title"] == "Speed-up over K" and found["caption"] == caption_of(found["title"], record_of())
     content = json.dumps(json.loads(figure.to_json()), sort_keys=True, separators=(",", ":"))
-    assert found["figure_sha256"] == sha256(content.encode())
-    assert found["table"]["sha256"] == sha256(b"k,speedup\n1,1.0\n2,0.30000000000000004\n")
+    assert found["figure_sha256"] == digest(content.encode())
+    assert found["table"]["sha256"] == digest(b"k,speedup\n1,1.0\n2,0.30000000000000004\n")
     assert found["table"]["records"] == [{"k": 1, "speedup": 1.0}, {"k": 2, "speedup": 0.1 + 0.2}]
-    assert found["files"] == {"speed.html": sha256((tmp_path / "speed.html").read_bytes())}
+    assert found["files"] == {"speed.html": digest(tmp_path / "speed.html")}
 
 
 def test_equal_figures_of_one_run_give_equal_bytes_and_other_figures_other_digests(no_browser, tmp_path):
@@ -166,21 +156,14 @@ def test_equal_figures_of_one_run_give_equal_bytes_and_other_figures_other_diges
     assert sidecar(tmp_path / "a")["figure_sha256"] != sidecar(tmp_path / "c")["figure_sha256"]
 
 
-def test_publishing_leaves_the_callers_figure_alone(no_browser, tmp_path):
-    figure = figure_of()
-    before = figure.to_json()
-    publish(figure, "speed", record_of(), folder=tmp_path, width=700, height=300)
-    assert figure.to_json() == before
-
-
 def test_the_page_needs_no_network_and_its_title_is_text(no_browser, tmp_path):
     title = '</script><script>alert("1")</script> K < 4 & "T" > 0'
-    done = publish(figure_of(title), "speed", record_of(run_id='"><i>'), folder=tmp_path)
+    publish(figure_of(title), "speed", record_of(run_id='"><i>'), folder=tmp_path)
     page = (tmp_path / "speed.html").read_text()
     assert re.findall(r'src="([^"]+)"', page) == ["speed.svg", "plotly.min.js"]
     assert not re.search(r"(src|href)\s*=\s*.?(https?:)?//", page)
     assert "<script>alert" not in page and "<i>" not in page
-    assert done.caption.startswith('alert("1") K < 4 & "T" > 0: run "><i> of 01_k_sweep')
+    assert sidecar(tmp_path)["caption"].startswith('alert("1") K < 4 & "T" > 0: run "><i> of 01_k_sweep')
     mark = html.unescape(re.search(r'name="specnb" content="([^"]*)"', page)[1])
     assert json.loads(mark)["run_id"] == '"><i>'
 
@@ -196,59 +179,30 @@ def test_plotlyjs_is_written_once_and_replaced_when_it_is_another(no_browser, tm
     assert script.read_bytes() == source
 
 
-@pytest.mark.parametrize("name", ["", "Speed", "a/b", "../a", "a.b", "-a", "a\n", "é", "a" * 65, None, 3])
+@pytest.mark.parametrize("name", ["", "Speed", "../a", "a.b", "a\n", "a" * 65])
 def test_a_name_that_cannot_be_a_file_is_refused(name, tmp_path):
     with pytest.raises(InputError, match="figure name"):
         publish(figure_of(), name, record_of(), folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "fields", [{"width": 0}, {"width": 9}, {"height": 10**6}, {"height": "480"}, {"scale": 0}, {"scale": math.nan}]
-)
-def test_a_size_that_cannot_be_drawn_is_refused(fields, tmp_path):
-    with pytest.raises(InputError, match=next(iter(fields))):
-        publish(figure_of(), "speed", record_of(), folder=tmp_path, **fields)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_is_no_figure_or_no_json_is_refused_before_anything_is_written(no_browser, tmp_path):
+def test_what_is_no_figure_no_json_or_no_folder_is_refused(no_browser, tmp_path):
     with pytest.raises(InputError, match="dict"):
         publish({"data": []}, "speed", record_of(), folder=tmp_path)
     with pytest.raises(InputError, match="nan"):
-        publish(figure_of(), "speed", record_of(params={"t": math.nan}), folder=tmp_path)
+        publish(figure_of(), "speed", record_of(params={"t": float("nan")}), folder=tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(no_browser, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"file.*SPECNB_FIGURES"):
+    with pytest.raises(InputError, match="file"):
         publish(figure_of(), "speed", record_of(), folder=tmp_path / "file")
 
 
-def test_a_failed_write_leaves_the_older_file_whole(no_browser, monkeypatch, tmp_path):
-    publish(figure_of(), "speed", record_of(), folder=tmp_path)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(InputError, match="No space left"):
-        publish(figure_of(last=9.0), "speed", record_of(), folder=tmp_path)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-def test_the_folder_is_the_variable_read_at_each_call_else_the_checkouts(no_browser, monkeypatch, tmp_path):
-    monkeypatch.setenv("SPECNB_FIGURES", str(tmp_path / "mine"))
-    assert publish(figure_of(), "speed", record_of()).files[0] == tmp_path / "mine" / "speed.html"
+def test_the_folder_is_the_variable_read_at_each_call_else_the_checkouts(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPECNB_FIGURES", "here")
     assert figures_dir() == tmp_path / "here"
     monkeypatch.delenv("SPECNB_FIGURES")
     assert figures_dir() == project_dir() / "figures"
-
-
-def test_published_cannot_be_changed(no_browser, tmp_path):
-    done = publish(figure_of(), "speed", record_of(), folder=tmp_path)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        done.caption = "better"
 
 
 # the table
@@ -279,20 +233,19 @@ def test_a_named_index_belongs_to_the_table_and_a_counting_one_does_not(no_brows
 
 
 def test_a_long_table_is_digested_and_its_rows_left_out_with_the_reason(no_browser, tmp_path):
-    assert len(table_facts(pd.DataFrame({"k": range(2000)}), tmp_path)["records"]) == 2000
     facts = table_facts(pd.DataFrame({"k": range(2001)}), tmp_path)
     assert facts["records"] is None and "2000" in facts["left_out"] and facts["rows"] == 2001
-    csv = "k\n" + "".join(f"{k}\n" for k in range(2001))
-    assert facts["sha256"] == sha256(csv.encode())
+    assert facts["sha256"] == digest(("k\n" + "".join(f"{k}\n" for k in range(2001))).encode())
 
 
-def test_two_columns_of_one_name_are_refused(no_browser, tmp_path):
-    for table in (pd.DataFrame([[1, 2]], columns=["a", "a"]), pd.DataFrame([[1, 2]], columns=[1, "1"])):
-        with pytest.raises(InputError, match="one name"):
-            publish(figure_of(), "speed", record_of(), table=table, folder=tmp_path)
-    clash = pd.DataFrame({"k": [1]}, index=pd.Index([1], name="k"))
-    with pytest.raises(InputError, match="one name"):
-        publish(figure_of(), "speed", record_of(), table=clash, folder=tmp_path)
+@pytest.mark.parametrize(
+    "table",
+    [pd.DataFrame([[1, 2]], columns=[1, "1"]), pd.DataFrame({"k": [1]}, index=pd.Index([1], name="k"))],
+    ids=["columns", "index"],
+)
+def test_two_columns_of_one_name_are_refused(table, no_browser, tmp_path):
+    with pytest.raises(InputError, match=r"one name"):
+        publish(figure_of(), "speed", record_of(), table=table, folder=tmp_path)
 
 
 # the caption
@@ -302,6 +255,7 @@ def test_the_caption_names_run_models_and_machine_in_one_sentence():
     assert caption_of("Speed-up", record_of()) == (
         "Speed-up: run abc123 of 01_k_sweep, smollm2-135m?backend=hf with lookup, on Some CPU (2 cores)."
     )
+    assert "model not recorded, on a machine" in caption_of("T", record_of(provenance={}, params={}))
 
 
 def test_the_caption_takes_model_ids_of_the_provenance_and_the_gpu_that_was_used():
@@ -320,22 +274,9 @@ def test_the_caption_says_lossy_fallback_and_failed():
     assert "failed" in caption_of("T", fallen)
 
 
-@pytest.mark.parametrize("bad", [{}, {"cpu": 3, "gpu": 3, "extra": 3, "models": 3}, {"models": [3], "gpu": [3]}])
-def test_a_strange_provenance_still_gets_a_caption(bad):
-    assert caption_of("T", record_of(provenance=bad, params={})).startswith(
-        "T: run abc123 of 01_k_sweep, model not rec"
-    )
-
-
 def test_a_title_becomes_one_line_without_tags():
     assert plain_text("<b>A</b> &lt;b&gt;<br>K < 4 and T > 2") == "A <b> K < 4 and T > 2"
     assert plain_text(None) == ""
-
-
-def test_text_that_no_file_can_hold_does_not_stop_the_page(no_browser, tmp_path):
-    table = pd.DataFrame({"a": ["\ud800"]}, dtype=object)
-    publish(figure_of(), "speed", record_of(run_id="\ud800\0"), table=table, folder=tmp_path)
-    assert sidecar(tmp_path)["run_id"] == "\ud800\0"
 
 
 # the images: pure parts
@@ -393,7 +334,13 @@ def test_bytes_that_are_no_image_are_refused():
 
 
 @needs_posix
-@pytest.mark.parametrize("script", ["exit 1", "exec cat", "trap '' TERM; echo nonsense; while :; do sleep 1; done"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "exit 1",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("exec cat", "trap '' TERM; while :; do sleep 1; done")),
+    ],
+)
 def test_a_browser_that_ends_or_hangs_is_a_reason_and_leaves_nothing(
     script, false_browser, monkeypatch, nothing_left, tmp_path
 ):
@@ -401,37 +348,39 @@ def test_a_browser_that_ends_or_hangs_is_a_reason_and_leaves_nothing(
     monkeypatch.setattr(module, "EXPORT_S", 3.0)
     monkeypatch.setattr(module, "CLOSE_S", 1.0)
     start = time.monotonic()
-    done = publish(figure_of(), "speed", record_of(), folder=tmp_path / "out")
-    assert time.monotonic() - start < 12  # 4 s, and room for a busy machine; kaleido alone takes more
-    assert [file.name for file in done.files] == ["speed.html", "speed.json"]
-    assert set(done.skipped) == {"svg", "png"} and all("BROWSER_PATH" in reason for reason in done.skipped.values())
+    publish(figure_of(), "speed", record_of(), folder=tmp_path / "out")
+    assert time.monotonic() - start < 30  # 4 s, and room for a busy machine
+    skipped = sidecar(tmp_path / "out")["skipped"]
+    assert set(skipped) == {"svg", "png"} and all("BROWSER_PATH" in reason for reason in skipped.values())
     assert str(tmp_path) not in (tmp_path / "out" / "speed.json").read_text()
 
 
-@pytest.mark.parametrize(
-    "error", [ImportError("no kaleido"), OSError(13, "Denied", "/home/me/x"), RuntimeError("a\nb")]
-)
-def test_any_failure_of_the_export_is_a_reason_not_an_error(error, monkeypatch, tmp_path):
+def test_any_failure_of_the_export_is_a_reason_not_an_error(monkeypatch, tmp_path):
     def broken(**_):
-        raise error
+        raise OSError(13, "Denied", "/home/me/x")
 
     monkeypatch.setattr("choreographer.browsers.chromium.Chromium.find_browser", broken)
-    done = publish(figure_of(), "speed", record_of(), folder=tmp_path)
-    assert set(done.skipped) == {"svg", "png"}
-    assert type(error).__name__ in done.skipped["svg"] and "\n" not in done.skipped["svg"]
-    assert "/home/me" not in done.skipped["svg"]
+    publish(figure_of(), "speed", record_of(), folder=tmp_path)
+    reason = sidecar(tmp_path)["skipped"]["svg"]
+    assert "Denied" in reason and "\n" not in reason and "/home/me" not in reason
 
 
 # with a browser
 
 
+async def published(folder: Path) -> None:
+    """As in a cell: inside a running event loop."""
+    publish(figure_of().update_layout(width=700, height=300), "speed", record_of(), folder=folder)
+
+
 @needs_browser
 def test_all_four_files_carry_the_run(nothing_left, tmp_path):
-    done = publish(figure_of(), "speed", record_of(), folder=tmp_path, width=700, height=300, scale=2)
-    assert [file.name for file in done.files] == ["speed.svg", "speed.png", "speed.html", "speed.json"]
-    assert done.skipped == {} and all(file.is_file() for file in done.files)
+    asyncio.run(published(tmp_path))
     found = sidecar(tmp_path)
-    assert found["files"] == {file.name: sha256(file.read_bytes()) for file in done.files[:3]}
+    assert found["skipped"] == {}
+    assert found["files"] == {
+        f"speed.{suffix}": digest(tmp_path / f"speed.{suffix}") for suffix in ("svg", "png", "html")
+    }
     mark = {key: found[key] for key in ("name", "experiment", "run_id", "figure_sha256")}
     chunks = dict(png_chunks((tmp_path / "speed.png").read_bytes()))
     assert json.loads(chunks[b"tEXt"].removeprefix(b"specnb\0")) == mark
@@ -439,28 +388,22 @@ def test_all_four_files_carry_the_run(nothing_left, tmp_path):
     svg = ET.parse(tmp_path / "speed.svg").getroot()
     assert json.loads(svg.find("{*}metadata").text) == mark
     assert (svg.get("width"), svg.get("height")) == ("700", "300")
+    text = (tmp_path / "speed.svg").read_text()
+    assert set(re.findall(r"url\('?#([^')]+)'?\)", text)) <= set(re.findall(r'\bid="([^"]+)"', text))
 
 
 @needs_browser
+@pytest.mark.slow
 def test_two_browsers_give_equal_bytes(tmp_path):
     for folder in ("a", "b"):
-        assert publish(figure_of(), "speed", record_of(), folder=tmp_path / folder).skipped == {}
+        asyncio.run(published(tmp_path / folder))
     for file in ("speed.svg", "speed.png", "speed.html", "speed.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
-    svg = (tmp_path / "a" / "speed.svg").read_text()
-    assert set(re.findall(r"url\('?#([^')]+)'?\)", svg)) <= set(re.findall(r'\bid="([^"]+)"', svg))
-
-
-@needs_browser
-def test_publishing_works_inside_a_running_event_loop_and_leaves_nothing(nothing_left, tmp_path):
-    async def cell():
-        return publish(figure_of(), "speed", record_of(), folder=tmp_path)
-
-    assert asyncio.run(cell()).skipped == {}
 
 
 @needs_browser
 @needs_posix
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "at", "limit_s"), [(signal.SIGSTOP, "svg", 3.0), (signal.SIGKILL, "png", 60.0)])
 def test_a_browser_that_hangs_or_dies_at_work_is_a_reason_and_leaves_nothing(
     end, at, limit_s, monkeypatch, nothing_left, tmp_path
@@ -477,13 +420,14 @@ def test_a_browser_that_hangs_or_dies_at_work_is_a_reason_and_leaves_nothing(
     monkeypatch.setattr(Kaleido, "calc_fig", stopped)
     monkeypatch.setattr(module, "EXPORT_S", limit_s)
     monkeypatch.setattr(module, "CLOSE_S", 1.0)
-    done = publish(figure_of(), "speed", record_of(), folder=tmp_path)
-    assert set(done.skipped) == ({"png"} if at == "png" else {"svg", "png"})
-    assert sidecar(tmp_path)["skipped"] == done.skipped and "BROWSER_PATH" in done.skipped[at]
+    publish(figure_of(), "speed", record_of(), folder=tmp_path)
+    skipped = sidecar(tmp_path)["skipped"]
+    assert set(skipped) == ({"png"} if at == "png" else {"svg", "png"}) and "BROWSER_PATH" in skipped[at]
     assert (tmp_path / "speed.svg").is_file() == (at == "png")
 
 
 @needs_browser
+@pytest.mark.slow
 @pytest.mark.parametrize("with_script", [True, False])
 def test_the_page_opens_from_a_file_without_a_network(with_script, tmp_path):
     publish(figure_of(), "speed", record_of(), folder=tmp_path)
