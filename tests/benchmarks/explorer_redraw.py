@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specnb.book.explorer import Explorer
+from specnb.book.explorer.widgets import Explorer
 from specnb.measure.cost import CostCurve
 from specnb.measure.recording import Trace
 

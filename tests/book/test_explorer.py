@@ -7,11 +7,11 @@ import time
 import numpy as np
 import pytest
 
-from specnb.book import explore, explore_tables
-from specnb.book import explore_figures as show
-from specnb.book.explore import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables
-from specnb.book.explorer import Explorer
-from specnb.book.live import Workbench, live_speedup
+from specnb.book.explorer import figures as show
+from specnb.book.explorer import tables as explorer_tables
+from specnb.book.explorer.live import Workbench, live_speedup
+from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables
+from specnb.book.explorer.widgets import Explorer
 from specnb.book.plot import Plot
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -142,7 +142,7 @@ def stale_settings(trace, tables):
 
 @pytest.mark.parametrize("dropped", ["_USES_K", "_USES_MACHINE"])
 def test_a_stale_cache_would_be_seen(trace, monkeypatch, dropped):
-    monkeypatch.setattr(explore, dropped, frozenset())
+    monkeypatch.setattr(explorer_tables, dropped, frozenset())
     assert stale_settings(trace, Tables(trace))
 
 
@@ -197,17 +197,17 @@ def test_tokens_of_any_bytes_can_be_shown():
 
 
 def test_checks_hold_and_a_wrong_count_is_seen(trace, tables):
-    assert explore_tables.checks(tables)["ok"].all()
+    assert explorer_tables.checks(tables)["ok"].all()
     broken = Tables(trace)
     broken.exact.totals[0, 5, 2] += 2  # accepted drafts that no round made room for
-    assert not explore_tables.checks(broken)["ok"].all()
+    assert not explorer_tables.checks(broken)["ok"].all()
 
 
 def test_best_is_the_largest_of_the_sweep(tables):
     c = {d: 0.3 * tables.is_model(d) for d in tables.drafters}
-    for row in explore_tables.best(tables, CURVE, c).itertuples():
+    for row in explorer_tables.best(tables, CURVE, c).itertuples():
         machine = next(
-            m for m in explore_tables.machines(tables, row.drafter, CURVE, c[row.drafter]) if m.name == row.machine
+            m for m in explorer_tables.machines(tables, row.drafter, CURVE, c[row.drafter]) if m.name == row.machine
         )
         value = tables.sweep(Setting(row.drafter, 0.0, row.content, FIXED, 1, machine)).value
         assert row.speedup == pytest.approx(value.max()) and value[row.k] == pytest.approx(value.max())

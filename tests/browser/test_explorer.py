@@ -23,7 +23,7 @@ TOKEN = "explorer-test"
 SOURCE = '''
 import time
 from pathlib import Path
-from specnb.book.explorer import Explorer
+from specnb.book.explorer.widgets import Explorer
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm import toy

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specnb.book.live import Workbench
+from specnb.book.explorer.live import Workbench
 from specnb.decode.control import ConfidenceStop
 from specnb.decode.generate import generate
 from specnb.draft.base import Proposal
@@ -126,7 +126,7 @@ EXPERIMENTS = {
 @pytest.mark.parametrize("drafter", [Heads, Planned, LookupDrafter])
 def test_experiments_refuse_before_the_work(monkeypatch, number, drafter):
     """Two lookups are one name twice; one is what 01 is for."""
-    import specnb.book.live as live
+    import specnb.book.explorer.live as live
 
     if number == "01" and drafter is LookupDrafter:
         return

@@ -1,12 +1,12 @@
 """The explorer: sliders over a trace, figures that follow them at once, and a button that runs the models.
 
-Works in JupyterLab and under Voila. What is shown is computed in `book.explore` and drawn by `book.explore_figures`;
+Works in JupyterLab and under Voila. What is shown is computed in `tables` and drawn by `figures`;
 here are only the widgets. Callbacks may come from several threads, so each redraw holds a lock.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from threading import RLock
+from threading import Event, RLock, Thread
 from time import perf_counter
 from typing import Any
 
@@ -14,10 +14,9 @@ import anywidget
 import ipywidgets as widgets
 import traitlets
 
-from specnb.book import explore_figures as show
-from specnb.book.explore import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables
-from specnb.book.job import Job
-from specnb.book.live import live_speedup
+from specnb.book.explorer import figures as show
+from specnb.book.explorer.live import live_speedup
+from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables
 from specnb.book.plot import Plot
 from specnb.errors import InputError
 from specnb.measure.cost import NAMED, CostCurve
@@ -68,6 +67,34 @@ class Status(anywidget.AnyWidget):
     export default { render };
     """
     lines = traitlets.List(traitlets.Unicode()).tag(sync=True)
+
+
+class Job(Thread):
+    """Runs `work(cancelled)` in a thread of its own, then calls `ended(result, error, was_cancelled)` from there.
+
+    `cancelled()` tells the work that it is to stop soon; an error of the work is handed over, never raised.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Callable[[], bool]], Any],
+        ended: Callable[[Any, BaseException | None, bool], None],
+    ) -> None:
+        super().__init__(name="specnb-live", daemon=True)  # a kernel that is shut down does not wait for it
+        self._work, self._ended = work, ended
+        self._cancel = Event()
+
+    def cancel(self) -> None:
+        """Ask the work to stop; it ends at its next look."""
+        self._cancel.set()
+
+    def run(self) -> None:
+        result, error = None, None
+        try:
+            result = self._work(self._cancel.is_set)
+        except BaseException as caught:  # whatever it is, it must reach the reader
+            error = caught
+        self._ended(result, error, self._cancel.is_set())
 
 
 class Explorer(widgets.VBox):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from specnb.book.explore import AT, FIXED, Predicted, Setting, Speedup, Tables
+from specnb.book.explorer.tables import AT, FIXED, Predicted, Setting, Speedup, Tables
 from specnb.book.style import COLOURS, template
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Step

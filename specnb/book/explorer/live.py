@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import NamedTuple, Self
 
-from specnb.book.explore import POLICIES, Setting
+from specnb.book.explorer.tables import POLICIES, Setting
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
