@@ -5,7 +5,6 @@ import plotly.graph_objects as go
 
 from specnb.book.style import COLOURS, series, template
 from specnb.compat.check import Verdict
-from specnb.errors import InputError
 
 LOOKS = {
     Verdict.DROP_IN: ("D", COLOURS[2]),
@@ -17,14 +16,11 @@ LOOKS = {
 """Letter and colour of each verdict."""
 
 
-def verdicts(matrix: pd.DataFrame, *, title: str = "Which draft fits which target") -> go.Figure:
+def verdicts(matrix: pd.DataFrame) -> go.Figure:
     """Every pair of `check.matrix`, coloured and lettered by its verdict; hover text says what is shared.
 
-    A mark beside the letter tells where llama.cpp's or transformers' check says otherwise. Raises InputError for a
-    matrix without a row.
+    A mark beside the letter tells where llama.cpp's or transformers' check says otherwise.
     """
-    if matrix.empty:
-        raise InputError("the matrix has no pair to draw")
     names = list(dict.fromkeys(matrix["target"]))
     order = list(LOOKS)
     cells = {(row.target, row.draft): row for row in matrix.itertuples()}
@@ -46,6 +42,7 @@ def verdicts(matrix: pd.DataFrame, *, title: str = "Which draft fits which targe
     figure.update_xaxes(title_text="draft", tickangle=45, showgrid=False)
     figure.update_yaxes(title_text="target", autorange="reversed", showgrid=False)
     side = 180 + 38 * len(names)
+    title = "Which draft fits which target"
     figure.update_layout(template=template(), title_text=title, width=side + 120, height=side + 60)
     return figure.update_layout(margin={"l": 190, "b": 190}, legend={"y": 1.0, "yanchor": "bottom"})
 
@@ -67,17 +64,12 @@ def _told(cell: tuple) -> str:
     return f"{cell.draft} for {cell.target}: {cell.verdict}{shared}{first}"
 
 
-def overlap_against_acceptance(
-    trial: pd.DataFrame, *, title: str = "The same draft model behind other vocabularies"
-) -> go.Figure:
+def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     """Acceptance rate over the share of an ordinary text's tokens that the draft's vocabulary has, one mark each.
 
-    Open circles are what the run of the same draft in its own vocabulary predicts. Raises InputError when no
-    vocabulary has both.
+    Open circles are what the run of the same draft in its own vocabulary predicts.
     """
     drawn = trial.dropna(subset=["text_shared", "acceptance_rate"])
-    if drawn.empty:
-        raise InputError("no vocabulary has both an overlap and an acceptance rate")
     figure = go.Figure()
     for index, row in enumerate(drawn.itertuples()):
         figure.add_trace(
@@ -101,4 +93,4 @@ def overlap_against_acceptance(
     title_x = "share of an ordinary text's tokens that both have"
     figure.update_xaxes(title_text=title_x, range=[least, 1.01], tickformat=".0%")
     figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", range=[0, 1.05])
-    return figure.update_layout(template=template(), title_text=title)
+    return figure.update_layout(template=template(), title_text="The same draft model behind other vocabularies")

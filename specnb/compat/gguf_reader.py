@@ -28,7 +28,6 @@ BLOCK = 1 << 20
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 """struct's code of each GGUF value type of fixed width."""
-TYPE_NAMES = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array", "u64", "i64", "f64")
 
 AGAIN = "the file is damaged or incomplete: fetch or convert it again"
 

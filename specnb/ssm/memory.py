@@ -5,13 +5,10 @@ attention layers of a hybrid cache is not counted: cropping it costs nothing.
 """
 
 from collections.abc import Sequence
-from operator import index
-from typing import Any
 
 import pandas as pd
 
-from specnb.errors import InputError
-from specnb.ssm.shapes import ITEM_BYTES, Dtype, RecurrentShape
+from specnb.ssm.shapes import ITEM_BYTES, RecurrentShape
 
 GATE_BYTES = 4
 """Gates are kept in float32 in every record: they are few, and an error in a decay stays in the state."""
@@ -53,7 +50,7 @@ def raw_replay_bytes(shape: RecurrentShape) -> int:
 def factor_replay_bytes(shape: RecurrentShape) -> int:
     """One token's rank-one write: u (beta (v - S k), or dt x), key, one decay a head in float32; no serial chain left.
 
-    Counted with `record_dtype`; only float32 keeps long outputs from drifting (`at(shape, "float32")`). Without the
+    Counted with `record_dtype`; only float32 keeps long outputs from drifting. Without the
     convolution's column.
     """
     return shape.layers * ((shape.values + shape.keys) * ITEM_BYTES[shape.record_dtype] + shape.heads * GATE_BYTES)
@@ -65,13 +62,6 @@ def pre_conv_bytes(shape: RecurrentShape) -> int:
     Brings back window and state both, at the price of convolution and gates (and Mamba-1's projections) once more.
     """
     return conv_column_bytes(shape) + shape.layers * shape.gates_before_conv * GATE_BYTES
-
-
-def at(shape: RecurrentShape, record_dtype: Dtype) -> RecurrentShape:
-    """The same layers with records kept in another dtype. Raises InputError for one that is not counted here."""
-    if record_dtype not in ITEM_BYTES:
-        raise InputError(f"unknown dtype {record_dtype!r}: use one of {', '.join(ITEM_BYTES)}")
-    return shape.model_copy(update={"record_dtype": record_dtype})
 
 
 def parts(shape: RecurrentShape) -> pd.DataFrame:
@@ -98,10 +88,7 @@ def table(shape: RecurrentShape, widths: Sequence[int] = (2, 4, 8, 16, 64)) -> p
     position), `raw_replay_bytes` and `factor_replay_bytes` (with their conv columns), `pre_conv_bytes`, each growing
     with the width; `checkpoint_bytes`, which does not. The replays suppose a verification that reads the state and
     leaves it as it was; an engine that advances it in place keeps one snapshot more.
-
-    Raises InputError for a width that is not a whole number from 0 up.
     """
-    widths = [_width(width) for width in widths]
     live, column = snapshot_bytes(shape), conv_column_bytes(shape)
     per_token = {
         "snapshots_bytes": snapshot_bytes(shape),
@@ -112,13 +99,3 @@ def table(shape: RecurrentShape, widths: Sequence[int] = (2, 4, 8, 16, 64)) -> p
     grown = {name: [live + width * n for width in widths] for name, n in per_token.items()}
     fixed = {"checkpoint_bytes": live + checkpoint_bytes(shape)}
     return pd.DataFrame({"width": widths, "live_bytes": live, **grown, **fixed})
-
-
-def _width(width: Any) -> int:
-    try:
-        whole = index(width)
-    except TypeError:
-        whole = -1
-    if whole < 0:
-        raise InputError(f"width {width!r}: a number of drafted tokens is whole and zero or more")
-    return whole

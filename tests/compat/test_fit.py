@@ -26,9 +26,12 @@ CONSTRUCTED = [  # way, target, draft: pairs whose drafters are really made
 ]
 
 
+described = cache(shelf.describe)
+
+
 def carrying(name):
     """A model with the vocabulary and the tokenizer of a family; nothing is computed with it."""
-    family = Family(shelf.describe(name))
+    family = Family(described(name))
     made = toy.ToyLM(lambda _: pytest.fail("a token was fed"), family.vocab, name=name)
     made.encode = family.encode
     return made
@@ -46,7 +49,7 @@ def taken(model, target):
 
 @pytest.mark.parametrize(("way", "target", "draft"), CONSTRUCTED)
 def test_the_drafter_is_the_one_of_the_verdict(way, target, draft):
-    report = check(shelf.describe(target), shelf.describe(draft))
+    report = check(described(target), described(draft))
     assert report.way is way and report.verdict is OF_WAY[way]
     assert taken(carrying(draft), carrying(target)) is way
 
@@ -66,7 +69,7 @@ def test_the_loader_takes_the_verdicts_way_on_every_pair_of_the_shelf(monkeypatc
     monkeypatch.setattr(load_module, "ModelDrafter", lambda made: made)
     monkeypatch.setattr(load_module, "TokenIntersection", lambda *_: Named("shared"))
     models = {name: carrying(name) for name in lists}
-    rows = matrix([shelf.describe(name) for name in lists])
+    rows = matrix([described(name) for name in lists])
     said = {(row.target, row.draft): row for row in rows.itertuples()}
     for (target, draft), row in said.items():
         try:
@@ -89,10 +92,10 @@ def test_a_forced_way_is_taken_whatever_the_verdict():
 @pytest.mark.model
 def test_without_a_tokenizer_the_longest_piece_first_tells_the_same():
     """A shelf list has no merge rules: what it is said to use of the other's tokens, against the real tokenizer."""
-    real, listed = tokens_of(describe("smollm2-135m")), tokens_of(shelf.describe("smollm2"))
+    real, listed = tokens_of(describe("smollm2-135m")), tokens_of(described("smollm2"))
     assert real.sample != listed.sample
     for name in SMALL[1:]:
-        other = tokens_of(shelf.describe(name))
+        other = tokens_of(described(name))
         for a, b in ((fit(real, other), fit(listed, other)), (fit(other, real), fit(other, listed))):
             assert a.way is b.way
             uses = [f.overlap.target_uses for f in (a, b)]

@@ -110,11 +110,6 @@ def test_the_revision_is_the_one_that_was_asked_for(hub, revision):
     assert older.name == f"hf:org/tiny?revision={revision}&backend=hf"
 
 
-def test_a_revision_that_is_not_there_is_named(hub):
-    with pytest.raises(FetchError, match=r"hf:org/tiny \(no-such-branch\)"):
-        describe("hf:org/tiny?revision=no-such-branch")
-
-
 def test_a_gated_model_is_one_error_with_the_remedy_and_is_read_by_who_may(hub, monkeypatch):
     with pytest.raises(FetchError, match=r"hf:org/gated is gated: accept its licence .*hf auth login") as caught:
         describe("hf:org/gated")

@@ -3,13 +3,12 @@
 import json
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from specnb.book import rollback as figures
 from specnb.decode.generate import generate
 from specnb.errors import InputError
-from specnb.lm import embedded, toy
+from specnb.lm import toy
 from specnb.lm.load import parse
 from specnb.measure.scripted import ScriptedDrafter
 from specnb.params import RollbackParams
@@ -96,8 +95,6 @@ def test_tables_and_figures_show_what_was_measured(record):
         lines = {trace.name for trace in figure.data}
         assert lines == set(table.loc[table["target"] == target, "method"]) - {ways.PLAIN}
         assert [n.text for n in figure.layout.annotations] == ["0% of drafts right", "100% of drafts right"]
-    with pytest.raises(InputError, match="other"):
-        figures.speed(table, "other")
 
 
 def test_both_failures_are_reproduced(folder):
@@ -138,22 +135,12 @@ def test_trees_are_verified_as_path_by_path():
     assert len(figures.trees(frame).data) == 6
 
 
-def test_bytes_are_shown_in_mebibytes():
-    shown = figures.mebibytes(pd.DataFrame({"width": [2], "n_bytes": [3 * 2**20], "snapshot_bytes": [2**19]}))
-    assert shown.to_dict("list") == {"width": [2], "n_mib": [3.0], "snapshot_mib": [0.5]}
-
-
 def test_passages_are_read_and_too_few_are_refused():
     assert [p.id for p in ways.passages("code", limit=2)] == ["held-out-code-00", "held-out-code-01"]
     assert ways.passages("prose", limit=1)[0].category == "prose"
     for kind, limit in (("poems", 1), ("code", 0), ("code", 10_000)):
         with pytest.raises(InputError, match=kind):
             ways.passages(kind, limit=limit)
-
-
-def test_embedded_models_are_names():
-    assert {"tiny-hybrid", "tiny-hybrid-draft"} <= set(embedded.names())
-    assert embedded.folder("tiny-hybrid").is_dir() and embedded.folder("smollm2-135m") is None
 
 
 def test_a_model_is_named_for_an_engine():
