@@ -9,7 +9,7 @@ from typing import Any
 DRAFTERS = {
     "lookup": "specnb.draft.load:lookup_drafter",
     "self": "specnb.draft.load:self_drafter",
-    "medusa": "specnb.medusa.load:heads_drafter",
+    "medusa": "specnb.medusa.drafter:heads_drafter",
 }
 """Drafters that need no model name: the command line's `--drafter`. Called as `(target, *, translate, **options)`."""
 
@@ -18,7 +18,7 @@ def resolve(entry: str) -> Any:
     """The object that `"module:object"` names.
 
     >>> resolve("specnb.registry:DRAFTERS")["medusa"]
-    'specnb.medusa.load:heads_drafter'
+    'specnb.medusa.drafter:heads_drafter'
     """
     module, name = entry.split(":")
     return getattr(import_module(module), name)

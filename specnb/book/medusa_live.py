@@ -10,8 +10,8 @@ from specnb.book.plot import Plot
 from specnb.book.style import series, template
 from specnb.errors import InputError
 from specnb.measure.experiment import Progress, silent
+from specnb.medusa.loop import Report
 from specnb.medusa.practice import Watch
-from specnb.medusa.train_loop import Report
 
 SHOWN = {"loss": "loss (nats)", "top1": "top-1 (%)", "top5": "top-5 (%)"}
 EVERY = 2

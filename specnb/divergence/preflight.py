@@ -17,8 +17,8 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, SpecnbError
 from specnb.lm.base import LanguageModel
 from specnb.lm.preflight import probe_ids
-from specnb.medusa import curve as head_curve
-from specnb.medusa.curve import Curve
+from specnb.measure import curve as training_curve
+from specnb.measure.curve import Curve
 
 __all__ = ["Finding", "learning_rate", "preflight", "table"]
 
@@ -66,7 +66,7 @@ def preflight(
 def learning_rate(curve: Curve | Path | None) -> Finding:
     """Whether a draft was trained to the end: a rate that died while the loss still fell wasted the steps behind it."""
     check = "learning rate"
-    found = head_curve.read(Path(curve)) if isinstance(curve, Path | str) else curve
+    found = training_curve.read(Path(curve)) if isinstance(curve, Path | str) else curve
     if found is None:
         return Finding(check, "skipped", "there is no training log")
     verdict = ("fail" if found.falling else "warn") if found.dead else "ok"

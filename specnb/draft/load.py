@@ -96,7 +96,7 @@ def load_drafter(
     A draft model that cannot be fetched or loaded, or does not fit the memory, is no reason to lose the generation:
     the result then has no drafter and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot
     be translated, is a mistake, and always raises; so are heads that do not fit ("medusa", whose options are those of
-    `medusa.load.heads_drafter`).
+    `medusa.drafter.heads_drafter`).
 
     `translate` says what happens to a draft model with another vocabulary: "tokens" drafts with the shared pieces
     (`TokenIntersection`), "strings" spells its text in the target's tokens (`StringMatch`), "refuse" raises

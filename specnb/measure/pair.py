@@ -56,7 +56,7 @@ def run_pair(
     """Load the models, generate (warm-up of 4 tokens first, uncounted), and compare with plain decoding.
 
     `translate` is that of `load_drafter`; `settings` are those of `specnb.generate`. `heads_checkpoint` and `tree` are
-    for trained heads (`medusa.load`); a tree that is "auto", or not given, is chosen by what is measured first.
+    for trained heads (`medusa.drafter`); a tree that is "auto", or not given, is chosen by what is measured first.
     Raises what that and `specnb.load` raise.
     """
     options = {"heads_checkpoint": heads_checkpoint, "tree": tree}

@@ -19,8 +19,8 @@ from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf_hidden import final_norm
 from specnb.measure.stats import Interval, bootstrap
-from specnb.medusa.heads import Heads
-from specnb.medusa.losses import RANKS
+from specnb.medusa.nets import Heads
+from specnb.medusa.tree import RANKS
 from specnb.records import Generation
 
 NO_LABEL = -1
@@ -40,7 +40,7 @@ class States(NamedTuple):
 
     def fed(self, contract: str) -> Tensor:
         """The states that heads of this norm contract take."""
-        return _fed(self, contract)
+        return self.pre_norm if contract == "pre_norm" else self.post_norm
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Trace:
 
     def fed(self, contract: str) -> Tensor:
         """The states that heads of this norm contract take."""
-        return _fed(self, contract)
+        return self.pre_norm if contract == "pre_norm" else self.post_norm
 
     @property
     def follows(self) -> float:
@@ -75,10 +75,6 @@ class Scores(NamedTuple):
     rank: np.ndarray
     best: np.ndarray
     margin: np.ndarray
-
-
-def _fed(of: "States | Trace", contract: str) -> Tensor:
-    return of.pre_norm if contract == "pre_norm" else of.post_norm
 
 
 def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
@@ -186,27 +182,22 @@ def _rank(logits: Tensor, draft: Tensor, labels: Tensor) -> Tensor:
     return torch.where(labels == NO_LABEL, NO_LABEL, rank)
 
 
-def head_accuracy(
-    target: LanguageModel, heads: Heads, generations: Sequence[Generation], ranks: int = RANKS
-) -> pd.DataFrame:
-    """Accuracy of each head by rank, along the target's own plain greedy texts: `accuracy_table` of their scores."""
-    return accuracy_table([score(heads, trace(target, generation)) for generation in generations], ranks)
-
-
 def accuracy_table(scores: Sequence[Scores], ranks: int = RANKS) -> pd.DataFrame:
     """One row for each head and rank: head, rank (0 the best), marginal, cumulative, hits, n.
 
     `marginal` is the share of the `n` positions whose true token has just this rank, `cumulative` this rank or a
     better one. Raises InputError when no head has a position.
     """
+    if not scores:
+        raise InputError("there is no generation to score heads on: give at least one")
     rows = []
-    for head, rank in enumerate(_all_ranks(scores)):
-        known = rank[rank != NO_LABEL]
-        hits = np.bincount(known[known < ranks], minlength=ranks)
-        for at in range(ranks):
+    for head, rank in enumerate(np.concatenate([of.rank for of in scores]).T):
+        n = int((rank != NO_LABEL).sum())
+        for at, hits in enumerate(np.bincount(rank[(rank >= 0) & (rank < ranks)], minlength=ranks)):
+            better = int(((rank >= 0) & (rank <= at)).sum())
             rows.append({
-                "head": head, "rank": at, "marginal": _share(hits[at], len(known)),
-                "cumulative": _share(hits[: at + 1].sum(), len(known)), "hits": int(hits[at]), "n": len(known),
+                "head": head, "rank": at, "marginal": hits / n if n else float("nan"),
+                "cumulative": better / n if n else float("nan"), "hits": int(hits), "n": n,
             })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -252,13 +243,3 @@ def alpha_table(counts: Sequence[np.ndarray], level: float = 0.95) -> pd.DataFra
             "kept": int(kept), "tested": int(tested),
         })  # fmt: skip
     return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
-
-
-def _all_ranks(scores: Sequence[Scores]) -> np.ndarray:
-    if not scores:
-        raise InputError("there is no generation to score heads on: give at least one")
-    return np.concatenate([one.rank for one in scores]).T
-
-
-def _share(hits: float, n: int) -> float:
-    return float(hits) / n if n else float("nan")

@@ -4,7 +4,7 @@ Gates and accuracies are measured on the last prompts of each category and speed
 chosen on what it is timed on. Wall times are whole calls, prefill included, of the same target in the same process.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,28 +14,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specnb.decode.generate import generate
 from specnb.errors import InputError
+from specnb.io import plain
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.measure.bench import Timed, interleaved
+from specnb.measure import curve as training_curve
+from specnb.measure.bench import Timed, interleaved, table
 from specnb.measure.experiment import Progress, silent
 from specnb.measure.ksweep import check_prompts
 from specnb.measure.stats import FEWEST
-from specnb.medusa import curve as head_curve
-from specnb.medusa import gates as head_gates
+from specnb.medusa import gates
 from specnb.medusa.accuracy import accuracy_matrix, network
-from specnb.medusa.best_tree import best_tree
 from specnb.medusa.checkpoint import load_trained_heads
-from specnb.medusa.drafter import HeadsDrafter
-from specnb.medusa.gates import Checked
-from specnb.medusa.heads import Heads
-from specnb.medusa.load import AUTO, accuracy_of, fitting_checkpoint, tree_size
-from specnb.medusa.speeds import PLAIN, SHOWN, shown_rows, speed_table
-from specnb.medusa.tree import TreePlan, grow
-from specnb.medusa.tree_choice import Candidate
+from specnb.medusa.drafter import AUTO, HeadsDrafter, accuracy_of, best_tree, fitting_checkpoint, tree_size
+from specnb.medusa.gates import Checked, served_counts
+from specnb.medusa.nets import Heads
+from specnb.medusa.tree import Candidate, TreePlan, grow
 from specnb.prompts import CATEGORIES, Category, Prompt, digest, prompts
 from specnb.provenance import provenance
 
 TARGET = "smollm2-135m?backend=hf&dtype=bfloat16"
+PLAIN, ALL = "plain", "all"
+PARTS = ("draft", "verify", "rewind", "other")
 
 
 class HeadsBenchParams(BaseModel):
@@ -111,7 +110,7 @@ class HeadsBench:
             "provenance": dict(self.provenance),
             "loaded": self.loaded,
             "passed": self.checked.passed,
-            "gates": [_plain(asdict(gate)) for gate in self.checked.gates],
+            "gates": [plain(asdict(gate), nan=None) for gate in self.checked.gates],
             "diagnoses": [d._asdict() for d in self.checked.diagnoses],
             "alpha": rows_of(self.checked.served),
             "accuracy": rows_of(self.checked.accuracy),
@@ -134,10 +133,10 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
         net = network(target)
         heads, report = load_trained_heads(params.heads_checkpoint or fitting_checkpoint(target), net)
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
-        curve = head_curve.read(report.path)
-        checked = head_gates.run(
+        curve = training_curve.read(report.path)
+        checked = gates.run(
             target, heads, report, judged, curve=curve, seed=params.seed, progress=progress,
-            max_new_tokens=min(params.max_new_tokens, head_gates.MAX_NEW_TOKENS),
+            max_new_tokens=min(params.max_new_tokens, gates.MAX_NEW_TOKENS),
         )  # fmt: skip
         made = HeadsBench(params, str(report), checked, _provenance(target, params, [*timed, *judged]))
         if not checked.passed:
@@ -205,7 +204,7 @@ def choose_drafts(
             f"a tree of {len(plan)} nodes: {best.tokens:.2f} tokens a round, {best.tokens_per_s:.1f} a second expected "
             f"by accuracies {source}"
         )
-        if not len(choice.plan):
+        if not len(choice.best.plan):
             says += "; plain decoding is expected to be faster than any"
     n = heads.config.n_heads if plan is None else len(plan)
     return Drafting(plan, min(n, params.k or n), says, candidates)
@@ -262,14 +261,60 @@ def _drafting_document(drafting: Drafting) -> dict[str, Any]:
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows that a record or a JSON document holds: None for what does not exist."""
-    return _plain(frame.to_dict(orient="records"))
+    return plain(frame.to_dict(orient="records"), nan=None)
 
 
-def _plain(value: Any) -> Any:
-    """Numbers of numpy as Python's, and NaN, which JSON has no word for, as None."""
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    value = value.item() if isinstance(value, np.generic) else value
-    return None if isinstance(value, float) and not np.isfinite(value) else value
+def speed_table(runs: Sequence[Timed], categories: Sequence[str], name: str) -> pd.DataFrame:
+    """One row for each category, and one of all: `category` (of each prompt), then what heads did there.
+
+    Columns: those of `bench.table` for the method `name`, plain_tokens_per_s, alpha_1 with accepted_1 and tested_1 (of
+    one run of each prompt), share_identical, and the share of the decoding time of each of PARTS.
+    """
+    return pd.DataFrame([
+        _speeds(category, [r for r in runs if category in (ALL, categories[r.prompt])], name)
+        for category in (*dict.fromkeys(categories), ALL)
+    ])  # fmt: skip
+
+
+def _speeds(category: str, runs: Sequence[Timed], name: str) -> dict[str, Any]:
+    rows = {row["method"]: row for row in table(runs, baseline=PLAIN).to_dict(orient="records")}
+    made = [r.generation for r in runs if r.method == name]
+    # a greedy generation repeats itself: only its times are new evidence
+    once = [r.generation for r in runs if r.method == name and not r.repeat]
+    first = [counts[0] for one in once if len(counts := served_counts(one))]
+    accepted, tested = np.sum(first, axis=0) if first else (0, 0)
+    parts = {part: sum(getattr(r, f"{part}_s") for one in made for r in one.rounds) for part in PARTS}
+    return {
+        "category": category,
+        **rows[name],
+        "plain_tokens_per_s": rows[PLAIN]["tokens_per_s"],
+        "alpha_1": accepted / tested if tested else None,
+        "accepted_1": int(accepted),
+        "tested_1": int(tested),
+        "share_identical": rows[name]["identical"] / rows[name]["n_prompts"],
+        **{f"{part}_share": seconds / sum(parts.values()) for part, seconds in parts.items()},
+    }
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    """The speed-up; its interval where there are prompts enough for one."""
+    known = np.isfinite(row["low"])
+    return f"{row['speedup']:.2f}" + (f" [{row['low']:.2f}, {row['high']:.2f}]" if known else "")
+
+
+SHOWN: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "category": lambda row: row["category"],
+    "tau": lambda row: f"{row['tau']:.2f}",
+    "alpha_1": lambda row: f"{row['accepted_1']}/{row['tested_1']}",
+    "speed-up": _interval,
+    "tokens/s": lambda row: f"{row['tokens_per_s']:.1f}",
+    "plain": lambda row: f"{row['plain_tokens_per_s']:.1f}",
+    "draft/verify/rewind/other": lambda row: " ".join(f"{row[f'{part}_share']:.0%}" for part in PARTS),
+    "identical": lambda row: f"{row['identical']}/{row['n_prompts']}",
+}
+"""Columns for a reader, and what stands in them."""
+
+
+def shown_rows(speeds: pd.DataFrame) -> list[list[str]]:
+    """The rows of a `speed_table` as text, in the columns SHOWN."""
+    return [[cell(row) for cell in SHOWN.values()] for row in speeds.to_dict(orient="records")]

@@ -10,7 +10,10 @@ nothing of it (a benchmark of random heads: 0.2 % acceptance, 12 times slower).
 """
 
 import json
+import shutil
+import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,20 +23,18 @@ import typer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specnb import script, store
+from specnb import script
 from specnb.errors import HeadsMismatch, InputError, did_you_mean
+from specnb.io import write_atomic
 from specnb.lm.load import load
-from specnb.medusa.backbone import Backbone
-from specnb.medusa.config import HeadsConfig
-from specnb.medusa.heads import Heads, misfits
-from specnb.medusa.layouts import LAYOUTS, layout_of
-from specnb.medusa.source import CONFIG_FILE, DTYPES, open_source, replaced
-from specnb.medusa.stored import Stored, expected_shapes
-from specnb.medusa.writing import write_folder
+from specnb.measure.curve import TRAINING_FILE
+from specnb.medusa import layouts
+from specnb.medusa.layouts import CONFIG_FILE, LAYOUTS, OWN, Stored, layout_of, open_source
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, misfits
 from specnb.paths import project_dir
 
-OWN = "specnb"
-TRAINING_FILE = "training.json"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What weights may be stored in."""
 SHOWN = 12
 """Faults that an error lists."""
 
@@ -84,11 +85,7 @@ def folder_of(name_or_path: str | Path) -> Path:
     if str(name_or_path) in known:
         return known[str(name_or_path)]
     path = Path(name_or_path).expanduser()
-    try:
-        there = path.exists()
-    except OSError:  # longer than a name can be
-        there = False
-    if not there:
+    if not path.exists():
         raise InputError(
             f"no heads at {str(name_or_path)[:200]!r}: {did_you_mean(str(name_or_path)[:200], list(known))}"
             f"give a folder or a file, or one of the shipped heads ({', '.join(known) or 'none here'})"
@@ -106,26 +103,18 @@ def save(
     """Write `heads` to `folder` in our layout, whole or not at all; `facts` go to training.json. Returns the folder.
 
     What is loaded again is, bit by bit, what was rounded to `dtype`. An older folder of heads is replaced, other
-    files in it are kept. Raises InputError for weights that are not finite, facts that JSON cannot hold, and a folder
-    with other things in it.
+    files in it are kept. Raises InputError for weights that are not finite, and a folder with other things in it.
     """
-    kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    if dtype not in kinds:
-        raise InputError(f"dtype is {dtype!r}: heads are stored in {' or '.join(kinds)}")
-    state = {n: t.to(kinds[dtype]) if t.is_floating_point() else t for n, t in heads.state_dict().items()}
+    kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+    state = {n: t.to(kind) if t.is_floating_point() else t for n, t in heads.state_dict().items()}
     if broken := [name for name, tensor in state.items() if not _finite(tensor)]:
         raise InputError(f"not saved: NaN or infinity in {', '.join(broken[:SHOWN])}; training went astray")
-    try:
-        card = json.dumps(facts, indent=1, allow_nan=False) if facts is not None else ""
-    except (TypeError, ValueError) as error:
-        raise InputError(f"not saved: JSON cannot hold the training facts ({error})") from error
-    folder, weights = Path(folder), LAYOUTS[OWN].file
-    with replaced(folder, lambda old: _holds(old, OWN)) as new:
-        write_folder(new, weights, state, heads.config.model_dump())
+    with _replaced(folder, OWN) as new:
+        layouts.write_folder(new, LAYOUTS[OWN].file, state, heads.config.model_dump())
         (new / TRAINING_FILE).unlink(missing_ok=True)  # an older one tells of other weights
-        if card:
-            store.write_atomic(new / TRAINING_FILE, card.encode() + b"\n")
-    return folder
+        if facts is not None:
+            write_atomic(new / TRAINING_FILE, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
+    return Path(folder)
 
 
 def convert(heads: Heads, folder: Path, layout: str) -> tuple[str, ...]:
@@ -134,10 +123,37 @@ def convert(heads: Heads, folder: Path, layout: str) -> tuple[str, ...]:
     Returns sentences on what the layout made necessary (lm_heads written out, biases of zero). Raises InputError
     for heads that it cannot hold, and then writes nothing.
     """
-    if layout not in LAYOUTS:
-        raise _no_layout(layout)
-    with replaced(Path(folder), lambda old: _holds(old, layout)) as new:
-        return LAYOUTS[layout].write(heads, new)
+    _require_layout(layout)
+    with _replaced(folder, layout) as new:
+        return layouts.write(layout, heads, new)
+
+
+@contextmanager
+def _replaced(folder: Path, layout: str) -> Iterator[Path]:
+    """A new folder to write into, which takes the place of `folder` when all went well, and vanishes when not.
+
+    What else lies in an older folder (a card, curves) is kept. Raises InputError when `folder` holds something, and not
+    heads of that layout: a model's own folder may have the same names in it.
+    """
+    target = Path(folder).resolve()
+    if target.is_file() or (target.is_dir() and any(target.iterdir()) and not _holds(target, layout)):
+        raise InputError(f"{folder} holds other things than heads: give a new or an empty folder")
+    new, old = (target.with_name(f".{target.name}.{uuid.uuid4().hex}.{end}") for end in ("new", "old"))
+    try:
+        new.mkdir(parents=True)
+        if target.is_dir():
+            shutil.copytree(target, new, dirs_exist_ok=True)
+        yield new
+        if target.is_dir():
+            target.rename(old)
+        new.rename(target)
+    except OSError as error:
+        if old.is_dir() and not target.exists():
+            old.rename(target)
+        raise InputError(f"cannot write heads to {folder} ({error.strerror or error}): give another folder") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def load_trained_heads(
@@ -155,9 +171,9 @@ def load_trained_heads(
     backbone; InputError where there is nothing to read.
     """
     backbone = net_or_backbone if isinstance(net_or_backbone, Backbone) else Backbone.of(net_or_backbone)
-    source = open_source(folder_of(path), [layout.file for layout in LAYOUTS.values()])
+    source = open_source(folder_of(path))
     layout = layout_of(source)
-    stored = LAYOUTS[layout].read(source, backbone)
+    stored = layouts.read(layout, source, backbone)
     usable, faults = _examined(stored, backbone)
     findings = _untrained(usable)
     if strict_trained:
@@ -251,15 +267,15 @@ def _mismatch(file: Path, faults: list[str]) -> HeadsMismatch:
 
 def _holds(folder: Path, layout: str) -> bool:
     """Whether there are heads of that layout in a folder, and not, say, a model of the same file name."""
-    file = LAYOUTS[layout].file
     try:
-        return layout_of(open_source(folder / file, [file])) == layout
+        return layout_of(open_source(folder / LAYOUTS[layout].file)) == layout
     except InputError:
         return False
 
 
-def _no_layout(name: str) -> InputError:
-    return InputError(f"no layout {name[:80]!r}: {did_you_mean(name, list(LAYOUTS))}there are {', '.join(LAYOUTS)}")
+def _require_layout(name: str) -> None:
+    if name not in LAYOUTS:
+        raise InputError(f"no layout {name[:80]!r}: {did_you_mean(name, list(LAYOUTS))}there are {', '.join(LAYOUTS)}")
 
 
 def command(
@@ -270,8 +286,7 @@ def command(
     any_backbone: Annotated[bool, typer.Option(help="also heads of another model of the same sizes")] = False,
 ) -> None:
     """Convert trained heads from one layout to another, and tell what was read and what was written."""
-    if to not in LAYOUTS:  # before a model is opened for nothing
-        raise _no_layout(to)
+    _require_layout(to)  # before a model is opened for nothing
     model = load(backbone, backend="hf")
     heads, report = load_trained_heads(path, model.network, any_backbone=any_backbone)
     typer.echo(str(report))
@@ -280,10 +295,5 @@ def command(
     typer.echo(f"written to {out}, layout {to}")
 
 
-def main() -> None:
-    """Entry point."""
-    script.run("checkpoint", command)
-
-
 if __name__ == "__main__":
-    main()
+    script.run("checkpoint", command)

@@ -1,39 +1,65 @@
-"""Training text by the backbone itself: `python -m specnb.medusa.train --stage data` (self-distillation).
+"""What heads learn from: rows of text and their hidden states in a folder, and the examples that are cut from them.
 
 Heads are to foretell what the backbone says, so they learn from what it says (Cai et al. 2401.10774, section 2.3.2;
-the same in EAGLE-3 and SpecForge). Rows (`stream`) are written batch by batch; a run that was stopped goes on behind
-the last batch, and the batch of any number is the same for every run, since its random numbers come from
-(seed, number).
+the same in EAGLE-3 and SpecForge). Rows are written batch by batch (`text`); a run that was stopped goes on behind the
+last batch, and the batch of any number is the same for every run, since its random numbers come from (seed, number).
+Or texts are given: every token of these counts as a label, so heads learn to foretell them, not what the backbone would
+say; where the two differ drafts are accepted less often. (Warming up on such text gained nothing: LOG.md.)
+
+States are kept, for the backbone is frozen and every epoch would compute the same: those in front of the final norm, in
+bfloat16; with them and the norm both contracts of `HeadsConfig.input` can be trained.
+
+An example is one position of one row. At position t the heads get the hidden state of token t. Head i is to say token
+t + 2 + i; Hydra's head i is shown the tokens t + 1 … t + 1 + i. An example exists where token t + 2 is the backbone's
+own choice, and head i has a label as far as all tokens from there on are: what a user or a template writes is not the
+backbone's to foretell.
 """
 
 import hashlib
 import io
 import json
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import psutil
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specnb import corpus, store
-from specnb.errors import InputError
+from specnb import corpus
+from specnb.errors import InputError, MemoryShortError
+from specnb.io import file_digest, write_atomic
 from specnb.lm.base import LanguageModel
-from specnb.lm.bounded_json import read_json
-from specnb.medusa.seeds import Seed, Turns, seeds
-from specnb.medusa.stream import Stream, Writing, number_of
+from specnb.lm.cache import need_space
+from specnb.lm.hf_hidden import pre_norm_states
+from specnb.medusa.nets import Heads
+from specnb.medusa.text import Stream, Turns, Writing, number_of, seeds
+from specnb.prompts import json_lines
 
 FACTS_FILE = "facts.json"
 SPLITS = ("train", "held_out")
-MAX_FILE, MAX_FACTS = 1 << 30, 1 << 20
+MAX_TOKENS = 1 << 28
+HELD_OUT_EVERY = 20
+"""Of given texts, every so many rows one is held out."""
+FILE_ROWS, FORWARD_ROWS = 256, 4
+"""Rows of given text in one file; and of one forward: wide enough for matrix products, small enough for a cache."""
+NO_LABEL = -100
+OUTSIDE = -1
+"""The label of a token that the draft vocabulary does not hold: no head can say it, and it counts as a miss."""
+OnTokens = Callable[[int], None]
+
+
+def _unheard(_n: int) -> None:
+    """The count of tokens goes nowhere."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Written rows: `tokens (rows, length)` int32 and `own (rows, length)` bool."""
+    """Written rows: `tokens (rows, length)` int32 and `own (rows, length)` bool, the backbone's greedy choices."""
 
     tokens: np.ndarray
     own: np.ndarray
@@ -46,61 +72,148 @@ class Rows:
         """sha256 over both arrays."""
         return hashlib.sha256(self.tokens.tobytes() + np.packbits(self.own).tobytes()).hexdigest()
 
+    def save(self, file: Path) -> None:
+        """Whole or not at all."""
+        packed = io.BytesIO()
+        np.savez_compressed(packed, tokens=self.tokens, own=self.own)
+        write_atomic(file, packed.getvalue())
+
+    @classmethod
+    def load(cls, file: Path) -> Self:
+        """Raises InputError where the file is damaged."""
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                return cls(arrays["tokens"], arrays["own"])
+        except Exception as error:  # a damaged zip raises what it likes
+            raise InputError(f"{file} cannot be read ({error}): remove it to have it written again") from error
+
 
 def write(
     model: LanguageModel,
-    net: PreTrainedModel,
     folder: Path,
     *,
     batches: dict[str, int],
-    made: Writing | None = None,
     backbone: str,
+    writing: Writing | None = None,
     packages: Iterable[str] = corpus.LICENCES,
     shard: tuple[int, int] = (0, 1),
-    on_tokens: Callable[[int], None] = lambda n: None,
-    on_states: Callable[[Path, Tensor], None] = lambda file, states: None,
+    on_tokens: OnTokens = _unheard,
 ) -> None:
-    """Write the batches of each split (`train`, `held_out`) that are not in `folder` yet, as `made` says.
+    """Have `model` write the batches of each split that are not in `folder` yet, with their hidden states.
 
-    `net` is the network behind `model`, and `backbone` its digest; seeds are of the `packages` that are installed.
-    `shard` (i, n) writes every n-th batch from the i-th on, so that n processes share the work. Calls `on_tokens`
-    with the tokens of each step, and `on_states` with each file and its hidden states `(rows, length, hidden)`.
-    Raises InputError when the folder holds text made otherwise.
+    `backbone` is the model's digest; seeds are of the `packages` that are installed. `shard` (i, n) writes every n-th
+    batch from the i-th on, so that n processes share the work. `on_tokens` gets the tokens of each step. Raises
+    InputError when the folder holds text made otherwise.
     """
-    made = made or Writing()
+    writing = writing or Writing()
     documents = dict(zip(SPLITS, corpus.split(corpus.documents(corpus.installed(packages))), strict=True))
-    facts = {
-        "writing": asdict(made),
-        "backbone": backbone,
-        "model": model.name,
-        "corpus": {split: corpus.corpus_digest(found) for split, found in documents.items()},
-    }
-    require_same(folder, facts)
+    digests = {split: corpus.corpus_digest(texts) for split, texts in documents.items()}
+    require_same(folder, {"writing": asdict(writing), "backbone": backbone, "model": model.name, "corpus": digests})
     turns = Turns.of(model) if model.vocab.chat_template else None
-    for split, wanted in batches.items():
-        for number in range(shard[0], wanted, shard[1]):
+    for split, n in batches.items():
+        for number in range(shard[0], n, shard[1]):
             file = folder / f"{split}-{number:05d}.npz"
             if file.is_file():
                 continue
-            key = [made.seed, SPLITS.index(split), number]
-            chosen = _batch_of_seeds(model, documents[split], made, turns, key)
-            written = Stream(net, model.vocab.eog, turns, made, key).run(chosen, on_tokens)
-            save(file, Rows(written.tokens, written.own))
-            on_states(file, written.states)
+            key = [writing.seed, SPLITS.index(split), number]
+            endless = seeds(model, documents[split], longest=writing.longest_seed, seed=number_of(key), turns=turns)
+            # the shortest first: the common part is read in one forward
+            batch = sorted(islice(endless, writing.batch_size), key=lambda seed: len(seed.ids))
+            written = Stream(model.network, model.vocab.eog, turns, writing, key).run(batch, on_tokens)
+            Rows(written.tokens, written.own).save(file)
+            _save_states(file, written.states)
+
+
+def write_given(model: LanguageModel, texts: Path, folder: Path, *, backbone: str, length: int) -> None:
+    """Write rows of `length` tokens of a .jsonl file with `{"text": …}` on each line, one text behind the other.
+
+    `backbone` is the digest of the model. Raises InputError when the folder holds other text, there is too little, or
+    a line is anything else.
+    """
+    require_same(folder, {"texts": file_digest(texts), "length": length, "backbone": backbone, "model": model.name})
+    if (folder / "train-00000.npz").is_file():
+        return
+    ids = np.fromiter(islice(_given_ids(model, texts), MAX_TOKENS), dtype=np.int32)
+    rows = ids[: len(ids) // length * length].reshape(-1, length)
+    if len(rows) < HELD_OUT_EVERY:
+        raise InputError(f"the texts have {len(ids)} tokens, at least {HELD_OUT_EVERY * length} are needed")
+    held_out = np.arange(len(rows)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    for split, chosen in (("held_out", rows[held_out]), ("train", rows[~held_out])):
+        for number in reversed(range(-(-len(chosen) // FILE_ROWS))):  # the first file last: then all are there
+            part = chosen[number * FILE_ROWS : (number + 1) * FILE_ROWS]
+            Rows(part, np.ones(part.shape, dtype=bool)).save(folder / f"{split}-{number:05d}.npz")
+
+
+def _given_ids(model: LanguageModel, texts: Path) -> Iterator[int]:
+    for number, line in json_lines(texts):
+        if not isinstance(line, dict) or set(line) != {"text"} or not isinstance(line["text"], str):
+            raise InputError(f'{texts}, line {number}: each line is {{"text": "…"}} and nothing else')
+        yield from model.encode(line["text"], special=False)
+        yield from sorted(model.vocab.eog)[:1]
+
+
+def compute_states(net: PreTrainedModel, folder: Path, *, backbone: str, on_tokens: OnTokens = _unheard) -> None:
+    """Write the states of every file of text in `folder` that has none yet; `backbone` is the digest of `net`.
+
+    Raises InputError where the text was made with another backbone or cannot be read, or the states are not finite,
+    FetchError where the disk is full.
+    """
+    require_backbone(folder, backbone)
+    for file in files(folder):
+        if not _states_of(file).is_file():
+            tokens = torch.from_numpy(Rows.load(file).tokens).long()
+            _save_states(file, torch.cat([_states(net, part, on_tokens) for part in tokens.split(FORWARD_ROWS)]))
+
+
+@torch.inference_mode()
+def _states(net: PreTrainedModel, tokens: Tensor, on_tokens: OnTokens) -> Tensor:
+    """`(rows, length, hidden)` bfloat16 of `tokens (rows, length)`."""
+    with pre_norm_states(net) as caught:
+        net(input_ids=tokens.to(net.device), use_cache=False, logits_to_keep=1)
+    on_tokens(tokens.numel())
+    return caught[0].to(torch.bfloat16).cpu()
+
+
+def _save_states(file: Path, states: Tensor) -> None:
+    if not bool(torch.isfinite(states).all()):
+        raise InputError("the backbone's hidden states are not finite: try another dtype")
+    need_space(file.parent, states.numel() * 2)
+    packed = io.BytesIO()
+    np.save(packed, states.to(torch.bfloat16).cpu().view(torch.int16).numpy())
+    write_atomic(_states_of(file), packed.getvalue())
+
+
+def _states_of(file: Path) -> Path:
+    return file.with_suffix(".hidden.npy")
 
 
 def read(folder: Path, split: str) -> Rows:
     """All rows of a split. Raises InputError where there are none, or one of the files is damaged."""
-    parts = [open_file(file) for file in files(folder, split)]
-    if len({part.tokens.shape[1] for part in parts}) > 1:
-        raise InputError(f"the files of {split} in {folder} have rows of several lengths: remove the folder")
+    parts = [Rows.load(file) for file in files(folder, split)]
     return Rows(np.concatenate([p.tokens for p in parts]), np.concatenate([p.own for p in parts]))
+
+
+def read_states(folder: Path, split: str) -> Tensor:
+    """States of a split, `(rows, length, hidden)` bfloat16, in the order of `read`.
+
+    Raises InputError where they are missing or damaged, MemoryShortError where they do not fit the memory.
+    """
+    try:
+        parts = [np.load(_states_of(file), mmap_mode="r", allow_pickle=False) for file in files(folder, split)]
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"no hidden states in {folder} ({error}): run --stage hidden") from error
+    n_bytes, free = sum(part.nbytes for part in parts), psutil.virtual_memory().available
+    if n_bytes > free:
+        raise MemoryShortError(
+            f"the hidden states of {split} take {n_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB of memory are free: train "
+            "on fewer batches"
+        )
+    return torch.from_numpy(np.concatenate(parts)).view(torch.bfloat16)
 
 
 def files(folder: Path, split: str = "*") -> list[Path]:
     """The files of a split, or of all, in order. Raises InputError where there are none."""
-    found = sorted(folder.glob(f"{split}-*.npz"))
-    if not found:
+    if not (found := sorted(folder.glob(f"{split}-*.npz"))):
         raise InputError(f"no text in {folder}: write it first (--stage data)")
     return found
 
@@ -110,54 +223,111 @@ def facts(folder: Path) -> dict[str, Any]:
     file = folder / FACTS_FILE
     if not file.is_file():
         raise InputError(f"no {FACTS_FILE} in {folder}: write the text first (--stage data)")
-    return read_json(file, MAX_FACTS, MAX_FACTS).values
+    return json.loads(file.read_text())
+
+
+def require_same(folder: Path, made_with: dict[str, Any]) -> None:
+    """Note in a new folder what its text is made with. Raises InputError where it holds text made otherwise."""
+    if not (folder / FACTS_FILE).is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / FACTS_FILE, json.dumps(made_with, indent=1).encode())
+    elif facts(folder) != json.loads(json.dumps(made_with)):
+        raise InputError(f"{folder} holds text that was made otherwise ({FACTS_FILE}): give another folder")
 
 
 def require_backbone(folder: Path, backbone: str) -> None:
     """Refuse text that was written by, or cut for, another backbone: its states would be another's (InputError)."""
-    made_with = facts(folder).get("backbone")
-    if made_with != backbone:
-        raise InputError(
-            f"{folder} was made with backbone {str(made_with)[:12]}, not {backbone[:12]}: use another folder"
-        )
+    if (other := facts(folder).get("backbone")) != backbone:
+        raise InputError(f"{folder} was made with backbone {str(other)[:12]}, not {backbone[:12]}: use another folder")
 
 
-def open_file(file: Path) -> Rows:
-    """The rows of one file. Raises InputError where it is damaged."""
-    try:
-        with zipfile.ZipFile(file) as packed:
-            size = sum(entry.file_size for entry in packed.infolist())
-        if size > MAX_FILE:
-            raise ValueError(f"it unpacks to {size} bytes")
-        with np.load(file, allow_pickle=False) as arrays:
-            rows = Rows(arrays["tokens"], arrays["own"])
-    except Exception as error:  # a damaged zip raises what it likes
-        raise InputError(f"{file} cannot be read ({error}): remove it to have it written again") from error
-    good = rows.tokens.ndim == 2 and rows.tokens.dtype == np.int32 and rows.own.dtype == bool
-    if not good or rows.own.shape != rows.tokens.shape or not rows.tokens.size or rows.tokens.min() < 0:
-        raise InputError(f"{file} holds no rows of int32 tokens: remove it to have it written again")
-    return rows
+class Batch(NamedTuple):
+    """`hidden (batch, hidden)`, `ids (batch, n_heads)` the tokens since, `labels (batch, n_heads)` draft ids,
+    and, where asked for, `later (batch, n_heads, hidden)`, the states in which the backbone chose the labels."""
+
+    hidden: Tensor
+    ids: Tensor
+    labels: Tensor
+    later: Tensor | None
 
 
-def save(file: Path, rows: Rows) -> None:
-    """Write rows so that `open_file` reads them: whole or not at all."""
-    packed = io.BytesIO()
-    np.savez_compressed(packed, tokens=rows.tokens, own=rows.own)
-    store.write_atomic(file, packed.getvalue())
+class Examples:
+    """All examples of a split, drawn by step: the batch of step n is a function of (seed, n) alone."""
+
+    def __init__(self, rows: Rows, states: Tensor, *, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
+        """`states (rows, length, size)` as of `read_states`. Raises InputError where text and states differ."""
+        n_rows, length = rows.tokens.shape
+        if tuple(states.shape[:2]) != (n_rows, length) or length < n_heads + 2:
+            raise InputError(
+                f"text of {rows.tokens.shape} and states of {tuple(states.shape[:2])} hold no examples for {n_heads} "
+                "heads: compute them again, or write longer rows"
+            )
+        self._hidden = states.flatten(0, 1)
+        self._tokens = torch.from_numpy(rows.tokens.astype(np.int64)).flatten()
+        self._n_heads = n_heads
+        last = length - 1 - n_heads  # positions whose every label lies in the row
+        own = np.stack([rows.own[:, 2 + i : 2 + i + last] for i in range(n_heads)], axis=-1)
+        known = torch.from_numpy(np.logical_and.accumulate(own, axis=-1)).flatten(0, 1)
+        places = torch.from_numpy(np.arange(n_rows)[:, None] * length + np.arange(last)).flatten()
+        usable = known[:, 0]
+        self._known, self._places = known[usable], places[usable]
+        self._draft_id = _draft_ids(token_map, vocab_size)
+        self._order: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0))
+
+    @classmethod
+    def of(cls, folder: Path, split: str, rows: Rows, heads: Heads) -> Self:
+        """The examples of the `rows` of a split, with their states in `folder`, for these heads."""
+        token_map = None if heads.token_map is None else heads.token_map.cpu()
+        sizes = {"n_heads": heads.config.n_heads, "vocab_size": heads.config.vocab_size}
+        return cls(rows, read_states(folder, split), token_map=token_map, **sizes)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def at_step(self, step: int, *, batch_size: int, seed: int, later: bool = True) -> Batch:
+        """The batch of a step: each epoch visits every example at most once, in another order."""
+        if batch_size > len(self):
+            raise InputError(f"a batch of {batch_size} of {len(self)} examples: write more text")
+        epoch, place = divmod(step, len(self) // batch_size)
+        if self._order[0] != (seed, epoch):  # made once an epoch: it takes longer than a small step
+            self._order = ((seed, epoch), np.random.default_rng([seed, epoch]).permutation(len(self)))
+        return self.batch(torch.from_numpy(self._order[1][place * batch_size : (place + 1) * batch_size]), later=later)
+
+    def spread(self, n: int, *, later: bool = True) -> Batch:
+        """About `n` examples spread evenly over all."""
+        return self.batch(torch.arange(0, len(self), max(1, len(self) // n)), later=later)
+
+    def batch(self, chosen: Tensor, *, later: bool = True) -> Batch:
+        """The examples with these numbers; `later` are most of the bytes, and only soft targets need them."""
+        at = self._places[chosen]
+        since = at[:, None] + 1 + torch.arange(self._n_heads)
+        labels = self._draft_id[self._tokens[since + 1]]
+        labels = torch.where(self._known[chosen], labels, NO_LABEL)
+        return Batch(self._hidden[at], self._tokens[since], labels, self._hidden[since] if later else None)
 
 
-def require_same(folder: Path, made: dict) -> None:
-    """Note in a new folder what its text is made with. Raises InputError where it holds text made otherwise."""
-    if not (folder / FACTS_FILE).is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        store.write_atomic(folder / FACTS_FILE, json.dumps(made, indent=1).encode())
-    elif facts(folder) != json.loads(json.dumps(made)):
-        raise InputError(f"{folder} holds text that was made otherwise ({FACTS_FILE}): give another folder")
+def most_frequent(rows: Rows, n: int) -> Tensor:
+    """The `n` tokens that the backbone wrote most often, ascending, int64: a draft vocabulary.
+
+    Where it wrote fewer different ones, the most frequent of what else stands in the text follow: they are likely in
+    other texts. Raises InputError where all of the text has fewer.
+    """
+    size = int(rows.tokens.max()) + 1
+    own, every = (np.bincount(tokens, minlength=size) for tokens in (rows.tokens[rows.own], rows.tokens.ravel()))
+    if np.count_nonzero(every) < n:
+        raise InputError(f"a draft vocabulary of {n}, but the text holds {np.count_nonzero(every)} different tokens")
+    return torch.from_numpy(np.sort(np.lexsort((-every, -own))[:n]))
 
 
-def _batch_of_seeds(
-    model: LanguageModel, documents: Sequence[corpus.Document], made: Writing, turns: Turns | None, key: list[int]
-) -> list[Seed]:
-    """The seeds of one batch, the shortest first: the common part is read in one forward."""
-    endless: Iterator[Seed] = seeds(model, documents, longest=made.longest_seed, seed=number_of(key), turns=turns)
-    return sorted((next(endless) for _ in range(made.batch_size)), key=lambda one: len(one.ids))
+def coverage(rows: Rows, token_map: Tensor | None) -> float:
+    """Share of the backbone's own tokens that the draft vocabulary holds."""
+    return 1.0 if token_map is None else float(np.isin(rows.tokens[rows.own], token_map.numpy()).mean())
+
+
+def _draft_ids(token_map: Tensor | None, vocab_size: int) -> Tensor:
+    """Draft id of every vocabulary id, OUTSIDE where there is none."""
+    if token_map is None:
+        return torch.arange(vocab_size)
+    ids = torch.full((vocab_size,), OUTSIDE)
+    ids[token_map] = torch.arange(len(token_map))
+    return ids

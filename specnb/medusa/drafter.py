@@ -7,33 +7,30 @@ In the first round the prompt is the newest that was fed, the token after it is 
 forward is for free: nothing is drafted.
 """
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specnb.decode.sampling import Chooser, Draws, Sampling
+from specnb.decode.tree import require_trees
 from specnb.draft.base import Picker, Proposal
-from specnb.errors import InputError, NonFiniteLogits
-from specnb.lm.base import LanguageModel
-from specnb.lm.tree import COMMITTED
-from specnb.medusa.heads import Heads
-from specnb.medusa.tree import TreePlan
+from specnb.errors import InputError, LoadError, NonFiniteLogits
+from specnb.lm.base import LanguageModel, TreeModel
+from specnb.lm.tree import COMMITTED, Tree
+from specnb.measure.cost import CONTEXT, CostCurve, verify_curve
+from specnb.measure.curve import TRAINING_FILE, training_card
+from specnb.medusa.checkpoint import load_trained_heads, shipped
+from specnb.medusa.layouts import CONFIG_FILE
+from specnb.medusa.nets import Heads, digest
+from specnb.medusa.tree import PUBLISHED, SIZES, Choice, TreePlan, checked_accuracy, choose, grow
 
 INPUTS = ("pre_norm", "post_norm")
 """Norm contracts, in the order in which a target shows a hidden state: before the final norm and after it."""
-
-
-class ShowsHidden(LanguageModel, Protocol):
-    """A target whose hidden states can be read: those that run in torch."""
-
-    network: Any
-
-    def watch_hidden(self) -> Any:
-        """Its `lm.hf_hidden.HiddenStates`."""
-        ...
 
 
 class HeadsDrafter:
@@ -49,19 +46,16 @@ class HeadsDrafter:
 
     def __init__(
         self,
-        target: ShowsHidden,
+        target: LanguageModel,
         heads: Heads,
         plan: TreePlan | None = None,
         *,
-        accuracy: np.ndarray | None = None,
         findings: Sequence[str] = (),
     ) -> None:
         _require_fit(target, heads, plan)
         self.name = heads.config.kind
         self.target, self.heads = target, heads
         self.tree_nodes = len(plan) if plan else 0
-        self.accuracy = accuracy
-        """Marginal accuracies `(heads, ranks)` that came with the heads, by which a tree can be chosen."""
         self.findings = tuple(findings)
         """What the reader of a result should know of these heads."""
         self._plan = plan
@@ -172,25 +166,188 @@ def _place(weight: Tensor) -> str:
 
 def _require_fit(target: LanguageModel, heads: Heads, plan: TreePlan | None) -> None:
     require_hidden(target)
-    config = heads.config
-    lm_head = target.network.get_output_embeddings().weight
-    sizes = {
-        "hidden_size": (config.hidden_size, lm_head.shape[1]),
-        "vocab_size": (config.vocab_size, target.vocab.size),
-    }
-    for name, (ours, theirs) in sizes.items():
-        if ours != theirs:
-            raise InputError(f"these heads have {name} {ours}, but {target.name} has {theirs}: made for another model")
+    config, lm_head = heads.config, target.network.get_output_embeddings().weight
+    sizes, wanted = (config.hidden_size, config.vocab_size), (lm_head.shape[1], target.vocab.size)
+    if sizes != wanted:
+        raise InputError(f"these heads have (hidden, vocabulary) sizes {sizes}, but {target.name} has {wanted}")
     # other types would be promoted without a word, or fail in the middle of a generation
     for weight in (heads.shared_lm_head, *heads.parameters()):
         if (weight.dtype, weight.device) != (lm_head.dtype, lm_head.device):
             raise InputError(
-                f"these heads are {_place(weight)}, but {target.name} is {_place(lm_head)}: load them for this "
-                "target, whose network says type and device (load_trained_heads)"
+                f"these heads are {weight.dtype} on {weight.device}, but {target.name} is {lm_head.dtype} on "
+                f"{lm_head.device}: load them for this target (load_trained_heads)"
             )
-    if plan is None or not len(plan):
-        return
-    if plan.depth > config.n_heads:
+    if plan is not None and plan.depth > config.n_heads:
         raise InputError(f"the tree is {plan.depth} tokens deep, but there are {config.n_heads} heads: one for each")
-    if max(plan.ranks) >= config.draft_size:
+    if plan and max(plan.ranks) >= config.draft_size:
         raise InputError(f"the tree asks for rank {max(plan.ranks)}, but heads choose among {config.draft_size} tokens")
+
+
+WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)
+REPEATS = 5
+
+
+def tree_curve(
+    target: TreeModel, *, widths: Sequence[int] = WIDTHS, context: int = CONTEXT, repeats: int = REPEATS, seed: int = 0
+) -> CostCurve:
+    """T(n) of forwards of whole trees: a root, the newest token, and n - 1 guesses after it; T(1) is the plain step.
+
+    As `measure.cost.verify_curve` measures it. What a forward takes depends on the number of nodes, not on their tree.
+    Raises InputError for a target without trees, and for widths that do not fit it.
+    """
+    require_trees(target)
+    return verify_curve(_Rooted(target), widths=widths, context=context, repeats=repeats, seed=seed)
+
+
+class _Rooted:
+    """A target whose forwards of several tokens, all rows asked for, are forwards of trees."""
+
+    def __init__(self, target: TreeModel) -> None:
+        self._target = target
+        self.name, self.vocab, self.caps = target.name, target.vocab, target.caps
+
+    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        if n_logits is not None or len(ids) == 1:
+            return self._target.forward(ids, n_logits)
+        return self._target.forward_tree(ids, Tree((COMMITTED, *[0] * (len(ids) - 1))))
+
+    def rewind(self, n: int) -> None:
+        if n == 1:
+            self._target.rewind(n)
+        else:
+            self._target.keep_path([])
+
+    def reset(self) -> None:
+        self._target.reset()
+
+
+def drafting_s(target: LanguageModel, heads: Heads, depth: int, *, repeats: int = REPEATS) -> float:
+    """Median seconds in which heads draft a tree of `depth`, one node a level; leaves the target empty."""
+    drafter = HeadsDrafter(target, heads, TreePlan.chain(depth))
+    greedy = Chooser(Sampling(), Draws(np.random.default_rng(0)))
+    target.reset()
+    target.forward([0, 0], n_logits=1)
+    samples = []
+    for _ in range(2 + repeats):
+        began = perf_counter()
+        drafter.propose([0, 0, 0], depth, greedy)
+        samples.append(perf_counter() - began)
+    target.reset()
+    return float(np.median(samples[2:]))
+
+
+def best_tree(
+    target: LanguageModel,
+    heads: Heads,
+    accuracy: np.ndarray,
+    *,
+    curve: CostCurve | None = None,
+    sizes: Sequence[int] = SIZES,
+) -> Choice:
+    """The tree of the most expected tokens a second for heads of marginal `accuracy (heads, ranks)`, or none at all.
+
+    Measures the target's cost of trees (or takes `curve`) and the heads' for each depth. Raises InputError for a
+    target without trees.
+    """
+    table = checked_accuracy(accuracy)[: heads.config.n_heads]
+    room = target.caps.n_ctx // 2
+    widest = min(target.caps.max_width, room)
+    if widest < 2:
+        raise InputError(f"{target.name} holds {target.caps.n_ctx} tokens: too few to verify drafts")
+    if curve is None:
+        widths = [n for n in WIDTHS if n <= widest]
+        curve = tree_curve(target, widths=widths, context=min(CONTEXT, room))
+    cost = {depth: drafting_s(target, heads, depth) for depth in range(1, len(table) + 1)}
+    return choose(table, curve.seconds, cost.__getitem__, [n for n in sizes if n < widest])
+
+
+CHAIN, AUTO = "chain", "auto"
+TREE_HELP = f"{CHAIN}, {AUTO}, or a number of nodes"
+TreeOption = str | int | TreePlan
+
+
+def heads_drafter(
+    target: LanguageModel,
+    *,
+    heads_checkpoint: str | Path | None = None,
+    tree: TreeOption = CHAIN,
+    translate: str = "auto",
+) -> HeadsDrafter:
+    """Trained heads that draft for `target`; `heads_checkpoint` is a path, or the name of shipped ones.
+
+    Without it the shipped heads are taken that were trained on this target. `tree` is "chain", a number of nodes, a
+    `TreePlan`, or "auto", which measures what trees cost here and takes the one that pays by the accuracies that came
+    with the heads, those on held-out training text: on prompts of other kinds rounds are shorter than expected.
+    `translate` is for draft models: heads draft the target's own tokens. Raises InputError, also for what the loader
+    finds wrong.
+    """
+    size = tree_size(tree)
+    require_hidden(target)
+    path = fitting_checkpoint(target) if heads_checkpoint is None else heads_checkpoint
+    try:
+        heads, report = load_trained_heads(path, target.network)
+    except LoadError as error:  # wrong heads are a mistake; a fallback to plain decoding would hide it
+        raise InputError(str(error)) from error
+    accuracy = accuracy_of(report.path)
+    plan, finding = (size, "") if isinstance(size, TreePlan) else (None, "")
+    if tree == AUTO:
+        plan, finding = _best_plan(target, heads, accuracy)
+    elif size and plan is None:
+        plan = grow((PUBLISHED if accuracy is None else accuracy)[: heads.config.n_heads], size)[0]
+        if accuracy is None:
+            finding = "these heads came without accuracies: their tree is that of those published for Vicuna 7B"
+    return HeadsDrafter(target, heads, plan, findings=(*report.findings, *([finding] if finding else [])))
+
+
+def _best_plan(target: LanguageModel, heads: Heads, accuracy: np.ndarray | None) -> tuple[TreePlan | None, str]:
+    """The plan of `best_tree`, None (a chain) where it cannot be chosen or verified; and why."""
+    if accuracy is None:
+        return None, "a chain is drafted: the heads came without the accuracies that a tree is chosen by"
+    if not target.caps.trees:
+        why = target.caps.trees_reason or target.caps.engine
+        return None, f"a chain is drafted: {target.name} cannot verify trees ({why})"
+    plan, tokens, _ = best_tree(target, heads, accuracy).best
+    if not len(plan):
+        return plan, "nothing is drafted: by what was measured here, plain decoding is faster than any tree"
+    return plan, (
+        f"a tree of {len(plan)} nodes is drafted: {tokens:.2f} tokens a round are expected by the heads' accuracies "
+        "on held-out training text"
+    )
+
+
+def tree_size(tree: TreeOption) -> int | TreePlan:
+    """What a user wrote as `--tree`, checked: a plan, a number of nodes, 0 for a chain and for auto."""
+    if isinstance(tree, TreePlan) or tree in (CHAIN, AUTO):
+        return tree if isinstance(tree, TreePlan) else 0
+    try:
+        nodes = int(tree)
+    except (TypeError, ValueError):
+        nodes = 0
+    if nodes < 1 or isinstance(tree, float):
+        raise InputError(f"a tree is {TREE_HELP} (1 or more), got {str(tree)[:80]!r}")
+    return nodes
+
+
+def accuracy_of(checkpoint: Path) -> np.ndarray | None:
+    """The marginal accuracies `(heads, ranks)` on held-out training text that came with the weights; None without.
+
+    They stand in training.json under `accuracy`, a list for each head. Raises InputError for what are none.
+    """
+    accuracy = training_card(checkpoint).get("accuracy")
+    try:
+        return None if accuracy is None else checked_accuracy(accuracy)
+    except InputError as error:
+        raise InputError(f"{TRAINING_FILE} of {checkpoint}: {error}; train again, or remove `accuracy`") from error
+
+
+def fitting_checkpoint(target: LanguageModel) -> Path:
+    """The shipped heads that were trained on the target's very weights, Medusa's before others."""
+    known, wanted = shipped(), digest(target.network)
+    configs = {name: json.loads((folder / CONFIG_FILE).read_text()) for name, folder in known.items()}
+    fitting = [(config["kind"] != "medusa", name) for name, config in configs.items() if config["backbone"] == wanted]
+    if not fitting:
+        raise InputError(
+            f"no shipped heads were trained on {target.name}: give --heads-checkpoint PATH, or a target of one of "
+            f"{', '.join(sorted(known)) or 'data/heads, which holds none'}"
+        )
+    return known[min(fitting)[1]]

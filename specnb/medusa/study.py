@@ -1,38 +1,52 @@
 """Do these heads work? The measurement of notebook 05, section by section, into one record.
 
 A section is a method: it measures, keeps what it found for the record, and returns it as a table. What a section
-needs of an earlier one it says by name (the text that heads practise on, the gates' accuracies that choose a tree).
+needs of an earlier one it says by name (the text that heads practise on, the gates that allow a speed).
 """
 
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from datetime import UTC, datetime
+from functools import cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, Self
 
 import pandas as pd
 
-from specnb.decode.generate import prompt_ids
+from specnb.decode.generate import generate, prompt_ids
 from specnb.errors import InputError
+from specnb.io import file_digest
+from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.tree import COMMITTED
-from specnb.measure.experiment import Progress, silent
+from specnb.measure import curve as training_curve
+from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.measure.stats import FEWEST
-from specnb.medusa import ablation as head_ablation
-from specnb.medusa import bench as heads_bench
-from specnb.medusa import curve as head_curve
-from specnb.medusa import gates as head_gates
-from specnb.medusa import planted as head_planted
-from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_matrix, score, share_interval, trace
-from specnb.medusa.bench import Drafting, rows_of
+from specnb.medusa import faults, gates
+from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_matrix, network, score, share_interval, trace
+from specnb.medusa.bench import (
+    Drafting,
+    HeadsBenchParams,
+    checked_params,
+    choose_drafts,
+    chosen_prompts,
+    rows_of,
+    time_prompts,
+)
+from specnb.medusa.checkpoint import LoadReport, load_trained_heads
+from specnb.medusa.drafter import HeadsDrafter, accuracy_of
 from specnb.medusa.gates import Checked
-from specnb.medusa.heads import new_heads
-from specnb.medusa.identity import identity
-from specnb.medusa.load import accuracy_of
-from specnb.medusa.practice import Watch, practise, survives_a_kill, write_text
-from specnb.medusa.recipe import Recipe
+from specnb.medusa.loop import Recipe
+from specnb.medusa.nets import Backbone, Heads, new_heads
+from specnb.medusa.practice import Watch, ablate, practise, survives_a_kill, write_text
 from specnb.medusa.tree import TreePlan
-from specnb.medusa.workbench import Workbench, loaded_heads
+from specnb.params import MedusaParams
+from specnb.prompts import Prompt
+from specnb.records import Generation, RunRecord
 
-TOPS = (1, 5)
+EXPERIMENT, KINDS = "05_medusa", ("medusa", "hydra")
+TOPS, CHAIN = (1, 5), "chain"
 RESUMED, FRESH = "resumed", "from scratch"
 BATCH = 128
 """Positions a step of the short trainings."""
@@ -44,38 +58,130 @@ RATE, RESUMED_RATE = 2e-3, 1e-4
 """Highest learning rates: that of the preset `cpu`, and one that trained heads are not thrown off by."""
 
 
-class Study(Workbench):
-    """The sections. Use as a context manager."""
+def section(name: str) -> Callable[[Callable[..., pd.DataFrame]], Callable[..., pd.DataFrame]]:
+    """Keep the table of a method under `name` for the record; on an error the record so far is saved."""
 
+    def decorated(method: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
+        @wraps(method)
+        def measured(self: "Study", *args: Any, **options: Any) -> pd.DataFrame:
+            with saving_failures(self._generations(), self.record):
+                table = method(self, *args, **options)
+                self.measured[name] = rows_of(table)
+                return table
+
+        return measured
+
+    return decorated
+
+
+class Study:
+    """The opened target, its two sets of heads, prompts, and the sections. Use as a context manager, or `close` it."""
+
+    def __init__(
+        self, params: MedusaParams, target: LanguageModel, loaded: Mapping[str, tuple[Heads, LoadReport]], work: Path
+    ) -> None:
+        self.params, self.target, self.work = params, target, work
+        self.heads = {kind: heads for kind, (heads, _) in loaded.items()}
+        self.reports = {kind: report for kind, (_, report) in loaded.items()}
+        self.checked: dict[str, Checked] = {}
+        self.drafting: dict[str, Drafting] = {}
+        self.measured: dict[str, Any] = {}
+        self._started = datetime.now(UTC)
+        self._opened = ExitStack()
+
+    @classmethod
+    def open(cls, params: MedusaParams) -> Self:
+        """Load the target and both checkpoints. Raises what they raise, and InputError for heads of another kind."""
+        with ExitStack() as opened:
+            target = load(params.target, backend="hf", dtype=params.dtype)
+            opened.callback(target.close)
+            loaded = {kind: loaded_heads(getattr(params, kind), kind, target) for kind in KINDS}
+            work = Path(opened.enter_context(TemporaryDirectory(prefix="specnb-heads-")))
+            study = cls(params, target, loaded, work)
+            study._opened = opened.pop_all()
+            return study
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the target and remove what the short trainings left."""
+        self._opened.close()
+
+    @property
+    def text(self) -> Path:
+        """The folder of the text to practise on. Raises InputError before `write`."""
+        folder = self.work / "text"
+        if not folder.is_dir():
+            raise InputError("there is no text to practise on yet: call write first")
+        return folder
+
+    @cached_property
+    def bench(self) -> HeadsBenchParams:
+        """What `specnb bench medusa` would be asked for the same measurement."""
+        p = self.params
+        return checked_params(
+            target=p.target, categories=tuple(p.categories), prompts_per_category=p.prompts_per_category, num_trials=1,
+            warmup_steps=1, max_new_tokens=p.max_new_tokens, seed=p.seed,
+        )  # fmt: skip
+
+    @cached_property
+    def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Those that are timed, and those that heads are judged on."""
+        return chosen_prompts(self.bench)
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        return Backbone.of(network(self.target))
+
+    def record(self, error: BaseException | None = None) -> RunRecord:
+        """The record of what has been measured so far; the same run id at any time."""
+        models = models_of(self.target, [])
+        models += [
+            {"role": "drafter", "id": getattr(self.params, kind), "sha256": file_digest(self.reports[kind].path)}
+            for kind in KINDS
+        ]
+        return record_of(
+            EXPERIMENT, self.params, [*self.prompts[0], *self.prompts[1]], self.target, models, self._started,
+            self._generations(), self.measured, error=error,
+        )  # fmt: skip
+
+    def _generations(self) -> list[Generation]:
+        """Plain texts once, and the chains of both kinds."""
+        plain = next((checked.plain for checked in self.checked.values()), ())
+        return [*plain, *(g for checked in self.checked.values() for g in checked.chains)]
+
+    @section("text")
     def write(self, progress: Progress = silent) -> pd.DataFrame:
         """Text by the backbone, made now. One row: what it holds, and the seconds it took."""
         p = self.params
-        with self.keeping("text") as keep:
-            found = write_text(
-                p.target, self.work / "text", rows=p.rows, length=p.row_tokens, dtype=p.dtype, seed=p.seed,
-                progress=progress,
-            )  # fmt: skip
-            return keep(pd.DataFrame([found]))
+        return pd.DataFrame([write_text(
+            p.target, self.work / "text", rows=p.rows, length=p.row_tokens, dtype=p.dtype, seed=p.seed,
+            progress=progress,
+        )])  # fmt: skip
 
+    @section("faults")
     def plant(self, progress: Progress = silent) -> pd.DataFrame:
-        """The faults of the Medusa note on the Medusa heads: `head_planted.judge`, sound heads in the first row."""
+        """The faults of the Medusa note on the Medusa heads: `faults.judge`, sound heads in the first row."""
         heads, report, backbone = self.heads["medusa"], self.reports["medusa"], self.backbone
-        with self.keeping("faults") as keep, TemporaryDirectory(dir=self.work) as folder:
+        with TemporaryDirectory(dir=self.work) as folder:
             progress(0, 1, "a schedule that dies")
-            died = head_planted.rate_died(heads, backbone, self._recipe(RATE, teacher=0.0), self.text, Path(folder))
-            cases = [
-                head_planted.Planted("none", "", heads, report, head_curve.read(report.path)),
-                head_planted.never_loaded(heads, backbone, self.params.seed),
-                head_planted.other_norm(heads, backbone, report, twice=False),
-                head_planted.other_norm(heads, backbone, report, twice=True),
-                died,
-            ]
-            found, _ = head_planted.judge(
-                self.target, cases, self.prompts[1][:FEWEST], seed=self.params.seed, progress=progress,
-                max_new_tokens=min(FAULT_TOKENS, self.params.max_new_tokens),
-            )  # fmt: skip
-            self.measured["died"] = rows_of(pd.DataFrame(vars(died.curve)))
-            return keep(found)
+            died = faults.rate_died(heads, backbone, self._recipe(RATE, teacher=0.0), self.text, Path(folder))
+        planted = [
+            faults.Planted("none", "", heads, report, training_curve.read(report.path)),
+            faults.never_loaded(heads, backbone, self.params.seed),
+            faults.other_norm(heads, backbone, report, twice=False),
+            faults.other_norm(heads, backbone, report, twice=True),
+            died,
+        ]
+        self.measured["died"] = rows_of(pd.DataFrame(vars(died.curve)))
+        return faults.judge(
+            self.target, planted, self.prompts[1][:FEWEST], seed=self.params.seed, progress=progress,
+            max_new_tokens=min(FAULT_TOKENS, self.params.max_new_tokens),
+        )  # fmt: skip
 
     @property
     def died(self) -> pd.DataFrame:
@@ -84,131 +190,129 @@ class Study(Workbench):
             raise InputError("no schedule has died yet: call plant first")
         return pd.DataFrame(self.measured["died"])
 
+    @section("last_hidden_state")
     def last_hidden_state(self) -> pd.DataFrame:
-        """Which state transformers' `hidden_states[-1]` is: `head_planted.last_hidden_state`."""
-        with self.keeping("last_hidden_state") as keep:
-            ids = prompt_ids(self.target, self.prompts[1][0])[:PROBE]
-            return keep(head_planted.last_hidden_state(self.target, ids))
+        """Which state transformers' `hidden_states[-1]` is: `faults.last_hidden_state`."""
+        return faults.last_hidden_state(self.target, prompt_ids(self.target, self.prompts[1][0])[:PROBE])
 
+    @section("practice")
     def practise(self, watch: Watch | None = None) -> pd.DataFrame:
         """The Medusa heads go on for a few steps, and new ones begin; a row for each head and training."""
-        shipped, backbone, seed = self.heads["medusa"], self.backbone, self.params.seed
-        resumed = new_heads(shipped.config, backbone, shipped.token_map, seed)
-        resumed.load_state_dict(shipped.state_dict())
-        fresh = new_heads(shipped.config, backbone, shipped.token_map, seed)
-        with self.keeping("practice") as keep, TemporaryDirectory(dir=self.work) as folder:
+        resumed, fresh = self._new_heads(), self._new_heads()
+        resumed.load_state_dict(self.heads["medusa"].state_dict())
+        with TemporaryDirectory(dir=self.work) as folder:
             runs = [
                 practise(name, heads, self._recipe(rate), self.text, Path(folder) / name, watch=watch)
                 for name, heads, rate in ((RESUMED, resumed, RESUMED_RATE), (FRESH, fresh, RATE))
             ]
-            return keep(pd.DataFrame([row for run in runs for row in run.rows()]))
+        return pd.DataFrame([row for run in runs for row in run.rows()])
 
+    @section("killed")
     def kill(self) -> pd.DataFrame:
-        """A training that was killed and went on, against one that was not: `head_practice.survives_a_kill`."""
-        shipped = self.heads["medusa"]
-        with self.keeping("killed") as keep, TemporaryDirectory(dir=self.work) as folder:
-            found = survives_a_kill(
-                lambda: new_heads(shipped.config, self.backbone, shipped.token_map, self.params.seed), self.text,
-                Path(folder), seed=self.params.seed,
-            )  # fmt: skip
-            return keep(found)
+        """A training that was killed and went on, against one that was not: `practice.survives_a_kill`."""
+        with TemporaryDirectory(dir=self.work) as folder:
+            return survives_a_kill(self._new_heads, self.text, Path(folder), seed=self.params.seed)
 
+    @section("ablation")
     def ablate(self, progress: Progress = silent) -> pd.DataFrame:
-        """One part of the Medusa heads changed at a time: `head_ablation.run`."""
+        """One part of the Medusa heads changed at a time: `practice.ablate`."""
         shipped = self.heads["medusa"]
         recipe = self._recipe(RATE, steps=self.params.ablation_steps, teacher=0.0)
-        with self.keeping("ablation") as keep:
-            found = head_ablation.run(
-                self.target, shipped.config, shipped.token_map, recipe, self.text, progress=progress
-            )
-            return keep(found)
+        return ablate(self.target, shipped.config, shipped.token_map, recipe, self.text, progress=progress)
 
+    @section("gates")
     def gate(self, progress: Progress = silent) -> pd.DataFrame:
         """The gates on both sets of heads. A row for each gate: kind, gate, passed, says."""
-        rows = []
-        with self.keeping("gates") as keep:
-            for kind, heads in self.heads.items():
-                report = self.reports[kind]
-                self.checked[kind] = found = head_gates.run(
-                    self.target, heads, report, self.prompts[1], curve=head_curve.read(report.path),
-                    max_new_tokens=self.params.max_new_tokens, seed=self.params.seed, progress=progress,
-                )  # fmt: skip
-                rows += [{"kind": kind, "gate": g.name, "passed": g.passed, "says": g.says} for g in found.gates]
-            return keep(pd.DataFrame(rows))
+        for kind, heads in self.heads.items():
+            report = self.reports[kind]
+            self.checked[kind] = gates.run(
+                self.target, heads, report, self.prompts[1], curve=training_curve.read(report.path),
+                max_new_tokens=self.params.max_new_tokens, seed=self.params.seed, progress=progress,
+            )  # fmt: skip
+        return pd.DataFrame([
+            {"kind": kind, "gate": g.name, "passed": g.passed, "says": g.says}
+            for kind, checked in self.checked.items() for g in checked.gates
+        ])  # fmt: skip
 
+    @section("accuracy")
     def accuracy(self) -> pd.DataFrame:
         """Of each head on the judged prompts, after `gate`: kind, head, top, accuracy, low, high, n."""
-        with self.keeping("accuracy") as keep:
-            found = [
-                by_head([score(self.heads[kind], trace(self.target, g)) for g in checked.plain]).assign(kind=kind)
-                for kind, checked in self._judged().items()
-            ]
-            return keep(pd.concat(found, ignore_index=True))
+        return pd.concat([
+            by_head([score(self.heads[kind], trace(self.target, g)) for g in checked.plain]).assign(kind=kind)
+            for kind, checked in self._judged().items()
+        ], ignore_index=True)  # fmt: skip
 
+    @section("served")
     def served(self) -> pd.DataFrame:
         """alpha by position of greedy chains, after `gate`: kind, position, alpha, low, high, kept, tested."""
-        with self.keeping("served") as keep:
-            found = [checked.served.assign(kind=kind) for kind, checked in self._judged().items()]
-            return keep(pd.concat(found, ignore_index=True))
+        tables = [checked.served.assign(kind=kind) for kind, checked in self._judged().items()]
+        return pd.concat(tables, ignore_index=True)
 
+    @section("trees")
     def choose(self) -> pd.DataFrame:
-        """The tree of each kind that pays here, after `gate`; a row for each size: nodes, depth, tokens, seconds."""
-        with self.keeping("trees") as keep:
-            for kind, checked in self._judged().items():
-                self.drafting[kind] = heads_bench.choose_drafts(
-                    self.target, self.heads[kind], checked, 0, self.bench, trained=accuracy_of(self.reports[kind].path)
-                )
-            found = pd.DataFrame([
-                {"kind": kind, "nodes": len(c.plan), "depth": c.plan.depth, "tokens": c.tokens, "seconds": c.seconds}
-                for kind, drafting in self.drafting.items() for c in drafting.candidates
-            ])  # fmt: skip
-            # nodes of no worth are left out, so that two sizes asked for may be one tree
-            return keep(found.drop_duplicates(["kind", "nodes"]) if len(found) else found)
+        """The tree of each kind that pays here, after `gate`; a row for each size: nodes, depth, tokens, seconds.
 
+        `tokens` are expected by the accuracies of the training text, not by those that `accuracy` measures.
+        """
+        for kind, checked in self._judged().items():
+            self.drafting[kind] = choose_drafts(
+                self.target, self.heads[kind], checked, 0, self.bench, trained=accuracy_of(self.reports[kind].path)
+            )
+        found = pd.DataFrame([
+            {"kind": kind, "nodes": len(c.plan), "depth": c.plan.depth, "tokens": c.tokens, "seconds": c.seconds}
+            for kind, drafting in self.drafting.items() for c in drafting.candidates
+        ])  # fmt: skip
+        # nodes of no worth are left out, so that two sizes asked for may be one tree
+        return found.drop_duplicates(["kind", "nodes"]) if len(found) else found
+
+    @section("tree")
     def tree(self) -> pd.DataFrame:
         """The nodes of the chosen trees, after `choose`: kind, node, parent, head, rank, value, worth.
 
-        `value` is how often that rank of that head is right, which is taken for how often it is given that the path
-        before it is right; `worth` is the product along the path.
+        `value` is how often that rank of that head is right on the judged prompts, which is taken for how often it is
+        given that the path before it is right; `worth` is the product along the path.
         """
         rows = []
-        with self.keeping("tree") as keep:
-            for kind, drafting in self._chosen().items():
-                plan, table = drafting.plan or TreePlan.chain(drafting.k), accuracy_matrix(self.checked[kind].accuracy)
-                worth = {COMMITTED: 1.0}
-                for node, (parent, rank) in enumerate(zip(plan.parents, plan.ranks, strict=True)):
-                    head = plan.tree.depths[node]
-                    worth[node] = worth[parent] * table[head, rank]
-                    rows.append({"kind": kind, "node": node, "parent": parent, "head": head, "rank": rank,
-                                 "value": float(table[head, rank]), "worth": float(worth[node])})  # fmt: skip
-            return keep(pd.DataFrame(rows))
+        for kind, drafting in self._chosen().items():
+            plan, table = drafting.plan or TreePlan.chain(drafting.k), accuracy_matrix(self.checked[kind].accuracy)
+            worth = {COMMITTED: 1.0}
+            for node, (parent, rank) in enumerate(zip(plan.parents, plan.ranks, strict=True)):
+                head = plan.tree.depths[node]
+                worth[node] = worth[parent] * table[head, rank]
+                rows.append({"kind": kind, "node": node, "parent": parent, "head": head, "rank": rank,
+                             "value": float(table[head, rank]), "worth": float(worth[node])})  # fmt: skip
+        return pd.DataFrame(rows)
 
+    @section("speeds")
     def time(self, progress: Progress = silent) -> pd.DataFrame:
         """Speeds of both kinds by category, after `choose`. Raises InputError where a gate failed: no speed then."""
-        with self.keeping("speeds") as keep:
-            found = []
-            for kind, drafting in self._chosen().items():
-                if not self.checked[kind].passed:
-                    raise InputError(f"no speed of {kind} heads that failed a gate: {_why(self.checked[kind])}")
-                found.append(heads_bench.time_prompts(
-                    self.target, self.heads[kind], drafting, self.prompts[0], self.bench, progress
-                ).assign(kind=kind))  # fmt: skip
-            return keep(pd.concat(found, ignore_index=True))
+        tables = []
+        for kind, drafting in self._chosen().items():
+            if not self.checked[kind].passed:
+                why = "; ".join(f"{d.name} ({d.evidence}): {d.remedy}" for d in self.checked[kind].diagnoses)
+                raise InputError(f"no speed of {kind} heads that failed a gate: {why or 'no known fault fits'}")
+            table = time_prompts(self.target, self.heads[kind], drafting, self.prompts[0], self.bench, progress)
+            tables.append(table.assign(kind=kind))
+        return pd.concat(tables, ignore_index=True)
 
+    @section("identity")
     def compare_texts(self, progress: Progress = silent) -> pd.DataFrame:
-        """Chains and the chosen trees against plain decoding in float32, after `choose`: `head_identity.identity`."""
+        """Chains and the chosen trees against plain decoding in float32, after `choose`: `identity`."""
         p = self.params
         of = {c: [prompt for prompt in self.prompts[0] if prompt.category == c] for c in p.categories}
-        chosen = [prompt for found in of.values() for prompt in found[: p.identity_prompts]]
-        with self.keeping("identity") as keep, ExitStack() as opened:
-            target = load(p.target, backend="hf", dtype="float32")
-            opened.callback(target.close)
+        prompts = [prompt for found in of.values() for prompt in found[: p.identity_prompts]]
+        target = load(p.target, backend="hf", dtype="float32")
+        with closing(target):
             drafting = {
                 kind: (loaded_heads(getattr(p, kind), kind, target)[0], chosen.plan)
                 for kind, chosen in self._chosen().items()
             }
-            found = identity(target, drafting, chosen, max_new_tokens=p.max_new_tokens, progress=progress)
-            return keep(found)
+            return identity(target, drafting, prompts, max_new_tokens=p.max_new_tokens, progress=progress)
+
+    def _new_heads(self) -> Heads:
+        """Untrained heads like the shipped Medusa's."""
+        shipped = self.heads["medusa"]
+        return new_heads(shipped.config, self.backbone, shipped.token_map, self.params.seed)
 
     def _recipe(self, rate: float, *, steps: int = 0, teacher: float = 0.5) -> Recipe:
         steps = steps or self.params.steps
@@ -241,5 +345,49 @@ def by_head(scores: list[Scores]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _why(checked: Checked) -> str:
-    return "; ".join(f"{d.name} ({d.evidence}): {d.remedy}" for d in checked.diagnoses) or "no known fault fits"
+def loaded_heads(name_or_path: str, kind: str, target: LanguageModel) -> tuple[Heads, LoadReport]:
+    """Trained heads of that kind. Raises InputError for another kind, and what the loader raises."""
+    heads, report = load_trained_heads(name_or_path, network(target))
+    if heads.config.kind != kind:
+        raise InputError(f"{name_or_path!r} are {heads.config.kind} heads, given as {kind}: give each its own")
+    return heads, report
+
+
+def identity(
+    target: LanguageModel,
+    drafting: Mapping[str, tuple[Heads, TreePlan | None]],
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    progress: Progress = silent,
+) -> pd.DataFrame:
+    """Decode every prompt plainly and with each of `drafting`, as a chain and, where it has a plan, as that tree.
+
+    One row for each kind and shape: drafts a round, tokens compared and those that `differ`, prompts, tau. Raises
+    InputError for a target whose texts rounding may change (one that is not float32).
+    """
+    if not target.caps.lossless_dtype:
+        raise InputError(f"{target.name} computes in {target.caps.dtype}, where rounding may change a text: "
+                         "open it with dtype=float32")  # fmt: skip
+    plain = [generate(target, prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
+    shapes = [
+        (kind, heads, plan) for kind, (heads, tree) in drafting.items() for plan in ([None, tree] if tree else [None])
+    ]
+    rows = []
+    for done, (kind, heads, plan) in enumerate(shapes):
+        progress(done, len(shapes), f"{target.caps.dtype}: {kind}")
+        drafter, k = HeadsDrafter(target, heads, plan), heads.config.n_heads if plan is None else len(plan)
+        texts = [generate(target, prompt, drafter=drafter, k=k, max_new_tokens=max_new_tokens) for prompt in prompts]
+        rows.append({
+            "kind": kind, "shape": CHAIN if plan is None else "tree", "drafts": k, "prompts": len(prompts),
+            "tokens": sum(len(text.token_ids) for text in plain),
+            "differ": sum(differing(a, b) for a, b in zip(texts, plain, strict=True)),
+            "tau": sum(len(text.token_ids) for text in texts) / sum(len(text.rounds) for text in texts),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def differing(one: Generation, other: Generation) -> int:
+    """Places at which the two texts have different tokens, or only one has a token."""
+    a, b = one.token_ids, other.token_ids
+    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))

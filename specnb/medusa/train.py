@@ -7,23 +7,37 @@ to a folder that `specnb generate --drafter medusa --heads-checkpoint FOLDER` op
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from accelerate import PartialState
+from pydantic import ValidationError
 from tqdm import tqdm
 
 from specnb import script
 from specnb.errors import InputError
-from specnb.medusa.work import Work
+from specnb.io import write_atomic
+from specnb.lm import hf_attention
+from specnb.lm.base import LanguageModel
+from specnb.lm.load import load
+from specnb.medusa import checkpoint, data, loop
+from specnb.medusa.data import SPLITS, Examples, Rows
+from specnb.medusa.loop import Recipe, Report
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, new_heads
+from specnb.medusa.text import Writing
 from specnb.paths import cache_dir
 
 TARGET = "smollm2-135m?backend=hf&dtype=bfloat16&exact=False"
 """Row-wise attention (`exact`) is for one sequence, and batches of text are written here."""
+HELD_OUT_BATCHES = 2
+PLACES = frozenset({"stage", "work", "out", "shard", "save_every"})
+"""Options that say where and how far, not what heads come out."""
 
 
 class Stage(StrEnum):
@@ -36,49 +50,220 @@ class Stage(StrEnum):
     EXPORT = "export"
 
 
-def default_work() -> Path:
-    """Where text, states and checkpoints go unless told otherwise."""
-    return cache_dir() / "medusa"
+@dataclass(frozen=True)
+class Work:
+    """The text, states and runs in `home` that one backbone's heads are trained with. Open one with `Work.open`.
+
+    `options` are fields of HeadsConfig, `preset` names what `recipe` was before it was changed, `texts` is a file to
+    learn instead of what the backbone writes, and `command` is what was typed. A method is a stage: it returns what
+    there is now, for the reader.
+    """
+
+    home: Path
+    target: LanguageModel
+    backbone: Backbone
+    options: Mapping[str, Any]
+    preset: str
+    recipe: Recipe
+    batches: int = 1
+    shard: tuple[int, int] = (0, 1)
+    texts: Path | None = None
+    start: str | None = None
+    save_every: int = 100
+    command: str = ""
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        target: str,
+        home: Path,
+        *,
+        heads: Mapping[str, Any],
+        preset: str = "cpu",
+        changed: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> Iterator["Work"]:
+        """Load the backbone and close it afterwards; `changed` are values of the preset's recipe, `others` fields.
+
+        Raises InputError for a preset or options that do not exist, or a target whose hidden states cannot be read.
+        """
+        recipe = loop.recipe(preset, **(changed or {}))
+        model = load(target)
+        try:
+            if not hasattr(model, "network"):
+                raise InputError(f"heads are trained on torch models; open {target!r} with ?backend=hf")
+            if model.caps.details.get("attention") == hf_attention.NAME:
+                raise InputError(f"{target!r} has row-wise attention, which takes no batches: add exact=False to it")
+            yield cls(home, model, Backbone.of(model.network), dict(heads), preset, recipe, **others)
+        finally:
+            model.close()
+
+    @property
+    def text(self) -> Path:
+        """The folder of the text that heads learn from, and its states."""
+        return self.home / "text"
+
+    @property
+    def run(self) -> Path:
+        """The folder of the checkpoints of this recipe and these heads."""
+        shape = "-".join(str(self.options[key]) for key in sorted(self.options) if self.options[key])
+        return self.home / "runs" / f"{self.preset}-{shape}"
+
+    def write_text(self) -> str:
+        """Stage 1: the training text, written by the backbone or taken from `texts`."""
+        backbone, writing = self.backbone.digest, Writing()
+        if self.texts is not None:
+            data.write_given(self.target, self.texts, self.text, backbone=backbone, length=writing.length)
+        else:
+            batches = {"held_out": HELD_OUT_BATCHES, "train": self.batches}
+            mine = sum(len(range(self.shard[0], n, self.shard[1])) for n in batches.values())
+            with _bar("text", mine * writing.batch_size * writing.length, "tokens") as bar:
+                data.write(
+                    self.target, self.text, batches=batches, backbone=backbone, shard=self.shard, on_tokens=bar.update
+                )
+        rows = data.read(self.text, "train")
+        return f"{rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {self.text}"
+
+    def compute_hidden(self) -> str:
+        """Stage 2: the hidden states of all text that has none yet."""
+        with _bar("hidden states", 0, "tokens") as bar:
+            data.compute_states(self.target.network, self.text, backbone=self.backbone.digest, on_tokens=bar.update)
+        return f"states of {len(data.files(self.text))} files in {self.text}"
+
+    def train(self) -> str:
+        """Stage 3: the heads, from their last checkpoint on."""
+        rows, size = self._rows(), self.recipe.batch_size
+        heads = self.new_heads(rows["train"])
+        sets = {split: Examples.of(self.text, split, rows[split], heads) for split in SPLITS}
+        with _bar("heads", self.recipe.steps * size, "examples") as bar:
+
+            def on_start(seconds: float, left: int) -> None:
+                bar.set_description(f"heads: {size / seconds:,.0f} examples/s, {left * seconds / 60:.0f} min left")
+
+            def on_step(report: Report) -> None:
+                top1 = " ".join(f"{share:.2f}" for share in report.heads.top1.tolist())
+                bar.set_postfix_str(f"loss {report.loss:.3f}, top-1 by head {top1}", refresh=False)
+                bar.update(report.step * size - bar.n)
+
+            last = loop.train(
+                heads, self.recipe, sets["train"], sets["held_out"], self.run, data=rows["train"].digest(),
+                start=self.start or "", save_every=self.save_every, on_start=on_start, on_step=on_step,
+            )[-1]  # fmt: skip
+        return f"step {last['step']}: held-out top-1 by head {last['top1']}"
+
+    def export(self, out: Path) -> str:
+        """Stage 4: the trained heads as a checkpoint with the facts of their making, and their card."""
+        saved, rows = loop.read_checkpoint(self.run), self._rows()
+        if saved is None:
+            raise InputError(f"nothing was trained in {self.run}: run --stage heads first")
+        if saved["run"]["data"] != rows["train"].digest():
+            raise InputError(f"{self.text} holds other text than {self.run} was trained on: train again, or restore it")
+        heads = self.new_heads(rows["train"])
+        heads.load_state_dict(saved["heads"])
+        held_out = Examples.of(self.text, "held_out", rows["held_out"], heads).spread(4 * loop.HELD_OUT, later=False)
+        shares = loop.rank_shares(heads, loop.on_device(held_out, heads))
+        text = data.facts(self.text) | {
+            "digest": saved["run"]["data"],
+            "tokens": {split: part.tokens.size for split, part in rows.items()},
+            "own": {split: part.n_own for split, part in rows.items()},
+            "coverage": round(data.coverage(rows["held_out"], heads.token_map), 5),
+        }
+        facts = {
+            "heads": heads.config.model_dump(), "preset": self.preset, "start": self.start, "command": self.command,
+            "recipe": saved["run"]["recipe"], "log": saved["log"], "text": text,
+            "accuracy": [[round(share, 5) for share in row] for row in shares.tolist()],
+            "parameters": heads.cost()["parameters"], "torch": torch.__version__.split("+")[0],
+        }  # fmt: skip
+        checkpoint.save(heads, out, dtype="bfloat16", facts=facts)
+        write_atomic(out / "README.md", card(out.name, facts).encode())
+        last = {"parameters": facts["parameters"], "coverage": text["coverage"]} | saved["log"][-1]
+        return json.dumps(last, indent=1)
+
+    def new_heads(self, rows: Rows) -> Heads:
+        """Untrained heads, or those of `start`. Raises InputError for options that make no heads, or not those."""
+        if self.start:
+            heads, _ = checkpoint.load_trained_heads(self.start, self.backbone)
+            other = {key: value for key, value in self.options.items() if getattr(heads.config, key) != value}
+            if other:
+                actual = {key: getattr(heads.config, key) for key in other}
+                raise InputError(f"{self.start} holds heads of {actual}, but {other} was asked for: ask for the same")
+            return heads
+        try:
+            config = HeadsConfig(
+                **self.options, hidden_size=self.backbone.hidden_size, vocab_size=self.backbone.vocab_size,
+                backbone=self.backbone.digest, backbone_name=self.target.name,
+            )  # fmt: skip
+        except ValidationError as error:
+            raise InputError(f"these options make no heads: {error}") from error
+        token_map = data.most_frequent(rows, config.draft_vocab) if config.draft_vocab else None
+        return new_heads(config, self.backbone, token_map, self.recipe.seed)
+
+    def _rows(self) -> dict[str, Rows]:
+        """The text by split. Raises InputError where it is another backbone's, or not as much as was asked for."""
+        data.require_backbone(self.text, self.backbone.digest)
+        n = len(data.files(self.text, "train"))
+        if self.texts is None and n != self.batches:
+            raise InputError(f"{self.text} holds {n} batches, {self.batches} were asked for: say --batches {n}")
+        return {split: data.read(self.text, split) for split in SPLITS}
+
+
+def card(name: str, facts: Mapping[str, Any]) -> str:
+    """The README.md of trained heads, from the facts of their training: no number in it is typed by hand."""
+    heads, recipe, text, last = facts["heads"], facts["recipe"], facts["text"], facts["log"][-1]
+    lm_head = {"shared": "the backbone's own lm_head", "low_rank": f"its lm_head and rank {heads['rank']} of their own",
+               "private": "lm_heads of their own"}[heads["lm_head"]]  # fmt: skip
+    share = f"{heads['draft_vocab']:,} most frequent tokens" if heads["draft_vocab"] else "whole vocabulary"
+    rows = enumerate(zip(last["top1"], last["top5"], last["head_loss"], strict=True), start=1)
+    accuracy = "\n".join(f"| {i} | {top1:.3f} | {top5:.3f} | {loss:.2f} |" for i, (top1, top5, loss) in rows)
+    origin = (
+        f"labels are the tokens of a given file (sha256 `{text['texts']}`), not what the backbone would say"
+        if "texts" in text
+        else f"{text['own']['train']:,} are the backbone's own greedy choice and labels. Seeds and requests are made "
+        "from the permissively licensed texts of `specnb/corpus.py`, or by the backbone itself; none is of "
+        "`data/prompts`"
+    )
+    return f"""# {name}
+
+{heads["n_heads"]} {heads["kind"].capitalize()} heads for `{heads["backbone_name"]}` \
+({facts["parameters"] / 1e6:.2f} M parameters of their own, bfloat16), trained for this project. They are fed the \
+hidden state `{heads["input"]}` and draft from the {share} through {lm_head}.
+
+`specnb generate --target '{heads["backbone_name"].partition("&exact")[0]}' --drafter medusa --heads-checkpoint \
+{name} --baseline --prompt …`
+
+They speak no better than the backbone: verified drafts are its own text. For use its licence holds, too.
+
+## How well they do
+
+On held-out text by the backbone, given what stands before (the loss in nats, unweighted; head k drafts the token \
+k + 1 places behind the newest). {text["coverage"]:.1%} of its tokens can be drafted at all.
+
+| head | right at once | among five | loss |
+|---|---|---|---|
+{accuracy}
+
+## How they were made
+
+`{facts["command"]}` (torch {facts["torch"]}; a CPU of another kind rounds otherwise and gets other weights of the \
+same quality). All numbers of the curves are in `training.json`.
+
+| steps | batch | peak rate, falling to | on embeddings | teacher | examples | hours |
+|---|---|---|---|---|---|---|
+| {last["step"]:,} of {recipe["steps"]:,} | {recipe["batch_size"]:,} | {recipe["peak_lr"]:g}, \
+{recipe["eta_min"]:g} | {recipe["embedding_rate"]:g} times | {recipe["teacher"]:g} | {last["examples"]:,} | \
+{last["seconds"] / 3600:.2f} |
+
+## The text
+
+{text["tokens"]["train"]:,} tokens, and {text["tokens"]["held_out"]:,} held out: {origin}.
+"""
 
 
 @contextmanager
 def _bar(title: str, total: int, unit: str) -> Iterator[tqdm]:
     with tqdm(total=total or None, desc=title, unit=unit, unit_scale=True, mininterval=2) as bar:
         yield bar
-
-
-def _trained(work: Work) -> str:
-    steps, size = work.recipe.steps, work.recipe.batch_size
-    with _bar("heads", steps * size, "examples") as bar:
-
-        def on_start(seconds: float, left: int) -> None:
-            bar.set_description(f"heads: {size / seconds:,.0f} examples/s, {left * seconds / 60:.0f} min left")
-
-        def on_step(report: Any) -> None:
-            top1 = " ".join(f"{share:.2f}" for share in report.heads.top1.tolist())
-            bar.set_postfix_str(f"loss {report.loss:.3f}, top-1 by head {top1}", refresh=False)
-            bar.update(report.step * size - bar.n)
-
-        last = work.train(on_start=on_start, on_step=on_step)[-1]
-    return f"step {last['step']}: held-out top-1 by head {last['top1']}"
-
-
-def _counted(title: str, total: int, do: Callable[..., str]) -> Callable[[], str]:
-    def run() -> str:
-        with _bar(title, total, "tokens") as bar:
-            return do(on_tokens=bar.update)
-
-    return run
-
-
-def stages(work: Work, out: Path) -> dict[Stage, Callable[[], str]]:
-    """What each stage does; returns what there is now, for the reader."""
-    return {
-        Stage.DATA: _counted("text", work.tokens_to_write, work.write_text),
-        Stage.HIDDEN: _counted("hidden states", 0, work.compute_hidden),
-        Stage.HEADS: lambda: _trained(work),
-        Stage.EXPORT: lambda: json.dumps(work.export(out), indent=1),
-    }
 
 
 def command(
@@ -114,34 +299,35 @@ def command(
                "draft_vocab": draft_vocab}  # fmt: skip
     changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher,
                "embedding_rate": embedding_rate, "seed": seed}  # fmt: skip
-    home = work or default_work()
+    home = work or cache_dir() / "medusa"
     processes = PartialState(cpu="device=cuda" not in target)  # before the model, which goes to this process's GPU
     with Work.open(
         target, home, heads=options, preset=preset, changed=changed, batches=batches, shard=_shard(shard),
         texts=texts, start=start, save_every=save_every, command=_typed(context),
-    ) as made:  # fmt: skip
-        todo = stages(made, out or home / f"{kind}-{preset}-export")
-        for one in list(todo) if stage is Stage.ALL else [stage]:
+    ) as job:  # fmt: skip
+        stages: dict[Stage, Callable[[], str]] = {
+            Stage.DATA: job.write_text,
+            Stage.HIDDEN: job.compute_hidden,
+            Stage.HEADS: job.train,
+            Stage.EXPORT: lambda: job.export(out or home / f"{kind}-{preset}-export"),
+        }
+        for name in list(stages) if stage is Stage.ALL else [stage]:
             # files are written by one process while the others wait; heads are trained by all at once
-            if one is Stage.HEADS or processes.is_main_process:
-                told = todo[one]()
+            if name is Stage.HEADS or processes.is_main_process:
+                summary = stages[name]()
             processes.wait_for_everyone()
             if processes.is_main_process:
-                typer.echo(f"{one}: {told}")
-
-
-PLACES = frozenset({"stage", "work", "out", "shard", "save_every"})
-"""Options that say where and how far, not what heads come out."""
+                typer.echo(f"{name}: {summary}")
 
 
 def _typed(context: typer.Context) -> str:
     """The command that makes these heads from the beginning, in one go."""
-    said = ["python -m specnb.medusa.train"]
+    words = ["python -m specnb.medusa.train"]
     for option in context.command.params:
         value = context.params.get(option.name)
         if option.name not in PLACES and value is not None and value != option.default:
-            said.append(f"{option.opts[0]} {shlex.quote(str(value))}")
-    return " ".join(said)
+            words.append(f"{option.opts[0]} {shlex.quote(str(value))}")
+    return " ".join(words)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -151,10 +337,5 @@ def _shard(text: str) -> tuple[int, int]:
     return int(first), int(of)
 
 
-def main() -> None:
-    """Entry point."""
-    script.run("medusa.train", command)
-
-
 if __name__ == "__main__":
-    main()
+    script.run("medusa.train", command)

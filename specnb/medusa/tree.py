@@ -1,14 +1,17 @@
-"""Which guesses a drafter of trees makes, whatever the tokens turn out to be: a static tree over ranks of its heads.
+"""Which guesses a drafter of trees makes, whatever the tokens turn out to be, and how many of them pay.
 
-"The two best tokens of the first head; after the better of them the best one of the second head": Cai et al.
-2401.10774, section 2.3.3. No model and no measurement is known here.
+A plan is a static tree over ranks of the heads ("the two best tokens of the first head; after the better of them the
+best one of the second head": Cai et al. 2401.10774, section 2.3.3). More nodes always promise more tokens, so the size
+is chosen by tokens a second, from accuracies and costs that are measured elsewhere, as Sequoia (Chen et al. 2402.12374)
+does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 from operator import index
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +19,21 @@ from specnb.errors import InputError
 from specnb.lm.tree import COMMITTED, Tree
 
 MAX_NODES = 1024
+RANKS = 10
+"""Best tokens of a head whose accuracies are kept: as many children as a tree's node may have."""
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
+PUBLISHED = np.diff(
+    [
+        [0.560, 0.672, 0.727, 0.760, 0.780],
+        [0.316, 0.424, 0.485, 0.528, 0.563],
+        [0.201, 0.288, 0.348, 0.383, 0.417],
+        [0.147, 0.225, 0.274, 0.311, 0.340],
+        [0.118, 0.187, 0.235, 0.272, 0.300],
+    ],
+    axis=1,
+    prepend=0.0,
+)
+"""Marginal accuracies `(heads, ranks)` of Medusa on Vicuna 7B (assets/medusa_acc.csv of its repository, Apache-2.0)."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +49,18 @@ class TreePlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parents", Tree(self.parents).parents)
-        object.__setattr__(self, "ranks", _checked(self.ranks))
+        try:
+            object.__setattr__(self, "ranks", tuple(index(rank) for rank in self.ranks))
+        except TypeError as error:
+            raise InputError(f"ranks must be whole numbers, one a node, got {self.ranks!r:.200}") from error
         if len(self.parents) != len(self.ranks):
             raise InputError(f"a plan needs a rank for each node, got {len(self.ranks)} for {len(self.parents)} nodes")
-        if len(self) > MAX_NODES:
-            raise InputError(f"a plan has at most {MAX_NODES} nodes, got {len(self)}")
-        seen = set()
-        for node, place in enumerate(zip(self.parents, self.ranks, strict=True)):
-            if place in seen:
-                raise InputError(
-                    f"node {node} is a second node of rank {place[1]} after node {place[0]}: give each once"
-                )
-            seen.add(place)
+        if len(self) > MAX_NODES or min(self.ranks, default=0) < 0:
+            raise InputError(
+                f"a plan has at most {MAX_NODES} nodes of ranks from 0, got {len(self)}: {self.ranks!r:.99}"
+            )
+        if len(set(zip(self.parents, self.ranks, strict=True))) < len(self):
+            raise InputError(f"two nodes of one rank after the same node: give each once, got {self!r:.200}")
 
     @classmethod
     def chain(cls, length: int) -> "TreePlan":
@@ -72,15 +90,20 @@ class TreePlan:
         return self if n >= len(self) else TreePlan(self.parents[:n], self.ranks[:n])
 
 
-def _checked(ranks: Sequence[int]) -> tuple[int, ...]:
+def checked_accuracy(accuracy: np.ndarray) -> np.ndarray:
+    """The table `(heads, ranks)` in float64. Raises InputError where it cannot be one of marginal accuracies."""
     try:
-        whole = tuple(index(rank) for rank in ranks)
-    except TypeError as error:
-        raise InputError(f"ranks must be whole numbers, one a node, got {ranks!r:.200}") from error
-    for node, rank in enumerate(whole):
-        if rank < 0:
-            raise InputError(f"ranks[{node}] is {rank}: 0 is the best token of a head")
-    return whole
+        table = np.asarray(accuracy, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"accuracies are a table of numbers, a row a head, got {accuracy!r:.200}") from error
+    if table.ndim != 2 or not table.size or not ((table >= 0) & (table <= 1)).all():
+        raise InputError(f"accuracies are a table (heads, ranks) of shares from 0 to 1, got {table!r:.200}")
+    if (most := float(table.sum(axis=1).max())) > 1 + 1e-6:
+        raise InputError(
+            f"the accuracies of a head sum to {most:.4g}: give how often each rank alone was right, numpy.diff of "
+            "top-1, top-2, …"
+        )
+    return table
 
 
 def grow(accuracy: np.ndarray, n_nodes: int) -> tuple[TreePlan, float]:
@@ -117,20 +140,56 @@ def grow(accuracy: np.ndarray, n_nodes: int) -> tuple[TreePlan, float]:
     return TreePlan(tuple(parents), tuple(ranks)), expected
 
 
-def checked_accuracy(accuracy: np.ndarray) -> np.ndarray:
-    """The table `(heads, ranks)` in float64. Raises InputError where it cannot be one of marginal accuracies."""
-    try:
-        table = np.asarray(accuracy, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"accuracies are a table of numbers, a row a head, got {accuracy!r:.200}") from error
-    if table.ndim != 2 or not table.size:
-        raise InputError(f"accuracies are a table, a row a head and a column a rank, got the shape {table.shape}")
-    if not ((table >= 0) & (table <= 1)).all():
-        raise InputError("accuracies are shares from 0 to 1, but the table has others (or NaN)")
-    most = float(table.sum(axis=1).max())
-    if most > 1 + 1e-6:
-        raise InputError(
-            f"the accuracies of a head sum to {most:.4g}: give how often each rank alone was right, numpy.diff of "
-            "top-1, top-2, …"
-        )
-    return table
+class Candidate(NamedTuple):
+    """A plan, the tokens a round is expected to commit with it, and what the round takes; no nodes: plain decoding."""
+
+    plan: TreePlan
+    tokens: float
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Choice(NamedTuple):
+    """The candidate with the most tokens a second, and all of them, by size; the first of these has no nodes."""
+
+    best: Candidate
+    table: tuple[Candidate, ...]
+
+    @property
+    def speedup(self) -> float:
+        """Expected tokens a second over those of plain decoding."""
+        return self.best.tokens_per_s / self.table[0].tokens_per_s
+
+
+def choose(
+    accuracy: np.ndarray,
+    seconds: Callable[[int], float],
+    draft_s: Callable[[int], float] = lambda _depth: 0.0,
+    sizes: Iterable[int] = SIZES,
+) -> Choice:
+    """The tree for heads of marginal `accuracy (heads, ranks)` with the most expected tokens a second.
+
+    `seconds(n)` is T(n), of a target forward of n tokens: a tree of n nodes takes T(n + 1). `draft_s(depth)` are
+    seconds of drafting a round: Hydra drafts level by level, so that a shallower tree may win. Plain decoding, 1 token
+    in T(1), is always among the candidates. Raises InputError for costs that are none.
+    """
+    table = checked_accuracy(accuracy)
+
+    def candidate(plan: TreePlan, tokens: float) -> Candidate:
+        verify, draft = seconds(len(plan) + 1), draft_s(plan.depth) if len(plan) else 0.0
+        if not (0 < verify < float("inf") and 0 <= draft < float("inf")):
+            raise InputError(
+                f"T({len(plan) + 1}) = {verify} s and drafting to depth {plan.depth} in {draft} s are no costs"
+            )
+        return Candidate(plan, tokens, verify + draft)
+
+    candidates = [candidate(TreePlan((), ()), 1.0)]
+    for size in sorted(set(sizes) - {0}):
+        grown = (grow(table[:depth], size) for depth in range(1, len(table) + 1))
+        timed = [candidate(plan, tokens) for plan, tokens in grown if len(plan)]
+        if timed:
+            candidates.append(max(timed, key=lambda c: c.tokens_per_s))
+    return Choice(max(candidates, key=lambda c: c.tokens_per_s), tuple(candidates))

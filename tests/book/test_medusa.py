@@ -10,17 +10,14 @@ import torch
 
 from specnb import store
 from specnb.book import medusa as figures
-from specnb.book import medusa_served as served
 from specnb.book.medusa_live import TrainingView, training
 from specnb.errors import InputError
-from specnb.medusa import checkpoint, hidden
+from specnb.medusa import checkpoint, data
 from specnb.medusa import study as head_study
-from specnb.medusa.backbone import Backbone
-from specnb.medusa.load import PUBLISHED
-from specnb.medusa.losses import Measured
-from specnb.medusa.study import FRESH, RESUMED, Study
-from specnb.medusa.train_loop import Report
-from specnb.medusa.workbench import loaded_heads
+from specnb.medusa.loop import Measured, Report
+from specnb.medusa.nets import Backbone
+from specnb.medusa.study import FRESH, RESUMED, Study, loaded_heads
+from specnb.medusa.tree import PUBLISHED
 from specnb.params import MedusaParams
 from specnb.prompts import Prompt
 from tests.medusa import periodic
@@ -38,7 +35,7 @@ def folders(target, tmp_path_factory):
     root = tmp_path_factory.mktemp("heads")
     for kind in ("medusa", "hydra"):
         heads = periodic.new_heads(target, kind=kind)
-        log = periodic.fit(heads, target, steps=600)
+        log = periodic.fit(heads, target, steps=400)
         checkpoint.save(heads, root / kind, dtype="float32", facts={"log": log})
     return root
 
@@ -54,7 +51,7 @@ def study(target, folders, prompts, tmp_path_factory):
     """A study of the circles: every section was run, in the notebook's order."""
     params = MedusaParams.checked(
         target="periodic", dtype="float32", medusa=str(folders / "medusa"), hydra=str(folders / "hydra"),
-        categories=["code", "prose"], max_new_tokens=24, steps=20, ablation_steps=4,
+        categories=["code", "prose"], max_new_tokens=12, steps=12, ablation_steps=4,
     )  # fmt: skip
     work = tmp_path_factory.mktemp("work")
     with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +78,7 @@ def write_circles(target, folder):
     rows = walks(40)
     for split in ("train", "held_out"):
         np.savez_compressed(folder / f"{split}-00000.npz", tokens=rows, own=np.ones(rows.shape, bool))
-    hidden.compute(target.network, folder, backbone=digest)
+    data.compute_states(target.network, folder, backbone=digest)
     return {"train_tokens": rows.size, "seconds": 0.1}
 
 
@@ -89,7 +86,13 @@ def write_circles(target, folder):
 
 
 def test_sound_heads_pass_and_every_fault_is_named(study):
-    assert study.plant_found["named"].all() and len(study.plant_found) == 5
+    rows = study.plant_found.set_index("fault")
+    assert rows["named"].all() and len(rows) == 5 and rows.loc["none", "failed"] == ""
+    right = rows.loc["none", "right"]
+    assert right == rows.loc["none", "right_normed_once"] > 0.9 < rows.loc["none", "alpha_1"]
+    for fault in ("norm left out", "norm applied twice"):
+        assert rows.loc[fault, "right_normed_once"] == right > rows.loc[fault, "right"]
+    assert rows.loc["never loaded", "alpha_1"] < 0.2 and rows["repeats"].max() == 0  # no circle repeats a token
     assert study.gate_found["passed"].all() and set(study.gate_found["kind"]) == {"medusa", "hydra"}
     assert (study.died["lr"] == 0).any() and study.died["step"].iloc[-1] == 18
     assert study.last_hidden_state_found["largest_difference"].tolist()[1] == 0
@@ -97,7 +100,7 @@ def test_sound_heads_pass_and_every_fault_is_named(study):
 
 def test_training_is_told_of_and_goes_on_to_the_bit(study):
     assert (study.kill_found["differing"] == 0).all() and study.kill_found["trained"].all()
-    assert set(study.practise_found["run"]) == {RESUMED, FRESH} and (study.practise_found["steps"] == 20).all()
+    assert set(study.practise_found["run"]) == {RESUMED, FRESH} and (study.practise_found["steps"] == 12).all()
     before = study.practise_found.groupby("run")["top1_before"].min()
     assert before[RESUMED] > 0.9 and before[FRESH] == 0
     heads = study.heads["medusa"]
@@ -194,10 +197,10 @@ def all_figures(study):
         "ablation": figures.ablation(study.ablate_found),
         "accuracy": figures.accuracy(study.accuracy_found),
         "training": study.view.figure(),
-        "sizes": served.sizes(study.choose_found),
-        "tree": served.tree(study.tree_found),
-        "alpha": served.alpha(study.served_found),
-        "speed": served.speed(study.time_found),
+        "sizes": figures.sizes(study.choose_found),
+        "tree": figures.tree(study.tree_found),
+        "alpha": figures.alpha(study.served_found),
+        "speed": figures.speed(study.time_found),
     }
 
 
@@ -226,7 +229,7 @@ def test_figures_show_the_numbers_of_their_tables(study):
 
 def test_tables_without_rows_are_refused():
     empty = pd.DataFrame()
-    for draw in (figures.accuracy, served.tree, served.sizes, served.alpha, served.speed):
+    for draw in (figures.accuracy, figures.tree, figures.sizes, figures.alpha, figures.speed):
         with pytest.raises(InputError):
             draw(empty)
     with pytest.raises(InputError, match="no fault"):
@@ -248,7 +251,7 @@ def test_tables_without_rows_are_refused():
     ],
 )
 def test_nodes_stand_beside_their_first_child_and_leaves_apart(parents, rows):
-    assert served.rows_of_nodes(parents) == rows
+    assert figures.rows_of_nodes(parents) == rows
 
 
 def test_no_two_nodes_of_a_depth_share_a_row():
@@ -258,7 +261,7 @@ def test_no_two_nodes_of_a_depth_share_a_row():
         depths = []
         for parent in parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
-        places = list(zip(depths, served.rows_of_nodes(parents), strict=True))
+        places = list(zip(depths, figures.rows_of_nodes(parents), strict=True))
         assert len(set(places)) == len(places)
 
 

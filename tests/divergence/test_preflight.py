@@ -18,7 +18,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, RewindError
 from specnb.lm.hf import HfModel
 from specnb.lm.toy import cyclic, markov
-from specnb.medusa.curve import Curve
+from specnb.measure.curve import Curve
 from tests.tiny_models import torch_folder
 
 TOKENS = (3, 10, 17, 24)

@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from specnb.lm.hf import HfModel
-from specnb.medusa.backbone import Backbone
-from specnb.medusa.config import HeadsConfig
-from specnb.medusa.heads import Heads
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig
 from tests.tiny_models import VOCAB, torch_model
 
 PERIOD = 6

@@ -1,24 +1,19 @@
 """Files of heads: written and read to the bit, strict about everything, and never a stray error."""
 
 import json
-import shutil
-import struct
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specnb import paths
-from specnb.errors import HeadsMismatch, InputError, SpecnbError
-from specnb.medusa import checkpoint, source
-from specnb.medusa.backbone import Backbone
-from specnb.medusa.checkpoint import LoadReport, convert, folder_of, load_trained_heads, save, shipped
-from specnb.medusa.config import HeadsConfig
-from specnb.medusa.heads import Heads
+from specnb import script
+from specnb.errors import HeadsMismatch, InputError
+from specnb.medusa import checkpoint, layouts
+from specnb.medusa.checkpoint import convert, folder_of, load_trained_heads, save, shipped
 from specnb.medusa.layouts import LAYOUTS
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig
 from tests.tiny_models import VOCAB, WIDTH, torch_model
 
 MAP = torch.arange(0, VOCAB, 3)
@@ -75,11 +70,14 @@ def reconfigure(folder: Path, **values) -> None:
 # ---- our own layout
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-@pytest.mark.parametrize("lm_head", LM_HEADS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("token_map", [None, MAP], ids=["all", "map"])
-@pytest.mark.parametrize("contract", ["pre_norm", "post_norm"])
+@pytest.mark.parametrize(
+    ("kind", "lm_head", "dtype", "token_map", "contract"),
+    [
+        ("medusa", "shared", "bfloat16", None, "pre_norm"), ("medusa", "private", "float32", MAP, "post_norm"),
+        ("medusa", "low_rank", "bfloat16", MAP, "pre_norm"), ("hydra", "shared", "float32", MAP, "post_norm"),
+        ("hydra", "private", "bfloat16", None, "pre_norm"), ("hydra", "low_rank", "float32", None, "post_norm"),
+    ],
+)  # fmt: skip
 def test_what_is_saved_is_loaded_bit_by_bit(tmp_path, backbone, kind, lm_head, dtype, token_map, contract):
     heads = made(backbone, token_map, kind=kind, input=contract, n_layers=2, bias=False, **LM_HEADS[lm_head])
     folder = save(heads, tmp_path / "made", dtype=dtype, facts={"steps": 3})
@@ -92,11 +90,6 @@ def test_what_is_saved_is_loaded_bit_by_bit(tmp_path, backbone, kind, lm_head, d
     assert report.clean and report.layout == "specnb" and not report.converted
     again = save(loaded, tmp_path / "again", dtype=dtype)
     assert (again / "heads.safetensors").read_bytes() == (folder / "heads.safetensors").read_bytes()
-
-
-def test_neither_norm_nor_shared_lm_head_is_in_the_file(tmp_path, backbone):
-    names = load_file(saved(backbone, tmp_path / "made") / "heads.safetensors")
-    assert set(names) == {f"heads.{i}.blocks.0.linear.{part}" for i in range(3) for part in ("weight", "bias")}
 
 
 def test_an_older_folder_is_replaced_and_its_card_kept(tmp_path, backbone):
@@ -117,7 +110,7 @@ def test_a_failed_write_leaves_the_old_folder(tmp_path, backbone, monkeypatch):
             raise OSError(28, "No space left on device")
         path.write_bytes(data)
 
-    monkeypatch.setattr("specnb.store.write_atomic", full_disk)
+    monkeypatch.setattr("specnb.medusa.layouts.write_atomic", full_disk)
     with pytest.raises(InputError, match="No space left"):
         save(made(backbone, n_heads=2), folder)
     assert (folder / "heads.safetensors").read_bytes() == before and files(tmp_path) == ["made"]
@@ -126,27 +119,11 @@ def test_a_failed_write_leaves_the_old_folder(tmp_path, backbone, monkeypatch):
     assert files(tmp_path) == ["made"]
 
 
-def test_a_swap_that_fails_puts_the_old_folder_back(tmp_path, backbone, monkeypatch):
-    folder = saved(backbone, tmp_path / "made")
-    rename = Path.rename
-
-    def once(self, target):
-        if self.name.endswith(".new"):
-            raise OSError(13, "Permission denied")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", once)
-    with pytest.raises(InputError, match="Permission denied"):
-        save(made(backbone, n_heads=2), folder)
-    monkeypatch.undo()
-    assert load_trained_heads(folder, backbone)[0].config.n_heads == 3 and files(tmp_path) == ["made"]
-
-
 def test_a_folder_of_other_things_is_not_replaced(tmp_path, backbone):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(InputError, match="holds other things"):
         save(made(backbone), tmp_path)
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError, match="thesis"):
         save(made(backbone), tmp_path / "thesis.tex")
     assert files(tmp_path) == ["thesis.tex"]
 
@@ -165,10 +142,6 @@ def test_a_model_of_the_same_file_names_is_not_replaced(tmp_path, backbone):
 
 def test_what_cannot_be_loaded_is_not_saved(tmp_path, backbone):
     heads = made(backbone)
-    with pytest.raises(InputError, match="dtype is 'int8'"):
-        save(heads, tmp_path / "made", dtype="int8")
-    with pytest.raises(InputError, match="facts"):
-        save(heads, tmp_path / "made", facts={"loss": float("nan")})
     with torch.no_grad():
         heads.heads[1].blocks[0].linear.weight[0, 0] = float("inf")
     with pytest.raises(InputError, match=r"heads\.1\.blocks\.0\.linear\.weight"):
@@ -212,28 +185,12 @@ def test_one_error_lists_everything(tmp_path, backbone):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_the_list_of_faults_is_bounded(tmp_path, backbone):
-    folder = saved(backbone, tmp_path / "made")
-    alter(folder, lambda t: t.update({f"{i}" * 900: torch.ones(1) for i in range(50)}))
-    with pytest.raises(HeadsMismatch, match=r"and \d+ more") as caught:
-        load_trained_heads(folder, backbone)
-    assert len(str(caught.value)) < 3000
-
-
 @pytest.mark.parametrize("values", [{"n_heads": 4}, {"n_heads": 2}, {"n_layers": 2}, {"bias": False}, {"kind": "hydra"},
                                     {"lm_head": "private"}, {"hidden_size": 16}, {"draft_vocab": 8}])  # fmt: skip
 def test_a_config_that_lies_is_an_error(tmp_path, backbone, values):
     folder = saved(backbone, tmp_path / "made")
     reconfigure(folder, **values)
     with pytest.raises(HeadsMismatch):
-        load_trained_heads(folder, backbone)
-
-
-@pytest.mark.parametrize("values", [{"format_version": 2}, {"n_heads": 10**9}, {"input": "twice"}, {"surprise": 1}])
-def test_a_config_of_another_kind_is_an_error(tmp_path, backbone, values):
-    folder = saved(backbone, tmp_path / "made")
-    reconfigure(folder, **values)
-    with pytest.raises(InputError, match=r"config\.json.*" + next(iter(values))):
         load_trained_heads(folder, backbone)
 
 
@@ -249,11 +206,18 @@ def test_heads_of_another_model_are_refused_unless_asked_for(tmp_path, backbone)
         load_trained_heads(folder, wider, any_backbone=True)
 
 
-def test_heads_without_a_digest_say_so(tmp_path, backbone):
-    folder = saved(backbone, tmp_path / "made")
+def test_findings_and_conversions_are_in_the_report(tmp_path, backbone):
+    folder = saved(backbone, tmp_path / "made", token_map=MAP)
+    heads, report = load_trained_heads(folder, backbone)
+    assert report.n_parameters == sum(p.numel() for p in heads.parameters()) == 3 * (WIDTH * WIDTH + WIDTH)
+    words = ("3 medusa heads", "layout specnb", "pre_norm", "shared", "22 of 64 tokens")
+    assert report.bytes == (folder / "heads.safetensors").stat().st_size and all(word in str(report) for word in words)
     reconfigure(folder, backbone="")
     report = load_trained_heads(folder, backbone)[1]
     assert report.clean and "no digest" in str(report)
+    reconfigure(folder, surprise=1)
+    with pytest.raises(InputError, match="surprise"):
+        load_trained_heads(folder, backbone)
 
 
 def test_blocks_that_were_never_trained_are_found(tmp_path, backbone):
@@ -275,34 +239,6 @@ def test_rounding_is_told_and_overflow_refused(tmp_path, backbone):
         load_trained_heads(folder, half, any_backbone=True)
 
 
-def test_loaded_heads_take_type_and_weights_of_the_model(tmp_path):
-    net = torch_model("llama", seed=5).to(torch.bfloat16)
-    folder = saved(Backbone.of(torch_model("llama", seed=5)), tmp_path / "made")
-    heads, _ = load_trained_heads(folder, net)  # a network is as good as its Backbone
-    assert {p.dtype for p in heads.parameters()} == {torch.bfloat16} and not heads.training
-
-
-def test_the_report_says_what_there_is(tmp_path, backbone):
-    folder = saved(backbone, tmp_path / "made", token_map=MAP)
-    heads, report = load_trained_heads(folder, backbone)
-    assert isinstance(report, LoadReport)
-    assert report.n_parameters == sum(p.numel() for p in heads.parameters()) == 3 * (WIDTH * WIDTH + WIDTH)
-    assert report.bytes == (folder / "heads.safetensors").stat().st_size
-    shown = str(report)
-    assert all(word in shown for word in ("3 medusa heads", "layout specnb", "pre_norm", "shared", "22 of 64 tokens"))
-
-
-@pytest.mark.parametrize("layout", ["specnb", "vllm"])
-def test_loaded_heads_do_not_change_with_the_file(tmp_path, backbone, layout):
-    heads = made(backbone, MAP)
-    convert(heads, tmp_path / "out", layout)
-    loaded, _ = load_trained_heads(tmp_path / "out", backbone)
-    file = tmp_path / "out" / LAYOUTS[layout].file
-    with file.open("r+b") as opened:
-        opened.write(bytes(file.stat().st_size))
-    assert same_state(loaded, heads)
-
-
 # ---- other layouts
 
 
@@ -318,19 +254,22 @@ def holds(layout: str, heads: Heads) -> bool:
     return layout != "medusa-v2" or config.lm_head == "shared"
 
 
+PAIRWISE = [
+    ("medusa", "shared", True, 1, None), ("medusa", "shared", False, 2, MAP), ("medusa", "private", True, 2, None),
+    ("medusa", "private", False, 1, MAP), ("medusa", "private", False, 1, None), ("medusa", "low_rank", True, 1, MAP),
+    ("hydra", "shared", True, 1, MAP), ("hydra", "private", False, 2, None), ("hydra", "low_rank", False, 1, None),
+]  # fmt: skip
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-@pytest.mark.parametrize("lm_head", LM_HEADS)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
-@pytest.mark.parametrize("n_layers", [1, 2])
-@pytest.mark.parametrize("token_map", [None, MAP], ids=["all", "map"])
+@pytest.mark.parametrize(("kind", "lm_head", "bias", "n_layers", "token_map"), PAIRWISE)
 def test_every_layout_gives_back_what_it_was_given(
     tmp_path, backbone, layout, kind, lm_head, bias, n_layers, token_map
 ):
     heads = made(backbone, token_map, kind=kind, bias=bias, n_layers=n_layers, **LM_HEADS[lm_head])
     if not holds(layout, heads):
-        with pytest.raises(InputError, match=r"take|[Kk]eep") as caught:
+        with pytest.raises(InputError) as caught:
             convert(heads, tmp_path / "out", layout)
         assert files(tmp_path) == [] and layout in str(caught.value)
         return
@@ -363,7 +302,7 @@ def test_names_and_shapes_are_those_of_the_others(tmp_path, backbone):
     }  # fmt: skip
     for layout, shapes in expected.items():
         convert(heads, tmp_path / layout, layout)
-        found = source.open_source(tmp_path / layout, [LAYOUTS[layout].file]).tensors
+        found = layouts.open_source(tmp_path / layout).tensors
         assert {name: tuple(t.shape) for name, t in found.items()} == {
             name.format(i=i): shape for name, shape in shapes.items() for i in range(2)
         }
@@ -394,9 +333,25 @@ def test_the_original_repository_computes_the_same(tmp_path, backbone):
         torch.testing.assert_close(theirs[head](normed), heads.draft_logits(head, HIDDEN))
 
 
+def test_settings_of_vllm_are_told_or_refused(tmp_path, backbone):
+    heads = made(backbone)
+    convert(heads, tmp_path / "out", "vllm")
+    reconfigure(tmp_path / "out", medusa_fc_bias=False)
+    loaded, report = load_trained_heads(tmp_path / "out", backbone)
+    assert same_state(loaded, heads) and "vLLM drops them" in str(report)
+    reconfigure(tmp_path / "out", logit_scale=0.5)
+    with pytest.raises(HeadsMismatch, match="logit_scale"):
+        load_trained_heads(tmp_path / "out", backbone)
+    with pytest.raises(InputError, match="did you mean vllm"):
+        convert(heads, tmp_path / "other", "vlm")
+    save_file({"model.layers.0.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"model\.layers\.0\.weight"):
+        load_trained_heads(tmp_path, backbone)
+
+
 def test_equal_blocks_fit_the_original_repository(tmp_path, backbone):
     heads = made(backbone, n_layers=2)
-    with pytest.raises(InputError, match="runs one block 2 times"):
+    with pytest.raises(InputError, match="medusa-v2"):
         convert(heads, tmp_path / "out", "medusa-v2")
     for head in heads.heads:
         head.blocks[1].load_state_dict(head.blocks[0].state_dict())
@@ -518,52 +473,18 @@ def test_vllm_shared_lm_heads(tmp_path, backbone):
         load_trained_heads(tmp_path / "out", backbone)
 
 
-def test_biases_that_vllm_would_drop_are_told(tmp_path, backbone):
-    heads = made(backbone)
-    convert(heads, tmp_path / "out", "vllm")
-    reconfigure(tmp_path / "out", medusa_fc_bias=False)
-    loaded, report = load_trained_heads(tmp_path / "out", backbone)
-    assert same_state(loaded, heads) and "vLLM drops them" in str(report)
-
-
-def test_vllm_settings_that_our_heads_have_not_are_refused(tmp_path, backbone):
-    convert(made(backbone), tmp_path / "out", "vllm")
-    reconfigure(tmp_path / "out", logit_scale=0.5)
-    with pytest.raises(HeadsMismatch, match="logit_scale"):
-        load_trained_heads(tmp_path / "out", backbone)
-
-
-def test_an_unknown_layout_is_asked_back(tmp_path, backbone):
-    with pytest.raises(InputError, match="did you mean vllm"):
-        convert(made(backbone), tmp_path / "out", "vlm")
-    save_file({"model.layers.0.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=r"none of the layouts specnb, .*model\.layers\.0\.weight"):
-        load_trained_heads(tmp_path, backbone)
-
-
 # ---- hostile files
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["specnb", "note"])
 def test_only_our_errors_come_out_of_damaged_files(tmp_path, backbone, layout):
     convert(made(backbone), tmp_path / "out", layout)
-    generator = torch.Generator().manual_seed(11)
     for file in sorted((tmp_path / "out").iterdir()):
         whole = file.read_bytes()
-        for trial in range(60):
-            data = bytearray(whole)
-            at, value = (int(torch.randint(n, (), generator=generator)) for n in (min(len(data), 3000), 256))
-            if trial % 3 == 0:
-                del data[at:]
-            elif trial % 3 == 1:
-                data[at] = value
-            else:
-                data[-1 - at % len(data)] = value  # the directory of a zip is at its end
+        for data in (b"", b"garbage", whole[: len(whole) // 2], whole[:9] + b"\xff" * 20 + whole[29:]):
             file.write_bytes(data)
-            try:
+            with pytest.raises(InputError, match=str(tmp_path)):
                 load_trained_heads(tmp_path / "out", backbone)
-            except SpecnbError as error:
-                assert str(tmp_path) in str(error)
         file.write_bytes(whole)
 
 
@@ -577,79 +498,9 @@ class Evil:
 
 def test_nothing_pickled_is_run(tmp_path, backbone):
     torch.save({"heads.0.res_block.linear.weight": Evil(tmp_path / "was_here")}, tmp_path / "evil.pt")
-    with pytest.raises(InputError, match=r"evil\.pt cannot be read"):
+    with pytest.raises(InputError, match=r"evil\.pt.* code") as caught:
         load_trained_heads(tmp_path / "evil.pt", backbone)
-    assert not (tmp_path / "was_here").exists()
-
-
-def test_a_pt_that_would_grow_is_refused(tmp_path, backbone):
-    file = tmp_path / "bomb.pt"
-    torch.save({"heads.0.res_block.linear.weight": torch.zeros(1 << 16)}, tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
-        for name in plain.namelist():
-            packed.writestr(name, plain.read(name))
-    with pytest.raises(InputError, match="compressed"):
-        load_trained_heads(file, backbone)
-    torch.save({"x": torch.ones(1)}, file, _use_new_zipfile_serialization=False)
-    with pytest.raises(InputError, match="zip format"):
-        load_trained_heads(file, backbone)
-
-
-def test_a_shape_without_its_bytes_is_refused(tmp_path, backbone):
-    """One number in the file, a matrix in its description: reading it would fill the memory."""
-    convert(made(backbone, lm_head="private"), tmp_path / "out", "note")
-    file = tmp_path / "out" / "medusa_heads.pt"
-    state = torch.load(file)
-    torch.save(state | {"heads.0.lm_head.weight": torch.zeros(1).expand(VOCAB, WIDTH)}, file)
-    with pytest.raises(InputError, match="strides"):
-        load_trained_heads(file, backbone)
-    torch.save(state | {"heads.0.lm_head.weight": torch.zeros(1).expand(1 << 40, 1 << 20)}, file)
-    with pytest.raises(SpecnbError):
-        load_trained_heads(file, backbone)
-    torch.save(state | {"heads.0.lm_head.weight": torch.ones(VOCAB, WIDTH).to_sparse()}, file)
-    with pytest.raises(InputError, match="sparse"):
-        load_trained_heads(file, backbone)
-
-
-def test_absurd_files_are_refused_before_they_are_read(tmp_path, backbone, monkeypatch):
-    folder = saved(backbone, tmp_path / "made")
-    header = b'{"a":{"dtype":"F32","shape":[1073741824,1073741824],"data_offsets":[0,4]}}'
-    (folder / "heads.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0000")
-    with pytest.raises(InputError, match="cannot be read"):
-        load_trained_heads(folder, backbone)
-    (folder / "config.json").write_text("[" * 100_000)
-    with pytest.raises(InputError, match=r"config\.json"):
-        load_trained_heads(folder, backbone)
-    monkeypatch.setattr(source, "MAX_BYTES", 10)
-    with pytest.raises(InputError, match="more than heads can have"):
-        load_trained_heads(folder, backbone)
-    shutil.rmtree(folder)
-    many = saved(backbone, tmp_path / "made")
-    alter(many, lambda t: t.update({str(i): torch.ones(1) for i in range(20)}))
-    monkeypatch.setattr(source, "MAX_BYTES", 1 << 30)
-    monkeypatch.setattr(source, "MAX_TENSORS", 10)
-    with pytest.raises(InputError, match="26 tensors"):
-        load_trained_heads(many, backbone)
-
-
-@pytest.mark.parametrize("layout", ["medusa-v1", "vllm", "note"])
-def test_absurd_indices_are_refused(tmp_path, backbone, layout):
-    convert(made(backbone), tmp_path / "out", layout)
-    file = tmp_path / "out" / LAYOUTS[layout].file
-    load, store = (load_file, save_file) if file.suffix == ".safetensors" else (torch.load, torch.save)
-    name = {"medusa-v1": "999.0.linear.weight", "vllm": "blocks.999.layers.0.weight",
-            "note": "heads.999.res_block.linear.weight"}[layout]  # fmt: skip
-    store(load(file) | {name: torch.ones(WIDTH, WIDTH)}, file)
-    with pytest.raises(InputError, match="n_heads"):
-        load_trained_heads(tmp_path / "out", backbone)
-
-
-def test_links_are_followed(tmp_path, backbone):
-    folder = saved(backbone, tmp_path / "made")
-    (tmp_path / "link").symlink_to(folder)
-    assert load_trained_heads(tmp_path / "link", backbone)[1].clean
-    save(made(backbone, n_heads=2), tmp_path / "link")
-    assert (tmp_path / "link").is_symlink() and load_trained_heads(folder, backbone)[0].config.n_heads == 2
+    assert not (tmp_path / "was_here").exists() and "weights_only" not in str(caught.value)
 
 
 # ---- names and the command
@@ -664,16 +515,8 @@ def test_shipped_heads_go_by_name(tmp_path, backbone, monkeypatch):
     assert load_trained_heads("tiny-medusa", backbone)[1].clean
     with pytest.raises(InputError, match="did you mean tiny-medusa"):
         folder_of("tiny-medussa")
-    with pytest.raises(InputError, match="no heads at"):
-        folder_of("x" * 5000)
-    with pytest.raises(InputError, match="name the file itself"):
+    with pytest.raises(InputError, match="holds no heads"):
         load_trained_heads(tmp_path, backbone)
-
-
-def test_heads_that_the_project_ships_have_a_config():
-    for folder in shipped().values():
-        assert folder.parent == paths.project_dir() / "data" / "heads"
-        HeadsConfig.model_validate_json((folder / "config.json").read_text())
 
 
 def test_the_command_converts(tmp_path, monkeypatch, capsys):
@@ -684,13 +527,13 @@ def test_the_command_converts(tmp_path, monkeypatch, capsys):
     line = ["checkpoint", str(tmp_path / "made"), "--backbone", str(tmp_path / "net"), "--to"]
     monkeypatch.setattr(sys, "argv", [*line, "vllm", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
-        checkpoint.main()
+        script.run("checkpoint", checkpoint.command)
     assert not ended.value.code
     shown = capsys.readouterr().out
     assert "3 medusa heads, layout specnb" in shown and "layout vllm" in shown
     assert same_state(load_trained_heads(tmp_path / "out", net)[0], heads)
     monkeypatch.setattr(sys, "argv", [*line, "vlm", "--out", str(tmp_path / "no")])
     with pytest.raises(SystemExit) as ended:
-        checkpoint.main()
+        script.run("checkpoint", checkpoint.command)
     assert ended.value.code == 2 and "did you mean vllm" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()

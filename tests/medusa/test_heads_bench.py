@@ -12,8 +12,7 @@ from specnb.errors import InputError
 from specnb.measure.bench import Timed
 from specnb.medusa import bench as heads_bench
 from specnb.medusa import checkpoint
-from specnb.medusa.bench import HeadsBenchParams, checked_params, chosen_prompts
-from specnb.medusa.speeds import ALL, PARTS, shown_rows, speed_table
+from specnb.medusa.bench import ALL, PARTS, HeadsBenchParams, checked_params, chosen_prompts, shown_rows, speed_table
 from specnb.medusa.tree import TreePlan, grow
 from specnb.prompts import Prompt
 from specnb.records import Generation, Round

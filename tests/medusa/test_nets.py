@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from specnb.errors import InputError
-from specnb.medusa.backbone import Backbone, final_norm
-from specnb.medusa.config import HeadsConfig
-from specnb.medusa.heads import Heads, misfits
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, final_norm, misfits
 from tests.tiny_models import VOCAB, WIDTH, torch_model
 
 FAMILIES = {
@@ -62,12 +60,15 @@ IDS = torch.tensor([[5, 9, 31, 7], [8, 8, 40, 2]])
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize(
-    "lm_head", [{}, {"lm_head": "private"}, {"lm_head": "low_rank", "rank": 4}], ids=["shared", "private", "low_rank"]
-)
-@pytest.mark.parametrize("token_map", [None, MAP], ids=["all", "map"])
-@pytest.mark.parametrize("contract", ["pre_norm", "post_norm"])
+    ("kind", "lm_head", "token_map", "contract"),
+    [
+        ("medusa", {}, None, "pre_norm"), ("hydra", {}, MAP, "post_norm"),
+        ("medusa", {"lm_head": "private"}, MAP, "pre_norm"), ("hydra", {"lm_head": "private"}, None, "post_norm"),
+        ("medusa", {"lm_head": "low_rank", "rank": 4}, MAP, "post_norm"),
+        ("hydra", {"lm_head": "low_rank", "rank": 4}, None, "pre_norm"),
+    ],
+)  # fmt: skip
 def test_zero_heads_say_what_the_backbone_says(net, kind, lm_head, token_map, contract):
     heads = made(net, kind=kind, token_map=token_map, input=contract, n_layers=2, **lm_head)
     before, behind, logits = states(net, IDS)
@@ -133,14 +134,6 @@ def test_hydra_sees_exactly_the_tokens_before_the_one_it_drafts(llama):
 
 
 @torch.no_grad()
-def test_hydra_conditions_are_in_order(llama):
-    heads = randomised(made(llama, kind="hydra"))
-    hidden = states(llama, IDS)[0][:1]
-    one, other = (heads.draft_logits(1, hidden, torch.tensor([pair])) for pair in ([3, 4], [4, 3]))
-    assert not torch.allclose(one, other)
-
-
-@torch.no_grad()
 def test_medusa_takes_no_notice_of_tokens(llama):
     heads = randomised(made(llama))
     hidden = states(llama, IDS)[0]
@@ -189,23 +182,11 @@ def test_cost_is_what_a_hand_counts():
     assert few["parameters"] == 1_329_408 + 4 * 8192 * hidden and few["shared_bytes"] == 0
 
 
-@pytest.mark.parametrize(
-    ("token_map", "said"),
-    [
-        (torch.tensor([3, 1]), "ascending"),
-        (torch.tensor([1, 1]), "each once"),
-        (torch.tensor([1, VOCAB]), "outside the vocabulary"),
-        (torch.tensor([-1, 1]), "outside the vocabulary"),
-        (torch.tensor([1.0, 2.0]), "int64"),
-        (torch.tensor([[1, 2]]), "int64"),
-        (torch.tensor([], dtype=torch.int64), "int64"),
-        (torch.tensor(5), "int64"),
-        (torch.arange(VOCAB + 1), "more than the vocabulary"),
-    ],
-)
-def test_a_bad_map_is_told(llama, token_map, said):
-    config = HeadsConfig(n_heads=1, hidden_size=WIDTH, vocab_size=VOCAB, draft_vocab=min(token_map.numel(), VOCAB))
-    with pytest.raises(InputError, match=said):
+@pytest.mark.parametrize("ids", [[3, 1], [1, 1], [1, VOCAB], [-1, 1], [1.0, 2.0], [[1, 2]], []])
+def test_a_bad_map_is_refused(llama, ids):
+    token_map = torch.tensor(ids) if ids else torch.tensor([], dtype=torch.int64)
+    config = HeadsConfig(n_heads=1, hidden_size=WIDTH, vocab_size=VOCAB, draft_vocab=token_map.numel())
+    with pytest.raises(InputError):
         Heads(config, Backbone.of(llama), token_map)
 
 
@@ -236,12 +217,6 @@ def test_the_digest_knows_the_weights_and_not_their_type(llama):
     assert Backbone.of(torch_model("llama", seed=3).to(torch.bfloat16)).digest == mine
     assert Backbone.of(torch_model("llama", seed=4)).digest != mine
     assert Backbone.of(torch_model("llama", seed=3, vocab_size=VOCAB + 8)).digest != mine
-
-
-def test_borrowed_matrices_have_a_row_a_token_and_no_gradient():
-    backbone = Backbone.of(torch_model("llama"))
-    assert backbone.embeddings.shape == backbone.lm_head.shape == (VOCAB, WIDTH)
-    assert not backbone.lm_head.requires_grad and not backbone.embeddings.requires_grad
 
 
 def test_heads_do_not_copy_the_network_through_a_listener(llama):

@@ -11,7 +11,8 @@ from specnb import corpus
 from specnb.corpus import Document
 from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
-from specnb.medusa import data, examples, given, hidden, seeds, stream
+from specnb.medusa import data, text
+from specnb.medusa.text import Turns, Writing
 from tests.tiny_models import torch_model
 
 END, ROLE = 2, {"user": 3, "assistant": 4}
@@ -20,7 +21,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}\x11{% endif %}"
 )
 CONTROL = {"\x10": ROLE["user"], "\x11": ROLE["assistant"], "\x12": END}
-WRITING = stream.Writing(length=40, batch_size=3, longest_seed=16, longest_answer=8, longest_request=5)
+WRITING = Writing(length=40, batch_size=3, longest_seed=16, longest_answer=8, longest_request=5)
 
 
 class Writer:
@@ -61,7 +62,8 @@ def documents(monkeypatch):
 
 
 def written(net, writer, folder, **changed):
-    data.write(writer, net, folder, **({"batches": {"train": 2}, "made": WRITING, "backbone": "ab"} | changed))
+    writer.network = net
+    data.write(writer, folder, **({"batches": {"train": 2}, "writing": WRITING, "backbone": "ab"} | changed))
     return data.read(folder, "train")
 
 
@@ -76,7 +78,7 @@ def test_own_tokens_are_the_greedy_choice(net, writer, tmp_path):
 
 
 def test_turns_are_written_as_the_template_writes_them(net, writer, tmp_path):
-    turns = seeds.Turns.of(writer)
+    turns = Turns.of(writer)
     assert (turns.opening, turns.to_answer, turns.to_request) == ((3,), (END, 4), (END, 3))
     rows = written(net, writer, tmp_path)
     roles = 0
@@ -86,13 +88,6 @@ def test_turns_are_written_as_the_template_writes_them(net, writer, tmp_path):
                 roles += 1
                 assert tokens[at] in ROLE.values() and not (own[at + 1] and tokens[at] == ROLE["user"])
     assert roles, "rows hold turns beside the first"
-
-
-def test_answers_are_no_longer_than_asked(net, writer, tmp_path):
-    rows = written(net, writer, tmp_path)
-    for own in rows.own:
-        lengths = np.diff(np.flatnonzero(np.diff(np.concatenate([[0], own, [0]])))[:None])[::2]
-        assert lengths.max() <= WRITING.longest_answer
 
 
 def test_a_stopped_run_goes_on_and_shards_make_the_same_text(net, writer, tmp_path):
@@ -108,7 +103,7 @@ def test_a_stopped_run_goes_on_and_shards_make_the_same_text(net, writer, tmp_pa
         written(net, writer, tmp_path / "parts", batches={"train": 3}, on_tokens=interrupt)
     again = written(net, writer, tmp_path / "parts", batches={"train": 3})
     for i in (1, 0):
-        data.write(writer, net, tmp_path / "shards", batches={"train": 3}, made=WRITING, backbone="ab", shard=(i, 2))
+        written(net, writer, tmp_path / "shards", batches={"train": 3}, shard=(i, 2))
     shards = data.read(tmp_path / "shards", "train")
     assert whole.digest() == again.digest() == shards.digest()
 
@@ -125,43 +120,37 @@ def test_without_a_chat_template_texts_are_continued(net, tmp_path):
     assert rows.own[:, -1].all(), "there is nobody else to write"
 
 
-@pytest.mark.parametrize("bytes_", [b"", b"PK\x03\x04 garbage", b"\x93NUMPY"])
-def test_damaged_text_is_one_clear_error(net, writer, tmp_path, bytes_):
-    written(net, writer, tmp_path)
-    (tmp_path / "train-00001.npz").write_bytes(bytes_)
-    with pytest.raises(InputError, match="train-00001"):
-        data.read(tmp_path, "train")
-
-
-def test_hidden_states_are_those_in_front_of_the_final_norm(net, writer, tmp_path):
-    rows = written(net, writer, tmp_path)
-    hidden.compute(net, tmp_path, backbone="ab")
-    states = hidden.read(tmp_path, "train")
+def test_states_come_with_the_text_or_are_computed_from_it(net, writer, tmp_path):
+    """In front of the final norm, by either way no further apart than bfloat16 rounds."""
+    rows = written(net, writer, tmp_path, batches={"train": 1})
+    came = data.read_states(tmp_path, "train").float()
     with torch.inference_mode():
-        wanted = net(torch.from_numpy(rows.tokens.astype(np.int64))).logits
-        found = net.lm_head(net.model.norm(states.float()))
-    assert states.shape == (*rows.tokens.shape, net.config.hidden_size)
-    assert (found - wanted).abs().max() < 0.02 * wanted.abs().max()
+        logits = net(torch.from_numpy(rows.tokens.astype(np.int64))).logits
+        from_states = net.lm_head(net.model.norm(came))
+    assert (from_states - logits).abs().max() < 0.02 * logits.abs().max()
+    (tmp_path / "train-00000.hidden.npy").unlink()
+    with pytest.raises(InputError, match="stage hidden"):
+        data.read_states(tmp_path, "train")
+    counts = []
+    data.compute_states(net, tmp_path, backbone="ab", on_tokens=counts.append)
+    data.compute_states(net, tmp_path, backbone="ab", on_tokens=lambda n: pytest.fail("they were there"))
+    computed = data.read_states(tmp_path, "train").float()
+    assert (came - computed).abs().max() <= 2**-7 * computed.abs().max() and sum(counts) == rows.tokens.size
+    with pytest.raises(InputError, match="another folder"):
+        data.compute_states(net, tmp_path, backbone="cd")
 
 
-def test_states_that_come_with_the_text_are_those_computed_from_it(net, writer, tmp_path):
-    written(net, writer, tmp_path, on_states=hidden.save)
-    came = hidden.read(tmp_path, "train").float()
-    for file in tmp_path.glob("*.hidden.npy"):
-        file.unlink()
-    hidden.compute(net, tmp_path, backbone="ab")
-    computed = hidden.read(tmp_path, "train").float()
-    assert (came - computed).abs().max() <= 2**-7 * computed.abs().max(), "no further apart than bfloat16 rounds"
-
-
-def test_hidden_states_go_on_where_files_are_new(net, writer, tmp_path):
-    written(net, writer, tmp_path, batches={"train": 1})
-    counted = []
-    hidden.compute(net, tmp_path, backbone="ab", on_tokens=counted.append)
-    written(net, writer, tmp_path, batches={"train": 2})
-    again = []
-    hidden.compute(net, tmp_path, backbone="ab", on_tokens=again.append)
-    assert sum(counted) == sum(again) == WRITING.batch_size * WRITING.length
+def test_given_text(writer, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": "abcdefgh" * 20}) + "\n" for _ in range(10)))
+    for _ in range(2):
+        data.write_given(writer, file, tmp_path / "out", backbone="ab", length=40)
+    train, held_out = (data.read(tmp_path / "out", split) for split in data.SPLITS)
+    assert train.own.all() and train.tokens.size + held_out.tokens.size == 10 * 161 // 40 * 40
+    for wrong in ('{"text": 1}', "[]", '{"text": "a", "more": 1}', "{", '{"text": "too little"}'):
+        file.write_text(wrong + "\n")
+        with pytest.raises(InputError):
+            data.write_given(writer, file, tmp_path / "other" / str(len(wrong)), backbone="ab", length=40)
 
 
 class TestExamples:
@@ -173,7 +162,7 @@ class TestExamples:
         tokens = np.arange(2 * length, dtype=np.int32).reshape(2, length)
         states = torch.arange(2 * length, dtype=torch.bfloat16).reshape(2, length, 1)
         rows = data.Rows(tokens, np.broadcast_to(own, tokens.shape).copy())
-        return examples.Examples(rows, states, n_heads=self.n_heads, token_map=token_map, vocab_size=24)
+        return data.Examples(rows, states, n_heads=self.n_heads, token_map=token_map, vocab_size=24)
 
     def test_alignment(self):
         made = self.made(True)
@@ -190,7 +179,7 @@ class TestExamples:
         own[[0, 1, 2, 7]] = False
         made = self.made(own)
         batch = made.batch(torch.arange(len(made)))
-        assert (batch.labels[:, 0] != examples.NO_LABEL).all()
+        assert (batch.labels[:, 0] != data.NO_LABEL).all()
         for labels in batch.labels:
             told = labels[labels >= 0] % 12
             assert not np.isin(told, np.flatnonzero(~own)).any()
@@ -199,7 +188,7 @@ class TestExamples:
     def test_tokens_outside_the_draft_vocabulary(self):
         made = self.made(True, token_map=torch.tensor([2, 4, 6, 8]))
         labels = made.batch(torch.arange(len(made))).labels
-        assert set(labels.unique().tolist()) == {examples.OUTSIDE, 0, 1, 2, 3}
+        assert set(labels.unique().tolist()) == {data.OUTSIDE, 0, 1, 2, 3}
 
     def test_every_epoch_visits_each_example_once(self):
         made = self.made(True)
@@ -213,40 +202,11 @@ class TestExamples:
     def test_draft_vocabulary(self):
         tokens = np.array([[5, 5, 5, 9, 9, 1, 7]], dtype=np.int32)
         rows = data.Rows(tokens, np.array([[True] * 6 + [False]]))
-        assert examples.most_frequent(rows, 2).tolist() == [5, 9]
-        assert examples.most_frequent(rows, 4).tolist() == [1, 5, 7, 9], "7 was not its own, but is in the text"
-        assert examples.coverage(rows, torch.tensor([5, 9])) == 5 / 6
+        assert data.most_frequent(rows, 2).tolist() == [5, 9]
+        assert data.most_frequent(rows, 4).tolist() == [1, 5, 7, 9], "7 was not its own, but is in the text"
+        assert data.coverage(rows, torch.tensor([5, 9])) == 5 / 6
         with pytest.raises(InputError, match="4 different"):
-            examples.most_frequent(rows, 5)
-
-
-def test_given_text(writer, tmp_path):
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": "abcdefgh" * 20}) + "\n" for _ in range(10)))
-    texts, facts = given.of_file(file)
-    n = given.write(writer, texts, tmp_path / "out", facts=facts, backbone="ab", length=40)
-    train, held_out = (data.read(tmp_path / "out", split) for split in data.SPLITS)
-    assert train.own.all() and train.tokens.size + held_out.tokens.size == n
-    assert n == given.write(writer, texts, tmp_path / "out", facts=facts, backbone="ab", length=40)
-
-
-@pytest.mark.parametrize("line", ['{"text": 1}', "[]", '{"text": "a", "more": 1}', "{"])
-def test_a_line_that_is_no_text(tmp_path, line):
-    file = tmp_path / "texts.jsonl"
-    file.write_text(line + "\n")
-    with pytest.raises(InputError, match=r"texts\.jsonl"):
-        given.of_file(file)
-
-
-def test_too_little_text(writer, tmp_path):
-    with pytest.raises(InputError, match="at least"):
-        given.write(writer, ["abc"], tmp_path / "out", facts={}, backbone="ab", length=40)
-
-
-def test_states_of_another_backbone_are_not_computed(net, writer, tmp_path):
-    written(net, writer, tmp_path)
-    with pytest.raises(InputError, match="another folder"):
-        hidden.compute(net, tmp_path, backbone="cd")
+            data.most_frequent(rows, 5)
 
 
 def test_a_bos_token_stands_in_front_of_the_chat_only():
@@ -256,7 +216,7 @@ def test_a_bos_token_stands_in_front_of_the_chat_only():
 
     writer = Adding(64)
     writer.vocab = replace(writer.vocab, bos=1, add_bos=True)
-    assert seeds.Turns.of(writer) == seeds.Turns((1, 3), (END, 4), (END, 3))
+    assert Turns.of(writer) == Turns((1, 3), (END, 4), (END, 3))
 
 
 @pytest.mark.parametrize("kind", ["mamba", "gpt2", "gpt_neox"])
@@ -273,7 +233,7 @@ def test_families_that_keep_their_state_otherwise(writer, tmp_path, kind):
 def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, writer, tmp_path, monkeypatch):
     """No label among the drawn ones, and as many of them as the seed says."""
     lead = 4
-    monkeypatch.setattr("specnb.medusa.seeds.lead_of", lambda kind, rng: lead)
+    monkeypatch.setattr("specnb.medusa.text.lead_of", lambda kind, rng: lead)
     rows = written(net, Writer(64, None), tmp_path, batches={"train": 3})
     first = rows.own.argmax(axis=1)
     drawn = 0
@@ -286,10 +246,9 @@ def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, writer, tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("text", "is_loop"),
+    ("tokens", "is_loop"),
     [
         ([1, 2, 3, 4] * 5, True),
-        ([7] * 12, True),
         ([*range(40), *range(40), *range(8)], True),
         ([*range(40), *range(40)], False),  # once again is no loop yet
         ([*range(60), *range(60), *range(60)], False),  # longer than what is looked for
@@ -297,12 +256,12 @@ def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, writer, tmp_path, mo
         ([], False),
     ],
 )
-def test_loops(text, is_loop):
-    assert stream.loops(text) is is_loop
+def test_loops(tokens, is_loop):
+    assert text.loops(tokens) is is_loop
 
 
 def test_an_answer_ends_where_it_loops(net, writer, tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "loops", lambda tokens: len(tokens) >= stream.LOOP_CHECK)
-    rows = written(net, writer, tmp_path, made=replace(WRITING, length=120, longest_answer=100))
+    monkeypatch.setattr(text, "loops", lambda tokens: len(tokens) >= text.LOOP_CHECK)
+    rows = written(net, writer, tmp_path, writing=replace(WRITING, length=120, longest_answer=100))
     for own in rows.own:
-        assert np.diff(np.flatnonzero(np.diff(np.concatenate([[0], own, [0]]))))[::2].max() <= stream.LOOP_CHECK
+        assert np.diff(np.flatnonzero(np.diff(np.concatenate([[0], own, [0]]))))[::2].max() <= text.LOOP_CHECK

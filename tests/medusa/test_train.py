@@ -11,11 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from specnb.errors import EngineError, InputError, NonFiniteLogits
-from specnb.medusa import data, examples, losses, train_loop
-from specnb.medusa.backbone import Backbone
-from specnb.medusa.config import HeadsConfig
-from specnb.medusa.heads import Heads
-from specnb.medusa.recipe import PRESETS, Recipe, recipe
+from specnb.medusa import data, loop
+from specnb.medusa.loop import PRESETS, Recipe, recipe
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig
 from tests.tiny_models import torch_model
 
 VOCAB, N_HEADS, PERIOD = 64, 3, 7
@@ -54,11 +52,11 @@ def periodic_text(net):
 
 @pytest.fixture(scope="module")
 def periodic(periodic_text):
-    return examples.Examples(*periodic_text, n_heads=N_HEADS, token_map=None, vocab_size=VOCAB)
+    return data.Examples(*periodic_text, n_heads=N_HEADS, token_map=None, vocab_size=VOCAB)
 
 
 def train(heads, periodic, folder, recipe=RECIPE, **changed):
-    return train_loop.train(heads, recipe, periodic, periodic, folder, **({"save_every": 10, "data": "a"} | changed))
+    return loop.train(heads, recipe, periodic, periodic, folder, **({"save_every": 10, "data": "a"} | changed))
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
@@ -84,7 +82,7 @@ def test_a_rate_of_embeddings_is_that_of_larger_embeddings(backbone, periodic, t
 @pytest.mark.parametrize("norm", ["pre_norm", "post_norm"])
 def test_a_periodic_text_is_learned_by_heart(backbone, periodic, tmp_path, kind, norm):
     heads = new_heads(backbone, kind, input=norm)
-    before = train_loop.evaluate(heads, RECIPE, periodic)
+    before = loop.evaluate(heads, RECIPE, periodic)
     log = train(heads, periodic, tmp_path, replace(RECIPE, steps=400, peak_lr=2e-2), save_every=400)
     assert max(before["top1"][1:]) < 0.6 and log[-1]["top1"] == [1.0] * N_HEADS
 
@@ -109,7 +107,7 @@ def test_only_heads_are_trained(net, backbone, periodic, tmp_path):
     heads = new_heads(backbone)
     train(heads, periodic, tmp_path)
     assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
-    saved = train_loop.read_checkpoint(tmp_path)
+    saved = loop.read_checkpoint(tmp_path)
     assert len(saved["optimizer"]["state"]) == len(list(heads.parameters())) == 2 * N_HEADS
     assert not any("norm" in name for name in saved["heads"])
     assert saved["run"]["heads"] == heads.config.model_dump()
@@ -146,7 +144,7 @@ def test_a_checkpoint_of_other_heads_is_not_gone_on_with(backbone, periodic_text
     maps = [torch.arange(32), torch.arange(32) * 2]
     sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
     config = HeadsConfig(n_heads=N_HEADS, draft_vocab=32, **sizes)
-    sets = [examples.Examples(*periodic_text, n_heads=N_HEADS, token_map=m, vocab_size=VOCAB) for m in maps]
+    sets = [data.Examples(*periodic_text, n_heads=N_HEADS, token_map=m, vocab_size=VOCAB) for m in maps]
     train(Heads(config, backbone, maps[0]), sets[0], tmp_path)
     with pytest.raises(InputError, match="token_map was"):
         train(Heads(config, backbone, maps[1]), sets[1], tmp_path)
@@ -165,7 +163,7 @@ def test_heads_are_usable_whatever_ends_their_training(periodic, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_one_clear_error(backbone, periodic, tmp_path):
-    (tmp_path / train_loop.CHECKPOINT_FILE).write_bytes(b"garbage")
+    (tmp_path / loop.CHECKPOINT_FILE).write_bytes(b"garbage")
     with pytest.raises(InputError, match="remove it"):
         train(new_heads(backbone), periodic, tmp_path)
 
@@ -203,8 +201,8 @@ def test_a_heads_own_figures_are_not_weighted(backbone, periodic):
     heads = new_heads(backbone)
     batch = periodic.spread(64)
     with torch.no_grad():
-        light, a = losses.Objective(heads, replace(RECIPE, head_weight=0.5))(*batch)
-        heavy, b = losses.Objective(heads, replace(RECIPE, head_weight=1.0))(*batch)
+        light, a = loop.Objective(heads, replace(RECIPE, head_weight=0.5))(*batch)
+        heavy, b = loop.Objective(heads, replace(RECIPE, head_weight=1.0))(*batch)
     assert torch.equal(a.head_loss, b.head_loss) and light < heavy
     assert heavy == pytest.approx(float(a.head_loss.sum()), rel=1e-5)
     assert light == pytest.approx(float((a.head_loss * 0.5 ** torch.arange(N_HEADS)).sum()), rel=1e-5)
@@ -213,7 +211,7 @@ def test_a_heads_own_figures_are_not_weighted(backbone, periodic):
 def test_soft_targets_are_the_backbones_own_rows(net, backbone, periodic):
     """A head that says exactly what the backbone says in the later state has no soft loss; others have."""
     batch = periodic.spread(16)
-    objective = losses.Objective(new_heads(backbone), replace(RECIPE, teacher=1.0))
+    objective = loop.Objective(new_heads(backbone), replace(RECIPE, teacher=1.0))
     with torch.no_grad():
         right = [
             objective(batch.later[:, i], batch.ids, batch.labels, batch.later[:, i : i + 1].expand(-1, N_HEADS, -1))[0]
@@ -228,9 +226,9 @@ def test_labels_outside_the_draft_vocabulary_count_as_misses(backbone):
     hidden, later = torch.randn(4, backbone.hidden_size), torch.randn(4, N_HEADS, backbone.hidden_size)
     best = heads.draft_logits(0, hidden).argmax(-1)
     labels = best[:, None].expand(-1, N_HEADS).clone()
-    labels[:2] = examples.OUTSIDE
-    labels[3] = examples.NO_LABEL
-    _, found = losses.Objective(heads, RECIPE)(hidden, torch.zeros(4, N_HEADS, dtype=torch.long), labels, later)
+    labels[:2] = data.OUTSIDE
+    labels[3] = data.NO_LABEL
+    _, found = loop.Objective(heads, RECIPE)(hidden, torch.zeros(4, N_HEADS, dtype=torch.long), labels, later)
     assert found.top1[0] == pytest.approx(1 / 3)
 
 
@@ -240,7 +238,7 @@ def test_bad_numbers_stop_the_run(backbone, periodic, tmp_path):
         heads.heads[1].blocks[0].linear.bias[0] = float("nan")
     with pytest.raises((NonFiniteLogits, EngineError)):
         train(heads, periodic, tmp_path)
-    assert train_loop.read_checkpoint(tmp_path) is None
+    assert loop.read_checkpoint(tmp_path) is None
 
 
 def test_the_time_left_is_told_before_the_first_step(backbone, periodic, tmp_path):
@@ -274,7 +272,7 @@ def test_all_stages_from_the_command_line(tmp_path):
 
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
-        "".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 40}) + "\n" for i in range(40))
+        "".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 40}) + "\n" for i in range(14))
     )
     app = typer.Typer()
     app.command()(cli.command)
@@ -322,7 +320,7 @@ def test_two_processes_train_what_one_does(tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("export: ") == 1
         (run,) = (work / "runs").iterdir()
-        made[n] = train_loop.read_checkpoint(run)["heads"]
+        made[n] = loop.read_checkpoint(run)["heads"]
     for name, weight in made[1].items():
         assert torch.allclose(weight, made[2][name], atol=1e-3), name
         assert name.endswith("token_map") or weight.abs().max() > 5e-3

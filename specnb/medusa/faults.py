@@ -16,17 +16,15 @@ import torch
 from torch import nn
 
 from specnb.lm.base import LanguageModel
+from specnb.measure import curve as training_curve
+from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
-from specnb.medusa import checkpoint
-from specnb.medusa import curve as head_curve
-from specnb.medusa import gates as head_gates
+from specnb.medusa import checkpoint, gates
 from specnb.medusa.accuracy import NO_LABEL, Trace, network, score, states, trace
-from specnb.medusa.backbone import Backbone
-from specnb.medusa.curve import Curve
-from specnb.medusa.gates import Checked, Report
-from specnb.medusa.heads import Heads, new_heads
+from specnb.medusa.checkpoint import LoadReport
+from specnb.medusa.loop import Recipe
+from specnb.medusa.nets import Backbone, Heads, new_heads
 from specnb.medusa.practice import practise, sets
-from specnb.medusa.recipe import Recipe
 from specnb.prompts import Prompt
 
 STEPS, ALIVE, EVERY = 18, 12, 3
@@ -54,7 +52,7 @@ class Planted:
     fault: str
     named: str
     heads: Heads
-    report: Report | None
+    report: LoadReport | None
     curve: Curve | None = None
 
 
@@ -85,7 +83,7 @@ def never_loaded(heads: Heads, backbone: Backbone, seed: int) -> Planted:
     return Planted("never loaded", "never loaded", made.eval(), None)
 
 
-def other_norm(heads: Heads, backbone: Backbone, report: Report, *, twice: bool) -> Planted:
+def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: bool) -> Planted:
     """Trained heads that are fed the state normed `twice`, or not at all."""
     config = heads.config.model_copy(update={"input": "pre_norm"})
     norm = Twice(Heads(config, backbone, heads.token_map)) if twice else nn.Identity()
@@ -107,7 +105,7 @@ def rate_died(heads: Heads, backbone: Backbone, recipe: Recipe, text: Path, fold
     log = practise("rate died", made, dying, text, folder / "run", save_every=EVERY).log
     checkpoint.save(made, folder / "heads", facts={"log": log})
     loaded, report = checkpoint.load_trained_heads(folder / "heads", backbone)
-    return Planted("learning rate died", "dead schedule", loaded, report, head_curve.read(report.path))
+    return Planted("learning rate died", "dead schedule", loaded, report, training_curve.read(report.path))
 
 
 def judge(
@@ -118,39 +116,33 @@ def judge(
     max_new_tokens: int,
     seed: int = 0,
     progress: Progress = silent,
-) -> tuple[pd.DataFrame, list[Checked]]:
+) -> pd.DataFrame:
     """The gates on each of `planted`. A row: fault, its fingerprint, `failed` gates, `diagnoses`, `named` (rightly).
 
     Columns of the fingerprint are those of `fingerprint`, alpha_1 with kept and tested drafts, and `tau` of a chain.
     """
-    rows, found = [], []
-    for one in planted:
+    rows = []
+    for fault in planted:
 
-        def told(done: int, total: int, what: str, one: Planted = one) -> None:
-            progress(done, total, f"{one.fault}: {what}")
+        def told(done: int, total: int, step: str, name: str = fault.fault) -> None:
+            progress(done, total, f"{name}: {step}")
 
-        checked = head_gates.run(
-            target, one.heads, one.report, prompts, curve=one.curve, max_new_tokens=max_new_tokens, seed=seed,
+        checked = gates.run(
+            target, fault.heads, fault.report, prompts, curve=fault.curve, max_new_tokens=max_new_tokens, seed=seed,
             progress=told,
         )  # fmt: skip
-        rows.append(_row(target, one, checked))
-        found.append(checked)
-    return pd.DataFrame(rows), found
-
-
-def _row(target: LanguageModel, one: Planted, checked: Checked) -> dict[str, Any]:
-    names = [d.name for d in checked.diagnoses]
-    first = checked.served.iloc[0] if len(checked.served) else {"alpha": None, "kept": 0, "tested": 0}
-    traces = [trace(target, generation) for generation in checked.plain]
-    return {
-        "fault": one.fault,
-        "alpha_1": first["alpha"], "kept": int(first["kept"]), "tested": int(first["tested"]),
-        "tau": sum(len(g.token_ids) for g in checked.chains) / sum(len(g.rounds) for g in checked.chains),
-        **fingerprint(one.heads, traces),
-        "failed": ", ".join(gate.name for gate in checked.gates if not gate.passed),
-        "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),
-        "named": one.named in names if one.named else checked.passed,
-    }  # fmt: skip
+        names = [d.name for d in checked.diagnoses]
+        first = checked.served.iloc[0] if len(checked.served) else {"alpha": None, "kept": 0, "tested": 0}
+        rows.append({
+            "fault": fault.fault,
+            "alpha_1": first["alpha"], "kept": int(first["kept"]), "tested": int(first["tested"]),
+            "tau": sum(len(g.token_ids) for g in checked.chains) / sum(len(g.rounds) for g in checked.chains),
+            **fingerprint(fault.heads, [trace(target, generation) for generation in checked.plain]),
+            "failed": ", ".join(gate.name for gate in checked.gates if not gate.passed),
+            "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),
+            "named": fault.named in names if fault.named else checked.passed,
+        })  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 @torch.inference_mode()
@@ -165,17 +157,13 @@ def fingerprint(heads: Heads, traces: Sequence[Trace]) -> dict[str, float]:
     once = [score(heads, one, normed=one.post_norm) for one in traces]
     copies = [s.best == t.best.cpu().numpy()[:, None] for s, t in zip(served, traces, strict=True)]
     ids = [one.ids.cpu().numpy() for one in traces]
+    right, right_once = (np.concatenate([s.rank[:, 0] for s in scores]) for scores in (served, once))
     return {
-        "right": _right([s.rank for s in served]),
-        "right_normed_once": _right([s.rank for s in once]),
+        "right": float((right[right != NO_LABEL] == 0).mean()),
+        "right_normed_once": float((right_once[right_once != NO_LABEL] == 0).mean()),
         "copies": float(np.concatenate(copies).mean()),
         "repeats": float(np.concatenate([one[1:] == one[:-1] for one in ids]).mean()),
     }
-
-
-def _right(ranks: Sequence[np.ndarray]) -> float:
-    first = np.concatenate([rank[:, 0] for rank in ranks])
-    return float((first[first != NO_LABEL] == 0).mean())
 
 
 def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame:

@@ -1,33 +1,180 @@
-"""The training loop of heads: one recipe in, one checkpoint out, resumable to the bit. The backbone is never run here.
+"""The training of heads: recipes, what is lowered, and the loop, resumable to the bit. The backbone is never run here.
 
-Under `accelerate launch` every process takes its share of each batch, and gradients are averaged: the same run, but for
-rounding and for shares that differ in how many labels they have.
+What is told of a training is unweighted, never the weighted loss under a head's name. Under `accelerate launch` every
+process takes its share of each batch, and gradients are averaged: the same run, but for rounding and for shares that
+differ in how many labels they have.
 """
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
-from specnb import store
 from specnb.errors import EngineError, InputError, NonFiniteLogits
-from specnb.medusa.examples import Batch, Examples
-from specnb.medusa.heads import Heads
-from specnb.medusa.losses import Measured, Objective
-from specnb.medusa.recipe import Recipe
+from specnb.io import write_atomic
+from specnb.medusa.data import NO_LABEL, OUTSIDE, Batch, Examples
+from specnb.medusa.nets import Heads
+from specnb.medusa.tree import RANKS
 
 CHECKPOINT_FILE = "checkpoint.pt"
 LOG_FILE = "log.jsonl"
 HELD_OUT = 4096
 """Held-out examples behind each logged accuracy."""
+TOP = 5
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`steps` of AdamW on `batch_size` positions each; the rate rises for `warmup` steps and falls along a cosine.
+
+    `head_weight` to the power of k is the weight of head k's loss (Cai et al. 2401.10774, section 2.2.1). `teacher`
+    is the share of the loss that compares with the backbone's own probabilities instead of its greedy token
+    (soft targets; Hydra's teacher loss, Ankner et al. 2402.05109). What of Hydra's weights is applied to embeddings
+    is moved at `embedding_rate` times the rate: AdamW moves every weight about as far, whatever it is applied to, and
+    embeddings may be much smaller than normed hidden states (SmolLM2-135M: 0.1 against 1.1 in the median dimension).
+    """
+
+    steps: int
+    batch_size: int = 2048
+    peak_lr: float = 1e-3
+    warmup: int = 500
+    eta_min: float = 1e-5
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    head_weight: float = 0.8
+    teacher: float = 0.0
+    embedding_rate: float = 1.0
+    seed: int = 0
+    bf16: bool = True
+
+    def __post_init__(self) -> None:
+        scales = self.clip, self.head_weight, self.embedding_rate
+        if min(self.steps, self.batch_size) < 1 or self.warmup < 0 or min(scales) <= 0 or not 0 <= self.teacher <= 1:
+            raise InputError(f"a recipe has positive numbers, and a teacher from 0 to 1, got {self}")
+        if not 0 < self.eta_min <= self.peak_lr:
+            raise InputError(f"eta_min {self.eta_min} is above 0, or the last steps train nothing, and at most peak_lr")
+
+    def lr(self, step: int) -> float:
+        """The rate of a step, counted from 0: above zero at the first, peak_lr after warm-up, eta_min at the last."""
+        if step < self.warmup:
+            return self.peak_lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - 1 - self.warmup)
+        return self.eta_min + (self.peak_lr - self.eta_min) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+PRESETS = MappingProxyType(
+    {
+        "report": Recipe(30_000, batch_size=4096, peak_lr=3e-4),
+        "reference": Recipe(30_000, batch_size=4096, peak_lr=1e-3),
+        "cpu": Recipe(2500, batch_size=1024, peak_lr=2e-3, warmup=100, embedding_rate=8.0),
+        "minute": Recipe(60, batch_size=512, peak_lr=2e-3, warmup=5, embedding_rate=8.0),
+    }
+)
+"""`report` is the Medusa note's, `reference` the same at the rate of the original repository; both are for a GPU.
+`cpu` takes about an hour on two cores, `minute` is for looking on."""
+
+
+def recipe(preset: str, **changed: Any) -> Recipe:
+    """A preset; what is not None in `changed` takes the place of its values. Raises InputError: no such preset."""
+    if preset not in PRESETS:
+        raise InputError(f"no preset {preset!r}: there are {', '.join(PRESETS)}")
+    values = {key: value for key, value in changed.items() if value is not None}
+    if "steps" in values:  # a short run with a long warm-up would never reach its rate
+        values = {"warmup": min(PRESETS[preset].warmup, values["steps"] // 10)} | values
+    return replace(PRESETS[preset], **values)
+
+
+class Measured(NamedTuple):
+    """Of each head `(n_heads,)`, unweighted, over the examples that have a label for it.
+
+    `head_loss` is the cross-entropy in nats over labels that the draft vocabulary holds; `top1` and `top5` the shares
+    of all labels that are the best, or among the best five, of its row.
+    """
+
+    head_loss: Tensor
+    top1: Tensor
+    top5: Tensor
+
+
+class Objective(nn.Module):
+    """The loss of a batch: sum over heads of head_weight^k times (1 - teacher) hard + teacher soft.
+
+    Hard is the cross-entropy with the backbone's greedy token, soft the divergence KL(backbone's row || head's row)
+    over the draft vocabulary, both in nats.
+    """
+
+    def __init__(self, heads: Heads, recipe: Recipe) -> None:
+        super().__init__()
+        self.heads, self.recipe = heads, recipe
+
+    def forward(self, hidden: Tensor, ids: Tensor, labels: Tensor, later: Tensor | None) -> tuple[Tensor, Measured]:
+        """A `Batch`, with `later` where there is a teacher; its states are those in front of the final norm.
+
+        Returns (loss, Measured without gradients).
+        """
+        heads, total, measured = self.heads, hidden.new_zeros((), dtype=torch.float32), []
+        states = heads.as_input(hidden.to(heads.shared_lm_head.dtype))
+        for i in range(heads.config.n_heads):
+            logits = heads.logits(i, heads.features(i, heads.normed(states), ids)).float()
+            rows = logits.log_softmax(-1)
+            hard, shares = _hard(rows, labels[:, i])
+            loss = hard
+            if self.recipe.teacher:
+                known = labels[:, i] != NO_LABEL
+                soft = _soft(rows, self._teacher_rows(later[:, i]), known)
+                loss = (1 - self.recipe.teacher) * hard + self.recipe.teacher * soft
+            total = total + self.recipe.head_weight**i * loss
+            measured.append(torch.stack([hard.detach(), *shares]))
+        return total, Measured(*torch.stack(measured, dim=1))
+
+    @torch.no_grad()
+    def _teacher_rows(self, later: Tensor) -> Tensor:
+        """Log probabilities of the backbone in the states where it chose the labels, over the draft vocabulary."""
+        heads = self.heads
+        normed = heads.normed(heads.as_input(later.to(heads.shared_lm_head.dtype)))
+        return F.linear(normed, heads.shared_lm_head).float().log_softmax(-1)
+
+
+@torch.no_grad()
+def rank_shares(heads: Heads, batch: Batch, ranks: int = RANKS) -> Tensor:
+    """Share of a head's labels that are the r-th best token of its row, `(n_heads, ranks)`: by these trees grow."""
+    states = heads.as_input(batch.hidden.to(heads.shared_lm_head.dtype))
+    shares = []
+    for i in range(heads.config.n_heads):
+        labels = batch.labels[:, i]
+        best = heads.logits(i, heads.features(i, heads.normed(states), batch.ids)).topk(ranks, dim=-1).indices
+        hits = (best == labels[:, None]) & (labels >= 0)[:, None]
+        shares.append(hits.sum(0) / (labels != NO_LABEL).sum().clamp(min=1))
+    return torch.stack(shares)
+
+
+def _hard(rows: Tensor, labels: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Mean cross-entropy over the labels that can be said; (top1, top5) over all that there are."""
+    sayable = labels >= 0
+    there = (labels != NO_LABEL).sum().clamp(min=1)
+    loss = F.nll_loss(rows, labels.masked_fill(labels == OUTSIDE, NO_LABEL), ignore_index=NO_LABEL, reduction="sum")
+    with torch.no_grad():
+        best = rows.topk(min(TOP, rows.shape[-1]), dim=-1).indices
+        hits = (best == labels[:, None]) & sayable[:, None]
+        top1, top5 = hits[:, 0].sum() / there, hits.any(-1).sum() / there
+    return loss / sayable.sum().clamp(min=1), (top1, top5)
+
+
+def _soft(rows: Tensor, wanted: Tensor, known: Tensor) -> Tensor:
+    """Mean KL(wanted || rows) over the examples that have a label."""
+    divergence = F.kl_div(rows, wanted, reduction="none", log_target=True).sum(-1)
+    return (divergence * known).sum() / known.sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -70,9 +217,7 @@ def train(
     finite); the last checkpoint is whole.
     """
     if not recipe.bf16 and heads.shared_lm_head.dtype != torch.float32:
-        raise InputError(
-            f"a float32 recipe needs a float32 backbone, not {heads.shared_lm_head.dtype}: load it as such"
-        )
+        raise InputError(f"a float32 recipe needs a float32 backbone, not {heads.shared_lm_head.dtype}")
     accelerator = accelerator or Accelerator(cpu=heads.shared_lm_head.device.type == "cpu")
     heads.float().train()
     try:
@@ -118,13 +263,9 @@ def evaluate(heads: Heads, recipe: Recipe, held_out: Examples, n: int = HELD_OUT
 
 class _Loop:
     def __init__(
-        self,
-        objective: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        recipe: Recipe,
-        examples: Examples,
+        self, objective: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, examples: Examples,
         accelerator: Accelerator,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.objective, self.optimizer, self.recipe = objective, optimizer, recipe
         self.examples, self.accelerator = examples, accelerator
         self.heads: Heads = accelerator.unwrap_model(objective).heads
@@ -197,7 +338,7 @@ def _save(folder: Path, place: dict[str, Any], heads: Heads, optimizer: torch.op
     part = folder / f".{CHECKPOINT_FILE}.part"
     torch.save(place | {"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}, part)
     part.replace(folder / CHECKPOINT_FILE)
-    store.write_atomic(folder / LOG_FILE, "".join(json.dumps(line) + "\n" for line in place["log"]).encode())
+    write_atomic(folder / LOG_FILE, "".join(json.dumps(line) + "\n" for line in place["log"]).encode())
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:
@@ -206,12 +347,9 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        saved = torch.load(file, map_location="cpu", weights_only=True)
-        if not saved.keys() >= {"run", "step", "log", "heads", "optimizer"}:
-            raise ValueError(f"it holds {', '.join(map(str, saved))}")
-    except Exception as error:
-        raise InputError(f"{file} is no checkpoint of heads ({error}): remove it to train from the start") from error
-    return saved
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file makes torch raise what it likes
+        raise InputError(f"{file} is damaged or holds code, and is refused: remove it to train anew") from error
 
 
 def identity(heads: Heads, recipe: Recipe, data: str, start: str) -> dict[str, Any]:
@@ -232,10 +370,10 @@ def _resume(
     saved = read_checkpoint(folder)
     if saved is None:
         return 0, []
-    other = [key for key, value in run.items() if saved["run"].get(key) != value]
-    if other:
-        told = "; ".join(f"{key} was {str(saved['run'].get(key))[:200]}, is {str(run[key])[:200]}" for key in other)
-        raise InputError(f"{folder} holds another run: {told}. Use another folder")
+    if other := [
+        f"{key} was {saved['run'][key]!s:.200}, is {run[key]!s:.200}" for key in run if saved["run"][key] != run[key]
+    ]:
+        raise InputError(f"{folder} holds another run: {'; '.join(other)}. Use another folder")
     heads.load_state_dict(saved["heads"])
     optimizer.load_state_dict(saved["optimizer"])
     return saved["step"], saved["log"]

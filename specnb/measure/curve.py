@@ -1,4 +1,4 @@
-"""What a training curve tells of its schedule: whether the learning rate lived to the end, and the loss still fell."""
+"""What a training log tells of its schedule: whether the learning rate lived to the end, and the loss still fell."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from specnb.errors import InputError
-from specnb.medusa.load import training_card
+from specnb.io import read_json
 
-LOG = "log"
+TRAINING_FILE = "training.json"
+"""What a training leaves beside its weights: recipe, log (lines of step, lr, loss), accuracy."""
+MAX_BYTES = 32 << 20
 DEAD = 1e-3
 """Share of the highest rate below which a rate moves nothing that counts; the presets end at 1/30 and 1/100."""
 DEAD_SHARE = 0.05
@@ -31,17 +33,13 @@ class Curve:
     def of(cls, log: Sequence[Mapping[str, Any]]) -> "Curve":
         """From lines with step, lr and loss (a number, or one a head). Raises InputError for what is no such log."""
         try:
-            rows = [(float(line["step"]), float(line["lr"]), _mean(line["loss"])) for line in log]
+            rows = [(float(line["step"]), float(line["lr"]), float(np.mean(line["loss"]))) for line in log]
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"a training log has step, lr and loss in every line, this one has not: {error!r:.80}"
-            ) from error
+            raise InputError(f"a training log has step, lr and loss in every line: {error!r:.80}") from error
         data = np.asarray(rows, dtype=float).reshape(-1, 3)
         sound = len(data) and np.isfinite(data).all() and (data >= 0).all() and data[:, 1].max() > 0
         if not sound or not (np.diff(data[:, 0], prepend=0.0) > 0).all():
-            raise InputError(
-                "a training log has lines of rising steps, finite losses, and rates of which some are above 0"
-            )
+            raise InputError("a training log has rising steps, finite losses, and rates of which some are above 0")
         return cls(*data.T)
 
     @property
@@ -79,20 +77,16 @@ class Curve:
         )
 
 
-def _mean(loss: Any) -> float:
-    """Of one number, or of those of all heads."""
-    each = loss if isinstance(loss, list) else [loss]
-    return sum(map(float, each)) / len(each) if each else float("nan")
+def training_card(checkpoint: Path) -> dict[str, Any]:
+    """The training.json of a checkpoint, a folder or a file in one; empty where there is none. Raises InputError."""
+    card = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / TRAINING_FILE
+    return read_json(card, MAX_BYTES) if card.exists() else {}
 
 
 def read(checkpoint: Path) -> Curve | None:
-    """The curve that came with a checkpoint, a folder or a file in one; None without one.
-
-    Raises InputError for a file that is none.
-    """
-    card = training_card(checkpoint)
-    log = card.nodes(LOG) if card else []
+    """The curve that came with a checkpoint, a folder or a file in one; None without one. Raises InputError."""
+    log = training_card(checkpoint).get("log")
     try:
-        return Curve.of([line.values for line in log]) if log else None
+        return Curve.of(log) if log else None
     except InputError as error:
-        raise InputError(f"{card.path}: {error}") from error
+        raise InputError(f"{TRAINING_FILE} of {checkpoint}: {error}") from error

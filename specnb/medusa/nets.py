@@ -6,19 +6,124 @@ says of the next token (Cai et al. 2401.10774, equation 1). Hydra's head i also 
 tokens since (Ankner et al. 2402.05109), so that what it drafts follows what was drafted before: head by head, where
 Medusa's heads are one product.
 
-Not known here: which tokens of a text h belongs to, sampling, trees; they are `draft.heads`.
+Not known here: which tokens of a text h belongs to, sampling, trees; they are `medusa.drafter`.
 """
 
+import hashlib
 from collections import OrderedDict
 from copy import copy, deepcopy
+from dataclasses import dataclass
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from specnb.errors import InputError
-from specnb.medusa.backbone import Backbone
-from specnb.medusa.config import HeadsConfig
+from specnb.lm.hf_hidden import final_norm
+
+MAX_HEADS = 16
+
+
+class HeadsConfig(BaseModel):
+    """The `config.json` beside the weights.
+
+    `input` is the norm contract: `pre_norm` heads are fed the hidden state in front of the backbone's final norm and
+    apply a frozen copy of it once; `post_norm` heads are fed what comes out of that norm (transformers'
+    `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is the backbone's own (`shared`), that and a
+    trained product of rank `rank` (`low_rank`), or one of their own for each head (`private`). With `draft_vocab`
+    above 0 heads choose among that many tokens only, and a map says which. `backbone` is `Backbone.digest`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: Literal[1] = 1
+    kind: Literal["medusa", "hydra"] = "medusa"
+    n_heads: int = Field(ge=1, le=MAX_HEADS)
+    n_layers: int = Field(default=1, ge=1, le=8)
+    hidden_size: int = Field(ge=1, le=1 << 16)
+    vocab_size: int = Field(ge=2, le=1 << 20)
+    input: Literal["pre_norm", "post_norm"] = "pre_norm"
+    bias: bool = True
+    lm_head: Literal["shared", "private", "low_rank"] = "shared"
+    rank: int = Field(default=0, ge=0, le=4096)
+    draft_vocab: int = Field(default=0, ge=0)
+    backbone: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    backbone_name: str = Field(default="", max_length=300)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.lm_head == "low_rank") != (self.rank > 0):
+            raise ValueError(f"rank is {self.rank}, but lm_head is {self.lm_head}: low_rank alone has a rank")
+        if self.draft_vocab > self.vocab_size:
+            raise ValueError(f"draft_vocab {self.draft_vocab} is larger than the vocabulary of {self.vocab_size}")
+        return self
+
+    @property
+    def draft_size(self) -> int:
+        """Tokens that the heads choose among."""
+        return self.draft_vocab or self.vocab_size
+
+    def conditions(self, head: int) -> int:
+        """Token embeddings that `head` sees: Hydra's head i those of the i + 1 tokens before the one it drafts."""
+        return head + 1 if self.kind == "hydra" else 0
+
+
+SAMPLES = 64
+"""Weights of each parameter that the digest looks at."""
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """Borrowed parts, never trained: `norm` is the final norm, `lm_head` and `embeddings` are `(vocab, hidden)`."""
+
+    norm: nn.Module
+    lm_head: Tensor
+    embeddings: Tensor
+    digest: str
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm_head.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.lm_head.shape[1]
+
+    @classmethod
+    def of(cls, net: PreTrainedModel) -> "Backbone":
+        """The parts of a causal LM of transformers.
+
+        Raises InputError where the logits are more than lm_head(norm(hidden)), for then heads would be fed wrongly.
+        """
+        name = type(net).__name__
+        output, embeddings = net.get_output_embeddings(), net.get_input_embeddings()
+        if not isinstance(output, nn.Linear) or output.bias is not None:
+            raise InputError(f"heads need an lm_head that is a matrix without bias; that of {name} is {output!r:.100}")
+        config = net.config.get_text_config(decoder=True)
+        for setting in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+            if getattr(config, setting, None) not in (None, 1, 1.0):
+                raise InputError(f"heads are not fed to a {setting} of {getattr(config, setting)}, which {name} has")
+        return cls(
+            final_norm(net), output.weight.detach(), embeddings.weight.detach()[: output.weight.shape[0]], digest(net)
+        )
+
+
+def digest(net: PreTrainedModel) -> str:
+    """Which weights these are, in whatever type they are held: sha256 over the signs of SAMPLES of each parameter.
+
+    Rounding to another type flips no sign (but float16 loses weights below 6e-8); another model, or a training step
+    of some size, flips many.
+    """
+    state = hashlib.sha256()
+    for name, parameter in sorted(net.named_parameters()):
+        flat = parameter.detach().flatten()
+        at = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel()), dtype=torch.float64).long()
+        signs = (flat[at.to(flat.device)] > 0).cpu().numpy()
+        state.update(f"{name} {tuple(parameter.shape)} ".encode() + signs.tobytes())
+    return state.hexdigest()
 
 
 class ResidualBlock(nn.Module):
@@ -37,16 +142,20 @@ class ResidualBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """One head without the lm_head that all may share: its blocks, of which the first sees `conditions` embeddings."""
+    """Head `index` without the lm_head that all may share: its blocks, of which the first sees Hydra's embeddings."""
 
-    def __init__(self, config: HeadsConfig, conditions: int) -> None:
+    def __init__(self, config: HeadsConfig, index: int) -> None:
         super().__init__()
-        self.conditions = conditions
+        self.conditions = config.conditions(index)
         self.blocks = nn.ModuleList(
-            ResidualBlock(config.hidden_size, conditions=conditions if layer == 0 else 0, bias=config.bias)
+            ResidualBlock(config.hidden_size, conditions=0 if layer else self.conditions, bias=config.bias)
             for layer in range(config.n_layers)
         )
-        self.lm_head = _private_part(config)
+        self.lm_head = None
+        if config.lm_head == "private":
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False)
+        elif config.lm_head == "low_rank":
+            self.lm_head = LowRank(config.hidden_size, config.draft_size, config.rank)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
         """Features `(…, hidden)` of normed hidden states `x (…, hidden)`; `seen (…, conditions, hidden)`."""
@@ -55,23 +164,6 @@ class Head(nn.Module):
         for block in others:
             x = block(x)
         return x
-
-
-class MedusaHead(Head):
-    """A head that sees the hidden state only."""
-
-    def __init__(self, config: HeadsConfig, index: int) -> None:
-        super().__init__(config, 0)
-
-
-class HydraHead(Head):
-    """Head `index`, which also sees the `index` + 1 tokens before the one it drafts."""
-
-    def __init__(self, config: HeadsConfig, index: int) -> None:
-        super().__init__(config, index + 1)
-
-
-HEADS: dict[str, type[MedusaHead] | type[HydraHead]] = {"medusa": MedusaHead, "hydra": HydraHead}
 
 
 class LowRank(nn.Module):
@@ -87,12 +179,6 @@ class LowRank(nn.Module):
         return self.up(self.down(x))
 
 
-def _private_part(config: HeadsConfig) -> nn.Module | None:
-    if config.lm_head == "private":
-        return nn.Linear(config.hidden_size, config.draft_size, bias=False)
-    return LowRank(config.hidden_size, config.draft_size, config.rank) if config.lm_head == "low_rank" else None
-
-
 class Heads(nn.Module):
     """All heads over one backbone, from hidden states to logits over the draft vocabulary.
 
@@ -106,7 +192,7 @@ class Heads(nn.Module):
         if faults := misfits(config, backbone, token_map):
             raise InputError("; ".join(faults))
         self.config = config
-        self.heads = nn.ModuleList(HEADS[config.kind](config, i) for i in range(config.n_heads))
+        self.heads = nn.ModuleList(Head(config, i) for i in range(config.n_heads))
         self.register_buffer("token_map", token_map)
         weight = backbone.lm_head
         self.to(device=weight.device, dtype=weight.dtype)
@@ -129,8 +215,8 @@ class Heads(nn.Module):
     @property
     def on_embeddings(self) -> list[Tensor]:
         """The parts of weights that are applied to embeddings: Hydra's, views `(hidden, conditions * hidden)`."""
-        return [head.blocks[0].linear.weight.detach()[:, self.config.hidden_size :] for head in self.heads
-                if head.conditions]  # fmt: skip
+        size = self.config.hidden_size
+        return [head.blocks[0].linear.weight.detach()[:, size:] for head in self.heads if head.conditions]
 
     def normed(self, hidden: Tensor) -> Tensor:
         """What the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
@@ -145,11 +231,10 @@ class Heads(nn.Module):
 
         Medusa's heads take no notice of them.
         """
-        one = self.heads[head]
-        if not one.conditions:
-            return one(normed)
-        seen = F.embedding(ids[..., : one.conditions], self._borrowed[2])
-        return one(normed, seen.to(normed.dtype))
+        net = self.heads[head]
+        if not net.conditions:
+            return net(normed)
+        return net(normed, F.embedding(ids[..., : net.conditions], self._borrowed[2]).to(normed.dtype))
 
     def logits(self, head: int, features: Tensor) -> Tensor:
         """Logits `(…, draft_size)` of one head's features, in the features' dtype."""
@@ -215,29 +300,32 @@ def _frozen_copy(norm: nn.Module) -> nn.Module:
 
 def misfits(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None) -> list[str]:
     """What keeps such heads from being put on this backbone, a sentence each; empty where they fit."""
-    sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
     faults = [
-        f"these heads have {name} {getattr(config, name)}, the backbone {found}: another model"
-        for name, found in sizes.items()
-        if getattr(config, name) != found
+        f"these heads have {name} {getattr(config, name)}, the backbone {getattr(backbone, name)}: another model"
+        for name in ("hidden_size", "vocab_size")
+        if getattr(config, name) != getattr(backbone, name)
     ]
     n_map = 0 if token_map is None else token_map.numel()
     if config.draft_vocab != n_map:
         faults.append(f"draft_vocab is {config.draft_vocab}, but the token map has {n_map} entries")
-    if token_map is not None and (fault := map_fault(token_map, config.vocab_size)):
-        faults.append(fault)
-    return faults
+    return faults + ([] if token_map is None else map_faults(token_map, config.vocab_size))
 
 
-def map_fault(token_map: Tensor, vocab_size: int, *, in_order: bool = True) -> str:
-    """Why this cannot be a map from draft ids to vocabulary ids, "" where it can; `in_order`: it must be ascending."""
+def map_faults(token_map: Tensor, vocab_size: int, *, in_order: bool = True) -> list[str]:
+    """What is wrong with a map from draft ids to vocabulary ids; `in_order`: it must be ascending."""
     if token_map.dtype != torch.int64 or token_map.ndim != 1 or not token_map.numel():
-        return f"a token map is a list of int64 vocabulary ids, this is {token_map.dtype} {tuple(token_map.shape)}"
-    if token_map.numel() > vocab_size:
-        return f"the token map has {token_map.numel()} entries, more than the vocabulary of {vocab_size}"
+        return [f"a token map is a list of int64 vocabulary ids, this is {token_map.dtype} {tuple(token_map.shape)}"]
     ascending = token_map if in_order else token_map.sort().values
     if not bool((ascending.diff() > 0).all()):
-        return f"a token map has its vocabulary ids {'ascending and ' * in_order}each once"
+        return [f"a token map has its vocabulary ids {'ascending and ' * in_order}each once"]
     if not 0 <= int(ascending[0]) <= int(ascending[-1]) < vocab_size:
-        return f"the token map has ids outside the vocabulary of {vocab_size}"
-    return ""
+        return [f"the token map has ids outside the vocabulary of {vocab_size}"]
+    return []
+
+
+def expected_shapes(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of everything in the state dict of such heads."""
+    with torch.device("meta"):
+        nets = nn.ModuleDict({"heads": nn.ModuleList(Head(config, i) for i in range(config.n_heads))})
+    shapes = {name: tuple(tensor.shape) for name, tensor in nets.state_dict().items()}
+    return shapes | ({"token_map": (config.draft_vocab,)} if config.draft_vocab else {})
