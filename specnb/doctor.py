@@ -10,17 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 
 from specnb.errors import SpecnbError
+from specnb.io import write_atomic
 from specnb.lm.memory import free_bytes, human_bytes
 from specnb.paths import cache_dir
 from specnb.provenance import cpu_facts
@@ -41,8 +40,8 @@ CRASHES_ON_THIS_CPU = (
 )
 FREE_MEMORY = "close other programs and notebook kernels, or raise the memory limit of the container"
 OTHER_CACHE = "export SPECNB_CACHE=FOLDER, a folder with room that you can write to"
-HARDWARE_SIGNALS = {-signal.SIGSEGV, -signal.SIGILL, -getattr(signal, "SIGBUS", signal.SIGSEGV)}
-WINDOWS_CRASHES = {0xC0000005, 0xC000001D}  # access violation, illegal instruction: exit codes there, not signals
+HARDWARE_CRASHES = {-signal.SIGSEGV, -signal.SIGILL, -getattr(signal, "SIGBUS", signal.SIGSEGV)}
+HARDWARE_CRASHES |= {0xC0000005, 0xC000001D}  # Windows: access violation, illegal instruction
 
 
 class Finding(NamedTuple):
@@ -55,46 +54,41 @@ class Finding(NamedTuple):
 
 
 def diagnose(*, decode: bool = True) -> list[Finding]:
-    """One finding for each prerequisite. Seconds: imports torch and, with `decode`, runs the real model once.
+    """Return one finding for each prerequisite. Seconds: imports torch and, with `decode`, runs the real model once.
 
     `decode` fetches the embedded model if it is not in the cache yet. Never raises for something missing.
     """
-    checks: list[Callable[[], Finding | Iterable[Finding]]] = [
-        check_python,
-        check_packages,
-        check_compiler,
-        check_torch,
-    ]
+    checks = [check_python, check_packages, check_compiler, check_torch]
     checks += [check_decode] if decode else []
     checks += [check_kernel, check_papermill_engine, check_browser, check_memory, check_disk, check_cache]
     return [finding for check in checks for finding in guarded(check)]
 
 
 def all_ok(findings: Iterable[Finding]) -> bool:
-    """True if nothing is missing; warnings (`ok` None) do not count."""
+    """Return whether nothing is missing; warnings (`ok` None) do not count."""
     return all(finding.ok is not False for finding in findings)
 
 
 def guarded(check: Callable[[], Finding | Iterable[Finding]]) -> list[Finding]:
-    """The findings of one check; an exception in it is a finding too, so that the other checks are still seen."""
-    found: list[Finding] = []
+    """Return the findings of one check; an exception in it is a finding too, so that the other checks still run."""
+    findings: list[Finding] = []
     try:
         result = check()
         for finding in [result] if isinstance(result, Finding) else result:
-            found.append(finding)
+            findings.append(finding)
     except Exception as error:
         name = check.__name__.removeprefix("check_").replace("_", " ")
-        found.append(Finding(name, False, f"{type(error).__name__}: {error}", REINSTALL))
-    return found
+        findings.append(Finding(name, False, f"{type(error).__name__}: {error}", REINSTALL))
+    return findings
 
 
 def judge(name: str, ok: bool, detail: str, fix: str, *, only_warn: bool = False) -> Finding:
-    """A finding whose fix is shown only if it is needed."""
+    """Return a finding whose fix is shown only if it is needed."""
     return Finding(name, True, detail, "") if ok else Finding(name, None if only_warn else False, detail, fix)
 
 
 def check_python(version: str | None = None) -> Finding:
-    """The running Python against `requires-python` of the package."""
+    """Compare the running Python with `requires-python` of the package."""
     version = version or ".".join(map(str, sys.version_info[:3]))
     needed = metadata.metadata("specnb").get("Requires-Python") or ">=3.11"
     ok = SpecifierSet(needed).contains(version, prereleases=True)
@@ -102,41 +96,32 @@ def check_python(version: str | None = None) -> Finding:
     return judge("python", ok, f"{version} (needs {needed})", fix)
 
 
-def check_packages(
-    requires: Sequence[str] | None = None, version_of: Callable[[str], str] = metadata.version
-) -> Iterator[Finding]:
-    """Each requirement's installed version against its range; those of extras only warn."""
+def check_packages(requires: Sequence[str] | None = None) -> Iterator[Finding]:
+    """Compare each requirement's installed version with its range; those of extras only warn."""
     extras = metadata.metadata("specnb").get_all("Provides-Extra") or []
     for requirement in map(Requirement, metadata.requires("specnb") if requires is None else requires):
         marker = requirement.marker
         core = marker is None or marker.evaluate({"extra": ""})
         if core or any(marker.evaluate({"extra": extra}) for extra in extras):  # else meant for another system
-            fits, found = _installed(requirement, version_of)
-            detail = f"{found} (needs {requirement.specifier or 'any version'})"
+            try:
+                version = metadata.version(requirement.name)
+                fits = requirement.specifier.contains(version, prereleases=True)
+            except metadata.PackageNotFoundError:
+                version, fits = "not installed", False
+            detail = f"{version} (needs {requirement.specifier or 'any version'})"
             yield judge(f"package {requirement.name}", fits, detail, REINSTALL, only_warn=not core)
 
 
-def _installed(requirement: Requirement, version_of: Callable[[str], str]) -> tuple[bool, str]:
-    """Whether the installed version is inside the range, and what is installed."""
-    try:
-        version = Version(version_of(requirement.name))
-    except metadata.PackageNotFoundError:
-        return False, "not installed"
-    except (InvalidVersion, TypeError) as error:
-        return False, f"unreadable version: {error}"
-    return requirement.specifier.contains(version, prereleases=True), str(version)
-
-
-def check_compiler(which: Callable[[str], str | None] = shutil.which) -> Finding:
-    """A C++ compiler: needed only to build llama-cpp-python, so its absence warns."""
+def check_compiler() -> Finding:
+    """Look for a C++ compiler: needed only to build llama-cpp-python, so its absence warns."""
     names = [name for name in (os.environ.get("CXX"), "c++", "g++", "clang++", "cl") if name]
-    found = next((path for path in map(which, names) if path), None)
+    found = next(filter(None, map(shutil.which, names)), None)
     fix = "needed to build llama-cpp-python: apt-get install g++ (Debian, Ubuntu), xcode-select --install (macOS)"
     return judge("c++ compiler", found is not None, found or "none in PATH", fix, only_warn=True)
 
 
 def check_torch() -> Finding:
-    """torch multiplies matrices rightly in float32 and bfloat16; says if the CPU has bfloat16 in hardware."""
+    """Check that torch multiplies matrices rightly in float32 and bfloat16; say if the CPU has bfloat16 in hardware."""
     import torch
 
     index = torch.arange(64)
@@ -153,46 +138,41 @@ def check_torch() -> Finding:
 
 
 def check_decode(command: Sequence[str] | None = None, timeout_s: float = PROBE_TIMEOUT_S) -> Finding:
-    """llama.cpp decodes one token, in a process of its own: a build that does not suit the CPU dies by a signal.
+    """Let llama.cpp decode one token, in a process of its own: a build for another CPU dies by a signal.
 
     `command` replaces `python -m specnb.lm.probe MODEL_PATH`.
     """
+    from specnb.lm import zoo
+
     name = "llama.cpp decodes"
     try:
-        command = command or _probe_command()
+        command = command or [sys.executable, "-m", "specnb.lm.probe", str(zoo.path(PROBE_MODEL))]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s)
     except SpecnbError as error:
         return Finding(name, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")
     except subprocess.TimeoutExpired:
         fix = f"try again with the machine idle, else rebuild: {REBUILD}"
         return Finding(name, False, f"no token within {timeout_s:g} s", fix)
-    except OSError as error:
-        return Finding(name, False, f"cannot start {command[0]}: {error}", REINSTALL)
     return read_probe(name, done.returncode, done.stdout, done.stderr)
 
 
-def _probe_command() -> list[str]:
-    from specnb.lm import zoo
-
-    return [sys.executable, "-m", "specnb.lm.probe", str(zoo.path(PROBE_MODEL))]
-
-
 def read_probe(name: str, code: int, stdout: bytes, stderr: bytes) -> Finding:
-    """What the exit code and the line of JSON of the probe mean."""
-    if code in HARDWARE_SIGNALS | WINDOWS_CRASHES:
+    """Return what the exit code and the line of JSON of the probe mean."""
+    last_words = _last_line(stderr)
+    if code in HARDWARE_CRASHES:
         return Finding(name, False, f"died at the first decode: {_exit_name(code)}", CRASHES_ON_THIS_CPU)
     if code == -getattr(signal, "SIGKILL", 0):
         return Finding(name, False, "killed from outside (SIGKILL), most likely for lack of memory", FREE_MEMORY)
     if code < 0:
-        return Finding(name, False, f"died by {_exit_name(code)}: {_last_line(stderr)}", REBUILD)
+        return Finding(name, False, f"died by {_exit_name(code)}: {last_words}", REBUILD)
     try:
-        answer = json.loads(_last_line(stdout))
-    except ValueError:
-        answer = None
-    if code == 0 and isinstance(answer, dict) and answer.get("ok") is True and isinstance(answer.get("argmax"), int):
+        answer = dict(json.loads(_last_line(stdout)))
+    except (ValueError, TypeError):
+        answer = {}
+    if code == 0 and answer.get("ok") is True and isinstance(answer.get("argmax"), int):
         return Finding(name, True, f"token {answer['argmax']} follows token 1", "")
-    error = answer.get("error") if isinstance(answer, dict) else None
-    return Finding(name, False, str(error or _last_line(stderr) or f"exit code {code}, no answer")[:500], REINSTALL)
+    error = answer.get("error") or last_words or f"exit code {code}, no answer"
+    return Finding(name, False, str(error)[:500], REINSTALL)
 
 
 def _exit_name(code: int) -> str:
@@ -203,12 +183,11 @@ def _exit_name(code: int) -> str:
 
 
 def _last_line(output: bytes) -> str:
-    lines = output.decode("utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""
+    return (output.decode("utf-8", errors="replace").strip().splitlines() or [""])[-1]
 
 
 def check_kernel() -> Finding:
-    """The Jupyter kernel `python3` exists and starts this environment's Python."""
+    """Check that the Jupyter kernel `python3` exists and starts this environment's Python."""
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
     name, fix = "jupyter kernel python3", "python -m ipykernel install --sys-prefix --name python3"
@@ -217,58 +196,51 @@ def check_kernel() -> Finding:
     except NoSuchKernel:
         return Finding(name, False, "not installed", fix)
     # a bare `python` is replaced by this interpreter; another environment's python3 does not have specnb
-    ours = not program.is_absolute() or program.parent == Path(sys.executable).parent
-    detail = f"starts {sys.executable}" if ours else f"starts {program}, not this environment's {sys.executable}"
-    return judge(name, ours, detail, fix, only_warn=True)
+    here = not program.is_absolute() or program.parent == Path(sys.executable).parent
+    detail = f"starts {sys.executable}" if here else f"starts {program}, not this environment's {sys.executable}"
+    return judge(name, here, detail, fix, only_warn=True)
 
 
 def check_papermill_engine() -> Finding:
-    """papermill finds the engine `specnb` that headless runs use."""
-    points = metadata.entry_points(group="papermill.engine", name="specnb")
-    there = [point.value for point in points if util.find_spec(point.module)]
-    wanted = "specnb.book.engine is missing" if points else "papermill.engine has no entry `specnb`"
-    return judge("papermill engine", bool(there), there[0] if there else wanted, "pip install -e .")
+    """Check that papermill finds the engine `specnb` that headless runs use."""
+    points = [point.value for point in metadata.entry_points(group="papermill.engine", name="specnb")]
+    detail = points[0] if points else "papermill.engine has no entry `specnb`"
+    return judge("papermill engine", bool(points), detail, "pip install -e .")
 
 
-def check_browser(find: Callable[[], str | None] | None = None) -> Finding:
-    """A Chromium that kaleido can drive: without it figures are not exported to svg and png, all else works."""
-    path = (find or _kaleido_browser)()
-    ok = path is not None and Path(path).is_file()
-    detail = path if ok else f"{path} is not a file: see BROWSER_PATH" if path else "none in PATH, BROWSER_PATH not set"
-    return judge(
-        "browser for svg and png", ok, detail, "apt-get install chromium, or: kaleido_get_chrome", only_warn=True
-    )
-
-
-def _kaleido_browser() -> str | None:
+def check_browser() -> Finding:
+    """Look for a Chromium that kaleido can drive: without it figures are not exported to svg and png."""
     from choreographer.browsers.chromium import Chromium  # what kaleido itself asks
 
-    return Chromium.find_browser(skip_local=False)
+    path = Chromium.find_browser(skip_local=False)
+    ok = path is not None and Path(path).is_file()
+    detail = path if ok else f"{path} is not a file: see BROWSER_PATH" if path else "none in PATH, BROWSER_PATH not set"
+    fix = "apt-get install chromium, or: kaleido_get_chrome"
+    return judge("browser for svg and png", ok, detail, fix, only_warn=True)
 
 
-def check_memory(free: Callable[[], int] = free_bytes) -> Finding:
-    """Free memory for a target, a drafter and the notebook kernel."""
-    room = free()
+def check_memory() -> Finding:
+    """Check free memory for a target, a drafter and the notebook kernel."""
+    room = free_bytes()
     detail = f"{human_bytes(room)} free (needs {human_bytes(NEEDED_MEMORY_BYTES)})"
     return judge("free memory", room >= NEEDED_MEMORY_BYTES, detail, FREE_MEMORY)
 
 
-def check_disk(usage: Callable[[Path], tuple[int, int, int]] = shutil.disk_usage) -> Finding:
-    """Free disk where models are cached."""
+def check_disk() -> Finding:
+    """Check free disk where models are cached."""
     folder = cache_dir()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    room = usage(there)[2]
+    room = shutil.disk_usage(there).free
     detail = f"{human_bytes(room)} free at {folder} (needs {human_bytes(NEEDED_DISK_BYTES)})"
     return judge("free disk", room >= NEEDED_DISK_BYTES, detail, f"free some space, or {OTHER_CACHE}")
 
 
 def check_cache() -> Finding:
-    """The cache folder can be made and written to."""
-    folder = cache_dir()
+    """Check that the cache folder can be written to."""
+    probe = cache_dir() / ".probe"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"specnb")
-    except OSError as error:
-        return Finding("cache folder", False, f"cannot write to {folder}: {error}", OTHER_CACHE)
-    return Finding("cache folder", True, f"{folder} is writable", "")
+        write_atomic(probe, b"specnb")
+        probe.unlink()
+    except SpecnbError as error:
+        return Finding("cache folder", False, str(error), OTHER_CACHE)
+    return Finding("cache folder", True, f"{cache_dir()} is writable", "")
