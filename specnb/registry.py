@@ -7,11 +7,14 @@ from importlib import import_module
 from typing import Any
 
 DRAFTERS = {
-    "lookup": "specnb.draft.load:lookup_drafter",
-    "self": "specnb.draft.load:self_drafter",
+    "lookup": "specnb.draft.lookup:lookup_drafter",
+    "self": "specnb.draft.selfdraft:self_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
 }
 """Drafters that need no model name: the command line's `--drafter`. Called as `(target, *, translate, **options)`."""
+
+MODEL_DRAFTER = "specnb.draft.translate:model_drafter"
+"""A draft model by its name. Called as `(name, target, *, translate, **options)`."""
 
 
 def resolve(entry: str) -> Any:

@@ -8,9 +8,8 @@ import plotly.graph_objects as go
 from specnb.book.style import series, template
 from specnb.decode.control import Controller
 from specnb.errors import InputError
-from specnb.measure.adaptive import Study, controllers, cost_of, walk_session
+from specnb.measure.adaptive import SWITCHING, Study, controllers, cost_of, switches, walk_session
 from specnb.measure.replay import counts_of, walk
-from specnb.measure.switching import SWITCHING, switches
 from specnb.records import RunRecord
 
 

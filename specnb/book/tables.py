@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 from specnb.errors import InputError
+from specnb.measure.bench import Interval, bootstrap, rate, rate_ratio
 from specnb.measure.cost import CostCurve
 from specnb.measure.ksweep import baseline_of
-from specnb.measure.stats import Interval, bootstrap, rate, rate_ratio
 from specnb.records import Generation, RunRecord
 
 ALL = "all"

@@ -136,7 +136,7 @@ def generate(
 ) -> None:
     """Generate once, speculatively if a drafter is given."""
     from specnb.measure.pair import run_pair
-    from specnb.measure.suspicions import suspicion
+    from specnb.measure.triage import suspicion
 
     if draft and drafter:
         raise InputError(f"give --draft or --drafter, not both (got {draft!r} and {drafter!r})")

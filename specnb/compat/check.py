@@ -14,8 +14,7 @@ from specnb.compat.description import Description
 from specnb.compat.findings import BESIDE_TOKENS, Finding, IdComparison, compare_ids, findings
 from specnb.compat.foreign import tokens_of
 from specnb.compat.predict import predict, reach_of
-from specnb.draft.fit import Fit, Way, fit
-from specnb.draft.token_map import Overlap, Tokens
+from specnb.draft.token_map import Fit, Overlap, Tokens, Way, fit
 from specnb.errors import InputError
 
 

@@ -21,7 +21,7 @@ What it does not know: how good the draft is. `own` comes from a run of the same
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from specnb.draft.fit import Fit, Way
+from specnb.draft.token_map import Fit, Way
 from specnb.errors import InputError
 from specnb.records import Generation
 

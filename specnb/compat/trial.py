@@ -14,9 +14,9 @@ from specnb.compat.foreign import Family, speaking
 from specnb.compat.read import describe, opens
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
-from specnb.draft.fit import Way
-from specnb.draft.load import fitted
 from specnb.draft.model import ModelDrafter
+from specnb.draft.token_map import Way
+from specnb.draft.translate import fitted
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent

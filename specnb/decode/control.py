@@ -7,12 +7,10 @@ change the distribution of what is generated. Controllers know nothing of models
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from specnb.decode.content import Detector, detect
 from specnb.errors import InputError
 
 
@@ -81,7 +79,7 @@ class FixedK(Controller):
     """Always K."""
 
     def __init__(self, k: int) -> None:
-        self.k_max = _checked(k)
+        self.k_max = checked_k(k)
         self.name = f"fixed K={k}"
 
     def draft_length(self) -> int:
@@ -101,7 +99,7 @@ class RollingAcceptance(Controller):
     def __init__(self, start: int = 12, low: int = 4, high: int = 24, window: int = 128) -> None:
         if not 0 < low <= start <= high or window < 1:
             raise InputError(f"it needs 0 < low <= start <= high and window > 0, got {low}, {start}, {high}, {window}")
-        self.k_max, self._low, self._k = _checked(high), low, start
+        self.k_max, self._low, self._k = checked_k(high), low, start
         self._rates: deque[float] = deque(maxlen=window)
 
     def draft_length(self) -> int:
@@ -116,33 +114,6 @@ class RollingAcceptance(Controller):
             self._k = max(self._k - 4, self._low)
 
 
-REPORT_K: Mapping[str, int] = {"code": 22, "json": 10, "general": 10, "prose": 6}
-"""Middle of the report's range for each content: 20-24, 8-12, 8-12, 4-8."""
-
-
-class ContentK(Controller):
-    """K by the kind of text that is being written: the report's table, with a detector of content."""
-
-    name = "content K"
-
-    def __init__(self, table: Mapping[str, int] = REPORT_K, detector: Detector = detect) -> None:
-        self._table, self._detect = dict(table), detector
-        self.k_max = max(_checked(k) for k in self._table.values())
-        self._prompt, self._text = "", bytearray()
-
-    def start(self, prompt: bytes) -> None:
-        self._prompt, self._text = prompt.decode("utf-8", errors="ignore"), bytearray()
-
-    def draft_length(self) -> int:
-        kind = self._detect(self._prompt, self._text.decode("utf-8", errors="ignore"))
-        if kind not in self._table:
-            raise InputError(f"the detector found {kind!r}, but the table has {', '.join(self._table)}")
-        return self._table[kind]
-
-    def update(self, outcome: Outcome) -> None:
-        self._text += outcome.text
-
-
 class ConfidenceStop(Controller):
     """Draft while the drafter is sure: its largest probability, over the full vocabulary, is at least `p_min`.
 
@@ -155,7 +126,7 @@ class ConfidenceStop(Controller):
     def __init__(self, k_max: int, p_min: float = 0.75, *, cumulative: bool = False) -> None:
         if not 0 <= p_min <= 1:
             raise InputError(f"p_min must be 0 to 1, got {p_min}")
-        self.k_max, self._p_min, self._cumulative = _checked(k_max), p_min, cumulative
+        self.k_max, self._p_min, self._cumulative = checked_k(k_max), p_min, cumulative
         self.name = f"{'cumulative ' * cumulative}confidence >= {p_min:g}, K <= {k_max}"
         self._sure = 1.0
 
@@ -191,7 +162,7 @@ class EntropyStop(Controller):
     ) -> None:
         if gamma < 0:
             raise InputError(f"gamma must be 0 or more, got {gamma}")
-        self.k_max = _checked(k_max)
+        self.k_max = checked_k(k_max)
         self.name = f"entropy (AdaEDL), K <= {k_max}"
         self._gamma, self._first, self._aim, self._step = gamma, threshold, aim, step
         self._beta1, self._beta2 = beta1, beta2
@@ -215,27 +186,7 @@ class EntropyStop(Controller):
         self._threshold = self._beta2 * self._threshold + (1 - self._beta2) * moved
 
 
-class OracleK(Controller):
-    """Plays back a plan made in hindsight, K for each number of generated tokens: a bound, not a method."""
-
-    name = "oracle"
-
-    def __init__(self, plan: Sequence[int]) -> None:
-        self._plan = tuple(plan)
-        self.k_max = max(self._plan, default=0)
-        self._at = 0
-
-    def start(self, prompt: bytes) -> None:
-        self._at = 0
-
-    def draft_length(self) -> int:
-        return self._plan[self._at] if self._at < len(self._plan) else 0
-
-    def update(self, outcome: Outcome) -> None:
-        self._at += outcome.n_accepted + 1
-
-
-def _checked(k: int) -> int:
+def checked_k(k: int) -> int:
     if k < 0:
         raise InputError(f"k must be 0 or more, got {k}")
     return k

@@ -16,7 +16,6 @@ from specnb.decode.stopping import Stopping, StopRules, require_text
 from specnb.decode.tree import require_trees
 from specnb.draft.base import Drafter, tree_nodes
 from specnb.draft.load import load_drafter
-from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import chat
 from specnb.lm.base import LanguageModel
@@ -154,6 +153,8 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
             "Generate without a drafter"
         )
     if isinstance(drafter, LanguageModel):
+        from specnb.draft.model import ModelDrafter
+
         drafter = ModelDrafter(drafter)
     if getattr(drafter, "model", None) is target:
         raise InputError(f"{target.name} cannot be its own drafter: it has one state. Load it a second time")

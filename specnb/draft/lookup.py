@@ -11,9 +11,11 @@ prompts with K = 8, a factor of 4 beats none wherever verifying costs something:
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from specnb.draft.base import Picker, Proposal
 from specnb.errors import InputError
+from specnb.lm.base import LanguageModel
 
 
 class LookupDrafter:
@@ -61,3 +63,7 @@ class LookupDrafter:
 
     def close(self) -> None:
         self._next_of.clear()
+
+
+def lookup_drafter(_target: LanguageModel, *, translate: str = "auto", **options: Any) -> LookupDrafter:
+    return LookupDrafter(**options)

@@ -1,13 +1,21 @@
 """A coarser copy of the target as its own drafter: same tokenizer by construction, no training, no download."""
 
 from pathlib import Path
+from typing import Any
 
+from specnb.draft.model import ModelDrafter
+from specnb.draft.translate import StringMatch, model_drafter
 from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm import binding, zoo
+from specnb.lm.base import LanguageModel
 from specnb.lm.cache import made_once
 from specnb.lm.load import ModelSpec, local_file, parse
 from specnb.paths import cache_dir
+
+
+def self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: Any) -> ModelDrafter | StringMatch:
+    return model_drafter(requantised_copy(target.name, type_name), target, **options)
 
 
 def requantised_copy(target: str, type_name: str = "q4_0") -> str:

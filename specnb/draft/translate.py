@@ -4,21 +4,27 @@
 is renormalised on the shared pieces by the sampling itself. `StringMatch` (SLEM) lets the model draft as it likes and
 spells the drafted text in the target's tokens; these are point masses. Both stay lossless however badly a text is
 translated: the verification rules hold for every q, as long as the drafts came from it.
+`fitted` takes whichever a pair needs.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specnb.draft.base import Picker, Proposal
-from specnb.draft.fit import Way
+from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import CONTEXT, HEALED, GrowingSpelling, Longest, whole_characters, written
-from specnb.draft.token_map import Overlap, Tokenizing, TokenMap, Tokens, columns
-from specnb.errors import VocabularyMismatch
+from specnb.draft.token_map import Fit, Overlap, Tokenizing, TokenMap, Tokens, Way, columns, fit
+from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
+from specnb.lm.load import load
+from specnb.lm.vocab import require_same
+
+TRANSLATE = ("auto", "tokens", "strings", "refuse")
+FORCED = {"tokens": Way.TOKENS, "strings": Way.STRINGS}
 
 DRAFTS_PER_TOKEN = 3
 """Most draft tokens that are spent on one token of the target, on average over a round."""
@@ -232,3 +238,51 @@ class StringMatch:
                 self._spelling.add_control(own)
         self._spelling.add(bytes(text))
         self._seen = len(tokens)
+
+
+def model_drafter(
+    name: str, target: LanguageModel, *, translate: str = "auto", **options: Any
+) -> ModelDrafter | StringMatch:
+    """Open the draft model `name` and fit it to the target's vocabulary before the first token.
+
+    `translate`: see `load_drafter`. Raises VocabularyMismatch, InputError, FetchError, LoadError, MemoryShortError.
+    """
+    if translate not in TRANSLATE:
+        raise InputError(f"unknown translation {translate!r}; known: {', '.join(TRANSLATE)}")
+    model = load(name, **options)
+    try:
+        if model.caps.rewind == "none":
+            raise InputError(f"{model.name} cannot draft: {model.caps.rewind_reason}")
+        return fitted(model, target, translate)
+    except BaseException:
+        model.close()
+        raise
+
+
+def fitted(model: LanguageModel, target: LanguageModel, translate: str = "auto") -> ModelDrafter | StringMatch:
+    """An opened draft model as a drafter for `target`, translated where it must be; `translate`: see `load_drafter`.
+
+    The way is that of `token_map.fit`, which `compat.check` asks too. Raises VocabularyMismatch where translation is
+    refused, or there is no way.
+    """
+    if translate == "refuse":
+        require_same(target.vocab, model.vocab, names=(target.name, model.name))
+    ours, theirs = Tokens(target), Tokens(model)
+    found = fit(ours, theirs)
+    if found.way is Way.SAME:
+        return ModelDrafter(model)
+    way = FORCED.get(translate, found.way)
+    if way is Way.NONE:
+        raise _no_way(model, target, found)
+    pairs = TokenMap(ours, theirs)
+    if way is Way.STRINGS:
+        return StringMatch(model, target, pairs)
+    return ModelDrafter(TokenIntersection(model, target, pairs))
+
+
+def _no_way(model: LanguageModel, target: LanguageModel, found: Fit) -> VocabularyMismatch:
+    return VocabularyMismatch(
+        f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind}): {found.overlap}, and "
+        "its text cannot be spelled in the target's tokens. Use a drafter with the target's tokenizer, a requantised "
+        "copy of the target (--drafter self), or --drafter lookup, which needs no draft model"
+    )

@@ -6,9 +6,10 @@ while a draft model is followed the controllers walk along, and it goes astray a
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from specnb.decode.control import ConfidenceStop, ContentK, Controller, EntropyStop, RollingAcceptance
+from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, RollingAcceptance
 from specnb.decode.costaware import CostAware
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
@@ -16,20 +17,25 @@ from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
+from specnb.measure.content import ContentK, detect
 from specnb.measure.cost import NAMED, CostCurve, straight_curve, verify_costs
 from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.measure.fork import explain_draft
 from specnb.measure.ksweep import check_prompts
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk
-from specnb.measure.switching import SWITCHING, answered, questions, switches
 from specnb.measure.trace import follow, require_followed
 from specnb.params import AdaptiveKParams
-from specnb.prompts import Prompt, prompts
+from specnb.paths import project_dir
+from specnb.prompts import Prompt, prompts, read_jsonl
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "02_adaptive_k"
 THIS_MACHINE = "this machine"
+SWITCHING = "switching conversation"
+"""One conversation whose answers switch between prose, code and JSON: what a controller has to follow."""
+PREFIX = "turns."
+"""Of the ids of questions, so that their recordings can be told from those of prompts."""
 
 
 class Study(NamedTuple):
@@ -213,3 +219,33 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[d
 def cost_of(record: RunRecord, drafter: str) -> Cost:
     """The measured costs that a record of this experiment was replayed with."""
     return Cost(CostCurve.model_validate(record.measurements["verify_curve"]), record.measurements["c"][drafter])
+
+
+def questions(limit: int, path: Path | None = None) -> tuple[Prompt, ...]:
+    """The first `limit` conversations, cut behind each question of the user: one prompt a question, in order.
+
+    Raises InputError for a file that `prompts.read_jsonl` refuses.
+    """
+    path = project_dir() / "data" / "switching" / "conversations.jsonl" if path is None else Path(path)
+    return tuple(
+        Prompt(id=f"{PREFIX}{talk.id}-{turn}", category=talk.category, messages=talk.messages[:upto])
+        for talk in (read_jsonl(path)[:limit] if limit else ())
+        for turn, upto in enumerate(range(1, len(talk.messages) + 1, 2), start=1)
+    )
+
+
+def answered(
+    target: LanguageModel, asked: Sequence[Prompt], *, max_new_tokens: int, seed: int = 0
+) -> Iterator[Generation]:
+    """Each question answered greedily; the category is what the answer turned out to be.
+
+    Raises what `generate` raises.
+    """
+    for prompt in asked:
+        made = generate(target, prompt, max_new_tokens=max_new_tokens, seed=seed)
+        yield made.model_copy(update={"category": detect(prompt.messages[-1].content, made.text)})
+
+
+def switches(recording: Recording) -> bool:
+    """Whether the recording is of a conversation's question."""
+    return recording.prompt_id.startswith(PREFIX)

@@ -130,17 +130,3 @@ def _measured(
     timed = tuple(tuple(s) for s in samples[: len(widths)])
     curve = CostCurve(model=target.name, context=context, widths=widths, samples_s=timed)
     return curve, [float(np.median(s)) for s in samples[len(widths) :]]
-
-
-def expected_tokens(alpha: Sequence[float]) -> float:
-    """Mean tokens a round commits when draft j is accepted with alpha[j] given that j-1 were: 1 + sum of products."""
-    return 1.0 + float(np.cumprod(alpha).sum()) if len(alpha) else 1.0
-
-
-def predicted_speedup(alpha: Sequence[float], curve: CostCurve, c: float) -> float:
-    """Tokens a second over plain decoding, for draft length K = len(alpha): E[tokens] / (K c + T(K + 1)/T(1)).
-
-    Leviathan et al. 2211.17192, theorem 3.8, with the measured cost curve in place of T(K + 1) = T(1).
-    """
-    k = len(alpha)
-    return expected_tokens(alpha) / (k * c + curve.ratio(k + 1))

@@ -18,7 +18,7 @@ from torch import Tensor
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf_hidden import final_norm
-from specnb.measure.stats import Interval, bootstrap
+from specnb.measure.bench import Interval, bootstrap
 from specnb.medusa.nets import Heads
 from specnb.medusa.tree import RANKS
 from specnb.records import Generation

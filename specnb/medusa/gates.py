@@ -19,9 +19,9 @@ import torch
 from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
+from specnb.measure.bench import FEWEST, Interval, bootstrap
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
-from specnb.measure.stats import FEWEST, Interval, bootstrap
 from specnb.medusa import accuracy, diagnoses
 from specnb.medusa.accuracy import Scores, States, score, share_interval, trace
 from specnb.medusa.checkpoint import LoadReport

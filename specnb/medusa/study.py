@@ -21,8 +21,8 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.tree import COMMITTED
 from specnb.measure import curve as training_curve
+from specnb.measure.bench import FEWEST
 from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
-from specnb.measure.stats import FEWEST
 from specnb.medusa import faults, gates
 from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_matrix, network, score, share_interval, trace
 from specnb.medusa.bench import (

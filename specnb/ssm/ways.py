@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from filelock import FileLock
 
 from specnb.decode.generate import generate
+from specnb.draft.base import Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError
 from specnb.lm import embedded
@@ -21,7 +23,6 @@ from specnb.lm.cache import files_digest
 from specnb.lm.load import load, parse
 from specnb.measure.bench import Method, compare
 from specnb.measure.experiment import Progress, record_of, saving_failures, silent
-from specnb.measure.scripted import ScriptedDrafter
 from specnb.params import RollbackParams
 from specnb.paths import cache_dir, project_dir
 from specnb.prompts import Prompt
@@ -255,3 +256,38 @@ def _make_twin(folder: Path, twin: Path) -> None:
         shutil.copy(folder / file, partial_twin / file)
     shutil.rmtree(twin, ignore_errors=True)
     partial_twin.replace(twin)
+
+
+class ScriptedDrafter:
+    """Acceptance known beforehand: for measuring what rounds cost. llama.cpp has it as `--spec-synth-rates`.
+
+    Drafts the target's own continuation `truth`, each token right with probability `rate` until one is wrong.
+
+    A wrong token is the next id in the vocabulary, and so are all behind it. `truth` must reach as far as the
+    generation goes; where it ends, no more is drafted. Raises InputError for a rate outside 0 to 1.
+    """
+
+    vocab = None
+
+    def __init__(self, truth: Sequence[int], rate: float, *, vocab_size: int, seed: int = 0) -> None:
+        if not 0 <= rate <= 1:
+            raise InputError(f"a rate of acceptance is 0 to 1, got {rate}")
+        self.name = f"scripted, {rate:.0%} right"
+        self._truth, self._rate, self._vocab_size, self._seed = truth, rate, vocab_size, seed
+        self._prompt, self._draws = 0, np.random.default_rng(seed)
+
+    def start(self, tokens: Sequence[int]) -> None:
+        self._prompt = len(tokens)
+        self._draws = np.random.default_rng(self._seed)
+
+    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+        at = len(tokens) - self._prompt
+        right = np.cumprod(self._draws.random(k) < self._rate)
+        ahead = self._truth[at : at + k]
+        return Proposal(tuple(t if ok else (t + 1) % self._vocab_size for t, ok in zip(ahead, right, strict=False)))
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Nothing to keep in step: where the text stands is read from its length."""
+
+    def close(self) -> None:
+        """Nothing was opened."""

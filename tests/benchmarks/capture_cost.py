@@ -14,7 +14,7 @@ import torch
 
 from specnb import load
 from specnb.divergence.capture import capture
-from specnb.measure.stats import Interval, bootstrap
+from specnb.measure.bench import Interval, bootstrap
 
 WIDTHS = (1, 8, 128)
 """New tokens of a forward: decoding, verification of drafts, a prompt."""

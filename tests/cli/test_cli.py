@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from specnb import cli
 from specnb.book import engine
 from specnb.book.engine import Outcome, Problem
-from specnb.draft import load as draft_load
+from specnb.draft import translate as draft_translate
 from specnb.errors import LoadError
 from specnb.lm import toy, zoo
 from specnb.lm.vocab import Vocabulary
@@ -80,7 +80,7 @@ def models(monkeypatch):
         return made[name]()
 
     monkeypatch.setattr(pair, "load", load)
-    monkeypatch.setattr(draft_load, "load", load)
+    monkeypatch.setattr(draft_translate, "load", load)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.offline.excuses import Doubt
 from specnb.divergence.trace import Trace
-from specnb.draft import load as draft_load
+from specnb.draft import translate as draft_translate
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import ksweep, pair
-from specnb.measure.suspicions import suspicions
+from specnb.measure.triage import suspicions
 from specnb.params import KSweepParams
 from tests.tiny_models import torch_folder, torch_model
 
@@ -411,7 +411,7 @@ def models(monkeypatch):
         return toy.markov(size, order=3, seed=seed)
 
     monkeypatch.setattr(pair, "load", load)
-    monkeypatch.setattr(draft_load, "load", load)
+    monkeypatch.setattr(draft_translate, "load", load)
 
 
 def generated(specnb, *words):

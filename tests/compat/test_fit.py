@@ -8,10 +8,9 @@ from specnb.compat import shelf
 from specnb.compat.check import OF_WAY, Verdict, check, matrix
 from specnb.compat.foreign import Family, tokens_of
 from specnb.compat.read import describe
-from specnb.draft import load as load_module
-from specnb.draft.fit import Way, fit
-from specnb.draft.load import fitted
-from specnb.draft.token_map import Tokens
+from specnb.draft import translate as translate_module
+from specnb.draft.token_map import Tokens, Way, fit
+from specnb.draft.translate import fitted
 from specnb.errors import VocabularyMismatch
 from specnb.lm import toy
 
@@ -63,11 +62,11 @@ def test_the_loader_takes_the_verdicts_way_on_every_pair_of_the_shelf(monkeypatc
             self.translation = self
             self.how = way
 
-    monkeypatch.setattr(load_module, "Tokens", cache(Tokens))
-    monkeypatch.setattr(load_module, "TokenMap", lambda *_: None)
-    monkeypatch.setattr(load_module, "StringMatch", lambda *_: Named(Way.STRINGS))
-    monkeypatch.setattr(load_module, "ModelDrafter", lambda made: made)
-    monkeypatch.setattr(load_module, "TokenIntersection", lambda *_: Named("shared"))
+    monkeypatch.setattr(translate_module, "Tokens", cache(Tokens))
+    monkeypatch.setattr(translate_module, "TokenMap", lambda *_: None)
+    monkeypatch.setattr(translate_module, "StringMatch", lambda *_: Named(Way.STRINGS))
+    monkeypatch.setattr(translate_module, "ModelDrafter", lambda made: made)
+    monkeypatch.setattr(translate_module, "TokenIntersection", lambda *_: Named("shared"))
     models = {name: carrying(name) for name in lists}
     rows = matrix([described(name) for name in lists])
     said = {(row.target, row.draft): row for row in rows.itertuples()}

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from specnb.compat.predict import bound, chance_of, predict, reach_of
 from specnb.decode.generate import generate
-from specnb.draft.fit import Fit, Way
 from specnb.draft.model import ModelDrafter
-from specnb.draft.token_map import Overlap
+from specnb.draft.token_map import Fit, Overlap, Way
 from specnb.draft.translate import TokenIntersection
 from specnb.lm import toy
 from tests.laws.vocabularies import model

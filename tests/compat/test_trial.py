@@ -9,7 +9,7 @@ from specnb.compat import predict, shelf, trial
 from specnb.compat.description import Description
 from specnb.compat.foreign import Family, speaking
 from specnb.decode.generate import generate
-from specnb.draft.load import fitted
+from specnb.draft.translate import fitted
 from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary

@@ -17,7 +17,7 @@ from specnb.divergence.sampling import MEANING, Position, Tally, audit, terms
 from specnb.divergence.sampling.log import Listener, listened
 from specnb.divergence.sampling.terms import STATISTICS
 from specnb.divergence.sampling_trial import PLANTED, misreported_q, resampled_from_target, trial
-from specnb.draft import load as draft_load
+from specnb.draft import translate as draft_translate
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -467,7 +467,7 @@ def command(specnb, monkeypatch):
         return model
 
     monkeypatch.setattr(lm_load, "load", load)
-    monkeypatch.setattr(draft_load, "load", load)
+    monkeypatch.setattr(draft_translate, "load", load)
     return partial(specnb, "divergence", "audit", "--target", "target")
 
 

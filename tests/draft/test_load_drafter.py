@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from specnb.decode.generate import generate
-from specnb.draft import load as module
 from specnb.draft import selfdraft
-from specnb.draft.load import load_drafter, model_drafter
+from specnb.draft import translate as module
+from specnb.draft.load import load_drafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.draft.selfdraft import requantised_copy
+from specnb.draft.translate import model_drafter
 from specnb.errors import FetchError, InputError, LoadError, MemoryShortError, VocabularyMismatch
 from specnb.lm import binding, toy
 

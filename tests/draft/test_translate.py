@@ -11,14 +11,13 @@ from specnb.decode.control import ConfidenceStop, FixedK
 from specnb.decode.generate import generate
 from specnb.decode.loop import _StoppingPicker
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.draft import load as load_module
+from specnb.draft import translate as translate_module
 from specnb.draft.base import Proposal, TokenView
-from specnb.draft.fit import Way
 from specnb.draft.load import LoadedDrafter, load_drafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import HEALED, GrowingSpelling, Longest, whole_characters, written
-from specnb.draft.token_map import SAMPLE, TokenMap, Tokens, columns, ids_agree
+from specnb.draft.token_map import SAMPLE, TokenMap, Tokens, Way, columns, ids_agree
 from specnb.draft.translate import StringMatch, TokenIntersection
 from specnb.errors import InputError, NonFiniteLogits, VocabularyMismatch
 from specnb.lm import toy
@@ -461,7 +460,7 @@ def test_a_round_costs_the_same_at_any_length(length):
 
 
 def loading(monkeypatch, draft):
-    monkeypatch.setattr(load_module, "load", lambda name, **options: draft)
+    monkeypatch.setattr(translate_module, "load", lambda name, **options: draft)
 
 
 def kind_of(made: LoadedDrafter):

@@ -14,8 +14,8 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import adaptive
+from specnb.measure.adaptive import SWITCHING, questions
 from specnb.measure.cost import CostCurve
-from specnb.measure.switching import SWITCHING, questions
 from specnb.measure.trace import follow
 from specnb.params import AdaptiveKParams
 

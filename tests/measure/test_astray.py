@@ -8,9 +8,8 @@ from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure.astray import Astray, together
 from specnb.measure.replay import Step, rounds, walk
-from specnb.measure.trace import follow
+from specnb.measure.trace import Astray, follow, together
 
 PROMPTS = ([0, 1, 2, 0, 1], [3], [1, 1, 2])
 VERIFY = [0.0, *(1.0 + 0.05 * n for n in range(1, 26))]

@@ -12,8 +12,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import bench
-from specnb.measure.bench import compare, interleaved
-from specnb.measure.stats import FEWEST, bootstrap, rate, rate_ratio
+from specnb.measure.bench import FEWEST, bootstrap, compare, interleaved, rate, rate_ratio
 
 
 class Clock:

@@ -148,7 +148,7 @@ def test_prompts_that_do_not_fit_are_told_before_anything_is_timed(house, monkey
 
 
 def test_without_its_drafter_a_sweep_answers_nothing(house, monkeypatch):
-    monkeypatch.setattr("specnb.draft.load.load", lambda name, **_: (_ for _ in ()).throw(LoadError("damaged")))
+    monkeypatch.setattr("specnb.draft.translate.load", lambda name, **_: (_ for _ in ()).throw(LoadError("damaged")))
     with pytest.raises(LoadError, match="damaged"):
         ksweep.run(SMALL.model_copy(update={"drafter": "small.gguf"}))
     assert house.closed == ["target"]

@@ -15,8 +15,8 @@ from specnb.errors import InputError
 from specnb.lm.toy import cyclic, markov
 from specnb.measure.acceptance import Share, profile
 from specnb.measure.fork import Fork
-from specnb.measure.scripted import ScriptedDrafter
 from specnb.measure.triage import kind_of, line, triage
+from specnb.ssm.ways import ScriptedDrafter
 
 SIZE = 300
 FORK = {"position": 3, "token_ids": (1, 2), "margin": 2.0, "noise": 0.1, "noise_share": 0.0}

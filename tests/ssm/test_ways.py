@@ -10,10 +10,9 @@ from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.lm.load import parse
-from specnb.measure.scripted import ScriptedDrafter
 from specnb.params import RollbackParams
 from specnb.ssm import failures, tree_cost, ways
-from specnb.ssm.ways import attention_twin
+from specnb.ssm.ways import ScriptedDrafter, attention_twin
 from specnb.store import save
 from tests.tiny_hybrids import hybrid_folder
 

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.decode.control import ConfidenceStop, ContentK, Controller, EntropyStop, FixedK, RollingAcceptance
+from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, FixedK, RollingAcceptance
 from specnb.decode.costaware import CostAware
 from specnb.errors import InputError
+from specnb.measure.bench import FEWEST
+from specnb.measure.content import ContentK
 from specnb.measure.cost import NAMED, CostCurve, straight_curve
 from specnb.measure.recording import Trace
 from specnb.measure.replay import Counts, Step, counts_of, fixed_k, walk
-from specnb.measure.stats import FEWEST
 
 ALL = "all"
 FIXED = "fixed K"

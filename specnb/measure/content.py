@@ -2,15 +2,26 @@
 
 `detect` looks for an open Markdown fence, then at the shapes of the last lines (the newest count most); running text is
 prose or general by its words and by what the prompt asks for, which also decides while little has been written. It
-reads lines of a bounded tail only. `report_rule` is the heuristic of the field report, kept beside it.
+reads lines of a bounded tail only. `report_rule` is the heuristic of the field report, kept beside it. `ContentK` is
+the controller that asks a detector; `confusion` judges detectors by labelled cases.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal, get_args
+
+import pandas as pd
+from pydantic import BaseModel, ConfigDict
+
+from specnb.decode.control import Controller, Outcome, checked_k
+from specnb.errors import InputError
+from specnb.paths import project_dir
+from specnb.prompts import Prompt, json_lines, prompts, validated
 
 Kind = Literal["code", "json", "prose", "general"]
+KINDS: tuple[str, ...] = get_args(Kind)
 Detector = Callable[[str, str], str]
 """(prompt, text generated so far) -> kind."""
 
@@ -146,3 +157,86 @@ def _weighted_lines(text: str) -> Iterator[tuple[str, float, str]]:
             shape = next((name for name, pattern in _SHAPES.items() if pattern.fullmatch(shown)), "text")
             yield shape, age * min(len(words), 80), words
         age *= 0.9 if words else 0.6
+
+
+REPORT_K: Mapping[str, int] = {"code": 22, "json": 10, "general": 10, "prose": 6}
+"""Middle of the report's range for each content: 20-24, 8-12, 8-12, 4-8."""
+
+
+class ContentK(Controller):
+    """K by the kind of text that is being written: the report's table, with a detector of content."""
+
+    name = "content K"
+
+    def __init__(self, table: Mapping[str, int] = REPORT_K, detector: Detector = detect) -> None:
+        self._table, self._detect = dict(table), detector
+        self.k_max = max(checked_k(k) for k in self._table.values())
+        self._prompt, self._text = "", bytearray()
+
+    def start(self, prompt: bytes) -> None:
+        self._prompt, self._text = prompt.decode("utf-8", errors="ignore"), bytearray()
+
+    def draft_length(self) -> int:
+        kind = self._detect(self._prompt, self._text.decode("utf-8", errors="ignore"))
+        if kind not in self._table:
+            raise InputError(f"the detector found {kind!r}, but the table has {', '.join(self._table)}")
+        return self._table[kind]
+
+    def update(self, outcome: Outcome) -> None:
+        self._text += outcome.text
+
+
+class Snippet(BaseModel):
+    """A labelled case: the prompt as the model reads it, what was generated so far, the kind of what is written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    kind: Kind
+    prompt: str
+    generated: str
+    note: str = ""
+
+
+def load_snippets(path: str | Path | None = None) -> tuple[Snippet, ...]:
+    """The cases of a JSONL file in file order; by default the shipped `data/content/snippets.jsonl`."""
+    path = project_dir() / "data" / "content" / "snippets.jsonl" if path is None else Path(path)
+    return tuple(validated(Snippet, value, f"{path}:{number}") for number, value in json_lines(path))
+
+
+def from_prompts(labelled: Iterable[Prompt] | None = None) -> tuple[Snippet, ...]:
+    """Cases in which nothing is generated yet; by default the shipped prompts whose category is a kind of content."""
+    chosen = [p for kind in KINDS for p in prompts(kind)] if labelled is None else list(labelled)
+    for prompt in chosen:
+        if prompt.category not in KINDS:
+            raise InputError(f"prompt {prompt.id!r}: category {prompt.category!r} is no kind; take {', '.join(KINDS)}")
+    return tuple(Snippet(id=p.id, kind=p.category, prompt=prompt_text(p), generated="") for p in chosen)
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """What a ChatML model reads: the text as it is, messages as turns, up to where the answer begins."""
+    if prompt.messages is None:
+        return prompt.text
+    turns = (f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in prompt.messages)
+    return "".join(turns) + "<|im_start|>assistant\n"
+
+
+def confusion(detector: Detector, cases: Iterable[Snippet]) -> pd.DataFrame:
+    """Counts, shape (4, 4): rows the true kind, columns the detected one, both in the order of `KINDS`.
+
+    Raises InputError if there is no case, or the detector answers with something else than a kind.
+    """
+    counts = pd.DataFrame(0, index=pd.Index(KINDS, name="true"), columns=pd.Index(KINDS, name="detected"))
+    for case in cases:
+        found = detector(case.prompt, case.generated)
+        if found not in KINDS:
+            raise InputError(f"case {case.id!r}: the detector found {found!r}; a detector says {', '.join(KINDS)}")
+        counts.loc[case.kind, found] += 1
+    if not counts.to_numpy().sum():
+        raise InputError("no cases to judge the detector by; give at least one")
+    return counts
+
+
+def accuracy(counts: pd.DataFrame) -> tuple[int, int]:
+    """(right, all) of a confusion table: the counts, since a share alone hides how few cases there are."""
+    return int(sum(counts.loc[kind, kind] for kind in KINDS)), int(counts.to_numpy().sum())
