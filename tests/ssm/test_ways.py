@@ -36,7 +36,7 @@ def record(folder):
         acceptance=[0.0, 1.0],
         passages=1,
         prompt_tokens=9,
-        max_new_tokens=12,
+        max_new_tokens=6,
     )
     made = ways.run(params, progress=lambda done, total, what: said.append((done, total, what)))
     assert save(made).is_dir()  # every number is one that JSON has
@@ -72,7 +72,7 @@ def test_every_way_of_both_engines_is_measured_and_exact(record):
     assert (table["identical"] == table["n_prompts"]).all() and (table["tokens_per_s"] > 0).all()
     none_right = table[(table["acceptance"] == 0) & (table["method"] != ways.PLAIN)]
     assert (none_right["tau"] == 1).all()
-    # 12 tokens in rounds of K + 1: the last round is shortened
+    # 6 tokens in rounds of K + 1
     all_right = table[(table["acceptance"] == 1) & table["method"].isin(ways.WAYS)]
     assert (all_right["tau"] == 3).all() and (all_right["n_restored"] == 0).all()
     assert (table.loc[~table["method"].isin(["recompute", ways.PLAIN, ways.FREE]), "recomputed"] == 0).all()
