@@ -31,8 +31,7 @@ from specnb.divergence.tracing.names import Chooser, chooser, compiled
 from specnb.divergence.tracing.sketch import digest_bytes
 from specnb.lm import load
 from specnb.lm.base import LanguageModel
-from specnb.lm.gguf_eval import Decode, Watch
-from specnb.lm.gguf_tensors import Node, StoredWeights, ggml
+from specnb.lm.gguf_tensors import Decode, Node, StoredWeights, Watch, ggml
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,60 @@ several.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specnb.errors import InputError, MemoryShortError
-from specnb.lm import binding, gguf_open, gguf_rollback
+from specnb.lm import binding, gguf_open
 from specnb.lm.base import Capabilities, check_forward
 from specnb.lm.cache import size_of
-from specnb.lm.gguf_engine import LlamaEngine
-from specnb.lm.gguf_eval import Watch
+from specnb.lm.gguf_engine import LlamaEngine, PlaneRecorder
 from specnb.lm.memory import gguf_parts
-from specnb.lm.rollback import AUTO, Recompute, Rollback
-from specnb.lm.rollback_model import GoesBack
+from specnb.lm.rollback import (
+    AUTO,
+    Checkpoint,
+    Crop,
+    FusedReplay,
+    GoesBack,
+    Recompute,
+    Rollback,
+    Snapshots,
+    check_options,
+    choose,
+)
+
+if TYPE_CHECKING:
+    from specnb.lm.gguf_tensors import Watch
+
+
+DEPTH = 16
+"""Planes that are asked for. From about 20 on llama.cpp ends the process for LFM2 (its graph has no room for more)."""
+
+MAKERS: dict[str, Callable[[LlamaEngine, int], Rollback]] = {
+    "crop": lambda engine, _planes: Crop(engine),
+    "snapshots": lambda engine, planes: Snapshots(engine, PlaneRecorder(engine, planes)),
+    "fused": lambda engine, _planes: FusedReplay(engine),
+    "checkpoint": lambda engine, _planes: Checkpoint(engine),
+    "recompute": lambda engine, _planes: Recompute(engine),
+}
+PREFERRED = ("snapshots", "fused", "checkpoint", "recompute")
+
+
+def planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
+    """How many planes to ask the context for (`n_rs_seq`). Raises InputError for an unknown way back or depth."""
+    if kind == "replay":
+        raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
+    check_options(kind, depth, MAKERS)
+    if kind not in (AUTO, "snapshots") or not gguf_open.recurrent(model):
+        return 0
+    if depth > DEPTH and (binding.metadata(model, "general.architecture") or "").startswith("lfm2"):
+        raise InputError(f"rollback_depth is {depth}, but llama.cpp fails on more than {DEPTH} for LFM2")
+    return min(depth, max(0, n_ubatch - 2))  # else a GGML_ASSERT ends the process
 
 
 class GgufModel(GoesBack):
@@ -33,7 +72,7 @@ class GgufModel(GoesBack):
         name: str,
         caps: Capabilities,
         fixed_width: int,
-        watch: Watch | None = None,
+        watch: "Watch | None" = None,
     ) -> None:
         self.name = name
         self.vocab = binding.vocabulary(model)
@@ -53,7 +92,7 @@ class GgufModel(GoesBack):
     def open(
         cls,
         path: Path | str,
-        watch: Watch | None = None,
+        watch: "Watch | None" = None,
         *,
         name: str | None = None,
         n_ctx: int = 0,
@@ -63,7 +102,7 @@ class GgufModel(GoesBack):
         flash_attention: bool = False,
         fixed_width: int = 0,
         rollback: str = AUTO,
-        rollback_depth: int = gguf_rollback.DEPTH,
+        rollback_depth: int = DEPTH,
     ) -> "GgufModel":
         """Open a GGUF file.
 
@@ -106,7 +145,7 @@ class GgufModel(GoesBack):
                 "flash_attention": flash_attention,
                 "fixed_width": fixed_width,
             }
-            planes = gguf_rollback.planes_wanted(model, rollback, rollback_depth, min(gguf_open.MAX_BATCH, room))
+            planes = planes_wanted(model, rollback, rollback_depth, min(gguf_open.MAX_BATCH, room))
             try:
                 state = gguf_open.state_bytes(model, room, kv, planes)
                 gguf_open.require_room(name, weights, state, share, loaded=True)
@@ -135,7 +174,8 @@ class GgufModel(GoesBack):
 
     def _choose_rollback(self, kind: str) -> None:
         planes = binding.library().api.llama_n_rs_seq(self._context)  # what became of those asked for
-        self.rollback = gguf_rollback.choose(self, self._engine, kind, planes)
+        makers = {name: partial(make, self._engine, planes) for name, make in MAKERS.items()}
+        self.rollback = choose(self, makers, kind, PREFERRED)
         self.caps = replace(self.caps, rewind=self.rollback.kind)
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
@@ -173,7 +213,7 @@ class GgufModel(GoesBack):
         return ""
 
 
-def _free(batch: object, context: object, model: object, _watch: Watch | None) -> None:
+def _free(batch: object, context: object, model: object, _watch: "Watch | None") -> None:
     """`_watch` is held until here: llama.cpp calls into it as long as the context lives."""
     api = binding.library().api
     api.llama_batch_free(batch)

@@ -8,12 +8,15 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specnb.errors import EngineError, InputError, RewindError
 from specnb.lm import binding
-from specnb.lm.gguf_eval import Watch
+
+if TYPE_CHECKING:
+    from specnb.lm.gguf_tensors import Watch
 
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""
@@ -46,7 +49,7 @@ class LlamaEngine:
         *,
         width: int,
         fixed_width: int,
-        watch: Watch | None = None,
+        watch: "Watch | None" = None,
     ) -> None:
         self.held = 0
         self.last_decoded = 0

@@ -3,15 +3,18 @@
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from specnb.errors import InputError, LoadError
 from specnb.lm import binding
 from specnb.lm.base import Capabilities
-from specnb.lm.gguf_eval import Watch
 from specnb.lm.memory import Need, kv_bytes, require
 from specnb.provenance import quota_cores
+
+if TYPE_CHECKING:
+    from specnb.lm.gguf_tensors import Watch
 
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2)}
 """KV cache types: ggml's number and bytes per value."""
@@ -81,7 +84,7 @@ def open_context(
     threads: int,
     flash_attention: bool,
     planes: int = 0,
-    watch: Watch | None = None,
+    watch: "Watch | None" = None,
 ) -> object:
     """llama_init_from_model: one sequence, every entry kept, equal threads for all widths.
 

@@ -5,11 +5,13 @@ the cache, forgets); recurrent states go back by one of the strategies of `rollb
 passed; several model families count from 0 when they are not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import numpy as np
@@ -17,18 +19,32 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specnb.errors import EngineError, InputError, SpecnbError
-from specnb.lm import hf_files, hf_rollback, hf_state
+from specnb.lm import hf_files
 from specnb.lm.base import Capabilities, check_forward, check_path, check_settled, check_tree
-from specnb.lm.dequantise import quiet
 from specnb.lm.hf_attention import MAX_ROWS, use_rowwise
 from specnb.lm.hf_cache import uncroppable
-from specnb.lm.hf_engine import TorchEngine
-from specnb.lm.hf_hidden import HiddenStates
+from specnb.lm.hf_engine import TorchEngine, doubtful
 from specnb.lm.hf_tree import ProbedLater, probe_trees, why_no_trees
+from specnb.lm.memory import Need, require
 from specnb.lm.preflight import same_bits, steps_needed
-from specnb.lm.rollback import AUTO, DEPTH, Crop, Recompute, Rollback
-from specnb.lm.rollback_model import GoesBack
+from specnb.lm.rollback import (
+    AUTO,
+    DEPTH,
+    ActivationReplay,
+    Checkpoint,
+    Crop,
+    FusedReplay,
+    GoesBack,
+    Recompute,
+    Rollback,
+    Snapshots,
+    check_options,
+    choose,
+)
 from specnb.lm.tree import Tree
+
+if TYPE_CHECKING:
+    from specnb.lm.hf_hidden import HiddenStates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEPS = {
@@ -77,17 +93,17 @@ class HfModel(GoesBack):
             lossless_dtype=parameter.dtype == torch.float32,
             details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
         )
-        with quiet():  # the first forwards tell once a process which fast kernels are not installed
-            self._engine.steps = steps_needed(self) if hf_state.doubtful(model) else "blocks"
+        with hf_files.quiet():  # the first forwards tell once a process which fast kernels are not installed
+            self._engine.steps = steps_needed(self) if doubtful(model) else "blocks"
             steps = self._engine.steps
-            self.rollback = hf_rollback.choose(self, self._engine, rollback, rollback_depth)
+            self.rollback = _choose_rollback(self, self._engine, rollback, rollback_depth)
         self.caps = replace(
             self.caps,
             rewind=self.rollback.kind,
             details=self.caps.details | ({"steps": STEPS[steps]} if steps in STEPS else {}),
             same_bits_up_to=MAX_ROWS if rowwise and same_bits(self) else 0,
         )
-        reason = why_no_trees(model, self.rollback)
+        reason = why_no_trees(model, self.rollback.kind)
         self.caps = replace(self.caps, trees=not reason, trees_reason=reason)
         if not reason:
             me = ref(self)  # capabilities go into records, which are not to keep a model in memory
@@ -182,13 +198,15 @@ class HfModel(GoesBack):
         self._require_open()
         return self._engine.model
 
-    def watch_hidden(self) -> HiddenStates:
+    def watch_hidden(self) -> "HiddenStates":
         """What stood before lm_head in the last forward, from the next one on; one listener however often called.
 
         Raises InputError where it is not clear which norm stands there.
         """
         self._require_open()
         if self._hidden is None:
+            from specnb.lm.hf_hidden import HiddenStates
+
             self._hidden = HiddenStates(self._engine, self)
         return self._hidden
 
@@ -253,3 +271,44 @@ def _probe_apart(model: HfModel | None, caps: Capabilities) -> str:
     engine.clear()
     twin._engine, twin.rollback, twin._hidden, twin.unsettled, twin.caps = engine, Crop(engine), None, None, caps
     return probe_trees(twin)
+
+
+def _replay(engine: TorchEngine, depth: int) -> Rollback:
+    from specnb.lm.hf_record import ActivationRecorder
+
+    return ActivationReplay(engine, ActivationRecorder(engine, depth))
+
+
+def _snapshots(engine: TorchEngine, depth: int) -> Rollback:
+    from specnb.lm.hf_record import StateRecorder
+
+    return Snapshots(engine, StateRecorder(engine, depth))
+
+
+MAKERS: dict[str, Callable[[TorchEngine, int], Rollback]] = {
+    "crop": lambda engine, _depth: Crop(engine),
+    "replay": _replay,
+    "snapshots": _snapshots,
+    "checkpoint": lambda engine, _depth: Checkpoint(engine),
+    "fused": lambda engine, _depth: FusedReplay(engine),
+    "recompute": lambda engine, _depth: Recompute(engine),
+}
+PREFERRED = ("replay", "snapshots", "checkpoint", "recompute")
+"""Of recurrent models: fewest bytes and no forward first."""
+
+
+def _choose_rollback(model: HfModel, engine: TorchEngine, kind: str, depth: int) -> Rollback:
+    """The way back `kind` for `model`, or with "auto" the first that is exact. Raises as `rollback.choose`."""
+    check_options(kind, depth, MAKERS)
+    makers = {name: partial(make, engine, depth) for name, make in MAKERS.items()}
+    afford = partial(_require_room, model, engine, depth)
+    return choose(model, makers, kind, PREFERRED, afford=afford)
+
+
+def _require_room(model: HfModel, engine: TorchEngine, depth: int, kind: str) -> None:
+    """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""
+    model.forward([0])
+    states = {"snapshots": 1 + depth, "recompute": 0}.get(kind, 1)
+    need = Need(0, states * engine.save().nbytes)
+    model.reset()
+    require(need, device=model.caps.device, what=f"what rollback={kind} keeps of {model.name}")

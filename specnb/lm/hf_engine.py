@@ -1,4 +1,8 @@
-"""One forward of a transformers model over its state, and the state's copies: what `rollback` builds on."""
+"""One forward of a transformers model over its state, and the state's copies: what `rollback` builds on.
+
+Several families run without an error and forget: their state has another argument, lives in the modules, or is
+ignored by forwards of more than one token (Mamba, Falcon-Mamba, Jamba). `preflight` looks for them.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -7,13 +11,31 @@ import numpy as np
 import torch
 from transformers import Cache, PreTrainedModel
 
-from specnb.lm import hf_state
+from specnb.errors import LoadError
 from specnb.lm.hf_cache import SavedState, keep_entries, new_cache
 from specnb.lm.hf_tree import tree_mask
 from specnb.lm.preflight import Steps
 from specnb.lm.tree import Tree
 
 PREFILL_WIDTH = 512
+ARGUMENTS = ("past_key_values", "cache_params")
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name of the forward's argument that takes the cache.
+
+    Raises LoadError for models that keep their state otherwise.
+    """
+    known = inspect.signature(model.forward).parameters
+    name = next((name for name in ARGUMENTS if name in known), None)
+    if name is None:
+        raise LoadError(f"{type(model).__name__} takes no cache ({' or '.join(ARGUMENTS)}): it cannot be run here")
+    return name
+
+
+def doubtful(model: PreTrainedModel) -> bool:
+    """Whether `preflight.steps_needed` should look: recurrent models, and configs that may mean an encoder."""
+    return bool(getattr(model, "_is_stateful", False)) or getattr(model.config, "is_decoder", True) is False
 
 
 class TorchEngine:
@@ -36,7 +58,7 @@ class TorchEngine:
         self.steps: Steps = "blocks"
         """Whether tokens are fed one by one, and from when on (`preflight.steps_needed`)."""
         self._last, self._doubled = last_position, doubled
-        self._state_argument = hf_state.argument(model)
+        self._state_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()

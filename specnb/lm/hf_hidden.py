@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specnb.errors import InputError, StateError
-from specnb.lm.base import check_settled
+from specnb.lm.base import LanguageModel, check_settled
 from specnb.lm.hf_engine import PREFILL_WIDTH, TorchEngine
-
-if TYPE_CHECKING:
-    from specnb.lm.hf import HfModel
 
 
 def final_norm(net: PreTrainedModel) -> nn.Module:
@@ -58,7 +55,7 @@ class HiddenStates:
     Only what the last forward computed is held, and of a prefill in pieces the last ones; nothing is copied.
     """
 
-    def __init__(self, engine: TorchEngine, model: "HfModel") -> None:
+    def __init__(self, engine: TorchEngine, model: LanguageModel) -> None:
         self._engine, self._model = engine, model
         self._rows: list[Rows] = []
         self._feed = engine.n_feeds

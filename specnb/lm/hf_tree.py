@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from specnb.lm.base import Capabilities, TreeModel
 from specnb.lm.hf_attention import NAME, attends_to_all
 from specnb.lm.preflight import TOLERANCE, apart, probe_ids
 from specnb.lm.tree import Tree
-
-if TYPE_CHECKING:
-    from specnb.lm.rollback import Rollback
 
 MASKED = ("eager", "sdpa", NAME)
 """Attention implementations of transformers that add a mask of four dimensions to the scores as it is."""
@@ -41,12 +38,12 @@ def tree_mask(tree: Tree, held: int, *, dtype: torch.dtype, device: torch.device
     return mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))[None, None].to(device)
 
 
-def why_no_trees(model: PreTrainedModel, rollback: "Rollback") -> str:
+def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
     """What in this model, or its way back, stands against trees; "" if nothing that can be read off."""
     config = model.config.get_text_config(decoder=True)
     name, attention = type(model).__name__, config._attn_implementation
-    if rollback.kind != "crop":
-        return f"nodes are dropped from a cache, and the way back of this model is {rollback.kind}"
+    if rollback != "crop":
+        return f"nodes are dropped from a cache, and the way back of this model is {rollback}"
     if not attends_to_all(config):
         return f"{name} has layers that attend to a window of the past, which they count by index, not by depth"
     if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:

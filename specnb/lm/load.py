@@ -25,7 +25,7 @@ from specnb.lm.memory import Need, gguf_parts, require
 from specnb.registry import DRAFTERS
 
 if TYPE_CHECKING:
-    from specnb.lm.gguf_eval import Watch
+    from specnb.lm.gguf_tensors import Watch
 
 BACKENDS = ("llama", "hf")
 WIDTHS = {"float32": 4, "f32": 4}
@@ -165,7 +165,7 @@ def weights_bytes(spec: ModelSpec) -> int:
 def load(name_or_path: str | Path, *, watch: "Watch | None" = None, **options: Any) -> LanguageModel:
     """Open a model by name (see the module's text); `options` go to the engine's `open`.
 
-    `watch` is shown what llama.cpp computes (see `lm.gguf_eval`).
+    `watch` is shown what llama.cpp computes (see `lm.gguf_tensors`).
 
     Raises InputError (name, option), FetchError (zoo file not to be had), LoadError, MemoryShortError.
     """

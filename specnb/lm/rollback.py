@@ -16,13 +16,15 @@ so that what lies before the border is true, and what is fed behind it may be ta
 any number of tokens; beyond what it kept it feeds the tokens again from the start, which `Cost` counts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
 
-from specnb.errors import InputError, did_you_mean
+from specnb.errors import InputError, LoadError, MemoryShortError, did_you_mean
+from specnb.lm.base import LanguageModel, check_rewind
+from specnb.lm.preflight import goes_back
 
 AUTO = "auto"
 """Let a probe choose."""
@@ -246,6 +248,115 @@ class FusedReplay(Checkpoint):
             self._restore(keep)
 
 
+class Recorder(Protocol):
+    """An engine's own way back over the tokens fed last."""
+
+    spans_forwards: bool
+    """Whether it reaches back over several forwards, or into the last one only."""
+
+    depth: int
+    """Tokens it can take back at most."""
+
+    base: Saved | None
+    """The state it began with, where it spans forwards and is recording."""
+
+    reach: int
+    """Tokens that can be taken back now."""
+
+    nbytes: int
+
+    def begin(self) -> None:
+        """Record from here on; what was fed before is out of reach."""
+        ...
+
+    def take_back(self, n: int) -> None:
+        """Undo the last `n` tokens, at most `reach`; the engine's `held` sinks."""
+        ...
+
+    def stop(self) -> None:
+        """Forget what was recorded; nothing is recorded until `begin`."""
+        ...
+
+    def uninstall(self) -> None: ...
+
+
+class _Recorded(Checkpoint):
+    """Goes back by the engine's recorder within its reach, and by the saved state or from the start beyond."""
+
+    def __init__(self, engine: Engine, recorder: Recorder) -> None:
+        super().__init__(engine)
+        self._recorder = recorder
+        self._forwards = 0  # since the border
+        self._kept_border = False
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._recorder.nbytes
+
+    def _prepare(self, n: int) -> None:
+        if self._engine.held:
+            (self._record if self._recorder.spans_forwards else self._cover)(n)
+        self._forwards += 1
+
+    def _record(self, n: int) -> None:
+        """Record the next `n` tokens too, from the border on; no more than `depth` of them are ever kept."""
+        if self._at_border:
+            self._recorder.begin()
+            self._at_border, self._kept_border = False, False
+        if self._recorder.base and self._recorder.reach + n > self._recorder.depth:
+            if not self._kept_border:  # the way back to the border is now to feed again from there
+                self._saved, self._kept_border = self._recorder.base, True
+                self.cost.n_saved += 1
+            if n <= self._recorder.depth:
+                self._recorder.begin()
+            else:
+                self._recorder.stop()
+
+    def _cover(self, n: int) -> None:
+        """Save a state that the next `n` tokens would take out of reach.
+
+        That is the border, for a block wider than the recorder is deep. After a first forward it is that forward's
+        end, from where single steps go on: the border itself is gone, and behind it everything is fed again.
+        """
+        if self._at_border and (self._forwards or n > self._recorder.depth + 1):
+            self._save()
+
+    def rewind(self, n: int) -> None:
+        super().rewind(n)
+        self._forwards = 0
+
+    def _return_to(self, keep: int) -> None:
+        n = self._engine.held - keep
+        if n <= self._recorder.reach:
+            self._recorder.take_back(n)
+            self.cost.taken_back += n
+            if self._saved and self._saved.n_tokens > keep:
+                self._saved = None
+        else:
+            self._recorder.stop()
+            super()._return_to(keep)
+
+    def reset(self) -> None:
+        super().reset()
+        self._recorder.stop()
+        self._forwards = 0
+
+    def close(self) -> None:
+        self._recorder.uninstall()
+
+
+class Snapshots(_Recorded):
+    """The state after every position: llama.cpp's `n_rs_seq` planes, or what the torch layers passed through."""
+
+    kind = "snapshots"
+
+
+class ActivationReplay(_Recorded):
+    """The state at the border and the inputs of the recurrence since; accepted ones are run through it again."""
+
+    kind = "replay"
+
+
 def check_options(kind: str, depth: int, known: Iterable[str]) -> None:
     """Refuse an unknown way back, or a depth that records nothing."""
     known = (AUTO, *known)
@@ -253,3 +364,83 @@ def check_options(kind: str, depth: int, known: Iterable[str]) -> None:
         raise InputError(f"unknown rollback {kind!r}; {did_you_mean(str(kind), known)}known: {', '.join(known)}")
     if not isinstance(depth, int) or not 1 <= depth <= MAX_DEPTH:
         raise InputError(f"rollback_depth is {depth}: it must be 1 to {MAX_DEPTH}")
+
+
+def choose(
+    model: LanguageModel,
+    makers: Mapping[str, Callable[[], Rollback]],
+    kind: str,
+    preferred: Sequence[str],
+    *,
+    afford: Callable[[str], None] = lambda _name: None,
+) -> Rollback:
+    """The way back `kind` for `model`, or with "auto" the first of `preferred` that is exact.
+
+    A model that can crop need not be probed. `makers` make a way, or raise InputError where the family or the engine
+    has none; `afford(name)` raises MemoryShortError where there is no room for what it keeps. Raises InputError (not
+    for this model), MemoryShortError, LoadError (a probe found it inexact).
+    """
+    reason = model.caps.rewind_reason
+    if kind == AUTO and not reason:
+        return makers["crop"]()
+    if kind == "crop" and reason:
+        raise InputError(f"rollback=crop is not for {model.name}: {reason}")
+    refused: list[str] = []
+    for name in preferred if kind == AUTO else (kind,):
+        try:
+            way = makers[name]()
+        except InputError as error:
+            if kind != AUTO:
+                raise
+            refused.append(str(error))
+            continue
+        model.rollback = way
+        try:
+            if goes_back(model):
+                afford(name)
+                return way
+            refused.append(f"{name} does not bring back the state that was")
+        except MemoryShortError as error:
+            if kind != AUTO:
+                way.close()
+                raise
+            refused.append(str(error))
+        except Exception as error:  # of a family, or a release of an engine, that does things otherwise
+            refused.append(f"{name} fails: {error}")
+        except BaseException:
+            way.close()
+            raise
+        way.close()
+        model.reset()
+    raise LoadError(f"{model.name} has no exact way back: {'; '.join(refused)}. Try rollback=recompute")
+
+
+class GoesBack:
+    """What both engines' models do alike: the state lies behind a `Rollback`. The class says what a failure leaves."""
+
+    rollback: Rollback
+
+    def _require_open(self) -> None:
+        raise NotImplementedError
+
+    def _go_back(self, n: int) -> None:
+        """After a failure: the state of the first `n` tokens again, or none."""
+        raise NotImplementedError
+
+    @property
+    def n_past(self) -> int:
+        self._require_open()
+        return self.rollback.n_past
+
+    def rewind(self, n: int) -> None:
+        self._require_open()
+        n, before = check_rewind(self, n), self.n_past
+        try:
+            self.rollback.rewind(n)
+        except BaseException:  # what brings a state back may run the model, and be interrupted
+            self._go_back(before)
+            raise
+
+    def reset(self) -> None:
+        self._require_open()
+        self.rollback.reset()

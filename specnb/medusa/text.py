@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 
 from specnb.corpus import Document
 from specnb.errors import InputError
-from specnb.lm import chat, hf_state
+from specnb.lm import chat
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf_cache import new_cache
+from specnb.lm.hf_engine import cache_argument
 from specnb.lm.hf_grouped import grouped
 from specnb.lm.hf_hidden import pre_norm_states
 
@@ -256,7 +257,7 @@ class Stream:
         for row, line in zip(rows, tokens, strict=True):
             line[:known] = row.forced[:known]
             row.forced = row.forced[known:]
-        state = {hf_state.argument(self._net): new_cache(self._net)}
+        state = {cache_argument(self._net): new_cache(self._net)}
         with grouped(self._net), pre_norm_states(self._net) as caught:
             for at in range(known, length):
                 logits = self._feed(tokens, slice(0 if at == known else at - 1, at), state)

@@ -88,7 +88,7 @@ def _with_crop(folder: Path, prompt: list[int], wrong: list[int], ahead: list[in
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    from specnb.lm.dequantise import quiet
+    from specnb.lm.hf_files import quiet
 
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

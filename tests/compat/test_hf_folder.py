@@ -288,7 +288,7 @@ def test_encode_is_the_real_tokenizer_without_special_tokens(folder):
 def test_the_dequantised_folder_is_its_gguf():
     from specnb.compat import gguf_header
     from specnb.lm import zoo
-    from specnb.lm.dequantise import dequantised
+    from specnb.lm.hf_files import dequantised
 
     gguf = zoo.path("smollm2-135m")
     theirs, ours = gguf_header.describe(gguf), describe(dequantised(gguf))

@@ -14,7 +14,7 @@ from specnb.divergence.gguf_capture import capture_gguf
 from specnb.divergence.script import Feed, Script
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError, LoadError
-from specnb.lm import binding, gguf_eval, gguf_tensors
+from specnb.lm import binding, gguf_tensors
 from specnb.lm.load import load
 from tests.tiny_models import (
     VOCAB,
@@ -409,7 +409,7 @@ def test_what_a_callback_raises_is_raised_by_the_forward(llama, error):
 
 
 def test_an_error_of_a_decode_that_failed_is_not_raised_by_the_next():
-    watch = gguf_eval.Watch()
+    watch = gguf_tensors.Watch()
     watch.on, watch.wanted = True, lambda node: 1 / 0
     node = (ctypes.c_char * ctypes.sizeof(gguf_tensors._Raw))()
     with pytest.raises(LoadError, match="decode"), watch.decoding([1], 0, 1, 0):

@@ -11,8 +11,8 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm import gguf, gguf_engine, gguf_open
 from specnb.lm.convert.to_gguf import write_gguf
-from specnb.lm.dequantise import quiet
 from specnb.lm.gguf import GgufModel
+from specnb.lm.hf_files import quiet
 from tests.laws.test_rollback import IDS, ROUNDS, Scripted
 from tests.tiny_hybrids import hybrid_folder
 

@@ -57,7 +57,7 @@ def split(pattern: str):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    from specnb.lm.dequantise import quiet
+    from specnb.lm.hf_files import quiet
 
     base = tmp_path_factory.mktemp("models")
     with quiet():
@@ -79,7 +79,7 @@ def torch_logits(folder: Path) -> np.ndarray:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from specnb.lm.dequantise import quiet
+    from specnb.lm.hf_files import quiet
 
     with quiet(), torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -466,8 +466,7 @@ def test_the_published_tokenizer_comes_back_entry_by_entry():
     from transformers import AutoConfig, AutoTokenizer
 
     from specnb.lm import zoo
-    from specnb.lm.dequantise import dequantised
-    from specnb.lm.hf_files import vocabulary
+    from specnb.lm.hf_files import dequantised, vocabulary
 
     published = GGUFReader(zoo.path("smollm2-135m")).fields
     folder = dequantised(zoo.path("smollm2-135m"))

@@ -10,7 +10,7 @@ from transformers import AutoConfig, DynamicCache
 
 import specnb
 from specnb.errors import InputError
-from specnb.lm.hf_state import argument
+from specnb.lm.hf_engine import cache_argument
 from specnb.ssm import memory, shapes
 from specnb.ssm.memory import table
 from specnb.ssm.shapes import Kind, RecurrentShape, shape_of
@@ -137,7 +137,7 @@ def test_formulas_are_the_bytes_of_the_caches_of_every_family(family, dtype):
     model = torch_model(family, **FAMILIES[family]).to(dtype).eval()
     cache = DynamicCache(config=model.config)
     for ids in (torch.arange(3, 9)[None], torch.tensor([[9]])):
-        model(ids, **{argument(model): cache}, use_cache=True)
+        model(ids, **{cache_argument(model): cache}, use_cache=True)
     shape = shape_of(model.config, dtype=str(dtype).removeprefix("torch."))
     assert memory.state_bytes(shape) == held(cache, "recurrent_states")
     assert memory.window_bytes(shape) == held(cache, "conv_states") > 0

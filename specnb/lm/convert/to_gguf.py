@@ -77,7 +77,7 @@ def _one_error(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"cannot convert {folder}: {error}") from error
     except Exception as error:
-        from specnb.lm.dequantise import load_error
+        from specnb.lm.hf_files import load_error
 
         raise load_error(str(folder), error) from error
 
@@ -101,8 +101,7 @@ def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
             _json(folder / name) if name.endswith(".json") else read_bytes(folder / name, MAX_TEXT_BYTES)
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    from specnb.lm.dequantise import quiet
-    from specnb.lm.hf_files import vocabulary
+    from specnb.lm.hf_files import quiet, vocabulary
 
     with quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
