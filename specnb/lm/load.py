@@ -100,7 +100,7 @@ def local_file(spec: ModelSpec) -> Path | None:
     if spec.where == "zoo":
         return zoo.path(spec.source)
     if spec.where == "hf" and spec.backend == "llama":
-        from specnb.lm.convert.cached import converted
+        from specnb.lm.convert.to_gguf import converted
 
         return converted(embedded.local_folder(spec.source), spec.options.get("weights", "f16"))
     return _expanded(spec.source) if spec.where == "gguf" else None

@@ -15,44 +15,51 @@ pytestmark = pytest.mark.model
 FLOAT32 = ["smollm2-135m:f32", "smollm2-135m?backend=hf"]
 REDUCED = ["smollm2-135m", "smollm2-135m:f16", "smollm2-135m?backend=hf&dtype=bfloat16"]
 DRAFT = "smollm2-135m:q4_0"
-N = 256
 PROMPT = prompts("edit")[0]
+SHORT, LONG = 40, 256
+"""Tokens of a default run, and of the grid (`-m slow`)."""
+GRID = [pytest.param(k, LONG, marks=pytest.mark.slow) for k in range(1, 9)]
+
+
+def first(names):
+    """The first is tested by default; `tests/smoke` has both engines, and the slow line all of them."""
+    return [names[0], *(pytest.param(name, marks=pytest.mark.slow) for name in names[1:])]
 
 
 @pytest.fixture(scope="module")
 def plain(opened):
-    """256 plain greedy tokens a target, made once."""
+    """Plain greedy tokens a target and length, made once."""
     made = {}
 
-    def of(name):
-        if name not in made:
-            made[name] = generate(opened(name), PROMPT, max_new_tokens=N, ignore_eog=True)
-        return made[name]
+    def of(name, n):
+        if (name, n) not in made:
+            made[name, n] = generate(opened(name), PROMPT, max_new_tokens=n, ignore_eog=True)
+        return made[name, n]
 
     return of
 
 
 def speculative(opened, name, drafter, k, **settings):
     made = ModelDrafter(opened(DRAFT)) if drafter == "model" else LookupDrafter()
-    options = {"max_new_tokens": N, "ignore_eog": True} | settings
-    return generate(opened(name), PROMPT, drafter=made, k=k, **options)
+    return generate(opened(name), PROMPT, drafter=made, k=k, **({"ignore_eog": True} | settings))
 
 
-@pytest.mark.parametrize("k", [1, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 4, 5, 6, 7)), 8])
+@pytest.mark.parametrize(("k", "n"), [(4, SHORT), *GRID])
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
-@pytest.mark.parametrize("name", FLOAT32)
-def test_float32_speculative_equals_plain(opened, plain, name, drafter, k):
-    made = speculative(opened, name, drafter, k)
-    assert len(made.token_ids) == N
-    assert made.token_ids == plain(name).token_ids
+@pytest.mark.parametrize("name", first(FLOAT32))
+def test_float32_speculative_equals_plain(opened, plain, name, drafter, k, n):
+    made = speculative(opened, name, drafter, k, max_new_tokens=n)
+    assert len(made.token_ids) == n
+    assert made.token_ids == plain(name, n).token_ids
     assert made.accepted_tokens > 0 or drafter == "lookup"
 
 
-@pytest.mark.parametrize("drafter", ["lookup", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["lookup", "model"])
 @pytest.mark.parametrize("name", REDUCED)
 def test_reduced_precision_forks_only_at_near_ties(opened, plain, name, drafter, record_property):
-    made = speculative(opened, name, drafter, 4)
-    fork = explain_fork(opened(name), made.prompt_ids, plain(name).token_ids, made.token_ids, width=5)
+    made = speculative(opened, name, drafter, 4, max_new_tokens=LONG)
+    fork = explain_fork(opened(name), made.prompt_ids, plain(name, LONG).token_ids, made.token_ids, width=5)
     record_property("fork", None if fork is None else fork.model_dump_json())
     assert fork is None or fork.near_tie, f"forked away from a clear winner: {fork}"
 
@@ -60,10 +67,10 @@ def test_reduced_precision_forks_only_at_near_ties(opened, plain, name, drafter,
 def test_self_draft_is_a_coarser_copy_of_the_target(opened):
     from specnb.draft.load import load_drafter
 
-    target = opened("smollm2-135m:f16")
+    target = opened("smollm2-135m")
     drafter = load_drafter("self", target, strict=True).drafter
-    made = generate(target, PROMPT, drafter=drafter, k=4, max_new_tokens=48)
-    base = generate(target, PROMPT, max_new_tokens=48)
+    made = generate(target, PROMPT, drafter=drafter, k=4, max_new_tokens=24)
+    base = generate(target, PROMPT, max_new_tokens=24)
     drafter.close()
     assert made.drafter == "smollm2-135m:q4_0" and made.acceptance_rate > 0.3
     fork = explain_fork(target, made.prompt_ids, base.token_ids, made.token_ids, width=5)
@@ -71,7 +78,9 @@ def test_self_draft_is_a_coarser_copy_of_the_target(opened):
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-@pytest.mark.parametrize("name", REDUCED + FLOAT32)  # all of one model, then the next: three stay open
+@pytest.mark.parametrize(
+    "name", [*FLOAT32, *(pytest.param(name, marks=pytest.mark.slow) for name in REDUCED)]
+)  # all of one model, then the next: three stay open
 def test_rewind_equals_never_having_gone_ahead(opened, name, n):
     model = opened(name)
     ids = model.encode(PROMPT.messages[0].content)[:80]
@@ -102,6 +111,7 @@ def test_a_planted_rewind_fault_is_seen(opened, monkeypatch):
     assert np.abs(model.forward(ids[60:70]) - expected).max() > 0.01
 
 
+@pytest.mark.slow
 def test_bfloat16_on_a_cpu_gives_a_token_the_same_bits_at_every_width(opened):
     """Across the borders to which keys are padded (192, 256), where the kernel's sums change their order."""
     model = opened("smollm2-135m?backend=hf&dtype=bfloat16")
@@ -139,7 +149,7 @@ def test_blocks_and_prefill_agree_with_single_steps(opened):
     """n_logits and the width of forwards change no logits beyond float32 rounding."""
     for name in FLOAT32:
         model = opened(name)
-        ids = model.encode(PROMPT.messages[0].content)[:40]
+        ids = model.encode(PROMPT.messages[0].content)[:20]
         model.reset()
         whole = model.forward(ids)
         model.reset()
@@ -149,6 +159,7 @@ def test_blocks_and_prefill_agree_with_single_steps(opened):
         np.testing.assert_allclose(model.forward(ids, n_logits=3), whole[-3:], atol=2e-3)
 
 
+@pytest.mark.slow
 def test_fixed_width_makes_widths_equal_bit_for_bit(opened):
     model = opened("smollm2-135m?fixed_width=6")
     ids = model.encode(PROMPT.messages[0].content)[:60]
@@ -163,6 +174,7 @@ def test_fixed_width_makes_widths_equal_bit_for_bit(opened):
         np.testing.assert_array_equal(rows(width), single, err_msg=f"width {width}")
 
 
+@pytest.mark.slow
 def test_sampling_with_one_seed_repeats(opened):
     runs = [
         speculative(opened, "smollm2-135m", "model", 3, temperature=0.8, seed=5, max_new_tokens=24).token_ids

@@ -9,7 +9,7 @@ import pytest
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
-from specnb.lm import gguf, gguf_engine, gguf_open
+from specnb.lm import gguf_engine, gguf_open, memory
 from specnb.lm.convert.to_gguf import write_gguf
 from specnb.lm.gguf import GgufModel
 from specnb.lm.hf_files import quiet
@@ -111,6 +111,7 @@ def test_greedy_decoding_is_that_of_the_plain_run(family, way, opened):
         assert cost.taken_back > 0 and cost.refed <= K  # only the first round reaches behind a decode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "way"), [pair for pair in PAIRS if pair[1] != "recompute"])
 def test_greedy_decoding_over_a_thousand_rounds(family, way, opened):
     model = opened(family, way, n_ctx=4096)
@@ -183,8 +184,7 @@ def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(
     none, eight, sixteen = (gguf_open.state_bytes(model._model, 512, "f32", n) for n in (0, 8, 16))
     assert 16 * 0.8 * one < sixteen - none < 16 * 2 * one  # an upper bound: every layer is counted as recurrent
     model.close()
-    room = gguf.Need(file.stat().st_size, eight).total
-    monkeypatch.setattr(gguf, "free_bytes", lambda _device: room)
+    room = memory.Need(file.stat().st_size, eight).total
     monkeypatch.setattr("specnb.lm.memory.free_bytes", lambda _device: room)
     model = GgufModel.open(file, threads=1, kv="f32")
     assert model.caps.rewind == "fused"

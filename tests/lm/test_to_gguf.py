@@ -17,9 +17,8 @@ import pytest
 
 from specnb.errors import InputError, LoadError
 from specnb.lm import binding, gguf_open
+from specnb.lm.convert import families, to_gguf
 from specnb.lm.convert import plan as gguf_plan
-from specnb.lm.convert import qwen35 as gguf_qwen35
-from specnb.lm.convert import to_gguf
 from specnb.lm.convert import tokenizer as gguf_tokenizer
 from specnb.lm.convert.to_gguf import write_gguf
 from specnb.lm.gguf import GgufModel
@@ -137,7 +136,7 @@ def test_both_engines_read_one_vocabulary_and_split_text_alike(name, folders, gg
 
 def plant(monkeypatch, part: str, broken) -> None:
     """Every weight with `part` in its GGUF name gets the change `broken(weight)`."""
-    plan = gguf_qwen35.plan
+    plan = families.qwen35
 
     def faulty(config):
         made = plan(config)
@@ -164,7 +163,7 @@ def test_value_heads_left_in_their_order_would_be_seen(part, monkeypatch, folder
     def in_order(weight):
         def change(values):
             with monkeypatch.context() as patch:
-                patch.setattr(gguf_qwen35, "tiled_heads", lambda n_keys, n_values, width: np.arange(n_values * width))
+                patch.setattr(families, "tiled_heads", lambda n_keys, n_values, width: np.arange(n_values * width))
                 return weight.change(values)
 
         return change
@@ -175,9 +174,9 @@ def test_value_heads_left_in_their_order_would_be_seen(part, monkeypatch, folder
 
 
 def test_tiled_order_interleaves_the_heads_of_each_key():
-    assert gguf_qwen35.tiled_heads(2, 6, 1).tolist() == [0, 3, 1, 4, 2, 5]
-    assert gguf_qwen35.tiled_heads(2, 4, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert gguf_qwen35.tiled_heads(3, 3, 2).tolist() == [0, 1, 2, 3, 4, 5]
+    assert families.tiled_heads(2, 6, 1).tolist() == [0, 3, 1, 4, 2, 5]
+    assert families.tiled_heads(2, 4, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert families.tiled_heads(3, 3, 2).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 # Tokenizers: written by name where llama.cpp has their expression, refused with it elsewhere.
@@ -415,7 +414,7 @@ def test_a_frequency_outside_the_sections_would_be_seen(monkeypatch, folders, tm
     """The refusal above is needed: llama.cpp gives such a frequency position 0."""
     folder = Path(shutil.copytree(folders["qwen35"], tmp_path / "model"))
     edit(folder / "config.json", rope_parameters=QWEN["rope_parameters"] | {"mrope_section": [6, 1, 1]})
-    monkeypatch.setattr(gguf_qwen35, "_rotation", lambda config: (16, [6, 1, 1, 0]))
+    monkeypatch.setattr(families, "_qwen35_rotation", lambda config: (16, [6, 1, 1, 0]))
     gguf = write_gguf(folder, tmp_path / "model.gguf", dtype="f32")
     assert distance(llama_logits(gguf), torch_logits(folder)) > 0.05
 

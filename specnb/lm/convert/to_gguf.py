@@ -9,14 +9,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specnb.errors import InputError, SpecnbError, did_you_mean
+from specnb.io import read_json
 from specnb.lm.binding import FILE_TYPES
-from specnb.lm.bounded_json import read_bytes, read_json
-from specnb.lm.convert import lfm2, mamba2, qwen3, qwen35
+from specnb.lm.cache import files_digest, made_once
+from specnb.lm.convert import families
 from specnb.lm.convert.plan import Key, Plan, Weight, invalid
 from specnb.lm.convert.tokenizer import tokenizer_keys
+from specnb.paths import cache_dir
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,18 +26,33 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES: Mapping[str, Callable[["PretrainedConfig"], Plan]] = {
-    "qwen3_5_text": qwen35.plan,
-    "lfm2": lfm2.plan,
-    "mamba2": mamba2.plan,
-    "qwen3": qwen3.plan,
+    "qwen3_5_text": families.qwen35,
+    "lfm2": families.lfm2,
+    "mamba2": families.mamba2,
+    "qwen3": families.qwen3,
 }
 """`model_type` of a config.json -> its plan."""
 
 DTYPES = ("f16", "f32", "bf16")
 MAX_TEXT_BYTES = 64 << 20
-MAX_VALUES = 8_000_000
 MAX_LAYERS = 10_000
+CONVERSION = 1
+"""Part of the file's name: raise it when the conversion changes, and older files are made again."""
+
 TEXTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+
+
+READ = ("config.json", *TEXTS, "*.safetensors")
+
+
+def converted(folder: Path, dtype: str) -> Path:
+    """The cached GGUF of the model in `folder`; another one for other weights, texts or `dtype` (see `write_gguf`)."""
+    check_dtype(dtype)
+    files = [path for pattern in READ for path in sorted(folder.glob(pattern))]
+    digest = files_digest(files)
+    dest = cache_dir() / "converted" / f"{folder.resolve().name}-{digest[:16]}-{CONVERSION}.{dtype}.gguf"
+    n_bytes = 2 * sum(path.stat().st_size for path in files)
+    return made_once(dest, lambda partial: write_gguf(folder, partial, dtype=dtype), n_bytes=n_bytes)
 
 
 def write_gguf(folder: Path | str, dest: Path | str, *, dtype: str = "f16") -> Path:
@@ -84,7 +101,7 @@ def _one_error(folder: Path) -> Iterator[None]:
 
 def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
     """The plan of the model and the keys of its tokenizer; no weight is read."""
-    raw = _json(folder / "config.json")
+    raw = read_json(folder / "config.json", MAX_TEXT_BYTES)
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise InputError(
@@ -98,7 +115,9 @@ def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
         raise InputError(f"{folder} has no tokenizer.json: save the tokenizer into it with save_pretrained")
     for name in TEXTS:  # read here for its errors: they name the file
         if (folder / name).exists():
-            _json(folder / name) if name.endswith(".json") else read_bytes(folder / name, MAX_TEXT_BYTES)
+            read_json(folder / name, MAX_TEXT_BYTES) if name.endswith(".json") else read_bytes(
+                folder / name, MAX_TEXT_BYTES
+            )
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     from specnb.lm.hf_files import quiet, vocabulary
@@ -110,10 +129,6 @@ def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
         has_generation = (folder / "generation_config.json").exists()
         generation = GenerationConfig.from_pretrained(folder) if has_generation else None
     return plan, tokenizer_keys(tokenizer, vocabulary(tokenizer, config, generation))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return dict(read_json(path, MAX_TEXT_BYTES, MAX_VALUES).values)
 
 
 def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], "np.ndarray"]:
@@ -147,7 +162,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         names = ["model.safetensors"]
     else:
-        shards = _json(index).get("weight_map")
+        shards = read_json(index, MAX_TEXT_BYTES).get("weight_map")
         if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
             raise InputError(f"{index} has no weight_map of names: fetch or save the model again")
         names = sorted(set(shards.values()))
