@@ -98,7 +98,7 @@ def test_llama_cpp_opens_a_folder_of_a_known_family_by_converting_it_once(tmp_pa
 
 def test_a_folder_that_cannot_be_converted_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(InputError, match=r"no such file: .*config\.json"):
+    with pytest.raises(InputError, match=r"config\.json"):
         load(tmp_path, backend="llama")
     with pytest.raises(InputError, match="model_type 'llama': known are qwen3_5_text"):
         load(torch_folder(tmp_path / "llama"), backend="llama")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specnb.errors import InputError, SpecnbError, did_you_mean
-from specnb.io import read_json
+from specnb.io import read_json, read_text
 from specnb.lm.binding import FILE_TYPES
 from specnb.lm.cache import files_digest, made_once
 from specnb.lm.convert import families
@@ -115,9 +115,7 @@ def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
         raise InputError(f"{folder} has no tokenizer.json: save the tokenizer into it with save_pretrained")
     for name in TEXTS:  # read here for its errors: they name the file
         if (folder / name).exists():
-            read_json(folder / name, MAX_TEXT_BYTES) if name.endswith(".json") else read_bytes(
-                folder / name, MAX_TEXT_BYTES
-            )
+            (read_json if name.endswith(".json") else read_text)(folder / name, MAX_TEXT_BYTES)
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     from specnb.lm.hf_files import quiet, vocabulary
