@@ -26,6 +26,7 @@ def run(*command):
 IMPORTS = """
 import logging, os, random, sys, numpy
 HEAVY = {"torch", "transformers", "llama_cpp", "pandas", "plotly", "pyarrow", "duckdb", "papermill", "ipywidgets"}
+HEAVY |= {"nbclient", "nbformat"}
 def state():
     return dict(os.environ), random.getstate(), str(numpy.random.get_state()), list(logging.getLogger().handlers)
 def light(*allowed):
@@ -38,7 +39,7 @@ first = specnb.prompts("code")
 import specnb.prompts  # the function stays, whatever is imported
 from specnb import prompts
 assert specnb.prompts("code") == prompts("code") == first and len(first) >= 12
-import specnb.records, specnb.params, specnb.store, specnb.provenance, specnb.doctor
+import specnb.records, specnb.params, specnb.store, specnb.provenance, specnb.doctor, specnb.book.engine
 light()
 import specnb.cli
 before = state()  # rich draws a number
