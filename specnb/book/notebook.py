@@ -5,7 +5,6 @@ It is read as Python syntax, never run, so defaults must be literals.
 """
 
 import ast
-import hashlib
 import json
 import math
 import re
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from specnb.errors import InputError
+from specnb.io import digest, read_bytes
 from specnb.paths import project_dir
 
 if TYPE_CHECKING:
@@ -71,13 +71,7 @@ def read_notebook(path: Path) -> Source:
     import nbformat
 
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"notebook {path} cannot be read ({error.strerror}): check the path") from error
-    if len(data) > MAX_BYTES:
-        raise InputError(f"notebook {path} has more than {MAX_BYTES} bytes: clear its outputs and widget state")
+    data = read_bytes(path, MAX_BYTES)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of cells without an id; they get one here
@@ -91,7 +85,7 @@ def read_notebook(path: Path) -> Source:
     spec = nb.metadata.get("kernelspec", {})
     if spec.get("language", "python") != "python":
         raise InputError(f"{path} is written in {spec['language']!r}: only Python notebooks run here")
-    return Source(path, nb, hashlib.sha256(data).hexdigest())
+    return Source(path, nb, digest(data))
 
 
 def parameters_of(source: Source) -> dict[str, Parameter]:

