@@ -12,8 +12,8 @@ from specnb.divergence import kv_slots
 from specnb.divergence.kv_slots import Layers
 from specnb.divergence.ladder import TIMES_FLOOR
 from specnb.errors import InputError
+from specnb.io import write_atomic
 from specnb.measure.acceptance import Share
-from specnb.store import write_atomic
 
 if TYPE_CHECKING:
     from specnb.divergence.investigation import Investigation

@@ -19,7 +19,7 @@ from specnb.divergence.reproduction.pack import pack
 from specnb.divergence.script import Feed, Script
 from specnb.divergence.setups import Deploy, Lab, Outcome
 from specnb.errors import InputError
-from specnb.store import write_atomic
+from specnb.io import write_atomic
 
 MOST_RUNS = 12
 

@@ -19,8 +19,8 @@ from specnb.divergence.tracing import packed
 from specnb.divergence.tracing.bounded_parquet import read_table
 from specnb.divergence.tracing.sketch import DIGEST
 from specnb.errors import InputError
+from specnb.io import write_atomic
 from specnb.lm.bounded_json import read_bytes, read_json
-from specnb.store import write_atomic
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -9,11 +9,12 @@ from typing import Any
 
 from specnb.draft.base import Drafter, model_of
 from specnb.errors import InputError, SpecnbError
+from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import local_file, parse
 from specnb.params import Params
 from specnb.prompts import Prompt, digest
-from specnb.provenance import file_digest, provenance
+from specnb.provenance import provenance
 from specnb.records import Generation, RunRecord
 from specnb.store import run_id, save
 

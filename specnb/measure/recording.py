@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from specnb.decode.control import Belief
 from specnb.errors import InputError
-from specnb.store import write_atomic
+from specnb.io import write_atomic
 
 FORMAT = 2
 
