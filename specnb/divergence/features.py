@@ -13,13 +13,12 @@ from typing import Any
 
 import pandas as pd
 
-from specnb.divergence.coverage import Coverage
-from specnb.divergence.setups import Lab
 from specnb.errors import InputError
-from specnb.measure.experiment import Progress, silent
 
 Service = Callable[..., AbstractContextManager[object]]
 """`service(draft, neighbour, without=frozenset())`: a `Deploy` that can leave features out."""
+Run = Callable[[frozenset[str]], tuple[bool, str, int]]
+"""Run the set-up without these: clean (looked at whole, and nothing is wrong), the first wrong module, wrong tokens."""
 
 COLUMNS = ("off", "clean", "first", "tokens", "said")
 """Of the table of runs: the names that were off, whether that healed it, the module that is wrong first ("" for none)
@@ -61,78 +60,57 @@ class Features:
 
 
 def switched_off(
-    lab: Lab, service: Service, features: Sequence[str], *, setup: str = "S3", progress: Progress = silent
+    run: Run, features: Sequence[str], *, setup: str = "S3", progress: Callable[[int, int, str], None] = lambda *_: None
 ) -> Features:
-    """Run `setup`, which `service` makes wrong, without each of `features`; where none heals it, without several.
+    """Run a set-up that is wrong without each of `features`; where none heals it, without several.
 
-    A run heals where it was looked at whole and nothing is wrong. One more run than features, and up to as many and one
-    again where none heals it alone. Raises InputError for no features, names given twice, and a service without a
-    parameter `without`; one that does not run without a feature is told in the table.
+    One more run than features, and up to as many and one again where none heals it alone. A service may raise anything
+    without what it needs: that is told in the table.
     """
-    names = checked(service, features)
-    found = _Runs(lab, service, setup, len(names) + 1, progress)
-    if found.healed(()):
-        return Features(setup, found.table(), (), together=False)
-    alone = tuple(name for name in names if found.healed({name}))
-    able = [name for name in names if found.ran({name})]
-    if alone or len(able) < 2 or not found.healed(able):
-        return Features(setup, found.table(), alone, together=False)
+    seen: dict[frozenset[str], tuple[bool | None, str, int, str]] = {}
+
+    def clean(off: Collection[str]) -> bool | None:
+        """Whether it is clean without these; None where it does not run. No set is run twice."""
+        key = frozenset(off)
+        if key not in seen:
+            without = f" without {', '.join(sorted(key))}" if key else " again"
+            progress(len(seen), max(len(features), len(seen)) + 1, f"{setup}{without}")
+            try:
+                seen[key] = (*run(key), "")
+            except (Exception, SystemExit) as error:
+                if not key:  # it ran before: what is wrong now is not that a feature is missing
+                    raise
+                said = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+                seen[key] = None, "", 0, said
+        return seen[key][0]
+
+    def result(needed: Collection[str] = (), *, together: bool = False) -> Features:
+        rows = [(tuple(sorted(off)), *row) for off, row in seen.items()]
+        runs = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"clean": object})
+        return Features(setup, runs, tuple(name for name in features if name in needed), together)
+
+    if clean(()):
+        return result()
+    alone = [name for name in features if clean({name})]
+    able = [name for name in features if clean({name}) is not None]
+    if alone or len(able) < 2 or not clean(able):
+        return result(alone)
     needed = set(able)
     for name in able:
-        if len(needed) > 1 and found.healed(needed - {name}):
+        if len(needed) > 1 and clean(needed - {name}):
             needed.discard(name)
-    return Features(setup, found.table(), tuple(name for name in able if name in needed), together=True)
+    return result(needed, together=True)
 
 
 def checked(service: Service, features: Sequence[str]) -> tuple[str, ...]:
-    """The names of features. Raises InputError as `switched_off` does."""
+    """The names of features. Raises InputError for names given twice, and a service that cannot leave any out."""
     names = tuple(features)
-    if isinstance(features, str) or not names or len({*names}) < len(names) or not all(names):
+    if isinstance(features, str) or len({*names}) < len(names) or not all(names):
         raise InputError(f"features {features!r}: give the names of one or more, each once, as ['graphs', 'compile']")
-    try:
-        parameters = inspect.signature(service).parameters.values()
-    except (TypeError, ValueError):  # a callable of C that does not tell
-        parameters = ()
+    parameters = inspect.signature(service).parameters.values()
     if not any(one.name == "without" or one.kind is one.VAR_KEYWORD for one in parameters):
         raise InputError(
             f"the service {getattr(service, '__name__', service)!s} cannot leave features out: give a `deploy` with a "
             "parameter `without`, the set of their names, as in deploy(draft, neighbour, without=frozenset())"
         )
     return names
-
-
-class _Runs:
-    """The runs that were made, none of them twice."""
-
-    def __init__(self, lab: Lab, service: Service, setup: str, expected: int, progress: Progress) -> None:
-        self._lab, self._service, self._setup = lab, service, setup
-        self._expected, self._progress = expected, progress
-        self._seen: dict[frozenset[str], tuple[bool | None, str, int, str]] = {}
-
-    def healed(self, off: Collection[str]) -> bool:
-        key = frozenset(off)
-        if key not in self._seen:
-            n, without = len(self._seen), f" without {', '.join(sorted(key))}" if key else " again"
-            self._progress(n, max(self._expected, n + 1), f"{self._setup}{without}")
-            self._seen[key] = self._run(key)
-        return self._seen[key][0] is True
-
-    def ran(self, off: Collection[str]) -> bool:
-        """Whether the service ran without these."""
-        self.healed(off)
-        return self._seen[frozenset(off)][0] is not None
-
-    def table(self) -> pd.DataFrame:
-        rows = [(tuple(sorted(off)), *row) for off, row in self._seen.items()]
-        return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"clean": object})
-
-    def _run(self, off: frozenset[str]) -> tuple[bool | None, str, int, str]:
-        try:
-            one = self._lab.run(self._setup, lambda *models: self._service(*models, without=off))
-        except (Exception, SystemExit) as error:
-            if not off:  # it ran before: what is wrong now is not that a feature is missing
-                raise
-            # a service may raise anything without what it needs; the other runs count
-            return None, "", 0, str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        clean = one.clean and Coverage.of(one, self._lab.draft).complete
-        return clean, next(iter(one.wrong["module"]), ""), one.wrong["position"].nunique(), ""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -89,7 +90,8 @@ def judge(
     verdict, reason = _verdict(lab, case, coverage, repeats, inert)
     switched = None
     if features and case.bad is not None:
-        switched = switched_off(lab, service, features, setup=case.bad.setup.id, progress=progress)
+        run = partial(_without, lab, service, case.bad.setup.id)
+        switched = switched_off(run, features, setup=case.bad.setup.id, progress=progress)
     return Investigation(
         verdict, reason, case, tuple(rank(case)), coverage, lab.floor, repeats, inert,
         _facts(lab, time.perf_counter() - started) | {"in_service": deploy is not None or lab.in_service}, switched,
@@ -133,6 +135,13 @@ def _run(
         progress(len(outcomes), len(before) + len(names), f"{name}: {setup_of(name).says}")
         outcomes[name] = lab.run(name, deploy)
     return outcomes
+
+
+def _without(lab: Lab, service: Deploy, setup: str, off: frozenset[str]) -> tuple[bool, str, int]:
+    """A set-up with features of the service off (`features.Run`)."""
+    outcome = lab.run(setup, partial(service, without=off))
+    clean = outcome.clean and Coverage.of(outcome, lab.draft).complete
+    return clean, next(iter(outcome.wrong["module"]), ""), outcome.wrong["position"].nunique()
 
 
 def _same_bits(lab: Lab, case: Case, deploy: Deploy | None) -> tuple[bool, bool]:

@@ -12,27 +12,16 @@ What an engine printed is held against these rules; here a row that lies elsewhe
 >>> overlaps({"target": [1, 2], "draft": [2, 3]})
 [Fault(rule='overlap with target', group='draft', position=0, expected=None, found=2)]
 
-With which group sizes a log that tells of six groups can be explained, and where the draft's first slot then is:
+Where the draft's first slot is beside a larger target:
 
->>> models = [Layers("target", {"full": 18, "sliding": 18}), Layers("draft", {"full": 12, "sliding": 12})]
->>> list(group_sizes_for(models, 6))
-[12, 13, 14, 15, 16, 17]
+>>> models = {"target": {"full": 18, "sliding": 18}, "draft": {"full": 12, "sliding": 12}}
 >>> next(group.first_slot for group in allocate(models, tokens=80) if group.model == "draft")
 336
-
-Whether two runs' caches hold the same at each position, wherever they hold it (rows by slot; here a row is missing):
-
->>> cache = np.arange(8.0).reshape(8, 1)
->>> same_content(slots_a=[2, 3], rows_a=cache, slots_b=[0, 1], rows_b=cache[[2, 4]]).tolist()
-[True, False]
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from operator import index
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from specnb.errors import InputError
@@ -41,22 +30,6 @@ BLOCK_SIZE = 16
 NULL_BLOCK = 0
 PADDING_SLOT = -1
 """Slot of a row that pads a batch: it is written nowhere."""
-MOST = 1 << 20
-"""Of layers, blocks and tokens: more is a mistake, and would only be counted slowly."""
-
-
-@dataclass(frozen=True)
-class Layers:
-    """A model's attention layers by kind, in the order in which their groups are made: {"full": 18, "sliding": 18}."""
-
-    model: str
-    kinds: Mapping[str, int]
-
-    def __post_init__(self) -> None:
-        for kind, n in self.kinds.items():
-            _whole(f"the number of {kind} layers of {self.model}", n, 1)
-        if not self.kinds:
-            raise InputError(f"{self.model} has no attention layers: give them by kind, such as {{'full': 12}}")
 
 
 class Group(NamedTuple):
@@ -89,45 +62,41 @@ class Fault(NamedTuple):
     found: int | None
 
 
-def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
-    """Blocks that hold that many tokens."""
-    return -(-_whole("the number of tokens", tokens, 1) // _whole("the block size", block_size, 1))
-
-
 def allocate(
-    models: Sequence[Layers], tokens: int, *, group_size: int | None = None, block_size: int = BLOCK_SIZE
+    models: Mapping[str, Mapping[str, int]], tokens: int, *, group_size: int | None = None, block_size: int = BLOCK_SIZE
 ) -> list[Group]:
     """The groups of all models, target first, and where correct allocation puts a first sequence of `tokens` tokens.
 
-    `group_size` layers share a group; None is vLLM's choice, the smallest number of layers of one kind in any model.
-    A kind whose layers it does not divide has a last group that is not full. Raises InputError.
+    `models`: by name, the number of attention layers of each kind. `group_size` layers share a group; None is vLLM's
+    choice, the smallest number of layers of one kind in any model. A kind whose layers it does not divide has a last
+    group that is not full. Raises InputError for numbers below 1.
     """
-    if not models:
-        raise InputError("there is nothing to allocate for: give the layers of at least one model")
-    size = min(n for one in models for n in one.kinds.values()) if group_size is None else group_size
-    _whole("the group size", size, 1)
-    blocks = blocks_for(tokens, block_size)
-    groups: list[Group] = []
-    for model in models:
-        for kind, n in model.kinds.items():
+    counts = [n for kinds in models.values() for n in kinds.values()]
+    size = min(counts, default=0) if group_size is None else group_size
+    if min(*counts, size, tokens, block_size) < 1:
+        raise InputError(
+            f"got {dict(models)}, {tokens} tokens, groups of {size}, blocks of {block_size}: give 1 or more"
+        )
+    blocks, groups = -(-tokens // block_size), []
+    for model, kinds in models.items():
+        for kind, n in kinds.items():
             for start in range(0, n, size):
-                gid = len(groups)
-                layers = min(size, n - start)
-                groups.append(Group(gid, model.model, kind, layers, NULL_BLOCK + 1 + gid * blocks, blocks, block_size))
+                first = NULL_BLOCK + 1 + len(groups) * blocks
+                groups.append(Group(len(groups), model, kind, min(size, n - start), first, blocks, block_size))
     return groups
 
 
-def slot(position: int, block_table: Sequence[int], block_size: int = BLOCK_SIZE) -> int:
-    """Slot of a position: block_table[position // block_size] * block_size + position % block_size.
-
-    Raises InputError for a position that the table has no block for.
-    """
-    at, within = divmod(_whole("a position", position, 0), _whole("the block size", block_size, 1))
-    if at >= len(block_table):
-        raise InputError(
-            f"position {position} needs block {at} of the sequence, but its block table has {len(block_table)}"
-        )
-    return _whole("a block", block_table[at], 0) * block_size + within
+def arithmetic(groups: Sequence[Group]) -> pd.DataFrame:
+    """The allocation as a table: gid, model, kind, layers, blocks, block_table, first_slot, and the sum in words."""
+    rows = [
+        {
+            "gid": g.gid, "model": g.model, "kind": g.kind, "layers": g.layers, "blocks": g.blocks,
+            "block_table": f"{g.first_block}..{g.block_table[-1]}", "first_slot": g.first_slot,
+            "sum": f"({NULL_BLOCK + 1} + {g.gid} groups x {g.blocks} blocks) x {g.block_size} = {g.first_slot}",
+        }
+        for g in groups
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def slot_faults(
@@ -141,26 +110,22 @@ def slot_faults(
     """Rows of one sequence whose slot breaks a rule, in order of the rows.
 
     Rules: `slot` (the formula), `null block` (a token in the block that is never read), `bijection` (two positions in
-    one slot). A row with PADDING_SLOT is left out, whatever its position. Raises InputError for lists that do not fit.
+    one slot). A row with PADDING_SLOT is left out, whatever its position.
     """
-    if len(slots) != len(positions):
-        raise InputError(f"{len(slots)} slots for {len(positions)} positions: each row has one of both")
-    _whole("the block size", block_size, 1)
-    found: list[Fault] = []
+    faults: list[Fault] = []
     holder: dict[int, int] = {}
-    rows = zip((_index("a slot", one) for one in slots), (_index("a position", one) for one in positions), strict=True)
-    for given, position in rows:
-        if given == PADDING_SLOT:
+    for slot, position in zip(slots, positions, strict=True):
+        if slot == PADDING_SLOT:
             continue
-        inside = 0 <= position < len(block_table) * block_size
-        expected = slot(position, block_table, block_size) if inside else None
-        if given != expected:
-            found.append(Fault("slot", group, position, expected, given))
-        if given // block_size == NULL_BLOCK:
-            found.append(Fault("null block", group, position, expected, given))
-        if holder.setdefault(given, position) != position:
-            found.append(Fault("bijection", group, position, expected, given))
-    return found
+        block, within = divmod(position, block_size)
+        expected = block_table[block] * block_size + within if 0 <= block < len(block_table) else None
+        if slot != expected:
+            faults.append(Fault("slot", group, position, expected, slot))
+        if slot // block_size == NULL_BLOCK:
+            faults.append(Fault("null block", group, position, expected, slot))
+        if holder.setdefault(slot, position) != position:
+            faults.append(Fault("bijection", group, position, expected, slot))
+    return faults
 
 
 def overlaps(block_tables: Mapping[str, Sequence[int]]) -> list[Fault]:
@@ -169,66 +134,11 @@ def overlaps(block_tables: Mapping[str, Sequence[int]]) -> list[Fault]:
     A fault carries the place in the later table and the block, as expected (None: nobody else's) and found.
     """
     owner: dict[int, str] = {}
-    found: list[Fault] = []
+    faults: list[Fault] = []
     for name, table in block_tables.items():
-        for at, block in enumerate(map(index, table)):
-            if block == NULL_BLOCK:
-                continue
+        for at, block in enumerate(table):
             if block in owner:
-                found.append(Fault(f"overlap with {owner[block]}", name, at, None, block))
-            owner.setdefault(block, name)
-    return found
-
-
-def arithmetic(groups: Sequence[Group]) -> pd.DataFrame:
-    """The allocation as a table: gid, model, kind, layers, blocks, block_table, first_slot, and the sum in words."""
-    rows = [
-        {
-            "gid": g.gid, "model": g.model, "kind": g.kind, "layers": g.layers, "blocks": g.blocks,
-            "block_table": f"{g.first_block}..{g.block_table[-1]}", "first_slot": g.first_slot,
-            "sum": f"({NULL_BLOCK + 1} + {g.gid} groups x {g.blocks} blocks) x {g.block_size} = {g.first_slot}",
-        }
-        for g in groups
-    ]  # fmt: skip
-    columns = ["gid", "model", "kind", "layers", "blocks", "block_table", "first_slot", "sum"]
-    return pd.DataFrame(rows, columns=columns)
-
-
-def group_sizes_for(models: Sequence[Layers], n_groups: int) -> Iterator[int]:
-    """The group sizes with which these models have that many groups: what a log's number of groups leaves open."""
-    for size in range(1, max(n for one in models for n in one.kinds.values()) + 1):
-        if len(allocate(models, 1, group_size=size)) == n_groups:
-            yield size
-
-
-def same_content(slots_a: Sequence[int], rows_a: np.ndarray, slots_b: Sequence[int], rows_b: np.ndarray) -> np.ndarray:
-    """Whether two caches hold the same at each position, wherever they hold it: bool `(positions,)`.
-
-    `rows` `(slots, …)` are the caches by slot; NaN equals NaN. Raises InputError for slots that a cache has not.
-    """
-    if len(slots_a) != len(slots_b):
-        raise InputError(f"{len(slots_a)} and {len(slots_b)} slots: give those of the same positions on both sides")
-    gathered = []
-    for slots, rows in ((slots_a, rows_a), (slots_b, rows_b)):
-        at = np.asarray(slots, dtype=np.int64)
-        if at.size and not (at.min() >= 0 and at.max() < len(rows)):
-            raise InputError(f"slots {at.min()}..{at.max()} are outside the cache of {len(rows)} slots")
-        gathered.append(rows[at].reshape(len(at), -1))
-    a, b = gathered
-    if a.shape != b.shape:
-        raise InputError(f"a position holds {a.shape[1]} values in one cache and {b.shape[1]} in the other")
-    return ((a == b) | ((a != a) & (b != b))).all(axis=1)  # only NaN differs from itself
-
-
-def _index(what: str, value: int) -> int:
-    try:
-        return index(value)
-    except TypeError as error:
-        raise InputError(f"{what} is {value!r}: give a whole number") from error
-
-
-def _whole(what: str, value: int, least: int) -> int:
-    number = _index(what, value)
-    if not least <= number <= MOST:
-        raise InputError(f"{what} is {number}: it must be {least} to {MOST}")
-    return number
+                faults.append(Fault(f"overlap with {owner[block]}", name, at, None, block))
+            elif block != NULL_BLOCK:
+                owner[block] = name
+    return faults

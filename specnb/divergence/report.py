@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import kv_slots
-from specnb.divergence.kv_slots import Layers
 from specnb.divergence.ladder import TIMES_FLOOR
 from specnb.errors import InputError
 from specnb.io import write_atomic
@@ -186,7 +185,7 @@ def slots() -> pd.DataFrame:
     """
     tables = []
     for target in GPT_OSS:
-        models = [Layers(f"target {target}", GPT_OSS[target]), Layers("draft 20b", GPT_OSS["20b"])]
+        models = {f"target {target}": GPT_OSS[target], "draft 20b": GPT_OSS["20b"]}
         groups = kv_slots.allocate(models, CASE_TOKENS, group_size=CASE_GROUP)
         tables.append(kv_slots.arithmetic(groups).assign(beside=f"gpt-oss-{target}"))
     both = pd.concat(tables, ignore_index=True)
