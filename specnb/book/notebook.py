@@ -79,9 +79,8 @@ def read_notebook(path: Path) -> Source:
             nb = nbformat.v4.upgrade(nb)
             nbformat.validate(nb)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, nbformat.ValidationError) as error:
-        raise InputError(
-            f"{path} is not a valid notebook: {_first_line(error)}; open and save it in Jupyter"
-        ) from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"{path} is not a valid notebook: {reason}; open and save it in Jupyter") from error
     spec = nb.metadata.get("kernelspec", {})
     if spec.get("language", "python") != "python":
         raise InputError(f"{path} is written in {spec['language']!r}: only Python notebooks run here")
@@ -207,7 +206,3 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, dict):
         return type(value) is dict and all(type(key) is str and _is_json(item) for key, item in value.items())
     return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
