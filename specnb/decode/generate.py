@@ -5,6 +5,7 @@ from functools import partial
 from operator import index
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -17,17 +18,19 @@ from specnb.decode.tree import require_trees
 from specnb.draft.base import Drafter, tree_nodes
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError
-from specnb.lm import chat
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, room_for_both
 from specnb.lm.vocab import require_same
-from specnb.prompts import Prompt
 from specnb.records import Generation
+
+if TYPE_CHECKING:
+    from specnb.prompts import Prompt
 
 DRAFT_LENGTH = 4
 """Of a drafter of chains, where no other is asked for."""
 
-PromptLike = str | Prompt | Sequence[int] | Sequence[chat.Message]
+PromptLike: TypeAlias = "str | Prompt | Sequence[int] | Sequence[Mapping[str, str]]"
+"""Text, a prompt of `specnb.prompts`, token ids, or messages of a chat with role and content."""
 
 
 def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
@@ -35,12 +38,14 @@ def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
 
     An empty text begins with the model's BOS token, where it has one. Raises InputError for anything else.
     """
-    if isinstance(prompt, Prompt):
+    if hasattr(prompt, "messages"):
         prompt = [m.model_dump() for m in prompt.messages] if prompt.messages else prompt.text
     if isinstance(prompt, str):
         require_text(prompt, "the prompt")
         return tuple(target.encode(prompt)) or ((target.vocab.bos,) if target.vocab.bos is not None else ())
     if len(prompt) and isinstance(prompt[0], Mapping):
+        from specnb.lm import chat
+
         text = chat.render(target.vocab, prompt)
         require_text(text, "the chat prompt")
         ids = tuple(target.encode(text))
@@ -115,8 +120,8 @@ def generate(
         wall_s = perf_counter() - began
         tokens = tuple(token for r in made for token in r.committed_ids)
         return Generation(
-            prompt_id=prompt.id if isinstance(prompt, Prompt) else "",
-            category=prompt.category if isinstance(prompt, Prompt) else "",
+            prompt_id=getattr(prompt, "id", ""),
+            category=getattr(prompt, "category", ""),
             target=target.name,
             drafter=drafter.name if drafter else "",
             rule=("greedy" if sampling.greedy and rule_name in RULES else rule_name) if drafter else "",

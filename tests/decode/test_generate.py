@@ -1,5 +1,7 @@
 """One prompt to one record: kinds of prompts, limits, rules, what is opened and closed, and the times in it."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -278,3 +280,24 @@ def test_times_are_consistent_on_the_real_clock(drafter):
     for r in made.rounds:
         assert min(r.draft_s, r.verify_s, r.rewind_s, r.other_s) >= 0
         assert 0 < r.forward_s <= r.draft_s + r.verify_s
+
+
+# --- what a call loads ----------------------------------------------------------------------------------------------
+
+COUNT = """
+import sys, specnb
+specnb.generate(sys.argv[1], "a b a b", drafter="lookup", max_new_tokens=2)
+print(*sorted(m for m in sys.modules if m.split(".")[0] == "specnb"))
+"""
+MOST_MODULES = 40
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m?backend=hf"])
+def test_a_generation_with_lookup_loads_few_modules(name):
+    shown = subprocess.run([sys.executable, "-c", COUNT, name], check=True, capture_output=True, text=True).stdout
+    loaded = shown.splitlines()[-1].split()
+    above = [module for module in loaded if not module.startswith("specnb.lm")]
+    assert len(above) <= 20, above
+    if len(loaded) > MOST_MODULES:
+        pytest.xfail(f"{len(loaded)} modules, {len(loaded) - len(above)} of them in lm")

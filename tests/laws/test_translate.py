@@ -41,6 +41,17 @@ def tokens(target, draft):
     return ModelDrafter(TokenIntersection(draft, target))
 
 
+GRID = [
+    pytest.param(
+        name, sampling, rule, id=f"{name}-{sampling}-{rule}", marks=[] if (i + j + r) % 2 else pytest.mark.slow
+    )
+    for i, name in enumerate(PAIRS)
+    for j, sampling in enumerate(SETTINGS)
+    for r, rule in enumerate(["token", "block"])
+]
+"""Every two of pair, settings and rule meet by default, all three in the slow line."""
+
+
 def strings(target, draft):
     return StringMatch(draft, target)
 
@@ -53,18 +64,14 @@ def pair(name, seed):
 # --- the distribution -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("name", "sampling", "rule"), GRID)
 def test_shared_tokens_keep_the_law(name, sampling, rule):
     target, draft = pair(name, seed=1)
     law = speculative_law(target, tokens(target, draft), sampling, n=3, k=2, rule=rule)
     assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("name", "sampling", "rule"), GRID)
 def test_strings_keep_the_law(name, sampling, rule):
     target, draft = pair(name, seed=2)
     law = speculative_law(target, StringMatch(draft, target), sampling, n=3, k=2, rule=rule)
@@ -241,7 +248,8 @@ def test_strings_are_not_followed_for_every_k_at_once_because_that_would_be_wron
 
 # --- the real model -------------------------------------------------------------------------------------------------
 
-FLOAT32 = ["smollm2-135m:f32?threads=1", "smollm2-135m?backend=hf"]
+FLOAT32 = ["smollm2-135m:f32?threads=1", "smollm2-135m?backend=hf&dtype=float32"]
+SHARED, SLOW = FLOAT32[1], pytest.mark.slow
 REAL = {"shuffled": 0.0, "shuffled and split": 0.25}
 CODE = "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(values):\n"
 
@@ -259,9 +267,16 @@ def plain(opened):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("make", [tokens, strings])
-@pytest.mark.parametrize("split", REAL.values(), ids=REAL)
-@pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.parametrize(
+    ("make", "split", "name"),
+    [
+        # by default one model, and each way with one of the two vocabularies
+        pytest.param(make, split, name, marks=[] if name == SHARED and (make is tokens) == bool(split) else SLOW)
+        for make in (tokens, strings)
+        for split in REAL.values()
+        for name in FLOAT32
+    ],
+)
 def test_a_real_draft_in_another_vocabulary_is_lossless_and_accepted(opened, plain, name, split, make, record_property):
     target = opened(name)
     drafter = make(target, Respelled(opened("smollm2-135m:q4_0?threads=1"), split=split))
@@ -273,9 +288,9 @@ def test_a_real_draft_in_another_vocabulary_is_lossless_and_accepted(opened, pla
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("make", [tokens, strings])
+@pytest.mark.parametrize("make", [tokens, pytest.param(strings, marks=SLOW)])
 def test_a_real_draft_draws_and_is_accepted_at_a_temperature(opened, make):
-    target = opened("smollm2-135m:f32?threads=1")
+    target = opened(SHARED)
     drafter = make(target, Respelled(opened("smollm2-135m:q4_0?threads=1"), split=0.1))
     settings = {"k": 3, "max_new_tokens": 12, "temperature": 0.8, "seed": 3, "ignore_eog": True}
     made, again = (generate(target, CODE, drafter=drafter, **settings) for _ in range(2))

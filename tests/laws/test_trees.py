@@ -386,7 +386,7 @@ class Knowing(Trees):
 
 @pytest.mark.model
 def test_a_real_model_verifies_trees_as_it_decodes_plainly(opened):
-    target = opened("smollm2-135m?backend=hf")
+    target = opened("smollm2-135m?backend=hf&dtype=float32")
     plain = generate(target, "def fibonacci(n):\n", max_new_tokens=32)
     drafter = Knowing(plain.prompt_ids, plain.token_ids, target.vocab.size)
     made = generate(target, plain.prompt_ids, drafter=drafter, max_new_tokens=32)
