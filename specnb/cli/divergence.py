@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specnb.cli.divergence_audit import audit
 from specnb.cli.divergence_capture import capture
-from specnb.cli.divergence_kit import compare, faults, preflight
+from specnb.cli.divergence_checks import audit, compare, faults, preflight
 from specnb.cli.show import Json, complain, judged, names, print_json
 from specnb.errors import InputError
 

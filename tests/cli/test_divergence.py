@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from specnb.cli import divergence_kit as cli_divergence_kit
+from specnb.cli import divergence_checks as cli_divergence_checks
 from specnb.divergence import score
 from specnb.divergence.compare import compare
 from specnb.divergence.deploy import imported
@@ -343,9 +343,9 @@ def test_an_engine_that_cannot_be_opened_here_has_no_next_command(specnb, traces
 def test_what_is_doubtful_is_captured_in_full_too(traces):
     both = {traces / name: Trace.load(traces / name) for name in ("a", "b")}
     sound = compare(*both.values())
-    assert cli_divergence_kit._closer(sound, both) == []
+    assert cli_divergence_checks._closer(sound, both) == []
     doubtful = dataclasses.replace(sound, doubts=(Doubt("lm_head", 7, 1),))
-    assert ["lm_head" in command for command in cli_divergence_kit._closer(doubtful, both)] == [True, True]
+    assert ["lm_head" in command for command in cli_divergence_checks._closer(doubtful, both)] == [True, True]
 
 
 def test_comparing_needs_no_torch(traces):
@@ -384,9 +384,9 @@ def test_files_of_a_hub_model_are_those_that_were_fetched(monkeypatch, tmp_path)
 
     asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **more: asked.update(more, a=a) or tmp_path)
-    assert cli_divergence_kit._folder("hf:org/name?revision=v1") == tmp_path
+    assert cli_divergence_checks._folder("hf:org/name?revision=v1") == tmp_path
     assert asked == {"a": ("org/name",), "revision": "v1", "local_files_only": True}
-    assert cli_divergence_kit._folder("smollm2-135m") is None and cli_divergence_kit._folder("lookup") is None
+    assert cli_divergence_checks._folder("smollm2-135m") is None and cli_divergence_checks._folder("lookup") is None
 
 
 def test_every_planted_fault_is_listed_with_its_options(specnb):

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from specnb.cli import divergence_audit as cli_divergence_audit
+from specnb.cli import divergence_checks as cli_divergence_checks
 from specnb.decode import accept
 from specnb.decode.accept import RULES
 from specnb.decode.generate import generate
@@ -490,11 +490,11 @@ def test_the_command_checks_greedy_decoding_exactly(command, draft):
 
 
 def test_the_prompts_are_of_all_categories_in_turn_until_there_are_no_more():
-    everything = cli_divergence_audit._in_turn(n := len(prompts()))
+    everything = cli_divergence_checks._in_turn(n := len(prompts()))
     assert len({prompt.category for prompt in everything[:6]}) == 6 and everything[6].category == everything[0].category
     assert {prompt.id for prompt in everything} == {prompt.id for prompt in prompts()} and len(everything) == n
     with pytest.raises(InputError, match=f"--prompts is {n + 1}, but {n} are shipped"):
-        cli_divergence_audit._in_turn(n + 1)
+        cli_divergence_checks._in_turn(n + 1)
 
 
 def test_the_command_finds_a_planted_fault(command):
