@@ -199,7 +199,7 @@ def _audited(
     target: str, draft: str, prompts: "list[Prompt]", seed: int, effect: float, options: dict[str, float]
 ) -> "Audit":
     from specnb.book.progress import ProgressBar
-    from specnb.divergence.auditing.log import listened
+    from specnb.divergence.sampling.log import listened
     from specnb.divergence.sampling import Tally
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load

@@ -45,7 +45,7 @@ def test_a_sampler_that_takes_the_first_of_tokens_alike_is_seen_by_their_order_a
 
 def test_the_order_of_ids_has_the_variance_of_the_mid_distribution():
     p = np.array([0.1, 0.4, 0.2, 0.3])
-    moments = np.array([terms.terms(Position(p, None, None, False, y)).moments[4] for y in range(4)])
+    moments = np.array([terms.position_terms(Position(p, None, None, False, y)).moments[4] for y in range(4)])
     assert moments[:, 0] @ p == pytest.approx(0) and np.allclose(moments[:, 1], (1 - (p**3).sum()) / 12)
     assert moments[:, 0] ** 2 @ p == pytest.approx(moments[0, 1])
 
@@ -56,8 +56,8 @@ def outcomes(n, spread, seed=0):
     sums = np.zeros((len(STATISTICS), 5))
     for _ in range(n):
         p, q = rng.dirichlet(np.full(8, spread), 2)
-        each = np.array([terms.terms(Position(p, q, one, True, one)).moments for one in range(8)])
-        rejected = terms.terms(Position(p, q, 0, False, 0)).moments[0, 0]
+        each = np.array([terms.position_terms(Position(p, q, one, True, one)).moments for one in range(8)])
+        rejected = terms.position_terms(Position(p, q, 0, False, 0)).moments[0, 0]
         overlap = np.minimum(p, q).sum()
         each[1:, 0, 0] = rejected  # "token 0" is a kept draft, the others are a rejected one
         gives.append(each[:, :, 0].T)
@@ -85,6 +85,7 @@ def drawn(rng, gives, law, times):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "spread"), [(300, 1.0), (1500, 1.0), (600, 0.3), (1500, 0.3)])
 def test_what_is_said_to_be_detectable_is_seen_with_the_power_that_is_said(n, spread):
     rng, times = np.random.default_rng(1), 4000
@@ -103,7 +104,7 @@ def test_what_is_said_to_be_detectable_is_seen_with_the_power_that_is_said(n, sp
     assert len(tried) >= 4
 
 
-@pytest.mark.parametrize(("n", "spread"), [(100, 1.0), (100, 0.3), (1000, 0.3)])
+@pytest.mark.parametrize(("n", "spread"), [(100, 1.0), pytest.param(1000, 0.3, marks=pytest.mark.slow)])
 def test_sound_sums_are_far_no_more_often_than_their_share_of_the_level(n, spread):
     rng, times, level = np.random.default_rng(2), 4000, 0.05
     gives, chances, sums = outcomes(n, spread)
@@ -113,7 +114,7 @@ def test_sound_sums_are_far_no_more_often_than_their_share_of_the_level(n, sprea
         assert far_off < level / 5 + 4 * math.sqrt(0.01 / times), name
 
 
-@pytest.mark.parametrize("effect", [0.05, 0.1, 0.3])
+@pytest.mark.parametrize("effect", [0.05, 0.3])
 def test_the_positions_that_are_needed_make_the_effect_detectable(effect):
     _, _, sums = outcomes(400, 0.5)
     for row, one in zip(sums, sampling._panel(sums, 400, effect, 1e-3), strict=True):
@@ -128,13 +129,13 @@ def sharp(rng, temperature, size=200):
     return row / row.sum()
 
 
-@pytest.mark.parametrize("temperature", [0.5, 0.1, 0.05, 0.02])
+@pytest.mark.parametrize("temperature", [0.5, 0.02])
 def test_a_fault_moves_a_sharp_row_by_no_more_than_the_range_of_what_is_summed(temperature):
     rng = np.random.default_rng(0)
-    for _ in range(100):
+    for _ in range(30):
         p, q = sharp(rng, temperature), sharp(rng, temperature)
         x = int(q.argmax())
-        moments = [Moments(*row) for row in terms.terms(Position(p, q, x, False, int(p.argmax()))).moments]
+        moments = [Moments(*row) for row in terms.position_terms(Position(p, q, x, False, int(p.argmax()))).moments]
         surprises = [np.ptp(np.log(row[row > 0])) for row in (q, p)]
         for one, most in zip(moments, (1, *surprises, 2 * terms.CLIP, 1), strict=True):
             assert 0 <= one.apart <= most * (1 + 1e-9) and abs(one.leaning) <= most**2 * (1 + 1e-9)
@@ -143,10 +144,10 @@ def test_a_fault_moves_a_sharp_row_by_no_more_than_the_range_of_what_is_summed(t
 def test_a_token_that_is_the_mean_itself_is_the_side_that_mass_comes_from():
     """All but 2e-20 of this row is at 1/2: mass that leaves it moves by 1/2, not from 0 to 1."""
     p = np.array([1e-20, 1.0, 1e-20])
-    assert Moments(*terms.terms(Position(p, None, None, False, 1)).moments[4]).apart == pytest.approx(0.5)
+    assert Moments(*terms.position_terms(Position(p, None, None, False, 1)).moments[4]).apart == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("n_sharp", [0, 3, 30])
+@pytest.mark.parametrize("n_sharp", [0, 30])
 def test_a_few_sharp_rows_do_not_make_a_short_log_sound(n_sharp):
     """The law of what is drawn from the 30 flat rows is off by a total variation of 0.2."""
     rng = np.random.default_rng(0)

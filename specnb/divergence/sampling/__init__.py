@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from specnb.divergence.ladder import EXIT
-from specnb.divergence.sampling.terms import N_STATISTICS, STATISTICS, Flaw, Moments, Position, Terms, terms
+from specnb.divergence.sampling.terms import N_STATISTICS, STATISTICS, Flaw, Moments, Position, Terms, position_terms
 from specnb.errors import InputError
 
 __all__ = ["Audit", "Flaw", "Position", "Statistic", "Tally", "audit"]
@@ -171,7 +171,7 @@ class Tally:
         if position.accepted is None:
             return
         try:
-            found = terms(position)
+            found = position_terms(position)
         except InputError as error:
             raise InputError(f"position {self.given - 1}: {error}") from error
         if found.prefix in self._visited:

@@ -140,7 +140,7 @@ def _of_float32(row: np.ndarray) -> bool:
         return row.dtype != np.float64 or bool((row.astype(np.float32) == row).all())
 
 
-def terms(position: Position) -> Terms:
+def position_terms(position: Position) -> Terms:
     """What `position` adds. Raises InputError for rows that are no distributions, or tokens outside them."""
     p, q = _rows(position)
     y = _token("committed_id", position.committed_id, len(p))
