@@ -42,10 +42,8 @@ def chains(accuracy: np.ndarray) -> pd.DataFrame:
 def faults(table: pd.DataFrame, died: pd.DataFrame) -> go.Figure:
     """The fingerprint of each fault, a mark for each share; beside it the schedule that died, and its loss.
 
-    `died` has step, lr and loss. Raises InputError for a table without rows.
+    `died` has step, lr and loss.
     """
-    if table.empty:
-        raise InputError("no fault was planted: the table has no rows")
     figure = make_subplots(
         cols=2, rows=1, column_widths=[0.65, 0.35], horizontal_spacing=0.12,
         subplot_titles=["each fault in numbers", "the schedule that died"],
@@ -96,8 +94,6 @@ def ablation_table(table: pd.DataFrame) -> pd.DataFrame:
 def ablation(table: pd.DataFrame) -> go.Figure:
     """Held-out top-1 of every head beside what one draft reads and takes, a line for each variant."""
     trained = table[table["top1"].map(lambda shares: isinstance(shares, list))]
-    if trained.empty:
-        raise InputError("no variant was trained: there is no accuracy to draw")
     names = table["variant"].tolist()
     figure = make_subplots(
         cols=3, rows=1, shared_yaxes=True, horizontal_spacing=0.04, column_widths=[0.44, 0.28, 0.28],
@@ -130,8 +126,6 @@ def ablation(table: pd.DataFrame) -> go.Figure:
 
 def accuracy(table: pd.DataFrame) -> go.Figure:
     """Accuracy over heads with its intervals, a line for each kind and number of guesses."""
-    if table.empty:
-        raise InputError("no head was scored: the table has no rows")
     figure = go.Figure()
     for index, ((kind, top), line) in enumerate(table.groupby(["kind", "top"], sort=False)):
         figure.add_trace(
@@ -171,10 +165,8 @@ def tree(table: pd.DataFrame) -> go.Figure:
     """The drafted trees, a panel for each kind: columns are heads, an edge is as thick as it is likely to be right.
 
     `table` is `Study.tree`: kind, node, parent, head, rank, value (of the edge, given its parent is right), worth (of
-    the path). Raises InputError for a table without nodes.
+    the path).
     """
-    if table.empty:
-        raise InputError("no tree was chosen: the table has no nodes")
     kinds = list(dict.fromkeys(table["kind"]))
     titles = [f"{kind}: {(table['kind'] == kind).sum()} nodes" for kind in kinds]
     figure = make_subplots(cols=len(kinds), rows=1, subplot_titles=titles, horizontal_spacing=0.06)
@@ -258,8 +250,6 @@ def sizes(table: pd.DataFrame) -> go.Figure:
 
 def alpha(table: pd.DataFrame) -> go.Figure:
     """Acceptance by drafted position, given that those before were kept, with intervals; a line for each kind."""
-    if table.empty:
-        raise InputError("nothing was served: the table has no rows")
     figure = go.Figure()
     for index, (kind, line) in enumerate(table.groupby("kind", sort=False)):
         shown = line[line["tested"] > 0]
@@ -278,8 +268,6 @@ def alpha(table: pd.DataFrame) -> go.Figure:
 
 def speed(table: pd.DataFrame) -> go.Figure:
     """Speed-up over plain decoding by category, with intervals, beside the parts that a round's time goes to."""
-    if table.empty:
-        raise InputError("nothing was timed: the table has no rows")
     figure = make_subplots(
         cols=2, rows=1, horizontal_spacing=0.12, column_widths=[0.5, 0.5],
         subplot_titles=["speed-up, interval over prompts", "where the time of a round goes (all categories)"],

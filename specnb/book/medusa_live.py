@@ -8,7 +8,6 @@ from plotly.subplots import make_subplots
 
 from specnb.book.plot import Plot
 from specnb.book.style import series, template
-from specnb.errors import InputError
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.loop import Report
 from specnb.medusa.practice import Watch
@@ -59,11 +58,8 @@ class TrainingView(Watch):
 def training(history: pd.DataFrame, *, runs: list[str], n_heads: int, told: dict[str, str] | None = None) -> go.Figure:
     """Loss, top-1 and top-5 over steps, a row of panels for each run, a line for each head.
 
-    `history` is that of a `TrainingView`; `told` says of each run what was foretold of its time. Raises InputError
-    for no runs.
+    `history` is that of a `TrainingView`; `told` says of each run what was foretold of its time.
     """
-    if not runs:
-        raise InputError("a figure of training needs the names of the runs")
     figure = make_subplots(
         rows=len(runs), cols=3, shared_xaxes=True, horizontal_spacing=0.08, vertical_spacing=0.14,
         subplot_titles=[title for run in runs for title in (f"{run}: loss", "top-1 of a batch", "top-5 of a batch")],

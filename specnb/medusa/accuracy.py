@@ -19,7 +19,7 @@ from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf_hidden import final_norm
 from specnb.measure.bench import Interval, bootstrap
-from specnb.medusa.nets import Heads
+from specnb.medusa.nets import Heads, draft_ids
 from specnb.medusa.tree import RANKS
 from specnb.records import Generation
 
@@ -47,16 +47,12 @@ class States(NamedTuple):
 class Trace:
     """A generated text `ids (n,)` int64 and its `n` states; `best (n,)` are the backbone's own next tokens in them."""
 
-    prompt_id: str
-    category: str
     ids: Tensor
     pre_norm: Tensor
     post_norm: Tensor
     best: Tensor
 
-    def fed(self, contract: str) -> Tensor:
-        """The states that heads of this norm contract take."""
-        return self.pre_norm if contract == "pre_norm" else self.post_norm
+    fed = States.fed
 
     @property
     def follows(self) -> float:
@@ -132,7 +128,7 @@ def trace(target: LanguageModel, generation: Generation) -> Trace:
     seen = states(target, (*generation.prompt_ids, *made[:-1]), len(made))
     device = seen.pre_norm.device
     ids, best = (torch.as_tensor(x, device=device) for x in (made, seen.logits.argmax(1)))
-    return Trace(generation.prompt_id, generation.category, ids, seen.pre_norm, seen.post_norm, best)
+    return Trace(ids, seen.pre_norm, seen.post_norm, best)
 
 
 @torch.inference_mode()
@@ -153,6 +149,7 @@ def _scored(heads: Heads, head: int, along: Trace, fed: Tensor, shift: int) -> t
     padded = torch.cat([along.ids, behind])
     at = torch.arange(n, device=padded.device)
     labels = padded[(at + 1 + head + shift).clamp(min=0)]
+    draft = draft_ids(heads.token_map, heads.config.vocab_size)[labels.clamp(min=0).cpu()].to(labels.device)
     since = padded[at[:, None] + torch.arange(head + 1, device=padded.device)].clamp(min=0)
     found = []
     for rows in at.split(ROWS):
@@ -161,17 +158,9 @@ def _scored(heads: Heads, head: int, along: Trace, fed: Tensor, shift: int) -> t
         if not bool(top.isfinite().all()):  # NaN compares as no better than the true token's logit: as a hit
             raise NonFiniteLogits(f"head {head} has NaN or infinite logits: its weights are broken, or overflow")
         margin = (top[:, 0] - top[:, 1]) / top[:, 0].abs().clamp(min=1)
-        rank = _rank(logits, _draft_ids(heads, labels[rows]), labels[rows])
+        rank = _rank(logits, draft[rows], labels[rows])
         found.append((rank, heads.full_ids(logits.argmax(-1)), margin))
     return tuple(torch.cat(column).cpu().numpy() for column in zip(*found, strict=True))
-
-
-def _draft_ids(heads: Heads, labels: Tensor) -> Tensor:
-    """Draft ids of vocabulary ids; -1 where the draft vocabulary does not hold them."""
-    if heads.token_map is None:
-        return labels
-    at = torch.searchsorted(heads.token_map, labels).clamp(max=len(heads.token_map) - 1)
-    return torch.where(heads.token_map[at] == labels, at, -1)
 
 
 def _rank(logits: Tensor, draft: Tensor, labels: Tensor) -> Tensor:
@@ -207,24 +196,12 @@ def accuracy_matrix(table: pd.DataFrame) -> np.ndarray:
     return table.pivot(index="head", columns="rank", values="marginal").fillna(0.0).to_numpy()
 
 
-def offline_alpha(scores: Sequence[Scores]) -> pd.DataFrame:
-    """`alpha_table` of a greedy chain as if a round began at every position of the texts."""
-    return alpha_table([_chain_counts(one.rank) for one in scores])
-
-
 def share_interval(counts: Sequence[Sequence[float]], *, level: float = 0.95) -> Interval:
     """Hits over trials with the bootstrap interval over prompts, from rows (hits, trials); all NaN without a trial."""
     rows = [row for row in counts if row[1] > 0]  # a prompt without a trial says nothing of the share
     if not rows:
         return Interval(*(float("nan"),) * 3, level)
     return bootstrap(rows, lambda data: float(data[:, 0].sum() / data[:, 1].sum()), level=level)
-
-
-def _chain_counts(rank: np.ndarray) -> np.ndarray:
-    there = rank != NO_LABEL
-    right = np.logical_and.accumulate(there & (rank == 0), axis=1)
-    reached = np.concatenate([np.ones((len(rank), 1), bool), right[:, :-1]], axis=1) & there
-    return np.stack([right.sum(0), reached.sum(0)], axis=1).astype(float)
 
 
 def alpha_table(counts: Sequence[np.ndarray], level: float = 0.95) -> pd.DataFrame:

@@ -104,20 +104,24 @@ class HeadsBench:
 
     def document(self) -> dict[str, Any]:
         """One JSON document; without the speeds where a gate failed."""
-        made: dict[str, Any] = {
-            "params": self.params.model_dump(mode="json"),
-            "provenance": dict(self.provenance),
-            "loaded": self.loaded,
-            "passed": self.checked.passed,
-            "gates": [plain(asdict(gate), nan=None) for gate in self.checked.gates],
+        document = {
+            "params": self.params, "provenance": self.provenance, "loaded": self.loaded,
+            "passed": self.checked.passed, "gates": [asdict(gate) for gate in self.checked.gates],
             "diagnoses": [d._asdict() for d in self.checked.diagnoses],
-            "alpha": rows_of(self.checked.served),
-            "accuracy": rows_of(self.checked.accuracy),
-        }
+            "alpha": rows_of(self.checked.served), "accuracy": rows_of(self.checked.accuracy),
+        }  # fmt: skip
         if self.drafting is not None and self.speeds is not None:
-            made["drafting"] = _drafting_document(self.drafting)
-            made["speeds"] = rows_of(self.speeds)
-        return made
+            plan = self.drafting.plan
+            document["drafting"] = {
+                "says": self.drafting.says, "k": self.drafting.k,
+                "tree": None if plan is None else {"parents": plan.parents, "ranks": plan.ranks},
+                "candidates": [
+                    {"nodes": len(c.plan), "tokens": c.tokens, "seconds": c.seconds, "tokens_per_s": c.tokens_per_s}
+                    for c in self.drafting.candidates
+                ],
+            }  # fmt: skip
+            document["speeds"] = rows_of(self.speeds)
+        return plain(document, nan=None)
 
 
 def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
@@ -137,13 +141,16 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
             target, heads, report, judged, curve=curve, seed=params.seed, progress=progress,
             max_new_tokens=min(params.max_new_tokens, gates.MAX_NEW_TOKENS),
         )  # fmt: skip
-        made = HeadsBench(params, str(report), checked, _provenance(target, params, [*timed, *judged]))
+        facts = provenance(
+            seeds={"seed": params.seed}, models=[{"role": "target", "id": target.name}],
+            prompts_digest=digest([*timed, *judged]), extra={"target": asdict(target.caps)},
+        )  # fmt: skip
         if not checked.passed:
-            return made
+            return HeadsBench(params, str(report), checked, facts)
         progress(0, 1, "costs of trees")
         drafting = choose_drafts(target, heads, checked, size, params, trained=accuracy_of(report.path))
         speeds = time_prompts(target, heads, drafting, timed, params, progress)
-        return HeadsBench(params, made.loaded, checked, made.provenance, drafting, speeds)
+        return HeadsBench(params, str(report), checked, facts, drafting, speeds)
     finally:
         target.close()
 
@@ -236,28 +243,6 @@ def time_prompts(
     return speed_table(runs, [prompt.category for prompt in timed], name)
 
 
-def _provenance(target: LanguageModel, params: HeadsBenchParams, used: Sequence[Prompt]) -> dict[str, Any]:
-    return provenance(
-        seeds={"seed": params.seed},
-        models=[{"role": "target", "id": target.name}],
-        prompts_digest=digest(used),
-        extra={"target": asdict(target.caps)},
-    )
-
-
-def _drafting_document(drafting: Drafting) -> dict[str, Any]:
-    plan = drafting.plan
-    return {
-        "says": drafting.says,
-        "k": drafting.k,
-        "tree": None if plan is None else {"parents": list(plan.parents), "ranks": list(plan.ranks)},
-        "candidates": [
-            {"nodes": len(c.plan), "tokens": c.tokens, "seconds": c.seconds, "tokens_per_s": c.tokens_per_s}
-            for c in drafting.candidates
-        ],
-    }
-
-
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows that a record or a JSON document holds: None for what does not exist."""
     return plain(frame.to_dict(orient="records"), nan=None)
@@ -269,30 +254,25 @@ def speed_table(runs: Sequence[Timed], categories: Sequence[str], name: str) -> 
     Columns: those of `bench.table` for the method `name`, plain_tokens_per_s, alpha_1 with accepted_1 and tested_1 (of
     one run of each prompt), share_identical, and the share of the decoding time of each of PARTS.
     """
-    return pd.DataFrame([
-        _speeds(category, [r for r in runs if category in (ALL, categories[r.prompt])], name)
-        for category in (*dict.fromkeys(categories), ALL)
-    ])  # fmt: skip
-
-
-def _speeds(category: str, runs: Sequence[Timed], name: str) -> dict[str, Any]:
-    rows = {row["method"]: row for row in table(runs, baseline=PLAIN).to_dict(orient="records")}
-    made = [r.generation for r in runs if r.method == name]
-    # a greedy generation repeats itself: only its times are new evidence
-    once = [r.generation for r in runs if r.method == name and not r.repeat]
-    first = [counts[0] for one in once if len(counts := served_counts(one))]
-    accepted, tested = np.sum(first, axis=0) if first else (0, 0)
-    parts = {part: sum(getattr(r, f"{part}_s") for one in made for r in one.rounds) for part in PARTS}
-    return {
-        "category": category,
-        **rows[name],
-        "plain_tokens_per_s": rows[PLAIN]["tokens_per_s"],
-        "alpha_1": accepted / tested if tested else None,
-        "accepted_1": int(accepted),
-        "tested_1": int(tested),
-        "share_identical": rows[name]["identical"] / rows[name]["n_prompts"],
-        **{f"{part}_share": seconds / sum(parts.values()) for part, seconds in parts.items()},
-    }
+    lines = []
+    for category in (*dict.fromkeys(categories), ALL):
+        of = [run for run in runs if category in (ALL, categories[run.prompt])]
+        row = {row["method"]: row for row in table(of, baseline=PLAIN).to_dict(orient="records")}
+        drafted = [run for run in of if run.method == name]
+        # a greedy generation repeats itself: only its times are new evidence
+        counts = [served_counts(run.generation) for run in drafted if not run.repeat]
+        accepted, tested = np.sum([c[0] for c in counts if len(c)] or [(0, 0)], axis=0)
+        rounds = [r for run in drafted for r in run.generation.rounds]
+        parts = {part: sum(getattr(r, f"{part}_s") for r in rounds) for part in PARTS}
+        lines.append({
+            "category": category,
+            **row[name],
+            "plain_tokens_per_s": row[PLAIN]["tokens_per_s"],
+            "alpha_1": accepted / tested if tested else None, "accepted_1": int(accepted), "tested_1": int(tested),
+            "share_identical": row[name]["identical"] / row[name]["n_prompts"],
+            **{f"{part}_share": seconds / sum(parts.values()) for part, seconds in parts.items()},
+        })  # fmt: skip
+    return pd.DataFrame(lines)
 
 
 def _interval(row: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ from specnb.io import write_atomic
 from specnb.lm.load import load
 from specnb.measure.curve import TRAINING_FILE
 from specnb.medusa import layouts
-from specnb.medusa.layouts import CONFIG_FILE, LAYOUTS, OWN, Stored, layout_of, open_source
+from specnb.medusa.layouts import CONFIG_FILE, LAYOUTS, MAP, OWN, Stored, layout_of, open_source
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, misfits
 from specnb.paths import project_dir
 
@@ -107,7 +107,7 @@ def save(
     """
     kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
     state = {n: t.to(kind) if t.is_floating_point() else t for n, t in heads.state_dict().items()}
-    if broken := [name for name, tensor in state.items() if not _finite(tensor)]:
+    if broken := [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]:
         raise InputError(f"not saved: NaN or infinity in {', '.join(broken[:SHOWN])}; training went astray")
     with _replaced(folder, OWN) as new:
         layouts.write_folder(new, LAYOUTS[OWN].file, state, heads.config.model_dump())
@@ -157,63 +157,50 @@ def _replaced(folder: Path, layout: str) -> Iterator[Path]:
 
 
 def load_trained_heads(
-    path: str | Path,
-    net_or_backbone: PreTrainedModel | Backbone,
-    *,
-    any_backbone: bool = False,
-    strict_trained: bool = False,
+    path: str | Path, net_or_backbone: PreTrainedModel | Backbone, *, any_backbone: bool = False
 ) -> tuple[Heads, LoadReport]:
     """Heads from a shipped name, a folder or a file of any layout, put on a model, in its type and on its device.
 
-    With `any_backbone` heads of another model of the same sizes are taken, and the report says so; with
-    `strict_trained` blocks that are all zero are an error, not a finding. Raises HeadsMismatch that lists every key
-    that is missing, unexpected or of another shape or type, weights that are not finite, other sizes, another
-    backbone; InputError where there is nothing to read.
+    With `any_backbone` heads of another model of the same sizes are taken, and the report says so. Raises HeadsMismatch
+    that lists every key that is missing, unexpected or of another shape or type, weights that are not finite, other
+    sizes, another backbone; InputError where there is nothing to read.
     """
     backbone = net_or_backbone if isinstance(net_or_backbone, Backbone) else Backbone.of(net_or_backbone)
     source = open_source(folder_of(path))
     layout = layout_of(source)
     stored = layouts.read(layout, source, backbone)
-    usable, faults = _examined(stored, backbone)
+    config, dtype = stored.config, backbone.lm_head.dtype
+    usable, faults = _usable(stored, backbone)
     findings = _untrained(usable)
-    if strict_trained:
-        faults, findings = faults + findings, []
-    if stored.config.backbone not in ("", backbone.digest):
+    if config.backbone not in ("", backbone.digest):
         (findings if any_backbone else faults).append(
-            f"the heads were trained on another model ({stored.config.backbone_name or 'not named'}, digest "
-            f"{stored.config.backbone[:12]}…, here {backbone.digest[:12]}…; any_backbone takes them all the same)"
+            f"the heads were trained on another model ({config.backbone_name or 'not named'}, digest "
+            f"{config.backbone[:12]}…, here {backbone.digest[:12]}…; any_backbone takes them all the same)"
         )
     if faults:
-        raise _mismatch(source.file, faults)
-    token_map = usable.get("token_map")
-    # a copy: what `usable` holds is the file itself, mapped, and may change under us
-    heads = Heads(stored.config, backbone, None if token_map is None else token_map.clone())
+        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        raise HeadsMismatch(
+            f"{source.file} cannot be used: {'; '.join(faults[:SHOWN])}{more}. Nothing was loaded: give heads "
+            "that were trained for this model, or convert the file again (python -m specnb.medusa.checkpoint)"
+        )
+    heads = Heads(config, backbone, usable.get("token_map"))
     heads.load_state_dict(usable, strict=True)
+    converted = list(stored.converted)
+    for kind in sorted({tensor.dtype for tensor in usable.values() if tensor.is_floating_point()}, key=str):
+        if torch.promote_types(kind, dtype) != dtype:
+            converted.append(f"rounded from {kind} to {dtype}, the model's")
+    if not config.backbone:
+        named = f" (it names {config.backbone_name})" if config.backbone_name else ""
+        converted.append(f"no digest of the model that the heads were trained on{named}: only sizes were compared")
     return heads.eval(), LoadReport(
-        path=source.file,
-        layout=layout,
-        config=stored.config,
-        n_parameters=heads.cost()["parameters"],
-        bytes=source.file.stat().st_size,
-        converted=(*stored.converted, *_rounded(usable, backbone.lm_head.dtype), *_unknown_backbone(stored)),
-        findings=tuple(findings),
-    )
+        path=source.file, layout=layout, config=config, n_parameters=heads.cost()["parameters"],
+        bytes=source.file.stat().st_size, converted=tuple(converted), findings=tuple(findings),
+    )  # fmt: skip
 
 
-def _examined(stored: Stored, backbone: Backbone) -> tuple[dict[str, Tensor], list[str]]:
+def _usable(stored: Stored, backbone: Backbone) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors that can be put on the backbone, and everything that keeps the others, or all, from it."""
-    usable, faults = _structure(stored)
-    map_told = "token_map" in stored.names and "token_map" not in usable
-    config = stored.config.model_copy(update={"draft_vocab": 0}) if map_told else stored.config
-    faults = [*stored.faults, *misfits(config, backbone, usable.get("token_map")), *faults]
-    dtype = backbone.lm_head.dtype
-    infinite = [stored.names[name] for name, tensor in usable.items() if not _finite(tensor, dtype)]
-    return usable, faults + [f"{name!r} has NaN or infinity (in {dtype})" for name in infinite]
-
-
-def _structure(stored: Stored) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors that are as they must be, and a fault for every other one."""
-    usable, faults = {}, []
+    usable, faults, dtype = {}, [], backbone.lm_head.dtype
     for name, shape in expected_shapes(stored.config).items():
         tensor, shown = stored.tensors.get(name), repr(stored.names.get(name, name))
         kinds = (torch.int64,) if name == "token_map" else DTYPES
@@ -224,45 +211,21 @@ def _structure(stored: Stored) -> tuple[dict[str, Tensor], list[str]]:
         elif tensor.dtype not in kinds:
             faults.append(f"{shown} is of {tensor.dtype}, not {' or '.join(map(str, kinds))}")
         else:
-            usable[name] = tensor
-    return usable, faults
-
-
-def _finite(tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether all values are finite, also once they are in `dtype`."""
-    if not tensor.is_floating_point():
-        return True
-    return bool(tensor.to(dtype or tensor.dtype).isfinite().all())
+            usable[name] = tensor.clone()  # what the file holds is mapped, and may change under us
+            if tensor.is_floating_point() and not bool(tensor.to(dtype).isfinite().all()):
+                faults.append(f"{shown} has NaN or infinity (in {dtype})")
+    bad_map = MAP in stored.names and MAP not in usable  # told above
+    config = stored.config.model_copy(update={"draft_vocab": 0}) if bad_map else stored.config
+    return usable, [*stored.faults, *misfits(config, backbone, usable.get(MAP)), *faults]
 
 
 def _untrained(tensors: Mapping[str, Tensor]) -> list[str]:
-    blocks = [name for name in tensors if ".blocks." in name and name.endswith(".linear.weight")]
+    blocks = [name.removesuffix(".weight") for name in tensors if ".blocks." in name and name.endswith(".weight")]
     return [
-        f"{name.removesuffix('.linear.weight')} is all zero: it was never trained"
-        for name in blocks
-        if not tensors[name].any() and not tensors.get(name.removesuffix("weight") + "bias", torch.zeros(1)).any()
+        f"{block.removesuffix('.linear')} is all zero: it was never trained"
+        for block in blocks
+        if not any(tensors[name].any() for name in (f"{block}.weight", f"{block}.bias") if name in tensors)
     ]
-
-
-def _rounded(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:
-    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    for kind in sorted(kinds, key=str):
-        if torch.promote_types(kind, dtype) != dtype:
-            yield f"rounded from {str(kind).removeprefix('torch.')} to {str(dtype).removeprefix('torch.')}, the model's"
-
-
-def _unknown_backbone(stored: Stored) -> Iterator[str]:
-    if not stored.config.backbone:
-        named = f" (it names {stored.config.backbone_name})" if stored.config.backbone_name else ""
-        yield f"the file has no digest of the model that the heads were trained on{named}: only sizes were compared"
-
-
-def _mismatch(file: Path, faults: list[str]) -> HeadsMismatch:
-    shown = "; ".join(faults[:SHOWN]) + (f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else "")
-    return HeadsMismatch(
-        f"{file} cannot be used: {shown}. Nothing was loaded: give heads that were trained for this model, or convert "
-        "the file again (python -m specnb.medusa.checkpoint)"
-    )
 
 
 def _holds(folder: Path, layout: str) -> bool:

@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specnb import corpus
 from specnb.errors import InputError, MemoryShortError
 from specnb.io import file_digest, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.lm.cache import need_space
 from specnb.lm.hf_hidden import pre_norm_states
-from specnb.medusa.nets import Heads
+from specnb.medusa import corpus
+from specnb.medusa.nets import Heads, draft_ids
 from specnb.medusa.text import Stream, Turns, Writing, number_of, seeds
 from specnb.prompts import json_lines
 
@@ -48,8 +48,6 @@ HELD_OUT_EVERY = 20
 FILE_ROWS, FORWARD_ROWS = 256, 4
 """Rows of given text in one file; and of one forward: wide enough for matrix products, small enough for a cache."""
 NO_LABEL = -100
-OUTSIDE = -1
-"""The label of a token that the draft vocabulary does not hold: no head can say it, and it counts as a miss."""
 OnTokens = Callable[[int], None]
 
 
@@ -271,7 +269,7 @@ class Examples:
         places = torch.from_numpy(np.arange(n_rows)[:, None] * length + np.arange(last)).flatten()
         usable = known[:, 0]
         self._known, self._places = known[usable], places[usable]
-        self._draft_id = _draft_ids(token_map, vocab_size)
+        self._draft_id = draft_ids(token_map, vocab_size)
         self._order: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0))
 
     @classmethod
@@ -322,12 +320,3 @@ def most_frequent(rows: Rows, n: int) -> Tensor:
 def coverage(rows: Rows, token_map: Tensor | None) -> float:
     """Share of the backbone's own tokens that the draft vocabulary holds."""
     return 1.0 if token_map is None else float(np.isin(rows.tokens[rows.own], token_map.numpy()).mean())
-
-
-def _draft_ids(token_map: Tensor | None, vocab_size: int) -> Tensor:
-    """Draft id of every vocabulary id, OUTSIDE where there is none."""
-    if token_map is None:
-        return torch.arange(vocab_size)
-    ids = torch.full((vocab_size,), OUTSIDE)
-    ids[token_map] = torch.arange(len(token_map))
-    return ids

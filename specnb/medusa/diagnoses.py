@@ -8,6 +8,7 @@ token (`label shift`); is what they are multiplied with the backbone's (`wrong l
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 from typing import NamedTuple
 
@@ -36,41 +37,12 @@ class Accuracy(NamedTuple):
         spread = sqrt(sum(float((a.rate * (1 - a.rate) / a.n.clip(1)).sum()) for a in (self, other))) / len(self.n)
         return float(self.rate.mean() - other.rate.mean()) > max(LEAST_GAIN, STANDARD_ERRORS * spread)
 
-    def behind_first(self) -> "Accuracy":
-        """Of all heads but the first."""
-        return Accuracy(self.rate[1:], self.n[1:])
-
 
 def accuracy(scores: Sequence[Scores]) -> Accuracy:
     """First choices that are right, over all traces."""
     rank = np.concatenate([one.rank for one in scores])
     n = (rank != NO_LABEL).sum(0)
     return Accuracy((rank == 0).sum(0) / n.clip(1), n)
-
-
-def zero_block_error(heads: Heads, probe: States) -> float:
-    """How far the heads' logits without what their blocks add are off the backbone's (relative)."""
-    return _logits_error(heads, heads.normed(probe.fed(heads.config.input)), probe)
-
-
-def input_error(heads: Heads, probe: States) -> float:
-    """How far what the blocks are fed is off the state behind the backbone's final norm (relative)."""
-    return relative_error(heads.normed(probe.fed(heads.config.input)), probe.post_norm)
-
-
-def lm_head_error(heads: Heads, probe: States) -> float:
-    """How far the shared lm_head's logits of the right state are off the backbone's (relative)."""
-    return _logits_error(heads, probe.post_norm, probe)
-
-
-def _logits_error(heads: Heads, state: Tensor, probe: States) -> float:
-    return relative_error(F.linear(state, heads.shared_lm_head), base_logits(heads, probe))
-
-
-def base_logits(heads: Heads, probe: States) -> Tensor:
-    """The backbone's own logits over the draft vocabulary."""
-    base = torch.from_numpy(probe.logits)
-    return base if heads.token_map is None else base[:, heads.token_map.cpu()]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -116,6 +88,21 @@ class Evidence:
     curve: Curve | None
     failed: frozenset[str] = frozenset()
 
+    @cached_property
+    def fed(self) -> Tensor:
+        """What the blocks are fed in the states of the probe."""
+        return self.heads.normed(self.probe.fed(self.heads.config.input))
+
+    @cached_property
+    def base_logits(self) -> Tensor:
+        """The backbone's own logits over the draft vocabulary."""
+        base = torch.from_numpy(self.probe.logits)
+        return base if self.heads.token_map is None else base[:, self.heads.token_map.cpu()]
+
+    def logits_error(self, state: Tensor) -> float:
+        """How far the shared lm_head's logits of `state` are off the backbone's (relative)."""
+        return relative_error(F.linear(state, self.heads.shared_lm_head), self.base_logits)
+
 
 LIKE_NEW = 0.08
 """Relative distance from a new nn.Linear's spread that is still one: 1000 uniform draws stray 1.4 % (one sigma)."""
@@ -135,8 +122,8 @@ def never_loaded(e: Evidence) -> Diagnosis | None:
     """Blocks as they are made, not as they are trained: all zero, or drawn as torch draws a new layer."""
     zero = [i for i in range(len(e.heads.heads)) if not any(bool(w.any()) for w in _block_weights(e.heads, i))]
     new = [i for i in range(len(e.heads.heads)) if all(_like_new(w) for w in _block_weights(e.heads, i))]
-    private = e.heads.config.lm_head == "private"
-    if private and zero and not _copies_lm_head(e.heads):
+    shared = e.heads.shared_lm_head
+    if e.heads.config.lm_head == "private" and any(not torch.equal(h.lm_head.weight, shared) for h in e.heads.heads):
         zero = []  # a trained lm_head without blocks is a poor head, but a loaded one
     if not (zero or new):
         return None
@@ -147,13 +134,12 @@ def never_loaded(e: Evidence) -> Diagnosis | None:
 
 def wrong_norm(e: Evidence) -> Diagnosis | None:
     """What the blocks are fed is not the state behind the backbone's final norm, applied once."""
-    if (error := input_error(e.heads, e.probe)) <= e.tolerance:
+    if (error := relative_error(e.fed, e.probe.post_norm)) <= e.tolerance:
         return None
-    fed = e.heads.normed(e.probe.fed(e.heads.config.input))
     seen = f"what the blocks are fed is {error:.2g} (relative) off the state behind the backbone's final norm"
-    if relative_error(fed, e.norm(e.probe.post_norm)) <= e.tolerance:
+    if relative_error(e.fed, e.norm(e.probe.post_norm)) <= e.tolerance:
         return Diagnosis("double norm", f"{seen}: it is that state, normed once more", ONCE)
-    if relative_error(fed, e.probe.pre_norm) <= e.tolerance:
+    if relative_error(e.fed, e.probe.pre_norm) <= e.tolerance:
         return Diagnosis("missing norm", f"{seen}: it is the state in front of it", ONCE)
     return Diagnosis("wrong norm", seen, "use the heads with the backbone whose norm they were trained on")
 
@@ -181,7 +167,7 @@ def trained_under_another_norm(e: Evidence) -> Diagnosis | None:
 def wrong_lm_head(e: Evidence) -> Diagnosis | None:
     """The lm_head that heads share is not the backbone's, or their own ones did not start from it."""
     remedy = "use the heads with the backbone they were trained on, and its lm_head"
-    if (error := lm_head_error(e.heads, e.probe)) > e.tolerance:
+    if (error := e.logits_error(e.probe.post_norm)) > e.tolerance:
         return Diagnosis(
             "wrong lm_head",
             f"the heads' shared lm_head gives logits {error:.2g} (relative) off the backbone's from the same state, "
@@ -206,7 +192,7 @@ def label_shift(e: Evidence) -> Diagnosis | None:
     shifts = (1,) if alone else (-1, 1)
     found = {shift: accuracy([score(e.heads, t, shift=shift) for t in e.traces]) for shift in shifts}
     shift = max(found, key=lambda key: found[key].rate.mean())
-    deeper = alone or found[shift].behind_first().beats(now.behind_first())
+    deeper = alone or Accuracy(*(x[1:] for x in found[shift])).beats(Accuracy(*(x[1:] for x in now)))
     if never_loaded(e) or not deeper or not found[shift].beats(now):
         return None
     return Diagnosis(
@@ -246,22 +232,18 @@ def diagnose(e: Evidence) -> list[Diagnosis]:
 
 def _unspecific(e: Evidence) -> list[Diagnosis]:
     if "acceptance" in e.failed:
-        return [
-            Diagnosis(
-                "never loaded",
-                "acceptance is no better than that of the same heads with their weights shuffled; neither norm, nor "
-                "labels, nor lm_head, nor the training's schedule explain it",
-                "check that these weights are the trained ones; if they are, train longer",
-            )
-        ]
+        return [Diagnosis(
+            "never loaded",
+            "acceptance is no better than that of the same heads with their weights shuffled; neither norm, labels, "
+            "lm_head, nor the training's schedule explain it",
+            "check that these weights are the trained ones; if they are, train longer",
+        )]  # fmt: skip
     if "serving" in e.failed:
-        return [
-            Diagnosis(
-                "served otherwise than scored",
-                "the heads are right along the plain text, but not in the rounds that were served",
-                "look at the state, the tokens and the position that the drafter hands to the heads",
-            )
-        ]
+        return [Diagnosis(
+            "served otherwise than scored",
+            "the heads are right along the plain text, but not in the rounds that were served",
+            "look at the state, the tokens and the position that the drafter hands to the heads",
+        )]  # fmt: skip
     return []
 
 
@@ -279,10 +261,6 @@ def _like_new(weight: Tensor) -> bool:
     bound = 1 / sqrt(weight.shape[1])
     largest, spread = float(weight.abs().max()), float(weight.float().std())
     return abs(largest / bound - 1) < LIKE_NEW and abs(spread * sqrt(3) / bound - 1) < LIKE_NEW
-
-
-def _copies_lm_head(heads: Heads) -> bool:
-    return all(torch.equal(head.lm_head.weight, heads.shared_lm_head) for head in heads.heads)
 
 
 def _lm_head_cosine(heads: Heads) -> float:

@@ -8,7 +8,6 @@ has to pass. `sound` heads stand beside them.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -56,21 +55,6 @@ class Planted:
     curve: Curve | None = None
 
 
-class Twice(nn.Module):
-    """The final norm two times over, as `heads` hold it: the backbone's own has listeners that must not hear of it."""
-
-    def __init__(self, heads: Heads) -> None:
-        super().__init__()
-        self._heads = (heads,)
-
-    def forward(self, state: torch.Tensor) -> torch.Tensor:
-        heads = self._heads[0]
-        return heads.normed(heads.normed(state))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Twice":
-        return self  # frozen, and without a state of its own
-
-
 def never_loaded(heads: Heads, backbone: Backbone, seed: int) -> Planted:
     """New heads with blocks as torch draws a layer, which is what a benchmark measures that loads no checkpoint."""
     made = new_heads(heads.config, backbone, heads.token_map, seed)
@@ -86,7 +70,8 @@ def never_loaded(heads: Heads, backbone: Backbone, seed: int) -> Planted:
 def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: bool) -> Planted:
     """Trained heads that are fed the state normed `twice`, or not at all."""
     config = heads.config.model_copy(update={"input": "pre_norm"})
-    norm = Twice(Heads(config, backbone, heads.token_map)) if twice else nn.Identity()
+    once = Heads(config, backbone, heads.token_map).norm  # a copy: whoever listens to the backbone's must not hear it
+    norm = nn.Sequential(once, once) if twice else nn.Identity()
     made = Heads(config, replace(backbone, norm=norm), heads.token_map)
     made.load_state_dict(heads.state_dict())
     fault = "norm applied twice" if twice else "norm left out"

@@ -23,7 +23,7 @@ from specnb.measure.bench import FEWEST, Interval, bootstrap
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import accuracy, diagnoses
-from specnb.medusa.accuracy import Scores, States, score, share_interval, trace
+from specnb.medusa.accuracy import Scores, score, share_interval, trace
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.diagnoses import Diagnosis, Evidence, relative_error
 from specnb.medusa.drafter import HeadsDrafter
@@ -59,13 +59,11 @@ class Gate:
 class Checked:
     """The gates, and what was measured on the way.
 
-    `accuracy` is `heads.accuracy_table` along the plain texts, `offline` and `served` are alpha by position;
-    `plain` and `chains` the generations they come from.
+    `accuracy` is `accuracy_table` along the `plain` texts, `served` the alpha by position of the `chains`.
     """
 
     gates: tuple[Gate, ...]
     accuracy: pd.DataFrame
-    offline: pd.DataFrame
     served: pd.DataFrame
     plain: tuple[Generation, ...]
     chains: tuple[Generation, ...]
@@ -110,9 +108,12 @@ def run(
         progress(len(prompts), len(prompts) + 1, "gates: heads are scored")
         scores = [score(heads, along) for along in traces]
         backbone = Backbone.of(accuracy.network(target))
+        longest = max(((*one.prompt_ids, *one.token_ids[:-1]) for one in plain), key=len)  # the last may be no context
         evidence = Evidence(
-            heads=heads, norm=backbone.norm, traces=traces, scores=scores, probe=_probe(target, plain),
-            tolerance=_tolerance(heads), curve=curve,
+            heads=heads, norm=backbone.norm, traces=traces, scores=scores, curve=curve,
+            probe=accuracy.states(target, longest, min(PROBE, len(longest))),
+            # in 16-bit types the spacing of the largest logit: both sides are rounded by half of it at most
+            tolerance=max(EXACT, torch.finfo(heads.shared_lm_head.dtype).eps),
         )  # fmt: skip
         control = _shuffled(heads, backbone, seed)
         shuffled = [score(control, one) for one in traces]
@@ -125,8 +126,7 @@ def run(
             found = tuple(diagnoses.diagnose(replace(evidence, failed=failed)))
             gates = [gate if gate.passed else replace(gate, diagnoses=found) for gate in gates]
     progress(len(prompts) + 1, len(prompts) + 1, "gates: judged")
-    tables = accuracy.accuracy_table(scores), accuracy.offline_alpha(scores), served_alpha(chains)
-    return Checked(tuple(gates), *tables, tuple(plain), tuple(chains))
+    return Checked(tuple(gates), accuracy.accuracy_table(scores), served_alpha(chains), tuple(plain), tuple(chains))
 
 
 def _loader(report: LoadReport | None, e: Evidence) -> Gate:
@@ -141,10 +141,10 @@ def _loader(report: LoadReport | None, e: Evidence) -> Gate:
 def _zero_blocks(e: Evidence, backbone: Backbone) -> Gate:
     """New heads of the same config, and the loaded ones without their blocks, are the backbone's lm_head."""
     new = Heads(e.heads.config, backbone, e.heads.token_map)
-    state, base = e.probe.fed(new.config.input), diagnoses.base_logits(new, e.probe)
+    state = e.probe.fed(new.config.input)
     ids = torch.zeros(len(state), new.config.n_heads, dtype=torch.long, device=state.device)  # zero blocks: no matter
-    error = max(relative_error(new.draft_logits(i, state, ids), base) for i in range(new.config.n_heads))
-    loaded = diagnoses.zero_block_error(e.heads, e.probe)
+    error = max(relative_error(new.draft_logits(i, state, ids), e.base_logits) for i in range(new.config.n_heads))
+    loaded = e.logits_error(e.fed)
     measured = {"new_error": error, "loaded_error": loaded, "tolerance": e.tolerance}
     says = (
         f"zero-block logits are {max(error, loaded):.2g} (relative) off the backbone's, {e.tolerance:.2g} is allowed; "
@@ -232,18 +232,6 @@ def _schedule(e: Evidence) -> Gate:
         return Gate("schedule", True, "no training curve came with the heads: nothing to judge")
     measured = {"dead_share": e.curve.dead_share, "falling": e.curve.falling, "last_lr": float(e.curve.lr[-1])}
     return Gate("schedule", diagnoses.dead_schedule(e) is None, str(e.curve), measured)
-
-
-def _probe(target: LanguageModel, plain: Sequence[Generation]) -> States:
-    """States and logits of the last tokens of the longest text."""
-    longest = max(plain, key=lambda one: len(one.prompt_ids) + len(one.token_ids))
-    ids = (*longest.prompt_ids, *longest.token_ids[:-1])  # the last token may lie behind the context
-    return accuracy.states(target, ids, min(PROBE, len(ids)))
-
-
-def _tolerance(heads: Heads) -> float:
-    """EXACT, or in 16-bit types the spacing of the largest logit: both sides are rounded by half of it at most."""
-    return max(EXACT, torch.finfo(heads.shared_lm_head.dtype).eps)
 
 
 def _shown(found: Interval) -> str:

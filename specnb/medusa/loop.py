@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from specnb.errors import EngineError, InputError, NonFiniteLogits
 from specnb.io import write_atomic
-from specnb.medusa.data import NO_LABEL, OUTSIDE, Batch, Examples
-from specnb.medusa.nets import Heads
+from specnb.medusa.data import NO_LABEL, Batch, Examples
+from specnb.medusa.nets import OUTSIDE, Heads
 from specnb.medusa.tree import RANKS
 
 CHECKPOINT_FILE = "checkpoint.pt"

@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from specnb.errors import InputError
 from specnb.lm.hf_hidden import final_norm
 
-MAX_HEADS = 16
+OUTSIDE = -1
+"""The draft id of a token that the draft vocabulary does not hold: no head can say it, and it counts as a miss."""
 
 
 class HeadsConfig(BaseModel):
@@ -41,7 +42,7 @@ class HeadsConfig(BaseModel):
 
     format_version: Literal[1] = 1
     kind: Literal["medusa", "hydra"] = "medusa"
-    n_heads: int = Field(ge=1, le=MAX_HEADS)
+    n_heads: int = Field(ge=1, le=16)
     n_layers: int = Field(default=1, ge=1, le=8)
     hidden_size: int = Field(ge=1, le=1 << 16)
     vocab_size: int = Field(ge=2, le=1 << 20)
@@ -208,6 +209,11 @@ class Heads(nn.Module):
                     head.lm_head.weight.copy_(self._borrowed[1])
 
     @property
+    def norm(self) -> nn.Module:
+        """The frozen copy of the backbone's final norm."""
+        return self._borrowed[0]
+
+    @property
     def shared_lm_head(self) -> Tensor:
         """The backbone's rows that stand for the draft vocabulary, `(draft_size, hidden)`."""
         return self._borrowed[1]
@@ -257,24 +263,15 @@ class Heads(nn.Module):
             raise InputError("the heads of a Hydra need the tokens drafted before: ask head by head (draft_logits)")
         normed = self.normed(hidden)
         features = torch.stack([self.features(i, normed) for i in range(self.config.n_heads)])
+        own = [head.lm_head(f) if head.lm_head else 0 for head, f in zip(self.heads, features, strict=True)]
         if self.config.lm_head == "private":
-            return torch.stack([self.logits(i, one) for i, one in enumerate(features)]).float()
+            return torch.stack(own).float()
         shared = F.linear(features, self.shared_lm_head)
-        if self.config.lm_head == "low_rank":
-            shared = shared + torch.stack([h.lm_head(f) for h, f in zip(self.heads, features, strict=True)])
-        return shared.float()
+        return (shared + torch.stack(own) if self.config.lm_head == "low_rank" else shared).float()
 
     def full_ids(self, draft_ids: Tensor) -> Tensor:
         """Vocabulary ids of draft ids."""
         return draft_ids if self.token_map is None else self.token_map[draft_ids]
-
-    def full_logits(self, logits: Tensor) -> Tensor:
-        """Rows over the whole vocabulary, `(…, vocab)`: -inf for tokens that the heads cannot draft."""
-        if self.token_map is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        full[..., self.token_map] = logits
-        return full
 
     def cost(self) -> dict[str, int]:
         """Parameters of the heads' own, and bytes that drafting reads of theirs and of the shared lm_head."""
@@ -321,6 +318,15 @@ def map_faults(token_map: Tensor, vocab_size: int, *, in_order: bool = True) -> 
     if not 0 <= int(ascending[0]) <= int(ascending[-1]) < vocab_size:
         return [f"the token map has ids outside the vocabulary of {vocab_size}"]
     return []
+
+
+def draft_ids(token_map: Tensor | None, vocab_size: int) -> Tensor:
+    """The draft id of every vocabulary id, `(vocab_size,)` on the CPU; OUTSIDE where there is none."""
+    if token_map is None:
+        return torch.arange(vocab_size)
+    ids = torch.full((vocab_size,), OUTSIDE)
+    ids[token_map.cpu()] = torch.arange(len(token_map))
+    return ids
 
 
 def expected_shapes(config: HeadsConfig) -> dict[str, tuple[int, ...]]:

@@ -1,9 +1,9 @@
 """Text by the backbone itself: what it is asked to write from, and rows of it, written token by token.
 
 Seeds are of the kinds that people send: code and prose to go on with, and chat requests to explain, edit, summarise
-or extract, made from the permissively licensed texts of `specnb.corpus`; and next to nothing, an opening of a few
-words or an empty request, from which the backbone draws the rest itself. Nothing of `data/prompts` is among them, so
-what is measured there is measured on prompts that training never saw.
+or extract, made from the permissively licensed texts of `corpus`; and next to nothing, an opening of a few words or an
+empty request, from which the backbone draws the rest itself. Nothing of `data/prompts` is among them, so what is
+measured there is measured on prompts that training never saw.
 
 A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where the answer ends early, a request that the
 backbone draws itself and answers again: every row of a batch is busy to the end, and nothing is padded. Greedy text of
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from specnb.corpus import Document
 from specnb.errors import InputError
 from specnb.lm import chat
 from specnb.lm.base import LanguageModel
@@ -27,6 +26,7 @@ from specnb.lm.hf_cache import new_cache
 from specnb.lm.hf_engine import cache_argument
 from specnb.lm.hf_grouped import grouped
 from specnb.lm.hf_hidden import pre_norm_states
+from specnb.medusa.corpus import Document
 
 ASKED = "asked"
 """The kind of seed that holds no request: the backbone writes one itself (Magpie, Xu et al. 2406.08464)."""

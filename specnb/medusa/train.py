@@ -220,7 +220,7 @@ def card(name: str, facts: Mapping[str, Any]) -> str:
         f"labels are the tokens of a given file (sha256 `{text['texts']}`), not what the backbone would say"
         if "texts" in text
         else f"{text['own']['train']:,} are the backbone's own greedy choice and labels. Seeds and requests are made "
-        "from the permissively licensed texts of `specnb/corpus.py`, or by the backbone itself; none is of "
+        "from the permissively licensed texts of `specnb/medusa/corpus.py`, or by the backbone itself; none is of "
         "`data/prompts`"
     )
     return f"""# {name}

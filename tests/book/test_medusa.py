@@ -4,13 +4,12 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
 from specnb import store
 from specnb.book import medusa as figures
-from specnb.book.medusa_live import TrainingView, training
+from specnb.book.medusa_live import TrainingView
 from specnb.errors import InputError
 from specnb.medusa import checkpoint, data
 from specnb.medusa import study as head_study
@@ -180,12 +179,6 @@ def test_bad_parameters_are_told_with_their_field(field, value):
 # --- tables and figures ---------------------------------------------------------------------------------------------
 
 
-def test_fingerprints_show_shares_with_their_counts(study):
-    shown = figures.fingerprints(study.plant_found).set_index("fault")
-    kept, tested = study.plant_found.loc[0, ["kept", "tested"]]
-    assert shown.loc["none", "alpha_1"] == f"{kept / tested:.1%} ({kept}/{tested})"
-
-
 def test_a_chain_of_published_heads_keeps_a_fifth_of_its_drafts():
     found = figures.chains(PUBLISHED[:4])
     assert found["tau"].tolist() == [1.56, 1.74, 1.77, 1.78] and found["acceptance_rate"].iloc[-1] == 0.19
@@ -227,19 +220,6 @@ def test_figures_show_the_numbers_of_their_tables(study):
     assert len(costs) == 5 and costs["top1 head 0"].notna().all()  # the heads have no draft vocabulary to leave
 
 
-def test_tables_without_rows_are_refused():
-    empty = pd.DataFrame()
-    for draw in (figures.accuracy, figures.tree, figures.sizes, figures.alpha, figures.speed):
-        with pytest.raises(InputError):
-            draw(empty)
-    with pytest.raises(InputError, match="no fault"):
-        figures.faults(empty, empty)
-    with pytest.raises(InputError, match="no variant was trained"):
-        figures.ablation(pd.DataFrame({"top1": [None]}))
-    with pytest.raises(InputError, match="names of the runs"):
-        training(empty, runs=[], n_heads=1)
-
-
 @pytest.mark.parametrize(
     ("parents", "rows"),
     [
@@ -252,24 +232,6 @@ def test_tables_without_rows_are_refused():
 )
 def test_nodes_stand_beside_their_first_child_and_leaves_apart(parents, rows):
     assert figures.rows_of_nodes(parents) == rows
-
-
-def test_no_two_nodes_of_a_depth_share_a_row():
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        parents = [int(rng.integers(-1, node)) for node in range(20)]
-        depths = []
-        for parent in parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        places = list(zip(depths, figures.rows_of_nodes(parents), strict=True))
-        assert len(set(places)) == len(places)
-
-
-def test_unknown_intervals_have_no_bars():
-    known, unknown = pd.Series([0.5, 0.6]), pd.Series([0.4, float("nan")])
-    assert figures.spread(known, unknown, known) is None
-    bars = figures.spread(known, known - 0.1, known + 0.2)
-    assert bars["array"] == pytest.approx([0.2, 0.2]) and bars["arrayminus"] == pytest.approx([0.1, 0.1])
 
 
 # --- the live figure ------------------------------------------------------------------------------------------------

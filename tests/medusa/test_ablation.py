@@ -9,10 +9,9 @@ import torch
 
 from specnb.errors import InputError
 from specnb.medusa import data, faults, loop, practice
-from specnb.medusa.accuracy import trace
 from specnb.medusa.loop import Recipe
 from specnb.medusa.nets import Backbone
-from specnb.medusa.practice import VARIANTS, Variant, read_bytes, variant_heads
+from specnb.medusa.practice import VARIANTS, Variant, variant_heads
 from specnb.medusa.study import differing, identity
 from specnb.medusa.tree import TreePlan
 from specnb.prompts import Prompt
@@ -110,13 +109,6 @@ def test_heads_of_all_tokens_leave_nothing_to_truncate(target, text):
     assert list(found["variant"]) == ["private lm_heads"]
 
 
-def test_a_hydra_reads_the_shared_lm_head_once_a_head(target):
-    medusa, hydra = (periodic.new_heads(target, kind=kind) for kind in ("medusa", "hydra"))
-    shared = medusa.cost()["shared_bytes"]
-    assert read_bytes(medusa) - medusa.cost()["own_bytes"] == shared
-    assert read_bytes(hydra) - hydra.cost()["own_bytes"] == 3 * shared
-
-
 # --- short trainings ------------------------------------------------------------------------------------------------
 
 
@@ -198,15 +190,6 @@ def test_a_fault_that_was_not_planted_is_not_named(target, sound, report):
     ]
     found = faults.judge(target, cases, periodic.prompts(6), max_new_tokens=12)
     assert not found["named"].any()
-
-
-def test_untrained_heads_say_the_backbones_next_token(target, sound):
-    generations = [periodic_text(target, prompt) for prompt in periodic.prompts()]
-    traces = [trace(target, one) for one in generations]
-    zero = faults.fingerprint(periodic.new_heads(target), traces)
-    assert zero["copies"] == 1 and zero["right"] == 0
-    sound = faults.fingerprint(sound, traces)
-    assert sound["copies"] == 0 and sound["right"] > 0.9
 
 
 def periodic_text(target, prompt):

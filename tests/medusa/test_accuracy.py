@@ -13,7 +13,6 @@ from specnb.medusa.accuracy import (
     Scores,
     accuracy_matrix,
     accuracy_table,
-    offline_alpha,
     score,
     states,
     trace,
@@ -21,7 +20,6 @@ from specnb.medusa.accuracy import (
 from specnb.medusa.drafter import HeadsDrafter
 from specnb.medusa.gates import compare_rounds, near_tie, served_alpha, served_counts
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig
-from specnb.medusa.tree import TreePlan
 from specnb.records import Generation, Round
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB, WIDTH, torch_model
@@ -83,13 +81,6 @@ def test_no_listener_is_left_behind_and_an_engine_without_a_network_is_refused(t
         states(toy.cyclic(5), [1, 2], 1)
 
 
-def test_a_greedy_text_follows_its_own_trace_and_another_text_does_not(target):
-    text = greedy(target, [3, 4, 5])
-    assert trace(target, text).follows == 1.0
-    other = text.model_copy(update={"prompt_ids": (9, 9, 9)})
-    assert trace(target, other).follows < 0.9
-
-
 # --- answers that are known -----------------------------------------------------------------------------------------
 
 
@@ -102,8 +93,7 @@ def test_heads_fitted_to_circles_are_right_every_time(circles, fitted, kind):
     assert list(table[table["rank"] == 0]["n"]) == [len(texts) * (17 - head) for head in range(3)]
     chain = HeadsDrafter(circles, heads)
     served = served_alpha([generate(circles, p, drafter=chain, k=3, max_new_tokens=18) for p in periodic.prompts()])
-    offline = offline_alpha([score(heads, trace(circles, text)) for text in texts])
-    assert (served["alpha"] > 0.95).all() and (offline["alpha"] > 0.95).all()
+    assert (served["alpha"] > 0.95).all()
 
 
 def test_the_rank_of_a_token_is_its_place_in_the_row_ties_by_the_lower_id():
@@ -157,9 +147,6 @@ def test_tables_by_hand():
     table = accuracy_table([one], ranks=3)
     np.testing.assert_allclose(accuracy_matrix(table), [[3 / 4, 1 / 4, 0], [2 / 3, 0, 1 / 3]])
     assert table[table["head"] == 1]["cumulative"].tolist() == pytest.approx([2 / 3, 2 / 3, 1])
-    alpha = offline_alpha([one])
-    assert alpha["kept"].tolist() == [3, 1] and alpha["tested"].tolist() == [4, 2]
-    assert np.isnan(alpha["low"]).all()  # one prompt gives no interval
     with pytest.raises(InputError, match="no generation"):
         accuracy_table([])
 
@@ -180,12 +167,6 @@ def test_served_counts_by_hand():
     """A plain round, all kept, one of three kept, none kept, and an end within the drafts, which rejects none."""
     counts = served_counts(generation((0, 0, 1), (3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 2, 2)))
     assert counts.tolist() == [[3, 4], [2, 3], [1, 1]]
-
-
-def test_served_alpha_has_an_interval_over_prompts():
-    texts = [generation((0, 0, 1), *[(1, int(i < hits), 1 + int(i < hits)) for i in range(10)]) for hits in range(6)]
-    row = served_alpha(texts).iloc[0]
-    assert row["alpha"] == 15 / 60 and row["low"] < row["alpha"] < row["high"] and row["tested"] == 60
 
 
 # --- served against scored ------------------------------------------------------------------------------------------
@@ -218,11 +199,3 @@ def test_rounds_that_were_served_another_state_are_seen(circles, fitted, kind, m
     assert chain.token_ids == plain.token_ids
     found = compare_rounds(chain, score(heads, trace(circles, plain)), near_tie(circles, heads))
     assert found.apart > found.rounds / 2
-
-
-def test_alpha_of_trees_counts_positions(circles, fitted):
-    drafter = HeadsDrafter(circles, fitted["medusa"], TreePlan((-1, -1, 0, 2), (0, 1, 0, 0)))
-    made = generate(circles, periodic.prompts()[0], drafter=drafter, max_new_tokens=24)
-    counts = served_counts(made)
-    drafted = [r for r in made.rounds if r.k]
-    assert counts[0].tolist() == [sum(r.n_accepted > 0 for r in drafted), len(drafted)]

@@ -140,48 +140,29 @@ def test_a_model_of_the_same_file_names_is_not_replaced(tmp_path, backbone):
     assert load_trained_heads(tmp_path / "heads", backbone)[0].config.n_heads == 2
 
 
-def test_what_cannot_be_loaded_is_not_saved(tmp_path, backbone):
-    heads = made(backbone)
-    with torch.no_grad():
-        heads.heads[1].blocks[0].linear.weight[0, 0] = float("inf")
-    with pytest.raises(InputError, match=r"heads\.1\.blocks\.0\.linear\.weight"):
-        save(heads, tmp_path / "made")
-    assert files(tmp_path) == []
-
-
 # ---- strict
 
 
 BROKEN = {
-    "missing": (lambda t: t.pop("heads.1.blocks.0.linear.bias"), r"'heads.1.blocks.0.linear.bias' is missing"),
-    "unexpected": (lambda t: t.update(extra=torch.ones(1)), r"'extra' is unexpected"),
-    "another head": (lambda t: t.update({"heads.3.blocks.0.linear.weight": torch.ones(1)}), "heads.3.*unexpected"),
-    "shape": (lambda t: t.update({"heads.0.blocks.0.linear.bias": torch.ones(5)}), r"shape \(5,\) instead of \(32,\)"),
-    "dtype": (
-        lambda t: t.update({"heads.1.blocks.0.linear.weight": torch.ones(WIDTH, WIDTH).long()}),
-        "torch.int64, not",
+    "'heads.1.blocks.0.linear.bias' is missing": lambda t: t.pop("heads.1.blocks.0.linear.bias"),
+    "'extra' is unexpected": lambda t: t.update(extra=torch.ones(1)),
+    "'heads.3.blocks.0.linear.weight' is unexpected": lambda t: t.update(
+        {"heads.3.blocks.0.linear.weight": torch.ones(1)}
     ),
-    "nan": (lambda t: t["heads.2.blocks.0.linear.weight"].fill_(float("nan")), "heads.2.*NaN"),
+    "shape (5,) instead of (32,)": lambda t: t.update({"heads.0.blocks.0.linear.bias": torch.ones(5)}),
+    "torch.int64, not": lambda t: t.update({"heads.1.blocks.0.linear.weight": torch.ones(WIDTH, WIDTH).long()}),
+    "'heads.2.blocks.0.linear.weight' has NaN": lambda t: t["heads.2.blocks.0.linear.weight"].fill_(float("nan")),
 }
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_key_that_is_not_as_it_must_be_is_an_error(tmp_path, backbone, name):
-    change, said = BROKEN[name]
-    folder = saved(backbone, tmp_path / "made")
-    alter(folder, change)
-    with pytest.raises(HeadsMismatch, match=said):
-        load_trained_heads(folder, backbone)
 
 
 def test_one_error_lists_everything(tmp_path, backbone):
     folder = saved(backbone, tmp_path / "made")
-    for change, _ in BROKEN.values():
+    for change in BROKEN.values():
         alter(folder, change)
     reconfigure(folder, vocab_size=99, backbone="0" * 64)
     with pytest.raises(HeadsMismatch) as caught:
         load_trained_heads(folder, backbone)
-    words = ("missing", "unexpected", "instead of", "int64", "NaN", "vocab_size 99", "another model", str(folder))
+    words = (*BROKEN, "vocab_size 99", "another model", str(folder))
     assert all(word in str(caught.value) for word in words)
 
 
@@ -212,28 +193,20 @@ def test_findings_and_conversions_are_in_the_report(tmp_path, backbone):
     assert report.n_parameters == sum(p.numel() for p in heads.parameters()) == 3 * (WIDTH * WIDTH + WIDTH)
     words = ("3 medusa heads", "layout specnb", "pre_norm", "shared", "22 of 64 tokens")
     assert report.bytes == (folder / "heads.safetensors").stat().st_size and all(word in str(report) for word in words)
+    alter(folder, lambda t: [t[f"heads.1.blocks.0.linear.{part}"].zero_() for part in ("weight", "bias")])
     reconfigure(folder, backbone="")
     report = load_trained_heads(folder, backbone)[1]
-    assert report.clean and "no digest" in str(report)
+    assert report.findings == ("heads.1.blocks.0 is all zero: it was never trained",) and "no digest" in str(report)
     reconfigure(folder, surprise=1)
     with pytest.raises(InputError, match="surprise"):
         load_trained_heads(folder, backbone)
-
-
-def test_blocks_that_were_never_trained_are_found(tmp_path, backbone):
-    folder = saved(backbone, tmp_path / "made")
-    alter(folder, lambda t: [t[f"heads.1.blocks.0.linear.{part}"].zero_() for part in ("weight", "bias")])
-    report = load_trained_heads(folder, backbone)[1]
-    assert not report.clean and report.findings == ("heads.1.blocks.0 is all zero: it was never trained",)
-    with pytest.raises(HeadsMismatch, match="never trained"):
-        load_trained_heads(folder, backbone, strict_trained=True)
 
 
 def test_rounding_is_told_and_overflow_refused(tmp_path, backbone):
     folder = saved(backbone, tmp_path / "made")
     half = Backbone.of(torch_model("llama", seed=5).half())
     report = load_trained_heads(folder, half, any_backbone=True)[1]
-    assert any("rounded from float32 to float16" in sentence for sentence in report.converted)
+    assert any("rounded from torch.float32 to torch.float16" in sentence for sentence in report.converted)
     alter(folder, lambda t: t["heads.0.blocks.0.linear.weight"].fill_(1e6))
     with pytest.raises(HeadsMismatch, match=r"NaN or infinity \(in torch.float16\)"):
         load_trained_heads(folder, half, any_backbone=True)

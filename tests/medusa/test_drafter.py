@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.decode.control import ConfidenceStop
 from specnb.decode.generate import generate
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import TokenView
@@ -68,10 +67,9 @@ def rows_from_scratch(target, heads, tokens, paths):
     """Rows over the vocabulary of the head after each path of drafts, the last token of `tokens` being the newest."""
     hidden = dict(zip(("pre_norm", "post_norm"), hidden_of(target, tokens[:-1]), strict=True))[heads.config.input]
     with torch.inference_mode():
-        rows = [
-            heads.full_logits(heads.draft_logits(len(path), hidden[None], torch.tensor([[tokens[-1], *path]])))[0]
-            for path in paths
-        ]
+        rows = [heads.draft_logits(len(path), hidden[None], torch.tensor([[tokens[-1], *path]]))[0] for path in paths]
+    if heads.token_map is not None:
+        rows = [torch.full((VOCAB,), -torch.inf).index_copy(0, heads.token_map, row) for row in rows]
     return [row.numpy() for row in rows]
 
 
@@ -93,9 +91,10 @@ def proposals(target, drafter, **settings):
 # --- what they are fed, and which head speaks of which place --------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("contract", ["pre_norm", "post_norm"])
-@pytest.mark.parametrize("draft_vocab", [0, 20])
+@pytest.mark.parametrize(
+    ("kind", "contract", "draft_vocab"),
+    [("medusa", "pre_norm", 0), ("medusa", "post_norm", 20), ("hydra", "pre_norm", 20), ("hydra", "post_norm", 0)],
+)
 def test_a_chain_is_what_the_heads_say_of_the_last_computed_token(target, kind, contract, draft_vocab):
     heads = made_heads(target, kind, input=contract, draft_vocab=draft_vocab)
     made, found = proposals(target, HeadsDrafter(target, heads), k=3)
@@ -174,16 +173,6 @@ def speak(heads):
                 weight[(token + 1 + i) % 5, token] = 3.0
 
 
-def test_a_shift_of_one_head_is_seen():
-    """The planted fault: head i drafts in the place of head i + 1."""
-    target = periodic()
-    heads = made_heads(target, scale=0.0)
-    speak(heads)
-    heads.heads = torch.nn.ModuleList([*heads.heads[1:], heads.heads[0]])
-    made = generate(target, [0, 1, 2], drafter=HeadsDrafter(target, heads), k=3, max_new_tokens=20, ignore_eog=True)
-    assert made.accepted_tokens == 0
-
-
 def test_the_state_of_the_newest_token_would_be_the_wrong_one():
     """The planted fault: heads fed one token further on draft one place too far, and only acceptance shows it."""
     target = periodic()
@@ -216,29 +205,11 @@ def test_sampled_chains_carry_rows_over_the_whole_vocabulary(target):
             assert np.allclose(row, Sampling(1.0).probabilities(logits), atol=1e-4) and row[proposal.ids[j]] > 0
 
 
-def test_trees_are_deterministic_at_any_temperature(target):
-    _, found = proposals(target, HeadsDrafter(target, made_heads(target), BUSH), temperature=1.0)
-    assert all(proposal.q_draft is None for _, proposal in found) and any(proposal.ids for _, proposal in found)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3, 9])
-def test_more_drafts_than_heads_are_cut(target, k):
-    made, found = proposals(target, HeadsDrafter(target, made_heads(target)), k=k)
-    assert {len(proposal.ids) for _, proposal in found[1:-3]} == {min(k, 3)} and made.k == k
-
-
-@pytest.mark.parametrize("k", [1, 3, 6, 50])
-def test_fewer_nodes_are_the_first_of_the_plan(target, k):
-    made, found = proposals(target, HeadsDrafter(target, made_heads(target), BUSH), k=k)
-    sizes = {len(proposal.ids) for _, proposal in found[1:]}
-    assert sizes == {min(k, 6)} and made.k == k
-
-
-def test_an_empty_plan_drafts_nothing(target):
-    made = generate(
-        target, PROMPT, drafter=HeadsDrafter(target, made_heads(target), TreePlan((), ())), max_new_tokens=6
-    )
-    assert made.total_draft_tokens == 0 and len(made.token_ids) == 6
+@pytest.mark.parametrize(("plan", "most"), [(None, 3), (BUSH, 6), (TreePlan((), ()), 0)])
+@pytest.mark.parametrize("k", [1, 50])
+def test_no_more_is_drafted_than_asked_for_and_than_there_is(target, plan, most, k):
+    made, found = proposals(target, HeadsDrafter(target, made_heads(target), plan), k=k)
+    assert {len(proposal.ids) for _, proposal in found[1:-7]} == {min(k, most)} and made.k == k
 
 
 class Limited:
@@ -256,40 +227,12 @@ class Limited:
         return self._chooser.pick(logits)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_chain_is_picked_among_the_tokens_that_heads_can_draft(target, temperature):
-    """Rows over the whole vocabulary take longer to fill than to look through."""
-    seen = []
-
-    class Watching(Chooser):
-        def pick(self, logits):
-            seen.append(len(logits))
-            return super().pick(logits)
-
-    target.reset()
-    target.forward(PROMPT)
-    picker = Watching(Sampling(temperature), Draws(np.random.default_rng(0)))
-    made = HeadsDrafter(target, made_heads(target, draft_vocab=20)).propose(TokenView([*PROMPT, 7]), 3, picker)
-    assert seen == [20] * 3 and all(token % 2 for token in made.ids)
-    assert temperature == 0 or made.q_draft.shape == (3, VOCAB)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("refuses", [True, False])
-@pytest.mark.parametrize("picks", [1, 2])
+@pytest.mark.parametrize(("kind", "refuses", "picks"), [("medusa", True, 1), ("hydra", False, 2), ("hydra", True, 2)])
 def test_the_picker_ends_a_chain(target, kind, refuses, picks):
     drafter = HeadsDrafter(target, made_heads(target, kind))
     target.reset()
     target.forward(PROMPT)
     assert len(drafter.propose(TokenView([*PROMPT, 7]), 3, Limited(picks, refuses)).ids) == picks
-
-
-def test_controllers_stop_chains_of_heads(target):
-    drafter = HeadsDrafter(target, made_heads(target))
-    never = generate(target, PROMPT, drafter=drafter, k=ConfidenceStop(3, 1.0), max_new_tokens=9, ignore_eog=True)
-    assert never.total_draft_tokens == 0
-    always = generate(target, PROMPT, drafter=drafter, k=ConfidenceStop(3, 0.0), max_new_tokens=9, ignore_eog=True)
-    assert always.total_draft_tokens > 0 and always.token_ids == never.token_ids
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -300,16 +243,6 @@ def test_a_target_that_shows_no_hidden_states_is_refused(target):
         HeadsDrafter(toy.cyclic(5), made_heads(target))
     with pytest.raises(InputError, match="backend=hf"):
         load_drafter("medusa", toy.cyclic(5))
-
-
-def test_heads_of_other_sizes_are_refused(target):
-    heads = made_heads(target)
-    heads.config = heads.config.model_copy(update={"hidden_size": 64})
-    with pytest.raises(InputError, match="64"):
-        HeadsDrafter(target, heads)
-    heads.config = heads.config.model_copy(update={"hidden_size": WIDTH, "vocab_size": 65})
-    with pytest.raises(InputError, match="65"):
-        HeadsDrafter(target, heads)
 
 
 @pytest.mark.parametrize("contract", ["pre_norm", "post_norm"])
@@ -471,24 +404,10 @@ def test_a_pair_with_heads(loads_tiny, saved, tree, nodes):
     assert json.loads(made.model_dump_json())["summary"]["notes"] == []
 
 
-def test_a_pair_without_a_tree_measures_and_says_what_it_chose(loads_tiny, saved):
-    made = run_pair("tiny", "medusa", PROMPT, heads_checkpoint=str(saved))
-    assert len(made.summary.notes) == 1 and "is drafted" in made.summary.notes[0]
-
-
 @pytest.mark.parametrize("drafter", [None, "lookup"])
 def test_options_of_heads_without_heads_are_a_mistake(loads_tiny, drafter):
     with pytest.raises(InputError, match=f"--heads-checkpoint and --tree.*--drafter medusa .got {drafter or 'no'}"):
         run_pair("five", drafter, [0], heads_checkpoint="x", tree="chain")
-
-
-def test_heads_on_an_engine_that_shows_no_states_name_the_remedy(loads_tiny):
-    with pytest.raises(InputError, match=r"\?backend=hf"):
-        run_pair("five", "medusa", [0], heads_checkpoint="x")
-
-
-def test_the_card_is_found_beside_a_file_of_weights(target, saved):
-    assert heads_load.accuracy_of(saved / "heads.safetensors").shape == heads_load.accuracy_of(saved).shape == (3, 2)
 
 
 def test_the_command_prints_what_there_is_to_know_of_heads(loads_tiny, saved, monkeypatch):

@@ -28,9 +28,9 @@ def target():
 
 @pytest.fixture(scope="module")
 def folder(target, tmp_path_factory):
-    """Checkpoints in it: `sound`, `shifted` and `zero`."""
+    """Checkpoints in it: `sound` and `zero`."""
     root = tmp_path_factory.mktemp("heads")
-    for name, shift, steps in (("sound", 0, 600), ("shifted", 1, 400), ("zero", 0, 0)):
+    for name, shift, steps in (("sound", 0, 400), ("zero", 0, 0)):
         heads = periodic.new_heads(target)
         log = periodic.fit(heads, target, shift=shift, steps=steps)
         checkpoint.save(heads, root / name, dtype="float32", facts={"log": log})
@@ -50,11 +50,11 @@ def stage(monkeypatch, target, folder):
 
 
 def params(folder, **changed):
-    usual = {"num_trials": 1, "warmup_steps": 1, "max_new_tokens": 24, "tree": "chain"}
+    usual = {"num_trials": 1, "warmup_steps": 1, "max_new_tokens": 14, "tree": "chain"}
     return HeadsBenchParams(heads_checkpoint=str(folder), categories=("code", "json"), **(usual | changed))
 
 
-@pytest.mark.parametrize("tree", ["chain", "auto", "5"])
+@pytest.mark.parametrize("tree", ["auto", "3"])
 def test_sound_heads_are_timed_against_plain_decoding(stage, tree):
     steps = []
     found = heads_bench.run(params(stage / "sound", tree=tree), progress=lambda *step: steps.append(step))
@@ -65,36 +65,23 @@ def test_sound_heads_are_timed_against_plain_decoding(stage, tree):
     assert rows[[f"{part}_share" for part in PARTS]].sum(axis=1).to_numpy() == pytest.approx(1)
     document = json.loads(json.dumps(found.document(), allow_nan=False))
     assert document["passed"] and len(document["speeds"]) == 3 and len(document["gates"]) == 6
-    assert (document["drafting"]["tree"] is None) is (tree == "chain")
-    if tree == "5":
-        assert len(document["drafting"]["tree"]["parents"]) == 5 == document["drafting"]["k"]
+    if tree == "3":  # heads that are right are right about their first choices
+        assert found.drafting.plan == TreePlan((-1, 0, 1), (0, 0, 0)) and document["drafting"]["k"] == 3
+        assert found.drafting.says.endswith("by accuracies measured here on 6 prompts")
     assert bool(document["drafting"]["candidates"]) is (tree == "auto")
     assert steps[-1][0] == steps[-1][1] == 8
 
 
-def test_heads_that_fail_a_gate_get_no_speed(stage):
-    found = heads_bench.run(params(stage / "shifted"))
-    assert not found.checked.passed and found.speeds is None
-    document = json.loads(json.dumps(found.document(), allow_nan=False))
-    assert "speeds" not in document and [d["name"] for d in document["diagnoses"]] == ["label shift"]
-    titles = [title for title, _, _ in found.tables()]
-    assert titles[1].startswith("no speed")
-
-
 def test_the_command_says_what_is_wrong_and_exits_with_1(stage):
     words = ["bench", "medusa", "--categories", "code,json", "--num-trials", "1", "--warmup-steps", "1",
-             "--max-new-tokens", "24", "--tree", "chain", "--heads-checkpoint"]  # fmt: skip
-    bad = CliRunner().invoke(cli.app, [*words, str(stage / "zero")])
+             "--max-new-tokens", "14", "--tree", "chain", "--heads-checkpoint"]  # fmt: skip
+    bad = CliRunner().invoke(cli.app, [*words, str(stage / "zero"), "--k", "1"])
     assert bad.exit_code == 1 and "never loaded" in bad.stdout and "speed-up" not in bad.stdout
-    good = CliRunner().invoke(cli.app, [*words, str(stage / "sound"), "--json"])
-    assert good.exit_code == 0 and json.loads(good.stdout)["passed"]
+    failed = CliRunner().invoke(cli.app, [*words, str(stage / "zero"), "--json"])
+    document = json.loads(failed.stdout)
+    assert failed.exit_code == 1 and not document["passed"] and "speeds" not in document and document["diagnoses"]
     shown = CliRunner().invoke(cli.app, [*words, str(stage / "sound")], env={"COLUMNS": "200"})
     assert shown.exit_code == 0 and "speed-up" in shown.stdout and "passed" in shown.stdout
-
-
-def test_k_cuts_what_is_drafted(stage):
-    found = heads_bench.run(params(stage / "sound", k=1))
-    assert found.drafting.k == 1 and found.speeds.set_index("category").loc[ALL, "tau"] <= 2
 
 
 # --- parameters -----------------------------------------------------------------------------------------------------
@@ -107,13 +94,6 @@ def test_wrong_parameters_are_one_error_that_names_them_all():
     assert checked_params().target.startswith("smollm2-135m?backend=hf")
     with pytest.raises(InputError, match="number of nodes"):
         heads_bench.run(HeadsBenchParams(tree="bush"))
-
-
-@pytest.mark.parametrize("categories", [("code",), ("code", "prose"), ("code", "code"), heads_bench.CATEGORIES])
-def test_gates_have_their_own_prompts_and_enough_of_them(categories):
-    timed, judged = chosen_prompts(HeadsBenchParams(categories=categories))
-    assert len(judged) >= 5 and not {p.id for p in timed} & {p.id for p in judged}
-    assert len(timed) == 2 * len(set(categories))
 
 
 def test_prompts_that_are_timed_and_judged_never_overlap():
@@ -157,11 +137,6 @@ def test_speeds_by_hand():
     assert shown[0][1:4] == ["2.00", "10/10", "2.00"] and "25% 75% 0% 0%" in shown[0]
 
 
-def test_an_interval_is_shown_where_prompts_allow_one():
-    frame = speed_table(list(runs([1] * 6)), ["code"] * 6, "medusa")
-    assert shown_rows(frame)[-1][3] == "2.00 [2.00, 2.00]"
-
-
 def test_repeats_of_a_prompt_are_no_more_evidence_of_alpha():
     once = list(runs([1, 0, 1]))
     again = [r._replace(repeat=repeat) for repeat in range(5) for r in once]
@@ -170,19 +145,7 @@ def test_repeats_of_a_prompt_are_no_more_evidence_of_alpha():
     assert one.equals(five) and one["tested_1"].tolist() == [10, 5, 15]
 
 
-def test_rounds_that_drafted_nothing_give_no_alpha():
-    frame = speed_table([r._replace(generation=made(4, 0, 0, second=0.1)) for r in runs([1])], ["code"], "medusa")
-    assert frame["alpha_1"].isna().all() and frame["tested_1"].tolist() == [0, 0]
-    assert shown_rows(frame)[0][2] == "0/0"
-
-
-def test_a_tree_asked_for_by_size_is_grown_from_the_accuracies_of_the_gates(stage):
-    drafting = heads_bench.run(params(stage / "sound", tree="3")).drafting
-    assert drafting.plan == TreePlan((-1, 0, 1), (0, 0, 0))  # heads that are right are right about their first choices
-    assert drafting.says.endswith("by accuracies measured here on 6 prompts")
-
-
-@pytest.mark.parametrize("tree", ["3", "auto"])
+@pytest.mark.parametrize("tree", ["3"])
 def test_accuracies_that_came_with_the_heads_go_before_those_of_the_gates(stage, tree, tmp_path):
     """As for `specnb generate`: trees of the same heads are then the same."""
     shutil.copytree(stage / "sound", tmp_path / "heads")

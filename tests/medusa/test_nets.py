@@ -93,18 +93,6 @@ def test_a_second_norm_is_not_the_identity(net):
     assert (missing - logits).abs().max() > 1e-2 * scale
 
 
-@pytest.mark.parametrize("contract", ["pre_norm", "post_norm"])
-def test_only_blocks_are_parameters(llama, contract):
-    heads = made(llama, input=contract)
-    assert {name.split(".", 2)[2] for name, _ in heads.named_parameters()} == {
-        "blocks.0.linear.weight",
-        "blocks.0.linear.bias",
-    }
-    assert set(heads.state_dict()) == {name for name, _ in heads.named_parameters()}
-    borrowed = {id(p) for p in llama.parameters()}
-    assert not borrowed & {id(p) for p in heads.parameters()}
-
-
 def test_training_leaves_the_backbone_as_it_was(llama):
     before = {name: p.detach().clone() for name, p in llama.named_parameters()}
     heads = made(llama, lm_head="private")
@@ -134,15 +122,6 @@ def test_hydra_sees_exactly_the_tokens_before_the_one_it_drafts(llama):
 
 
 @torch.no_grad()
-def test_medusa_takes_no_notice_of_tokens(llama):
-    heads = randomised(made(llama))
-    hidden = states(llama, IDS)[0]
-    assert torch.equal(heads.draft_logits(2, hidden), heads.draft_logits(2, hidden, IDS))
-    with pytest.raises(InputError, match="head by head"):
-        made(llama, kind="hydra").all_logits(hidden[0])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("lm_head", [{}, {"lm_head": "private"}, {"lm_head": "low_rank", "rank": 4}])
 def test_all_heads_at_once_are_the_heads_one_by_one(llama, lm_head):
     heads = randomised(made(llama, token_map=MAP, **lm_head))
@@ -156,11 +135,7 @@ def test_a_map_gives_rows_of_the_whole_vocabulary(llama):
     heads = randomised(made(llama, token_map=MAP))
     hidden = states(llama, IDS)[0]
     few = heads.draft_logits(0, hidden)
-    full = heads.full_logits(few)
-    assert few.shape == (2, len(MAP)) and full.shape == (2, VOCAB)
-    assert torch.equal(full[:, MAP], few)
-    assert int(full.isneginf().sum()) == 2 * (VOCAB - len(MAP))
-    assert torch.equal(heads.full_ids(few.argmax(-1)), full.argmax(-1))
+    assert few.shape == (2, len(MAP)) and torch.equal(heads.full_ids(few.argmax(-1)), MAP[few.argmax(-1)])
     every = randomised(made(llama))
     torch.testing.assert_close(every.draft_logits(0, hidden)[:, MAP], few, rtol=1e-5, atol=1e-5)
 
@@ -194,15 +169,6 @@ def test_every_misfit_is_told(llama):
     config = HeadsConfig(n_heads=1, hidden_size=16, vocab_size=99, draft_vocab=4)
     faults = " ".join(misfits(config, Backbone.of(llama), None))
     assert all(word in faults for word in ("hidden_size 16", "vocab_size 99", "draft_vocab is 4"))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"n_heads": 0}, {"n_heads": 17}, {"lm_head": "low_rank"}, {"rank": 4}, {"draft_vocab": VOCAB + 1}, {"other": 1}],
-)
-def test_an_impossible_config_is_refused(wrong):
-    with pytest.raises(ValueError):
-        HeadsConfig(**({"n_heads": 1, "hidden_size": WIDTH, "vocab_size": VOCAB} | wrong))
 
 
 def test_a_backbone_whose_logits_are_more_than_lm_head_is_refused():

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from specnb.errors import EngineError, InputError, NonFiniteLogits
 from specnb.medusa import data, loop
 from specnb.medusa.loop import PRESETS, Recipe, recipe
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig
+from specnb.medusa.nets import OUTSIDE, Backbone, Heads, HeadsConfig
 from tests.tiny_models import torch_model
 
 VOCAB, N_HEADS, PERIOD = 64, 3, 7
@@ -78,28 +78,12 @@ def test_a_rate_of_embeddings_is_that_of_larger_embeddings(backbone, periodic, t
     assert torch.equal(said[0], said[2]) == (kind == "medusa"), "a Medusa sees no embeddings"
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-@pytest.mark.parametrize("norm", ["pre_norm", "post_norm"])
+@pytest.mark.parametrize(("kind", "norm"), [("medusa", "post_norm"), ("hydra", "pre_norm")])
 def test_a_periodic_text_is_learned_by_heart(backbone, periodic, tmp_path, kind, norm):
     heads = new_heads(backbone, kind, input=norm)
     before = loop.evaluate(heads, RECIPE, periodic)
-    log = train(heads, periodic, tmp_path, replace(RECIPE, steps=400, peak_lr=2e-2), save_every=400)
+    log = train(heads, periodic, tmp_path, replace(RECIPE, steps=200, peak_lr=2e-2), save_every=200)
     assert max(before["top1"][1:]) < 0.6 and log[-1]["top1"] == [1.0] * N_HEADS
-
-
-def test_random_heads_are_right_one_time_in_the_vocabulary(net):
-    """One answer each of many sets of heads, for one set says the same few tokens everywhere."""
-    backbone, generator = Backbone.of(net), torch.Generator().manual_seed(0)
-    heads, n, hits = new_heads(backbone, lm_head="private"), 4000, 0
-    hidden = torch.randn(n, backbone.hidden_size, generator=generator)
-    labels = torch.randint(VOCAB, (n,), generator=generator)
-    with torch.no_grad():
-        for state, label in zip(hidden, labels, strict=True):
-            heads.heads[0].blocks[0].linear.weight.normal_(0, 1, generator=generator)
-            heads.heads[0].lm_head.weight.normal_(0, 1, generator=generator)
-            hits += int(heads.draft_logits(0, state[None]).argmax()) == int(label)
-    expected = n / VOCAB  # 62.5, its spread 7.8: four of them exclude none and twice as many
-    assert abs(hits - expected) < 4 * expected**0.5 < expected
 
 
 def test_only_heads_are_trained(net, backbone, periodic, tmp_path):
@@ -113,7 +97,7 @@ def test_only_heads_are_trained(net, backbone, periodic, tmp_path):
     assert saved["run"]["heads"] == heads.config.model_dump()
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["hydra"])
 def test_a_killed_run_ends_with_the_same_weights(backbone, periodic, tmp_path, kind):
     whole, killed = new_heads(backbone, kind), new_heads(backbone, kind)
     log = train(whole, periodic, tmp_path / "whole")
@@ -139,29 +123,6 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_with(backbone, periodic, tmp
         train(new_heads(backbone), periodic, tmp_path, **changed)
 
 
-def test_a_checkpoint_of_other_heads_is_not_gone_on_with(backbone, periodic_text, tmp_path):
-    """Nor of heads of the same shapes: another norm, or other tokens behind the draft ids, would draft nonsense."""
-    maps = [torch.arange(32), torch.arange(32) * 2]
-    sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
-    config = HeadsConfig(n_heads=N_HEADS, draft_vocab=32, **sizes)
-    sets = [data.Examples(*periodic_text, n_heads=N_HEADS, token_map=m, vocab_size=VOCAB) for m in maps]
-    train(Heads(config, backbone, maps[0]), sets[0], tmp_path)
-    with pytest.raises(InputError, match="token_map was"):
-        train(Heads(config, backbone, maps[1]), sets[1], tmp_path)
-    with pytest.raises(InputError, match="heads was"):
-        train(Heads(config.model_copy(update={"input": "post_norm"}), backbone, maps[0]), sets[0], tmp_path)
-
-
-def test_heads_are_usable_whatever_ends_their_training(periodic, tmp_path):
-    def kill(_report):
-        raise KeyboardInterrupt
-
-    heads = new_heads(Backbone.of(torch_model("llama", vocab_size=VOCAB).to(torch.bfloat16)))
-    with pytest.raises(KeyboardInterrupt):
-        train(heads, periodic, tmp_path, replace(RECIPE, bf16=True), on_step=kill)
-    assert not heads.training and {p.dtype for p in heads.parameters()} == {torch.bfloat16}
-
-
 def test_a_damaged_checkpoint_is_one_clear_error(backbone, periodic, tmp_path):
     (tmp_path / loop.CHECKPOINT_FILE).write_bytes(b"garbage")
     with pytest.raises(InputError, match="remove it"):
@@ -177,12 +138,6 @@ def test_the_rate_never_falls_to_zero(name):
     assert (np.diff(rates[: made.warmup]) > 0).all() and (np.diff(rates[made.warmup :]) <= 0).all()
 
 
-def test_the_report_preset_is_the_notes():
-    made = PRESETS["report"]
-    assert (made.steps, made.peak_lr, made.warmup, made.eta_min, made.head_weight) == (30_000, 3e-4, 500, 1e-5, 0.8)
-    assert PRESETS["reference"] == replace(made, peak_lr=1e-3)
-
-
 @pytest.mark.parametrize(
     "changed",
     [{"eta_min": 0.0}, {"eta_min": 1.0}, {"steps": 0}, {"teacher": 2.0}, {"clip": 0.0}, {"embedding_rate": 0}],
@@ -190,9 +145,6 @@ def test_the_report_preset_is_the_notes():
 def test_recipes_that_cannot_be(changed):
     with pytest.raises(InputError):
         replace(RECIPE, **changed)
-
-
-def test_unknown_presets():
     with pytest.raises(InputError, match="report"):
         recipe("fast")
 
@@ -226,7 +178,7 @@ def test_labels_outside_the_draft_vocabulary_count_as_misses(backbone):
     hidden, later = torch.randn(4, backbone.hidden_size), torch.randn(4, N_HEADS, backbone.hidden_size)
     best = heads.draft_logits(0, hidden).argmax(-1)
     labels = best[:, None].expand(-1, N_HEADS).clone()
-    labels[:2] = data.OUTSIDE
+    labels[:2] = OUTSIDE
     labels[3] = data.NO_LABEL
     _, found = loop.Objective(heads, RECIPE)(hidden, torch.zeros(4, N_HEADS, dtype=torch.long), labels, later)
     assert found.top1[0] == pytest.approx(1 / 3)

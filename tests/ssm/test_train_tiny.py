@@ -9,8 +9,8 @@ import pytest
 
 from data.models.train_tiny import recipe, shapes
 from data.models.train_tiny.card import card
-from specnb import corpus
 from specnb.lm import embedded
+from specnb.medusa import corpus
 
 MODELS = embedded.root()
 SHORT = recipe.Recipe(shapes.DRAFT, 6, batch_size=2, length=24, warmup=2, bf16=False)

@@ -14,8 +14,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from specnb.corpus import is_held_out
 from specnb.errors import InputError
+from specnb.medusa.corpus import is_held_out
 
 from . import shapes
 from .card import card
