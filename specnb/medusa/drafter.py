@@ -45,12 +45,7 @@ class HeadsDrafter:
     vocab = None
 
     def __init__(
-        self,
-        target: LanguageModel,
-        heads: Heads,
-        plan: TreePlan | None = None,
-        *,
-        findings: Sequence[str] = (),
+        self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None, *, findings: Sequence[str] = ()
     ) -> None:
         _require_fit(target, heads, plan)
         self.name = heads.config.kind
