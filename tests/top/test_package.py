@@ -1,8 +1,10 @@
 """The package as a whole: quick to import, every door closed that should be, nothing printed, style kept."""
 
 import ast
+import doctest
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -128,3 +130,12 @@ def test_a_module_is_an_idea_of_bounded_length_and_says_what_it_is_for():
     assert {path: n for path, n in lengths.items() if n > LONGEST} == {}
     modules = {name: tree for name, tree in TREES.items() if not name.endswith("__init__.py")}
     assert [name for name, tree in modules.items() if not ast.get_docstring(tree)] == []
+
+
+EXAMPLES = [name for name in TREES if ">>> " in (ROOT / name).read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_in_docstrings_hold(name):
+    result = doctest.testmod(import_module(name.removesuffix(".py").replace("/", ".")))
+    assert result.attempted and not result.failed
