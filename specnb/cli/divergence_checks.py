@@ -199,8 +199,8 @@ def _audited(
     target: str, draft: str, prompts: "list[Prompt]", seed: int, effect: float, options: dict[str, float]
 ) -> "Audit":
     from specnb.book.progress import ProgressBar
-    from specnb.divergence.sampling.log import listened
     from specnb.divergence.sampling import Tally
+    from specnb.divergence.sampling.log import listened
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
 
