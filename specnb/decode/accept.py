@@ -136,12 +136,11 @@ def _verify_block(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> A
     return block_verification(rows, proposal.q_draft, proposal.ids, chooser.draws)
 
 
-def _typical(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    return typical(Rows(logits, chooser.sampling), proposal.ids, chooser.draws)
-
-
-def _typical_tree(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> TreeAcceptance:
-    return tree.typical(Rows(logits, chooser.sampling), proposal, chooser.draws)
+def _typical(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance | TreeAcceptance:
+    rows = Rows(logits, chooser.sampling)
+    if proposal.tree is not None:
+        return tree.typical(rows, proposal, chooser.draws)
+    return typical(rows, proposal.ids, chooser.draws)
 
 
 def _greedy(logits: np.ndarray, proposal: Proposal, _chooser: Chooser) -> Acceptance:
@@ -158,7 +157,7 @@ def _either(on_chains: Rule, on_trees: Rule) -> Rule:
 RULES: dict[str, Rule] = {
     "token": _either(_verify_tokens, tree.walk),
     "block": _either(_verify_block, tree.walk),
-    "typical": _either(_typical, _typical_tree),
+    "typical": _typical,
 }
 """Verification rules at temperature > 0, by name. At temperature 0 `token` and `block` are the greedy rule."""
 

@@ -8,13 +8,12 @@ and for counts that carry it; with too few rounds the verdict is `inconclusive`,
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import index
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from specnb.errors import InputError, did_you_mean
+from specnb.errors import InputError
 from specnb.measure.acceptance import Profile, Share, profile
 from specnb.measure.fork import Fork
 from specnb.records import Generation, RunRecord
@@ -60,7 +59,6 @@ class _Case:
     forks: tuple[Mapping[str, Any], ...]
 
 
-KINDS: tuple[str, ...] = get_args(DrafterKind)
 HEADS = ("medusa", "hydra")
 """What a drafter of trained heads is called."""
 
@@ -105,34 +103,14 @@ def triage(
 
     `drafter_kind`: a draft model (a requantised copy too), trained heads, or a lookup, which rarely matching is no
     fault. `forks` are those of greedy generations that differ from plain decoding (`measure.fork`, or the entries of
-    a sweep's record); near-ties among them are no evidence. Raises InputError.
+    a sweep's record); near-ties among them are no evidence.
     """
-    if drafter_kind not in KINDS:
-        hint = did_you_mean(str(drafter_kind), KINDS)
-        raise InputError(f"unknown kind of drafter {drafter_kind!r}; {hint}known: {', '.join(KINDS)}")
-    try:
-        size = index(vocab_size)
-    except TypeError as error:
-        raise InputError(f"vocab_size is {vocab_size!r}: give the number of ids, a whole number") from error
-    if size < 2:
-        raise InputError(f"vocab_size is {size}: a vocabulary has at least 2 ids")
-    case = _Case(profile(generations), size, drafter_kind, tuple(map(_as_mapping, forks)))
+    case = _Case(profile(generations), vocab_size, drafter_kind, tuple(map(dict, forks)))
     found = tuple(s for rule in RULES for s in rule(case))
     if found:
         return Triage("suspicious", found, case.profile)
     reason = _too_little(case)
     return Triage("inconclusive" if reason else "nothing suspicious", (), case.profile, reason)
-
-
-def line(
-    generations: Sequence[Generation],
-    *,
-    vocab_size: int,
-    drafter_kind: DrafterKind = "model",
-    forks: Sequence[Fork | Mapping[str, Any]] = (),
-) -> str:
-    """The one line of `triage`; "" when nothing is suspicious, or too few rounds say anything. Raises InputError."""
-    return triage(generations, vocab_size=vocab_size, drafter_kind=drafter_kind, forks=forks).line
 
 
 def kind_of(drafter: str) -> DrafterKind:
@@ -155,7 +133,7 @@ def suspicions(record: RunRecord) -> list[str]:
     lines = []
     for drafter in dict.fromkeys(g.drafter for g in record.generations if g.drafter):
         made = [g for g in record.generations if g.drafter == drafter]
-        shown = line(made, vocab_size=size, drafter_kind=kind_of(drafter), forks=forks)
+        shown = triage(made, vocab_size=size, drafter_kind=kind_of(drafter), forks=forks).line
         lines += [f"{drafter}: {shown}"] if shown else []
     return lines
 
@@ -164,14 +142,7 @@ def suspicion(made: "Pair") -> str:
     """The line of a single generation; "" where nothing is suspicious, or nothing was drafted."""
     one, fork = made.generation, made.summary.fork
     kind = kind_of(one.drafter)
-    return line([one], vocab_size=made.vocab_size, drafter_kind=kind, forks=[fork] if fork else [])
-
-
-def _as_mapping(fork: Fork | Mapping[str, Any]) -> Mapping[str, Any]:
-    held = fork.model_dump() if isinstance(fork, Fork) else fork
-    if not isinstance(held, Mapping) or not isinstance(held.get("near_tie"), bool):
-        raise InputError(f"a fork is one of measure.fork, with near_tie true or false, got {fork!r:.80}")
-    return held
+    return triage([one], vocab_size=made.vocab_size, drafter_kind=kind, forks=[fork] if fork else []).line
 
 
 def _too_little(case: _Case) -> str:

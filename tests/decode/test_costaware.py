@@ -7,7 +7,6 @@ from specnb.decode.control import Belief, FixedK, Outcome
 from specnb.decode.costaware import TRY, CostAware
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.cost import straight_curve
 from specnb.measure.replay import Cost, counts_of, fixed_k, walk
@@ -108,9 +107,3 @@ def test_what_is_dropped_is_tried_again_one_day():
     for _ in range(400):
         control._copied.forget(control._copied.bin(6))
     assert control._copied.chance(control._copied.bin(6)) == pytest.approx(low, abs=0.05)
-
-
-@pytest.mark.parametrize("verify_s", [[0.0], [0.0, 1.0, -1.0], [0.0, 0.0]])
-def test_costs_that_cannot_be_are_refused(verify_s):
-    with pytest.raises(InputError, match="costs must be positive"):
-        CostAware(verify_s)

@@ -108,11 +108,6 @@ def test_the_first_round_verifies_its_drafts_alone():
     assert [(r.k, r.width, r.n_accepted) for r in made] == [(2, 2, 2), (2, 3, 2)]
 
 
-def test_a_prompt_without_tokens_is_refused():
-    with pytest.raises(InputError, match="prompt has no tokens"):
-        loop.prefill(toy.cyclic(5), [])
-
-
 def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_fed():
     target = sized(toy.cyclic(5), 4)
     with pytest.raises(CapacityError, match=r"has 5 tokens, but .* holds 4"):
@@ -168,20 +163,6 @@ def test_no_more_drafts_are_asked_for_than_can_be_committed():
     spy = Spy(successors(7))
     run(toy.cyclic(7), [0], spy, k=4, n=6)
     assert spy.asked == [4]  # the last token is the plain step of a round without drafts
-
-
-def test_k_zero_never_asks_and_is_plain_decoding():
-    spy = Spy(successors(7))
-    made, tokens, reason = run(toy.cyclic(7), [0], spy, k=0, n=5)
-    assert spy.asked == [] and [r.k for r in made] == [0] * 5 and reason == "length"
-    assert tokens == run(toy.cyclic(7), [0], n=5)[1]
-
-
-@pytest.mark.parametrize("proposed", [0, 1, 2])
-def test_a_drafter_may_propose_fewer_than_k(proposed):
-    made, tokens, _ = run(toy.cyclic(7), [0], Spy(lambda tokens, k: successors(7)(tokens, min(k, proposed))), n=12)
-    assert tokens == run(toy.cyclic(7), [0], n=12)[1]
-    assert all(r.width == r.k + (r.index > 0) and r.k <= proposed for r in made) and len(made) == 12 / (proposed + 1)
 
 
 def test_more_drafts_than_asked_for_are_refused():
@@ -284,16 +265,6 @@ def test_accept_probabilities_end_where_the_generation_does():
     (made,), _, reason = run(target, [0], Spy(successors(7)), k=4, eog=True)
     assert reason == "eog" and made.committed_ids == (1, 2) and made.draft_ids == (1, 2, 3, 4)
     assert made.n_accepted == 2 and made.accept_prob == (1.0, 1.0)
-
-
-def test_rules_by_name():
-    for name in ("token", "block"):
-        assert accept.rule_named(name, Sampling()) is accept.rule_named("token", Sampling())
-        assert accept.rule_named(name, Sampling(0.5)) is accept.RULES[name]
-    with pytest.raises(InputError, match="unknown verification rule 'tree'; known: token, block, typical"):
-        accept.rule_named("tree", Sampling(1.0))
-    with pytest.raises(InputError, match="'typical' needs a temperature above 0"):
-        accept.rule_named("typical", Sampling())
 
 
 class Misreporting(Spy):

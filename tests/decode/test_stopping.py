@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specnb.decode.stopping import Stopping, StopRules
-from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 
 # 0 and 1 end a generation; 1 is no control token, so its piece could be seen; 2 is control, but no end
@@ -64,39 +63,6 @@ def test_the_end_is_the_first_prefix_that_satisfies_a_rule(ids, n, strings, igno
     assert state.remaining == n - end
 
 
-def test_end_of_generation_inside_a_block_keeps_the_token_and_drops_what_follows():
-    state = stopping()
-    assert state.admit((3, 4, 0, 5, 5)) == (3, 4, 0) and state.reason == "eog"
-
-
-def test_every_id_of_the_end_of_generation_set_ends():
-    for token in VOCAB.eog:
-        state = stopping()
-        assert state.admit((token, 3)) == (token,) and state.reason == "eog"
-
-
-def test_ignore_eog_goes_on():
-    state = stopping(4, ignore_eog=True)
-    assert state.admit((0, 3, 1)) == (0, 3, 1) and state.reason is None
-    assert state.admit((0, 3)) == (0,) and state.reason == "length"
-
-
-def test_length_inside_a_block():
-    state = stopping(3)
-    assert state.admit((3, 3)) == (3, 3) and state.reason is None and state.remaining == 1
-    assert state.admit((3, 3, 3)) == (3,) and state.reason == "length" and state.remaining == 0
-
-
-def test_no_tokens_at_all_may_be_asked_for():
-    assert stopping(0).reason == "length" and stopping(1).reason is None
-
-
-def test_an_end_token_or_a_stop_string_at_the_length_limit_is_the_reason():
-    ended, stopped = stopping(1), stopping(1, "a")
-    ended.admit((0,)), stopped.admit((3,))
-    assert (ended.reason, stopped.reason) == ("eog", "stop_string")
-
-
 @pytest.mark.parametrize(
     ("strings", "ids", "kept", "text"),
     [
@@ -135,10 +101,6 @@ def test_an_ignored_end_token_is_no_text_either():
     assert around.reason == "stop_string" and around.cut(visible(kept)) == ""
 
 
-def test_text_without_a_stop_string_is_left_whole():
-    assert stopping(100, "zz").cut("abc") == "abc" == stopping().cut("abc")
-
-
 def test_a_long_text_is_not_read_again_for_every_token():
     """A stop string that ends far back would have ended the generation there; only the newest bytes are looked at."""
 
@@ -157,16 +119,3 @@ def test_a_long_text_is_not_read_again_for_every_token():
     state._text = Counted()
     state.admit([3] * 2000)
     assert Counted.looked <= 2000 * 8
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ({"max_new_tokens": -1}, "max_new_tokens must be 0 or more, got -1"),
-        ({"stop_strings": ("a", "")}, "must not be empty"),
-        ({"stop_strings": ("\udcff",)}, r"'\\udcff'.*no text"),
-    ],
-)
-def test_bad_rules_are_refused(rules, message):
-    with pytest.raises(InputError, match=message):
-        StopRules(**rules)

@@ -12,7 +12,6 @@ from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Proposal, TokenView
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.errors import InputError
 from specnb.lm import toy
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
@@ -89,22 +88,6 @@ def test_by_default_a_longer_match_proposes_more():
         assert proposed == 4 * min(matching, 6)
 
 
-@pytest.mark.parametrize("factor", [0, -1, math.nan])
-def test_a_factor_that_never_proposes_is_refused(factor):
-    with pytest.raises(InputError, match="max_spec_factor must be above 0"):
-        LookupDrafter(max_spec_factor=factor)
-
-
-def test_start_forgets_the_prompt_before():
-    drafter = LookupDrafter()
-    drafter.start(TokenView([1, 2, 3, 1, 2]))
-    other = TokenView([5, 1, 2])
-    drafter.start(other)
-    assert drafter.propose(other, 3, chooser()).ids == ()
-    drafter.close()
-    assert drafter.propose(other, 3, chooser()).ids == ()
-
-
 class Counted(TokenView):
     """Counts the tokens that are read."""
 
@@ -147,12 +130,6 @@ def test_work_per_token_is_the_same_at_any_length(length):
         drafter.propose(view, 2, chooser())
     assert drafter._next_of.calls <= 6 * length
     assert view.read <= (2 * (1 + 2 + 3) + 2) * length
-
-
-@pytest.mark.parametrize(("n_max", "n_min"), [(0, 0), (1, 2), (65, 1), (3, 0), (-1, -2)])
-def test_bad_sizes_are_refused(n_max, n_min):
-    with pytest.raises(InputError, match=f"n_min={n_min}, n_max={n_max}"):
-        LookupDrafter(n_max, n_min)
 
 
 # --- a model as drafter ---------------------------------------------------------------------------------------------
@@ -250,23 +227,3 @@ def test_a_prompt_beyond_its_context_is_no_draft_and_no_error():
     drafter.commit(view)
     drafter.start(TokenView([0, 1]))  # the next prompt fits
     assert len(drafter.propose(TokenView([0, 1]), 9, chooser()).ids) == 3
-
-
-def test_start_forgets_drafts_that_were_never_committed():
-    model = draft_model(5)
-    drafter = ModelDrafter(model)
-    drafter.start(TokenView([0, 1, 2]))
-    drafter.propose(TokenView([0, 1, 2]), 4, chooser())
-    drafter.start(TokenView([3, 1]))
-    assert drafter.propose(TokenView([3, 1]), 4, chooser()).ids == fresh_greedy([3, 1], 4, 5)
-
-
-def test_forward_seconds_are_the_models_own(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("specnb.draft.model.perf_counter", lambda: now[0])
-    model = draft_model()
-    forward = model.forward
-    model.forward = lambda *a, **k: (now.__setitem__(0, now[0] + 2), forward(*a, **k))[1]
-    drafter = ModelDrafter(model)
-    drafter.start(TokenView([0, 1]))
-    assert drafter.propose(TokenView([0, 1]), 3, chooser()).forward_s == 6

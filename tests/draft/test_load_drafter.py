@@ -69,14 +69,6 @@ def test_another_vocabulary_refused_raises_with_both_pieces_and_the_id(monkeypat
     assert "cyclic(size=5) and other disagree" in str(caught.value) and "--drafter lookup" in str(caught.value)
 
 
-def test_generation_never_begins_with_a_vocabulary_that_shares_nothing(monkeypatch):
-    Opening(monkeypatch, with_pieces(b"v", b"w", b"x", b"y", b"z"))
-    target = toy.cyclic(5)
-    target.forward = lambda *_: pytest.fail("a token was fed")
-    with pytest.raises(VocabularyMismatch):
-        generate(target, "ab", drafter="other")
-
-
 def test_a_model_that_cannot_go_back_cannot_draft(monkeypatch):
     model = toy.cyclic(5)
     model.caps = replace(model.caps, rewind="none", rewind_depth=0, rewind_reason="it has recurrent layers")
@@ -87,11 +79,6 @@ def test_a_model_that_cannot_go_back_cannot_draft(monkeypatch):
 
 
 # --- who goes with whom ---------------------------------------------------------------------------------------------
-
-
-def test_an_opened_model_drafts_as_it_is():
-    made = generate(toy.cyclic(5), [0], drafter=toy.cyclic(5), k=4, max_new_tokens=10)
-    assert made.drafter == "cyclic(size=5)" and made.acceptance_rate == 1.0
 
 
 @pytest.mark.parametrize("wrap", [ModelDrafter, lambda model: model], ids=["drafter", "model"])
@@ -135,24 +122,6 @@ def test_strict_raises_instead(monkeypatch, error):
         generate(toy.cyclic(5), "ab", drafter="x", strict=True)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_generation_goes_on_with_the_target_alone_and_the_record_says_so(monkeypatch, temperature):
-    Opening(monkeypatch, error=MemoryShortError("needs 9 GB"))
-    settings = {"max_new_tokens": 12, "temperature": temperature, "seed": 3}
-    made = generate(toy.markov(5), "ab", drafter="x", k=4, **settings)
-    plain = generate(toy.markov(5), "ab", **settings)
-    assert made.fallback == "MemoryShortError: needs 9 GB" and plain.fallback is None
-    assert made.token_ids == plain.token_ids and made.total_draft_tokens == 0
-    assert made.model_dump()["fallback"] == made.summary().fallback
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", ["no-such-model", "smollm2-135m:q9", "nowhere/nothing"])
-def test_unknown_names_raise(name, strict):
-    with pytest.raises(InputError, match=r"unknown|no such folder"):
-        load_drafter(name, toy.cyclic(5), strict=strict)
-
-
 def test_a_file_that_is_no_gguf_is_a_fallback_and_one_that_is_not_there_a_mistake(tmp_path):
     damaged = tmp_path / "x.gguf"
     damaged.write_bytes(b"<!DOCTYPE html>")
@@ -163,14 +132,6 @@ def test_a_file_that_is_no_gguf_is_a_fallback_and_one_that_is_not_there_a_mistak
 
 
 # --- lookup and self ------------------------------------------------------------------------------------------------
-
-
-def test_lookup_needs_no_model(monkeypatch):
-    Opening(monkeypatch, error=AssertionError("a model was loaded"))
-    made = load_drafter("lookup", toy.cyclic(5), n_max=5, n_min=2)
-    assert isinstance(made.drafter, LookupDrafter) and made.drafter.name == "lookup(n=2..5,x4)"
-    with pytest.raises(InputError, match="n_max=0"):
-        load_drafter("lookup", toy.cyclic(5), n_max=0)
 
 
 def named(name):
@@ -192,11 +153,6 @@ def test_self_of_a_transformers_model_gives_the_remedy(tmp_path, strict):
     for name in ("hf:ORG/NAME", str(tmp_path)):
         with pytest.raises(InputError, match=r"cannot be requantised here.*--draft, or --drafter lookup"):
             load_drafter("self", named(name), strict=strict)
-
-
-def test_an_unknown_weight_type_lists_the_known_ones():
-    with pytest.raises(InputError, match="unknown weight type 'q4_x'; known: f32, f16, q4_0"):
-        requantised_copy("smollm2-135m", "q4_x")
 
 
 class Requantising:

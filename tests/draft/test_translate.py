@@ -14,14 +14,12 @@ from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft import translate as translate_module
 from specnb.draft.base import Proposal, TokenView
 from specnb.draft.load import LoadedDrafter, load_drafter
-from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.draft.spelling import HEALED, GrowingSpelling, Longest, whole_characters, written
-from specnb.draft.token_map import SAMPLE, TokenMap, Tokens, Way, columns, ids_agree
+from specnb.draft.spelling import HEALED, GrowingSpelling, Longest, written
+from specnb.draft.token_map import SAMPLE, TokenMap, Tokens, Way, ids_agree
 from specnb.draft.translate import StringMatch, TokenIntersection
 from specnb.errors import InputError, NonFiniteLogits, VocabularyMismatch
 from specnb.lm import toy
-from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary
 from tests.laws.vocabularies import SpellingLM, model
 
@@ -154,24 +152,7 @@ def test_other_padding_is_the_identity_and_a_slice(wider):
     assert np.isneginf(row[:, 3:]).all() and row.shape[1] == target.vocab.size
 
 
-@given(st.lists(st.integers(0, 30), unique=True).map(sorted))
-def test_columns_index_alike(ids):
-    row = np.arange(31)
-    np.testing.assert_array_equal(row[columns(np.array(ids, dtype=np.intp))], row[ids])
-
-
 # --- a draft model that speaks the target's ids -----------------------------------------------------------------------
-
-
-def test_the_draft_model_is_not_changed():
-    draft, target = model([b"b", b"a", b"x"], seed=2), model([b"a", b"b", b"ab"])
-    before = draft.forward([0, 2, 1]).copy()
-    names = dict(vars(draft))
-    made = TokenIntersection(draft, target)
-    made.forward([2, 0], n_logits=1)
-    made.reset()
-    assert vars(draft).keys() == names.keys() and draft.vocab is names["vocab"] and draft.caps is names["caps"]
-    np.testing.assert_array_equal(draft.forward([0, 2, 1]), before)
 
 
 @given(
@@ -238,17 +219,6 @@ def test_a_context_that_ends_early_ends_drafting_not_the_generation(n_ctx):
         assert draft.n_past <= n_ctx
 
 
-def test_it_is_a_language_model_of_the_targets_vocabulary():
-    target, draft = model([b"a", b"b"]), model([b"b", b"a"])
-    made = TokenIntersection(draft, target)
-    assert isinstance(made, LanguageModel) and made.vocab is target.vocab
-    assert made.encode("ba") == [1, 0] and made.locate_nonfinite([0]) == "logits_of"
-    with pytest.raises(InputError, match="outside the vocabulary"):
-        made.forward([2])
-    assert "translation" in made.caps.details and made.caps.n_ctx == draft.caps.n_ctx
-    made.close()
-
-
 # --- text as tokens, bit by bit ---------------------------------------------------------------------------------------
 
 TEXT = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"bc", b"abc"]), max_size=12)
@@ -277,15 +247,6 @@ def test_any_bytes_are_spelled(text):
     assert everything.vocab.raw_bytes(grown.ids) == text
 
 
-@given(st.text(max_size=6), st.integers(0, 3))
-def test_whole_characters_only(text, cut):
-    raw = text.encode()
-    raw = raw[: len(raw) - cut] if cut else raw
-    whole = whole_characters(raw)
-    assert raw.startswith(whole) and len(raw) - len(whole) < 4
-    assert whole.decode() == raw.decode(errors="ignore")
-
-
 def test_written_is_exact_or_nothing():
     spm = model([b"a", b"b", b"\n", b" ", b"ab"])
     spm.__class__ = SentencePiece
@@ -295,33 +256,6 @@ def test_written_is_exact_or_nothing():
     assert written(plain, b"a", b"b") == (1,), "no border behind a: by itself"
     assert written(plain, b"", b"z") is None and written(plain, b"", b"\xff") is None
     assert written(model([b"a", b"b"], eog=frozenset({1})), b"", b"ab") is None, "an end is never made from text"
-
-
-def test_retokenising_adds_no_special_tokens():
-    """transformers 5.23 adds them at every round."""
-
-    class Adding(SpellingLM):
-        def encode(self, text, *, special=True):
-            ids = super().encode(text)
-            return [3, *ids, 3] if special else ids
-
-    def adding(pieces, **more):
-        made = model(pieces, special=frozenset({3}), bos=3, add_bos=True, **more)
-        made.__class__ = Adding
-        logits_of = made._logits_of
-        made._logits_of = lambda ids: logits_of(ids) - [0, 0, 0, 99]
-        return made
-
-    target, draft = adding([b"a", b"b", b"ab", b"<s>"]), adding([b"b", b"a", b"ba", b"<s>"], seed=1)
-    drafter = StringMatch(draft, target)
-    tokens = target.encode("abba")[:-1]
-    drafter.start(TokenView(tokens))
-    for _ in range(6):
-        made = drafter.propose(TokenView(tokens), 2, chooser())
-        assert made.ids
-        tokens += [*made.ids, 1]
-        drafter.commit(TokenView(tokens))
-        assert drafter._spelling.ids.count(3) == 1 == tokens.count(3) and draft._ids.count(3) == 1
 
 
 def test_control_tokens_part_the_text():
@@ -522,22 +456,6 @@ def test_a_wordpiece_vocabulary_has_no_way_unless_its_ids_are_the_same(monkeypat
     assert kind_of(load_drafter("draft", pair[0])) == ("ModelDrafter", "slicing")
 
 
-def test_the_same_vocabulary_and_other_padding_need_no_choice(monkeypatch):
-    target, _ = readers(1.0)
-    loading(monkeypatch, model(LETTERS))
-    assert kind_of(load_drafter("draft", target)) == ("ModelDrafter", None)
-    loading(monkeypatch, model([*LETTERS, b"", b""]))
-    assert kind_of(load_drafter("draft", target)) == ("ModelDrafter", Way.SLICING)
-    assert generate(target, "for", drafter="draft", k=3, max_new_tokens=8).accepted_tokens >= 0
-
-
-def test_without_a_tokenizer_shared_tokens_are_all_there_is(monkeypatch):
-    loading(monkeypatch, model([b"x", b"a"]))
-    made = load_drafter("draft", toy.cyclic(5))
-    assert kind_of(made) == ("ModelDrafter", "tokens") and made.translation.overlap.target_uses is None
-    assert str(made.translation) == "tokens (1 pieces shared: 20.0% of the target's, 50.0% of the draft's)"
-
-
 @pytest.mark.parametrize("translate", ["auto", "tokens", "refuse"])
 def test_nothing_shared_is_a_mismatch_and_the_model_is_freed(monkeypatch, translate):
     draft, closed = model([b"x", b"y"]), []
@@ -554,21 +472,3 @@ def test_ids_without_a_tokenizer_mean_nothing(monkeypatch, translate):
     target = toy.ToyLM(lambda _: np.zeros(2), Vocabulary((b"<0>", b"<1>"), kind="none"))
     with pytest.raises(VocabularyMismatch):
         load_drafter("draft", target, translate=translate)
-
-
-def test_a_tokenizer_beside_one_that_has_none_is_a_mismatch(monkeypatch):
-    """Placeholders name ids; that one of them looks like a piece means nothing."""
-    target, _ = readers(1.0)
-    silent = model(LETTERS, seed=3)
-    silent.vocab = replace(silent.vocab, pieces=silent.vocab.pieces[::-1], kind="none")
-    for pair in ((target, silent), (silent, target)):
-        loading(monkeypatch, pair[1])
-        with pytest.raises(VocabularyMismatch):
-            load_drafter("draft", pair[0])
-
-
-def test_a_wrong_choice_names_the_known_ones():
-    with pytest.raises(InputError, match="'words'; known: auto, tokens, strings, refuse"):
-        load_drafter("draft", toy.cyclic(5), translate="words")
-    made = load_drafter("lookup", toy.cyclic(5), translate="tokens")
-    assert isinstance(made.drafter, LookupDrafter) and made.translation is None, "a copy needs no translation"

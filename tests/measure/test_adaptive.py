@@ -14,7 +14,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import adaptive
-from specnb.measure.adaptive import SWITCHING, questions
+from specnb.measure.adaptive import SWITCHING
 from specnb.measure.cost import CostCurve
 from specnb.measure.trace import follow
 from specnb.params import AdaptiveKParams
@@ -141,11 +141,6 @@ def test_shares_are_of_the_best_fixed_k_and_none_beats_the_oracle_of_lengths(stu
     assert len(one) == 2 * 8
 
 
-def test_the_worst_content_is_named(study):
-    worst = tables.worst(tables.against_best(study.record))
-    assert len(worst) == 3 * 2 * 6 and set(worst["content"]) <= {"code", "prose"}
-
-
 def test_one_controller_goes_through_the_answers_of_a_conversation(study):
     (drafter, *_) = {r.drafter for r in study.trace.recordings}
     frame = tables.trajectory(study, drafter, ["rolling acceptance", "cost-aware"])
@@ -155,13 +150,6 @@ def test_one_controller_goes_through_the_answers_of_a_conversation(study):
     without = study._replace(trace=study.trace.select(prompt_id="code-01"))
     with pytest.raises(InputError, match="conversations of 1 or more"):
         tables.trajectory(without, drafter, ["cost-aware"])
-
-
-def test_questions_grow_with_their_conversation():
-    found = questions(2)
-    assert [p.id for p in found] == [f"turns.switching-0{c}-{n}" for c in (1, 2) for n in (1, 2, 3, 4)]
-    assert [len(p.messages) for p in found] == [1, 3, 5, 7] * 2 and questions(0) == ()
-    assert found[3].messages[:5] == found[2].messages
 
 
 def test_what_was_generated_before_an_error_is_saved(monkeypatch, tmp_path):
@@ -181,10 +169,3 @@ def test_what_was_generated_before_an_error_is_saved(monkeypatch, tmp_path):
         adaptive.run(SMALL.model_copy(update={"drafters": ["lookup"]}))
     (record,) = saved
     assert record.status == "failed" and len(record.generations) == 4 and "verify_curve" in record.measurements
-
-
-def test_parameters_are_checked():
-    with pytest.raises(InputError, match="'code' is listed twice"):
-        AdaptiveKParams.checked(categories=["code", "code"])
-    with pytest.raises(InputError, match="k_max"):
-        AdaptiveKParams.checked(k_max=8)  # the report's controller goes up to 24

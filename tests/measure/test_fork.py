@@ -55,13 +55,6 @@ def test_the_first_fork_by_definition(a, b):
         assert a[:at] == b[:at] and a[at] != b[at]
 
 
-@pytest.mark.parametrize(("a", "b"), [(PLAIN, PLAIN), (PLAIN, PLAIN[:2]), ((), PLAIN), ((), ())])
-def test_equal_runs_and_prefixes_have_no_fork(a, b):
-    model = near(0.0, 0.0)
-    assert explain_fork(model, PROMPT, a, b, width=4) is None
-    assert model.n_past == 0 and not hasattr(model, "widths")
-
-
 def test_a_clear_winner_is_no_near_tie():
     fork = explain_fork(near(gap=0.5, noise=0.1), PROMPT, PLAIN, OTHER, width=3)
     assert (fork.position, fork.token_ids, fork.near_tie) == (2, (2, 3), False)
@@ -74,11 +67,6 @@ def test_a_near_tie_is_a_margin_of_at_most_twice_the_noise(gap, tie):
     assert explain_fork(near(gap, noise=0.125), PROMPT, PLAIN, OTHER, width=3).near_tie is tie
 
 
-def test_without_noise_only_an_exact_tie_passes():
-    assert explain_fork(near(0.0, 0.0), PROMPT, PLAIN, OTHER, width=3).near_tie
-    assert not explain_fork(near(0.125, 0.0), PROMPT, PLAIN, OTHER, width=3).near_tie
-
-
 @pytest.mark.parametrize(("float32", "limit"), [(True, 0.005), (False, 0.5)])
 @pytest.mark.parametrize(("times", "tie"), [(0.9, True), (1.1, False)])
 def test_a_block_forward_that_is_plainly_wrong_does_not_excuse_itself(float32, limit, times, tie):
@@ -87,11 +75,6 @@ def test_a_block_forward_that_is_plainly_wrong_does_not_excuse_itself(float32, l
     assert fork.noise == pytest.approx(limit * times, rel=1e-3)
     assert fork.noise_share == pytest.approx(limit * times / 5, rel=1e-3)
     assert fork.margin == 0 and fork.near_tie is tie
-
-
-def test_margin_does_not_depend_on_which_run_comes_first():
-    forks = [explain_fork(near(0.5, 0.1), PROMPT, *runs, width=3) for runs in ((PLAIN, OTHER), (OTHER, PLAIN))]
-    assert forks[0].margin == forks[1].margin and forks[0].token_ids == forks[1].token_ids[::-1]
 
 
 def test_noise_counts_on_the_whole_way_to_the_fork_and_not_beyond():
@@ -120,17 +103,6 @@ def test_the_target_runs_once_in_single_steps_and_once_in_blocks(prompt, width):
     assert fork.margin == pytest.approx(0.5) and model.n_past == 0
     block = max(2, width)
     assert model.widths == [len(prompt), 1, 1, len(prompt), *[block] * -(-2 // block)]
-
-
-@pytest.mark.parametrize("n_ctx", [3, 4, 100])
-def test_a_token_left_over_is_measured_in_a_block_too(n_ctx):
-    """Speculation verifies it in one; the block is filled up with tokens that come after, as far as they fit."""
-    model = near(0.15, 0.1, at=3)
-    model.caps = replace(model.caps, n_ctx=n_ctx)
-    fork = explain_fork(model, PROMPT, (1, 2), (1, 3), width=4)
-    assert (fork.position, fork.token_ids, fork.margin) == (1, (2, 3), pytest.approx(0.15))
-    assert max(model.widths) == max(2, min(4, n_ctx - 2))
-    assert (fork.noise, fork.near_tie) == ((0.0, False) if n_ctx == 3 else (pytest.approx(0.1), True))
 
 
 def test_a_fork_at_the_first_token_is_a_fault():

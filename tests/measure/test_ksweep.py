@@ -55,18 +55,6 @@ def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature(house):
     assert all(max(r.k for r in g.rounds) <= g.k for g in made)
 
 
-def test_the_order_turns_from_prompt_to_prompt(house):
-    made = ksweep.run(SMALL).generations
-    assert [g.k for g in made[:12]] == [0, 1, 3, 1, 3, 0, 3, 0, 1, 0, 1, 3]
-
-
-def test_progress_counts_what_comes_next(house):
-    seen = []
-    ksweep.run(SMALL, progress=lambda *step: seen.append(step))
-    assert [done for done, _, _ in seen] == list(range(25)) and {total for _, total, _ in seen} == {24}
-    assert "K 0" in seen[0][2] and "temperature 0.7" in seen[-2][2] and seen[-1][2] == "done"
-
-
 def test_the_record_says_what_was_asked_and_where_it_ran(house):
     made = ksweep.run(SMALL)
     assert made.experiment == "01_k_sweep" and made.params == SMALL.model_dump(mode="json")
@@ -126,17 +114,6 @@ def test_a_greedy_run_that_differs_is_followed_to_its_fork(house):
     )
 
 
-def test_a_lossy_rule_runs_above_temperature_zero_and_is_marked(house):
-    made = ksweep.run(SMALL.model_copy(update={"temperatures": [0.7], "rule": "typical"})).generations
-    assert all(g.lossless == (g.k == 0) for g in made)
-
-
-def test_an_unknown_category_is_refused_before_a_model_is_opened(house):
-    with pytest.raises(InputError, match="no prompt category 'poetry'"):
-        ksweep.run(SMALL.model_copy(update={"categories": ["code", "poetry"]}))
-    assert house.opened == []
-
-
 def test_prompts_that_do_not_fit_are_told_before_anything_is_timed(house, monkeypatch):
     monkeypatch.setattr(ksweep, "verify_costs", lambda *_, **__: pytest.fail("timed"))
     house.target.caps = replace(house.target.caps, n_ctx=20)
@@ -168,14 +145,6 @@ def test_what_was_generated_before_an_error_is_saved(house, monkeypatch, tmp_pat
     saved = store.load(folder)
     assert saved.status == "failed" and len(saved.generations) == 3
     assert saved.error == f"{type(error).__name__}: {error}"
-
-
-def test_nothing_generated_is_nothing_to_save(house, monkeypatch, tmp_path):
-    monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
-    monkeypatch.setattr(ksweep, "verify_costs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError))
-    with pytest.raises(RuntimeError):
-        ksweep.run(SMALL)
-    assert not list(tmp_path.iterdir()) and house.closed == ["target"]
 
 
 def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(house):
