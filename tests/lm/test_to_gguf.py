@@ -380,7 +380,6 @@ REFUSED_QWEN = {
     "linear_num_value_heads": 3,
     "linear_conv_kernel_dim": 1,
     "layer_types": ["linear_attention"] * 3,
-    "head_dim": 2**20,
 }
 
 
@@ -562,18 +561,6 @@ HYBRIDS = ["qwen35", "qwen35-grouped", "lfm2"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.parametrize("n", range(1, len(BLOCK)))
-def test_upstream_rolls_back_fewer_tokens_than_the_last_decode_exactly(name, n, raw):
-    context, kept = raw(name, SNAPSHOTS), BLOCK[: len(BLOCK) - n]
-    told(context, PREFIX, BLOCK)
-    assert context.cut(len(PREFIX) + len(kept))
-    # the oracle decodes one token alone in other kernels than a block
-    limit = 0 if len(kept) > 1 else 1e-3
-    assert distance(context.decode(NEXT), told(raw(name, SNAPSHOTS), PREFIX, kept, NEXT)) <= limit
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HYBRIDS)
 def test_upstream_rolls_back_too_far_silently(name, raw):
     """As many tokens as the last decode had, or right after a load: True comes back, and the logits are wrong."""
     context = raw(name, SNAPSHOTS)
@@ -593,24 +580,6 @@ def test_upstream_rolls_back_too_far_silently(name, raw):
     context.load(state, PARTIAL_ONLY)
     assert context.cut(len(PREFIX + BLOCK)) and context.cut(len(PREFIX + BLOCK) - 2)
     assert distance(context.decode(NEXT), told(raw(name, SNAPSHOTS), PREFIX, BLOCK[:-2], NEXT)) > 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_rs_seq", [0, SNAPSHOTS])
-@pytest.mark.parametrize("name", [*HYBRIDS, "mamba2"])
-def test_upstream_restores_a_saved_state_exactly_when_it_is_loaded_before_the_cut(name, n_rs_seq, raw):
-    """And again from the same blob: kept prefix, correction and next draft in one decode."""
-    context = raw(name, n_rs_seq)
-    told(context, PREFIX)
-    state = context.save(PARTIAL_ONLY)
-    for kept in (3, 0, 5):
-        context.decode(BLOCK)
-        context.load(state, PARTIAL_ONLY)
-        assert context.cut(len(PREFIX))
-        replayed = BLOCK[:kept] + NEXT
-        assert distance(context.decode(replayed), told(raw(name, n_rs_seq), PREFIX, replayed)) == 0
-        context.load(state, PARTIAL_ONLY)
-        assert context.cut(len(PREFIX))
 
 
 @pytest.mark.slow

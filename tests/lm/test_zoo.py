@@ -58,12 +58,6 @@ def rows() -> dict[str, zoo.ZooStatus]:
 # ---- names
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_type_parses_in_either_case(kind):
-    entry = zoo.ENTRIES["smollm2-135m"]
-    assert zoo.parse(f"smollm2-135m:{kind}") == zoo.parse(f"SmolLM2-135M:{kind.upper()}") == (entry, kind)
-
-
 @pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m:q4_1", "smollm2-135m:Q4_1"])
 def test_the_shipped_type_is_the_shipped_file(name):
     assert zoo.parse(name) == (zoo.ENTRIES["smollm2-135m"], None)
@@ -80,12 +74,6 @@ def test_a_near_miss_is_told_the_right_name(name):
         zoo.parse(name)
 
 
-@pytest.mark.parametrize(("kind", "near"), [("q4_k", "q4_k_m"), ("q80", "q8_0"), ("fp16", "f16"), ("bf_16", "bf16")])
-def test_a_near_type_is_told_the_right_one_and_the_list(kind, near):
-    with pytest.raises(InputError, match=f"did you mean .*{near}.*known are .*q2_k, q4_1"):
-        zoo.parse(f"smollm2-135m:{kind}")
-
-
 @pytest.mark.parametrize(
     "name", ["", ":", ":q4_0", "llama", "hf:org/name", "../x", "smollm2-135m:", "smollm2-135m:../../x"]
 )
@@ -97,14 +85,6 @@ def test_what_is_no_name_is_refused_with_the_list(name):
 def test_a_zoo_name_is_known_by_its_model_not_its_type():
     assert zoo.is_zoo_name("smollm2-135m") and zoo.is_zoo_name("SmolLM2-135M:nonsense")
     assert not any(map(zoo.is_zoo_name, ["", "smollm2", "x.gguf", "./smollm2-135m", "hf:smollm2-135m"]))
-
-
-def test_entries_cannot_be_changed():
-    with pytest.raises(TypeError):
-        zoo.ENTRIES["x"] = None
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        zoo.ENTRIES["smollm2-135m"].name = "x"
-    assert isinstance(hash(zoo.ENTRIES["smollm2-135m"]), int)
 
 
 # ---- the shipped file

@@ -11,7 +11,6 @@ Where Qwen3.5 (`qwen3_5_text`, llama.cpp's "qwen35") disagrees on the meaning of
 from typing import TYPE_CHECKING
 
 from specnb.lm.convert.plan import (
-    MAX_VOCAB,
     Change,
     Plan,
     Weight,
@@ -44,8 +43,15 @@ def qwen3(config: "PretrainedConfig") -> Plan:
 
 
 def _qwen3_check(config: "PretrainedConfig") -> None:
-    numbers(config, "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings", "head_dim")
-    numbers(config, "vocab_size", most=MAX_VOCAB)
+    numbers(
+        config,
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "max_position_embeddings",
+        "head_dim",
+    )
     numbers(config, "num_attention_heads", "num_key_value_heads")
     require(config, "hidden_act", "silu", "llama.cpp has no other here")
     require(config, "attention_bias", False, "llama.cpp adds none")
@@ -81,7 +87,6 @@ def _qwen3_layer(config: "PretrainedConfig", i: int) -> list[Weight]:
     ]
 
 
-MAX_HEAD = 2**16
 DEFAULT_SECTIONS = [11, 11, 10]
 """What transformers takes where a config gives none."""
 
@@ -111,10 +116,8 @@ def tiled_heads(n_keys: int, n_values: int, width: int) -> "np.ndarray":
 
 
 def _qwen35_check(config: "PretrainedConfig") -> None:
-    numbers(config, "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
-    numbers(config, "vocab_size", most=MAX_VOCAB)
-    numbers(config, "num_attention_heads", "num_key_value_heads")
-    numbers(config, "head_dim", most=MAX_HEAD)
+    numbers(config, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    numbers(config, "num_attention_heads", "num_key_value_heads", "head_dim")
     numbers(config, "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_conv_kernel_dim")
     require(config, "hidden_act", "silu", "llama.cpp has no other here")
     require(config, "attention_bias", False, "llama.cpp adds none")
@@ -256,8 +259,7 @@ def feed_forward_length(config: "PretrainedConfig") -> int:
 
 
 def _lfm2_check(config: "PretrainedConfig") -> None:
-    numbers(config, "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
-    numbers(config, "vocab_size", most=MAX_VOCAB)
+    numbers(config, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
     numbers(config, "num_attention_heads", "num_key_value_heads", "conv_L_cache", "block_multiple_of")
     require(config, "conv_bias", False, "llama.cpp adds none")
     if config.hidden_size % config.num_attention_heads:
@@ -333,9 +335,8 @@ def mamba2(config: "PretrainedConfig") -> Plan:
 
 
 def _mamba2_check(config: "PretrainedConfig") -> None:
-    numbers(config, "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "state_size", "n_groups")
+    numbers(config, "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "state_size", "n_groups")
     numbers(config, "conv_kernel")
-    numbers(config, "vocab_size", most=MAX_VOCAB)
     require(config, "hidden_act", "silu", "llama.cpp has no other here")
     require(config, "use_bias", False, "llama.cpp adds none")
     require(config, "use_conv_bias", True, "llama.cpp asks for one")

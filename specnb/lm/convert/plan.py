@@ -17,8 +17,6 @@ Change = Callable[["np.ndarray"], "np.ndarray"]
 Key = bool | int | float | str | Sequence[bool] | Sequence[int] | Sequence[str]
 
 MAX_NUMBER = 2**31 - 1
-MAX_VOCAB = 2**22
-"""Every id gets a Python object before the weights are looked at: far more than any tokenizer has, but bounded."""
 
 
 def unchanged(weight: "np.ndarray") -> "np.ndarray":
@@ -102,12 +100,12 @@ def decoder_keys(config: "PretrainedConfig", *, feed_forward: int) -> dict[str, 
     }
 
 
-def numbers(config: "PretrainedConfig", *names: str, most: int = MAX_NUMBER) -> None:
-    """InputError unless each of these fields is an int from 1 to `most`."""
+def numbers(config: "PretrainedConfig", *names: str) -> None:
+    """InputError unless each of these fields is an int from 1 to MAX_NUMBER."""
     for name in names:
         value = getattr(config, name, None)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise invalid(name, value, f"it must be a whole number from 1 to {most}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_NUMBER:
+            raise invalid(name, value, f"it must be a whole number from 1 to {MAX_NUMBER}")
 
 
 def require(config: "PretrainedConfig", name: str, wanted: Any, why: str) -> None:
