@@ -148,18 +148,24 @@ def test_a_config_with_wild_numbers_is_refused_before_anything_is_built(folder, 
         HfModel.open(folder)
 
 
-def test_code_in_a_model_folder_is_never_run(folder):
+def test_a_model_neither_runs_its_code_nor_ends_the_process(folder, tmp_path):
+    """In a process of its own, with a yes at hand, should anybody ask.
+
+    Without byte tokens llama.cpp's tokenizer throws through C; the comparison of tokenizers must not ask it.
+    """
     change_config(folder, model_type="nope", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
     (folder / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
+    file = llama_gguf(tmp_path / "holes.gguf")
     code = (
-        "from specnb.lm.hf import HfModel", "from specnb.errors import LoadError",
+        "import warnings", "from specnb.lm.hf import HfModel", "from specnb.errors import LoadError",
         "try:", f"    HfModel.open({str(folder)!r})", "except LoadError as error:", "    print('refused', error)",
+        "warnings.simplefilter('ignore')", f"print(HfModel.open({str(file)!r}).forward([5]).shape)",
     )  # fmt: skip
-    # with a yes at hand, should anybody ask
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(code)], input="y\n" * 9, capture_output=True, text=True, timeout=120
-    )
+    environment = os.environ | {"SPECNB_CACHE": str(tmp_path / "cache")}
+    options = {"input": "y\n" * 9, "capture_output": True, "text": True, "timeout": 120, "env": environment}
+    done = subprocess.run([sys.executable, "-c", "\n".join(code)], **options)
     assert done.stdout.startswith("refused") and "[y/N]" not in done.stdout + done.stderr, done.stderr[-500:]
+    assert done.returncode == 0 and done.stdout.endswith("(1, 64)\n"), done.stderr[-500:]
     assert not (folder / "ran").exists()
 
 
@@ -206,15 +212,3 @@ def test_a_gguf_is_dequantised_once_and_computes_what_llama_cpp_does(tmp_path, m
         HfModel.open(file)
     assert next((tmp_path / "cache" / "dequantised").glob("*/model.safetensors")).stat().st_mtime_ns == made
     llama.close()
-
-
-def test_a_vocabulary_that_would_end_the_process_in_llama_cpp_does_not_when_dequantised(tmp_path):
-    """Without byte tokens llama.cpp's tokenizer throws through C; the comparison of tokenizers must not ask it."""
-    file = llama_gguf(tmp_path / "holes.gguf")
-    code = ("import warnings", "warnings.simplefilter('ignore')", "from specnb.lm.hf import HfModel",
-            f"print(HfModel.open({str(file)!r}).forward([5]).shape)")  # fmt: skip
-    environment = os.environ | {"SPECNB_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert (done.returncode, done.stdout) == (0, "(1, 64)\n"), done.stderr[-500:]
