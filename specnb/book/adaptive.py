@@ -29,10 +29,6 @@ def against_best(record: RunRecord, *, machine: str | None = None) -> pd.DataFra
         value=(rows["speedup"] / rows["best"]).where(~fixed, rows["speedup"]),
         policy=rows["policy"].where(~fixed, "best fixed K: speed-up"),
     )
-    return _wide(rows)
-
-
-def _wide(rows: pd.DataFrame) -> pd.DataFrame:
     index, contents = ["machine", "drafter", "policy"], list(dict.fromkeys(rows["content"]))
     order = rows[index].drop_duplicates()
     wide = rows.pivot(index=index, columns="content", values="value")

@@ -96,7 +96,8 @@ class Workbench:
         """
         if setting.drafter not in self.drafters:
             raise InputError(f"the drafter {setting.drafter!r} is not open; there are {', '.join(self.drafters)}")
-        mine = _spread([p for p in self.chosen if setting.content in ("all", p.category)])
+        mine = [p for p in self.chosen if setting.content in ("all", p.category)]
+        mine = mine[:: max(1, len(mine) // LIVE_PROMPTS)][:LIVE_PROMPTS]  # from different contents
         if not mine:
             raise InputError(f"there is no prompt of content {setting.content!r}")
         common = {"temperature": setting.temperature, "seed": self.params.seed}
@@ -132,9 +133,3 @@ def live_speedup(made: Sequence[Generation]) -> Interval:
     if not any(row[0] for row in rows) or not any(row[2] for row in rows):
         raise InputError(f"{len(made)} live generations hold no decoded token after the first: ask for longer ones")
     return bootstrap(rows, rate_ratio)
-
-
-def _spread(found: list[Prompt]) -> list[Prompt]:
-    """At most LIVE_PROMPTS of them, from different contents where there are several."""
-    step = max(1, len(found) // LIVE_PROMPTS)
-    return found[::step][:LIVE_PROMPTS]
