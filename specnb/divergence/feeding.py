@@ -5,10 +5,10 @@ from pathlib import Path
 
 from specnb.decode.sampling import argmax
 from specnb.divergence.script import Feed, Script
-from specnb.divergence.trace import FACT_BYTES, FACT_VALUES, TORCH
+from specnb.divergence.trace import TORCH, read_header
 from specnb.errors import CapacityError, InputError, NonFiniteLogits
+from specnb.io import read_text
 from specnb.lm.base import LanguageModel
-from specnb.lm.bounded_json import Node, read_json, read_text
 from specnb.measure.experiment import Progress, silent
 
 IDS_BYTES = 1 << 24
@@ -23,7 +23,7 @@ def fed(path: Path) -> Script:
 
 def engine_of(folder: Path) -> str:
     """`Trace.engine` of the trace in a folder. Raises InputError for what is none."""
-    return _facts(folder).text("engine") or TORCH
+    return read_header(folder)["facts"].get("engine", TORCH)
 
 
 def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> None:
@@ -73,31 +73,22 @@ def _lines(path: Path) -> Iterator[Feed]:
 
 def _fed_before(folder: Path) -> Iterator[Feed]:
     """The forwards of a trace; where one begins before the end of the last, tokens were taken back between them."""
-    steps = _facts(folder).nodes("steps")
-    texts = [_ids(step) for step in steps]
-    starts = [step.count("first_position", LARGEST) or 0 for step in steps]
-    if steps and starts[0]:
-        raise steps[0].fault("first_position", starts[0], "what was fed before is not in this trace: give the ids")
-    for number, (ids, start) in enumerate(zip(texts, starts, strict=True)):
-        end = start + len(ids)
+    steps = read_header(folder)["facts"].get("steps", [])
+    starts = [step["first_position"] for step in steps]
+    if any(starts[:1]):
+        raise InputError(f"{folder} begins at position {starts[0]}, and what was fed before is not in it: give the ids")
+    for number, (step, start) in enumerate(zip(steps, starts, strict=True)):
+        ids = step["token_ids"]
+        if step["batch"] != 1 or step["length"] != len(ids):
+            shown = f"{len(ids)} ids of {step['batch']} rows of {step['length']} tokens"
+            raise InputError(
+                f"{folder}, forward {number}: {shown}: one row is fed again, and all its ids must be there"
+            )
+        end = start + len(ids) - step.get("padding", 0)
         following = starts[number + 1] if number + 1 < len(starts) else end
         if following > end:
-            why = f"the forward before it ends at {end}, and what was fed between them is not in this trace"
-            raise steps[number + 1].fault("first_position", following, why)
-        yield Feed(ids, end - following)
-
-
-def _facts(folder: Path) -> Node:
-    return read_json(folder / "facts.json", FACT_BYTES, FACT_VALUES).node("facts")
-
-
-def _ids(step: Node) -> tuple[int, ...]:
-    """The ids of a step without the padding that llama.cpp was given behind them."""
-    ids = step.get("token_ids", list, "a list of token ids") or []
-    batch, length = step.count("batch", LARGEST), step.count("length", LARGEST)
-    if batch != 1 or length != len(ids):
-        shown = f"{len(ids)} ids of {batch} rows of {length} tokens"
-        raise step.fault("token_ids", shown, "one row is fed again, and all its ids must be there")
-    if strange := [one for one in ids if type(one) is not int or not 0 <= one <= LARGEST]:
-        raise step.fault("token_ids", strange[0], "a token id is a whole number from 0 on")
-    return tuple(ids[: len(ids) - (step.count("padding", len(ids)) or 0)])
+            raise InputError(
+                f"{folder}, forward {number + 1} begins at {following} and the one before it ends at {end}: what was "
+                "fed between them is not in this trace"
+            )
+        yield Feed(tuple(ids[: end - start]), end - following)

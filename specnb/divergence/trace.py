@@ -1,39 +1,27 @@
 """A trace: what one run of a set-up left, as two tables and arrays. Reading it needs no torch.
 
-A folder holds `tensors.parquet`, `params.parquet`, `arrays.safetensors` and `facts.json`, written last and with the
-digests of the others, so files that do not belong together are noticed.
+A folder holds `tensors.safetensors` and, written last, `events.jsonl`: a line of facts, then a row of a table a line,
+without its statistics, which lie beside the tensors.
 """
 
-import hashlib
-import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.tracing import packed
-from specnb.divergence.tracing.bounded_parquet import read_table
-from specnb.divergence.tracing.sketch import DIGEST
+from specnb.divergence.tracing.sketch import DIGEST, TOKEN_K
 from specnb.errors import InputError
 from specnb.io import write_atomic
-from specnb.lm.bounded_json import read_bytes, read_json
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+FORMAT = 3
+EVENTS, ARRAYS = "events.jsonl", "tensors.safetensors"
+BLOCK = 1 << 16
+"""Lines that are parsed at once: all of a long generation would take several times its memory."""
 
-VERSION = 2
-MAX_ROWS = 2_000_000
-MAX_BYTES = 1 << 32
-TABLE_BYTES = 1 << 30
-"""A table in memory: some 500 bytes for each of MAX_ROWS."""
-FACT_BYTES = 1 << 26
-FACT_VALUES = 1 << 21
-
-ROLES = ("in", "out", "state")
 TORCH = "torch"
 """The engine of traces whose facts name none."""
 
@@ -67,6 +55,9 @@ TENSOR_COLUMNS: dict[str, str] = {
 """One row for each tensor seen. `order` counts events of the run: a module's inputs come before its outputs, inner
 modules between them. `storage` and `version` tell buffers apart within this run only (version -1: unknown)."""
 
+STATISTICS = tuple(name for name, kind in TENSOR_COLUMNS.items() if kind == "float64")
+"""Columns that are stored as arrays: they may be NaN, and text of numbers is long."""
+
 PARAM_COLUMNS: dict[str, str] = {
     "step": "int64",
     "module": "str",
@@ -78,8 +69,6 @@ PARAM_COLUMNS: dict[str, str] = {
     "dtype": "str",
 }
 """One row for each parameter that an operation read while a module ran; `owner` is "?" where no known model has it."""
-
-_FILES = ("tensors.parquet", "params.parquet", "arrays.safetensors")
 
 
 @dataclass(frozen=True)
@@ -115,119 +104,99 @@ class Trace:
 
     def save(self, folder: Path) -> Path:
         """Write the trace into `folder` (made if missing) and return it. InputError for what cannot be stored."""
-        folder = Path(folder)
-        data = {
-            "tensors.parquet": _to_parquet(self.tensors, TENSOR_COLUMNS, "tensors"),
-            "params.parquet": _to_parquet(self.params, PARAM_COLUMNS, "params"),
-            "arrays.safetensors": packed.to_bytes(self.arrays, MAX_BYTES),
-        }
-        sealed = {
-            "version": VERSION,
-            "digest": DIGEST,
-            "sha256": {name: hashlib.sha256(value).hexdigest() for name, value in data.items()},
-        }
+        from safetensors import SafetensorError
+        from safetensors.numpy import save
+
+        tables, arrays = ((self.tensors, TENSOR_COLUMNS), (self.params, PARAM_COLUMNS)), _packed(self.arrays)
+        arrays |= {name: self.tensors[name].to_numpy() for name in STATISTICS}
+        header = {
+            "format": FORMAT, "digest": DIGEST, "rows": [len(frame) for frame, _ in tables], "facts": self.facts,
+        }  # fmt: skip
         try:
-            facts = json.dumps({"trace": sealed, "facts": self.facts}, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            raise InputError(f"the facts of a trace are stored as JSON, and these cannot be ({error})") from error
-        if len(facts) > FACT_BYTES:
-            raise InputError(
-                f"the facts of a trace take {len(facts)} bytes, more than the {FACT_BYTES} that can be stored: "
-                "capture fewer steps"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, value in data.items():
-            write_atomic(folder / name, value)
-        write_atomic(folder / "facts.json", facts)
-        return folder
+            lines = [json.dumps(header, allow_nan=False)]
+            lines += (json.dumps(row) for frame, columns in tables for row in _rows(frame, columns))
+            stored = save({name: np.asarray(value, order="C") for name, value in arrays.items()})
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"this trace cannot be stored ({error}): keep fewer tensors in full") from error
+        write_atomic(Path(folder) / ARRAYS, stored)
+        write_atomic(Path(folder) / EVENTS, "\n".join([*lines, ""]).encode())
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: Path) -> "Trace":
-        """The trace that `save` wrote. InputError names the file that is missing, damaged, or of another trace."""
-        folder = Path(folder)
-        root = read_json(folder / "facts.json", FACT_BYTES, FACT_VALUES)
-        sealed = root.node("trace")
-        if (version := sealed.count("version", 1 << 31)) != VERSION:
-            raise InputError(
-                f"{root.path} is a trace of version {version}; this specnb reads {VERSION}: capture it again"
-            )
-        if (digest := sealed.text("digest")) != DIGEST:
-            raise InputError(
-                f"{root.path}: the digests of this trace are made by {digest!r}, those of this specnb by {DIGEST!r}: "
-                "they cannot be compared, capture it again"
-            )
-        data = {}
-        for name in _FILES:
-            data[name] = read_bytes(folder / name, MAX_BYTES)
-            if hashlib.sha256(data[name]).hexdigest() != sealed.node("sha256").text(name):
-                raise InputError(f"{folder / name} is not the file that facts.json was written with: capture it again")
-        tensors = _from_parquet(data.pop("tensors.parquet"), TENSOR_COLUMNS, folder / "tensors.parquet")
-        params = _from_parquet(data.pop("params.parquet"), PARAM_COLUMNS, folder / "params.parquet")
-        _check_tensors(tensors, folder / "tensors.parquet")
-        shapes = dict(zip(tensors["row"], tensors["shape"], strict=True))
-        arrays = packed.from_bytes(data["arrays.safetensors"], shapes, folder / "arrays.safetensors")
-        return cls(_checked(root.node("facts").values, folder / "facts.json"), tensors, params, arrays)
+        """The trace that `save` wrote. InputError names the file that is missing, damaged, or of another format."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        header, path = read_header(folder), Path(folder) / EVENTS
+        try:
+            lines = path.read_text("utf-8").splitlines()[1:]
+            middle, total = header["rows"][0], sum(header["rows"])
+            if len(lines) != total:
+                raise ValueError(f"{len(lines)} rows, not {total}")
+            tensors, params = _columns(lines[:middle], TENSOR_COLUMNS), _columns(lines[middle:], PARAM_COLUMNS)
+            path = Path(folder) / ARRAYS
+            arrays = load_file(path)
+            tensors |= {name: arrays.pop(name) for name in STATISTICS}
+            tensors["shape"] = [tuple(shape) for shape in tensors["shape"]]
+            unpacked = _unpacked(arrays)
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise InputError(f"{path} is not that of a trace ({error}): capture it again") from error
+        return cls(header["facts"], table(tensors, TENSOR_COLUMNS), table(params, PARAM_COLUMNS), unpacked)
 
 
-def table(rows: list[Mapping[str, Any]], columns: Mapping[str, str]) -> pd.DataFrame:
-    """Rows as a table with exactly these columns and types; shapes are tuples."""
+def read_header(folder: Path) -> dict[str, Any]:
+    """The first line of a trace in a folder: its `facts`, and what they are stored as. Raises InputError."""
+    path = Path(folder) / EVENTS
+    if not path.exists() and (Path(folder) / "facts.json").exists():
+        raise InputError(f"{folder} holds a trace of an older format; this specnb reads {FORMAT}: capture it again")
+    try:
+        with path.open(encoding="utf-8") as file:
+            header = json.loads(file.readline())
+        kind = header["format"], header["digest"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is not that of a trace ({error}): capture it again") from error
+    if kind != (FORMAT, DIGEST):
+        raise InputError(f"{path} is of {kind}; this specnb reads {(FORMAT, DIGEST)}: capture it again")
+    return header
+
+
+def table(rows: list[Mapping[str, Any]] | Mapping[str, Any], columns: Mapping[str, str]) -> pd.DataFrame:
+    """Rows, or columns, as a table with exactly these columns and types; shapes are tuples."""
     kinds = {"str": "object", "ints": "object"}
     frame = pd.DataFrame(rows, columns=list(columns))
     return frame.astype({name: kinds.get(kind, kind) for name, kind in columns.items()})
 
 
-def _schema(columns: Mapping[str, str]) -> "pa.Schema":
-    import pyarrow as pa
-
-    types = {"str": pa.string(), "ints": pa.list_(pa.int64()), "int64": pa.int64(), "float64": pa.float64()}
-    types["bool"] = pa.bool_()
-    return pa.schema([pa.field(name, types[kind], nullable=False) for name, kind in columns.items()])
+def _rows(frame: pd.DataFrame, columns: Mapping[str, str]) -> Iterable[tuple]:
+    return zip(*(frame[name].tolist() for name in columns if name not in STATISTICS), strict=True)
 
 
-def _to_parquet(frame: pd.DataFrame, columns: Mapping[str, str], what: str) -> bytes:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if missing := [name for name in columns if name not in frame]:
-        raise InputError(f"the table {what} of a trace has no column {missing[0]!r}: it needs {', '.join(columns)}")
-    if len(frame) > MAX_ROWS:
-        raise InputError(
-            f"the table {what} of a trace has {len(frame)} rows, more than the {MAX_ROWS} that can be stored: "
-            "capture fewer steps, or fewer modules"
-        )
-    values = {name: frame[name].tolist() for name in columns}
-    buffer = io.BytesIO()
-    try:
-        pq.write_table(pa.Table.from_pydict(values, schema=_schema(columns)), buffer)
-    except (pa.ArrowException, TypeError, OverflowError) as error:
-        raise InputError(f"the table {what} of a trace cannot be stored: {error}") from error
-    return buffer.getvalue()
+def _columns(lines: list[str], columns: Mapping[str, str]) -> dict[str, list[Any]]:
+    """Of lines that `_rows` wrote the values by column."""
+    values = {name: [] for name in columns if name not in STATISTICS}
+    for start in range(0, len(lines), BLOCK):
+        rows = json.loads(f"[{','.join(lines[start : start + BLOCK])}]")
+        for column, more in zip(values.values(), zip(*rows, strict=True), strict=True):
+            column.extend(more)
+    return values
 
 
-def _from_parquet(data: bytes, columns: Mapping[str, str], path: Path) -> pd.DataFrame:
-    read = read_table(data, path, _schema(columns), rows=MAX_ROWS, memory=TABLE_BYTES, again="capture it again")
-    frame = {}
-    for name, kind in columns.items():
-        if kind in ("str", "ints"):
-            values = read[name].to_pylist()
-            frame[name] = pd.Series([tuple(value) for value in values] if kind == "ints" else values, dtype=object)
-        else:
-            frame[name] = read[name].to_numpy()
-    return pd.DataFrame(frame)
+def _packed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays as they are stored: what every row has lies end to end, for a header cannot name a million of them."""
+    rows = sorted(int(key.removesuffix(".tokens")) for key in arrays if key.endswith(".tokens"))
+    return {key: value for key, value in arrays.items() if key.endswith(".full")} | {
+        "rows": np.array(rows, np.int64),
+        "counts": np.array([len(arrays[f"{row}.token_l2"]) for row in rows], np.int64),
+        "tokens": np.concatenate([np.zeros((0, TOKEN_K), np.float32), *(arrays[f"{row}.tokens"] for row in rows)]),
+        "token_l2": np.concatenate([np.zeros(0, np.float32), *(arrays[f"{row}.token_l2"] for row in rows)]),
+    }
 
 
-def _checked(facts: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    for name in ("engine", "tag", "dtype"):
-        if not isinstance(facts.get(name), str | None):
-            raise InputError(f"{path}: {name} is {facts[name]!r:.80}, not a name: capture it again")
-    return dict(facts)
-
-
-def _check_tensors(tensors: pd.DataFrame, path: Path) -> None:
-    if not tensors["row"].is_unique or (tensors["row"] < 0).any():
-        raise InputError(f"{path}: the keys in `row` are not unique and at least 0: capture it again")
-    if strange := set(tensors["role"]) - set(ROLES):
-        raise InputError(f"{path}: role {min(strange)!r}: it must be one of {', '.join(ROLES)}; capture it again")
-    for row, shape, axis in zip(tensors["row"], tensors["shape"], tensors["token_axis"], strict=True):
-        if any(size is None or size < 0 for size in shape) or not -1 <= axis < max(len(shape), 1):
-            raise InputError(f"{path}: row {row} has shape {shape} and token_axis {axis}: capture it again")
+def _unpacked(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What `_packed` was given; parts of one array are views of it."""
+    packed = {name: stored.pop(name) for name in ("tokens", "token_l2")}
+    rows, ends = stored.pop("rows").tolist(), stored.pop("counts").cumsum().tolist()
+    for row, start, end in zip(rows, [0, *ends], ends, strict=False):
+        stored |= {f"{row}.{name}": values[start:end] for name, values in packed.items()}
+    return stored
