@@ -11,18 +11,18 @@ import plotly.graph_objects as go
 
 from specnb.book import divergence_figures as figures
 from specnb.divergence import score as published
-from specnb.divergence.align import Key
 from specnb.divergence.deploy import Recorded, planted
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge, made_up
 from specnb.divergence.investigation import Investigation
-from specnb.divergence.offline.result import named
+from specnb.divergence.ladder import named
 from specnb.divergence.pair import Pair, pair
 from specnb.divergence.planting import Fault
 from specnb.divergence.sampling_trial import trial
 from specnb.divergence.score import LAB, Score
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab, Outcome
+from specnb.divergence.trace import Key
 from specnb.errors import InputError
 from specnb.io import digest
 from specnb.measure.experiment import Progress, silent

@@ -10,8 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.style import COLOURS, series, template
-from specnb.divergence.ladder import TIMES_FLOOR
-from specnb.divergence.offline.result import HEAT
+from specnb.divergence.ladder import HEAT, TIMES_FLOOR
 from specnb.errors import InputError
 
 LIMIT = float(np.log10(TIMES_FLOOR))

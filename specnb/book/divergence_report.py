@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from specnb.book import divergence_figures as figures
 from specnb.divergence import report
 from specnb.divergence.investigation import Investigation
-from specnb.divergence.offline.result import named
+from specnb.divergence.ladder import named
 from specnb.errors import InputError
 from specnb.io import read_json, write_atomic
 from specnb.measure.acceptance import Share

@@ -14,8 +14,8 @@ from specnb.cli.show import Json, complain, print_json
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
+    from specnb.divergence.capture import TraceBuilder
     from specnb.divergence.trace import Trace
-    from specnb.divergence.trace_builder import TraceBuilder
     from specnb.lm.base import LanguageModel
 
     Captured = tuple[LanguageModel, TraceBuilder]

@@ -14,7 +14,7 @@ from specnb.cli.show import Json, judged, names, print_frame, print_json, print_
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
-    from specnb.divergence.offline.result import Comparison
+    from specnb.divergence.compare import Comparison
     from specnb.divergence.sampling import Audit
     from specnb.divergence.trace import Trace
     from specnb.prompts import Prompt
@@ -83,8 +83,7 @@ def compare(
     import pandas as pd
 
     from specnb.divergence.compare import compare
-    from specnb.divergence.ladder import EXIT
-    from specnb.divergence.offline.result import Node
+    from specnb.divergence.ladder import EXIT, Node
     from specnb.divergence.trace import Trace
 
     renamed = _renamed(rename or [])
@@ -113,7 +112,7 @@ def compare(
 
 def _renamed(words: list[str]) -> dict[str, str]:
     """Regular expressions and what replaces them. InputError for what is no such, before a trace is read."""
-    from specnb.divergence.tracing.paths import canonical_name
+    from specnb.divergence.trace import canonical_name
 
     found = {}
     for word in words:

@@ -8,24 +8,145 @@ compared, for from there on the two compute different things; a draft that goes 
 is often found before them. One request at a time: what a flat engine packs into one step is not taken apart.
 """
 
+import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from specnb.divergence.align import Key, Laid
-from specnb.divergence.ladder import LARGE, rounding_unknown
+from specnb.divergence.align import Drift, Fork, Laid, Together, counted_alike
+from specnb.divergence.ladder import HEAT, LARGE, Node, Verdict, named, rounding_unknown
 from specnb.divergence.offline import tables
 from specnb.divergence.offline.errors import Apart, floors
-from specnb.divergence.offline.excuses import Excuses, Precise
-from specnb.divergence.offline.offset import turned
-from specnb.divergence.offline.reads import reads
-from specnb.divergence.offline.result import Comparison, Node, named
-from specnb.divergence.offline.shape import fork_shape, shape
-from specnb.divergence.offline.texts import Together, counted_alike
+from specnb.divergence.offline.tables import Overlap, fork_shape, reads, shape
+from specnb.divergence.offline.verdict import Doubt, Excuses, Precise, turned
 from specnb.divergence.offline.verdict import verdict as judged
 from specnb.divergence.offline.walk import Plan, harmless, walk
-from specnb.divergence.trace import Trace
+from specnb.divergence.trace import Key, Trace
 from specnb.errors import InputError
+from specnb.io import plain
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two traces say. `minimal`: every module that is wrong by itself where what it was made from is right, first
+    in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
+
+    `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `nodes`
+    (`tables.COLUMNS`) are all tensors above their floor, `own` those wrong by themselves; `reads` the parameters
+    that were not read alike; `fork` where the runs were fed other tokens, `drift` where the candidate counts positions
+    otherwise.
+    """
+
+    verdict: Verdict
+    reason: str
+    minimal: tuple[Node, ...]
+    likely: str
+    nodes: pd.DataFrame
+    reads: pd.DataFrame
+    coverage: Overlap
+    fork: Fork | None
+    drift: Drift | None
+    doubts: tuple[Doubt, ...]
+    ratios: pd.DataFrame
+    paths: Mapping[str, tuple[str, ...]]
+
+    @property
+    def first(self) -> Node | None:
+        """The first module that is wrong by itself, None where none is; of runs fed other tokens the model itself."""
+        if self.minimal or self.fork is None:
+            return self.minimal[0] if self.minimal else None
+        tokens = (self.fork.position, self.fork.last, self.fork.differing)
+        return Node("", "in", "input_ids", "", *tokens, 1.0, 0.0, math.inf, math.nan)
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line; that the runs were not fed the same tokens comes first."""
+        parts = [] if self.fork is None else [fork_line(self.fork)]
+        parts += [] if self.drift is None else [drift_line(self.drift)]
+        if self.minimal:
+            also = ", ".join(named(node) for node in self.minimal[1:])
+            parts += [self._where(), self.likely, f"also {also}" if also else ""]
+        else:
+            parts.append(self.reason)
+        return f"{self.verdict}: {'; '.join(part for part in parts if part)}"
+
+    def heat(self) -> pd.DataFrame:
+        """log10(error / floor), index module in order of time, columns position: 0 at the floor, clipped to HEAT."""
+        with np.errstate(divide="ignore"):
+            return np.log10(self.ratios).clip(*HEAT)
+
+    def around(self, n: int = 1) -> str:
+        """A regular expression for `capture(full=…)`: the first module, or the doubtful one, and n on either side.
+
+        Raises InputError where there is nothing to look at closer.
+        """
+        modules = list(self.paths)
+        chosen = [self.first.module, self.first.at] if self.minimal else [one.module for one in self.doubts[:1]]
+        if not chosen:
+            raise InputError(f"there is no module to look at closer: the verdict is {self.verdict}, {self.reason}")
+        if n < 0:
+            raise InputError(f"neighbours on either side are counted from 0, not {n}")
+        places = {at for name in chosen for i in [modules.index(name)] for at in range(i - n, i + n + 1)}
+        wanted = {path for at in sorted(places) if 0 <= at < len(modules) for path in self.paths[modules[at]]}
+        return f"^(?:{'|'.join(re.escape(path) for path in sorted(wanted))})$"
+
+    def document(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        found = {
+            "schema": 1,
+            "verdict": self.verdict,
+            "line": self.line,
+            "reason": self.reason,
+            "likely": self.likely,
+            "first": None if self.first is None else self.first._asdict(),
+            "minimal": [node._asdict() for node in self.minimal],
+            "drift": None if self.drift is None else self.drift._asdict(),
+            "fork": None if self.fork is None else self.fork._asdict(),
+            "doubts": [doubt._asdict() for doubt in self.doubts],
+            "coverage": vars(self.coverage) | {"says": str(self.coverage)},
+            "nodes": self.nodes.to_dict("records"),
+            "reads": self.reads.to_dict("records"),
+        }
+        return plain(found, nan=None)
+
+    def _where(self) -> str:
+        node = self.minimal[0]
+        if node.at == node.module and node.role == "out":
+            what = f"its {node.name}"
+        else:
+            what = f"{node.at}'s {node.name}" if node.at else node.name
+        said = (
+            f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {what} is off by "
+            f"{node.error:.2g}, floor {node.floor:.1g}"
+        )
+        read = self.reads[self.reads["module"] == node.module]
+        foreign, changed = (read[read["says"] == says]["read"].tolist() for says in ("foreign", "changed"))
+        if foreign:
+            said += f"; its inputs agree, and it read {foreign[0]}, which is not the draft's own"
+        elif changed:
+            said += f"; its inputs agree, and {changed[0]} as read has other values"
+        return said
+
+
+def drift_line(drift: Drift) -> str:
+    """That the candidate counts positions otherwise, and from which step on."""
+    return f"from step {drift.step} on the candidate counts position {drift.position} as {drift.counted}"
+
+
+def fork_line(fork: Fork) -> str:
+    """That two runs were not fed the same tokens, and from where on."""
+    said = (
+        f"the runs were not fed the same tokens: at position {fork.position} the reference has {fork.reference}, the "
+        f"candidate {fork.candidate}"
+    )
+    if fork.shift is not None:
+        later = "later" if fork.shift > 0 else "earlier"
+        said += f" (from there on it has the reference's tokens {abs(fork.shift)} positions {later})"
+    return said
 
 
 def compare(

@@ -20,15 +20,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from specnb.divergence.case import Case
-from specnb.divergence.causes import rank
-from specnb.divergence.coverage import Coverage
+from specnb.divergence.causes import Case, rank
 from specnb.divergence.features import checked, switched_off
 from specnb.divergence.investigation import TRAINING, Investigation
 from specnb.divergence.ladder import GROWN, TIMES_FLOOR, Verdict
-from specnb.divergence.logits import same_logits
+from specnb.divergence.precision import same_logits
 from specnb.divergence.script import Script
-from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Deploy, Lab, Outcome, setup_of, vocabulary_size
+from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Coverage, Deploy, Lab, Outcome, setup_of, vocabulary_size
 from specnb.errors import InputError
 from specnb.measure.experiment import Progress, silent
 

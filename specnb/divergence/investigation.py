@@ -7,15 +7,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.case import Case
-from specnb.divergence.causes import Cause
-from specnb.divergence.coverage import Coverage
+from specnb.divergence.causes import Case, Cause
 from specnb.divergence.features import Features
-from specnb.divergence.ladder import EXIT, Verdict
+from specnb.divergence.ladder import EXIT, HEAT, Node, Verdict, named
 from specnb.divergence.local import WHICH, over_floor
-from specnb.divergence.offline.result import HEAT, Node, named, plain
-from specnb.divergence.setups import SETUPS, Outcome
+from specnb.divergence.setups import SETUPS, Coverage, Outcome
 from specnb.errors import InputError
+from specnb.io import plain
 
 SCHEMA = 1
 TRAINING = "it is in training mode: call its `eval`"

@@ -8,14 +8,18 @@ AWS Neuron accuracy toolkit, ratio 3); and for chosen experts the margin of the 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 Verdict = Literal["DIVERGENT", "PRECISION_ONLY", "SOUND", "INCONCLUSIVE"]
 
 EXIT: Mapping[str, int] = MappingProxyType({"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125})
 """Exit codes by verdict; 125 is what `git bisect run` skips."""
+
+HEAT = (-1.0, 8.0)
+"""Range of a heat map, log10 of error over floor."""
 
 TIMES_FLOOR = 3.0
 """How far above the largest error between sound runs an error must be."""
@@ -115,3 +119,28 @@ def chance_flips(tokens: int, experts: int, noise: float) -> float:
     """
     expected = tokens * min(1.0, experts * noise)
     return expected + 3 * expected**0.5 + 1
+
+
+class Node(NamedTuple):
+    """A tensor that is wrong by itself: the `module` that made it, `at` which module it was seen, at which tokens.
+
+    `error`, `ratio` and `gain` are those of its worst token.
+    """
+
+    module: str
+    role: str
+    name: str
+    at: str
+    first_token: int
+    last_token: int
+    n_tokens: int
+    error: float
+    floor: float
+    ratio: float
+    gain: float
+
+
+def named(where: Any) -> str:
+    """What readers call the module of a Node, or of a row with `module`, `role` and `at`: the outermost has no path."""
+    row = where if isinstance(where, pd.Series) else where._asdict()  # `at` of a Series is pandas' own
+    return row["module"] or ("the model's inputs" if row["role"] == "in" and not row["at"] else "the model itself")

@@ -7,25 +7,126 @@ module is given is compared, too: a difference there was made between modules, b
 (attention between its projections) or by somebody who wrote into a buffer meanwhile, and is put down to the holder.
 (The idea of shadow modules is that of torch's numeric suite; here the inputs come from another run, in other shapes.)
 
-What remains between sound runs is rounding: sums of other shapes in another order. `floors` measures it.
+`Along` is a trace put in the order of its text: steps of one token, blocks and a prefill come out alike, so set-ups of
+other shapes can be compared. What remains between sound runs is rounding, sums of other shapes in another order:
+`floors` measures it.
 """
 
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from specnb.divergence.align import Key
-from specnb.divergence.along import Along
 from specnb.divergence.ladder import ROUNDING, TIMES_FLOOR
 from specnb.divergence.script import Script
-from specnb.divergence.tracing.names import Arguments, named_tensors, outputs_in
-from specnb.divergence.tracing.paths import canonical
+from specnb.divergence.tensors import Arguments, named_tensors, outputs_in
+from specnb.divergence.trace import Key, Trace, canonical
+from specnb.errors import InputError
+
+
+@dataclass(frozen=True)
+class Along:
+    """`values[key]`: `(tokens, …)`, the token axis first, and `axes[key]` where it was.
+
+    `left_out` are keys without a token axis, of modules that some step did not run, or of shapes that differ between
+    steps (masks): they are not compared. `gaps[key]`: positions of which nothing was made, with zeros in `values`; no
+    entry where there are none.
+    """
+
+    text: tuple[int, ...]
+    values: dict[Key, np.ndarray]
+    axes: dict[Key, int]
+    left_out: tuple[Key, ...]
+    gaps: Mapping[Key, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trace: Trace, script: Script) -> "Along":
+        """From a trace, with full tensors, of a run of `script`: its step i is feed i, whatever position it thought.
+
+        Raises InputError where the trace has other steps, or holds no full tensors.
+        """
+        seen = [step["length"] for step in trace.facts["steps"]]
+        if seen != [len(feed.ids) for feed in script.feeds]:
+            raise InputError(f"the trace has {len(seen)} steps of {sum(seen)} tokens, the script other ones")
+        values, axes, left_out, gaps = {}, {}, [], {}
+        for key, rows in _tensors(trace).items():
+            merged = _merged(trace, rows, script)
+            if merged is None:
+                left_out.append(key)
+                continue
+            values[key], axes[key], missing = merged
+            if len(missing):
+                gaps[key] = missing
+        if not values:
+            raise InputError('the trace holds no full tensors: capture with full="" (all modules)')
+        return cls(script.text, values, axes, tuple(left_out), gaps)
+
+
+class _Row(NamedTuple):
+    """Where a tensor stands in the trace: its row, the step, its token axis."""
+
+    row: int
+    step: int
+    axis: int
+
+
+def _tensors(trace: Trace) -> dict[Key, list[_Row]]:
+    """The rows of each tensor, in the order they were written; as lists, for a frame costs more than a few rows."""
+    found: dict[Key, list[_Row]] = {}
+    columns = ("module", "call", "role", "name", "row", "step", "token_axis")
+    for module, call, role, name, *where in zip(*(trace.tensors[one].tolist() for one in columns), strict=True):
+        if role != "state":
+            found.setdefault(Key(module, call, role, name), []).append(_Row(*where))
+    return found
+
+
+def _merged(trace: Trace, rows: list[_Row], script: Script) -> tuple[np.ndarray, int, np.ndarray] | None:
+    """The rows of each step at the positions fed last in it, their axis, and the positions without; None where they do
+    not fit.
+
+    Fewer tokens than a step was fed are its last ones.
+    """
+    last, parts, at = script.last_feeds, [], []
+    if not {row.step for row in rows}.issuperset(last.tolist()):
+        return None
+    arrays = [trace.array(row.row, "full") for row in rows]
+    if any(full is None for full in arrays):
+        return None
+    rows = _settled(rows, [full.shape for full in arrays])
+    for row, full in zip(rows, arrays, strict=True):
+        if row.axis < 0:
+            return None
+        whole = np.moveaxis(full, row.axis, 0)
+        earlier = max(len(script.feeds[row.step].ids) - len(whole), 0)
+        positions = script.starts[row.step] + earlier + np.arange(len(whole))
+        kept = positions < len(last)
+        kept[kept] = last[positions[kept]] == row.step
+        parts.append(whole[kept])
+        at.append(positions[kept])
+    if len({part.shape[1:] for part in parts}) > 1:
+        return None
+    found, made = np.concatenate(parts), np.concatenate(at)
+    merged = np.zeros((len(last), *found.shape[1:]), found.dtype)
+    merged[made] = found
+    missing = np.setdiff1d(np.arange(len(last)), made)
+    once = len(made) + len(missing) == len(last)
+    return (merged, rows[0].axis, missing) if once and len(made) else None
+
+
+def _settled(rows: list[_Row], shapes: list[tuple[int, ...]]) -> list[_Row]:
+    """In a step of as many tokens as heads one may have been taken for the other: the other steps tell."""
+    if {len(shape) for shape in shapes} != {4} or len({row.axis for row in rows}) == 1:
+        return rows
+    axes = {row.axis for row, shape in zip(rows, shapes, strict=True) if shape[1] != shape[2]}
+    axis = axes.pop() if len(axes) == 1 else -1
+    return [row._replace(axis=axis) for row in rows]
+
 
 COLUMNS = ("order", "module", "call", "role", "name", "at", "position", "error", "gain", "discrete")
 WHICH = ("at", "call", "role", "name")
@@ -249,3 +350,40 @@ def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
         held = ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value) if one.init)
         return dataclasses.replace(value, **{name: _exchanged(inner, taken) for name, inner in held})
     return value
+
+
+TURNED_ALIKE = 3e-2
+"""How far turns may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
+
+
+def explained(errors: pd.DataFrame, along: Along, sound: Along, rotaries: Sequence[str]) -> pd.Series:
+    """Which rows of `local_errors` one offset of all positions explains; none where there is no such offset.
+
+    `rotaries` are the rotary modules: cosines first, sines second in what they give, or both as complex numbers. A
+    model without any has learned positions, where an offset is an error.
+    """
+    if not rotaries or not all(one_offset(along, sound, path) for path in rotaries):
+        return pd.Series(False, index=errors.index)
+    return errors["module"].isin(rotaries) | (errors["discrete"] & errors["name"].str.contains("position"))
+
+
+def one_offset(along: Along, sound: Along, module: str) -> bool:
+    """Whether the rows of a rotary module are turned, and by the same angles at every position."""
+    turned = [_phases(one, module) for one in (along, sound)]
+    if any(one is None for one in turned):
+        return False
+    theirs, ours = turned
+    if theirs.shape != ours.shape:  # angles of more or fewer features
+        return False
+    turn = theirs * ours.conj() / np.abs(ours) ** 2
+    # of length 1, too: longer cosines and sines would scale every product of a query and a key
+    off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
+    return bool(off < TURNED_ALIKE < np.abs(turn[:1] - 1).max())
+
+
+def _phases(along: Along, module: str) -> np.ndarray | None:
+    whole = along.values.get(Key(module, 0, "out", "out"))
+    if whole is not None and np.iscomplexobj(whole):
+        return whole
+    cos, sin = (along.values.get(Key(module, 0, "out", name)) for name in ("out", "out.1"))
+    return None if cos is None or sin is None or cos.shape != sin.shape else cos.astype(float) + 1j * sin

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from specnb.divergence.at_use import Owned, Registry, version_of
 from specnb.divergence.trace import Trace
-from specnb.divergence.tracing.at_use import Owned, Registry, version_of
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:

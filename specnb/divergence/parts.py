@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from specnb.divergence.tracing.paths import canonical
+from specnb.divergence.trace import canonical
 from specnb.errors import InputError
 
 BANK = "bank of experts (a module with `num_experts` and fused weights)"

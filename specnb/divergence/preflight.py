@@ -11,7 +11,7 @@ from typing import Any
 
 from specnb.divergence.checks import config, weights
 from specnb.divergence.checks import drafter as drafting
-from specnb.divergence.checks.finding import Finding, table
+from specnb.divergence.checks.config import Finding, table
 from specnb.draft.base import Drafter, model_of
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, SpecnbError

@@ -1,19 +1,22 @@
 """A trace: what one run of a set-up left, as two tables and arrays. Reading it needs no torch.
 
 A folder holds `tensors.safetensors` and, written last, `events.jsonl`: a line of facts, then a row of a table a line,
-without its statistics, which lie beside the tensors.
+without its statistics, which lie beside the tensors. Modules have the same path whichever wrappers of one model a run
+goes through (`canonical`); whoever reads a trace applies `renamed` alone.
 """
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.tracing.sketch import DIGEST, TOKEN_K
+from specnb.divergence.sketch import DIGEST, TOKEN_K
 from specnb.errors import InputError
 from specnb.io import write_atomic
 
@@ -69,6 +72,15 @@ PARAM_COLUMNS: dict[str, str] = {
     "dtype": "str",
 }
 """One row for each parameter that an operation read while a module ran; `owner` is "?" where no known model has it."""
+
+
+class Key(NamedTuple):
+    """One tensor of a module's call."""
+
+    module: str
+    call: int
+    role: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -200,3 +212,48 @@ def _unpacked(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for row, start, end in zip(rows, [0, *ends], ends, strict=False):
         stored |= {f"{row}.{name}": values[start:end] for name, values in packed.items()}
     return stored
+
+
+PREFIX = re.compile(r"^(?:(?:model|draft_model)\.)+")
+
+
+def canonical(paths: Iterable[str]) -> dict[str, str]:
+    """`canonical_name` of each path, of all modules of one model; those that would have one name in common keep theirs.
+
+    Of a part of the paths it may make other names: what is told apart depends on all.
+    """
+    short = {path: canonical_name(path) for path in paths}
+    shared = Counter(short.values())
+    return {path: path if shared[name] > 1 else name for path, name in short.items()}
+
+
+def canonical_name(path: str, rename: Mapping[str, str] | None = None) -> str:
+    """A path without leading `model.` or `draft_model.`, then with each regular expression of `rename` replaced.
+
+    Raises InputError for a wrong expression.
+    """
+    return _renamed(PREFIX.sub("", path), rename)
+
+
+def renamed(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
+    """Each name of a trace with the regular expressions of `rename` replaced.
+
+    Raises InputError for a wrong expression, and where two names become one.
+    """
+    found = {name: _renamed(name, rename) for name in names}
+    back: dict[str, str] = {}
+    for name, new in found.items():
+        if back.setdefault(new, name) != name:
+            raise InputError(
+                f"`rename` makes {new!r} of {back[new]!r} and of {name!r}: give expressions that keep them apart"
+            )
+    return found
+
+
+def _renamed(name: str, rename: Mapping[str, str] | None) -> str:
+    for pattern, by in (rename or {}).items():
+        try:
+            name = re.sub(pattern, by, name)
+        except (re.error, IndexError, TypeError) as error:
+            raise InputError(f"rename {pattern!r} to {by!r} does not work ({error}): give re.sub's two") from error
+    return name

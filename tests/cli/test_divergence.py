@@ -15,7 +15,7 @@ from specnb.divergence import score
 from specnb.divergence.compare import compare
 from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.offline.excuses import Doubt
+from specnb.divergence.offline.verdict import Doubt
 from specnb.divergence.trace import Trace
 from specnb.draft import translate as draft_translate
 from specnb.draft.load import LoadedDrafter

@@ -16,14 +16,11 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from specnb.divergence import trace_builder
-from specnb.divergence.capture import capture
+from specnb.divergence import capture as trace_builder
+from specnb.divergence.capture import TraceBuilder, capture
 from specnb.divergence.compare import compare
-from specnb.divergence.trace import Trace
-from specnb.divergence.trace_builder import TraceBuilder
-from specnb.divergence.tracing.fingerprint import digest
-from specnb.divergence.tracing.paths import canonical, renamed
-from specnb.divergence.tracing.tokens import Step, step_of
+from specnb.divergence.tensors import Step, digest, step_of
+from specnb.divergence.trace import Trace, canonical, renamed
 from specnb.errors import InputError
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
@@ -274,7 +271,7 @@ def test_an_output_that_is_the_next_input_is_measured_once(monkeypatch):
 def test_many_pending_copies_are_measured_early_with_the_same_result(monkeypatch):
     model = moe()
     usual = traced(model)
-    monkeypatch.setattr("specnb.divergence.trace_builder.PENDING_BYTES", 1)
+    monkeypatch.setattr("specnb.divergence.capture.PENDING_BYTES", 1)
     early = traced(model)
     assert usual.tensors["digest"].tolist() == early.tensors["digest"].tolist()
     for key, value in usual.arrays.items():

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence.case import Case
-from specnb.divergence.causes import CLASSES, rank
+from specnb.divergence.causes import CLASSES, Case, rank
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
 from specnb.divergence.ladder import one_factor
-from specnb.divergence.local_offset import one_offset
+from specnb.divergence.local import one_offset
 from specnb.divergence.pair import copy_of
 from specnb.divergence.planting import CAUSES, forward_replaced, replaced, values_changed
 from specnb.divergence.script import Script

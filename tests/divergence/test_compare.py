@@ -17,16 +17,16 @@ import torch
 
 from specnb.divergence import ladder
 from specnb.divergence import pair as small
-from specnb.divergence.align import Key, Laid, Row, _mistaken
+from specnb.divergence.align import Laid, Row, _mistaken
 from specnb.divergence.capture import capture
 from specnb.divergence.compare import compare
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.offline import shape as error_shape
+from specnb.divergence.ladder import Node, named
+from specnb.divergence.offline import tables as error_shape
 from specnb.divergence.offline.errors import Apart, logit_noise
-from specnb.divergence.offline.result import Node, named
 from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, run
-from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
+from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Key, Trace, table
 from specnb.errors import InputError
 
 TEXT = np.random.default_rng(0).integers(0, 256, 18).tolist()

@@ -11,7 +11,7 @@ from specnb.divergence.investigate import judge
 from specnb.divergence.parts import find
 from specnb.divergence.planting import CAUSES
 from specnb.divergence.script import run as feed
-from specnb.divergence.tracing.paths import canonical
+from specnb.divergence.trace import canonical
 from specnb.errors import InputError
 from tests.tiny_models import torch_model
 

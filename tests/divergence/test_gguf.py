@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from specnb.divergence import gguf_capture
-from specnb.divergence.along import Along
 from specnb.divergence.compare import compare
 from specnb.divergence.gguf_capture import capture_gguf
+from specnb.divergence.local import Along
 from specnb.divergence.script import Feed, Script
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError, LoadError

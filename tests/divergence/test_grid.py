@@ -6,13 +6,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from specnb.divergence.align import Key
-from specnb.divergence.along import Along
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
+from specnb.divergence.local import Along
 from specnb.divergence.pair import make
 from specnb.divergence.planting import Fault
 from specnb.divergence.score import LAB
+from specnb.divergence.trace import Key
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score import grid
 from tests.benchmarks.divergence_score import score as benchmark

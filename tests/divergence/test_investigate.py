@@ -14,12 +14,11 @@ from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralFo
 from specnb.divergence import investigate as module
 from specnb.divergence import local
 from specnb.divergence.causes import rank
-from specnb.divergence.coverage import Coverage
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import investigate, judge, made_up
-from specnb.divergence.offline.result import HEAT
+from specnb.divergence.ladder import HEAT
 from specnb.divergence.planting import forward_replaced
-from specnb.divergence.setups import FIRST, ON_DEMAND
+from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage
 from specnb.errors import InputError
 from tests.divergence.lab import TOKENS
 from tests.divergence.test_setups import last_logits, last_logits_of_another_head

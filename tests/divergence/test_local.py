@@ -10,11 +10,11 @@ from torch import nn
 
 from specnb.divergence import local
 from specnb.divergence import pair as small
-from specnb.divergence.align import Key
-from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
+from specnb.divergence.local import Along
 from specnb.divergence.script import Feed, Script, run
+from specnb.divergence.trace import Key
 from specnb.errors import InputError
 
 TEXT = np.random.default_rng(0).integers(0, 256, 20).tolist()

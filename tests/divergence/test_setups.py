@@ -8,14 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specnb.divergence import local
+from specnb.divergence.at_use import UNKNOWN
 from specnb.divergence.capture import capture
-from specnb.divergence.coverage import Coverage
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.logits import off
 from specnb.divergence.planting import forward_replaced
-from specnb.divergence.precision import Rounded, coarser
-from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Lab
-from specnb.divergence.tracing.at_use import UNKNOWN
+from specnb.divergence.precision import Rounded, coarser, off
+from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Coverage, Lab
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import other_products
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence.tracing import fingerprint as fingerprint_module
-from specnb.divergence.tracing.fingerprint import digest, dtype_of_product, fingerprint, fingerprints, token_rows
-from specnb.divergence.tracing.sketch import gain, relative_l2, signs
+from specnb.divergence import tensors as fingerprint_module
+from specnb.divergence.sketch import gain, relative_l2, signs
+from specnb.divergence.tensors import digest, dtype_of_product, fingerprint, fingerprints, token_rows
 from specnb.errors import InputError
 
 
@@ -212,7 +212,7 @@ def test_values_that_only_float64_holds_leave_finite_sketches():
 
 def test_comparing_sketches_needs_neither_torch_nor_xxhash():
     code = "import sys; sys.modules |= dict.fromkeys(('torch', 'xxhash')); import specnb.divergence.trace\n"
-    code += "import specnb.divergence.compare; from specnb.divergence.tracing.sketch import gain\n"
+    code += "import specnb.divergence.compare; from specnb.divergence.sketch import gain\n"
     code += "print(gain([1.0, 2.0], [2.0, 4.0]).value)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "2.0", done.stderr

@@ -4,12 +4,37 @@ They differ for good reasons, too: models trained apart have each their own RoPE
 before the target does, or is taken for what it is not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from specnb.divergence.checks.finding import Finding
+import pandas as pd
+
 from specnb.lm.bounded_json import Node, read_json
+
+Verdict = Literal["ok", "warn", "fail", "skipped"]
+RANK: dict[str, int] = {"fail": 0, "warn": 1, "ok": 2, "skipped": 3}
+
+
+class Finding(NamedTuple):
+    """One check and its outcome. `evidence` says what was seen, also where nothing is wrong; `skipped` why not.
+
+    `warn` is what may be meant (a longer context of the target), `fail` what cannot be (weights never written).
+    `issues` are known cases upstream.
+    """
+
+    check: str
+    verdict: Verdict
+    evidence: str
+    remedy: str = ""
+    issues: tuple[str, ...] = ()
+
+
+def table(findings: Iterable[Finding]) -> pd.DataFrame:
+    """The findings, worst first: check, verdict, evidence, remedy, issues."""
+    ranked = sorted(findings, key=lambda one: RANK[one.verdict])
+    return pd.DataFrame(ranked, columns=list(Finding._fields))
+
 
 MAX_BYTES, MAX_VALUES = 8 << 20, 200_000
 SAMPLING = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.divergence.checks.finding import Finding
+from specnb.divergence.checks.config import Finding
 from specnb.draft.base import Drafter, Proposal, model_of
 from specnb.errors import RewindError
 from specnb.lm.base import LanguageModel

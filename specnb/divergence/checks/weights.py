@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specnb.divergence.checks.config import MAX_BYTES, MAX_VALUES, read_config, text_part
-from specnb.divergence.checks.finding import Finding
+from specnb.divergence.checks.config import MAX_BYTES, MAX_VALUES, Finding, read_config, text_part
 from specnb.errors import InputError
 from specnb.lm.bounded_json import read_json
 

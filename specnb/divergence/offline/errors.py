@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specnb.divergence import ladder
-from specnb.divergence.align import Key, Laid, Row, Values
-from specnb.divergence.offline.texts import Together, together
-from specnb.divergence.tracing import sketch
+from specnb.divergence import ladder, sketch
+from specnb.divergence.align import Laid, Row, Together, Values, together
+from specnb.divergence.trace import Key
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specnb.divergence import ladder
-from specnb.divergence.align import Key, Laid
+from specnb.divergence.align import Laid
+from specnb.divergence.trace import Key
 
 HARMLESS = 1e-2
 """What is left of a difference behind the module that made it, at most, where nothing depends on it; and never more

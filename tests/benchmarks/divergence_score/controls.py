@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional
 
 from specnb.divergence import local
-from specnb.divergence.along import Along
 from specnb.divergence.capture import capture
 from specnb.divergence.investigate import judge
 from specnb.divergence.kv_slots import BLOCK_SIZE
+from specnb.divergence.local import Along
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
 from specnb.divergence.planting import forward_replaced, replaced

@@ -19,11 +19,11 @@ import pandas as pd
 from torch import nn
 
 from specnb.divergence import pair as small
-from specnb.divergence.along import Along
 from specnb.divergence.deploy import Recorded
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
 from specnb.divergence.investigation import Investigation
+from specnb.divergence.local import Along
 from specnb.divergence.parts import find, layer_number
 from specnb.divergence.planting import Fault
 from specnb.divergence.score import LAB

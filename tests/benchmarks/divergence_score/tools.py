@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.along import Along
+from specnb.divergence.local import Along
 
 CLOSE = MappingProxyType({"float64": 1e-7, "float32": 1.3e-6, "float16": 1e-3, "bfloat16": 1.6e-2})
 """Relative tolerances of torch.testing.assert_close by dtype."""

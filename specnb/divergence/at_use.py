@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
-from specnb.divergence.tracing.fingerprint import digest
+from specnb.divergence.tensors import digest
 from specnb.errors import InputError
 
 UNKNOWN = "?"

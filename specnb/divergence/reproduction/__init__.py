@@ -1,1 +1,0 @@
-"""The smallest script that shows a divergence again: what `repro` is made of."""

@@ -1,0 +1,432 @@
+"""What is kept of a tensor: its digest, its statistics, and a sketch of each of its tokens.
+
+Works on a stack of tensors of one shape at once: a decoding step shows a thousand small ones, and the calls would cost
+more than the numbers. The sums are float32 within a token and float64 over tokens.
+
+A tensor without a token axis has no sketch: there is no position at which it could be compared, so its digest and its
+statistics stand for it.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from specnb.divergence.sketch import TOKEN_K, digest_bytes, signs
+from specnb.errors import InputError
+
+# Masks hold the lowest float32; in a sketch its square would overflow.
+LARGEST = 1e15
+# Values whose spread is measured together: logits of a prompt are more than a cache holds.
+AT_ONCE = 1 << 18
+
+STATISTICS = ("mean", "std", "l1", "l2", "min", "max", "n_nan", "n_inf")
+
+
+@dataclass(frozen=True)
+class Prints:
+    """Of a stack of n tensors: `statistics` name -> (n,), `tokens` float32 (n, t, 16) and `token_l2` float32 (n, t),
+    None where there are no tokens. Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
+
+    statistics: dict[str, np.ndarray]
+    tokens: np.ndarray | None
+    token_l2: np.ndarray | None
+
+
+def digest(values: torch.Tensor | np.ndarray) -> str:
+    """Order-sensitive digest (XXH3, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
+    return digests(_as_tensor(values)[None])[0]
+
+
+def digests(stack: torch.Tensor) -> list[str]:
+    """The digest of each tensor of a stack `(n, *shape)`."""
+    n, shape, dtype = len(stack), tuple(stack.shape[1:]), dtype_name(stack)
+    # by strides: one value counts as contiguous whatever its stride, and then cannot be viewed as bytes
+    flat = stack.detach().resolve_conj().resolve_neg().contiguous().as_strided((stack.numel(),), (1,))
+    rows = flat.view(torch.uint8).cpu().numpy().reshape(n, -1 if stack.numel() else 0)
+    return [digest_bytes(dtype, shape, row.data) for row in rows]
+
+
+def fingerprint(values: torch.Tensor | np.ndarray, token_axis: int = -1) -> Prints:
+    """`fingerprints` of one tensor, without the leading axis of the stack."""
+    many = fingerprints(_as_tensor(values)[None], token_axis)
+    one = {name: column[0] for name, column in many.statistics.items()}
+    return Prints(one, *(None if x is None else x[0] for x in (many.tokens, many.token_l2)))
+
+
+@torch.no_grad()
+def fingerprints(stack: torch.Tensor, token_axis: int = -1) -> Prints:
+    """Statistics (float64, over the finite values) and sketches of a stack `(n, *shape)` of tensors, any dtype.
+
+    `token_axis` counts within `shape`; the axes before it, if any, are the batch, so tokens come batch by batch; -1:
+    no tokens. NaN and infinities count as 0 in sketches, and what is beyond 1e15 as that. An empty tensor has the
+    statistics of no values: sums 0, the others NaN.
+
+    Sketches are stored in float32. Integers are summed exactly before, so two tokens of integers have two sketches
+    unless their sums differ by less than float32 can hold: an id of 2**24 alone in its token and the one after it are
+    told apart by the digest of the tensor only.
+    """
+    if stack.is_complex():
+        stack = torch.view_as_real(stack)
+    if stack.numel() == 0:
+        return _empty(stack.shape, token_axis)
+    if stack.device.type == "mps":  # which has no float64
+        stack = stack.cpu()
+    prints = _finite_prints(stack.to(dtype_of_product(stack.device.type, stack.dtype, _cpu_precision())), token_axis)
+    for i in np.flatnonzero(~(prints.statistics["l1"] <= LARGEST)):  # NaN is not less than anything
+        _mend(prints, int(i), stack[i], token_axis)
+    return prints
+
+
+def dtype_of_product(device_type: str, dtype: torch.dtype, cpu_precision: str = "none") -> torch.dtype:
+    """In which type values of `dtype` meet the signs: float32 where it keeps its 24 bits and holds the values.
+
+    Elsewhere float64: integers and float64 do not fit; an accelerator may be set to multiply float32 with 10 bits
+    (TF32), and a processor with 8 (`cpu_precision`, torch's setting for its matrix products, "bf16"). That a float64
+    product cannot be so set costs less than to change a setting that other threads see.
+    """
+    exact = cpu_precision in ("none", "ieee", "highest")
+    fits = dtype.is_floating_point and dtype is not torch.float64
+    return torch.float32 if device_type == "cpu" and exact and fits else torch.float64
+
+
+def _cpu_precision() -> str:
+    """torch's setting for products of float32 on the processor; before torch 2.9 there was one for all devices."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    return torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
+
+
+def _finite_prints(stack: torch.Tensor, token_axis: int) -> Prints:
+    """Of a stack of float32 or float64 of moderate values; where they are not, `l1` is NaN or above LARGEST."""
+    rows = token_rows(stack, token_axis)
+    if token_axis < 0:  # one long row
+        tokens, sums = None, rows.sum(-1, dtype=torch.float64)
+        norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    else:
+        signed = rows @ token_signs(rows.shape[-1], rows.dtype, str(stack.device))
+        tokens, sums = _numpy((signed[..., :TOKEN_K] / math.sqrt(TOKEN_K)).float()), signed[..., TOKEN_K]
+        norms = torch.linalg.vector_norm(rows, dim=-1)
+    means, variances = _moments(rows, sums, norms)
+    mean = means.mean(-1)
+    # the law of total variance: within the tokens, and between them
+    variance = variances.mean(-1) + (means - mean[:, None]).square().mean(-1)
+    statistics = {
+        "mean": mean,
+        "std": variance.sqrt(),
+        "l1": rows.abs().sum(-1).double().sum(-1),
+        "l2": torch.linalg.vector_norm(norms.double(), dim=-1),
+        "min": rows.amin(-1).amin(-1).double(),
+        "max": rows.amax(-1).amax(-1).double(),
+    }
+    columns = {name: _numpy(column) for name, column in statistics.items()}
+    columns |= {name: np.zeros(len(stack), np.int64) for name in ("n_nan", "n_inf")}
+    return Prints(columns, tokens, None if tokens is None else _numpy(norms.float()))
+
+
+def _moments(rows: torch.Tensor, sums: torch.Tensor, norms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance `(n, t)` float64 of rows `(n, t, values)`, from their sums and norms where that is right.
+
+    The mean square less the square of the mean has no digits left where the mean is far larger than the spread: those
+    rows are done again around their mean, which need not be exact, for what it is off by is in what is left.
+    """
+    (n, t, size), rows = rows.shape, rows.flatten(0, 1)
+    means = sums.flatten().double() / size
+    variances = norms.flatten().double().square() / size - means.square()
+    narrow = (means.square() > variances).nonzero()[:, 0]
+    for some in narrow.split(max(AT_ONCE // size, 1)):
+        about = means[some].to(rows.dtype)
+        rest = rows[some] - about[:, None]
+        off = rest.sum(-1, dtype=torch.float64) / size
+        means[some] = about.double() + off
+        square = torch.linalg.vector_norm(rest, dim=-1, dtype=torch.float64).square() / size
+        variances[some] = (square - off.square()).clamp(min=0)
+    return means.view(n, t), variances.view(n, t)
+
+
+def _mend(prints: Prints, i: int, tensor: torch.Tensor, token_axis: int) -> None:
+    """Fill place i again: something in it is not finite, or too large for sums in float32."""
+    wide = tensor.double()
+    if prints.tokens is not None:
+        again = _finite_prints(wide.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)[None], token_axis)
+        prints.tokens[i], prints.token_l2[i] = again.tokens[0], again.token_l2[0]
+    finite = wide[wide.isfinite()]
+    found = {"n_nan": int(wide.isnan().sum()), "n_inf": int(wide.isinf().sum())}
+    if finite.numel():
+        found |= {"mean": finite.mean(), "std": finite.std(correction=0), "min": finite.min(), "max": finite.max()}
+        found |= {"l1": finite.abs().sum(), "l2": torch.linalg.vector_norm(finite)}
+    else:
+        found |= dict.fromkeys(("mean", "std", "min", "max"), math.nan) | {"l1": 0.0, "l2": 0.0}
+    for name, value in found.items():
+        prints.statistics[name][i] = float(value)
+
+
+def _empty(shape: torch.Size, token_axis: int) -> Prints:
+    n = shape[0]
+    columns = {name: np.full(n, math.nan) for name in ("mean", "std", "min", "max")}
+    columns |= {name: np.zeros(n) for name in ("l1", "l2")} | {
+        name: np.zeros(n, np.int64) for name in ("n_nan", "n_inf")
+    }
+    if token_axis < 0:
+        return Prints(columns, None, None)
+    t = math.prod(shape[1 : token_axis + 2]) if token_axis < 2 else shape[1] * shape[token_axis + 1]
+    return Prints(columns, np.zeros((n, t, TOKEN_K), np.float32), np.zeros((n, t), np.float32))
+
+
+def token_rows(stack: torch.Tensor, token_axis: int) -> torch.Tensor:
+    """A stack `(n, *shape)` as `(n, tokens, features)`; without a token axis `(n, 1, values)`.
+
+    `(batch, heads, length, dim)` with axis 2 gives batch * length tokens of heads * dim features.
+    """
+    n = len(stack)
+    if token_axis < 0:
+        return stack.reshape(n, 1, -1)
+    stack = stack.movedim(token_axis + 1, min(token_axis, 1) + 1)
+    tokens = stack.shape[1] * (stack.shape[2] if token_axis else 1)
+    return stack.reshape(n, tokens, -1)
+
+
+def token_signs(features: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """`(features, 17)`: sixteen columns of signs, and ones, which give the sum of a token's values."""
+    return _token_signs(1 << (features - 1).bit_length(), dtype, device)[:features]
+
+
+@functools.lru_cache(maxsize=32)
+def _token_signs(rows: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    table = signs(rows)[:, : TOKEN_K + 1]
+    table[:, TOKEN_K] = 1
+    return torch.from_numpy(table).to(device, dtype)
+
+
+def _as_tensor(values: torch.Tensor | np.ndarray) -> torch.Tensor:
+    return values if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values, order="C"))
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()
+
+
+DEEPEST = 6
+"""Levels of nested containers that are looked into."""
+
+STATES = ("keys", "values", "conv_states", "recurrent_states")
+
+
+class Arguments:
+    """Names the arguments of a module's calls by the signature of its forward, which is read once: to bind it again at
+    each of the thousand calls of a decoding step would cost a tenth of the step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        found = _signature(module)
+        parameters = [] if found is None else list(found.parameters.values())
+        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """In the order of the signature, then other keywords under their own names; more positional ones in a tuple."""
+        given = dict(zip(self._positional, args, strict=False)) | kwargs
+        if len(args) > len(self._positional):
+            given[self._rest] = args[len(self._positional) :]
+        return {name: given.pop(name) for name in self._names if name in given} | given
+
+
+def _signature(module: nn.Module) -> inspect.Signature | None:
+    """A forward that was patched on the object may say `*args, **kwargs` only: then that of its class."""
+    for forward, skip in ((module.forward, 0), (type(module).forward, 1)):
+        try:
+            found = inspect.signature(forward)
+        except (TypeError, ValueError):
+            continue
+        parameters = list(found.parameters.values())[skip:]
+        if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
+            return found.replace(parameters=parameters)
+    return None
+
+
+def is_cache(value: object) -> bool:
+    """A transformers Cache, told by what it can do: the class is not imported for that."""
+    return hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory of its own but others inside it (quantised, distributed)."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return True
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """`float32` and the like."""
+    return _name(tensor.dtype)
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def named_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in all arguments of a call, with dotted names."""
+    for name, value in arguments.items():
+        yield from tensors_in(name, value)
+
+
+def tensors_in(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in tuples, lists, mappings and dataclasses, with dotted names."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    if depth == DEEPEST or value is None or isinstance(value, str | bytes | int | float | nn.Module) or is_cache(value):
+        return
+    for key, inner in _items(value):
+        yield from tensors_in(f"{name}.{key}", inner, depth + 1)
+
+
+def _items(value: object) -> Iterable[tuple[object, object]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, tuple | list):
+        return enumerate(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    return ()
+
+
+def outputs_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """`out` for a tensor; of a tuple `out`, `out.1`, …: a module that also gives its weights back keeps its name."""
+    if isinstance(value, tuple | list) and value and not hasattr(value, "_fields"):
+        yield from tensors_in("out", value[0])
+        for i, inner in enumerate(value[1:], 1):
+            yield from tensors_in(f"out.{i}", inner)
+        return
+    yield from tensors_in("out", value)
+
+
+def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Keys and values (or recurrent states) that the caches among the arguments hold for `layer`."""
+    for value in arguments.values():
+        if is_cache(value) and 0 <= layer < len(value.layers):
+            for name in STATES:
+                yield from tensors_in(name, getattr(value.layers[layer], name, None))
+
+
+Chooser = Callable[[str, str, str], bool]
+"""Whether (module, role, name) is chosen."""
+
+
+def chooser(full: str | Chooser | None) -> Chooser:
+    """Which tensors are kept in full: none, those of modules whose path has the pattern, or what a function says."""
+    if full is None:
+        return lambda module, role, name: False
+    if callable(full):
+        return full
+    pattern = compiled(full)
+    return lambda module, role, name: pattern.search(module) is not None
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A user's regular expression. Raises InputError for what is none."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"{pattern!r} is no regular expression ({error}); use e.g. r'layers\\.0\\.mlp'") from error
+
+
+IDS = ("input_ids", "tokens", "token_ids")
+EMBEDDED = ("inputs_embeds", "hidden_states")
+POSITIONS = ("position_ids", "positions", "cache_position")
+KEPT_IDS = 4096
+"""Token ids of one step that are written down."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward: `batch` rows of `length` tokens, the first at position `first`; `ids` where they are known.
+
+    `flat`: its tensors have no axis for the batch, as engines have it that put all sequences one behind the other.
+    """
+
+    index: int
+    batch: int
+    length: int
+    first: int
+    ids: list[int]
+    flat: bool = False
+
+    def token_axis(self, role: str, name: str, shape: tuple[int, ...]) -> int:
+        """The axis of `shape` that counts tokens, -1 where there is none.
+
+        Known layouts: (batch, length, …), (batch, heads, length, dim), (batch * length, …) as routers and flat engines
+        have it, (batch, 1, features) for the last token, of which alone logits are made when text is continued, and
+        for keys and values of a cache (batch, heads, all tokens so far, dim).
+        """
+        if role == "state":
+            return len(shape) - 2 if name in ("keys", "values") and len(shape) >= 3 else -1
+        if len(shape) >= 2 and shape[0] in (1, self.batch):
+            flat = len(shape) == 2 and shape[0] == self.batch * self.length and self.length <= 1
+            if shape[1] == self.length and not flat:
+                return 1
+            if len(shape) == 4 and shape[2] == self.length:
+                return 2
+            if len(shape) == 3 and shape[:2] == (self.batch, 1):
+                return 1
+        last = self.flat and len(shape) == 2 and shape[0] == 1  # of a prompt, the head is given the last token only
+        return 0 if last or (shape and shape[0] == self.batch * self.length) else -1
+
+    def ambiguous(self, role: str, shape: tuple[int, ...]) -> bool:
+        """Whether the shape does not tell: as many heads as tokens, and either may come first."""
+        return role != "state" and len(shape) == 4 and shape[1] == shape[2] == self.length
+
+    def first_position(self, role: str, axis: int, shape: tuple[int, ...]) -> int:
+        """Position of the first token on `axis`: caches and fewer tokens end with the step's last. 0 where none is."""
+        if axis < 0:
+            return 0
+        earlier = self.length - shape[axis]
+        return max(self.first + earlier, 0) if role == "state" else self.first + max(earlier, 0)
+
+
+def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
+    """The step that a call with these named arguments is: from its ids or states, its positions, its cache."""
+    tensors = {name: value for name, value in arguments.items() if _has_shape(value)}
+    ids = _first(tensors, IDS)
+    others = [name for name in tensors if name not in POSITIONS and "mask" not in name]
+    batch, length, flat = _extent(_first(tensors, (*IDS, *EMBEDDED, *others)))
+    given = _first(tensors, [name for name in POSITIONS if name in tensors and tensors[name].numel()])
+    cache = next((value for value in arguments.values() if is_cache(value)), None)
+    first = cache.get_seq_length() if cache is not None else 0
+    mask = tensors.get("attention_mask")
+    padded = mask is not None and mask.ndim == 2 and not bool(mask.all())
+    # rows that were padded on the left have other positions each: then slots are counted, which all have in common
+    if given is not None and not padded and not (given.ndim == 2 and bool((given != given[:1]).any())):
+        first = given.reshape(-1)[0]
+    kept = [] if ids is None or ids.is_floating_point() else ids.reshape(-1)[:KEPT_IDS].tolist()
+    return Step(index, batch, length, int(first), kept, flat)
+
+
+def _has_shape(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_nested and value.ndim > 0
+
+
+def _first(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> torch.Tensor | None:
+    return next((tensors[name] for name in names if name in tensors), None)
+
+
+def _extent(main: torch.Tensor | None) -> tuple[int, int, bool]:
+    """(batch, length, flat) of ids (batch, length) or states (batch, length, features); flat: without the batch."""
+    if main is None:
+        return 1, 0, False
+    flat = main.ndim == (2 if main.is_floating_point() else 1) or main.ndim == 1
+    return (1, main.shape[0], True) if flat else (main.shape[0], main.shape[1], False)
