@@ -1,11 +1,5 @@
 """Capturing changes nothing, sees what ran, and tells whose weights an operation read."""
 
-import copy
-import gc
-import math
-import threading
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -13,14 +7,12 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import flex_attention
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specnb.divergence import capture as trace_builder
 from specnb.divergence.capture import TraceBuilder, capture
-from specnb.divergence.compare import compare
 from specnb.divergence.tensors import Step, digest, step_of
-from specnb.divergence.trace import Trace, canonical, renamed
+from specnb.divergence.trace import Trace, canonical
 from specnb.errors import InputError
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
@@ -268,16 +260,6 @@ def test_an_output_that_is_the_next_input_is_measured_once(monkeypatch):
     assert len(measured) < 0.6 * len(trace.tensors)
 
 
-def test_many_pending_copies_are_measured_early_with_the_same_result(monkeypatch):
-    model = moe()
-    usual = traced(model)
-    monkeypatch.setattr("specnb.divergence.capture.PENDING_BYTES", 1)
-    early = traced(model)
-    assert usual.tensors["digest"].tolist() == early.tensors["digest"].tolist()
-    for key, value in usual.arrays.items():
-        assert value == pytest.approx(early.arrays[key], rel=1e-3, abs=1e-3)
-
-
 class Fails(nn.Module):
     def __init__(self):
         super().__init__()
@@ -310,18 +292,6 @@ def test_hooks_go_away_after_an_error_and_a_failed_forward_shifts_nothing():
         raise RuntimeError("outside")
     assert not hooks_of(model)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-
-
-def test_a_forward_that_was_kept_inside_the_block_is_plain_behind_it():
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    with capture(model) as builder:
-        model(x)
-        kept = model.forward
-    rows = len(builder.trace().tensors)
-    kept(x)
-    with ThreadPoolExecutor(1) as other:  # that refusal is over, too
-        assert torch.equal(other.submit(kept, x).result(), model(x))
-    assert len(builder.trace().tensors) == rows
 
 
 def test_a_copy_that_fails_leaves_no_half_row_and_the_trace_is_saved(tmp_path, monkeypatch):
@@ -393,15 +363,6 @@ def test_only_the_chosen_modules_are_written_and_only_the_chosen_tensors_kept(tm
     assert read.tensors.equals(trace.tensors) and read.params.equals(trace.params)
 
 
-def test_a_module_that_never_ran_is_named():
-    model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
-    model.forward = lambda x: model["used"](x)
-    trace = traced(model["used"], lambda m: m(torch.ones(1, 2)))
-    assert trace.facts["modules"] == {"hooked": 1, "written": 1, "called": 1, "never_called": []}
-    both = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert traced(both, lambda m: m[0](torch.ones(1, 2))).facts["modules"]["never_called"] == ["", "1"]
-
-
 def test_the_target_running_in_the_same_block_leaves_no_rows():
     draft, target = moe(), moe(seed=1, experts=16)
 
@@ -412,16 +373,6 @@ def test_the_target_running_in_the_same_block_leaves_no_rows():
     beside = traced(draft, run, known={"target": target})
     assert beside.tensors["digest"].tolist() == traced(draft, lambda m: generate(m, steps=0)).tensors["digest"].tolist()
     assert set(beside.params["owner"]) == {"draft"}
-
-
-def test_inference_mode_and_gradients_are_left_alone():
-    model = llama()
-    with torch.inference_mode():
-        trace = traced(model, lambda m: m(PROMPT))
-    assert (trace.tensors["version"] == -1).any()
-    with capture(model):
-        model(PROMPT).logits.sum().backward()
-    assert model.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
 
 
 def test_a_compiled_model_is_refused():
@@ -435,23 +386,6 @@ def test_a_compiled_model_is_refused():
     assert not hooks_of(model)
 
 
-@pytest.mark.parametrize(("tag", "known"), [("draft", ["draft"]), ("?", []), ("draft", ["?"])])
-def test_tags_must_tell_models_apart(tag, known):
-    with (
-        pytest.raises(InputError, match="tag"),
-        capture(nn.Linear(2, 2), tag=tag, known=dict.fromkeys(known, nn.Linear(2, 2))),
-    ):
-        pass
-
-
-def test_what_is_no_pattern_or_no_module_is_refused():
-    for options in ({"modules": "("}, {"full": "("}):
-        with pytest.raises(InputError, match="regular expression"), capture(nn.Linear(2, 2), **options):
-            pass
-    with pytest.raises(InputError, match=r"nn\.Module"), capture(lambda x: x):
-        pass
-
-
 def test_names_of_modules_lose_their_prefix_but_never_their_difference():
     assert canonical(["", "model", "model.layers.0", "draft_model.model.norm", "lm_head"]) == {
         "": "",
@@ -462,11 +396,6 @@ def test_names_of_modules_lose_their_prefix_but_never_their_difference():
     }
     for twins in (["model.norm", "draft_model.norm"], ["model.norm", "model.model.norm"]):
         assert canonical(twins) == {path: path for path in twins}
-
-
-def test_a_rename_that_makes_one_module_of_two_is_refused():
-    with pytest.raises(InputError, match=r"'norm' of 'a\.norm' and of 'b\.norm'"):
-        renamed(["a.norm", "b.norm"], {r"^[ab]\.": ""})
 
 
 def test_steps_are_told_from_flat_and_from_embedded_inputs():
@@ -515,25 +444,6 @@ def test_as_many_heads_as_tokens_are_no_tokens(transposed, axis, lengths):
     assert trace.rows(module="norm")["token_axis"].tolist() == [axis] * 2 * len(lengths)
 
 
-def test_heads_that_are_moved_are_counted_by_their_own_steps():
-    """In with heads first, out with tokens first, and then as many of both."""
-
-    class Moves(nn.Module):
-        def forward(self, x):
-            return x.transpose(1, 2)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.moves = Moves()
-
-        def forward(self, hidden_states):
-            return self.moves(hidden_states.view(1, -1, 2, 3).transpose(1, 2).contiguous())
-
-    trace = traced(Model(), lambda model: [model(torch.randn(1, n, 6)) for n in (5, 2)])
-    assert trace.rows(module="moves")["token_axis"].tolist() == [2, 1, 2, 1]
-
-
 def test_one_capture_that_is_paused_leaves_another_listening():
     draft, target, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(1, 4)
     with capture(draft) as mine, capture(target, tag="target") as theirs:
@@ -544,12 +454,6 @@ def test_one_capture_that_is_paused_leaves_another_listening():
         draft(x)
     assert mine.trace().tensors["step"].nunique() == 2 and mine.trace().params["owner_path"].nunique() == 2
     assert {*theirs.trace().params["owner_path"]} == {"weight", "bias"}
-
-
-def test_statistics_are_of_what_was_seen():
-    model, x = nn.Linear(3, 2), torch.tensor([[1.0, math.nan, 3.0], [math.inf, 5.0, 6.0]])
-    row = traced(model, lambda m: m(x)).rows(role="in").iloc[0]
-    assert (row["n_nan"], row["n_inf"], row["max"], row["mean"]) == (1, 1, 6, 3.75)
 
 
 def test_weights_that_a_custom_operation_looks_up_by_itself_are_seen():
@@ -646,39 +550,6 @@ def test_rows_padded_on_the_left_are_counted_by_their_slots():
     assert [s["first_position"] for s in steps] == [0, 4, 5]
 
 
-def test_another_thread_is_refused_and_an_interrupt_leaves_nothing_behind():
-    model, errors = Fails(), []
-
-    def elsewhere():
-        try:
-            model(torch.ones(1, 4))
-        except InputError as error:
-            errors.append(str(error))
-
-    with capture(model) as builder:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        model.inner.register_forward_pre_hook(interrupt := Interrupt())
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.ones(1, 4))
-        interrupt.over = True
-        for _ in range(2):
-            model.times = 0
-            model(torch.ones(1, 4))
-    assert errors == ["the model ran in another thread than `capture` was entered in: enter it in that thread"]
-    rows = builder.trace().rows(module="", role="out")
-    assert rows["step"].tolist() == [1, 2] and rows["call"].tolist() == [0, 0]
-
-
-class Interrupt:
-    over = False
-
-    def __call__(self, module, args):
-        if not self.over:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -705,93 +576,6 @@ class Wrapper(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise NotImplementedError(func)
-
-
-def test_values_that_are_still_to_be_conjugated_or_negated_are_read():
-    given = torch.tensor([[1 + 2j, 3 - 1j]])
-    for lazy in (given.conj(), given.conj().imag):
-        trace = traced(nn.Identity(), lambda m, lazy=lazy: m(lazy))
-        assert set(trace.tensors["digest"]) == {digest(lazy.resolve_conj().resolve_neg())}
-
-
-def test_weights_that_nobody_owns_are_let_go():
-    class Swapping(nn.Module):
-        def forward(self, x):
-            return x @ nn.Parameter(torch.ones(4, 4))
-
-    gone = []
-    model = Swapping()
-    with capture(model) as builder:
-        for _ in range(3):
-            model(torch.ones(1, 4))
-            gone.append(len(builder._registry._spans))
-    assert set(builder.trace().params["owner"]) == {"?"} and len(builder.trace().params) == 3
-    assert gone == [0, 0, 0]
-
-
-def test_two_norms_one_inside_the_other_keep_their_names():
-    assert canonical(["norm", "model.norm", "model.layers.0"]) == {
-        "norm": "norm",
-        "model.norm": "model.norm",
-        "model.layers.0": "layers.0",
-    }
-
-
-class TwoNorms(nn.Module):
-    """A norm, and another one inside what is called `model`."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(64, 4)
-        self.model, self.norm = nn.ModuleDict({"norm": nn.LayerNorm(4)}), nn.LayerNorm(4)
-        nn.init.normal_(self.norm.weight)
-
-    def forward(self, input_ids):
-        return self.norm(self.model["norm"](self.embed(input_ids)))
-
-
-def test_a_run_of_two_norms_one_inside_the_other_can_be_compared():
-    model = TwoNorms()
-    one, other = (traced(model, lambda m: m(PROMPT)) for _ in range(2))
-    found = compare(one, other)
-    assert found.verdict == "SOUND" and {"norm", "model.norm"} <= {*found.paths}
-
-
-@pytest.mark.parametrize("chosen", [r"^model\.norm$", r"^norm$"])
-def test_what_was_captured_of_some_modules_is_the_same_as_of_all(chosen):
-    model = TwoNorms()
-    whole, part = (traced(model, lambda m: m(PROMPT), modules=modules) for modules in (None, chosen))
-    assert part.tensors["module"].unique().tolist() == [chosen.strip("^$").replace("\\", "")]
-    assert compare(part, whole).verdict == "SOUND" and compare(whole, part).first is None
-
-
-def test_a_copy_that_is_made_inside_the_block_is_a_model_of_its_own():
-    model, x = Fails(), torch.ones(2, 4)
-    with capture(model) as builder:
-        model(x)
-        twin = copy.deepcopy(model)
-        twin.times = 0
-        for parameter in twin.parameters():
-            parameter.data.zero_()
-        inside = twin(x)
-    twin.times = 0
-    assert not inside.any() and not twin(x).any()
-    assert builder.n_steps == 1 and set(builder.trace().tensors["step"]) == {0}
-
-
-def test_a_forward_that_was_bound_before_the_block_still_makes_steps():
-    model = Engine()
-    bound = model.forward
-    with capture(model) as builder:
-        feeds(model, bound)
-    assert [(s["length"], s["step"]) for s in builder.trace().facts["steps"]] == [(5, 0), (1, 1), (1, 2)]
-
-
-def test_equal_padding_on_the_left_hides_no_token():
-    model = llama()
-    options = {"attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1]]), "max_new_tokens": 3, "do_sample": False}
-    trace = traced(model, lambda m: m.generate(torch.tensor([[0, 0, 0, 5, 6, 7]]), pad_token_id=0, **options))
-    assert [s["first_position"] for s in trace.facts["steps"]] == [0, 6, 7]
 
 
 @contextmanager
@@ -826,54 +610,6 @@ def test_a_custom_operation_computes_in_autocasts_type_as_it_does_without_captur
             assert seen.dtype == plain.dtype == dtype and torch.equal(seen, plain)
         with torch.no_grad(), capture(model):
             assert model(x).dtype == torch.float32
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_runs_where_operations_are_not_followed():
-    class Flex(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return flex_attention(*3 * [self.inner(x)])
-
-    model, x = Flex(), torch.rand(1, 2, 5, 8)
-    with torch.no_grad():
-        plain = model(x)
-        with capture(model, at_use=False) as builder:
-            assert torch.equal(model(x), plain)
-        with pytest.raises(InputError, match=r"flex attention.*eager.*sdpa.*at_use=False"), capture(model):
-            model(x)
-        torch._dynamo.reset()  # it remembers what it could not compile
-        assert torch.equal(model(x), plain)
-    assert {*builder.trace().tensors["module"]} == {"", "inner"}
-
-
-def test_a_module_inside_autocast_leaves_its_holder_outside_of_it():
-    class Holder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                self.inner(x)
-            return ops.product(x, self.inner.weight)
-
-    with operation("product(Tensor x, Tensor w) -> Tensor", CPU=torch.mm) as ops, torch.no_grad():
-        model, x = Holder(), torch.rand(2, 4)
-        plain = model(x)
-        with capture(model):
-            assert torch.equal(model(x), plain)
-
-
-def test_a_custom_operation_runs_the_kernel_that_torch_would_choose():
-    kernels = {"CPU": lambda x, w: x * 0, "SparseCPU": lambda x, w: x.to_dense() @ w}
-    with operation("choose(Tensor x, Tensor w) -> Tensor", **kernels) as ops, torch.no_grad():
-        model, x = Runs(ops.choose), torch.eye(4).to_sparse()
-        with capture(model):
-            assert torch.equal(model(x), torch.eye(4))
 
 
 def test_weights_whose_memory_was_exchanged_stay_their_owners_and_their_old_memory_does_not():
@@ -914,15 +650,3 @@ def test_a_weight_that_an_operation_wrote_to_has_another_digest():
         params = builder.trace().params
         assert params[params["owner_path"] == "weight"]["digest"].nunique() == 3
         assert params[params["owner_path"] == "bias"]["digest"].nunique() == 1
-
-
-def test_a_parameter_of_nobody_that_lives_on_does_not_keep_the_models_alive():
-    foreign = nn.Parameter(torch.ones(4, 4))
-    model = Runs(lambda x, w: x @ foreign)
-    alive = weakref.ref(model.weight)
-    with capture(model) as builder:
-        model(torch.ones(1, 4))
-    assert set(builder.trace().params["owner"]) == {"?"}
-    del model, builder
-    gc.collect()
-    assert alive() is None

@@ -13,7 +13,6 @@ from specnb.divergence.faults import FAULTS
 from specnb.divergence.features import checked, switched_off
 from specnb.divergence.investigate import judge
 from specnb.divergence.report import text
-from specnb.divergence.setups import Coverage
 from specnb.errors import InputError
 
 NAMES = ("compile", "graphs", "prefix_cache", "fusion", "backend")

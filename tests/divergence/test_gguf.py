@@ -12,7 +12,6 @@ from specnb.divergence.compare import compare
 from specnb.divergence.gguf_capture import capture_gguf
 from specnb.divergence.local import Along
 from specnb.divergence.script import Feed, Script
-from specnb.divergence.trace import Trace
 from specnb.errors import InputError, LoadError
 from specnb.lm import binding, gguf_tensors
 from specnb.lm.load import load
@@ -123,12 +122,6 @@ def test_the_same_tokens_leave_the_same_trace(files):
         assert len(first.tensors) > 100 and first.facts == second.facts
 
 
-def test_a_saved_trace_is_read_again(llama, tmp_path):
-    trace = traced(llama, full="kq")
-    again = Trace.load(trace.save(tmp_path / "trace"))
-    assert again.facts == trace.facts and again.tensors.equals(trace.tensors) and again.params.equals(trace.params)
-
-
 def test_facts_say_what_was_fed_and_what_was_not_seen(llama):
     facts = traced(llama, fixed_width=4).facts
     steps = [(s["first_position"], s["token_ids"], s["rows"], s["padding"]) for s in facts["steps"]]
@@ -137,10 +130,6 @@ def test_facts_say_what_was_fed_and_what_was_not_seen(llama):
     assert facts["passed_over"] == {"SET_ROWS": 3 * 4, "GET_ROWS": 2 * 3}  # caches written; rows of the last layer
     assert "layers.0.attn_norm:layers.0.norm" in facts["overwritten"]
     assert facts["modules"]["hooked"] == facts["modules"]["written"] == 38
-
-
-def test_nobody_counts_the_changes_of_llamas_memory(llama):
-    assert set(traced(llama).tensors["version"]) == {-1}
 
 
 def test_what_is_written_down_is_what_the_model_computes(llama):
@@ -171,15 +160,6 @@ def test_what_is_written_down_is_what_the_model_computes(llama):
     assert np.array_equal(of("result_output")[-len(logits) :], logits)
     assert np.array_equal(of("embd", "in", "inp_tokens"), TEXT[6:])
     assert np.array_equal(of("layers.1.Qcur", "in", "inp_pos", call=1), range(6, 10))
-
-
-def test_modules_and_full_choose(llama):
-    trace = traced(llama, modules=r"layers\.1\.(ffn_out|kq)$", full="ffn", inputs=False)
-    assert set(trace.tensors["module"]) == {"layers.1.ffn_out", "layers.1.kq"}
-    assert set(trace.tensors["role"]) == {"out", "state"}
-    assert set(trace.params["owner_path"]) == {"blk.1.ffn_down.weight"}
-    assert len([key for key in trace.arrays if key.endswith(".full")]) == 3
-    assert trace.facts["modules"] == {"hooked": 38, "written": 2, "called": 38, "never_called": []}
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -304,21 +284,6 @@ def test_quantised_weights_are_told_whatever_order_the_processor_wants_them_in(l
     assert params.loc["blk.0.attn_norm.weight", "dtype"] == "f32"
 
 
-def test_weights_of_a_model_in_several_files_are_found_in_all_of_them(files, tmp_path):
-    parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
-    for part, kind in zip(parts, ("llama", "mamba"), strict=True):
-        part.write_bytes(Path(files[kind]).read_bytes())
-    stored = gguf_tensors.StoredWeights(parts[0])
-    assert (
-        len(stored.find("blk.0.attn_q.weight")) == 32 * 32 * 4
-        and len(stored.find("blk.0.ssm_in.weight")) == 128 * 32 * 4
-    )
-    assert stored.find("blk.7.attn_q.weight") is None
-    parts[1].unlink()
-    with pytest.raises(LoadError, match=r"cannot read the header of .*00002-of-00002"):
-        gguf_tensors.StoredWeights(parts[0])
-
-
 def with_another(file, name, to):
     """A copy of the file in which one value of a weight is another."""
     stored = gguf_tensors.StoredWeights(Path(file))
@@ -384,41 +349,6 @@ def test_a_lost_row_of_the_cache_is_seen_in_the_mask_and_what_took_its_cell(llam
     assert held == [0, 1, 6, 3, 4, 5, 7, 8, 9]
 
 
-@pytest.mark.parametrize("error", [ValueError("planted"), KeyboardInterrupt()])
-def test_what_a_callback_raises_is_raised_by_the_forward(llama, error):
-    raised = []
-
-    def full(module, role, name):
-        if module == "layers.1.kqv" and not raised:
-            raised.append(error)
-            raise error
-        return False
-
-    with closing(load(llama, threads=1)) as model:
-        plain = forwards(model)
-    with capture_gguf(llama, threads=1, full=full) as captured:
-        with pytest.raises(type(error)) as caught:
-            captured.model.forward(TEXT)
-        assert caught.value is error and captured.model.n_past == 0
-        assert all(np.array_equal(a, b) for a, b in zip(plain, forwards(captured.model), strict=True))
-    seen = captured.builder.trace()
-    assert "layers.1.kq" in set(seen.rows(step=0)["module"]) and "layers.1.ffn_out" not in set(
-        seen.rows(step=0)["module"]
-    )
-    assert "layers.1.ffn_out" in set(seen.rows(step=1)["module"])
-
-
-def test_an_error_of_a_decode_that_failed_is_not_raised_by_the_next():
-    watch = gguf_tensors.Watch()
-    watch.on, watch.wanted = True, lambda node: 1 / 0
-    node = (ctypes.c_char * ctypes.sizeof(gguf_tensors._Raw))()
-    with pytest.raises(LoadError, match="decode"), watch.decoding([1], 0, 1, 0):
-        watch._called(ctypes.addressof(node), True, None)
-        raise LoadError("decode failed")
-    with watch.decoding([1], 0, 1, 0):
-        pass
-
-
 def test_what_cannot_be_captured_is_refused_at_once(llama, tmp_path):
     for wrong in ({"modules": "layers.(0"}, {"full": "*"}):
         with pytest.raises(InputError, match="no regular expression"), capture_gguf(llama, **wrong):
@@ -429,14 +359,6 @@ def test_what_cannot_be_captured_is_refused_at_once(llama, tmp_path):
         load(f"{llama}?watch=1")
     with pytest.raises(InputError, match="no such model file"), capture_gguf(tmp_path / "absent.gguf"):
         pass
-
-
-def test_the_model_is_closed_with_the_block(llama):
-    with capture_gguf(llama, threads=1) as captured:
-        captured.model.forward(TEXT)
-    with pytest.raises(InputError, match="was closed"):
-        captured.model.forward(TEXT)
-    assert len(captured.builder.trace().tensors)
 
 
 FIELDS = [name for name, _ in gguf_tensors._Raw._fields_]
@@ -480,18 +402,7 @@ def test_any_other_layout_of_a_tensor_is_one_clear_error(monkeypatch):
     gguf_tensors._check_layout(functions)
 
 
-def test_no_tensor_is_read_before_the_layout_is_proved(monkeypatch):
-    known = dict(gguf_tensors._Raw._fields_)
-    with laid_out([(name, known[name]) for name in reversed(FIELDS)], monkeypatch), pytest.raises(LoadError):
-        gguf_tensors.ggml.__wrapped__()
-
-
-def test_a_function_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(gguf_tensors._FUNCTIONS, "ggml_of_tomorrow", (None, ()))
-    with pytest.raises(LoadError, match=r"no ggml_of_tomorrow: install"):
-        gguf_tensors.ggml.__wrapped__()
-
-
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_real_model_is_seen_whole_and_unchanged():
     def run(model):
@@ -508,6 +419,7 @@ def test_the_real_model_is_seen_whole_and_unchanged():
     assert (trace.rows(role="out")["token_axis"] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_requantised_real_model_parts_at_the_first_weight_that_was_made_anew():
     sound, coarse = (

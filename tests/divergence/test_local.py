@@ -80,7 +80,18 @@ def test_sound_runs_are_within_their_floors_in_every_shape(pair):
         assert local.beyond(errors, pair.floor, Script.blocks(TEXT, width=7)).empty
 
 
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in BENIGN_BY_RELATION])
+QUICK = ("positional_registry", "stale_row", "foreign_routing", "expert_scale_in_op", "overtrimmed", "split_k")
+"""One of each kind; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in FAULTS
+        if name not in BENIGN_BY_RELATION
+    ],
+)
 def test_the_first_module_and_token_of_a_fault_are_found(pair, fault):
     found = pair.first(fault)
     if pair.fault.first is None:
@@ -92,6 +103,7 @@ def test_the_first_module_and_token_of_a_fault_are_found(pair, fault):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [1, 3])
 @pytest.mark.parametrize("fault", ["positional_registry", "expert_scale_in_op", "kv_slot_swap", "foreign_routing"])
 def test_a_fault_in_a_later_layer_is_found_there(pair, fault, layer):

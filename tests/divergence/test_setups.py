@@ -12,7 +12,7 @@ from specnb.divergence.at_use import UNKNOWN
 from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.planting import forward_replaced
-from specnb.divergence.precision import Rounded, coarser, off
+from specnb.divergence.precision import Rounded, coarser
 from specnb.divergence.setups import FIRST, NEIGHBOUR, SETUPS, Coverage, Lab
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import other_products
@@ -112,10 +112,6 @@ def test_a_type_in_which_the_sound_copy_overflows_excuses_nothing(lab):
     assert coarser(wrong, 0.9, scaled.trace, "float32", **options) == ""
 
 
-def test_logits_of_no_position_in_common_are_not_off():
-    assert off({0: torch.ones(2)}, {1: torch.ones(2)}) == 0
-
-
 def test_parameters_that_nobody_is_known_to_own_are_not_another_models(lab):
     @contextmanager
     def repacked(draft, neighbour):
@@ -154,15 +150,6 @@ def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(lab):
     assert under.run("S0", lambda draft, neighbour: exchanged(0, 1)).clean
     wrong = under.run("S0", lambda draft, neighbour: exchanged(0, 2)).wrong
     assert wrong["module"].iloc[0] == "layers.0.mlp.router"
-
-
-def test_masks_with_infinities_are_compared():
-    inf = float("inf")
-    ours = torch.tensor([[0.0, -inf], [0.0, 0.0], [1.0, float("nan")]])
-    same = local._apart(ours, ours.clone(), 0)
-    assert same["error"].tolist() == [0, 0, 0]
-    theirs = torch.tensor([[0.0, -inf], [0.0, -inf], [1.0, 0.0]])
-    assert local._apart(ours, theirs, 0)["error"].tolist() == [0, inf, inf]
 
 
 class Counting(TorchDispatchMode):
