@@ -10,9 +10,10 @@ import pytest
 
 from specnb.book.divergence_report import acceptance_document, acceptance_line, read_acceptance
 from specnb.divergence.capture import capture
+from specnb.divergence.feeding import fed
 from specnb.divergence.investigate import made_up
 from specnb.divergence.script import run
-from specnb.divergence.trace import Trace
+from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.errors import InputError
 from specnb.lm.load import load
 from specnb.measure.pair import run_pair
@@ -231,6 +232,26 @@ def test_a_file_of_anything_else_is_one_line(specnb, models, tmp_path, content, 
     code, _, err = specnb("divergence", "capture", models["torch"], *words)
     assert code == 2 and part in told(err)[0] and len(told(err)[0]) < 500
     assert [path.name for path in tmp_path.iterdir()] == ["ids"]
+
+
+STEP = {"step": 0, "batch": 1, "length": 2, "first_position": 0, "token_ids": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("steps", "value"),
+    [
+        ([], "0"),
+        ([STEP | {"first_position": 3}], "3"),
+        ([STEP, STEP | {"first_position": 3}], "3"),
+        ([STEP | {"batch": 2}], "2 rows"),
+        ([STEP | {"length": 9}], "9"),
+    ],
+)
+def test_a_trace_that_cannot_be_fed_again_is_refused(tmp_path, steps, value):
+    Trace({"steps": steps}, table([], TENSOR_COLUMNS), table([], PARAM_COLUMNS), {}).save(tmp_path)
+    with pytest.raises(InputError) as refused:
+        fed(tmp_path)
+    assert not steps or value in str(refused.value)
 
 
 @pytest.mark.slow
