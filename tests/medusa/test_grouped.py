@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from specnb.lm import hf_grouped
 from specnb.lm.hf_cache import new_cache
+from specnb.medusa import text
 from tests.tiny_models import torch_model
 
 
@@ -29,11 +29,9 @@ def test_rows_are_those_of_torchs_own_attention(net, monkeypatch):
     tokens = torch.randint(5, 64, (4, 24), generator=torch.Generator().manual_seed(1))
     wanted = logits(net, tokens, 9)
     widths = []
-    real = hf_grouped.grouped_attention
-    monkeypatch.setattr(
-        hf_grouped, "grouped_attention", lambda *a, **kw: (widths.append(a[1].shape[2]), real(*a, **kw))[1]
-    )
-    with hf_grouped.grouped(net):
+    real = text.grouped_attention
+    monkeypatch.setattr(text, "grouped_attention", lambda *a, **kw: (widths.append(a[1].shape[2]), real(*a, **kw))[1])
+    with text.grouped(net):
         found = logits(net, tokens, 9)
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert set(widths) == {1, 9}, "both the block and the single tokens came by"
@@ -43,8 +41,8 @@ def test_rows_are_those_of_torchs_own_attention(net, monkeypatch):
 
 def test_the_model_is_as_it_was_behind_the_block(net):
     before = net.config._attn_implementation
-    with pytest.raises(ZeroDivisionError), hf_grouped.grouped(net):
-        assert net.config._attn_implementation == hf_grouped.NAME
+    with pytest.raises(ZeroDivisionError), text.grouped(net):
+        assert net.config._attn_implementation == text.GROUPED
         raise ZeroDivisionError
     assert net.config._attn_implementation == before
 
@@ -54,7 +52,7 @@ def test_masks_are_kept(net):
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0
     rows = []
-    for attention in (nullcontext(), hf_grouped.grouped(net)):
+    for attention in (nullcontext(), text.grouped(net)):
         cache = new_cache(net)
         with torch.inference_mode(), attention:
             net(input_ids=tokens[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
@@ -65,5 +63,5 @@ def test_masks_are_kept(net):
 def test_sliding_windows_keep_their_own():
     net = torch_model("mistral", vocab_size=64, sliding_window=8).eval()
     before = net.config._attn_implementation
-    with hf_grouped.grouped(net):
+    with text.grouped(net):
         assert net.config._attn_implementation == before
