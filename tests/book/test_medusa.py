@@ -166,16 +166,6 @@ def test_heads_that_failed_a_gate_have_no_speed(study, monkeypatch):
         study.time()
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("dtype", "int8"), ("categories", ["code", "code"]), ("categories", []), ("rows", 1), ("row_tokens", 8),
-     ("steps", 5), ("ablation_steps", 1), ("identity_prompts", 0), ("max_new_tokens", 3), ("medusa", None)],
-)  # fmt: skip
-def test_bad_parameters_are_told_with_their_field(field, value):
-    with pytest.raises(InputError, match=f"parameters of MedusaParams: {field}"):
-        MedusaParams.checked(**{field: value})
-
-
 # --- tables and figures ---------------------------------------------------------------------------------------------
 
 

@@ -52,16 +52,6 @@ def test_states_are_those_of_the_last_rows_and_give_the_logits(target, n):
     assert target.n_past == 0
 
 
-def test_states_of_a_16_bit_model_whose_single_tokens_are_fed_twice():
-    """Behind the first row, 33 come in two forwards, the last of a single token."""
-    model = HfModel(torch_model("llama").to(torch.bfloat16), None, name="half")
-    seen = states(model, list(range(3, 37)), 34)
-    assert len(seen.pre_norm) == len(seen.post_norm) == len(seen.logits) == 34
-    with torch.inference_mode():
-        logits = model.network.lm_head(seen.post_norm).float().numpy()
-    np.testing.assert_allclose(logits, seen.logits, atol=0.05 * np.abs(seen.logits).max())
-
-
 def test_no_listener_is_left_behind_and_an_engine_without_a_network_is_refused(target):
     states(target, [3, 4, 5], 1)
     norm = target.network.model.norm

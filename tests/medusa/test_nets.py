@@ -82,17 +82,6 @@ def test_zero_heads_say_what_the_backbone_says(net, kind, lm_head, token_map, co
     torch.testing.assert_close(heads.as_input(before), fed)
 
 
-@torch.no_grad()
-def test_a_second_norm_is_not_the_identity(net):
-    """The fault of the field note: states that are normed already, fed to heads that norm them."""
-    before, behind, logits = states(net, IDS)
-    scale = float(logits.abs().max())
-    doubled = made(net, input="pre_norm").draft_logits(0, behind)
-    missing = made(net, input="post_norm").draft_logits(0, before)
-    assert (doubled - logits).abs().max() > 1e-2 * scale
-    assert (missing - logits).abs().max() > 1e-2 * scale
-
-
 def test_training_leaves_the_backbone_as_it_was(llama):
     before = {name: p.detach().clone() for name, p in llama.named_parameters()}
     heads = made(llama, lm_head="private")

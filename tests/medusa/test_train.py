@@ -193,27 +193,6 @@ def test_bad_numbers_stop_the_run(backbone, periodic, tmp_path):
     assert loop.read_checkpoint(tmp_path) is None
 
 
-def test_the_time_left_is_told_before_the_first_step(backbone, periodic, tmp_path):
-    order = []
-    heads = new_heads(backbone)
-    before = [p.clone() for p in heads.parameters()]
-
-    def started(seconds, left):
-        assert left == RECIPE.steps
-        order.append(seconds)
-        assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), before, strict=True))
-
-    train(heads, periodic, tmp_path, on_start=started, on_step=lambda report: order.append(report.step))
-    assert order[0] > 0 and order[1:] == list(range(1, RECIPE.steps + 1))
-
-
-def test_bfloat16_backbones_need_bfloat16_products(net, periodic, tmp_path):
-    backbone = Backbone.of(torch_model("llama", vocab_size=VOCAB).to(torch.bfloat16))
-    with pytest.raises(InputError, match="float32 backbone"):
-        train(new_heads(backbone), periodic, tmp_path)
-    train(new_heads(backbone), periodic, tmp_path, replace(RECIPE, bf16=True))
-
-
 def test_all_stages_from_the_command_line(tmp_path):
     """On the embedded hybrid, whose heads are as good as any, from a file of texts to a folder that opens."""
     import typer
