@@ -271,6 +271,7 @@ def test_results_that_cannot_be_written_are_a_mistake(specnb, tmp_path, monkeypa
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_a_notebook_really_runs_with_the_parameters_given(tmp_path):
     nb = nbformat.v4.new_notebook()
     cell = nbformat.v4.new_code_cell('ks: list[int] = [1]\ntarget: str = "x"', metadata={"tags": ["parameters"]})
