@@ -122,14 +122,13 @@ def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tu
     """
     if draft is None or draft in DRAFTERS:
         return draft, None
-    try:
-        specs = parse(target), parse(draft)
-    except InputError:  # for `load` to say
-        return draft, None
     needs: dict[str, list[Need]] = {}
-    for spec in specs:
-        if not int(spec.options.get("gpu_layers", 0)):  # what part llama.cpp puts where is known once it is opened
-            needs.setdefault(spec.options.get("device", "cpu"), []).append(Need(weights_bytes(spec)))
+    try:
+        for spec in (parse(target), parse(draft)):
+            if not int(spec.options.get("gpu_layers", 0)):  # what part llama.cpp puts where is known once it is opened
+                needs.setdefault(spec.options.get("device", "cpu"), []).append(Need(weights_bytes(spec)))
+    except (InputError, ValueError):  # for `load` to say
+        return draft, None
     try:
         for device, pair in needs.items():
             both = Need(sum(n.weights_bytes for n in pair), 0, sum(n.margin_bytes for n in pair))

@@ -118,6 +118,9 @@ def test_a_corrupt_folder_behind_llama_is_a_load_error_and_a_draft_falls_back(tm
         load(name)
     generation = generate(markov(8), [1], drafter=name, max_new_tokens=2)
     assert "LoadError" in generation.fallback and len(generation.token_ids) == 2
+    (folder / "config.json").write_text("{")
+    target = str(torch_folder(tmp_path / "target"))
+    assert "LoadError" in generate(target, [1], drafter=str(folder), max_new_tokens=2).fallback
 
 
 @pytest.mark.parametrize(
