@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from specnb.divergence import pair as small
-from specnb.errors import InputError
 
 IDS = torch.randint(0, 256, (1, 24), generator=torch.Generator().manual_seed(0))
 
@@ -48,21 +47,6 @@ def test_same_seed_gives_the_same_bits_and_another_seed_others(pair):
     assert not torch.allclose(logits(pair.draft), logits(other), atol=0.1)
 
 
-def test_no_weight_of_the_target_is_one_of_a_draft(pair):
-    for seed in range(3):
-        draft = dict(small.make("draft", seed=seed).named_parameters())
-        for name, weight in pair.target.named_parameters():
-            if name in draft and weight.dim() > 1:
-                n = min(weight.numel(), draft[name].numel())
-                assert not torch.equal(weight.flatten()[:n], draft[name].flatten()[:n])
-
-
-def test_global_generator_is_left_alone():
-    before = torch.random.get_rng_state()
-    small.decoy_twin(small.make("draft"))
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 def test_cached_steps_agree_with_one_forward(pair):
     whole = logits(pair.draft)
     with torch.no_grad():
@@ -94,10 +78,3 @@ def test_copy_is_equal_and_shares_no_memory(pair):
     assert torch.equal(logits(copy), logits(pair.draft))
     ours = {parameter.data_ptr() for parameter in pair.draft.parameters()}
     assert ours.isdisjoint(parameter.data_ptr() for parameter in copy.parameters())
-
-
-def test_unknown_role_and_dtype_are_named():
-    with pytest.raises(InputError, match=r"no small model 'teacher'.*draft"):
-        small.make("teacher")
-    with pytest.raises(InputError, match=r"dtype 'float16'.*float32"):
-        small.make("draft", dtype="float16")
