@@ -303,6 +303,7 @@ def test_a_generation_puts_its_acceptance_into_verdict_and_report(specnb, unlike
     assert code == 0 and out.splitlines()[-1] == f"Acceptance: {acceptance_line(expected)}"
 
 
+@pytest.mark.slow
 def test_a_draft_that_llama_cpp_runs_is_said_to_be_judged_in_torch(specnb, models):
     file, folder = models["llama.cpp"].partition("?")[0], models["torch"]
     for name, is_said in ((file, True), (f"{file}?backend=hf", False), (folder, False), ("pair", False)):

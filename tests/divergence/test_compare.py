@@ -54,7 +54,7 @@ class Subject:
             beside(torch.tensor([TEXT[:16]]))
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def pair(request):
     return Subject(request.param)
 

@@ -120,6 +120,7 @@ def test_a_draft_that_hooks_change_is_not_judged(lab):
     assert not found.inert and found.verdict == "INCONCLUSIVE" and "hooks" in found.reason
 
 
+@pytest.mark.slow
 def test_without_a_target_the_draft_is_looked_at_alone_and_beside_its_twins(lab):
     found = investigate(lab.draft, script=lab.script, deploy=FAULTS["positional_registry"])
     assert found.causes[0].name == "IDENTITY" and {*found.case.outcomes} == {"S0", "S0w", "S1", "S2", "S5"}
@@ -231,6 +232,7 @@ def test_a_draft_without_a_cache_to_crop_is_refused_with_what_to_do():
         investigate(draft)
 
 
+@pytest.mark.slow
 def test_a_service_that_makes_logits_of_last_tokens_alone_is_judged_like_any_other(lab):
     sound = judge(lab, deploy=last_logits)
     assert sound.verdict == "PRECISION_ONLY" and sound.exit_code == 0  # one row of the head is another product
