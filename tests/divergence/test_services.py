@@ -158,7 +158,7 @@ WRONG = {
         d.model.rotary_emb.inv_freq, d.model.rotary_emb.inv_freq**0.5), "S0", "rotary_emb", "POSITION"),
     "longer angles": Wrong(lambda: made("qwen2"), lambda d, _: replaced(d.model.rotary_emb, "attention_scaling", 1.1),
                            "S0", "rotary_emb", "COMPUTATION"),
-    "positions counted on": Wrong(lambda: made("qwen2"), counts_on_after_a_rejection, "S0 S0w", "rotary_emb",
+    "positions counted on": Wrong(lambda: made("qwen2"), counts_on_after_a_rejection, "S0 S0w", "model",
                                   "POSITION"),
     "complex angles turned back": Wrong(lambda: made("llama4_text"), lambda d, _: forward_replaced(
         d.model.rotary_emb, lambda run, *args: run(*args).conj()), "S0", "rotary_emb", "POSITION"),
