@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 from specnb.lm.convert.plan import (
     Change,
+    Key,
     Plan,
     Weight,
     convolution,
     decoder_keys,
     head_weights,
-    invalid,
     negative_exp,
-    numbers,
     refusal,
     require,
     require_both,
     skip_tied,
+    unchanged,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -33,33 +33,52 @@ if TYPE_CHECKING:
 LINEAR, CONV, FULL = "linear_attention", "conv", "full_attention"
 
 
-def qwen3(config: "PretrainedConfig") -> Plan:
-    """Keys and weights of a `Qwen3Config`. InputError for what llama.cpp's code for qwen3 does not compute."""
-    _qwen3_check(config)
-    weights = head_weights(config, Weight("output_norm.weight", "model.norm.weight", (config.hidden_size,)))
-    for i in range(config.num_hidden_layers):
-        weights += _qwen3_layer(config, i)
-    return Plan("qwen3", _qwen3_keys(config), weights, skipped=skip_tied(config))
+def _norms(config: "PretrainedConfig", i: int, change: Change = unchanged, **names: str) -> list[Weight]:
+    """The norms of layer `i` over the hidden size: GGUF name = transformers name."""
+    shape = (config.hidden_size,)
+    return [Weight(f"blk.{i}.{to}.weight", f"model.layers.{i}.{of}.weight", shape, change) for to, of in names.items()]
 
 
-def _qwen3_check(config: "PretrainedConfig") -> None:
-    numbers(
-        config,
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "max_position_embeddings",
-        "head_dim",
-    )
-    numbers(config, "num_attention_heads", "num_key_value_heads")
-    require(config, "hidden_act", "silu", "llama.cpp has no other here")
-    require(config, "attention_bias", False, "llama.cpp adds none")
-    if set(config.layer_types) != {"full_attention"}:
-        raise refusal("layer_types", config.layer_types, "llama.cpp's qwen3 has no sliding windows")
+def _feed_forward(config: "PretrainedConfig", i: int, wide: int, gate: str, up: str, down: str) -> list[Weight]:
+    """The gated feed-forward part of layer `i`, `wide` inside, by its names in transformers."""
+    layer, block, narrow = f"model.layers.{i}", f"blk.{i}", config.hidden_size
+    return [
+        Weight(f"{block}.ffn_gate.weight", f"{layer}.{gate}.weight", (wide, narrow)),
+        Weight(f"{block}.ffn_up.weight", f"{layer}.{up}.weight", (wide, narrow)),
+        Weight(f"{block}.ffn_down.weight", f"{layer}.{down}.weight", (narrow, wide)),
+    ]
 
 
-def _qwen3_keys(config: "PretrainedConfig") -> dict:
+QWEN_FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def _attention(
+    config: "PretrainedConfig",
+    i: int,
+    size: int,
+    *,
+    output: str = "o_proj",
+    norm: str = "norm",
+    change: Change = unchanged,
+    gates: int = 0,
+) -> list[Weight]:
+    """Attention of layer `i` with heads of `size` and normed queries and keys (`change`: what happens to the norms).
+
+    With one of `gates` both engines keep the rows of q_proj as query and gate by turns, head by head.
+    """
+    layer, block, hidden = f"model.layers.{i}.self_attn", f"blk.{i}", config.hidden_size
+    queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+    return [
+        Weight(f"{block}.attn_q.weight", f"{layer}.q_proj.weight", ((1 + gates) * queries, hidden)),
+        Weight(f"{block}.attn_k.weight", f"{layer}.k_proj.weight", (keys, hidden)),
+        Weight(f"{block}.attn_v.weight", f"{layer}.v_proj.weight", (keys, hidden)),
+        Weight(f"{block}.attn_output.weight", f"{layer}.{output}.weight", (hidden, queries)),
+        Weight(f"{block}.attn_q_norm.weight", f"{layer}.q_{norm}.weight", (size,), change),
+        Weight(f"{block}.attn_k_norm.weight", f"{layer}.k_{norm}.weight", (size,), change),
+    ]
+
+
+def _qwen_keys(config: "PretrainedConfig") -> dict[str, Key]:
     return decoder_keys(config, feed_forward=config.intermediate_size) | {
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
@@ -68,23 +87,20 @@ def _qwen3_keys(config: "PretrainedConfig") -> dict:
     }
 
 
-def _qwen3_layer(config: "PretrainedConfig", i: int) -> list[Weight]:
-    layer, block = f"model.layers.{i}", f"blk.{i}"
-    wide, narrow, size = config.intermediate_size, config.hidden_size, config.head_dim
-    heads, shared = config.num_attention_heads * size, config.num_key_value_heads * size
-    return [
-        Weight(f"{block}.attn_norm.weight", f"{layer}.input_layernorm.weight", (narrow,)),
-        Weight(f"{block}.ffn_norm.weight", f"{layer}.post_attention_layernorm.weight", (narrow,)),
-        Weight(f"{block}.attn_q.weight", f"{layer}.self_attn.q_proj.weight", (heads, narrow)),
-        Weight(f"{block}.attn_k.weight", f"{layer}.self_attn.k_proj.weight", (shared, narrow)),
-        Weight(f"{block}.attn_v.weight", f"{layer}.self_attn.v_proj.weight", (shared, narrow)),
-        Weight(f"{block}.attn_output.weight", f"{layer}.self_attn.o_proj.weight", (narrow, heads)),
-        Weight(f"{block}.attn_q_norm.weight", f"{layer}.self_attn.q_norm.weight", (size,)),
-        Weight(f"{block}.attn_k_norm.weight", f"{layer}.self_attn.k_norm.weight", (size,)),
-        Weight(f"{block}.ffn_gate.weight", f"{layer}.mlp.gate_proj.weight", (wide, narrow)),
-        Weight(f"{block}.ffn_up.weight", f"{layer}.mlp.up_proj.weight", (wide, narrow)),
-        Weight(f"{block}.ffn_down.weight", f"{layer}.mlp.down_proj.weight", (narrow, wide)),
-    ]
+def qwen3(config: "PretrainedConfig") -> Plan:
+    """Keys and weights of a `Qwen3Config`. InputError for what llama.cpp's code for qwen3 does not compute."""
+    require(config, "hidden_act", "silu", "llama.cpp has no other here")
+    require(config, "attention_bias", False, "llama.cpp adds none")
+    if set(config.layer_types) != {FULL}:
+        raise refusal("layer_types", config.layer_types, "llama.cpp's qwen3 has no sliding windows")
+    weights = head_weights(config, Weight("output_norm.weight", "model.norm.weight", (config.hidden_size,)))
+    for i in range(config.num_hidden_layers):
+        weights += [
+            *_norms(config, i, attn_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
+            *_attention(config, i, config.head_dim),
+            *_feed_forward(config, i, config.intermediate_size, *QWEN_FEED_FORWARD),
+        ]
+    return Plan("qwen3", _qwen_keys(config), weights, skipped=skip_tied(config))
 
 
 DEFAULT_SECTIONS = [11, 11, 10]
@@ -93,11 +109,22 @@ DEFAULT_SECTIONS = [11, 11, 10]
 
 def qwen35(config: "PretrainedConfig") -> Plan:
     """Keys and weights of a `Qwen3_5TextConfig`. InputError for what llama.cpp's code for qwen35 does not compute."""
-    _qwen35_check(config)
-    weights = head_weights(config, _qwen35_norm("output_norm.weight", "model.norm.weight", config.hidden_size))
+    require(config, "hidden_act", "silu", "llama.cpp has no other here")
+    require(config, "attention_bias", False, "llama.cpp adds none")
+    require(config, "rms_norm_eps", 1e-6, "llama.cpp takes it for the length of q and k too, transformers 1e-6")
+    size = config.linear_key_head_dim
+    require(config, "linear_value_head_dim", size, "llama.cpp's recurrent state is square (linear_key_head_dim)")
+    require_both(config, LINEAR, FULL)
+    weights = head_weights(config, Weight("output_norm.weight", "model.norm.weight", (config.hidden_size,), one_plus))
     for i, kind in enumerate(config.layer_types):
-        weights += _qwen35_common(config, i) + (
-            _qwen35_linear(config, i) if kind == LINEAR else _qwen35_full(config, i)
+        weights += [
+            *_norms(config, i, one_plus, attn_norm="input_layernorm", post_attention_norm="post_attention_layernorm"),
+            *_feed_forward(config, i, config.intermediate_size, *QWEN_FEED_FORWARD),
+        ]
+        weights += (
+            _qwen35_linear(config, i)
+            if kind == LINEAR
+            else _attention(config, i, config.head_dim, change=one_plus, gates=1)
         )
     # heads for predicting several tokens are not part of what transformers runs either
     return Plan("qwen35", _qwen35_keys(config), weights, skipped=("mtp.", *skip_tied(config)))
@@ -115,29 +142,9 @@ def tiled_heads(n_keys: int, n_values: int, width: int) -> "np.ndarray":
     return np.arange(n_values * width).reshape(n_keys, n_values // n_keys, width).swapaxes(0, 1).ravel()
 
 
-def _qwen35_check(config: "PretrainedConfig") -> None:
-    numbers(config, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
-    numbers(config, "num_attention_heads", "num_key_value_heads", "head_dim")
-    numbers(config, "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_conv_kernel_dim")
-    require(config, "hidden_act", "silu", "llama.cpp has no other here")
-    require(config, "attention_bias", False, "llama.cpp adds none")
-    require(config, "rms_norm_eps", 1e-6, "llama.cpp takes it for the length of q and k too, transformers 1e-6")
-    size = config.linear_key_head_dim
-    require(config, "linear_value_head_dim", size, "llama.cpp's recurrent state is square (linear_key_head_dim)")
-    if config.linear_num_value_heads % config.linear_num_key_heads:
-        raise invalid("linear_num_value_heads", config.linear_num_value_heads, "not a multiple of linear_num_key_heads")
-    if config.linear_conv_kernel_dim < 2:
-        raise refusal("linear_conv_kernel_dim", config.linear_conv_kernel_dim, "a window of one keeps no state")
-    require_both(config, LINEAR, FULL)
-
-
 def _qwen35_keys(config: "PretrainedConfig") -> dict:
     rotated, sections = _qwen35_rotation(config)
-    return decoder_keys(config, feed_forward=config.intermediate_size) | {
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+    return _qwen_keys(config) | {
         # the pattern itself; a `full_attention_interval` could only say "every n-th"
         "attention.recurrent_layers": [kind == LINEAR for kind in config.layer_types],
         "rope.dimension_count": rotated,
@@ -157,49 +164,14 @@ def _qwen35_rotation(config: "PretrainedConfig") -> tuple[int, list[int]]:
     frequency that no section covers position 0: such sections are refused.
     """
     factor = config.rope_parameters.get("partial_rotary_factor", 0.25)
-    if not isinstance(factor, int | float) or not 0 < factor <= 1:
-        raise invalid("partial_rotary_factor", factor, "it must be more than 0 and at most 1")
     rotated = int(config.head_dim * factor)
     if rotated < 2 or rotated % 2:
         raise refusal("partial_rotary_factor", factor, f"it rotates {rotated} values of a head, not an even number")
     sections = config.rope_parameters.get("mrope_section", DEFAULT_SECTIONS)
-    if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n > 0 for n in sections):
-        raise invalid("mrope_section", sections, "it must be three positive whole numbers")
     uncovered = [i for i in range(min(rotated // 2, sum(sections))) if i >= 3 * sections[i % 3]]
     if uncovered:
         raise refusal("mrope_section", sections, f"llama.cpp would not turn frequency {uncovered[0]}")
     return rotated, [*sections, 0]
-
-
-def _qwen35_norm(name: str, source: str, size: int) -> Weight:
-    return Weight(name, source, (size,), one_plus)
-
-
-def _qwen35_common(config: "PretrainedConfig", i: int) -> list[Weight]:
-    layer, block = f"model.layers.{i}", f"blk.{i}"
-    wide, narrow = config.intermediate_size, config.hidden_size
-    return [
-        _qwen35_norm(f"{block}.attn_norm.weight", f"{layer}.input_layernorm.weight", narrow),
-        _qwen35_norm(f"{block}.post_attention_norm.weight", f"{layer}.post_attention_layernorm.weight", narrow),
-        Weight(f"{block}.ffn_gate.weight", f"{layer}.mlp.gate_proj.weight", (wide, narrow)),
-        Weight(f"{block}.ffn_up.weight", f"{layer}.mlp.up_proj.weight", (wide, narrow)),
-        Weight(f"{block}.ffn_down.weight", f"{layer}.mlp.down_proj.weight", (narrow, wide)),
-    ]
-
-
-def _qwen35_full(config: "PretrainedConfig", i: int) -> list[Weight]:
-    """Gated attention. Both engines keep the rows of q_proj as query and gate by turns, head by head."""
-    layer, block = f"model.layers.{i}.self_attn", f"blk.{i}"
-    hidden, size = config.hidden_size, config.head_dim
-    queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
-    return [
-        Weight(f"{block}.attn_q.weight", f"{layer}.q_proj.weight", (2 * queries, hidden)),
-        Weight(f"{block}.attn_k.weight", f"{layer}.k_proj.weight", (keys, hidden)),
-        Weight(f"{block}.attn_v.weight", f"{layer}.v_proj.weight", (keys, hidden)),
-        Weight(f"{block}.attn_output.weight", f"{layer}.o_proj.weight", (hidden, queries)),
-        _qwen35_norm(f"{block}.attn_q_norm.weight", f"{layer}.q_norm.weight", size),
-        _qwen35_norm(f"{block}.attn_k_norm.weight", f"{layer}.k_norm.weight", size),
-    ]
 
 
 def _qwen35_linear(config: "PretrainedConfig", i: int) -> list[Weight]:
@@ -238,12 +210,26 @@ def _qwen35_rows(n_keys: int, n_values: int, width: int, start: int = 0) -> Chan
 
 def lfm2(config: "PretrainedConfig") -> Plan:
     """Keys and weights of an `Lfm2Config`. InputError for what llama.cpp's code for lfm2 does not compute."""
-    _lfm2_check(config)
+    require(config, "conv_bias", False, "llama.cpp adds none")
+    if config.conv_L_cache < 2:
+        raise refusal("conv_L_cache", config.conv_L_cache, "a window of one keeps no state, which ends llama.cpp")
+    require_both(config, CONV, FULL)
     final_norm = Weight("token_embd_norm.weight", "model.embedding_norm.weight", (config.hidden_size,))
-    weights = head_weights(config, final_norm)
+    weights, wide = head_weights(config, final_norm), feed_forward_length(config)
+    size = config.hidden_size // config.num_attention_heads
     for i, kind in enumerate(config.layer_types):
-        weights += _lfm2_common(config, i) + (_lfm2_conv(config, i) if kind == CONV else _lfm2_full(config, i))
-    return Plan("lfm2", _lfm2_keys(config), weights, skipped=skip_tied(config))
+        weights += _norms(config, i, attn_norm="operator_norm", ffn_norm="ffn_norm")
+        weights += _feed_forward(config, i, wide, "feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
+        weights += (
+            _lfm2_conv(config, i) if kind == CONV else _attention(config, i, size, output="out_proj", norm="layernorm")
+        )
+    keys = decoder_keys(config, feed_forward=wide) | {
+        # a layer without heads of its own is a convolution
+        "attention.head_count_kv": [config.num_key_value_heads if k == FULL else 0 for k in config.layer_types],
+        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "shortconv.l_cache": config.conv_L_cache,
+    }
+    return Plan("lfm2", keys, weights, skipped=skip_tied(config))
 
 
 def feed_forward_length(config: "PretrainedConfig") -> int:
@@ -256,53 +242,6 @@ def feed_forward_length(config: "PretrainedConfig") -> int:
             multiple = config.block_multiple_of
             width = multiple * ((width + multiple - 1) // multiple)
     return width
-
-
-def _lfm2_check(config: "PretrainedConfig") -> None:
-    numbers(config, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
-    numbers(config, "num_attention_heads", "num_key_value_heads", "conv_L_cache", "block_multiple_of")
-    require(config, "conv_bias", False, "llama.cpp adds none")
-    if config.hidden_size % config.num_attention_heads:
-        raise invalid("num_attention_heads", config.num_attention_heads, "hidden_size is not a multiple of it")
-    if config.conv_L_cache < 2:
-        raise refusal("conv_L_cache", config.conv_L_cache, "a window of one keeps no state, which ends llama.cpp")
-    require_both(config, CONV, FULL)
-
-
-def _lfm2_keys(config: "PretrainedConfig") -> dict:
-    return decoder_keys(config, feed_forward=feed_forward_length(config)) | {
-        # a layer without heads of its own is a convolution
-        "attention.head_count_kv": [config.num_key_value_heads if k == FULL else 0 for k in config.layer_types],
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "shortconv.l_cache": config.conv_L_cache,
-    }
-
-
-def _lfm2_common(config: "PretrainedConfig", i: int) -> list[Weight]:
-    layer, block = f"model.layers.{i}", f"blk.{i}"
-    wide, narrow = feed_forward_length(config), config.hidden_size
-    return [
-        Weight(f"{block}.attn_norm.weight", f"{layer}.operator_norm.weight", (narrow,)),
-        Weight(f"{block}.ffn_norm.weight", f"{layer}.ffn_norm.weight", (narrow,)),
-        Weight(f"{block}.ffn_gate.weight", f"{layer}.feed_forward.w1.weight", (wide, narrow)),
-        Weight(f"{block}.ffn_up.weight", f"{layer}.feed_forward.w3.weight", (wide, narrow)),
-        Weight(f"{block}.ffn_down.weight", f"{layer}.feed_forward.w2.weight", (narrow, wide)),
-    ]
-
-
-def _lfm2_full(config: "PretrainedConfig", i: int) -> list[Weight]:
-    layer, block = f"model.layers.{i}.self_attn", f"blk.{i}"
-    hidden = config.hidden_size
-    size = hidden // config.num_attention_heads
-    keys = config.num_key_value_heads * size
-    return [
-        Weight(f"{block}.attn_q.weight", f"{layer}.q_proj.weight", (hidden, hidden)),
-        Weight(f"{block}.attn_k.weight", f"{layer}.k_proj.weight", (keys, hidden)),
-        Weight(f"{block}.attn_v.weight", f"{layer}.v_proj.weight", (keys, hidden)),
-        Weight(f"{block}.attn_output.weight", f"{layer}.out_proj.weight", (hidden, hidden)),
-        Weight(f"{block}.attn_q_norm.weight", f"{layer}.q_layernorm.weight", (size,)),
-        Weight(f"{block}.attn_k_norm.weight", f"{layer}.k_layernorm.weight", (size,)),
-    ]
 
 
 def _lfm2_conv(config: "PretrainedConfig", i: int) -> list[Weight]:
@@ -321,31 +260,16 @@ CONTEXT = 2**20
 
 def mamba2(config: "PretrainedConfig") -> Plan:
     """Keys and weights of a `Mamba2Config`. InputError for what llama.cpp's code for mamba2 does not compute."""
-    _mamba2_check(config)
-    embedding = (config.vocab_size, config.hidden_size)
-    weights = [
-        Weight("token_embd.weight", "backbone.embeddings.weight", embedding),
-        Weight("output_norm.weight", "backbone.norm_f.weight", (config.hidden_size,)),
-    ]
-    if not config.tie_word_embeddings:
-        weights.append(Weight("output.weight", "lm_head.weight", embedding))
-    for i in range(config.num_hidden_layers):
-        weights += _mamba2_layer(config, i)
-    return Plan("mamba2", _mamba2_keys(config), weights, skipped=skip_tied(config))
-
-
-def _mamba2_check(config: "PretrainedConfig") -> None:
-    numbers(config, "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "state_size", "n_groups")
-    numbers(config, "conv_kernel")
     require(config, "hidden_act", "silu", "llama.cpp has no other here")
     require(config, "use_bias", False, "llama.cpp adds none")
     require(config, "use_conv_bias", True, "llama.cpp asks for one")
     if tuple(config.time_step_limit) != (0.0, float("inf")):
         raise refusal("time_step_limit", config.time_step_limit, "llama.cpp does not limit time steps")
-    if config.num_heads % config.n_groups:
-        raise invalid("n_groups", config.n_groups, "num_heads is not a multiple of it")
-    if config.conv_kernel < 2:
-        raise refusal("conv_kernel", config.conv_kernel, "a window of one keeps no state")
+    final_norm = Weight("output_norm.weight", "backbone.norm_f.weight", (config.hidden_size,))
+    weights = head_weights(config, final_norm, embedding="backbone.embeddings.weight")
+    for i in range(config.num_hidden_layers):
+        weights += _mamba2_layer(config, i)
+    return Plan("mamba2", _mamba2_keys(config), weights, skipped=skip_tied(config))
 
 
 def _mamba2_keys(config: "PretrainedConfig") -> dict:
@@ -377,22 +301,14 @@ def _mamba2_layer(config: "PretrainedConfig", i: int) -> list[Weight]:
         convolution(f"{block}.ssm_conv1d.weight", f"{layer}.mixer.conv1d.weight", channels, window),
         Weight(f"{block}.ssm_conv1d.bias", f"{layer}.mixer.conv1d.bias", (channels,)),
         Weight(f"{block}.ssm_dt.bias", f"{layer}.mixer.dt_bias", (heads,)),
-        Weight(
-            f"{block}.ssm_a",
-            f"{layer}.mixer.A_log",
-            (heads,),
-            lambda w: negative_exp(w)[:, None],
-            out_shape=per_head,
-            exact=True,
-        ),
-        Weight(f"{block}.ssm_d", f"{layer}.mixer.D", (heads,), lambda w: w[:, None], out_shape=per_head, exact=True),
+        Weight(f"{block}.ssm_a", f"{layer}.mixer.A_log", (heads,), lambda w: negative_exp(w)[:, None], per_head),
+        Weight(f"{block}.ssm_d", f"{layer}.mixer.D", (heads,), lambda w: w[:, None], per_head),
         Weight(
             f"{block}.ssm_norm.weight",
             f"{layer}.mixer.norm.weight",
             (inner,),
             lambda w: w.reshape(per_group),
-            out_shape=per_group,
-            exact=True,
+            per_group,
         ),
         Weight(f"{block}.ssm_out.weight", f"{layer}.mixer.out_proj.weight", (hidden, inner)),
     ]

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 Change = Callable[["np.ndarray"], "np.ndarray"]
 Key = bool | int | float | str | Sequence[bool] | Sequence[int] | Sequence[str]
 
-MAX_NUMBER = 2**31 - 1
-
 
 def unchanged(weight: "np.ndarray") -> "np.ndarray":
     """As it is: both engines mean the same by it."""
@@ -35,8 +33,8 @@ def negative_exp(weight: "np.ndarray") -> "np.ndarray":
 class Weight:
     """One tensor: its GGUF name, the transformers tensor it comes from with its shape, and what happens to the values.
 
-    `change` maps the float32 tensor to that of the GGUF, of `out_shape` (None: the same shape). Vectors and `exact`
-    weights stay float32 whatever the file's type is: llama.cpp's kernels read them so.
+    `change` maps the float32 tensor to that of the GGUF, of `out_shape` (None: the same shape). Vectors and weights
+    with an `out_shape` stay float32 whatever the file's type is: llama.cpp's kernels read them so.
     """
 
     name: str
@@ -44,23 +42,20 @@ class Weight:
     shape: tuple[int, ...]
     change: Change = unchanged
     out_shape: tuple[int, ...] | None = None
-    exact: bool = False
 
     @property
     def written_shape(self) -> tuple[int, ...]:
         return self.out_shape or self.shape
 
+    @property
+    def exact(self) -> bool:
+        """Whether it stays float32."""
+        return self.out_shape is not None or len(self.shape) == 1
+
 
 def convolution(name: str, source: str, channels: int, window: int, change: Change = unchanged) -> Weight:
     """The weight of a depthwise convolution: torch has a middle axis of one, which llama.cpp has not."""
-    return Weight(
-        name,
-        source,
-        (channels, 1, window),
-        lambda weight: change(weight[:, 0]),
-        out_shape=(channels, window),
-        exact=True,
-    )
+    return Weight(name, source, (channels, 1, window), lambda weight: change(weight[:, 0]), (channels, window))
 
 
 @dataclass(frozen=True)
@@ -73,10 +68,12 @@ class Plan:
     skipped: tuple[str, ...] = ()
 
 
-def head_weights(config: "PretrainedConfig", final_norm: Weight) -> list[Weight]:
+def head_weights(
+    config: "PretrainedConfig", final_norm: Weight, embedding: str = "model.embed_tokens.weight"
+) -> list[Weight]:
     """Embedding, last norm and, if it is not tied to the embedding, the output."""
     shape = (config.vocab_size, config.hidden_size)
-    weights = [Weight("token_embd.weight", "model.embed_tokens.weight", shape), final_norm]
+    weights = [Weight("token_embd.weight", embedding, shape), final_norm]
     if not config.tie_word_embeddings:
         weights.append(Weight("output.weight", "lm_head.weight", shape))
     return weights
@@ -100,14 +97,6 @@ def decoder_keys(config: "PretrainedConfig", *, feed_forward: int) -> dict[str, 
     }
 
 
-def numbers(config: "PretrainedConfig", *names: str) -> None:
-    """InputError unless each of these fields is an int from 1 to MAX_NUMBER."""
-    for name in names:
-        value = getattr(config, name, None)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_NUMBER:
-            raise invalid(name, value, f"it must be a whole number from 1 to {MAX_NUMBER}")
-
-
 def require(config: "PretrainedConfig", name: str, wanted: Any, why: str) -> None:
     """InputError unless the field has the one value that llama.cpp's code for this model has built in."""
     if (value := getattr(config, name, None)) != wanted:
@@ -124,11 +113,6 @@ def require_both(config: "PretrainedConfig", recurrent: str, full: str) -> None:
         raise refusal("layer_types", kinds, f"it must name {recurrent} or {full} for each layer, and both of them")
 
 
-def invalid(name: str, value: object, why: str) -> InputError:
-    """For a config that no engine runs."""
-    return InputError(f"config.json: {name} is {value!r:.80}: {why}; correct the file or fetch it again")
-
-
 def refusal(name: str, value: object, why: str) -> InputError:
     """For a config that transformers runs and llama.cpp, or this converter, does not."""
     return InputError(f"config.json: {name} is {value!r:.80}: {why}; such a model runs in torch only (?backend=hf)")
@@ -139,7 +123,4 @@ def rope_theta(config: "PretrainedConfig") -> float:
     rope = config.rope_parameters or {}
     if rope.get("rope_type", "default") != "default":
         raise refusal("rope_type", rope["rope_type"], "only default, unscaled positions are written")
-    theta = rope.get("rope_theta")
-    if not isinstance(theta, int | float) or not 0 < theta < 1e30:
-        raise invalid("rope_theta", theta, "it must be a positive number")
-    return float(theta)
+    return float(rope["rope_theta"])

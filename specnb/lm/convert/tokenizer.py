@@ -63,7 +63,7 @@ def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> d
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [_merge(pair) for pair in model["merges"]],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
         "tokenizer.ggml.add_bos_token": vocab.add_bos,
         **_end_keys(vocab),
     }
@@ -150,19 +150,11 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     return tokens, [kind for _, kind in rows]
 
 
-def _merge(pair: list[str]) -> str:
-    if any(" " in part for part in pair):
-        raise _refusal(pair, "a merge with a space cannot be written")
-    return " ".join(pair)
-
-
 def _end_keys(vocab: Vocabulary) -> dict[str, Key]:
     """End tokens, the tokenizer's own first, and a beginning: where there is none, that of the end, as in GPT-2."""
     ends = sorted(vocab.eog, key=lambda i: (i != vocab.eos, i))
     if not 1 <= len(ends) <= len(END_KEYS):
         raise _refusal(ends, f"a GGUF names one to {len(END_KEYS)} end tokens: set eos_token_id in config.json")
-    if outside := [i for i in (*ends, vocab.bos or 0) if not 0 <= i < vocab.size]:
-        raise _refusal(outside[0], f"a special token beyond the {vocab.size} ids")
     keys = {f"tokenizer.ggml.{key}": i for key, i in zip(END_KEYS, ends, strict=False)}
     return keys | {"tokenizer.ggml.bos_token_id": ends[0] if vocab.bos is None else vocab.bos}
 
