@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from specnb.compat.description import Description, Merges, Rope, state_of
-from specnb.compat.gguf_reader import MAX_ITEMS, Header, read_header
+from specnb.compat.gguf_reader import Header, read_header
 from specnb.compat.gguf_vocab import (
     FAMILIES,
     NO_VOCAB,
@@ -21,18 +21,17 @@ from specnb.compat.gguf_vocab import (
     PRE_WITHOUT_BOS,
     Family,
     added_ids,
-    fault,
-    flag,
     pieces_of,
     special_id,
     special_of,
-    text_value,
     tokens_of,
 )
 from specnb.errors import InputError
 from specnb.lm import binding
 from specnb.lm.vocab import Vocabulary
 
+MAX_ROWS = 2_000_000
+"""No embedding has as many rows: a larger number is damage."""
 ARRAYS = frozenset({"tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges"})
 NORMALIZER_KEYS = ("add_space_prefix", "remove_extra_whitespaces", "normalizer.lowercase", "normalizer.strip_accents")
 
@@ -47,28 +46,28 @@ def describe(path: Path | str) -> Description:
     path = Path(path)
     header = read_header(path, ARRAYS)
     _require_first_shard(header)
-    architecture = text_value(header, "general.architecture")
+    architecture = header.get("general.architecture", str)
     facts = {
-        "name": text_value(header, "general.name") or path.stem,
+        "name": header.get("general.name", str) or path.stem,
         "source": str(path),
         "architecture": architecture,
-        "n_ctx": _integer(header, f"{architecture}.context_length"),
+        "n_ctx": header.get(f"{architecture}.context_length", int),
         "rope": _rope(header, architecture),
         "quantisation": _quantisation(header),
         "state": state_of(architecture),
         "normalizer": _normalizer(header),
     }
-    model = text_value(header, "tokenizer.ggml.model")
+    model = header.get("tokenizer.ggml.model", str)
     if model is None or model in NO_VOCAB:
         return Description(**facts, vocab_size=_rows(header, architecture))
     if model not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise fault(header, "tokenizer.ggml.model", model, f"unknown kind of tokenizer; known are {known}")
+        raise header.fault("tokenizer.ggml.model", model, f"unknown kind of tokenizer; known are {known}")
     return _with_vocab(header, architecture, FAMILIES[model], facts)
 
 
 def _require_first_shard(header: Header) -> None:
-    number = _integer(header, "split.no")
+    number = header.get("split.no", int)
     if number:
         raise InputError(
             f"{header.path} is shard {number + 1} of {header.values.get('split.count', 'several')} (split.no is "
@@ -77,15 +76,15 @@ def _require_first_shard(header: Header) -> None:
 
 
 def _with_vocab(header: Header, architecture: str | None, family: Family, facts: dict) -> Description:
-    pre = text_value(header, "tokenizer.ggml.pre") or ""
+    pre = header.get("tokenizer.ggml.pre", str) or ""
     # llama.cpp calls gemma4's pre-tokenizer by its model, whatever the header says
-    rules = "gemma4" if text_value(header, "tokenizer.ggml.model") == "gemma4" else pre if family.kind == "bpe" else ""
+    rules = "gemma4" if header.get("tokenizer.ggml.model", str) == "gemma4" else pre if family.kind == "bpe" else ""
     tokens = tokens_of(header)
     n = len(tokens.texts)
     bos = special_id(header, "bos", n, None if rules in PRE_WITHOUT_BOS else family.bos)
     eos = special_id(header, "eos", n, family.eos)
     special = special_of(header, tokens, eos)
-    add_bos = flag(header, "tokenizer.ggml.add_bos_token", family.add_bos or rules in PRE_ADDS_BOS)
+    add_bos = header.get("tokenizer.ggml.add_bos_token", bool, family.add_bos or rules in PRE_ADDS_BOS)
     add_bos = add_bos or rules in PRE_ALWAYS_ADDS_BOS
     pieces = pieces_of(header, tokens, family, rules, special.as_written)
     size = max(n, _rows(header, architecture) or 0)
@@ -98,7 +97,7 @@ def _with_vocab(header: Header, architecture: str | None, family: Family, facts:
         eog=special.eog,
         special=special.control,
         add_bos=add_bos,
-        chat_template=text_value(header, "tokenizer.chat_template"),
+        chat_template=header.get("tokenizer.chat_template", str),
     )
     return Description(
         **facts,
@@ -110,7 +109,7 @@ def _with_vocab(header: Header, architecture: str | None, family: Family, facts:
         pad=special_id(header, "padding", n, family.pad),
         eot=special.eot,
         add_bos=add_bos,
-        add_eos=flag(header, "tokenizer.ggml.add_eos_token", family.add_eos),
+        add_eos=header.get("tokenizer.ggml.add_eos_token", bool, family.add_eos),
         added=added_ids(tokens, special.control),
         merges=_merges(header),
         encode=_Encoder(header.path, vocab),
@@ -120,33 +119,28 @@ def _with_vocab(header: Header, architecture: str | None, family: Family, facts:
 def _rows(header: Header, architecture: str | None) -> int | None:
     """The width of a row of logits: the embedding's, where tensors are listed, else the one that is stated."""
     embedding = next((t for t in header.tensors if t.name == "token_embd.weight" and len(t.shape) == 2), None)
-    rows = embedding.shape[1] if embedding else _integer(header, f"{architecture}.vocab_size")
-    if rows is not None and not 0 < rows <= MAX_ITEMS:
-        raise fault(header, "the number of rows of the embedding", rows, f"{MAX_ITEMS} are the most that is read")
+    rows = embedding.shape[1] if embedding else header.get(f"{architecture}.vocab_size", int)
+    if rows is not None and not 0 < rows <= MAX_ROWS:
+        raise header.fault("the number of rows of the embedding", rows, f"{MAX_ROWS} are the most that is read")
     return rows
 
 
 def _merges(header: Header) -> Merges | None:
-    stored = header.values.get("tokenizer.ggml.merges")
+    stored = header.get("tokenizer.ggml.merges", list)
     if stored is None:
         return None
-    if not isinstance(stored, list):
-        raise fault(header, "tokenizer.ggml.merges", stored, "it must be an array of strings")
-    digest = hashlib.sha256()
-    for merge in stored:
-        digest.update(merge + b"\n")
-    return Merges(len(stored), digest.hexdigest())
+    return Merges(len(stored), hashlib.sha256(b"".join(merge + b"\n" for merge in stored)).hexdigest())
 
 
 def _rope(header: Header, architecture: str | None) -> Rope | None:
     """Frequencies that are stored as a tensor (Llama 3.1's) are not read: such a scaling is None."""
-    base = _number(header, f"{architecture}.rope.freq_base")
-    dims = _integer(header, f"{architecture}.rope.dimension_count")
-    factor = _number(header, f"{architecture}.rope.scaling.factor")
+    base = header.get(f"{architecture}.rope.freq_base", int | float)
+    dims = header.get(f"{architecture}.rope.dimension_count", int)
+    factor = header.get(f"{architecture}.rope.scaling.factor", int | float)
     if factor is None:
-        factor = _number(header, f"{architecture}.rope.scale_linear")
+        factor = header.get(f"{architecture}.rope.scale_linear", int | float)
     # llama.cpp scales linearly where only a factor is given
-    kind = text_value(header, f"{architecture}.rope.scaling.type") or ("linear" if factor else None)
+    kind = header.get(f"{architecture}.rope.scaling.type", str) or ("linear" if factor else None)
     scaling = None if kind in (None, "none") else kind if factor is None else f"{kind} {factor:g}"
     return None if base is None and dims is None and scaling is None else Rope(base, dims, scaling)
 
@@ -155,7 +149,7 @@ def _quantisation(header: Header) -> str | None:
     """The stated file type; where none is stated, the type that most weights have, as llama.cpp guesses."""
     from gguf.constants import GGMLQuantizationType, LlamaFileType
 
-    stated = _integer(header, "general.file_type")
+    stated = header.get("general.file_type", int)
     if stated is not None:
         names = {int(t): t.name for t in LlamaFileType}
         return names.get(stated, f"ftype{stated}").removeprefix("MOSTLY_").removeprefix("ALL_").lower()
@@ -171,22 +165,6 @@ def _quantisation(header: Header) -> str | None:
 def _normalizer(header: Header) -> str | None:
     stated = [(key, header.values.get(f"tokenizer.ggml.{key}")) for key in NORMALIZER_KEYS]
     return ", ".join(f"{key} {str(value).lower()}" for key, value in stated if isinstance(value, bool)) or None
-
-
-def _integer(header: Header, key: str) -> int | None:
-    value = header.values.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise fault(header, key, value, "it must be an integer of at least 0")
-    return value
-
-
-def _number(header: Header, key: str) -> float | None:
-    value = header.values.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise fault(header, key, value, "it must be a finite number")
-    return float(value)
 
 
 class _Encoder:

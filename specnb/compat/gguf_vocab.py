@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specnb.compat import pieces as spell
-from specnb.compat.gguf_reader import AGAIN, MAX_HEADER_BYTES, Header
-from specnb.errors import InputError
+from specnb.compat.gguf_reader import Header
 
 # llama.h's token types
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -137,47 +136,38 @@ def pieces_of(header: Header, tokens: Tokens, family: Family, pre: str, as_writt
     Raises InputError for a text that its type does not allow.
     """
     spelled = _speller(family, pre)
-    pieces, total = [], 0
+    pieces = []
     for i, (text, kind) in enumerate(zip(tokens.texts, tokens.types, strict=True)):
         try:
-            piece = spelled(text, USER_DEFINED if i in as_written else kind)
+            pieces.append(spelled(text, USER_DEFINED if i in as_written else kind))
         except ValueError as error:
-            raise fault(header, f"tokenizer.ggml.tokens[{i}]", text, str(error)) from error
-        total += len(piece)
-        if total > MAX_HEADER_BYTES:
-            raise fault(header, "tokenizer.ggml.tokens", i, f"pieces of more than {MAX_HEADER_BYTES} bytes")
-        pieces.append(piece)
+            raise header.fault(f"tokenizer.ggml.tokens[{i}]", text, str(error)) from error
     return pieces
 
 
 def _texts(header: Header) -> tuple[str, ...]:
     key = "tokenizer.ggml.tokens"
-    stored = header.values.get(key)
-    if not isinstance(stored, list):
-        raise fault(header, key, stored, "it must be an array of strings")
+    stored = header.get(key, list)
     if not stored:
-        raise fault(header, key, stored, "it lists no token")
-    texts, seen = [], {}
+        raise header.fault(key, stored, "it lists no token")
+    seen: dict[str, int] = {}
     for i, raw in enumerate(stored):
         try:
             text = raw.decode("utf-8") or f"[EMPTY_{i}]"
         except UnicodeDecodeError as error:
-            raise fault(header, f"{key}[{i}]", raw, "it is not UTF-8") from error
+            raise header.fault(f"{key}[{i}]", raw, "it is not UTF-8") from error
         if seen.setdefault(text, i) != i:  # llama.cpp ends the process here
-            raise fault(header, f"{key}[{i}]", text, f"it is also the text of token {seen[text]}")
-        texts.append(text)
-    return tuple(texts)
+            raise header.fault(f"{key}[{i}]", text, f"it is also the text of token {seen[text]}")
+    return tuple(seen)
 
 
 def _types(header: Header, n: int) -> tuple[int, ...]:
     key = "tokenizer.ggml.token_type"
-    stored = header.values.get(key)
+    stored = header.get(key, np.ndarray)
     if stored is None:
         return (NORMAL,) * n
-    if not isinstance(stored, np.ndarray) or stored.dtype != np.int32:
-        raise fault(header, key, stored, "it must be an array of i32")
     if len(stored) != n:
-        raise fault(header, key, len(stored), f"it has {len(stored)} entries for {n} tokens")
+        raise header.fault(key, len(stored), f"it has {len(stored)} entries for {n} tokens")
     return tuple(stored.tolist())
 
 
@@ -220,44 +210,11 @@ def _byte_level(text: str) -> bytes:
 def special_id(header: Header, key: str, n_tokens: int, default: int | None) -> int | None:
     """A special token's id: as stated, else or out of range llama.cpp's default, if the vocabulary has such an id."""
     key = f"tokenizer.ggml.{key}_token_id"
-    stated = header.values.get(key)
-    if stated is None:
-        return default if default is not None and default < n_tokens else None
-    if isinstance(stated, bool) or not isinstance(stated, int):
-        raise fault(header, key, stated, "it must be an integer")
-    if not 0 <= stated < n_tokens:
-        # old converters wrote -1 or the count for "none": llama.cpp warns, and goes on with its default
-        return default if default is not None and default < n_tokens else None
-    return stated
-
-
-def flag(header: Header, key: str, default: bool) -> bool:
-    """A boolean of the header, `default` where it is not stated. Raises InputError for another type."""
-    stated = header.values.get(key)
-    if stated is None:
-        return default
-    if not isinstance(stated, bool):
-        raise fault(header, key, stated, "it must be a boolean")
-    return stated
-
-
-def text_value(header: Header, key: str) -> str | None:
-    """A string of the header, None where it is not stated. Raises InputError for another type or no UTF-8."""
-    stated = header.values.get(key)
-    if stated is None:
-        return None
-    if not isinstance(stated, bytes):
-        raise fault(header, key, stated, "it must be a string")
-    try:
-        return stated.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise fault(header, key, stated, "it is not UTF-8") from error
-
-
-def fault(header: Header, key: str, value: object, why: str) -> InputError:
-    """One error that names the file, the key, its value, what is wrong with it and the remedy."""
-    shown = repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
-    return InputError(f"{header.path}: {key} is {shown[:80]}: {why}; {AGAIN}")
+    stated = header.get(key, int)
+    if stated is not None and 0 <= stated < n_tokens:
+        return stated
+    # old converters wrote -1 or the count for "none": llama.cpp warns, and goes on with its default
+    return default if default is not None and default < n_tokens else None
 
 
 class Special(NamedTuple):

@@ -289,19 +289,19 @@ SOUND = (string("tokenizer.ggml.model", "gpt2"), strings("tokenizer.ggml.tokens"
     ("value", "pairs", "options"),
     [
         ("GGML", [], {"magic": b"GGML"}),
-        ("version 1", [], {"version": 1}),
-        ("0x03000000", [], {"version": 3 << 24}),  # big endian
+        ("version 0x1", [], {"version": 1}),
+        ("0x3000000", [], {"version": 3 << 24}),  # big endian
         (str(10**12), [], {"n_keys": 10**12}),
         (str(10**12), [key_value("a", STRING, struct.pack("<Q", 10**12) + b"x")], {}),
         (str(10**11), [key_value("a", ARRAY, struct.pack("<IQ", STRING, 10**11))], {}),
-        ("array of arrays", [key_value("a", ARRAY, struct.pack("<IQ", ARRAY, 1))], {}),
+        ("9", [key_value("a", ARRAY, struct.pack("<IQ", ARRAY, 1))], {}),
         ("13", [key_value("a", 13, b"xxxx")], {}),
         ("'a'", [u32("a", 1), u32("a", 2)], {}),
         ("tokenizer.ggml.tokens", [string("tokenizer.ggml.model", "gpt2")], {}),
         ("token 0", [SOUND[0], strings("tokenizer.ggml.tokens", ["a", "b", "a"])], {}),
         ("1 entries for 2", [*SOUND, integers("tokenizer.ggml.token_type", [1])], {}),
         ("'magic'", [string("tokenizer.ggml.model", "magic")], {}),
-        ("eos_token_id is b'2'", [*SOUND, string("tokenizer.ggml.eos_token_id", "2")], {}),
+        ("eos_token_id is '2'", [*SOUND, string("tokenizer.ggml.eos_token_id", "2")], {}),
         ("add_bos_token is 1", [*SOUND, u32("tokenizer.ggml.add_bos_token", 1)], {}),
         ("4294967295", [*SOUND, u32("None.vocab_size", 2**32 - 1)], {}),
     ],
