@@ -34,7 +34,8 @@ def preflight(
     Weights against the files they came from, tied heads, RoPE, quantisation and sampling defaults, whether the drafter
     leaves the caller's tokens alone and sees its own drafts, caches after a rejection, the training's learning rate.
     """
-    from specnb.divergence import preflight as checks
+    from specnb.divergence.checks.config import table
+    from specnb.divergence.preflight import preflight
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
     from specnb.registry import DRAFTERS
@@ -48,13 +49,13 @@ def preflight(
         mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
         opened.callback(mine.close)
         folders = {f"{role}_folder": _folder(name) for role, name in (("draft", draft), ("target", target)) if name}
-        found = checks.preflight(mine, its, curve=training, k=k, **folders)
+        found = preflight(mine, its, training=training, k=k, **folders)
     if as_json:
         print_json([one._asdict() for one in found])
     else:
         rows = [
             [one.verdict, one.check, one.evidence + (f"\nremedy: {one.remedy}" if one.remedy else "")]
-            for one in checks.table(found).itertuples()
+            for one in table(found).itertuples()
         ]
         print_table("preflight", ["", "check", "found"], rows)
     raise typer.Exit(1 if any(one.verdict == "fail" for one in found) else 0)

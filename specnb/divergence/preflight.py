@@ -4,14 +4,14 @@ Each check says what it saw, also where all is well, and `skipped` with the reas
 file that cannot be read fails its own check, and no other.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from specnb.divergence.checks import config, weights
 from specnb.divergence.checks import drafter as drafting
-from specnb.divergence.checks.config import Finding, table
+from specnb.divergence.checks.config import Finding
 from specnb.draft.base import Drafter, model_of
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, SpecnbError
@@ -20,58 +20,56 @@ from specnb.lm.preflight import probe_ids
 from specnb.measure import curve as training_curve
 from specnb.measure.curve import Curve
 
-__all__ = ["Finding", "learning_rate", "preflight", "table"]
-
 GENERATION = "generation_config.json"
 PROMPT = 8
-"""Tokens that the drafter's checks feed, where none are given."""
-Check = tuple[str, Callable[[], Finding]]
+"""Tokens that the drafter's checks feed."""
+NO_FOLDER, NO_NETWORK = "no folder of the draft was given", "no opened torch model of it was given"
+Check = tuple[str, str, Callable[[], Finding]]
+"""Its name, why it cannot be made ("" where it can), and what makes it."""
 
 
 def preflight(
     draft: Drafter | LanguageModel | None = None,
     target: LanguageModel | None = None,
     *,
-    draft_folder: Path | str | None = None,
-    target_folder: Path | str | None = None,
-    curve: Curve | Path | None = None,
-    prompt_ids: Sequence[int] | None = None,
+    draft_folder: Path | None = None,
+    target_folder: Path | None = None,
+    training: Path | None = None,
     k: int = 4,
 ) -> list[Finding]:
-    """All checks that what is given allows, in seconds; `table` ranks them.
+    """All checks that what is given allows, in seconds; `checks.config.table` ranks them.
 
-    `draft` is a drafter or the draft model itself; folders are those of transformers models (config.json,
-    generation_config.json, safetensors): they are compared with the opened models, and with each other. `curve` is a
-    training log, or the checkpoint that it came with. The models' states are empty afterwards. Raises InputError for
-    arguments that fit no check; what a check finds wrong is a Finding.
+    Folders are those of transformers models (config.json, generation_config.json, safetensors): they are compared with
+    the opened models, and with each other. `training` is the checkpoint that a training log came with. The models'
+    states are empty afterwards. What a check finds wrong is a Finding.
     """
     if k < 1:
         raise InputError(f"k is {k}: drafts of at least 1 token are checked")
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
-    ids = _prompt(drafter, target, prompt_ids)
+    model = model_of(drafter) if drafter else None
+    networks = [getattr(one, "network", None) for one in (model, target)]
     found = [
-        _guarded(name, check)
-        for name, check in (
-            *_of_files(_network(model_of(drafter) if drafter else None), _network(target), draft_folder, target_folder),
-            *_of_drafter(drafter, target, ids, k),
-            ("learning rate", partial(learning_rate, curve)),
+        _guarded(name, check) if not lack else Finding(name, "skipped", lack)
+        for name, lack, check in (
+            *_of_files(*networks, draft_folder, target_folder),
+            *_of_drafter(drafter, model, target, k),
+            ("learning rate", "", lambda: learning_rate(training_curve.read(training) if training else None)),
         )
     ]
-    for model in (model_of(drafter) if drafter else None, target):
-        if model is not None:
-            model.reset()
+    for one in (model, target):
+        if one is not None:
+            one.reset()
     return found
 
 
-def learning_rate(curve: Curve | Path | None) -> Finding:
+def learning_rate(curve: Curve | None) -> Finding:
     """Whether a draft was trained to the end: a rate that died while the loss still fell wasted the steps behind it."""
     check = "learning rate"
-    found = training_curve.read(Path(curve)) if isinstance(curve, Path | str) else curve
-    if found is None:
+    if curve is None:
         return Finding(check, "skipped", "there is no training log")
-    verdict = ("fail" if found.falling else "warn") if found.dead else "ok"
+    verdict = ("fail" if curve.falling else "warn") if curve.dead else "ok"
     remedy = "train again with a schedule that is as long as the run, and a last rate above zero"
-    return Finding(check, verdict, str(found), remedy if found.dead else "")
+    return Finding(check, verdict, str(curve), remedy if curve.dead else "")
 
 
 def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
@@ -84,70 +82,45 @@ def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
         return Finding(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
 
 
-def _of_files(
-    draft: Any, target: Any, draft_folder: Path | str | None, target_folder: Path | str | None
-) -> Iterator[Check]:
+def _of_files(draft: Any, target: Any, own: Path | None, its: Path | None) -> Iterator[Check]:
     """The checks of weights and configs; `draft` and `target` are torch modules, or None."""
-    own, its = (None if folder is None else Path(folder) for folder in (draft_folder, target_folder))
 
+    @cache
     def stored() -> dict[str, weights.Stored]:
         return weights.headers(own) if own else {}
 
-    def read(folder: Path | None, name: str = "config.json") -> Any:
-        return config.read_config(folder, name) if folder else None
+    def both(name: str) -> list[config.Config | None]:
+        return [config.read_config(folder, name) if folder else None for folder in (own, its)]
 
     def quantised() -> Finding:
-        opened = weights.opened_quantisation(draft) if draft is not None else None
-        return config.quantisation(read(own), read(its), {n: t.dtype for n, t in stored().items()}, opened)
+        opened = None if draft is None else weights.opened_quantisation(draft)
+        return config.quantisation(*both("config.json"), {n: t.dtype for n, t in stored().items()}, opened)
 
-    no_files, no_model = "no folder of the draft was given", "no opened torch model of it was given"
-    yield "load report", lambda: (
-        weights.load_report(stored(), draft) if own and draft is not None
-        else Finding("load report", "skipped", no_model if own else no_files)
-    )  # fmt: skip
-    yield "tied head", lambda: (
-        weights.tied_head(draft, stored() if own else None) if draft is not None
-        else Finding("tied head", "skipped", no_model)
-    )  # fmt: skip
-    yield "shared head", lambda: (
-        weights.shared_head(draft, target, stored()) if own and draft is not None and target is not None
-        else Finding("shared head", "skipped", "it needs both opened torch models, and the draft's folder")
-    )  # fmt: skip
-    yield "d2t", lambda: weights.token_map(own, stored()) if own else Finding("d2t", "skipped", no_files)
-    yield "rope", lambda: config.rope(read(own), read(its))
-    yield "quantisation", quantised
-    yield "sampling defaults", lambda: (
-        config.sampling_defaults(read(own, GENERATION), read(its, GENERATION)) if own and its
-        else Finding("sampling defaults", "skipped", "it needs the folders of draft and target")
-    )  # fmt: skip
+    no_folder, no_network = "" if own else NO_FOLDER, NO_NETWORK if draft is None else ""
+    no_two = "it needs both opened torch models, and the draft's folder"
+    yield "load report", no_folder or no_network, lambda: weights.load_report(stored(), draft)
+    yield "tied head", no_network, lambda: weights.tied_head(draft, stored())
+    yield (
+        "shared head",
+        no_two if no_folder or no_network or target is None else "",
+        lambda: weights.shared_head(draft, target, stored()),
+    )
+    yield "d2t", no_folder, lambda: weights.token_map(own, stored())
+    yield "rope", "", lambda: config.rope(*both("config.json"))
+    yield "quantisation", "", quantised
+    no_two = "" if own and its else "it needs the folders of draft and target"
+    yield "sampling defaults", no_two, lambda: config.sampling_defaults(*both(GENERATION))
 
 
-def _of_drafter(drafter: Drafter | None, target: LanguageModel | None, ids: Sequence[int], k: int) -> Iterator[Check]:
-    for name, check in (("purity", drafting.purity), ("recurrence", drafting.recurrence)):
-        yield name, (
-            partial(check, drafter, ids, k) if drafter
-            else partial(Finding, name, "skipped", "no drafter was given")
-        )  # fmt: skip
-    model = model_of(drafter) if drafter else None
+def _of_drafter(
+    drafter: Drafter | None, model: LanguageModel | None, target: LanguageModel | None, k: int
+) -> Iterator[Check]:
+    """The checks of drafting, and of the caches of the draft `model` and the target."""
+    size = min((one.vocab.size for one in (model, target) if one is not None), default=PROMPT)
+    ids = tuple(probe_ids(size, PROMPT))
+    no_drafter = "" if drafter else "no drafter was given"
+    yield "purity", no_drafter, lambda: drafting.purity(drafter, ids, k)
+    yield "recurrence", no_drafter, lambda: drafting.recurrence(drafter, ids, k)
     for whose, one in (("draft", model), ("target", target)):
-        name = f"cache after rejection ({whose})"
-        yield name, (
-            (lambda one=one, name=name: drafting.cache_after_rejection(one, ids, k)._replace(check=name))
-            if one is not None else partial(Finding, name, "skipped", "no opened model was given")
-        )  # fmt: skip
-
-
-def _network(model: LanguageModel | None) -> Any:
-    """The torch module behind a model; None for other engines."""
-    return getattr(model, "network", None)
-
-
-def _prompt(drafter: Drafter | None, target: LanguageModel | None, given: Sequence[int] | None) -> tuple[int, ...]:
-    """Tokens to draft behind: those given, else some that every vocabulary has, as far as the context allows."""
-    if given is not None:
-        if not given:
-            raise InputError("prompt_ids is empty: give at least one token id, or none at all")
-        return tuple(given)
-    models = [one for one in (model_of(drafter) if drafter else None, target) if one is not None]
-    size = min((one.vocab.size for one in models), default=PROMPT)
-    return tuple(probe_ids(size, PROMPT))
+        name, lack = f"cache after rejection ({whose})", "no opened model was given" if one is None else ""
+        yield name, lack, partial(drafting.cache_after_rejection, one, ids, k, check=name)

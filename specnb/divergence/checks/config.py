@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
-from specnb.lm.bounded_json import Node, read_json
+from specnb.errors import InputError
+from specnb.io import read_json
 
 Verdict = Literal["ok", "warn", "fail", "skipped"]
 RANK: dict[str, int] = {"fail": 0, "warn": 1, "ok": 2, "skipped": 3}
@@ -36,7 +37,8 @@ def table(findings: Iterable[Finding]) -> pd.DataFrame:
     return pd.DataFrame(ranked, columns=list(Finding._fields))
 
 
-MAX_BYTES, MAX_VALUES = 8 << 20, 200_000
+Config = dict[str, Any]
+MAX_BYTES = 8 << 20
 SAMPLING = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
 """What generation_config.json sets, and transformers' defaults, which stand in where one file says nothing."""
 FROM_TARGET = ("eagle", "mtp", "dflash", "medusa", "nextn")
@@ -47,24 +49,32 @@ SCALE_NAMES = (
 """Ends of the names of tensors that only quantised weights have."""
 
 
-def read_config(folder: Path | str, name: str = "config.json") -> Node | None:
+def read_config(folder: Path | str, name: str = "config.json") -> Config | None:
     """The object in a config of a model folder; None without the file. Raises InputError for one that is not sound."""
     path = Path(folder) / name
-    return read_json(path, MAX_BYTES, MAX_VALUES) if path.exists() else None
+    return read_json(path, MAX_BYTES) if path.exists() else None
 
 
-def text_part(config: Node) -> Node:
+def text_part(config: Config) -> Config:
     """The language model's part of a config that has others as well."""
-    return config.node("text_config") if config.values.get("text_config") else config
+    return config.get("text_config") or config
 
 
-def rope(draft: Node | None, target: Node | None) -> Finding:
+def count(config: Config, key: str) -> int | None:
+    """The whole number under a key, None where there is none. Raises InputError for anything else."""
+    value = config.get(key)
+    if value is not None and (type(value) is not int or value < 0):
+        raise InputError(f"{key} is {value!r:.80} in a config: it must be a whole number; fetch the file again")
+    return value
+
+
+def rope(draft: Config | None, target: Config | None) -> Finding:
     """Whether positions mean the same as far as the target goes."""
     check, issues = "rope", ("vLLM #58080", "vLLM #57941", "SGLang #38786")
     if draft is None or target is None:
         return Finding(check, "skipped", "it needs config.json of draft and target")
     of_draft, of_target = text_part(draft), text_part(target)
-    ends = [node.count("max_position_embeddings", 1 << 40) for node in (of_draft, of_target)]
+    ends = [count(one, "max_position_embeddings") for one in (of_draft, of_target)]
     a, b = _rope(of_draft), _rope(of_target)
     apart = {key: (a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
     shown = "; ".join(f"{key}: {mine!r:.40} against {its!r:.40}" for key, (mine, its) in apart.items())
@@ -81,38 +91,22 @@ def rope(draft: Node | None, target: Node | None) -> Finding:
     return Finding(check, "ok", f"the same: {', '.join(f'{key} {value}' for key, value in a.items()) or 'none given'}")
 
 
-def _rope(text: Node) -> dict[str, Any]:
+def _rope(text: Config) -> Config:
     """RoPE as stated, old keys and new (transformers 5: rope_parameters, possibly by layer type), None left out."""
-    stated: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        stated |= _flat(text.node(key).values)
-    if (theta := text.number("rope_theta")) is not None:
-        stated.setdefault("rope_theta", theta)
-    renamed = {("rope_type" if key == "type" else key): value for key, value in stated.items()}
-    factor = text.number("partial_rotary_factor")
-    found = renamed | ({"partial_rotary_factor": factor} if factor is not None else {})
-    return {
-        key: value for key, value in found.items() if value is not None and (key, value) != ("rope_type", "default")
-    }
+    stated = {key: text.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    for key, value in ((text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})).items():
+        stated |= {f"{key}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {key: value}
+    stated = {("rope_type" if key == "type" else key): value for key, value in stated.items()}
+    return {k: v for k, v in stated.items() if v is not None and (k, v) != ("rope_type", "default")}
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and not before:
-            found |= _flat(value, f"{key}.")
-        else:
-            found[f"{before}{key}"] = value
-    return found
-
-
-def _runs_on_target(config: Node) -> bool:
-    names = [config.values.get("model_type"), *(config.get("architectures", list, "a list of names") or [])]
+def _runs_on_target(config: Config) -> bool:
+    names = [config.get("model_type"), *(config.get("architectures") or [])]
     return any(mark in str(name).lower() for name in names for mark in FROM_TARGET)
 
 
 def quantisation(
-    draft: Node | None, target: Node | None, stored: Mapping[str, str], opened: Mapping[str, Any] | None = None
+    draft: Config | None, target: Config | None, stored: Mapping[str, str], opened: Mapping[str, Any] | None = None
 ) -> Finding:
     """Whether the draft is quantised as its own files say, and not as the target is.
 
@@ -122,7 +116,7 @@ def quantisation(
     check, issues = "quantisation", ("SGLang #39087", "SGLang #22823", "SGLang #34622", "SGLang #28196")
     if draft is None:
         return Finding(check, "skipped", "it needs the draft's config.json")
-    own, its = (_method(node.node("quantization_config").values) if node else "" for node in (draft, target))
+    own, its = (_method((one or {}).get("quantization_config") or {}) for one in (draft, target))
     if opened is not None and _method(opened) != own:
         now = _method(opened) or "none"
         inherited = " (the target's)" if _method(opened) == its and its else ""
@@ -143,7 +137,7 @@ def _method(config: Mapping[str, Any]) -> str:
     return str(config.get("quant_method") or ("unnamed" if config else ""))[:40]
 
 
-def sampling_defaults(draft: Node | None, target: Node | None) -> Finding:
+def sampling_defaults(draft: Config | None, target: Config | None) -> Finding:
     """Whether both would sample alike if nobody says how: a draft's own top-k makes its reported q another one.
 
     A model without the file (None) samples as transformers does by default.
@@ -151,14 +145,11 @@ def sampling_defaults(draft: Node | None, target: Node | None) -> Finding:
     check = "sampling defaults"
     if draft is None and target is None:
         return Finding(check, "skipped", "neither folder has a generation_config.json")
-    a, b = ({key: _default(node, key) for key in SAMPLING} for node in (draft, target))
+    a, b = (
+        SAMPLING | {key: value for key, value in (one or {}).items() if value is not None} for one in (draft, target)
+    )
     apart = [f"{key}: {a[key]!r:.20} against {b[key]!r:.20}" for key in SAMPLING if a[key] != b[key]]
     if not apart:
         return Finding(check, "ok", "the same in both generation configs")
     return Finding(check, "warn", "; ".join(apart), "state temperature, top_k and top_p in every call, for both models",
                    ("transformers #47932", "transformers #32867", "vLLM #33497"))  # fmt: skip
-
-
-def _default(config: Node | None, key: str) -> Any:
-    value = config.values.get(key) if config else None
-    return SAMPLING[key] if value is None else value

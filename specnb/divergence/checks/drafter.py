@@ -139,12 +139,14 @@ def _instead(recorder: Recorder, expected: tuple[int, ...]) -> str:
     return f"the nearest row is of {len(nearest)} tokens instead of {len(expected)}{where}"
 
 
-def cache_after_rejection(model: LanguageModel, tokens: Sequence[int], k: int) -> Finding:
+def cache_after_rejection(
+    model: LanguageModel, tokens: Sequence[int], k: int, check: str = "cache after rejection"
+) -> Finding:
     """Whether a model that went back from wrong drafts is one that never saw them: its length, and its next logits.
 
     For 0 to k kept drafts, in one block, against a fresh prefill, within `lm.preflight.TOLERANCE`. Empties the state.
     """
-    check, remedy = "cache after rejection", "trim rejected drafts, exactly as many, from every layer's state"
+    remedy = "trim rejected drafts, exactly as many, from every layer's state"
     issues = ("mlxcel #994", "mlx-lm #1914", "mlx-lm #1109", "llama.cpp #20075", "vLLM #9730")
     size, worst = model.vocab.size, 0.0
     prefix, drafts = list(tokens), [(5 * i + 1) % size for i in range(k)]
