@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from specnb.compat.description import HUB, Description, Rope, state_of
-from specnb.compat.hf_tokenizer import MAX_ID, Tokenizer, encoder, read_tokenizer
+from specnb.compat.hf_tokenizer import MAX_ID, Tokenizer, encoder, read_tokenizer, reading
 from specnb.errors import FetchError, InputError
-from specnb.lm.bounded_json import Node, read_json, read_text
+from specnb.io import read_json, read_text
 from specnb.lm.vocab import Vocabulary
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -17,9 +17,7 @@ SMALL_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, TEM
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 MAX_CONFIG_BYTES = 16 << 20
-MAX_CONFIG_VALUES = 1_000_000
 MAX_TEMPLATE_BYTES = 4 << 20
-MAX_CONTEXT = 1 << 40
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 """Names that model families give to the context length; the first that is stated holds."""
 
@@ -38,7 +36,8 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
     path = Path(source)
     if path.is_dir():
         return _of_folder(path, name=path.resolve().name, source=text)
-    return _of_file(path)
+    facts = {"name": path.parent.resolve().name, "source": str(path)}
+    return _tokenized(read_tokenizer(path), {}, {}, {}, None, facts)
 
 
 def _fetched(repo: str, revision: str) -> Path:
@@ -62,12 +61,6 @@ def _fetched(repo: str, revision: str) -> Path:
         ) from error
 
 
-def _of_file(path: Path) -> Description:
-    tokenizer = read_tokenizer(path)
-    none = Node(path, "", {})
-    return _tokenized(tokenizer, none, none, none, None, {"name": path.parent.resolve().name, "source": str(path)})
-
-
 def _of_folder(folder: Path, *, name: str, source: str) -> Description:
     has_config, has_tokenizer = ((folder / file).exists() for file in (CONFIG, TOKENIZER))
     others = [file for file in OTHER_TOKENIZERS if (folder / file).exists()]
@@ -80,31 +73,29 @@ def _of_folder(folder: Path, *, name: str, source: str) -> Description:
     config, special_map, own, generation = (
         _optional(folder / file) for file in (CONFIG, SPECIAL_MAP, TOKENIZER_CONFIG, GENERATION)
     )
-    facts = {"name": name, "source": source, **_model_facts(config)}
-    if not has_tokenizer:
-        text = _text_config(config)
-        special = {key: _first_id(text, f"{key}_token_id") for key in ("bos", "eos", "pad")}
-        return Description(**facts, **special, vocab_size=_vocab_size(config))
-    merged = Node(own.path, "", {**special_map.values, **own.values})
-    return _tokenized(read_tokenizer(folder / TOKENIZER), merged, config, generation, _template(folder, own), facts)
+    tokenizer = read_tokenizer(folder / TOKENIZER) if has_tokenizer else None
+    with reading(folder):
+        facts = {"name": name, "source": source, **_model_facts(config)}
+        if tokenizer is None:
+            special = {key: _first_id(_text_config(config), f"{key}_token_id") for key in ("bos", "eos", "pad")}
+            return Description(**facts, **special, vocab_size=_vocab_size(config))
+        return _tokenized(tokenizer, special_map | own, config, generation, _template(folder, own), facts)
 
 
-def _optional(path: Path) -> Node:
-    return read_json(path, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES) if path.exists() else Node(path, "", {})
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path, MAX_CONFIG_BYTES) if path.exists() else {}
 
 
-def _template(folder: Path, own: Node) -> str | None:
+def _template(folder: Path, own: dict) -> str | None:
     """A chat template: its own file, or in tokenizer_config.json, where it may be a list with one named default."""
     if (folder / TEMPLATE).exists():
         return read_text(folder / TEMPLATE, MAX_TEMPLATE_BYTES)
-    if isinstance(own.values.get("chat_template"), list):
-        named = {node.text("name"): node.text("template") for node in own.nodes("chat_template")}
-        return named.get("default")
-    return own.text("chat_template")
+    stored = own.get("chat_template")
+    return {t["name"]: t["template"] for t in stored}.get("default") if isinstance(stored, list) else stored
 
 
 def _tokenized(
-    tokenizer: Tokenizer, own: Node, config: Node, generation: Node, template: str | None, facts: dict[str, Any]
+    tokenizer: Tokenizer, own: dict, config: dict, generation: dict, template: str | None, facts: dict[str, Any]
 ) -> Description:
     """`own` is tokenizer_config.json over special_tokens_map.json; all but the tokenizer may be empty."""
     text = _text_config(config)
@@ -118,7 +109,7 @@ def _tokenized(
     eos = special["eos"] = _or_first(tokenizer, special["eos"], tokenizer.suffix)
     eog = _ids(generation, "eos_token_id") | _ids(text, "eos_token_id") | _ids(config, "eos_token_id")
     eog |= frozenset() if eos is None else {eos}
-    _require_known(config, max(size, n_tokens), special, eog)
+    _require_known(max(size, n_tokens), special, eog)
     add_bos, add_eos = _adds(tokenizer, bos, eos)
     vocab = Vocabulary(
         pieces=(*tokenizer.pieces[:size], *(b"" for _ in range(size - n_tokens))),
@@ -146,15 +137,15 @@ def _tokenized(
     )
 
 
-def _special(tokenizer: Tokenizer, own: Node, key: str, fallback: int | None) -> int | None:
+def _special(tokenizer: Tokenizer, own: dict, key: str, fallback: int | None) -> int | None:
     """The id of a special token: by its text, which is also given as {"content": …}, else as the config has it."""
-    stated = own.values.get(key)
-    text = own.node(key).text("content") if isinstance(stated, dict) else own.text(key)
+    stated = own.get(key)
+    text = stated.get("content") if isinstance(stated, dict) else stated
     if text is None:
         return fallback
     found = tokenizer.id_of(text)
     if found is None:
-        raise own.fault(key, text, f"{tokenizer.path.name} has no such token")
+        raise InputError(f"{tokenizer.path} has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}")
     return found
 
 
@@ -173,96 +164,85 @@ def _adds(tokenizer: Tokenizer, bos: int | None, eos: int | None) -> tuple[bool,
     return bos is not None and bos in before, eos is not None and eos in after
 
 
-def _require_known(config: Node, n: int, special: dict[str, int | None], eog: frozenset[int]) -> None:
+def _require_known(n: int, special: dict[str, int | None], eog: frozenset[int]) -> None:
     stated = [*((f"{key}_token_id", i) for key, i in special.items()), *(("eos_token_id", i) for i in sorted(eog))]
     for key, i in stated:
-        if i is not None and i >= n:
-            raise config.fault(key, i, f"there are {n} ids")
+        if i is not None and not 0 <= i < n:
+            raise ValueError(f"{key} is {i}, expected one of {n} ids")
 
 
-def _text_config(config: Node) -> Node:
+def _text_config(config: dict) -> dict:
     """The language model's own part of a config: its `text_config`, where it has one (multimodal models)."""
-    nested = config.node("text_config")
-    return nested if nested.values else config
+    return config.get("text_config") or config
 
 
-def _model_facts(config: Node) -> dict[str, Any]:
-    """Fields of a Description. Raises InputError for values of another type or out of any range."""
+def _model_facts(config: dict) -> dict[str, Any]:
+    """Fields of a Description."""
     text = _text_config(config)
-    kind = text.text("model_type") or config.text("model_type")
-    layers = text.get("layer_types", list, "a list of texts") or []
-    for i, layer in enumerate(layers):
-        if not isinstance(layer, str):
-            raise text.fault(f"layer_types[{i}]", layer, "it must be a text")
-    lengths = (text.count(key, MAX_CONTEXT) for key in CONTEXT_KEYS)
+    kind = text.get("model_type") or config.get("model_type")
     return {
         "architecture": kind,
-        "n_ctx": next((n for n in lengths if n), None),
+        "n_ctx": next((n for key in CONTEXT_KEYS if (n := text.get(key))), None),
         "rope": _rope(text),
         "quantisation": _quantisation(config, text),
-        "state": state_of(kind, layers),
+        "state": state_of(kind, text.get("layer_types") or ()),
         "mask": _mask(text),
     }
 
 
-def _mask(text: Node) -> frozenset[int]:
+def _mask(text: dict) -> frozenset[int]:
     """Tokens that stand for positions to be drafted: of PARD, of the draft models that vLLM calls ptd, of DFlash."""
-    places = ((text, "pard_token"), (text, "ptd_token_id"), (text.node("dflash_config"), "mask_token_id"))
-    found = (node.count(key, MAX_ID) for node, key in places)
-    return frozenset(i for i in found if i is not None)
+    flash = text.get("dflash_config") or {}
+    ids = (text.get("pard_token"), text.get("ptd_token_id"), flash.get("mask_token_id"))
+    return frozenset(i for i in ids if i is not None)
 
 
-def _vocab_size(config: Node) -> int | None:
+def _vocab_size(config: dict) -> int | None:
     """Rows of logits."""
-    text = _text_config(config)
-    found = text.count("vocab_size", MAX_ID)
-    return config.count("vocab_size", MAX_ID) if found is None else found
+    size = _text_config(config).get("vocab_size", config.get("vocab_size"))
+    if size is not None and (not isinstance(size, int) or not 0 <= size <= MAX_ID):
+        raise ValueError(f"vocab_size is {size!r}, expected 0 to {MAX_ID}")
+    return size
 
 
-def _ids(node: Node, key: str) -> frozenset[int]:
+def _ids(config: dict, key: str) -> frozenset[int]:
     """An id or a list of ids."""
-    value = node.values.get(key)
-    found = value if isinstance(value, list) else [] if value is None else [value]
-    for i in found:
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < MAX_ID:
-            raise node.fault(key, i, f"an id is an integer from 0 to {MAX_ID - 1}")
-    return frozenset(found)
+    value = config.get(key)
+    return frozenset() if value is None else frozenset(value if isinstance(value, list) else [value])
 
 
-def _first_id(node: Node, key: str) -> int | None:
+def _first_id(config: dict, key: str) -> int | None:
     """An id, or the first of a list of ids. A padding id of -1 is none: so the first Llamas wrote it."""
-    value = node.values.get(key)
+    value = config.get(key)
     if key == "pad_token_id" and value == -1:
         return None
-    _ids(node, key)
     return next(iter(value), None) if isinstance(value, list) else value
 
 
-def _rope(text: Node) -> Rope | None:
+def _rope(text: dict) -> Rope | None:
     """transformers 5 writes `rope_parameters`; before that it was `rope_theta` and `rope_scaling`."""
-    parameters = text.node("rope_parameters")
-    scaling = parameters if parameters.values else text.node("rope_scaling")
-    base = scaling.number("rope_theta") or text.number("rope_theta") or text.number("rotary_emb_base")
-    kind = scaling.text("rope_type") or scaling.text("type")
-    factor = scaling.number("factor")
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    base = scaling.get("rope_theta") or text.get("rope_theta") or text.get("rotary_emb_base")
+    kind = scaling.get("rope_type") or scaling.get("type")
+    factor = scaling.get("factor")
     named = None if kind in (None, "default") else kind if factor is None else f"{kind} {factor:g}"
-    return None if base is None and named is None else Rope(base, _rotated(text, scaling), named)
+    return None if base is None and named is None else Rope(base and float(base), _rotated(text, scaling), named)
 
 
-def _rotated(text: Node, scaling: Node) -> int | None:
-    dims = text.count("head_dim", MAX_ID)
-    width, heads = text.count("hidden_size", MAX_CONTEXT), text.count("num_attention_heads", MAX_CONTEXT)
+def _rotated(text: dict, scaling: dict) -> int | None:
+    dims = text.get("head_dim")
+    width, heads = text.get("hidden_size"), text.get("num_attention_heads")
     if dims is None and width and heads:
         dims = width // heads
-    share = scaling.number("partial_rotary_factor") or text.number("partial_rotary_factor") or 1.0
+    share = scaling.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
     return None if dims is None else int(dims * share)
 
 
-def _quantisation(config: Node, text: Node) -> str | None:
+def _quantisation(config: dict, text: dict) -> str | None:
     """ "gptq 4" where the weights are quantised, else the type they are stored in."""
-    quantised = config.node("quantization_config")
-    if method := quantised.text("quant_method"):
-        bits = quantised.count("bits", 64)
+    quantised = config.get("quantization_config") or {}
+    if method := quantised.get("quant_method"):
+        bits = quantised.get("bits")
         return method if bits is None else f"{method} {bits}"
-    named = (text.text(key) or config.text(key) for key in ("dtype", "torch_dtype"))
-    return next((name for name in named if name), None)
+    names = (part.get(key) for key in ("dtype", "torch_dtype") for part in (text, config))
+    return next((name for name in names if name), None)
