@@ -10,7 +10,6 @@ import pandas as pd
 
 from specnb.divergence import kv_slots
 from specnb.divergence.ladder import TIMES_FLOOR
-from specnb.errors import InputError
 from specnb.io import write_atomic
 from specnb.measure.acceptance import Share
 
@@ -214,20 +213,7 @@ def _causes(investigation: "Investigation") -> Iterator[str]:
 
 
 def write_json(investigation: "Investigation", path: Path, more: Mapping[str, object] | None = None) -> Path:
-    """Write `Investigation.document()`, with `more` beside its keys, to `path` in one step, and return it.
-
-    Raises InputError where it cannot be written, or `more` holds a key of the document or what JSON cannot.
-    """
-    path, document, more = Path(path), investigation.document(), dict(more or {})
-    if taken := sorted(document.keys() & more.keys()):
-        raise InputError(f"the document has a key {taken[0]!r} already: choose another")
-    try:
-        content = json.dumps(document | more, indent=1, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the report is stored as JSON, and this cannot be ({error})") from error
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, f"{content}\n".encode())
-    except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror}): give another folder") from error
-    return path
+    """Write `Investigation.document()`, with `more` beside its keys, to `path` in one step, and return it."""
+    content = json.dumps(investigation.document() | dict(more or {}), indent=1, allow_nan=False)
+    write_atomic(path, f"{content}\n".encode())
+    return Path(path)

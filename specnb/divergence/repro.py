@@ -7,7 +7,7 @@ Hildebrandt 2002), within a bounded number of runs. A run costs what a set-up an
 import ast
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,7 @@ class Repro:
         )
 
     def write(self, folder: Path) -> Path:
-        """`repro.py`, `repro.json` and `repro.safetensors` in `folder`; the path of the script, which is written last.
-
-        It needs torch, transformers and safetensors. Raises InputError where nothing can be written.
-        """
+        """Write `repro.json`, `repro.safetensors` and, last, `repro.py` into `folder`; the path of the script."""
         from safetensors.torch import save
 
         folder = Path(folder)
@@ -65,12 +62,8 @@ class Repro:
             "repro.json": (json.dumps(self.facts, indent=1) + "\n").encode(),
             "repro.py": inspect.getsource(standalone).encode(),
         }
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in contents.items():
-                write_atomic(folder / name, content)
-        except OSError as error:
-            raise InputError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
+        for name, content in contents.items():
+            write_atomic(folder / name, content)
         return folder / "repro.py"
 
 
@@ -84,33 +77,28 @@ def minimal(
 ) -> Repro:
     """The smallest run found in at most `runs` runs; `outcome` is a wrong one, such as `investigation.case.bad`.
 
-    `draft`, `target` and `deploy` are those that were investigated. Raises InputError for an outcome that is clean, one
-    that does not happen again, and a draft that a script cannot build (`reproduction.pack`).
+    `draft`, `target` and `deploy` are those that were investigated. Raises InputError where the outcome does not happen
+    again, and for a draft that a script cannot build.
     """
-    if outcome.clean:
-        raise InputError(f"{outcome.setup.id} is clean: there is nothing to reproduce")
-    if runs < 1:
-        raise InputError(f"{runs} runs find nothing: allow at least 1")
-    search = _Search(draft, target, deploy, outcome, runs)
+    search = _Search((draft, target), deploy, outcome, runs)
     search.shrink()
     if search.best is None:
-        first = search.wanted["module"] or "the model"
         raise InputError(
-            f"{first} was not wrong again in {search.used} runs of {search.setup}: give the deploy that was "
-            "investigated, or allow more runs; else it is not deterministic"
+            f"{named(search.wanted)} was not wrong again in {search.used} runs of {search.setup}: give the deploy that "
+            "was investigated, or allow more runs; else it is not deterministic"
         )
-    lab, found = search.best
-    facts, tensors = pack(lab, found)
-    return Repro(search.setup, found.script, found.wrong.iloc[0], search.used, facts, tensors)
+    lab, smallest = search.best
+    facts, tensors = _pack(lab, smallest)
+    return Repro(search.setup, smallest.script, smallest.wrong.iloc[0], search.used, facts, tensors)
 
 
 class _Search:
     """Tries scripts; `best` is the last one, the smallest, at which the same tensor was wrong first."""
 
     def __init__(
-        self, draft: nn.Module, target: nn.Module | None, deploy: Deploy | None, outcome: Outcome, runs: int
+        self, models: tuple[nn.Module, nn.Module | None], deploy: Deploy | None, outcome: Outcome, runs: int
     ) -> None:
-        self._models, self._deploy, self._left = (draft, target), deploy, runs
+        self._models, self._deploy, self._runs = models, deploy, runs
         # fed in blocks is a matter of the script, which the outcome has
         self.setup = "S0" if outcome.setup.in_blocks else outcome.setup.id
         self.wanted, self._script = outcome.wrong.iloc[0], outcome.script
@@ -119,58 +107,35 @@ class _Search:
 
     def shrink(self) -> None:
         """One prefill where that is enough, else feeds up to the first wrong one with less before it."""
-        number = int(self.wanted["feed"])
-        end = self._script.starts[number] + len(self._script.feeds[number].ids)
+        number, text = int(self.wanted["feed"]), self._script.text
+        end = min(self._script.starts[number] + len(self._script.feeds[number].ids), len(text))
         # what is wrong may need tokens behind it that came with it
-        if any(self._one_prefill(length) for length in sorted({int(self.wanted["position"]) + 1, end})):
-            return
-        if self._shows(self._script.feeds[: number + 1]):
-            self._shorter_prompt()
-            self._fewer_feeds()
-
-    def _one_prefill(self, length: int) -> bool:
-        text = self._script.text
-        if not self._shows((Feed(text[:length]),)):
-            return False
-        self._bisect(len(text[:length]), lambda n: (Feed(text[:n]),))
-        return True
-
-    def _shorter_prompt(self) -> None:
-        prompt, *rest = self._best_feeds()
-        self._bisect(len(prompt.ids), lambda n: (Feed(prompt.ids[:n], prompt.forget), *rest))
+        for length in sorted({int(self.wanted["position"]) + 1, end}):
+            if self._shows((Feed(text[:length]),)):
+                self._bisect(length, lambda n: (Feed(text[:n]),))
+                return
+        prompt, *rest = self._script.feeds[: number + 1]
+        if self._shows((prompt, *rest)):
+            self._bisect(len(prompt.ids), lambda n: (Feed(prompt.ids[:n], prompt.forget), *rest))
 
     def _bisect(self, known: int, feeds: Callable[[int], tuple[Feed, ...]]) -> None:
         """The least n at which `feeds(n)` shows it, if all above do."""
         below = 0
-        while known - below > 1 and self._left:
+        while known - below > 1:
             middle = (known + below) // 2
             if self._shows(feeds(middle)):
                 known = middle
             else:
                 below = middle
 
-    def _fewer_feeds(self) -> None:
-        at = len(self._best_feeds()) - 2  # neither the prompt nor the last, in which it shows
-        while at > 0 and self._left:
-            feeds = self._best_feeds()
-            self._shows((*feeds[:at], *feeds[at + 1 :]))
-            at -= 1
-
-    def _best_feeds(self) -> tuple[Feed, ...]:
-        return self.best[1].script.feeds
-
     def _shows(self, feeds: tuple[Feed, ...]) -> bool:
-        if not self._left:
+        if self.used == self._runs:
             return False
+        self.used += 1
         try:
-            script = Script(feeds)
-        except InputError:  # more is taken back than is left
-            return False
-        self._left, self.used = self._left - 1, self.used + 1
-        lab = Lab(*self._models, script=script, deploy=self._deploy)
-        try:
+            lab = Lab(*self._models, script=Script(feeds), deploy=self._deploy)
             outcome = lab.run(self.setup)
-        except (Exception, SystemExit):  # a text this short, or fed so, the service does not take
+        except (Exception, SystemExit):  # more is taken back than is left, or the service does not take it
             return False
         same = ["at", "role", "name"]
         if outcome.clean or not (outcome.wrong.iloc[0][same] == self.wanted[same]).all():
@@ -180,8 +145,6 @@ class _Search:
 
 
 MAX_BYTES = 4 << 30
-ROOM = "transformers."
-"""Where a draft's class must come from, for a script to build it again."""
 ALIKE = 0.1
 """How far the error of an isolated module may be from the one that was found: it runs in other shapes."""
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
@@ -192,17 +155,13 @@ Packed = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 @torch.no_grad()
-def pack(lab: Lab, outcome: Outcome) -> Packed:
-    """The isolated module where that shows the same error, else the whole draft.
-
-    Raises InputError for a draft that a script cannot build again, for weights of more than MAX_BYTES, and where not
-    even the whole draft shows the error.
-    """
+def _pack(lab: Lab, outcome: Outcome) -> Packed:
+    """The isolated module where that shows the same error, else the whole draft. InputError where neither does."""
     first = outcome.wrong.iloc[0]
-    for kind in (_module, _model):
-        made = kind(lab, outcome, first)
-        if made is not None and _shows(*made, first, _sound(lab, made[0], first["at"])):
-            return made
+    for pack in (_module, _model):
+        packed = pack(lab, outcome, first)
+        if packed is not None and _shows(lab, *packed, first):
+            return packed
     raise InputError(f"nothing is wrong with {named(first)} when the draft is run again: nothing to write")
 
 
@@ -234,10 +193,10 @@ def _packed(
     lab: Lab, outcome: Outcome, first: pd.Series, kind: str, tensors: dict[str, Tensor], scalars: dict[str, Any]
 ) -> Packed:
     model, key = lab.reference, Key(first["at"], int(first["call"]), first["role"], first["name"])
-    for one in (type(model), type(getattr(model, "config", None))):
-        if not one.__module__.startswith(ROOM):
-            where = f"{one.__module__}.{one.__qualname__}"
-            raise InputError(f"the draft is built of {where}, which is not in transformers: a script cannot make it")
+    model_class, config_class = (_path_of(type(one)) for one in (model, getattr(model, "config", None)))
+    for path in (model_class, config_class):
+        if not path.startswith("transformers."):
+            raise InputError(f"the draft is built of {path}, which is not in transformers: a script cannot make it")
     rows = outcome.trace.rows(module=key.module, role=key.role, name=key.name)
     config = model.config
     facts = {
@@ -245,17 +204,15 @@ def _packed(
         "name": key.name, "token_axis": outcome.along.axes[key], "limit": TIMES_FLOOR * float(first["floor"]),
         "scalars": scalars, "text": list(outcome.along.text), "setup": outcome.setup.id,
         "feeds": [{"ids": list(feed.ids), "forget": feed.forget} for feed in outcome.script.feeds],
-        "model_class": _path_of(type(model)), "config_class": _path_of(type(config)),
+        "model_class": model_class, "config_class": config_class,
         "config": json.loads(config.to_json_string(use_diff=False)),
         "implementations": {n: getattr(config, n) for n in IMPLEMENTATIONS if hasattr(config, n)},
         "torch": torch.__version__,
     }  # fmt: skip
-    captured = _tensor(outcome.along, key, rows["dtype"].iloc[0])
-    _refuse_large(tensors.values())
-    return facts, tensors | {CAPTURED: captured}
+    return facts, tensors | {CAPTURED: _tensor(outcome.along, key, rows["dtype"].iloc[0])}
 
 
-def _shows(facts: dict[str, Any], tensors: dict[str, Tensor], first: pd.Series, sound: Tensor) -> bool:
+def _shows(lab: Lab, facts: dict[str, Any], tensors: dict[str, Tensor], first: pd.Series) -> bool:
     """Whether the script shows what the lab found.
 
     Of a module the very error, for without an argument that was not captured it might give something else altogether.
@@ -270,13 +227,9 @@ def _shows(facts: dict[str, Any], tensors: dict[str, Tensor], first: pd.Series, 
     if facts["kind"] == "module":
         shown = errors[int(first["position"])]
         return bool(np.isclose(shown, first["error"], rtol=ALIKE, atol=facts["limit"], equal_nan=True))
+    sound = _tensor(lab.sound[0], Key(first["at"], facts["call"], facts["role"], facts["name"]), "float32")
     facts["limit"] = max(facts["limit"], TIMES_FLOOR * max(standalone.apart(ours, sound, facts["token_axis"])))
     return any(not error <= facts["limit"] for error in errors)
-
-
-def _sound(lab: Lab, facts: dict[str, Any], at: str) -> Tensor:
-    key = Key(at, facts["call"], facts["role"], facts["name"])
-    return _tensor(lab.sound[0], key, "float32")
 
 
 def _tensor(along: Along, key: Key, dtype: str) -> Tensor:
@@ -287,14 +240,10 @@ def _tensor(along: Along, key: Key, dtype: str) -> Tensor:
 
 def _weights(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     """Parameters and buffers, each with memory of its own: tied ones would be refused."""
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    _refuse_large(value for _, value in named)  # before they are copied
-    return {f"{WEIGHTS}{prefix}{name}": value.detach().cpu().clone().contiguous() for name, value in named}
-
-
-def _refuse_large(tensors: Iterable[Tensor]) -> None:
-    if (size := sum(value.nbytes for value in tensors)) > MAX_BYTES:
+    pairs = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    if (size := sum(value.nbytes for _, value in pairs)) > MAX_BYTES:
         raise InputError(f"what to write takes {size / 1e9:.1f} GB: reproduce it on a smaller draft of its class")
+    return {f"{WEIGHTS}{prefix}{name}": value.detach().cpu().clone().contiguous() for name, value in pairs}
 
 
 def _scalars(seen: dict[str, list[str]], at: str) -> dict[str, Any] | None:

@@ -43,15 +43,16 @@ def main(folder: Path, other: Path | None = None) -> int:
 def rerun(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
     """The tensor that was captured, as the draft's own weights make it: `(…, tokens, …)`."""
     model = build(facts, tensors)
-    watched = Watched(model.get_submodule(facts["path"]), facts)
+    module = model.get_submodule(facts["path"])
+    seen = watched(module, facts)
     if facts["kind"] == "module":
         given = {name.removeprefix(INPUTS): value for name, value in tensors.items() if name.startswith(INPUTS)}
-        watched.module(**given, **facts["scalars"])
+        module(**given, **facts["scalars"])
     else:
         model(input_ids=torch.tensor([facts["text"]]), use_cache=False)
-    if watched.seen is None:
+    if len(seen) <= facts["call"] or seen[facts["call"]] is None:
         raise SystemExit(f"{facts['path']} gave no {facts['role']} {facts['name']}: this is another transformers")
-    return watched.seen
+    return seen[facts["call"]]
 
 
 def build(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -63,8 +64,9 @@ def build(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
         model = named_class(facts["model_class"])(config).eval()
     for key, value in tensors.items():
         if key.startswith(WEIGHTS):
-            owner, _, name = key.removeprefix(WEIGHTS).rpartition(".")
-            put(model.get_submodule(owner), name, value)
+            path, _, name = key.removeprefix(WEIGHTS).rpartition(".")
+            owner = model.get_submodule(path)
+            setattr(owner, name, nn.Parameter(value, requires_grad=False) if name in owner._parameters else value)
     return model
 
 
@@ -74,42 +76,27 @@ def named_class(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def put(module: nn.Module, name: str, value: Tensor) -> None:
-    """Give a module its parameter or buffer."""
-    if name in module._parameters:
-        module._parameters[name] = nn.Parameter(value, requires_grad=False)
+def watched(module: nn.Module, facts: Mapping[str, Any]) -> list[Tensor | None]:
+    """A list to which each call of the module adds one tensor that it is given (`role` "in") or gives ("out")."""
+    seen: list[Tensor | None] = []
+    arguments = inspect.signature(type(module).forward)
+
+    def keep(named: Mapping[str, Any]) -> None:
+        value = inner({**named, **named.get("kwargs", {})}, facts["name"])
+        seen.append(value.clone() if isinstance(value, Tensor) else None)
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        keep(arguments.bind(module, *args, **kwargs).arguments)
+
+    def after(module: nn.Module, args: tuple, output: Any) -> None:
+        parts = output if isinstance(output, tuple | list) else (output,)
+        keep({"out": parts[0]} | {f"out.{i}": part for i, part in enumerate(parts) if i})
+
+    if facts["role"] == "in":
+        module.register_forward_pre_hook(before, with_kwargs=True)
     else:
-        module._buffers[name] = value
-
-
-class Watched:
-    """Keeps one tensor that a module is given (`role` "in") or gives ("out"), at one of its calls."""
-
-    def __init__(self, module: nn.Module, facts: Mapping[str, Any]) -> None:
-        self.module, self.seen, self._facts, self._calls = module, None, facts, 0
-        self._arguments = inspect.signature(type(module).forward)
-        module.register_forward_pre_hook(self._before, with_kwargs=True)
-        module.register_forward_hook(self._after)
-
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._facts["role"] == "in":
-            self._keep(self._arguments.bind(module, *args, **kwargs).arguments)
-
-    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self._facts["role"] == "out":
-            parts = output if isinstance(output, tuple | list) else (output,)
-            self._keep({"out": output} if isinstance(output, dict) else {"out": parts[0]} | numbered(parts))
-        self._calls += 1
-
-    def _keep(self, named: Mapping[str, Any]) -> None:
-        if self._calls == self._facts["call"]:
-            found = inner({**named, **named.get("kwargs", {})}, self._facts["name"])
-            self.seen = found.clone() if isinstance(found, Tensor) else None
-
-
-def numbered(parts: tuple) -> dict[str, Any]:
-    """All but the first of a tuple of outputs, by the names that a capture gives them."""
-    return {f"out.{i}": part for i, part in enumerate(parts) if i}
+        module.register_forward_hook(after)
+    return seen
 
 
 def inner(value: Any, name: str) -> Any:

@@ -60,8 +60,6 @@ def test_rows_are_found_by_their_values():
     assert trace.rows(module="layers.0", role="in")["row"].tolist() == [0]
     assert trace.rows(module="elsewhere").empty
     assert trace.array(0, "full").shape == (3, 2) and trace.array(1, "tokens") is None
-    with pytest.raises(InputError, match="'modul'"):
-        trace.rows(modul="layers.0")
 
 
 def test_reading_a_trace_needs_no_torch(tmp_path):
@@ -96,17 +94,6 @@ def test_the_format_before_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "facts.json").write_text("{}")
     with pytest.raises(InputError, match="capture it again"):
         Trace.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "trace",
-    [Trace({"x": float("nan")}, *(empty({}).tensors, empty({}).params), {}), empty({"0.full": np.array(["a"])})],
-    ids=["facts", "array"],
-)
-def test_what_cannot_be_stored_is_refused_and_nothing_is_written(tmp_path, trace):
-    with pytest.raises(InputError):
-        trace.save(tmp_path / "trace")
-    assert not (tmp_path / "trace").exists()
 
 
 def long_generation(n_rows):
