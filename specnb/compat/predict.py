@@ -22,7 +22,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from specnb.draft.token_map import Fit, Way
-from specnb.errors import InputError
 from specnb.records import Generation
 
 
@@ -48,11 +47,7 @@ def reach_of(found: Fit) -> float | None:
 
 
 def predict(reach: float, k: int, own: float = 1.0) -> Prediction:
-    """The acceptance at draft length `k`. Raises InputError for shares outside 0..1, or k below 1."""
-    if not (0 <= reach <= 1 and 0 <= own <= 1):
-        raise InputError(f"reach and own are shares from 0 to 1, got {reach} and {own}")
-    if k < 1:
-        raise InputError(f"k must be 1 or more to draft, got {k}")
+    """The acceptance at draft length `k`, 1 or more; `reach` and `own` are shares from 0 to 1."""
     alpha = reach * own
     accepted = sum(alpha**j for j in range(1, k + 1))
     return Prediction(alpha, 1 + accepted, accepted / k, bound(reach, k))

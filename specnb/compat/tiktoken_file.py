@@ -1,7 +1,6 @@
 """A tiktoken file: one "base64 rank" a line, the rank being the id. It states pieces and nothing else."""
 
 import base64
-import binascii
 from pathlib import Path
 
 from specnb.compat.description import Description
@@ -35,29 +34,19 @@ def describe(path: Path | str) -> Description:
 
 def _pieces(path: Path) -> dict[int, bytes]:
     pieces: dict[int, bytes] = {}
-    line_of: dict[bytes, int] = {}
+    seen: set[bytes] = set()
     for number, line in enumerate(read_bytes(path, MAX_BYTES).splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            piece, i = _parse(line)
+            word, rank = line.split()
+            piece, i = base64.b64decode(word, validate=True), int(rank)
         except ValueError as error:
-            shown = repr(line[:60])
-            raise InputError(f"{path}: line {number} is {shown}: {error}; it must read BASE64 ID") from error
-        if i in pieces or line_of.setdefault(piece, number) != number:
-            raise InputError(f"{path}: line {number} gives {piece[:40]!r} the id {i}: one of them was used before")
+            raise InputError(f"{path}: line {number} is {line[:60]!r}, expected BASE64 ID ({error})") from error
+        if not 0 <= i < MAX_ID or i in pieces or piece in seen:
+            raise InputError(
+                f"{path}: line {number} gives {piece[:40]!r} the id {i}: used before, or not below {MAX_ID}"
+            )
         pieces[i] = piece
+        seen.add(piece)
     return pieces
-
-
-def _parse(line: bytes) -> tuple[bytes, int]:
-    """One line. Raises ValueError."""
-    words = line.split()
-    if len(words) != 2:
-        raise ValueError(f"it has {len(words)} words")
-    if not words[1].isdigit() or len(words[1]) > 7 or int(words[1]) >= MAX_ID:
-        raise ValueError(f"the id is no number below {MAX_ID}")
-    try:
-        return base64.b64decode(words[0], validate=True), int(words[1])
-    except binascii.Error as error:
-        raise ValueError(f"not base64 ({error})") from error

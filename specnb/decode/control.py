@@ -79,7 +79,9 @@ class FixedK(Controller):
     """Always K."""
 
     def __init__(self, k: int) -> None:
-        self.k_max = checked_k(k)
+        if k < 0:
+            raise InputError(f"k must be 0 or more, got {k}")
+        self.k_max = k
         self.name = f"fixed K={k}"
 
     def draft_length(self) -> int:
@@ -95,12 +97,11 @@ class RollingAcceptance(Controller):
 
     name = "rolling acceptance"
     k_max = 24
+    k_min = 4
 
-    def __init__(self, start: int = 12, low: int = 4, high: int = 24, window: int = 128) -> None:
-        if not 0 < low <= start <= high or window < 1:
-            raise InputError(f"it needs 0 < low <= start <= high and window > 0, got {low}, {start}, {high}, {window}")
-        self.k_max, self._low, self._k = checked_k(high), low, start
-        self._rates: deque[float] = deque(maxlen=window)
+    def __init__(self) -> None:
+        self._k = 12
+        self._rates: deque[float] = deque(maxlen=128)
 
     def draft_length(self) -> int:
         return self._k
@@ -110,8 +111,8 @@ class RollingAcceptance(Controller):
         mean = sum(self._rates) / len(self._rates)
         if mean > 0.80 and self._k < self.k_max:
             self._k = min(self._k + 4, self.k_max)
-        elif mean < 0.60 and self._k > self._low:
-            self._k = max(self._k - 4, self._low)
+        elif mean < 0.60 and self._k > self.k_min:
+            self._k = max(self._k - 4, self.k_min)
 
 
 class ConfidenceStop(Controller):
@@ -124,9 +125,7 @@ class ConfidenceStop(Controller):
     reads_drafts = True
 
     def __init__(self, k_max: int, p_min: float = 0.75, *, cumulative: bool = False) -> None:
-        if not 0 <= p_min <= 1:
-            raise InputError(f"p_min must be 0 to 1, got {p_min}")
-        self.k_max, self._p_min, self._cumulative = checked_k(k_max), p_min, cumulative
+        self.k_max, self._p_min, self._cumulative = k_max, p_min, cumulative
         self.name = f"{'cumulative ' * cumulative}confidence >= {p_min:g}, K <= {k_max}"
         self._sure = 1.0
 
@@ -148,28 +147,16 @@ class EntropyStop(Controller):
     """
 
     reads_drafts = True
+    aim, step, beta1, beta2 = 0.9, 0.01, 0.5, 0.9
 
-    def __init__(
-        self,
-        k_max: int,
-        *,
-        gamma: float = 0.2,
-        threshold: float = 0.4,
-        aim: float = 0.9,
-        step: float = 0.01,
-        beta1: float = 0.5,
-        beta2: float = 0.9,
-    ) -> None:
-        if gamma < 0:
-            raise InputError(f"gamma must be 0 or more, got {gamma}")
-        self.k_max = checked_k(k_max)
+    def __init__(self, k_max: int, *, gamma: float = 0.2, threshold: float = 0.4) -> None:
+        self.k_max = k_max
         self.name = f"entropy (AdaEDL), K <= {k_max}"
-        self._gamma, self._first, self._aim, self._step = gamma, threshold, aim, step
-        self._beta1, self._beta2 = beta1, beta2
-        self._threshold, self._rate = threshold, aim
+        self._gamma, self._first = gamma, threshold
+        self._threshold, self._rate = threshold, self.aim
 
     def start(self, prompt: bytes) -> None:
-        self._threshold, self._rate = self._first, self._aim
+        self._threshold, self._rate = self._first, self.aim
 
     def draft_length(self) -> int:
         return self.k_max
@@ -181,12 +168,6 @@ class EntropyStop(Controller):
         if not outcome.k:
             return
         rate = outcome.n_accepted / outcome.k
-        self._rate = self._beta1 * self._rate + (1 - self._beta1) * rate
-        moved = self._threshold + (self._step if self._rate < self._aim else -self._step)
-        self._threshold = self._beta2 * self._threshold + (1 - self._beta2) * moved
-
-
-def checked_k(k: int) -> int:
-    if k < 0:
-        raise InputError(f"k must be 0 or more, got {k}")
-    return k
+        self._rate = self.beta1 * self._rate + (1 - self.beta1) * rate
+        moved = self._threshold + (self.step if self._rate < self.aim else -self.step)
+        self._threshold = self.beta2 * self._threshold + (1 - self.beta2) * moved

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from specnb.decode.control import Belief, Controller, Outcome
-from specnb.errors import InputError
 
 TRY = 3
 """Rounds of drafting that are tried while plain decoding seems faster."""
@@ -59,10 +58,6 @@ class CostAware(Controller):
         patience: int = 16,
     ) -> None:
         """`verify_s[n]` are seconds of a target forward of n tokens, n = 0 to k_max + 1; `draft_s` of a draft."""
-        if len(verify_s) < 2 or any(not seconds > 0 for seconds in verify_s[1:]) or draft_s < 0:
-            raise InputError(
-                f"costs must be positive, T(1) first after T(0): got T = {list(verify_s)[:4]}, draft {draft_s}"
-            )
         self.k_max = len(verify_s) - 2
         self._verify, self._draft = np.asarray(verify_s, dtype=float), draft_s
         self._slope = _cheapest_ahead(self._verify)

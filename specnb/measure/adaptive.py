@@ -6,7 +6,6 @@ while a draft model is followed the controllers walk along, and it goes astray a
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, RollingAcceptance
@@ -221,12 +220,9 @@ def cost_of(record: RunRecord, drafter: str) -> Cost:
     return Cost(CostCurve.model_validate(record.measurements["verify_curve"]), record.measurements["c"][drafter])
 
 
-def questions(limit: int, path: Path | None = None) -> tuple[Prompt, ...]:
-    """The first `limit` conversations, cut behind each question of the user: one prompt a question, in order.
-
-    Raises InputError for a file that `prompts.read_jsonl` refuses.
-    """
-    path = project_dir() / "data" / "switching" / "conversations.jsonl" if path is None else Path(path)
+def questions(limit: int) -> tuple[Prompt, ...]:
+    """The first `limit` conversations, cut behind each question of the user: one prompt a question, in order."""
+    path = project_dir() / "data" / "switching" / "conversations.jsonl"
     return tuple(
         Prompt(id=f"{PREFIX}{talk.id}-{turn}", category=talk.category, messages=talk.messages[:upto])
         for talk in (read_jsonl(path)[:limit] if limit else ())
@@ -237,10 +233,7 @@ def questions(limit: int, path: Path | None = None) -> tuple[Prompt, ...]:
 def answered(
     target: LanguageModel, asked: Sequence[Prompt], *, max_new_tokens: int, seed: int = 0
 ) -> Iterator[Generation]:
-    """Each question answered greedily; the category is what the answer turned out to be.
-
-    Raises what `generate` raises.
-    """
+    """Each question answered greedily; the category is what the answer turned out to be."""
     for prompt in asked:
         made = generate(target, prompt, max_new_tokens=max_new_tokens, seed=seed)
         yield made.model_copy(update={"category": detect(prompt.messages[-1].content, made.text)})

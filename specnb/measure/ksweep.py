@@ -151,12 +151,9 @@ def _turns(
 
 
 def baseline_of(made: Sequence[Generation], one: Generation) -> Generation:
-    """The plain generation of the same prompt and temperature. Raises InputError when the record has none."""
+    """The plain generation of the same prompt and temperature."""
     key = (one.prompt_id, one.temperature)
-    found = next((g for g in made if g.k == 0 and (g.prompt_id, g.temperature) == key), None)
-    if found is None:
-        raise InputError(f"no baseline for prompt {key[0]!r} at temperature {key[1]}")
-    return found
+    return next(g for g in made if g.k == 0 and (g.prompt_id, g.temperature) == key)
 
 
 def _forks(target: LanguageModel, made: Sequence[Generation]) -> Iterator[dict[str, Any]]:

@@ -78,11 +78,8 @@ class Trace(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> "Trace":
-        """Read what `save` wrote. Raises InputError for anything else."""
-        try:
-            table = pq.read_table(path)
-        except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{path} is no trace: {error}; record it again") from error
+        """Read what `save` wrote. Raises InputError for another table."""
+        table = pq.read_table(path)
         meta = json.loads((table.schema.metadata or {}).get(b"specnb_trace", b"{}"))
         if meta.get("format") != FORMAT:
             raise InputError(f"{path} is no trace of format {FORMAT}, but {meta or 'another table'}; record it again")

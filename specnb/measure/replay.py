@@ -201,15 +201,9 @@ def oracle(recording: Recording, cost: Cost, k_max: int) -> tuple[list[int], flo
 
 def _kept(chances: Sequence[float], rng: np.random.Generator | None) -> int:
     for j, chance in enumerate(chances):
-        if not (chance >= 1.0 or (chance > 0.0 and _rng(rng).random() < chance)):
+        if not (chance >= 1.0 or (chance > 0.0 and rng.random() < chance)):
             return j
     return len(chances)
-
-
-def _rng(rng: np.random.Generator | None) -> np.random.Generator:
-    if rng is None:
-        raise InputError("drafts of this recording are kept by chance (temperature > 0): pass a random generator")
-    return rng
 
 
 def _drafted(

@@ -52,8 +52,6 @@ def record(
     well, as far as any controller may read (so it takes far longer): only how much controllers that stop within a
     block would waste depends on it. Raises what `generate` raises.
     """
-    if not 1 <= k_max <= 256:
-        raise InputError(f"k_max must be 1 to 256, got {k_max}")
     for prompt in prompts:
         made = generate(
             target, prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, ignore_eog=ignore_eog
@@ -110,16 +108,10 @@ def follow(
     Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
     or another `max_new_tokens` made.
     """
-    if made.k:
-        raise InputError(f"the generation of {made.prompt_id!r} drafted (K = {made.k}): follow a plain one")
-    if made.target != target.name:
+    if made.k or made.target != target.name or made.max_new_tokens not in (None, max_new_tokens):
         raise InputError(
-            f"{made.target} generated {made.prompt_id!r}, not {target.name}: follow it with its own target"
-        )
-    if made.max_new_tokens not in (None, max_new_tokens):
-        raise InputError(
-            f"{made.prompt_id!r} was generated with max_new_tokens = {made.max_new_tokens}, not {max_new_tokens}: "
-            "drafts beyond the end would be counted otherwise"
+            f"{made.target} generated {made.prompt_id!r} with K = {made.k} and max_new_tokens = {made.max_new_tokens}: "
+            f"expected a plain generation of {target.name} with max_new_tokens = {max_new_tokens}"
         )
     require_followed(drafters, only_k_max=only_k_max)
     sampling = Sampling(made.temperature, made.top_k, made.top_p)
@@ -183,8 +175,6 @@ def _proposals(drafter: Drafter, made: Generation, most: Sequence[int]) -> Itera
     for limit, token in zip(most, made.token_ids, strict=True):
         watch = _NoChoice()
         proposal = drafter.propose(view, limit, watch) if limit else NOTHING
-        if proposal.tree is not None:
-            raise InputError(f"{drafter.name} drafts trees, and only chains are replayed")
         yield proposal.ids, watch.support
         tokens.append(token)
         drafter.commit(view)

@@ -29,11 +29,6 @@ def snapshot_bytes(shape: RecurrentShape) -> int:
     return state_bytes(shape) + window_bytes(shape)
 
 
-def checkpoint_bytes(shape: RecurrentShape) -> int:
-    """A checkpoint before verification, whatever the width: one snapshot. The accepted tokens are run again."""
-    return snapshot_bytes(shape)
-
-
 def conv_column_bytes(shape: RecurrentShape) -> int:
     """One token's column before the convolution, which the window needs back: raw and factor records go with it."""
     return shape.layers * shape.conv_channels * ITEM_BYTES[shape.record_dtype]
@@ -97,5 +92,5 @@ def table(shape: RecurrentShape, widths: Sequence[int] = (2, 4, 8, 16, 64)) -> p
         "pre_conv_bytes": pre_conv_bytes(shape),
     }
     grown = {name: [live + width * n for width in widths] for name, n in per_token.items()}
-    fixed = {"checkpoint_bytes": live + checkpoint_bytes(shape)}
+    fixed = {"checkpoint_bytes": 2 * live}  # whatever the width: the accepted tokens are run again
     return pd.DataFrame({"width": widths, "live_bytes": live, **grown, **fixed})

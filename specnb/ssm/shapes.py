@@ -10,12 +10,11 @@ mamba1          x, a channel a head B (one for all)     dt, a channel       x
 short-conv      none: the convolution window is all its state               B * x
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from specnb.errors import InputError, did_you_mean
 
@@ -34,8 +33,7 @@ class Kind(StrEnum):
     SHORT_CONV = "short-conv"
 
 
-@dataclass(frozen=True)
-class _Counts:
+class _Counts(NamedTuple):
     """How often: gates a head in a replay record; gates a head that exist before the convolution; keys in it."""
 
     gates: int
@@ -76,18 +74,6 @@ class RecurrentShape(BaseModel):
     conv_dtype: Dtype = "float32"
     record_dtype: Dtype = "bfloat16"
 
-    @model_validator(mode="after")
-    def _fits(self) -> "RecurrentShape":
-        sizes = (self.heads, self.value_dim, self.key_heads, self.key_dim)
-        if self.kind is Kind.SHORT_CONV:
-            if any(sizes):
-                raise ValueError(f"a short convolution has no heads, got {sizes}")
-        elif not all(sizes) or self.heads % self.key_heads:
-            raise ValueError(f"{self.heads} heads over {self.key_heads} key heads, dims {sizes[1::2]}: they do not fit")
-        if self.conv_columns < self.conv_width - 1:
-            raise ValueError(f"{self.conv_columns} columns are too few for a convolution of {self.conv_width} taps")
-        return self
-
     @property
     def values(self) -> int:
         """Numbers in one token's value, one layer."""
@@ -109,18 +95,11 @@ class RecurrentShape(BaseModel):
         return self.heads * _COUNTS[self.kind].gates_before_conv
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How an engine holds the window: columns beyond the `conv_width - 1` that are read, and its dtype if not the
-    model's. Both engines hold the state itself in float32."""
+LAYOUTS: dict[str, tuple[int, Dtype | None]] = {"transformers": (1, None), "llama.cpp": (0, "float32")}
+"""Window columns beyond the `conv_width - 1` that are read, and the window's dtype if not the model's.
 
-    spare_columns: int
-    conv_dtype: Dtype | None
-
-
-LAYOUTS = {"transformers": Layout(1, None), "llama.cpp": Layout(0, "float32")}
-"""transformers keeps as many columns as the kernel has taps, of which it reads all but one, in the model's dtype;
-llama.cpp keeps what it reads, and all its recurrent planes in float32."""
+transformers keeps as many columns as the kernel has taps, of which it reads all but one, in the model's dtype;
+llama.cpp keeps what it reads, and all its recurrent planes in float32. Both hold the state itself in float32."""
 
 RECURRENT_LAYERS = frozenset({"linear_attention", "hybrid", "conv", "mamba"})
 """Entries of `layer_types` that carry a recurrent state (hybrid: beside attention, in one layer)."""
@@ -165,11 +144,8 @@ def shape_of(config: Any, *, layout: str = "transformers", dtype: Dtype | None =
     `dtype` is what the activations are computed in, by default the config's own, else float32. Sizes are read from the
     config; no model is built.
 
-    Raises InputError for a family that is not known here, a config without recurrent layers or without a usable size,
-    an unknown layout or dtype.
+    Raises InputError for a family that is not known here, a config without recurrent layers or without a usable size.
     """
-    if layout not in LAYOUTS:
-        raise InputError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     family = getattr(text, "model_type", None)
     if family not in FAMILIES:
@@ -177,25 +153,20 @@ def shape_of(config: Any, *, layout: str = "transformers", dtype: Dtype | None =
         raise InputError(f"no sizes of recurrent layers for model_type {family!r}: {hint}known: {', '.join(FAMILIES)}")
     kind, names = FAMILIES[family]
     dtype = dtype or str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
-    held = LAYOUTS[layout]
+    spare_columns, conv_dtype = LAYOUTS[layout]
     sizes = {field: _product(text, family, parts) for field, parts in names.items()}
     sizes = dict.fromkeys(("heads", "value_dim", "key_heads", "key_dim"), 0) | sizes
     values, keys = sizes["heads"] * sizes["value_dim"], sizes["key_heads"] * sizes["key_dim"]
     channels = {"conv_channels": values + _COUNTS[kind].keys_in_conv * keys} | sizes
-    try:
-        return RecurrentShape(
-            family=family,
-            kind=kind,
-            layers=_recurrent_layers(text, family),
-            conv_columns=channels["conv_width"] - 1 + held.spare_columns,
-            conv_dtype=held.conv_dtype or dtype,
-            record_dtype=dtype,
-            **channels,
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = f"{first['loc'][0]} {first['input']!r}: " if first["loc"] else ""
-        raise InputError(f"the {family} config cannot be right: {where}{first['msg']}") from error
+    return RecurrentShape(
+        family=family,
+        kind=kind,
+        layers=_recurrent_layers(text, family),
+        conv_columns=channels["conv_width"] - 1 + spare_columns,
+        conv_dtype=conv_dtype or dtype,
+        record_dtype=dtype,
+        **channels,
+    )
 
 
 def _recurrent_layers(config: Any, family: str) -> int:

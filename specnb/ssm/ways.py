@@ -106,14 +106,9 @@ class _Bench:
         frame = compare(methods, range(len(self.prompts)), baseline=PLAIN)
         kept = {way: self._kept(model, k) for way, model in self.models.items()}
         return [
-            {
-                "target": self.name,
-                "engine": self.plain.caps.engine,
-                "k": k,
-                "acceptance": rate,
-                **row,
-                **kept.get(row["method"], {}),
-            }
+            {"target": self.name, "engine": self.plain.caps.engine, "k": k, "acceptance": rate}
+            | row
+            | kept.get(row["method"], {})
             for row in [*_rows(frame), *self._free(k, rate)]
         ]
 
@@ -126,15 +121,12 @@ class _Bench:
         return _rows(compare(methods, range(len(self.prompts)), baseline=PLAIN))[1:]
 
     def _decode(self, model: LanguageModel, truths: Sequence[Generation], k: int, rate: float, at: int) -> Generation:
-        params = self._params
-        drafter = (
-            ScriptedDrafter(truths[at].token_ids, rate, vocab_size=model.vocab.size, seed=params.seed + at)
-            if k
-            else None
-        )
-        return generate(
-            model, self.prompts[at], drafter=drafter, k=k or 1, max_new_tokens=params.max_new_tokens, ignore_eog=True
-        )
+        settings = {"max_new_tokens": self._params.max_new_tokens, "ignore_eog": True}
+        if not k:
+            return generate(model, self.prompts[at], **settings)
+        seed = self._params.seed + at
+        drafter = ScriptedDrafter(truths[at].token_ids, rate, vocab_size=model.vocab.size, seed=seed)
+        return generate(model, self.prompts[at], drafter=drafter, k=k, **settings)
 
     def _kept(self, model: LanguageModel, k: int) -> dict[str, Any]:
         """Bytes at the widest moment of a round, and the counts of the generation that came last."""
@@ -203,16 +195,16 @@ def _drafters(bench: _Bench, params: RollbackParams) -> Iterator[dict[str, Any]]
                 yield {"target": bench.name, "way": target.caps.rewind, "k": k, "drafter": row.pop("method"), **row}
 
 
-def passages(kind: str = "code", *, limit: int) -> list[Prompt]:
-    """The first `limit` held-out passages of a `kind`, code or prose, as prompts that are continued as they stand.
+def passages(*, limit: int) -> list[Prompt]:
+    """The first `limit` held-out passages of code, such as the embedded pair was trained on, to be continued.
 
-    They are text of the kind that the embedded pair was trained on. Raises InputError where there are fewer.
+    Raises InputError where there are fewer.
     """
     lines = (project_dir() / "data" / "models" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [passage["text"] for passage in map(json.loads, lines) if passage["kind"] == kind][:limit]
+    texts = [passage["text"] for passage in map(json.loads, lines) if passage["kind"] == "code"]
     if not 0 < limit <= len(texts):
-        raise InputError(f"got {limit} passages of {kind!r}, expected 1 to {len(texts)} of code or prose")
-    return [Prompt(id=f"held-out-{kind}-{i:02d}", category=kind, text=text) for i, text in enumerate(texts)]
+        raise InputError(f"got {limit} passages, expected 1 to {len(texts)}")
+    return [Prompt(id=f"held-out-code-{i:02d}", category="code", text=text) for i, text in enumerate(texts[:limit])]
 
 
 def attention_twin(name: str) -> Path:
@@ -261,17 +253,13 @@ def _make_twin(folder: Path, twin: Path) -> None:
 class ScriptedDrafter:
     """Acceptance known beforehand: for measuring what rounds cost. llama.cpp has it as `--spec-synth-rates`.
 
-    Drafts the target's own continuation `truth`, each token right with probability `rate` until one is wrong.
-
-    A wrong token is the next id in the vocabulary, and so are all behind it. `truth` must reach as far as the
-    generation goes; where it ends, no more is drafted. Raises InputError for a rate outside 0 to 1.
+    Drafts the target's own continuation `truth`, each token right with probability `rate` until one is wrong: that and
+    all behind it are the next id in the vocabulary. Where `truth` ends, no more is drafted.
     """
 
     vocab = None
 
     def __init__(self, truth: Sequence[int], rate: float, *, vocab_size: int, seed: int = 0) -> None:
-        if not 0 <= rate <= 1:
-            raise InputError(f"a rate of acceptance is 0 to 1, got {rate}")
         self.name = f"scripted, {rate:.0%} right"
         self._truth, self._rate, self._vocab_size, self._seed = truth, rate, vocab_size, seed
         self._prompt, self._draws = 0, np.random.default_rng(seed)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from specnb.errors import InputError
 from specnb.measure import content
 from specnb.measure.content import (
     ENOUGH,
@@ -20,7 +19,6 @@ from specnb.measure.content import (
     load_snippets,
     report_rule,
 )
-from specnb.prompts import prompts
 
 CHAT = "<|im_start|>user\nHow does this work?<|im_end|>\n<|im_start|>assistant\n"
 STORY = "She put her hand into her pocket and felt the key, still warm. He looked at her and said nothing. "
@@ -121,12 +119,3 @@ def test_a_planted_fault_costs_cases(monkeypatch, fault):
     for name, value in fault.items():
         monkeypatch.setattr(content, name, value)
     assert accuracy(confusion(detect, cases))[0] <= best - 3
-
-
-def test_a_table_of_nothing_and_an_unknown_kind_are_refused():
-    with pytest.raises(InputError):
-        confusion(detect, [])
-    with pytest.raises(InputError, match="poem"):
-        confusion(lambda prompt, generated: "poem", load_snippets())
-    with pytest.raises(InputError, match="chat"):
-        from_prompts(prompts("chat"))

@@ -60,8 +60,6 @@ def test_scripted_drafts_are_right_as_often_as_asked_and_the_same_for_all():
     assert run(0.0).accepted_tokens == 0
     certain = run(1.0)
     assert certain.acceptance_rate == 1 and len(certain.rounds) == 60
-    with pytest.raises(InputError, match=r"1\.5"):
-        ScriptedDrafter(truth, 1.5, vocab_size=20)
 
 
 def test_every_way_of_both_engines_is_measured_and_exact(record):
@@ -135,11 +133,9 @@ def test_trees_are_verified_as_path_by_path():
 
 
 def test_passages_are_read_and_too_few_are_refused():
-    assert [p.id for p in ways.passages("code", limit=2)] == ["held-out-code-00", "held-out-code-01"]
-    assert ways.passages("prose", limit=1)[0].category == "prose"
-    for kind, limit in (("poems", 1), ("code", 0), ("code", 10_000)):
-        with pytest.raises(InputError, match=kind):
-            ways.passages(kind, limit=limit)
+    assert [p.id for p in ways.passages(limit=2)] == ["held-out-code-00", "held-out-code-01"]
+    with pytest.raises(InputError, match="10000"):
+        ways.passages(limit=10_000)
 
 
 def test_a_model_is_named_for_an_engine():
