@@ -2,8 +2,7 @@
 
 Row j of a trace is the state that a round is served which starts after j + 1 generated tokens: that of the token
 before the newest one. The backbone says generated token j from it, head i token j + 1 + i, and a Hydra is shown the
-true tokens j ... j + i. States are caught by a hook of this module's own, so that what is found here can be held
-against what a drafter was served.
+true tokens j ... j + i. States are caught by another hook than a drafter's, which is held against them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +14,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from specnb.errors import InputError, NonFiniteLogits
+from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf_hidden import final_norm
 from specnb.measure.bench import Interval, bootstrap
-from specnb.medusa.nets import Heads, draft_ids
+from specnb.medusa.nets import Heads, draft_ids, network
 from specnb.medusa.tree import RANKS
 from specnb.records import Generation
 
@@ -74,10 +73,7 @@ class Scores(NamedTuple):
 
 
 def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
-    """Feed `ids` to the emptied target; what the last `rows` tokens gave. Leaves the target empty.
-
-    Raises InputError for an engine whose states cannot be seen.
-    """
+    """Feed `ids` to the emptied target; what the last `rows` tokens gave. Leaves the target empty."""
     caught: list[tuple[Tensor, Tensor]] = []
     hook = final_norm(network(target)).register_forward_hook(
         lambda _norm, inputs, output: caught.append((inputs[0][0], output[0]))
@@ -111,19 +107,8 @@ def _pieces(target: LanguageModel, ids: list[int], rows: int) -> Iterator[tuple[
         yield piece, len(piece)
 
 
-def network(target: LanguageModel) -> torch.nn.Module:
-    """The network behind the target. Raises InputError for an engine that has none to look into."""
-    found = getattr(target, "network", None)
-    if found is None:
-        raise InputError(f"heads need a network that can be looked into, {target.name} is {target.caps.engine}: "
-                         "open it with ?backend=hf")  # fmt: skip
-    return found
-
-
 def trace(target: LanguageModel, generation: Generation) -> Trace:
-    """The states along a generation's text. Raises InputError for one of no tokens."""
-    if not generation.token_ids:
-        raise InputError(f"the generation of prompt {generation.prompt_id!r} has no tokens to score heads on")
+    """The states along a generation's text, which has a token at least."""
     made = generation.token_ids
     seen = states(target, (*generation.prompt_ids, *made[:-1]), len(made))
     device = seen.pre_norm.device
@@ -171,18 +156,16 @@ def _rank(logits: Tensor, draft: Tensor, labels: Tensor) -> Tensor:
     return torch.where(labels == NO_LABEL, NO_LABEL, rank)
 
 
-def accuracy_table(scores: Sequence[Scores], ranks: int = RANKS) -> pd.DataFrame:
+def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
     """One row for each head and rank: head, rank (0 the best), marginal, cumulative, hits, n.
 
     `marginal` is the share of the `n` positions whose true token has just this rank, `cumulative` this rank or a
-    better one. Raises InputError when no head has a position.
+    better one.
     """
-    if not scores:
-        raise InputError("there is no generation to score heads on: give at least one")
     rows = []
     for head, rank in enumerate(np.concatenate([of.rank for of in scores]).T):
         n = int((rank != NO_LABEL).sum())
-        for at, hits in enumerate(np.bincount(rank[(rank >= 0) & (rank < ranks)], minlength=ranks)):
+        for at, hits in enumerate(np.bincount(rank[(rank >= 0) & (rank < RANKS)], minlength=RANKS)):
             better = int(((rank >= 0) & (rank <= at)).sum())
             rows.append({
                 "head": head, "rank": at, "marginal": hits / n if n else float("nan"),
@@ -196,27 +179,9 @@ def accuracy_matrix(table: pd.DataFrame) -> np.ndarray:
     return table.pivot(index="head", columns="rank", values="marginal").fillna(0.0).to_numpy()
 
 
-def share_interval(counts: Sequence[Sequence[float]], *, level: float = 0.95) -> Interval:
+def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
     """Hits over trials with the bootstrap interval over prompts, from rows (hits, trials); all NaN without a trial."""
     rows = [row for row in counts if row[1] > 0]  # a prompt without a trial says nothing of the share
     if not rows:
-        return Interval(*(float("nan"),) * 3, level)
-    return bootstrap(rows, lambda data: float(data[:, 0].sum() / data[:, 1].sum()), level=level)
-
-
-def alpha_table(counts: Sequence[np.ndarray], level: float = 0.95) -> pd.DataFrame:
-    """alpha by position (1..) from the counts `(positions, 2)` of each prompt, drafts kept and drafts tested.
-
-    Columns: position, alpha, low, high (bootstrap over prompts), kept, tested.
-    """
-    positions = max((len(one) for one in counts), default=0)
-    rows = []
-    for k in range(positions):
-        of_prompts = [one[k] if k < len(one) else np.zeros(2) for one in counts]
-        kept, tested = np.sum(of_prompts, axis=0)
-        found = share_interval(of_prompts, level=level)
-        rows.append({
-            "position": k + 1, "alpha": found.value, "low": found.low, "high": found.high,
-            "kept": int(kept), "tested": int(tested),
-        })  # fmt: skip
-    return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
+        return Interval(*(float("nan"),) * 3, 0.95)
+    return bootstrap(rows, lambda data: float(data[:, 0].sum() / data[:, 1].sum()))

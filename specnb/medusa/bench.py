@@ -5,7 +5,7 @@ chosen on what it is timed on. Wall times are whole calls, prefill included, of 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,19 @@ from specnb.measure.bench import FEWEST, Timed, interleaved, table
 from specnb.measure.experiment import Progress, silent
 from specnb.measure.ksweep import check_prompts
 from specnb.medusa import gates
-from specnb.medusa.accuracy import accuracy_matrix, network
+from specnb.medusa.accuracy import accuracy_matrix
 from specnb.medusa.checkpoint import load_trained_heads
-from specnb.medusa.drafter import AUTO, HeadsDrafter, accuracy_of, best_tree, fitting_checkpoint, tree_size
+from specnb.medusa.drafter import (
+    AUTO,
+    Drafting,
+    HeadsDrafter,
+    accuracy_of,
+    choose_drafts,
+    fitting_checkpoint,
+    tree_size,
+)
 from specnb.medusa.gates import Checked, served_counts
-from specnb.medusa.nets import Heads
-from specnb.medusa.tree import Candidate, TreePlan, grow
+from specnb.medusa.nets import Heads, network
 from specnb.prompts import CATEGORIES, Category, Prompt, digest, prompts
 from specnb.provenance import provenance
 
@@ -71,16 +78,6 @@ def checked_params(**given: Any) -> HeadsBenchParams:
         wrong = [e for e in error.errors() if e["type"] != "too_short"] or error.errors()
         told = "; ".join(f"{'.'.join(map(str, e['loc']))} is {e['input']!r:.80}: {e['msg']}" for e in wrong)
         raise InputError(f"bench medusa: {told}") from error
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """What is drafted and why: the plan (None: a chain), drafts a round, and the candidates it was chosen among."""
-
-    plan: TreePlan | None
-    k: int
-    says: str
-    candidates: tuple[Candidate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
 
     Raises InputError for wrong names, heads or prompts, and what `specnb.load` and `generate` raise.
     """
-    size = tree_size(params.tree)
+    tree_size(params.tree)  # before a model is opened for nothing
     timed, judged = chosen_prompts(params)
     target = load(params.target, **({"dtype": params.dtype} if params.dtype else {}))
     try:
@@ -150,7 +147,7 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
         if not checked.passed:
             return HeadsBench(params, str(report), checked, facts)
         progress(0, 1, "costs of trees")
-        drafting = choose_drafts(target, heads, checked, size, params, trained=accuracy_of(report.path))
+        drafting = chosen_drafts(target, heads, checked, params, accuracy_of(report.path))
         speeds = time_prompts(target, heads, drafting, timed, params, progress)
         return HeadsBench(params, str(report), checked, facts, drafting, speeds)
     finally:
@@ -176,46 +173,23 @@ def chosen_prompts(params: HeadsBenchParams) -> tuple[list[Prompt], list[Prompt]
     )
 
 
-def choose_drafts(
-    target: LanguageModel,
-    heads: Heads,
-    checked: Checked,
-    size: int | TreePlan,
-    params: HeadsBenchParams,
-    *,
-    trained: np.ndarray | None = None,
+def chosen_drafts(
+    target: LanguageModel, heads: Heads, checked: Checked, params: HeadsBenchParams, trained: np.ndarray | None
 ) -> Drafting:
-    """What `params.tree` comes to on this machine.
+    """What `params.tree` and `params.k` come to on this machine; something is drafted even where it does not pay.
 
     A tree is grown from `trained`, the accuracies `(heads, ranks)` that came with the heads, of far more text than the
-    gates see, as `specnb generate` does; only where there are none, from those that the gates measured.
+    gates see; only where there are none, from those that the gates measured.
     """
-    accuracy = accuracy_matrix(checked.accuracy) if trained is None else trained[: heads.config.n_heads]
-    source = f"measured here on {len(checked.plain)} prompts" if trained is None else "that came with the heads"
-    plan: TreePlan | None = None
-    candidates: tuple[Candidate, ...] = ()
-    if size:
-        plan = size if isinstance(size, TreePlan) else grow(accuracy, size)[0]
-        says = f"a tree of {len(plan)} nodes, as asked for"
-        if not isinstance(size, TreePlan):
-            says += f", by accuracies {source}"
-    elif params.tree != AUTO:
-        says = "a chain, as asked for"
-    elif not target.caps.trees:
-        says = f"a chain, for {target.name} cannot verify trees: {target.caps.trees_reason or target.caps.engine}"
-    else:
-        choice = best_tree(target, heads, accuracy)
-        candidates = choice.table
-        best = max(candidates[1:], key=lambda c: c.tokens_per_s)
-        plan = best.plan
-        says = (
-            f"a tree of {len(plan)} nodes: {best.tokens:.2f} tokens a round, {best.tokens_per_s:.1f} a second expected "
-            f"by accuracies {source}"
-        )
-        if not len(choice.best.plan):
-            says += "; plain decoding is expected to be faster than any"
-    n = heads.config.n_heads if plan is None else len(plan)
-    return Drafting(plan, min(n, params.k or n), says, candidates)
+    known, asked = (trained,), tree_size(params.tree)
+    if trained is None:
+        known = accuracy_matrix(checked.accuracy), f"measured here on {len(checked.plain)} prompts"
+    found = choose_drafts(target, heads, asked, *known)
+    if found.plan is not None and not len(found.plan):
+        best = max(found.candidates[1:], key=lambda c: c.tokens_per_s).plan
+        says = f"{found.says}; timed all the same is one of {len(best)} nodes"
+        found = replace(found, plan=best, k=len(best), says=says)
+    return replace(found, k=min(found.k, params.k or found.k))
 
 
 def time_prompts(

@@ -10,12 +10,11 @@ nothing of it (a benchmark of random heads: 0.2 % acceptance, 12 times slower).
 """
 
 import json
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 import torch
@@ -111,7 +110,6 @@ def save(
         raise InputError(f"not saved: NaN or infinity in {', '.join(broken[:SHOWN])}; training went astray")
     with _replaced(folder, OWN) as new:
         layouts.write_folder(new, LAYOUTS[OWN].file, state, heads.config.model_dump())
-        (new / TRAINING_FILE).unlink(missing_ok=True)  # an older one tells of other weights
         if facts is not None:
             write_atomic(new / TRAINING_FILE, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
     return Path(folder)
@@ -130,30 +128,24 @@ def convert(heads: Heads, folder: Path, layout: str) -> tuple[str, ...]:
 
 @contextmanager
 def _replaced(folder: Path, layout: str) -> Iterator[Path]:
-    """A new folder to write into, which takes the place of `folder` when all went well, and vanishes when not.
+    """A new folder to write into, whose files are moved to `folder` when all went well.
 
-    What else lies in an older folder (a card, curves) is kept. Raises InputError when `folder` holds something, and not
-    heads of that layout: a model's own folder may have the same names in it.
+    What else lies in an older folder (a card) is kept, but for the curves of other weights. Raises InputError when
+    `folder` holds something, and not heads of that layout: a model's own folder may have the same names in it.
     """
     target = Path(folder).resolve()
     if target.is_file() or (target.is_dir() and any(target.iterdir()) and not _holds(target, layout)):
         raise InputError(f"{folder} holds other things than heads: give a new or an empty folder")
-    new, old = (target.with_name(f".{target.name}.{uuid.uuid4().hex}.{end}") for end in ("new", "old"))
     try:
-        new.mkdir(parents=True)
-        if target.is_dir():
-            shutil.copytree(target, new, dirs_exist_ok=True)
-        yield new
-        if target.is_dir():
-            target.rename(old)
-        new.rename(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as new:
+            yield Path(new)
+            target.mkdir(exist_ok=True)
+            (target / TRAINING_FILE).unlink(missing_ok=True)
+            for file in Path(new).iterdir():
+                file.replace(target / file.name)
     except OSError as error:
-        if old.is_dir() and not target.exists():
-            old.rename(target)
         raise InputError(f"cannot write heads to {folder} ({error.strerror or error}): give another folder") from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def load_trained_heads(

@@ -1,13 +1,9 @@
 """What heads learn from: rows of text and their hidden states in a folder, and the examples that are cut from them.
 
-Heads are to foretell what the backbone says, so they learn from what it says (Cai et al. 2401.10774, section 2.3.2;
-the same in EAGLE-3 and SpecForge). Rows are written batch by batch (`text`); a run that was stopped goes on behind the
-last batch, and the batch of any number is the same for every run, since its random numbers come from (seed, number).
-Or texts are given: every token of these counts as a label, so heads learn to foretell them, not what the backbone would
-say; where the two differ drafts are accepted less often. (Warming up on such text gained nothing: LOG.md.)
-
-States are kept, for the backbone is frozen and every epoch would compute the same: those in front of the final norm, in
-bfloat16; with them and the norm both contracts of `HeadsConfig.input` can be trained.
+Heads are to foretell what the backbone says, so they learn from what it says (Cai et al. 2401.10774, section 2.3.2).
+Rows are written batch by batch (`text`); the random numbers of a batch come from (seed, number), so a run that was
+stopped goes on behind the last one. Or texts are given, of which every token counts as a label. The backbone is frozen:
+its states are kept, in front of the final norm and in bfloat16.
 
 An example is one position of one row. At position t the heads get the hidden state of token t. Head i is to say token
 t + 2 + i; Hydra's head i is shown the tokens t + 1 … t + 1 + i. An example exists where token t + 2 is the backbone's
@@ -51,10 +47,6 @@ NO_LABEL = -100
 OnTokens = Callable[[int], None]
 
 
-def _unheard(_n: int) -> None:
-    """The count of tokens goes nowhere."""
-
-
 @dataclass(frozen=True)
 class Rows:
     """Written rows: `tokens (rows, length)` int32 and `own (rows, length)` bool, the backbone's greedy choices."""
@@ -78,12 +70,8 @@ class Rows:
 
     @classmethod
     def load(cls, file: Path) -> Self:
-        """Raises InputError where the file is damaged."""
-        try:
-            with np.load(file, allow_pickle=False) as arrays:
-                return cls(arrays["tokens"], arrays["own"])
-        except Exception as error:  # a damaged zip raises what it likes
-            raise InputError(f"{file} cannot be read ({error}): remove it to have it written again") from error
+        with np.load(file, allow_pickle=False) as arrays:
+            return cls(arrays["tokens"], arrays["own"])
 
 
 def write(
@@ -95,7 +83,7 @@ def write(
     writing: Writing | None = None,
     packages: Iterable[str] = corpus.LICENCES,
     shard: tuple[int, int] = (0, 1),
-    on_tokens: OnTokens = _unheard,
+    on_tokens: OnTokens = lambda n: None,
 ) -> None:
     """Have `model` write the batches of each split that are not in `folder` yet, with their hidden states.
 
@@ -150,11 +138,11 @@ def _given_ids(model: LanguageModel, texts: Path) -> Iterator[int]:
         yield from sorted(model.vocab.eog)[:1]
 
 
-def compute_states(net: PreTrainedModel, folder: Path, *, backbone: str, on_tokens: OnTokens = _unheard) -> None:
+def compute_states(net: PreTrainedModel, folder: Path, *, backbone: str, on_tokens: OnTokens = lambda n: None) -> None:
     """Write the states of every file of text in `folder` that has none yet; `backbone` is the digest of `net`.
 
-    Raises InputError where the text was made with another backbone or cannot be read, or the states are not finite,
-    FetchError where the disk is full.
+    Raises InputError where the text was made with another backbone or the states are not finite, FetchError where the
+    disk is full.
     """
     require_backbone(folder, backbone)
     for file in files(folder):
@@ -186,7 +174,7 @@ def _states_of(file: Path) -> Path:
 
 
 def read(folder: Path, split: str) -> Rows:
-    """All rows of a split. Raises InputError where there are none, or one of the files is damaged."""
+    """All rows of a split. Raises InputError where there are none."""
     parts = [Rows.load(file) for file in files(folder, split)]
     return Rows(np.concatenate([p.tokens for p in parts]), np.concatenate([p.own for p in parts]))
 
@@ -194,11 +182,11 @@ def read(folder: Path, split: str) -> Rows:
 def read_states(folder: Path, split: str) -> Tensor:
     """States of a split, `(rows, length, hidden)` bfloat16, in the order of `read`.
 
-    Raises InputError where they are missing or damaged, MemoryShortError where they do not fit the memory.
+    Raises InputError where they are missing, MemoryShortError where they do not fit the memory.
     """
     try:
         parts = [np.load(_states_of(file), mmap_mode="r", allow_pickle=False) for file in files(folder, split)]
-    except (OSError, ValueError, EOFError) as error:
+    except FileNotFoundError as error:
         raise InputError(f"no hidden states in {folder} ({error}): run --stage hidden") from error
     n_bytes, free = sum(part.nbytes for part in parts), psutil.virtual_memory().available
     if n_bytes > free:
@@ -217,7 +205,7 @@ def files(folder: Path, split: str = "*") -> list[Path]:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What the text was made with: settings, model, backbone and corpus digests. Raises InputError."""
+    """What the text was made with: settings, model, backbone and corpus digests. InputError where there is none."""
     file = folder / FACTS_FILE
     if not file.is_file():
         raise InputError(f"no {FACTS_FILE} in {folder}: write the text first (--stage data)")
@@ -253,13 +241,8 @@ class Examples:
     """All examples of a split, drawn by step: the batch of step n is a function of (seed, n) alone."""
 
     def __init__(self, rows: Rows, states: Tensor, *, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
-        """`states (rows, length, size)` as of `read_states`. Raises InputError where text and states differ."""
+        """`states (rows, length, size)` as of `read_states`."""
         n_rows, length = rows.tokens.shape
-        if tuple(states.shape[:2]) != (n_rows, length) or length < n_heads + 2:
-            raise InputError(
-                f"text of {rows.tokens.shape} and states of {tuple(states.shape[:2])} hold no examples for {n_heads} "
-                "heads: compute them again, or write longer rows"
-            )
         self._hidden = states.flatten(0, 1)
         self._tokens = torch.from_numpy(rows.tokens.astype(np.int64)).flatten()
         self._n_heads = n_heads

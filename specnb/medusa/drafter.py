@@ -9,6 +9,7 @@ forward is for free: nothing is drafted.
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -26,8 +27,8 @@ from specnb.measure.cost import CONTEXT, CostCurve, verify_curve
 from specnb.measure.curve import TRAINING_FILE, training_card
 from specnb.medusa.checkpoint import load_trained_heads, shipped
 from specnb.medusa.layouts import CONFIG_FILE
-from specnb.medusa.nets import Heads, digest
-from specnb.medusa.tree import PUBLISHED, SIZES, Choice, TreePlan, checked_accuracy, choose, grow
+from specnb.medusa.nets import Heads, digest, network
+from specnb.medusa.tree import PUBLISHED, SIZES, Candidate, Choice, TreePlan, checked_accuracy, choose, grow
 
 INPUTS = ("pre_norm", "post_norm")
 """Norm contracts, in the order in which a target shows a hidden state: before the final norm and after it."""
@@ -37,9 +38,9 @@ class HeadsDrafter:
     """Drafts a chain, or with a `plan` the tree of the best tokens of each head that it describes.
 
     A chain is greedy or sampled, as generation is, and at most as long as there are heads; a tree is deterministic,
-    and where fewer nodes are asked for, the first of the plan; an empty plan drafts nothing. Raises InputError for a
-    target whose hidden states cannot be read, or that has other sizes, another type or device than the heads, and for a
-    plan that needs more heads or ranks than there are.
+    and where fewer nodes are asked for, the first of the plan; an empty plan drafts nothing. Heads and target have one
+    type and device (`load_trained_heads`). Raises InputError for a target whose hidden states cannot be read, and for
+    a plan that needs more heads or ranks than there are.
     """
 
     vocab = None
@@ -47,7 +48,11 @@ class HeadsDrafter:
     def __init__(
         self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None, *, findings: Sequence[str] = ()
     ) -> None:
-        _require_fit(target, heads, plan)
+        network(target)
+        n_heads, size = heads.config.n_heads, heads.config.draft_size
+        if plan and (plan.depth > n_heads or max(plan.ranks) >= size):
+            asked = f"{plan.depth} tokens deep with ranks up to {max(plan.ranks)}"
+            raise InputError(f"the tree is {asked}, but there are {n_heads} heads that choose among {size} tokens")
         self.name = heads.config.kind
         self.target, self.heads = target, heads
         self.tree_nodes = len(plan) if plan else 0
@@ -146,44 +151,12 @@ def _broken(head: int) -> NonFiniteLogits:
     return NonFiniteLogits(f"head {head} has NaN or infinite logits")
 
 
-def require_hidden(target: LanguageModel) -> None:
-    """Refuse a target whose engine does not show hidden states."""
-    if not hasattr(target, "watch_hidden"):
-        raise InputError(
-            f"heads read hidden states, and {target.caps.engine} does not show those of {target.name}: open it with "
-            "?backend=hf"
-        )
-
-
-def _place(weight: Tensor) -> str:
-    return f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
-
-
-def _require_fit(target: LanguageModel, heads: Heads, plan: TreePlan | None) -> None:
-    require_hidden(target)
-    config, lm_head = heads.config, target.network.get_output_embeddings().weight
-    sizes, wanted = (config.hidden_size, config.vocab_size), (lm_head.shape[1], target.vocab.size)
-    if sizes != wanted:
-        raise InputError(f"these heads have (hidden, vocabulary) sizes {sizes}, but {target.name} has {wanted}")
-    # other types would be promoted without a word, or fail in the middle of a generation
-    for weight in (heads.shared_lm_head, *heads.parameters()):
-        if (weight.dtype, weight.device) != (lm_head.dtype, lm_head.device):
-            raise InputError(
-                f"these heads are {weight.dtype} on {weight.device}, but {target.name} is {lm_head.dtype} on "
-                f"{lm_head.device}: load them for this target (load_trained_heads)"
-            )
-    if plan is not None and plan.depth > config.n_heads:
-        raise InputError(f"the tree is {plan.depth} tokens deep, but there are {config.n_heads} heads: one for each")
-    if plan and max(plan.ranks) >= config.draft_size:
-        raise InputError(f"the tree asks for rank {max(plan.ranks)}, but heads choose among {config.draft_size} tokens")
-
-
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)
 REPEATS = 5
 
 
 def tree_curve(
-    target: TreeModel, *, widths: Sequence[int] = WIDTHS, context: int = CONTEXT, repeats: int = REPEATS, seed: int = 0
+    target: TreeModel, *, widths: Sequence[int] = WIDTHS, context: int = CONTEXT, repeats: int = REPEATS
 ) -> CostCurve:
     """T(n) of forwards of whole trees: a root, the newest token, and n - 1 guesses after it; T(1) is the plain step.
 
@@ -191,7 +164,7 @@ def tree_curve(
     Raises InputError for a target without trees, and for widths that do not fit it.
     """
     require_trees(target)
-    return verify_curve(_Rooted(target), widths=widths, context=context, repeats=repeats, seed=seed)
+    return verify_curve(_Rooted(target), widths=widths, context=context, repeats=repeats)
 
 
 class _Rooted:
@@ -231,29 +204,18 @@ def drafting_s(target: LanguageModel, heads: Heads, depth: int, *, repeats: int 
     return float(np.median(samples[2:]))
 
 
-def best_tree(
-    target: LanguageModel,
-    heads: Heads,
-    accuracy: np.ndarray,
-    *,
-    curve: CostCurve | None = None,
-    sizes: Sequence[int] = SIZES,
-) -> Choice:
+def best_tree(target: LanguageModel, heads: Heads, accuracy: np.ndarray) -> Choice:
     """The tree of the most expected tokens a second for heads of marginal `accuracy (heads, ranks)`, or none at all.
 
-    Measures the target's cost of trees (or takes `curve`) and the heads' for each depth. Raises InputError for a
-    target without trees.
+    Measures the target's cost of trees and the heads' for each depth. Raises InputError for a target without trees.
     """
-    table = checked_accuracy(accuracy)[: heads.config.n_heads]
     room = target.caps.n_ctx // 2
     widest = min(target.caps.max_width, room)
     if widest < 2:
         raise InputError(f"{target.name} holds {target.caps.n_ctx} tokens: too few to verify drafts")
-    if curve is None:
-        widths = [n for n in WIDTHS if n <= widest]
-        curve = tree_curve(target, widths=widths, context=min(CONTEXT, room))
-    cost = {depth: drafting_s(target, heads, depth) for depth in range(1, len(table) + 1)}
-    return choose(table, curve.seconds, cost.__getitem__, [n for n in sizes if n < widest])
+    curve = tree_curve(target, widths=[n for n in WIDTHS if n <= widest], context=min(CONTEXT, room))
+    cost = {depth: drafting_s(target, heads, depth) for depth in range(1, len(accuracy) + 1)}
+    return choose(accuracy, curve.seconds, cost.__getitem__, [n for n in SIZES if n < widest])
 
 
 CHAIN, AUTO = "chain", "auto"
@@ -276,44 +238,65 @@ def heads_drafter(
     `translate` is for draft models: heads draft the target's own tokens. Raises InputError, also for what the loader
     finds wrong.
     """
-    size = tree_size(tree)
-    require_hidden(target)
+    asked = tree_size(tree)
+    network(target)
     path = fitting_checkpoint(target) if heads_checkpoint is None else heads_checkpoint
     try:
         heads, report = load_trained_heads(path, target.network)
     except LoadError as error:  # wrong heads are a mistake; a fallback to plain decoding would hide it
         raise InputError(str(error)) from error
     accuracy = accuracy_of(report.path)
-    plan, finding = (size, "") if isinstance(size, TreePlan) else (None, "")
-    if tree == AUTO:
-        plan, finding = _best_plan(target, heads, accuracy)
-    elif size and plan is None:
-        plan = grow((PUBLISHED if accuracy is None else accuracy)[: heads.config.n_heads], size)[0]
-        if accuracy is None:
-            finding = "these heads came without accuracies: their tree is that of those published for Vicuna 7B"
-    return HeadsDrafter(target, heads, plan, findings=(*report.findings, *([finding] if finding else [])))
+    drafting = choose_drafts(target, heads, asked, accuracy)
+    notes = (drafting.says,) if asked == AUTO or (isinstance(asked, int) and accuracy is None) else ()
+    return HeadsDrafter(target, heads, drafting.plan, findings=(*report.findings, *notes))
 
 
-def _best_plan(target: LanguageModel, heads: Heads, accuracy: np.ndarray | None) -> tuple[TreePlan | None, str]:
-    """The plan of `best_tree`, None (a chain) where it cannot be chosen or verified; and why."""
+@dataclass(frozen=True)
+class Drafting:
+    """What is drafted and why: the plan (None: a chain), drafts a round, and the candidates it was chosen among."""
+
+    plan: TreePlan | None
+    k: int
+    says: str
+    candidates: tuple[Candidate, ...] = ()
+
+
+def choose_drafts(
+    target: LanguageModel,
+    heads: Heads,
+    asked: str | int | TreePlan,
+    accuracy: np.ndarray | None,
+    source: str = "that came with the heads",
+) -> Drafting:
+    """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown."""
+    n_heads = heads.config.n_heads
+    table = (PUBLISHED if accuracy is None else accuracy)[:n_heads]
+    if isinstance(asked, TreePlan):
+        return Drafting(asked, len(asked), f"a tree of {len(asked)} nodes is drafted, as given")
+    if isinstance(asked, int):
+        plan = grow(table, asked)[0]
+        by = "published for Vicuna 7B, for these heads came without any" if accuracy is None else source
+        return Drafting(plan, len(plan), f"a tree of {len(plan)} nodes is drafted, as asked for, by accuracies {by}")
+    if asked == CHAIN:
+        return Drafting(None, n_heads, "a chain is drafted, as asked for")
     if accuracy is None:
-        return None, "a chain is drafted: the heads came without the accuracies that a tree is chosen by"
+        says = "a chain is drafted: the heads came without the accuracies that a tree is chosen by"
+        return Drafting(None, n_heads, says)
     if not target.caps.trees:
         why = target.caps.trees_reason or target.caps.engine
-        return None, f"a chain is drafted: {target.name} cannot verify trees ({why})"
-    plan, tokens, _ = best_tree(target, heads, accuracy).best
-    if not len(plan):
-        return plan, "nothing is drafted: by what was measured here, plain decoding is faster than any tree"
-    return plan, (
-        f"a tree of {len(plan)} nodes is drafted: {tokens:.2f} tokens a round are expected by the heads' accuracies "
-        "on held-out training text"
-    )
+        return Drafting(None, n_heads, f"a chain is drafted: {target.name} cannot verify trees ({why})")
+    (plan, tokens, seconds), candidates = best_tree(target, heads, table)
+    says = "nothing is drafted: by what was measured here, plain decoding is faster than any tree"
+    if len(plan):
+        expected = f"{tokens:.2f} tokens a round, {tokens / seconds:.1f} a second expected by accuracies {source}"
+        says = f"a tree of {len(plan)} nodes is drafted: {expected}"
+    return Drafting(plan, len(plan), says, candidates)
 
 
-def tree_size(tree: TreeOption) -> int | TreePlan:
-    """What a user wrote as `--tree`, checked: a plan, a number of nodes, 0 for a chain and for auto."""
+def tree_size(tree: TreeOption) -> str | int | TreePlan:
+    """What a user wrote as `--tree`, checked: a plan, a number of nodes, chain or auto."""
     if isinstance(tree, TreePlan) or tree in (CHAIN, AUTO):
-        return tree if isinstance(tree, TreePlan) else 0
+        return tree
     try:
         nodes = int(tree)
     except (TypeError, ValueError):

@@ -1,8 +1,7 @@
 """The faults of the Medusa note, planted on trained heads: what each looks like in numbers, and what the gates say.
 
 Its benchmark measured heads that no checkpoint had been loaded into, its heads were fed a state with the wrong norm,
-and its learning rate had decayed to zero. Each is made here as it was there, and judged by the gates that every speed
-has to pass. `sound` heads stand beside them.
+and its learning rate had decayed to zero.
 """
 
 from collections.abc import Sequence
@@ -19,10 +18,10 @@ from specnb.measure import curve as training_curve
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import checkpoint, gates
-from specnb.medusa.accuracy import NO_LABEL, Trace, network, score, states, trace
+from specnb.medusa.accuracy import NO_LABEL, Trace, score, states, trace
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.loop import Recipe
-from specnb.medusa.nets import Backbone, Heads, new_heads
+from specnb.medusa.nets import Backbone, Heads, network, new_heads
 from specnb.medusa.practice import practise, sets
 from specnb.prompts import Prompt
 
@@ -32,10 +31,7 @@ STEPS, ALIVE, EVERY = 18, 12, 3
 
 @dataclass(frozen=True)
 class DyingRecipe(Recipe):
-    """A recipe whose rate is zero after ALIVE steps, as that of a run which goes on behind the end of a schedule.
-
-    `Recipe` itself refuses a schedule that ends at zero.
-    """
+    """A recipe whose rate is zero after ALIVE steps, as that of a run which goes on behind the end of a schedule."""
 
     def lr(self, step: int) -> float:
         return super().lr(step) if step < ALIVE else 0.0
@@ -43,10 +39,7 @@ class DyingRecipe(Recipe):
 
 @dataclass(frozen=True)
 class Planted:
-    """Heads with one fault, and what a loader and a training log say of them; `named` is what the gates must call it.
-
-    `named` is "" for sound ones.
-    """
+    """Heads with one fault, and what its loader and log say of them; `named` is what the gates call it, or ""."""
 
     fault: str
     named: str
@@ -79,10 +72,7 @@ def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: b
 
 
 def rate_died(heads: Heads, backbone: Backbone, recipe: Recipe, text: Path, folder: Path) -> Planted:
-    """New heads, trained for real with a schedule that dies, saved and loaded again with the log of it.
-
-    Steps, warm-up and size of a batch are this module's, the rest is `recipe`'s.
-    """
+    """New heads, trained with a schedule that dies, saved and loaded again with the log; else by `recipe`."""
     made = new_heads(heads.config, backbone, heads.token_map, recipe.seed)
     # all examples in every batch: the loss of so few steps then falls without noise, as that of thousands does
     whole = {"batch_size": len(sets(text, made)["train"]), "steps": STEPS, "warmup": 1}

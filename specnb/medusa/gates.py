@@ -1,10 +1,9 @@
 """Gates in front of every speed of heads: is what is about to be timed what was trained?
 
-A benchmark once measured heads that no checkpoint had been loaded into, and nothing said so. So before a speed is
-printed: the loader's report is clean; without what training added the heads are the backbone; acceptance beats that
-of the same heads with their weights shuffled; no other norm or label suits them better; what is served is what is
-right offline; and the learning rate lived to the end of the training. A gate that fails gives the diagnosis in place
-of a number (`diagnoses`).
+The loader's report is clean; without what training added the heads are the backbone; acceptance beats that of the
+same heads with their weights shuffled; no other norm or label suits them better; what is served is what is right
+offline; and the learning rate lived to the end of the training. A gate that fails gives a diagnosis in place of a
+number (`diagnoses`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,8 @@ import pandas as pd
 import torch
 
 from specnb.decode.generate import generate
-from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
-from specnb.measure.bench import FEWEST, Interval, bootstrap
+from specnb.measure.bench import Interval, bootstrap
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import accuracy, diagnoses
@@ -27,7 +25,7 @@ from specnb.medusa.accuracy import Scores, score, share_interval, trace
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.diagnoses import Diagnosis, Evidence, relative_error
 from specnb.medusa.drafter import HeadsDrafter
-from specnb.medusa.nets import Backbone, Heads
+from specnb.medusa.nets import Backbone, Heads, network
 from specnb.prompts import Prompt
 from specnb.records import Generation
 
@@ -82,20 +80,18 @@ def run(
     target: LanguageModel,
     heads: Heads,
     report: LoadReport | None,
-    prompts: Sequence[Prompt | str | Sequence[int]],
+    prompts: Sequence[Prompt | Sequence[int]],
     *,
-    curve: Curve | None = None,
-    max_new_tokens: int = MAX_NEW_TOKENS,
+    curve: Curve | None,
+    max_new_tokens: int,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Checked:
     """Measure and judge all gates. `report` is the loader's, None when nothing was loaded; `curve` the training's.
 
-    Every prompt is continued greedily, plainly and with a chain of all heads. `seed` is that of the shuffled weights.
-    Raises InputError for fewer than 5 prompts, for which there is no interval, and what `generate` raises.
+    Each of the prompts (FEWEST or more, for intervals) is continued greedily, plainly and with a chain of all heads.
+    `seed` is that of the shuffled weights. Raises what `generate` raises.
     """
-    if len(prompts) < FEWEST:
-        raise InputError(f"gates need intervals over at least {FEWEST} prompts, got {len(prompts)}: give more")
     drafter, plain, chains, traces = HeadsDrafter(target, heads), [], [], []
     with torch.inference_mode():
         for done, prompt in enumerate(prompts):
@@ -107,7 +103,7 @@ def run(
             traces.append(trace(target, plain[-1]))
         progress(len(prompts), len(prompts) + 1, "gates: heads are scored")
         scores = [score(heads, along) for along in traces]
-        backbone = Backbone.of(accuracy.network(target))
+        backbone = Backbone.of(network(target))
         longest = max(((*one.prompt_ids, *one.token_ids[:-1]) for one in plain), key=len)  # the last may be no context
         evidence = Evidence(
             heads=heads, norm=backbone.norm, traces=traces, scores=scores, curve=curve,
@@ -250,9 +246,18 @@ def served_counts(generation: Generation) -> np.ndarray:
     return counts
 
 
-def served_alpha(generations: Sequence[Generation], *, level: float = 0.95) -> pd.DataFrame:
-    """`alpha_table` of the rounds of greedy generations."""
-    return accuracy.alpha_table([served_counts(one) for one in generations], level)
+def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
+    """Of greedy generations: position (1..), alpha, low, high (bootstrap over prompts), kept, tested."""
+    counts, rows = [served_counts(one) for one in generations], []
+    for k in range(max(map(len, counts), default=0)):
+        of_prompts = [one[k] if k < len(one) else np.zeros(2) for one in counts]
+        kept, tested = np.sum(of_prompts, axis=0)
+        found = share_interval(of_prompts)
+        rows.append({
+            "position": k + 1, "alpha": found.value, "low": found.low, "high": found.high,
+            "kept": int(kept), "tested": int(tested),
+        })  # fmt: skip
+    return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
 
 
 class Compared(NamedTuple):

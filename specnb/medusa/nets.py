@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specnb.errors import InputError
+from specnb.lm.base import LanguageModel
 from specnb.lm.hf_hidden import final_norm
 
 OUTSIDE = -1
@@ -70,6 +71,16 @@ class HeadsConfig(BaseModel):
     def conditions(self, head: int) -> int:
         """Token embeddings that `head` sees: Hydra's head i those of the i + 1 tokens before the one it drafts."""
         return head + 1 if self.kind == "hydra" else 0
+
+
+def network(target: LanguageModel) -> PreTrainedModel:
+    """The network behind the target. Raises InputError for an engine that has none to look into."""
+    if not hasattr(target, "network"):
+        raise InputError(
+            f"heads read hidden states, and {target.caps.engine} does not show those of {target.name}: open it with "
+            "?backend=hf"
+        )
+    return target.network
 
 
 SAMPLES = 64

@@ -1,11 +1,10 @@
 """Short trainings that a reader can watch: a little text by the backbone, heads that learn from it, and ablations.
 
 Short of what heads need by a factor of hundreds: they show how training goes, and in which order the variants of an
-ablation come, not what they can reach. What variants cost (parameters, bytes, milliseconds a draft) does not depend on
-the training.
+ablation come, not what they can reach.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,11 +21,10 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import data, loop
-from specnb.medusa.accuracy import network
 from specnb.medusa.data import SPLITS, Examples
 from specnb.medusa.drafter import drafting_s
 from specnb.medusa.loop import Recipe
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, new_heads
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.text import Writing
 
 PACKAGES = ("rich", "transformers")
@@ -48,12 +46,11 @@ class Watch:
 
 
 def write_text(
-    target: str, folder: Path, *, rows: int, length: int, dtype: str, seed: int = 0, progress: Progress = silent
+    target: str, folder: Path, *, rows: int, length: int, dtype: str, seed: int, progress: Progress
 ) -> dict[str, Any]:
     """Have the backbone write `rows` rows of `length` tokens to learn from, and as many held out; with their states.
 
-    Returns what came of it: tokens, how many are the backbone's own choice, seconds. Raises InputError where the
-    target writes no such rows.
+    Returns what came of it: tokens, how many are the backbone's own choice, seconds.
     """
     writing = Writing(
         length=length, batch_size=rows, longest_seed=length // 3, longest_answer=length // 2,
@@ -138,8 +135,7 @@ class _Killed(SpecnbError):
 def survives_a_kill(new: Callable[[], Heads], text: Path, folder: Path, *, seed: int = 0) -> pd.DataFrame:
     """Train `new()` heads twice, once killed after KILLED_AFTER steps and gone on with; whether the weights are equal.
 
-    One row for each tensor of the heads: name, values, `differing` values (bitwise), and whether it was `trained` at
-    all, for two trainings that change nothing agree as well.
+    One row for each tensor of the heads: name, values, `differing` values (bitwise), and whether it was `trained`.
     """
     recipe = Recipe(KILL_STEPS, batch_size=KILL_BATCH, warmup=1, seed=seed)
 
@@ -204,7 +200,6 @@ def ablate(
     recipe: Recipe,
     text: Path,
     *,
-    variants: Sequence[Variant] = VARIANTS,
     progress: Progress = silent,
 ) -> pd.DataFrame:
     """Cost and train every variant of heads of `config` and `token_map` on the folder `text`; one row each.
@@ -213,18 +208,20 @@ def ablate(
     in one draft of all heads, in the target's type), draft_ms (median), steps, and lists by head of held-out top1 and
     top5, None for what was only costed. Variants of all tokens are left out where the first has them anyway.
     """
-    chosen = [v for v in variants if token_map is not None or not v.all_tokens]
+    chosen = [v for v in VARIANTS if token_map is not None or not v.all_tokens]
     backbone, rows = Backbone.of(network(target)), []
     for done, variant in enumerate(chosen):
         progress(done, len(chosen), f"ablation: {variant.name}")
         heads = variant_heads(variant, config, token_map, backbone, recipe.seed)
+        n_heads, hydra = heads.config.n_heads, heads.config.kind == "hydra"
         cost, last = heads.cost(), {"step": 0, "top1": None, "top5": None}
         row = {
             "variant": variant.name, "kind": heads.config.kind, "lm_head": heads.config.lm_head,
             "draft_vocab": heads.config.draft_size, "parameters": cost["parameters"],
             "own_mb": cost["own_bytes"] / 1e6, "shared_mb": cost["shared_bytes"] / 1e6,
-            "read_mb": read_bytes(heads) / 1e6,
-            "draft_ms": 1e3 * drafting_s(target, heads, heads.config.n_heads, repeats=REPEATS),
+            # a Medusa's features meet the shared lm_head in one product, those of a Hydra head after head
+            "read_mb": (cost["own_bytes"] + cost["shared_bytes"] * (n_heads if hydra else 1)) / 1e6,
+            "draft_ms": 1e3 * drafting_s(target, heads, n_heads, repeats=REPEATS),
         }  # fmt: skip
         if variant.trained:
             with TemporaryDirectory(prefix="specnb-ablation-") as folder:
@@ -244,13 +241,3 @@ def variant_heads(
         # the state as it is: pre-norm heads whose norm does nothing
         backbone, changed = replace(backbone, norm=nn.Identity()), changed.model_copy(update={"input": "pre_norm"})
     return new_heads(changed, backbone, token_map, seed)
-
-
-def read_bytes(heads: Heads) -> int:
-    """What drafting once with all heads reads: their own weights, and the shared lm_head once, for a Hydra once a head.
-
-    A Medusa's features meet the shared lm_head in one product; those of a Hydra come one after the other.
-    """
-    cost = heads.cost()
-    times = heads.config.n_heads if heads.config.kind == "hydra" else 1
-    return cost["own_bytes"] + times * cost["shared_bytes"]

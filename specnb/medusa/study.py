@@ -1,7 +1,6 @@
 """Do these heads work? The measurement of notebook 05, section by section, into one record.
 
-A section is a method: it measures, keeps what it found for the record, and returns it as a table. What a section
-needs of an earlier one it says by name (the text that heads practise on, the gates that allow a speed).
+A section is a method: it measures, keeps what it found for the record, and returns it as a table.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,21 +23,20 @@ from specnb.measure import curve as training_curve
 from specnb.measure.bench import FEWEST
 from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.medusa import faults, gates
-from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_matrix, network, score, share_interval, trace
+from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_matrix, score, share_interval, trace
 from specnb.medusa.bench import (
-    Drafting,
     HeadsBenchParams,
     checked_params,
-    choose_drafts,
+    chosen_drafts,
     chosen_prompts,
     rows_of,
     time_prompts,
 )
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
-from specnb.medusa.drafter import HeadsDrafter, accuracy_of
+from specnb.medusa.drafter import Drafting, HeadsDrafter, accuracy_of
 from specnb.medusa.gates import Checked
 from specnb.medusa.loop import Recipe
-from specnb.medusa.nets import Backbone, Heads, new_heads
+from specnb.medusa.nets import Backbone, Heads, network, new_heads
 from specnb.medusa.practice import Watch, ablate, practise, survives_a_kill, write_text
 from specnb.medusa.tree import TreePlan
 from specnb.params import MedusaParams
@@ -58,13 +56,18 @@ RATE, RESUMED_RATE = 2e-3, 1e-4
 """Highest learning rates: that of the preset `cpu`, and one that trained heads are not thrown off by."""
 
 
-def section(name: str) -> Callable[[Callable[..., pd.DataFrame]], Callable[..., pd.DataFrame]]:
-    """Keep the table of a method under `name` for the record; on an error the record so far is saved."""
+def section(name: str, *, after: str = "") -> Callable[[Callable[..., pd.DataFrame]], Callable[..., pd.DataFrame]]:
+    """Keep the table of a method under `name` for the record; on an error the record so far is saved.
+
+    Raises InputError where the section `after`, which it needs, was not run.
+    """
 
     def decorated(method: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
         @wraps(method)
         def measured(self: "Study", *args: Any, **options: Any) -> pd.DataFrame:
             with saving_failures(self._generations(), self.record):
+                if after and after not in self.measured:
+                    raise InputError(f"{name} needs the section {after}: run that first")
                 table = method(self, *args, **options)
                 self.measured[name] = rows_of(table)
                 return table
@@ -75,7 +78,7 @@ def section(name: str) -> Callable[[Callable[..., pd.DataFrame]], Callable[..., 
 
 
 class Study:
-    """The opened target, its two sets of heads, prompts, and the sections. Use as a context manager, or `close` it."""
+    """The opened target, its two sets of heads, prompts, and the sections. `close` it in the end."""
 
     def __init__(
         self, params: MedusaParams, target: LanguageModel, loaded: Mapping[str, tuple[Heads, LoadReport]], work: Path
@@ -91,7 +94,7 @@ class Study:
 
     @classmethod
     def open(cls, params: MedusaParams) -> Self:
-        """Load the target and both checkpoints. Raises what they raise, and InputError for heads of another kind."""
+        """Load the target and both checkpoints."""
         with ExitStack() as opened:
             target = load(params.target, backend="hf", dtype=params.dtype)
             opened.callback(target.close)
@@ -101,23 +104,14 @@ class Study:
             study._opened = opened.pop_all()
             return study
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Free the target and remove what the short trainings left."""
         self._opened.close()
 
     @property
     def text(self) -> Path:
-        """The folder of the text to practise on. Raises InputError before `write`."""
-        folder = self.work / "text"
-        if not folder.is_dir():
-            raise InputError("there is no text to practise on yet: call write first")
-        return folder
+        """The folder of the text to practise on."""
+        return self.work / "text"
 
     @cached_property
     def bench(self) -> HeadsBenchParams:
@@ -163,7 +157,7 @@ class Study:
             progress=progress,
         )])  # fmt: skip
 
-    @section("faults")
+    @section("faults", after="text")
     def plant(self, progress: Progress = silent) -> pd.DataFrame:
         """The faults of the Medusa note on the Medusa heads: `faults.judge`, sound heads in the first row."""
         heads, report, backbone = self.heads["medusa"], self.reports["medusa"], self.backbone
@@ -185,9 +179,7 @@ class Study:
 
     @property
     def died(self) -> pd.DataFrame:
-        """The log of the schedule that died, after `plant`: step, lr, loss. Raises InputError before."""
-        if "died" not in self.measured:
-            raise InputError("no schedule has died yet: call plant first")
+        """The log of the schedule that died, after `plant`: step, lr, loss."""
         return pd.DataFrame(self.measured["died"])
 
     @section("last_hidden_state")
@@ -195,7 +187,7 @@ class Study:
         """Which state transformers' `hidden_states[-1]` is: `faults.last_hidden_state`."""
         return faults.last_hidden_state(self.target, prompt_ids(self.target, self.prompts[1][0])[:PROBE])
 
-    @section("practice")
+    @section("practice", after="text")
     def practise(self, watch: Watch | None = None) -> pd.DataFrame:
         """The Medusa heads go on for a few steps, and new ones begin; a row for each head and training."""
         resumed, fresh = self._new_heads(), self._new_heads()
@@ -207,13 +199,13 @@ class Study:
             ]
         return pd.DataFrame([row for run in runs for row in run.rows()])
 
-    @section("killed")
+    @section("killed", after="text")
     def kill(self) -> pd.DataFrame:
         """A training that was killed and went on, against one that was not: `practice.survives_a_kill`."""
         with TemporaryDirectory(dir=self.work) as folder:
             return survives_a_kill(self._new_heads, self.text, Path(folder), seed=self.params.seed)
 
-    @section("ablation")
+    @section("ablation", after="text")
     def ablate(self, progress: Progress = silent) -> pd.DataFrame:
         """One part of the Medusa heads changed at a time: `practice.ablate`."""
         shipped = self.heads["medusa"]
@@ -234,30 +226,29 @@ class Study:
             for kind, checked in self.checked.items() for g in checked.gates
         ])  # fmt: skip
 
-    @section("accuracy")
+    @section("accuracy", after="gates")
     def accuracy(self) -> pd.DataFrame:
-        """Of each head on the judged prompts, after `gate`: kind, head, top, accuracy, low, high, n."""
+        """Of each head on the judged prompts: kind, head, top, accuracy, low, high, n."""
         return pd.concat([
             by_head([score(self.heads[kind], trace(self.target, g)) for g in checked.plain]).assign(kind=kind)
-            for kind, checked in self._judged().items()
+            for kind, checked in self.checked.items()
         ], ignore_index=True)  # fmt: skip
 
-    @section("served")
+    @section("served", after="gates")
     def served(self) -> pd.DataFrame:
-        """alpha by position of greedy chains, after `gate`: kind, position, alpha, low, high, kept, tested."""
-        tables = [checked.served.assign(kind=kind) for kind, checked in self._judged().items()]
+        """alpha by position of greedy chains: kind, position, alpha, low, high, kept, tested."""
+        tables = [checked.served.assign(kind=kind) for kind, checked in self.checked.items()]
         return pd.concat(tables, ignore_index=True)
 
-    @section("trees")
+    @section("trees", after="gates")
     def choose(self) -> pd.DataFrame:
-        """The tree of each kind that pays here, after `gate`; a row for each size: nodes, depth, tokens, seconds.
+        """The tree of each kind that pays here; a row for each size: nodes, depth, tokens, seconds.
 
         `tokens` are expected by the accuracies of the training text, not by those that `accuracy` measures.
         """
-        for kind, checked in self._judged().items():
-            self.drafting[kind] = choose_drafts(
-                self.target, self.heads[kind], checked, 0, self.bench, trained=accuracy_of(self.reports[kind].path)
-            )
+        for kind, checked in self.checked.items():
+            trained = accuracy_of(self.reports[kind].path)
+            self.drafting[kind] = chosen_drafts(self.target, self.heads[kind], checked, self.bench, trained)
         found = pd.DataFrame([
             {"kind": kind, "nodes": len(c.plan), "depth": c.plan.depth, "tokens": c.tokens, "seconds": c.seconds}
             for kind, drafting in self.drafting.items() for c in drafting.candidates
@@ -265,15 +256,15 @@ class Study:
         # nodes of no worth are left out, so that two sizes asked for may be one tree
         return found.drop_duplicates(["kind", "nodes"]) if len(found) else found
 
-    @section("tree")
+    @section("tree", after="trees")
     def tree(self) -> pd.DataFrame:
-        """The nodes of the chosen trees, after `choose`: kind, node, parent, head, rank, value, worth.
+        """The nodes of the chosen trees: kind, node, parent, head, rank, value, worth.
 
         `value` is how often that rank of that head is right on the judged prompts, which is taken for how often it is
         given that the path before it is right; `worth` is the product along the path.
         """
         rows = []
-        for kind, drafting in self._chosen().items():
+        for kind, drafting in self.drafting.items():
             plan, table = drafting.plan or TreePlan.chain(drafting.k), accuracy_matrix(self.checked[kind].accuracy)
             worth = {COMMITTED: 1.0}
             for node, (parent, rank) in enumerate(zip(plan.parents, plan.ranks, strict=True)):
@@ -283,11 +274,11 @@ class Study:
                              "value": float(table[head, rank]), "worth": float(worth[node])})  # fmt: skip
         return pd.DataFrame(rows)
 
-    @section("speeds")
+    @section("speeds", after="trees")
     def time(self, progress: Progress = silent) -> pd.DataFrame:
-        """Speeds of both kinds by category, after `choose`. Raises InputError where a gate failed: no speed then."""
+        """Speeds of both kinds by category. Raises InputError where a gate failed: no speed then."""
         tables = []
-        for kind, drafting in self._chosen().items():
+        for kind, drafting in self.drafting.items():
             if not self.checked[kind].passed:
                 why = "; ".join(f"{d.name} ({d.evidence}): {d.remedy}" for d in self.checked[kind].diagnoses)
                 raise InputError(f"no speed of {kind} heads that failed a gate: {why or 'no known fault fits'}")
@@ -295,9 +286,9 @@ class Study:
             tables.append(table.assign(kind=kind))
         return pd.concat(tables, ignore_index=True)
 
-    @section("identity")
+    @section("identity", after="trees")
     def compare_texts(self, progress: Progress = silent) -> pd.DataFrame:
-        """Chains and the chosen trees against plain decoding in float32, after `choose`: `identity`."""
+        """Chains and the chosen trees against plain decoding in float32: `identity`."""
         p = self.params
         of = {c: [prompt for prompt in self.prompts[0] if prompt.category == c] for c in p.categories}
         prompts = [prompt for found in of.values() for prompt in found[: p.identity_prompts]]
@@ -305,7 +296,7 @@ class Study:
         with closing(target):
             drafting = {
                 kind: (loaded_heads(getattr(p, kind), kind, target)[0], chosen.plan)
-                for kind, chosen in self._chosen().items()
+                for kind, chosen in self.drafting.items()
             }
             return identity(target, drafting, prompts, max_new_tokens=p.max_new_tokens, progress=progress)
 
@@ -319,16 +310,6 @@ class Study:
         return Recipe(
             steps, batch_size=BATCH, peak_lr=rate, warmup=max(1, steps // 10), teacher=teacher, seed=self.params.seed
         )
-
-    def _judged(self) -> dict[str, Checked]:
-        if not self.checked:
-            raise InputError("nothing was judged yet: call gate first")
-        return self.checked
-
-    def _chosen(self) -> dict[str, Drafting]:
-        if not self.drafting:
-            raise InputError("no tree was chosen yet: call choose first")
-        return self.drafting
 
 
 def by_head(scores: list[Scores]) -> pd.DataFrame:
@@ -363,12 +344,9 @@ def identity(
 ) -> pd.DataFrame:
     """Decode every prompt plainly and with each of `drafting`, as a chain and, where it has a plan, as that tree.
 
-    One row for each kind and shape: drafts a round, tokens compared and those that `differ`, prompts, tau. Raises
-    InputError for a target whose texts rounding may change (one that is not float32).
+    One row for each kind and shape: drafts a round, tokens compared and those that `differ`, prompts, tau. The target
+    is float32: in other types rounding may change a text.
     """
-    if not target.caps.lossless_dtype:
-        raise InputError(f"{target.name} computes in {target.caps.dtype}, where rounding may change a text: "
-                         "open it with dtype=float32")  # fmt: skip
     plain = [generate(target, prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
     shapes = [
         (kind, heads, plan) for kind, (heads, tree) in drafting.items() for plan in ([None, tree] if tree else [None])

@@ -2,8 +2,7 @@
 
 Seeds are of the kinds that people send: code and prose to go on with, and chat requests to explain, edit, summarise
 or extract, made from the permissively licensed texts of `corpus`; and next to nothing, an opening of a few words or an
-empty request, from which the backbone draws the rest itself. Nothing of `data/prompts` is among them, so what is
-measured there is measured on prompts that training never saw.
+empty request, from which the backbone draws the rest itself. Nothing of `data/prompts` is among them.
 
 A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where the answer ends early, a request that the
 backbone draws itself and answers again: every row of a batch is busy to the end, and nothing is padded. Greedy text of
@@ -175,10 +174,6 @@ class Writing:
     longest_request: int = 40
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if min(self.length - self.longest_seed, self.batch_size, self.longest_answer, self.longest_request) < 1:
-            raise InputError(f"rows must be longer than their seeds and every length at least 1, got {self}")
-
 
 class Written(NamedTuple):
     """`tokens (rows, length)` int32, `own (rows, length)` bool: the backbone's greedy choices, and
@@ -227,10 +222,10 @@ class _Row:
         self._begin(not self.answering, lead_of(ASKED, self._rng))
 
 
-def loops(tokens: Sequence[int], longest: int = LONGEST_LOOP) -> bool:
-    """Whether the text ends in a loop of at most `longest` tokens: one that came twice and a little more."""
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether the text ends in a loop of at most LONGEST_LOOP tokens: one that came twice and a little more."""
     text = np.asarray(tokens)
-    for period in range(1, min(longest, (len(text) - 8) // 2) + 1):
+    for period in range(1, min(LONGEST_LOOP, (len(text) - 8) // 2) + 1):
         seen = period + 8
         if np.array_equal(text[-seen:], text[-seen - period : -period]):
             return True

@@ -29,7 +29,7 @@ from specnb.lm.load import load
 from specnb.medusa import checkpoint, data, loop
 from specnb.medusa.data import SPLITS, Examples, Rows
 from specnb.medusa.loop import Recipe, Report
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, new_heads
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.text import Writing
 from specnb.paths import cache_dir
 
@@ -80,22 +80,18 @@ class Work:
         home: Path,
         *,
         heads: Mapping[str, Any],
-        preset: str = "cpu",
-        changed: Mapping[str, Any] | None = None,
+        preset: str,
+        changed: Mapping[str, Any],
         **others: Any,
     ) -> Iterator["Work"]:
-        """Load the backbone and close it afterwards; `changed` are values of the preset's recipe, `others` fields.
-
-        Raises InputError for a preset or options that do not exist, or a target whose hidden states cannot be read.
-        """
-        recipe = loop.recipe(preset, **(changed or {}))
+        """Load the backbone and close it afterwards; `changed` are values of the preset's recipe, `others` fields."""
+        recipe = loop.recipe(preset, **changed)
         model = load(target)
         try:
-            if not hasattr(model, "network"):
-                raise InputError(f"heads are trained on torch models; open {target!r} with ?backend=hf")
+            backbone = Backbone.of(network(model))
             if model.caps.details.get("attention") == hf_attention.NAME:
                 raise InputError(f"{target!r} has row-wise attention, which takes no batches: add exact=False to it")
-            yield cls(home, model, Backbone.of(model.network), dict(heads), preset, recipe, **others)
+            yield cls(home, model, backbone, dict(heads), preset, recipe, **others)
         finally:
             model.close()
 
@@ -209,54 +205,35 @@ class Work:
 
 
 def card(name: str, facts: Mapping[str, Any]) -> str:
-    """The README.md of trained heads, from the facts of their training: no number in it is typed by hand."""
+    """The README.md of trained heads, from the facts of their training."""
     heads, recipe, text, last = facts["heads"], facts["recipe"], facts["text"], facts["log"][-1]
-    lm_head = {"shared": "the backbone's own lm_head", "low_rank": f"its lm_head and rank {heads['rank']} of their own",
-               "private": "lm_heads of their own"}[heads["lm_head"]]  # fmt: skip
-    share = f"{heads['draft_vocab']:,} most frequent tokens" if heads["draft_vocab"] else "whole vocabulary"
     rows = enumerate(zip(last["top1"], last["top5"], last["head_loss"], strict=True), start=1)
     accuracy = "\n".join(f"| {i} | {top1:.3f} | {top5:.3f} | {loss:.2f} |" for i, (top1, top5, loss) in rows)
     origin = (
-        f"labels are the tokens of a given file (sha256 `{text['texts']}`), not what the backbone would say"
+        f"of a given file (sha256 `{text['texts']}`), whose tokens are the labels"
         if "texts" in text
-        else f"{text['own']['train']:,} are the backbone's own greedy choice and labels. Seeds and requests are made "
-        "from the permissively licensed texts of `specnb/medusa/corpus.py`, or by the backbone itself; none is of "
-        "`data/prompts`"
+        else "by the backbone itself, on seeds from the permissively licensed texts of `specnb/medusa/corpus.py`; its "
+        "own greedy choices are the labels"
     )
     return f"""# {name}
 
-{heads["n_heads"]} {heads["kind"].capitalize()} heads for `{heads["backbone_name"]}` \
-({facts["parameters"] / 1e6:.2f} M parameters of their own, bfloat16), trained for this project. They are fed the \
-hidden state `{heads["input"]}` and draft from the {share} through {lm_head}.
+{heads["n_heads"]} {heads["kind"].capitalize()} heads for `{heads["backbone_name"]}`, {facts["parameters"]:,} \
+parameters of their own (their shape is in `config.json`). The licence of the backbone holds, too.
 
 `specnb generate --target '{heads["backbone_name"].partition("&exact")[0]}' --drafter medusa --heads-checkpoint \
 {name} --baseline --prompt …`
 
-They speak no better than the backbone: verified drafts are its own text. For use its licence holds, too.
+On held-out text, of whose tokens {text["coverage"]:.1%} can be drafted at all (head k drafts the token k + 1 places \
+behind the newest):
 
-## How well they do
-
-On held-out text by the backbone, given what stands before (the loss in nats, unweighted; head k drafts the token \
-k + 1 places behind the newest). {text["coverage"]:.1%} of its tokens can be drafted at all.
-
-| head | right at once | among five | loss |
+| head | right at once | among five | loss (nats) |
 |---|---|---|---|
 {accuracy}
 
-## How they were made
+Made with `{facts["command"]}` (torch {facts["torch"]}): {last["step"]:,} of {recipe["steps"]:,} steps, \
+{last["examples"]:,} examples, {last["seconds"] / 3600:.2f} hours. All settings and curves are in `training.json`.
 
-`{facts["command"]}` (torch {facts["torch"]}; a CPU of another kind rounds otherwise and gets other weights of the \
-same quality). All numbers of the curves are in `training.json`.
-
-| steps | batch | peak rate, falling to | on embeddings | teacher | examples | hours |
-|---|---|---|---|---|---|---|
-| {last["step"]:,} of {recipe["steps"]:,} | {recipe["batch_size"]:,} | {recipe["peak_lr"]:g}, \
-{recipe["eta_min"]:g} | {recipe["embedding_rate"]:g} times | {recipe["teacher"]:g} | {last["examples"]:,} | \
-{last["seconds"] / 3600:.2f} |
-
-## The text
-
-{text["tokens"]["train"]:,} tokens, and {text["tokens"]["held_out"]:,} held out: {origin}.
+The text, {text["tokens"]["train"]:,} tokens and {text["tokens"]["held_out"]:,} held out, is {origin}.
 """
 
 

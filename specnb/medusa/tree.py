@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -41,26 +40,18 @@ class TreePlan:
     """Node i is the token of rank `ranks[i]` (0 is the best) of the head of its depth, after node `parents[i]`.
 
     -1 as a parent is the newest token, which the first head follows. Parents come before their children. Raises
-    InputError for what is no tree, a rank that is no whole number from 0, or two equal ranks after one parent.
+    InputError for what is no such plan.
     """
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parents", Tree(self.parents).parents)
-        try:
-            object.__setattr__(self, "ranks", tuple(index(rank) for rank in self.ranks))
-        except TypeError as error:
-            raise InputError(f"ranks must be whole numbers, one a node, got {self.ranks!r:.200}") from error
-        if len(self.parents) != len(self.ranks):
-            raise InputError(f"a plan needs a rank for each node, got {len(self.ranks)} for {len(self.parents)} nodes")
-        if len(self) > MAX_NODES or min(self.ranks, default=0) < 0:
-            raise InputError(
-                f"a plan has at most {MAX_NODES} nodes of ranks from 0, got {len(self)}: {self.ranks!r:.99}"
-            )
-        if len(set(zip(self.parents, self.ranks, strict=True))) < len(self):
-            raise InputError(f"two nodes of one rank after the same node: give each once, got {self!r:.200}")
+        Tree(self.parents)
+        paths = set(zip(self.parents, self.ranks, strict=False))
+        if not len(paths) == len(self) == len(self.ranks) <= MAX_NODES or min(self.ranks, default=0) < 0:
+            ranks = "each with a rank from 0 that no other after its parent has"
+            raise InputError(f"a plan has at most {MAX_NODES} nodes, {ranks}, got {self!r:.200}")
 
     @classmethod
     def chain(cls, length: int) -> "TreePlan":
@@ -114,18 +105,17 @@ def grow(accuracy: np.ndarray, n_nodes: int) -> tuple[TreePlan, float]:
     the average a round commits 1 + the sum over the nodes. Each step adds the node of most worth whose parent is there.
     No node is worth more than its parent, and children are taken best first, so the result is the n best nodes of all:
     no other tree has a larger sum, and every beginning of it is the best of its size. Nodes of no worth are left out,
-    and so there may be fewer than `n_nodes`. Raises InputError for a table that holds no such accuracies.
+    and so there may be fewer than `n_nodes`.
     """
-    table = checked_accuracy(accuracy)
     if not 0 <= n_nodes <= MAX_NODES:
         raise InputError(f"a tree has 0 to {MAX_NODES} nodes, got {n_nodes}")
-    orders = np.argsort(-table, axis=1, kind="stable")  # a table is measured: a rank may beat the one before it
+    orders = np.argsort(-accuracy, axis=1, kind="stable")  # a table is measured: a rank may beat the one before it
     parents, ranks, expected = [], [], 1.0
     waiting: list[tuple[float, int, int, int, int, float]] = []
 
     def offer(parent: int, depth: int, place: int, above: float) -> None:
-        if depth < table.shape[0] and place < table.shape[1]:
-            worth = above * float(table[depth, orders[depth, place]])
+        if depth < accuracy.shape[0] and place < accuracy.shape[1]:
+            worth = above * float(accuracy[depth, orders[depth, place]])
             if worth > 0:
                 heappush(waiting, (-worth, depth, parent, place, int(orders[depth, place]), above))
 
@@ -158,11 +148,6 @@ class Choice(NamedTuple):
     best: Candidate
     table: tuple[Candidate, ...]
 
-    @property
-    def speedup(self) -> float:
-        """Expected tokens a second over those of plain decoding."""
-        return self.best.tokens_per_s / self.table[0].tokens_per_s
-
 
 def choose(
     accuracy: np.ndarray,
@@ -174,21 +159,16 @@ def choose(
 
     `seconds(n)` is T(n), of a target forward of n tokens: a tree of n nodes takes T(n + 1). `draft_s(depth)` are
     seconds of drafting a round: Hydra drafts level by level, so that a shallower tree may win. Plain decoding, 1 token
-    in T(1), is always among the candidates. Raises InputError for costs that are none.
+    in T(1), is always among the candidates.
     """
-    table = checked_accuracy(accuracy)
 
     def candidate(plan: TreePlan, tokens: float) -> Candidate:
         verify, draft = seconds(len(plan) + 1), draft_s(plan.depth) if len(plan) else 0.0
-        if not (0 < verify < float("inf") and 0 <= draft < float("inf")):
-            raise InputError(
-                f"T({len(plan) + 1}) = {verify} s and drafting to depth {plan.depth} in {draft} s are no costs"
-            )
         return Candidate(plan, tokens, verify + draft)
 
     candidates = [candidate(TreePlan((), ()), 1.0)]
     for size in sorted(set(sizes) - {0}):
-        grown = (grow(table[:depth], size) for depth in range(1, len(table) + 1))
+        grown = (grow(accuracy[:depth], size) for depth in range(1, len(accuracy) + 1))
         timed = [candidate(plan, tokens) for plan, tokens in grown if len(plan)]
         if timed:
             candidates.append(max(timed, key=lambda c: c.tokens_per_s))

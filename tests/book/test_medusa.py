@@ -151,10 +151,9 @@ def test_sections_say_which_one_comes_before(target, folders, tmp_path):
     params = MedusaParams.checked(medusa=str(folders / "medusa"), hydra=str(folders / "hydra"))
     loaded = {kind: loaded_heads(str(folders / kind), kind, target) for kind in ("medusa", "hydra")}
     new = Study(params, target, loaded, tmp_path)
-    for section, first in (("accuracy", "gate"), ("served", "gate"), ("tree", "choose"), ("time", "choose"),
-                           ("kill", "write"), ("died", "plant")):  # fmt: skip
-        with pytest.raises(InputError, match=f"call {first} first"):
-            getattr(new, section)() if section != "died" else new.died
+    for section, first in (("accuracy", "gates"), ("tree", "trees"), ("time", "trees"), ("kill", "text")):
+        with pytest.raises(InputError, match=f"needs the section {first}"):
+            getattr(new, section)()
     with pytest.raises(InputError, match="are hydra heads, given as medusa"):
         loaded_heads(str(folders / "hydra"), "medusa", target)
 

@@ -126,11 +126,9 @@ def scores(*ranks):
 def test_tables_by_hand():
     """Four positions of two heads; the second head has no label at the last one."""
     one = scores([0, 0], [1, 0], [0, 2], [0, NO_LABEL])
-    table = accuracy_table([one], ranks=3)
-    np.testing.assert_allclose(accuracy_matrix(table), [[3 / 4, 1 / 4, 0], [2 / 3, 0, 1 / 3]])
-    assert table[table["head"] == 1]["cumulative"].tolist() == pytest.approx([2 / 3, 2 / 3, 1])
-    with pytest.raises(InputError, match="no generation"):
-        accuracy_table([])
+    table = accuracy_table([one])
+    np.testing.assert_allclose(accuracy_matrix(table)[:, :3], [[3 / 4, 1 / 4, 0], [2 / 3, 0, 1 / 3]])
+    assert table[table["head"] == 1]["cumulative"].tolist()[:3] == pytest.approx([2 / 3, 2 / 3, 1])
 
 
 def generation(*rounds):

@@ -245,21 +245,10 @@ def test_a_target_that_shows_no_hidden_states_is_refused(target):
         load_drafter("medusa", toy.cyclic(5))
 
 
-@pytest.mark.parametrize("contract", ["pre_norm", "post_norm"])
-def test_heads_of_another_type_than_the_target_are_refused(target, contract):
-    """In front of the norm they would be promoted without a word, behind it fail at the first draft."""
-    half = HfModel(torch_model().to(torch.bfloat16), None, name="half")
-    with pytest.raises(InputError, match="bfloat16"):
-        HeadsDrafter(half, made_heads(target, input=contract))
-    with pytest.raises(InputError, match="float32"):
-        HeadsDrafter(target, made_heads(target, input=contract).to(torch.bfloat16))  # borrowed parts stay as they were
-    assert HeadsDrafter(half, made_heads(half, input=contract)).name == "medusa"
-
-
 def test_a_plan_beyond_the_heads_is_refused(target):
-    with pytest.raises(InputError, match="4 tokens deep, but there are 3 heads"):
+    with pytest.raises(InputError, match=r"4 tokens deep.* 3 heads"):
         HeadsDrafter(target, made_heads(target), TreePlan.chain(4))
-    with pytest.raises(InputError, match="rank 20, but heads choose among 20 tokens"):
+    with pytest.raises(InputError, match="ranks up to 20, but there are 3 heads that choose among 20 tokens"):
         HeadsDrafter(target, made_heads(target, draft_vocab=20), TreePlan((-1,), (20,)))
 
 
@@ -368,15 +357,18 @@ def test_the_costs_of_trees_are_measured_with_trees(target, monkeypatch):
     assert drafting_s(target, made_heads(target), 3, repeats=2) > 0 and target.n_past == 0
 
 
-def test_the_tree_is_chosen_by_costs_and_may_be_none(target, saved):
+def test_the_tree_is_chosen_by_costs_and_may_be_none(target, saved, monkeypatch):
     from specnb.measure.cost import CostCurve
 
-    def curve(*seconds):
-        return CostCurve(model="m", context=0, widths=(1, 33), samples_s=tuple((s,) for s in seconds))
+    def best(*seconds):
+        curve = CostCurve(model="m", context=0, widths=(1, 33), samples_s=tuple((s,) for s in seconds))
+        with monkeypatch.context() as patch:
+            patch.setattr(heads_load, "tree_curve", lambda *_args, **_options: curve)
+            return best_tree(target, heads, table)
 
     heads, table = made_heads(target), np.array([[0.6, 0.2], [0.4, 0.2], [0.3, 0.1]])
-    free = best_tree(target, heads, table, curve=curve(1e3, 1e3))
-    dear = best_tree(target, heads, table, curve=curve(1e3, 1e3 * 33))
+    free = best(1e3, 1e3)
+    dear = best(1e3, 1e3 * 33)
     assert len(free.best.plan) == 14 and free.best.plan.depth == 3 and len(dear.best.plan) == 0
     planned = load_drafter("medusa", target, heads_checkpoint=saved, tree="auto").drafter
     assert "is drafted" in planned.findings[-1]

@@ -216,11 +216,6 @@ def test_a_doubtful_load_is_no_speed(target, sound):
     assert failed(found) == {"loader"} and "rounded twice" in found.gates[0].says
 
 
-def test_fewer_prompts_than_an_interval_needs_are_refused(target):
-    with pytest.raises(InputError, match="at least 5 prompts, got 4"):
-        head_gates.run(target, periodic.new_heads(target), Clean, periodic.prompts(4))
-
-
 # --- curves ---------------------------------------------------------------------------------------------------------
 
 

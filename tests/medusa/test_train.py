@@ -17,7 +17,7 @@ from specnb.medusa.nets import OUTSIDE, Backbone, Heads, HeadsConfig
 from tests.tiny_models import torch_model
 
 VOCAB, N_HEADS, PERIOD = 64, 3, 7
-RECIPE = Recipe(30, batch_size=32, peak_lr=1e-2, warmup=3, bf16=False)
+RECIPE = Recipe(30, batch_size=32, peak_lr=1e-2, warmup=3)
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +123,6 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_with(backbone, periodic, tmp
         train(new_heads(backbone), periodic, tmp_path, **changed)
 
 
-def test_a_damaged_checkpoint_is_one_clear_error(backbone, periodic, tmp_path):
-    (tmp_path / loop.CHECKPOINT_FILE).write_bytes(b"garbage")
-    with pytest.raises(InputError, match="remove it"):
-        train(new_heads(backbone), periodic, tmp_path)
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_rate_never_falls_to_zero(name):
     made = PRESETS[name]
@@ -140,7 +134,7 @@ def test_the_rate_never_falls_to_zero(name):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"eta_min": 0.0}, {"eta_min": 1.0}, {"steps": 0}, {"teacher": 2.0}, {"clip": 0.0}, {"embedding_rate": 0}],
+    [{"eta_min": 0.0}, {"eta_min": 1.0}, {"steps": 0}, {"teacher": 2.0}, {"embedding_rate": 0}],
 )
 def test_recipes_that_cannot_be(changed):
     with pytest.raises(InputError):
