@@ -1,7 +1,7 @@
 """Heads against plain decoding, side by side: `specnb bench medusa`. First the gates; then, if all hold, the speed.
 
-Gates and accuracies are measured on the last prompts of each category and speeds on the first ones, so a tree is not
-chosen on what it is timed on. Wall times are whole calls, prefill included, of the same target in the same process.
+Gates are measured on the last prompts of each category and speeds on the first ones, so a tree is not chosen on what it
+is timed on. Wall times are whole calls, prefill included, of the same target in the same process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -124,10 +124,7 @@ class HeadsBench:
 
 
 def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
-    """Load, run the gates, and time what passed them.
-
-    Raises InputError for wrong names, heads or prompts, and what `specnb.load` and `generate` raise.
-    """
+    """Load, run the gates, and time what passed them."""
     tree_size(params.tree)  # before a model is opened for nothing
     timed, judged = chosen_prompts(params)
     target = load(params.target, **({"dtype": params.dtype} if params.dtype else {}))
@@ -135,9 +132,8 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
         net = network(target)
         heads, report = load_trained_heads(params.heads_checkpoint or fitting_checkpoint(target), net)
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
-        curve = training_curve.read(report.path)
         checked = gates.run(
-            target, heads, report, judged, curve=curve, seed=params.seed, progress=progress,
+            target, heads, report, judged, curve=training_curve.read(report.path), seed=params.seed, progress=progress,
             max_new_tokens=min(params.max_new_tokens, gates.MAX_NEW_TOKENS),
         )  # fmt: skip
         facts = provenance(
@@ -181,10 +177,10 @@ def chosen_drafts(
     A tree is grown from `trained`, the accuracies `(heads, ranks)` that came with the heads, of far more text than the
     gates see; only where there are none, from those that the gates measured.
     """
-    known, asked = (trained,), tree_size(params.tree)
+    known = (trained,)
     if trained is None:
         known = accuracy_matrix(checked.accuracy), f"measured here on {len(checked.plain)} prompts"
-    found = choose_drafts(target, heads, asked, *known)
+    found = choose_drafts(target, heads, tree_size(params.tree), *known)
     if found.plan is not None and not len(found.plan):
         best = max(found.candidates[1:], key=lambda c: c.tokens_per_s).plan
         says = f"{found.says}; timed all the same is one of {len(best)} nodes"
@@ -251,17 +247,13 @@ def speed_table(runs: Sequence[Timed], categories: Sequence[str], name: str) -> 
     return pd.DataFrame(lines)
 
 
-def _interval(row: Mapping[str, Any]) -> str:
-    """The speed-up; its interval where there are prompts enough for one."""
-    known = np.isfinite(row["low"])
-    return f"{row['speedup']:.2f}" + (f" [{row['low']:.2f}, {row['high']:.2f}]" if known else "")
-
-
 SHOWN: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "category": lambda row: row["category"],
     "tau": lambda row: f"{row['tau']:.2f}",
     "alpha_1": lambda row: f"{row['accepted_1']}/{row['tested_1']}",
-    "speed-up": _interval,
+    "speed-up": lambda row: (  # its interval where there are prompts enough for one
+        f"{row['speedup']:.2f}" + (f" [{row['low']:.2f}, {row['high']:.2f}]" if np.isfinite(row["low"]) else "")
+    ),
     "tokens/s": lambda row: f"{row['tokens_per_s']:.1f}",
     "plain": lambda row: f"{row['plain_tokens_per_s']:.1f}",
     "draft/verify/rewind/other": lambda row: " ".join(f"{row[f'{part}_share']:.0%}" for part in PARTS),

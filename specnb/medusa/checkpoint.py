@@ -2,8 +2,7 @@
 
 A folder has `config.json` (`HeadsConfig`), `heads.safetensors` and, for those we trained, `training.json`. The frozen
 norm, the shared lm_head and the embeddings are the backbone's and are not in it; its digest is. Loading is strict:
-whatever does not fit is an error that lists all of it, for heads that were loaded in part draft nothing and say
-nothing of it (a benchmark of random heads: 0.2 % acceptance, 12 times slower).
+whatever does not fit is an error that lists all of it, for heads that were loaded in part draft nothing unnoticed.
 
 `python -m specnb.medusa.checkpoint PATH --to LAYOUT --out FOLDER` converts between the layouts of
 `specnb.medusa.layouts`.
@@ -50,8 +49,8 @@ class LoadReport:
     config: HeadsConfig
     n_parameters: int
     bytes: int
-    converted: tuple[str, ...] = ()
-    findings: tuple[str, ...] = ()
+    converted: tuple[str, ...]
+    findings: tuple[str, ...]
 
     @property
     def clean(self) -> bool:
@@ -101,10 +100,10 @@ def save(
 ) -> Path:
     """Write `heads` to `folder` in our layout, whole or not at all; `facts` go to training.json. Returns the folder.
 
-    What is loaded again is, bit by bit, what was rounded to `dtype`. An older folder of heads is replaced, other
-    files in it are kept. Raises InputError for weights that are not finite, and a folder with other things in it.
+    Older heads in it are replaced, other files kept. Raises InputError for weights that are not finite, and a folder
+    with other things in it.
     """
-    kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+    kind = getattr(torch, dtype)
     state = {n: t.to(kind) if t.is_floating_point() else t for n, t in heads.state_dict().items()}
     if broken := [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]:
         raise InputError(f"not saved: NaN or infinity in {', '.join(broken[:SHOWN])}; training went astray")
@@ -116,10 +115,9 @@ def save(
 
 
 def convert(heads: Heads, folder: Path, layout: str) -> tuple[str, ...]:
-    """Write `heads` to `folder` in a layout of `layouts.LAYOUTS`, in the types they are held in.
+    """Write `heads` to `folder` in a layout of `layouts.LAYOUTS`, in their types; sentences on what that changed.
 
-    Returns sentences on what the layout made necessary (lm_heads written out, biases of zero). Raises InputError
-    for heads that it cannot hold, and then writes nothing.
+    Raises InputError for heads that the layout cannot hold, and then writes nothing.
     """
     _require_layout(layout)
     with _replaced(folder, layout) as new:
@@ -212,12 +210,12 @@ def _usable(stored: Stored, backbone: Backbone) -> tuple[dict[str, Tensor], list
 
 
 def _untrained(tensors: Mapping[str, Tensor]) -> list[str]:
-    blocks = [name.removesuffix(".weight") for name in tensors if ".blocks." in name and name.endswith(".weight")]
-    return [
-        f"{block.removesuffix('.linear')} is all zero: it was never trained"
-        for block in blocks
-        if not any(tensors[name].any() for name in (f"{block}.weight", f"{block}.bias") if name in tensors)
-    ]
+    trained: dict[str, bool] = {}
+    for name, tensor in tensors.items():
+        if ".blocks." in name:
+            block = name.partition(".linear.")[0]
+            trained[block] = trained.get(block, False) or bool(tensor.any())
+    return [f"{block} is all zero: it was never trained" for block, moved in trained.items() if not moved]
 
 
 def _holds(folder: Path, layout: str) -> bool:

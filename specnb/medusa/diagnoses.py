@@ -1,9 +1,8 @@
 """Why heads draft badly: each fault by the test that tells it from the others.
 
-A fault is looked for after a gate has failed, never instead of one. What each test asks: are the weights those of
-training at all (`never loaded`); would they be right about another input (`double norm`, `missing norm`) or another
-token (`label shift`); is what they are multiplied with the backbone's (`wrong lm_head`); did training still move them
-(`dead schedule`). Several may hold.
+A fault is looked for after a gate has failed: are the weights those of training at all (`never loaded`); would they be
+right about another input (`double norm`, `missing norm`) or another token (`label shift`); is what they are multiplied
+with the backbone's (`wrong lm_head`); did training still move them (`dead schedule`). Several may hold.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,10 +72,9 @@ class Diagnosis(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the gates have measured, and the tests below look at.
+    """What the gates have measured: `scores` along `traces`, and the `probe` that zero-block heads were compared on.
 
-    `scores` are the heads' along `traces`, `probe` the states and logits that zero-block heads were compared on, and
-    `curve` is that of the training, None where none came with the heads. `failed` names the gates that failed.
+    `curve` is that of the training, None where none came with the heads; `failed` names the gates that failed.
     """
 
     heads: Heads
@@ -127,8 +125,8 @@ def never_loaded(e: Evidence) -> Diagnosis | None:
         zero = []  # a trained lm_head without blocks is a poor head, but a loaded one
     if not (zero or new):
         return None
-    what = f"the blocks of heads {_list(zero)} are all zero" if zero else (
-        f"the blocks of heads {_list(new)} are drawn as a new layer's are: uniform, within 1/sqrt(inputs)")  # fmt: skip
+    what = f"the blocks of heads {zero} are all zero" if zero else (
+        f"the blocks of heads {new} are drawn as a new layer's are: uniform, within 1/sqrt(inputs)")  # fmt: skip
     return Diagnosis("never loaded", f"{what}; {_copying(e)}", "load the trained checkpoint (--heads-checkpoint PATH)")
 
 
@@ -174,18 +172,20 @@ def wrong_lm_head(e: Evidence) -> Diagnosis | None:
             f"{e.tolerance:.2g} would be rounding",
             remedy,
         )
-    if e.heads.config.lm_head == "private" and (cosine := _lm_head_cosine(e.heads)) < FOREIGN:
-        return Diagnosis(
-            "wrong lm_head", f"the heads' own lm_heads have a cosine of {cosine:.2f} to the backbone's", remedy
-        )
+    if e.heads.config.lm_head == "private":
+        shared, own = e.heads.shared_lm_head.float(), [head.lm_head.weight.float() for head in e.heads.heads]
+        cosine = np.mean([F.cosine_similarity(weight.flatten(), shared.flatten(), 0).item() for weight in own])
+        if cosine < FOREIGN:
+            evidence = f"the heads' own lm_heads have a cosine of {cosine:.2f} to the backbone's"
+            return Diagnosis("wrong lm_head", evidence, remedy)
     return None
 
 
 def label_shift(e: Evidence) -> Diagnosis | None:
     """Head i is much more often right about the token before or behind the one that it has to say.
 
-    Heads that learned little say the backbone's next token: the first looks shifted by -1 then. So those behind it must
-    show it too, and a single head, of which the two cannot be told apart, is asked about the token behind only.
+    Heads that learned little say the backbone's next token, and the first then looks shifted by -1. So those behind it
+    must show it too, and a single head is asked about the token behind only.
     """
     now = accuracy(e.scores)
     alone = len(now.n) == 1
@@ -205,17 +205,17 @@ def label_shift(e: Evidence) -> Diagnosis | None:
 
 def dead_schedule(e: Evidence) -> Diagnosis | None:
     """Training went on with no learning rate to speak of, or never moved the blocks."""
-    remedy = "train again with a schedule that ends above zero at the last step (eta_min)"
     moved = residual_share(e.heads, e.traces)
-    if e.curve is not None and e.curve.dead and (e.curve.falling or float(moved.max()) < SMALL_STEP):
-        return Diagnosis("dead schedule", f"{e.curve}; the blocks add {_percent(moved)} to the state", remedy)
-    if e.curve is None and 0 < float(moved.max()) < SMALL_STEP:
-        return Diagnosis(
-            "dead schedule",
-            f"the blocks add only {_percent(moved)} to the state, and no training curve came with them; {_copying(e)}",
-            remedy,
-        )
-    return None
+    small, added = float(moved.max()) < SMALL_STEP, f"the blocks add {_percent(moved)} to the state"
+    if e.curve is not None and e.curve.dead and (e.curve.falling or small):
+        seen = f"{e.curve}; {added}"
+    elif e.curve is None and small and moved.any():
+        seen = f"{added}, and no training curve came with them; {_copying(e)}"
+    else:
+        return None
+    return Diagnosis(
+        "dead schedule", seen, "train again with a schedule that ends above zero at the last step (eta_min)"
+    )
 
 
 TESTS: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
@@ -226,11 +226,8 @@ TESTS: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
 
 def diagnose(e: Evidence) -> list[Diagnosis]:
     """All faults that fit, the most specific first; where none does, what the failed gates themselves say."""
-    found = [diagnosis for test in TESTS if (diagnosis := test(e)) is not None]
-    return found or _unspecific(e)
-
-
-def _unspecific(e: Evidence) -> list[Diagnosis]:
+    if found := [diagnosis for test in TESTS if (diagnosis := test(e)) is not None]:
+        return found
     if "acceptance" in e.failed:
         return [Diagnosis(
             "never loaded",
@@ -263,23 +260,12 @@ def _like_new(weight: Tensor) -> bool:
     return abs(largest / bound - 1) < LIKE_NEW and abs(spread * sqrt(3) / bound - 1) < LIKE_NEW
 
 
-def _lm_head_cosine(heads: Heads) -> float:
-    shared = heads.shared_lm_head.float().flatten()
-    return float(
-        np.mean([F.cosine_similarity(h.lm_head.weight.float().flatten(), shared, 0).item() for h in heads.heads])
-    )
-
-
 def _copying(e: Evidence) -> str:
     """What untrained heads are known by: each says what the backbone says next."""
     same = [np.mean(s.best == t.best.cpu().numpy()[:, None], axis=0) for s, t in zip(e.scores, e.traces, strict=True)]
     shares = np.mean(same, axis=0)
     copies = " (untrained heads do)" if float(shares.min()) > COPIES else ""
     return f"the heads say the backbone's next token in {_percent(shares)}{copies}"
-
-
-def _list(heads: list[int]) -> str:
-    return ", ".join(map(str, heads))
 
 
 def _percent(shares: np.ndarray) -> str:

@@ -130,7 +130,8 @@ class Objective(nn.Module):
             loss = hard
             if self.recipe.teacher:
                 known = labels[:, i] != NO_LABEL
-                soft = _soft(rows, self._teacher_rows(later[:, i]), known)
+                apart = F.kl_div(rows, self._teacher_rows(later[:, i]), reduction="none", log_target=True).sum(-1)
+                soft = (apart * known).sum() / known.sum().clamp(min=1)
                 loss = (1 - self.recipe.teacher) * hard + self.recipe.teacher * soft
             total = total + self.recipe.head_weight**i * loss
             measured.append(torch.stack([hard.detach(), *shares]))
@@ -145,13 +146,13 @@ class Objective(nn.Module):
 
 
 @torch.no_grad()
-def rank_shares(heads: Heads, batch: Batch, ranks: int = RANKS) -> Tensor:
-    """Share of a head's labels that are the r-th best token of its row, `(n_heads, ranks)`: by these trees grow."""
+def rank_shares(heads: Heads, batch: Batch) -> Tensor:
+    """Share of a head's labels that are the r-th best token of its row, `(n_heads, RANKS)`: by these trees grow."""
     states = heads.as_input(batch.hidden.to(heads.shared_lm_head.dtype))
     shares = []
     for i in range(heads.config.n_heads):
         labels = batch.labels[:, i]
-        best = heads.logits(i, heads.features(i, heads.normed(states), batch.ids)).topk(ranks, dim=-1).indices
+        best = heads.logits(i, heads.features(i, heads.normed(states), batch.ids)).topk(RANKS, dim=-1).indices
         hits = (best == labels[:, None]) & (labels >= 0)[:, None]
         shares.append(hits.sum(0) / (labels != NO_LABEL).sum().clamp(min=1))
     return torch.stack(shares)
@@ -169,14 +170,7 @@ def _hard(rows: Tensor, labels: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     return loss / sayable.sum().clamp(min=1), (top1, top5)
 
 
-def _soft(rows: Tensor, wanted: Tensor, known: Tensor) -> Tensor:
-    """Mean KL(wanted || rows) over the examples that have a label."""
-    divergence = F.kl_div(rows, wanted, reduction="none", log_target=True).sum(-1)
-    return (divergence * known).sum() / known.sum().clamp(min=1)
-
-
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What a step tells: its number, its weighted loss, and the unweighted figures of each head on its batch."""
 
     step: int
@@ -289,10 +283,7 @@ class _Loop:
 
     @contextmanager
     def _embeddings_faster(self) -> Iterator[None]:
-        """Every step inside the block goes `embedding_rate` times as far where weights are applied to embeddings.
-
-        A rate for some columns of one weight, which optimizers do not have.
-        """
+        """Every step inside the block goes `embedding_rate` times as far where weights are applied to embeddings."""
         rate, weights = self.recipe.embedding_rate, [] if self.recipe.embedding_rate == 1 else self.heads.on_embeddings
         before = [weight.clone() for weight in weights]
         yield
@@ -340,12 +331,9 @@ def identity(heads: Heads, recipe: Recipe, data: str, start: str) -> dict[str, A
     """What makes a run this run and no other, in plain values."""
     token_map = b"" if heads.token_map is None else heads.token_map.cpu().numpy().tobytes()
     return {
-        "recipe": asdict(recipe),
-        "heads": heads.config.model_dump(),
+        "recipe": asdict(recipe), "heads": heads.config.model_dump(), "data": data, "start": start,
         "token_map": hashlib.sha256(token_map).hexdigest(),
-        "data": data,
-        "start": start,
-    }
+    }  # fmt: skip
 
 
 def _resume(

@@ -3,10 +3,7 @@
 Head i foretells the token i + 2 places behind the one whose hidden state h it is fed; the model itself foretells the
 next one. A head is h + SiLU(W h + b), zero at the start, in front of an lm_head: untrained, it says what the backbone
 says of the next token (Cai et al. 2401.10774, equation 1). Hydra's head i also sees the embeddings of the i + 1
-tokens since (Ankner et al. 2402.05109), so that what it drafts follows what was drafted before: head by head, where
-Medusa's heads are one product.
-
-Not known here: which tokens of a text h belongs to, sampling, trees; they are `medusa.drafter`.
+tokens since (Ankner et al. 2402.05109).
 """
 
 import hashlib
@@ -196,13 +193,11 @@ class Heads(nn.Module):
 
     The backbone's lm_head and embeddings are borrowed, and its final norm is a frozen copy: none of them is a
     parameter. `token_map (draft_vocab,)` int64 holds the vocabulary id of each draft id, ascending,
-    or is None where the two are the same. Raises InputError where config, backbone and map do not fit.
+    or is None where the two are the same. Config, backbone and map fit (`misfits`).
     """
 
     def __init__(self, config: HeadsConfig, backbone: Backbone, token_map: Tensor | None = None) -> None:
         super().__init__()
-        if faults := misfits(config, backbone, token_map):
-            raise InputError("; ".join(faults))
         self.config = config
         self.heads = nn.ModuleList(Head(config, i) for i in range(config.n_heads))
         self.register_buffer("token_map", token_map)
@@ -268,10 +263,8 @@ class Heads(nn.Module):
     def all_logits(self, hidden: Tensor) -> Tensor:
         """Logits `(n_heads, draft_size)` float32 of all heads of a Medusa for one `hidden (hidden,)`.
 
-        One product with the shared lm_head for all: its weights are read once. Raises InputError for Hydra.
+        One product with the shared lm_head for all: its weights are read once.
         """
-        if self.config.kind != "medusa":
-            raise InputError("the heads of a Hydra need the tokens drafted before: ask head by head (draft_logits)")
         normed = self.normed(hidden)
         features = torch.stack([self.features(i, normed) for i in range(self.config.n_heads)])
         own = [head.lm_head(f) if head.lm_head else 0 for head, f in zip(self.heads, features, strict=True)]

@@ -7,10 +7,11 @@ to a folder that `specnb generate --drafter medusa --heads-checkpoint FOLDER` op
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +53,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True)
 class Work:
-    """The text, states and runs in `home` that one backbone's heads are trained with. Open one with `Work.open`.
+    """The text, states and runs in `home` that one backbone's heads are trained with.
 
     `options` are fields of HeadsConfig, `preset` names what `recipe` was before it was changed, `texts` is a file to
     learn instead of what the backbone writes, and `command` is what was typed. A method is a stage: it returns what
@@ -65,35 +66,12 @@ class Work:
     options: Mapping[str, Any]
     preset: str
     recipe: Recipe
-    batches: int = 1
-    shard: tuple[int, int] = (0, 1)
-    texts: Path | None = None
-    start: str | None = None
-    save_every: int = 100
-    command: str = ""
-
-    @classmethod
-    @contextmanager
-    def open(
-        cls,
-        target: str,
-        home: Path,
-        *,
-        heads: Mapping[str, Any],
-        preset: str,
-        changed: Mapping[str, Any],
-        **others: Any,
-    ) -> Iterator["Work"]:
-        """Load the backbone and close it afterwards; `changed` are values of the preset's recipe, `others` fields."""
-        recipe = loop.recipe(preset, **changed)
-        model = load(target)
-        try:
-            backbone = Backbone.of(network(model))
-            if model.caps.details.get("attention") == hf_attention.NAME:
-                raise InputError(f"{target!r} has row-wise attention, which takes no batches: add exact=False to it")
-            yield cls(home, model, backbone, dict(heads), preset, recipe, **others)
-        finally:
-            model.close()
+    batches: int
+    shard: tuple[int, int]
+    texts: Path | None
+    start: str | None
+    save_every: int
+    command: str
 
     @property
     def text(self) -> Path:
@@ -114,7 +92,7 @@ class Work:
         else:
             batches = {"held_out": HELD_OUT_BATCHES, "train": self.batches}
             mine = sum(len(range(self.shard[0], n, self.shard[1])) for n in batches.values())
-            with _bar("text", mine * writing.batch_size * writing.length, "tokens") as bar:
+            with _bar(desc="text", total=mine * writing.batch_size * writing.length, unit="tokens") as bar:
                 data.write(
                     self.target, self.text, batches=batches, backbone=backbone, shard=self.shard, on_tokens=bar.update
                 )
@@ -123,7 +101,7 @@ class Work:
 
     def compute_hidden(self) -> str:
         """Stage 2: the hidden states of all text that has none yet."""
-        with _bar("hidden states", 0, "tokens") as bar:
+        with _bar(desc="hidden states", unit="tokens") as bar:
             data.compute_states(self.target.network, self.text, backbone=self.backbone.digest, on_tokens=bar.update)
         return f"states of {len(data.files(self.text))} files in {self.text}"
 
@@ -132,7 +110,7 @@ class Work:
         rows, size = self._rows(), self.recipe.batch_size
         heads = self.new_heads(rows["train"])
         sets = {split: Examples.of(self.text, split, rows[split], heads) for split in SPLITS}
-        with _bar("heads", self.recipe.steps * size, "examples") as bar:
+        with _bar(desc="heads", total=self.recipe.steps * size, unit="examples") as bar:
 
             def on_start(seconds: float, left: int) -> None:
                 bar.set_description(f"heads: {size / seconds:,.0f} examples/s, {left * seconds / 60:.0f} min left")
@@ -237,10 +215,7 @@ The text, {text["tokens"]["train"]:,} tokens and {text["tokens"]["held_out"]:,} 
 """
 
 
-@contextmanager
-def _bar(title: str, total: int, unit: str) -> Iterator[tqdm]:
-    with tqdm(total=total or None, desc=title, unit=unit, unit_scale=True, mininterval=2) as bar:
-        yield bar
+_bar = partial(tqdm, unit_scale=True, mininterval=2)
 
 
 def command(
@@ -278,10 +253,15 @@ def command(
                "embedding_rate": embedding_rate, "seed": seed}  # fmt: skip
     home = work or cache_dir() / "medusa"
     processes = PartialState(cpu="device=cuda" not in target)  # before the model, which goes to this process's GPU
-    with Work.open(
-        target, home, heads=options, preset=preset, changed=changed, batches=batches, shard=_shard(shard),
-        texts=texts, start=start, save_every=save_every, command=_typed(context),
-    ) as job:  # fmt: skip
+    recipe = loop.recipe(preset, **changed)
+    with closing(load(target)) as model:
+        backbone = Backbone.of(network(model))
+        if model.caps.details.get("attention") == hf_attention.NAME:
+            raise InputError(f"{target!r} has row-wise attention, which takes no batches: add exact=False to it")
+        job = Work(
+            home, model, backbone, options, preset, recipe, batches=batches, shard=_shard(shard), texts=texts,
+            start=start, save_every=save_every, command=_typed(context),
+        )  # fmt: skip
         stages: dict[Stage, Callable[[], str]] = {
             Stage.DATA: job.write_text,
             Stage.HIDDEN: job.compute_hidden,

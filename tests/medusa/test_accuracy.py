@@ -70,7 +70,7 @@ def test_no_listener_is_left_behind_and_an_engine_without_a_network_is_refused(t
 def test_heads_fitted_to_circles_are_right_every_time(circles, fitted, kind):
     heads = fitted[kind]
     texts = [generate(circles, p, max_new_tokens=18) for p in periodic.prompts()]
-    table = accuracy_table([score(heads, trace(circles, text)) for text in texts], ranks=3)
+    table = accuracy_table([score(heads, trace(circles, text)) for text in texts])
     assert (table[table["rank"] == 0]["marginal"] > 0.95).all()
     assert list(table[table["rank"] == 0]["n"]) == [len(texts) * (17 - head) for head in range(3)]
     chain = HeadsDrafter(circles, heads)
