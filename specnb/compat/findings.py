@@ -29,8 +29,7 @@ class IdComparison(NamedTuple):
     """How far two vocabularies agree on what ids mean.
 
     `first_difference` is the smallest id that both have and that means two things; `n_different` counts these ids from
-    0 on; `examples` hold the first few as (id, target's piece, draft's). `only_target`, `only_draft` count ids beyond
-    the other's last.
+    0 on; `examples` hold the first few as (id, target's piece, draft's).
     """
 
     n_target: int
@@ -38,14 +37,6 @@ class IdComparison(NamedTuple):
     first_difference: int | None
     n_different: int
     examples: tuple[tuple[int, bytes, bytes], ...]
-
-    @property
-    def only_target(self) -> int:
-        return max(0, self.n_target - self.n_draft)
-
-    @property
-    def only_draft(self) -> int:
-        return max(0, self.n_draft - self.n_target)
 
 
 def compare_ids(target: Tokens, draft: Tokens) -> IdComparison:

@@ -74,16 +74,8 @@ END_OF_GENERATION = (
 FIM: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "fim_pre": (
-            *(
-                "<|fim_prefix|>",
-                "<fim-prefix>",
-                "<fim_prefix>",
-                "<｜fim▁begin｜>",
-                "<PRE>",
-                "▁<PRE>",
-                "<|code_prefix|>",
-            ),
-            "<|prefix|>",
+            *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
+            *("<|code_prefix|>", "<|prefix|>"),
         ),
         "fim_suf": (
             *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>"),

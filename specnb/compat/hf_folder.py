@@ -105,8 +105,11 @@ def _tokenized(
         key: _special(tokenizer, own, f"{key}_token", _first_id(text, f"{key}_token_id"))
         for key in ("bos", "eos", "pad")
     }
-    bos = special["bos"] = _or_first(tokenizer, special["bos"], tokenizer.prefix)
-    eos = special["eos"] = _or_first(tokenizer, special["eos"], tokenizer.suffix)
+    # where no file names BOS or EOS, what the tokenizer puts around a text is it
+    for key, around in (("bos", tokenizer.prefix), ("eos", tokenizer.suffix)):
+        if special[key] is None and around:
+            special[key] = tokenizer.id_of(around[0])
+    bos, eos = special["bos"], special["eos"]
     eog = _ids(generation, "eos_token_id") | _ids(text, "eos_token_id") | _ids(config, "eos_token_id")
     eog |= frozenset() if eos is None else {eos}
     _require_known(max(size, n_tokens), special, eog)
@@ -147,11 +150,6 @@ def _special(tokenizer: Tokenizer, own: dict, key: str, fallback: int | None) ->
     if found is None:
         raise InputError(f"{tokenizer.path} has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}")
     return found
-
-
-def _or_first(tokenizer: Tokenizer, i: int | None, around: tuple[str, ...]) -> int | None:
-    """Where no file names BOS or EOS, what the tokenizer puts around a text is it."""
-    return tokenizer.id_of(around[0]) if i is None and around else i
 
 
 def _adds(tokenizer: Tokenizer, bos: int | None, eos: int | None) -> tuple[bool, bool]:

@@ -9,6 +9,7 @@ tokenizer.json  x.tiktoken          a tokenizer alone
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -61,32 +62,14 @@ def _reader(name: str | Path) -> tuple[str, Reader]:
     )
 
 
-def _path(name: str) -> Path | None:
-    """The path behind a name, None for a name that the file system cannot have."""
-    try:
-        path = Path(name).expanduser()
-        return path if name and path.exists() else None
-    except (OSError, RuntimeError, ValueError):  # too long, ~ of an unknown user, a NUL in it
-        return None
+def _path(name: str) -> Path:
+    return Path(name).expanduser()
 
 
 def _is_folder(name: str) -> bool:
-    path = _path(name)
-    return path is not None and path.is_dir()
-
-
-def _ends_with(suffix: str) -> Callable[[str], bool]:
-    return lambda name: name.lower().endswith(suffix)
-
-
-def _named(describe_path: Callable[[Path], Description]) -> Callable[[str], Description]:
-    def read(name: str) -> Description:
-        path = _path(name)
-        if path is None:
-            raise InputError(f"no such file: {name}")
-        return describe_path(path)
-
-    return read
+    with suppress(OSError, RuntimeError, ValueError):  # too long, ~ of an unknown user, a NUL in it
+        return _path(name).is_dir()
+    return False
 
 
 def _of_zoo(name: str) -> Description:
@@ -100,10 +83,10 @@ READERS = (
     Reader(zoo.is_zoo_name, _of_zoo, opens=True),
     Reader(lambda name: name in embedded.names(), lambda name: hf_folder.describe(embedded.folder(name)), opens=True),
     Reader(lambda name: name.startswith(HUB), hf_folder.describe, opens=True, takes=("revision",)),
-    Reader(_ends_with(".gguf"), _named(gguf_header.describe), opens=True),
-    Reader(_ends_with(".tiktoken"), _named(tiktoken_file.describe)),
-    Reader(_ends_with(".json"), _named(hf_folder.describe)),
+    Reader(lambda name: name.lower().endswith(".gguf"), lambda name: gguf_header.describe(_path(name)), opens=True),
+    Reader(lambda name: name.lower().endswith(".tiktoken"), lambda name: tiktoken_file.describe(_path(name))),
+    Reader(lambda name: name.lower().endswith(".json"), lambda name: hf_folder.describe(_path(name))),
     Reader(lambda name: name.lower() in shelf.names(), shelf.describe),
-    Reader(_is_folder, _named(hf_folder.describe), opens=True),
+    Reader(_is_folder, lambda name: hf_folder.describe(_path(name)), opens=True),
 )
 """Tried in order; the first that fits reads."""

@@ -4,7 +4,7 @@ Counts only; what they may mean is `triage`'s. Works with numpy alone, on the ro
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -156,11 +156,6 @@ class Profile:
         """alpha by position: position (1..), alpha, low, high, kept, tested."""
         rows = [(k, s.rate, s.low, s.high, s.hits, s.n) for k, s in enumerate(self.alpha, 1)]
         return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
-
-
-def profile(generations: Sequence[Generation]) -> Profile:
-    """The profile of generations, in the order in which they were made."""
-    return Profile(tuple(generations))
 
 
 def _drafting(generation: Generation) -> Iterator[tuple]:

@@ -63,9 +63,7 @@ def verify_curve(
 ) -> CostCurve:
     """Measure T(n) of `model`, widths interleaved in random order so that drift of the machine hits all alike.
 
-    Two warm-up forwards a width are not counted. The model is reset before and after.
-
-    Raises InputError when context and widths do not fit the model.
+    Two warm-up forwards a width are not counted. Resets the model. Raises InputError for what does not fit it.
     """
     return _measured(model, (), widths, context, repeats, seed)[0]
 

@@ -54,9 +54,7 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
             measurements |= {"verify_curve": curve.model_dump(mode="json"), "c": c[drafter.name]}
             _generate_all(params, target, drafter, chosen, progress or silent, made)
             measurements["forks"] = list(_forks(target, made))
-            if (
-                params.rule == "token"
-            ):  # what a lossy rule writes depends on the drafts, the block rule keeps more of them
+            if params.rule == "token":  # a lossy rule's text depends on the drafts, the block rule keeps more of them
                 measurements["replay"] = _replay(params, target, drafter, made, measurements)
                 measurements["turns"] = list(_turns(params, target, drafter, measurements))
             return recorded()
@@ -117,15 +115,13 @@ def _replay(
     are part of both and counted in neither.
     """
     ks, cost = range(1, params.k_max + 1), _cost(measured)
+    wanted = sorted({*ks, *params.ks})
     began = perf_counter()
     rows: list[dict[str, Any]] = []
     for one in made:
         if one.k == 0:
-            (recording,) = follow(
-                target, [drafter], one, k_max=max(ks[-1], *params.ks), max_new_tokens=params.max_new_tokens
-            )
-            found = sweep(recording, sorted({*ks, *params.ks}), cost)
-            rows += [row | {"live_plain_s": one.decode_s} for row in found]
+            (recording,) = follow(target, [drafter], one, k_max=wanted[-1], max_new_tokens=params.max_new_tokens)
+            rows += [row | {"live_plain_s": one.decode_s} for row in sweep(recording, wanted, cost)]
     replay_s = perf_counter() - began
     live = [g.wall_s for g in made if g.k]
     return {"rows": rows, "replay_s": replay_s, "live_s": sum(live) / len(params.ks) * len(ks)}

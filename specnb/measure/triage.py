@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.errors import InputError
-from specnb.measure.acceptance import Profile, Share, profile
+from specnb.measure.acceptance import Profile, Share
 from specnb.measure.fork import Fork
 from specnb.records import Generation, RunRecord
 
@@ -105,7 +105,7 @@ def triage(
     fault. `forks` are those of greedy generations that differ from plain decoding (`measure.fork`, or the entries of
     a sweep's record); near-ties among them are no evidence.
     """
-    case = _Case(profile(generations), vocab_size, drafter_kind, tuple(map(dict, forks)))
+    case = _Case(Profile(tuple(generations)), vocab_size, drafter_kind, tuple(map(dict, forks)))
     found = tuple(s for rule in RULES for s in rule(case))
     if found:
         return Triage("suspicious", found, case.profile)

@@ -12,7 +12,7 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm.toy import cyclic, markov
-from specnb.measure.acceptance import Share, profile
+from specnb.measure.acceptance import Profile, Share
 from specnb.measure.fork import Fork
 from specnb.measure.triage import kind_of, triage
 from specnb.ssm.ways import ScriptedDrafter
@@ -206,7 +206,7 @@ def test_a_drafters_name_tells_its_kind(name, kind):
 
 def test_the_profile_counts_what_was_tested(target, truth):
     made = planted(target, truth, FAULTS["first draft only"], n=101)
-    found = profile([made, run(target, None)])
+    found = Profile((made, run(target, None)))
     tested = [sum(r.n_tested > k for r in made.rounds) for k in (0, 1)]
     assert [(a.hits, a.n) for a in found.alpha] == [(tested[0], tested[0]), (0, tested[1])]
     assert found.total == Share.of(made.accepted_tokens, made.total_draft_tokens)
