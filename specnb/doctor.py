@@ -71,15 +71,12 @@ def all_ok(findings: Iterable[Finding]) -> bool:
 
 def guarded(check: Callable[[], Finding | Iterable[Finding]]) -> list[Finding]:
     """Return the findings of one check; an exception in it is a finding too, so that the other checks still run."""
-    findings: list[Finding] = []
     try:
         result = check()
-        for finding in [result] if isinstance(result, Finding) else result:
-            findings.append(finding)
+        return [result] if isinstance(result, Finding) else list(result)
     except Exception as error:
         name = check.__name__.removeprefix("check_").replace("_", " ")
-        findings.append(Finding(name, False, f"{type(error).__name__}: {error}", REINSTALL))
-    return findings
+        return [Finding(name, False, f"{type(error).__name__}: {error}", REINSTALL)]
 
 
 def judge(name: str, ok: bool, detail: str, fix: str, *, only_warn: bool = False) -> Finding:

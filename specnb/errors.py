@@ -56,10 +56,6 @@ class NonFiniteLogits(SpecnbError, FloatingPointError):
     """A row of logits holds NaN or +inf, or has no finite entry; it is never replaced by another row."""
 
 
-class NotebookFailed(SpecnbError, RuntimeError):
-    """A notebook run ended with an error; the partial notebook and the outcome record were written."""
-
-
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The nearest of the known names as a question with a space behind it; "" where none is near."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)

@@ -152,6 +152,27 @@ def writing(path: str | Path) -> Iterator[None]:
         raise InputError(f"cannot write {path} ({error.strerror}): make room, or name another folder") from error
 
 
+@contextlib.contextmanager
+def locked(file: Path, reason: str) -> Iterator[None]:
+    """Hold the lock `file`, whose folder is made; the system releases it when the process is killed.
+
+    Raises InputError with `reason` while another process holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(file)
+    with writing(file.parent):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise InputError(f"{file.parent} is in use: {reason}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def write_atomic(path: str | Path, data: bytes) -> None:
     """Write `data` to `path`, folders included, so that a reader sees the old file or the new one, never a part.
 

@@ -6,7 +6,7 @@ papermill and a plain call go through the same checks.
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -42,10 +42,8 @@ class Params(BaseModel):
             raise InputError(f"parameters of {cls.__name__}: {told}") from error
 
 
-def _in_range(temperatures: list[float]) -> list[float]:
-    if any(not 0 <= t <= 100 for t in temperatures):
-        raise ValueError("each temperature must be 0 (greedy) to 100")
-    return temperatures
+Temperature = Annotated[float, Field(ge=0, le=100)]
+"""0 is greedy."""
 
 
 def _each_once(values: list) -> list:
@@ -68,8 +66,8 @@ class KSweepParams(Params):
     dtype: str = Field(default="bfloat16", pattern="^(float32|bfloat16|float16|)$")
     drafter: str = "lookup"
     k_max: int = Field(default=24, ge=1, le=64)
-    ks: list[int] = Field(default=[4, 12], min_length=1, max_length=64)
-    temperatures: list[float] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
+    ks: list[Annotated[int, Field(ge=1, le=256)]] = Field(default=[4, 12], min_length=1, max_length=64)
+    temperatures: list[Temperature] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
     categories: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
     prompts_per_category: int = Field(default=5, ge=1, le=1000)
     max_new_tokens: int = Field(default=24, ge=2, le=100_000)
@@ -77,16 +75,8 @@ class KSweepParams(Params):
     rule: Literal["token", "block", "typical"] = "token"
     seed: int = Field(default=0, ge=0, lt=2**63)
 
-    @field_validator("ks")
-    @classmethod
-    def _draft_lengths(cls, ks: list[int]) -> list[int]:
-        if any(not 1 <= k <= 256 for k in ks):
-            raise ValueError("each K must be 1 to 256; the baseline (no drafts) always runs beside them")
-        return sorted(ks)
-
-    _temperatures = field_validator("temperatures")(_in_range)
-
     _no_repeats = field_validator("ks", "temperatures", "categories")(_each_once)
+    _in_order = field_validator("ks")(sorted)
 
     @model_validator(mode="after")
     def _typical_needs_sampling(self) -> Self:
@@ -151,28 +141,14 @@ class RollbackParams(Params):
     target: str = "tiny-hybrid"
     engines: list[Literal["llama", "torch"]] = Field(default=["llama", "torch"], min_length=1, max_length=2)
     draft: str = "tiny-hybrid-draft"
-    ks: list[int] = Field(default=[2, 6], min_length=1, max_length=16)
-    acceptance: list[float] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
+    ks: list[Annotated[int, Field(ge=1, le=64)]] = Field(default=[2, 6], min_length=1, max_length=16)
+    acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
     passages: int = Field(default=5, ge=1, le=1000)
     prompt_tokens: int = Field(default=64, ge=2, le=100_000)
     max_new_tokens: int = Field(default=16, ge=2, le=100_000)
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     _no_repeats = field_validator("engines", "ks", "acceptance")(_each_once)
-
-    @field_validator("acceptance")
-    @classmethod
-    def _rates(cls, rates: list[float]) -> list[float]:
-        if any(not 0 <= rate <= 1 for rate in rates):
-            raise ValueError("each rate of acceptance must be 0 to 1")
-        return rates
-
-    @field_validator("ks")
-    @classmethod
-    def _lengths(cls, ks: list[int]) -> list[int]:
-        if any(not 1 <= k <= 64 for k in ks):
-            raise ValueError("each K must be 1 to 64")
-        return ks
 
 
 class MedusaParams(Params):
@@ -236,12 +212,10 @@ class ExplorerParams(Params):
     target: str = "smollm2-135m"
     drafters: list[str] = Field(default=["lookup", "self"], min_length=1, max_length=8)
     contents: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
-    temperatures: list[float] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
+    temperatures: list[Temperature] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
     prompts_per_category: int = Field(default=5, ge=1, le=1000)
     max_new_tokens: int = Field(default=48, ge=2, le=100_000)
     k_max: int = Field(default=24, ge=1, le=256)
     seed: int = Field(default=0, ge=0, lt=2**63)
-
-    _temperatures = field_validator("temperatures")(_in_range)
 
     _no_repeats = field_validator("drafters", "contents", "temperatures")(_each_once)

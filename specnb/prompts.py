@@ -63,16 +63,13 @@ def prompts(category: str | None = None, *, limit: int | None = None, folder: Pa
     """Return the shipped prompts of one category in file order; None: of all, in the order of `CATEGORIES`.
 
     `limit` keeps the first so many of the result. `folder` (default `data/prompts` of the checkout) holds one file
-    `<category>.jsonl` for each category. Raises InputError for an unknown category, a limit below 1, and files that
-    `read_jsonl` refuses.
+    `<category>.jsonl` for each category. Raises InputError for an unknown category, and as `read_jsonl` does.
 
     >>> [prompt.id for prompt in prompts("code", limit=2)]
     ['code-01', 'code-02']
     """
     if category is not None and category not in CATEGORIES:
         raise InputError(f"no prompt category {category!r}; there are {', '.join(CATEGORIES)}")
-    if limit is not None and limit < 1:
-        raise InputError(f"limit is {limit}; give at least 1, or None for all prompts")
     base = project_dir() / "data" / "prompts" if folder is None else Path(folder)
     names = CATEGORIES if category is None else (category,)
     return tuple(prompt for name in names for prompt in read_jsonl(base / f"{name}.jsonl"))[:limit]

@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from specnb.errors import InputError
 from specnb.io import file_digest, plain
 
 PACKAGES = (
@@ -74,8 +73,6 @@ def model_facts(model_id: str, file: str | Path | None = None, **facts: Any) -> 
 
 
 def _named(model: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(model, Mapping) or not isinstance(model.get("id"), str):
-        raise InputError(f"a model entry of the provenance needs a text `id`, got {model!r}; use model_facts(id, file)")
     name = model["id"]
     absolute = name.startswith("/") or PureWindowsPath(name).is_absolute()
     return {**model, "id": PureWindowsPath(name).name if absolute else name}

@@ -10,14 +10,14 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from specnb.errors import InputError
-from specnb.io import digest, plain, read_bytes, read_json, write_atomic, writing
+from specnb.io import digest, locked, plain, read_bytes, read_json, write_atomic, writing
 from specnb.paths import project_dir
 from specnb.records import SCHEMA_VERSION, Generation, Round, RunRecord
 
@@ -75,7 +75,7 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     n_rounds = sum(len(g.rounds) for g in record.generations)
     document["rounds_parquet"] = {"rows": n_rounds, "sha256": digest(rounds)}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
-    with _alone_in(folder):
+    with locked(folder / ".save.lock", "another process saves this run there; save again"), writing(folder):
         _tidy(folder)
         write_atomic(_new_rounds(folder, document), rounds)
         write_atomic(folder / "run.json", f"{{\n{lines}\n}}\n".encode())
@@ -144,24 +144,6 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
             return rows.df()
     except duckdb.Error as error:
         raise InputError(f"the query over {results} failed: {error}") from error
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of the records in `folder`; the system releases it when the process is killed."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / ".save.lock")
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise InputError(f"{folder} is in use: another process saves this run there; save again") from error
-        try:
-            yield
-        finally:
-            lock.release()
 
 
 def _tidy(folder: Path) -> None:

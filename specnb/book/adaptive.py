@@ -80,10 +80,7 @@ def live_check(study: Study) -> pd.DataFrame:
 
 
 def trajectory(study: Study, drafter: str, policies: Sequence[str]) -> pd.DataFrame:
-    """K of every round through the switching conversation: policy, token (position in its answers), k, content.
-
-    Raises InputError for a study without a conversation.
-    """
+    """K of every round through the switching conversation: policy, token (position in its answers), k, content."""
     recordings = [r for r in study.trace.select(drafter=drafter).recordings if switches(r)]
     if not recordings:
         raise InputError("the study has no switching conversation: run it with conversations of 1 or more")

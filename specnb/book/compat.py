@@ -56,12 +56,10 @@ def _others(cell: tuple) -> str:
 
 def _told(cell: tuple) -> str:
     shared = "" if pd.isna(cell.share_target) else f"<br>{cell.share_target:.1%} of the target's pieces shared"
-    first = (
-        ""
-        if pd.isna(cell.first_difference)
-        else f"<br>{cell.n_different:.0f} ids differ, first {cell.first_difference:.0f}"
-    )
-    return f"{cell.draft} for {cell.target}: {cell.verdict}{shared}{first}"
+    text = f"{cell.draft} for {cell.target}: {cell.verdict}{shared}"
+    if pd.isna(cell.first_difference):
+        return text
+    return f"{text}<br>{cell.n_different:.0f} ids differ, first {cell.first_difference:.0f}"
 
 
 def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:

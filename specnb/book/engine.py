@@ -17,27 +17,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from specnb import store
-from specnb.book.notebook import Source, find_notebook, notebooks, parse_parameters, read_notebook, resolve
-from specnb.errors import InputError, NotebookFailed
-from specnb.io import write_atomic, writing
+from specnb.book.notebook import Source, read_notebook, resolve
+from specnb.io import locked, write_atomic, writing
 
 if TYPE_CHECKING:
     from jupyter_client import AsyncKernelManager
     from nbformat import NotebookNode
     from papermill.engines import NotebookExecutionManager
-
-__all__ = [
-    "Outcome",
-    "Problem",
-    "find_notebook",
-    "notebooks",
-    "parse_parameters",
-    "read_outcome",
-    "run_notebook",
-]
 
 START_TIMEOUT_S = 60
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
@@ -79,26 +68,6 @@ class Outcome(BaseModel):
     kernel_starts: int = Field(description="2 where the first kernel died before its first reply")
     output: Path = Field(description="the executed notebook; the record of the run lies beside it")
 
-    def raise_for_failure(self) -> "Outcome":
-        """Self when the run completed; raises NotebookFailed otherwise."""
-        if self.error is None:
-            return self
-        place = "" if self.error.cell is None else f" in cell {self.error.cell}"
-        raise NotebookFailed(
-            f"{self.notebook} failed{place}: {self.error.kind}: {self.error.message} (partial notebook: {self.output})"
-        )
-
-
-def read_outcome(folder: Path) -> Outcome | None:
-    """The outcome of the run in `folder`; None where no run has ended there. InputError for a damaged file."""
-    path = Path(folder) / "outcome.json"
-    try:
-        return Outcome.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValidationError) as error:
-        raise InputError(f"{path} is not an outcome record ({error}): delete that folder and run it again") from error
-
 
 def run_notebook(
     notebook: Path,
@@ -113,17 +82,15 @@ def run_notebook(
     The kernel is this very Python, its working folder that of the notebook; `SPECNB_RESULTS` and
     `SPECNB_RUN_FOLDER` in its environment lead `store.save` to the folder of this run. `timeout_s` bounds each
     cell. A kernel that dies before its first reply is started once more. Raises InputError (and runs nothing) for
-    a notebook, parameter or timeout that cannot be used, or while another process does the same run.
+    a notebook or parameter that cannot be used, or while another process does the same run.
     """
-    if timeout_s is not None and (type(timeout_s) is not int or timeout_s < 1):
-        raise InputError(f"timeout_s is {timeout_s!r}: give whole seconds from 1, or None for no limit")
     source = read_notebook(Path(notebook).absolute())
     given, resolved = resolve(source, params)
     results = Path(results).absolute()
     run_id = store.run_id(source.path.stem, resolved)
     folder = store.run_folder(results, source.path.stem, run_id)
     output = folder / "notebook.ipynb"
-    with _alone_in(folder):
+    with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
         (folder / "outcome.json").unlink(missing_ok=True)
         nb = _prepared(source, given, output)
         own = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
@@ -352,23 +319,6 @@ def _kernel_log(folder: Path) -> Iterator[BinaryIO]:
     finally:
         if not path.stat().st_size:
             path.unlink()
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / ".lock")
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise InputError(f"{folder} is in use: the same notebook runs with the same parameters; wait") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _save(nb: "NotebookNode", path: Path) -> None:

@@ -4,8 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from specnb.book.style import series, template
-from specnb.errors import InputError
+from specnb.book.style import series, spread, template
 
 MANY = 8
 """More K's than this are drawn as a line without bars and marks, which would cover each other."""
@@ -18,11 +17,8 @@ def speedup_over_k(
 
     `sweep` is `tables.k_sweep` or `tables.replayed`; bars are its intervals, left out for more than MANY K's. `live`
     (`tables.k_sweep`) is drawn over a replayed sweep as marks. K = 0, the baseline, is the line at 1 and not drawn.
-    Raises InputError when nothing is left to draw.
     """
     drawn = sweep[sweep["k"] > 0]
-    if drawn.empty:
-        raise InputError("there is no row with K > 0 to draw: run the sweep with at least one K")
     temperatures = sorted(drawn["temperature"].unique())
     categories = drawn["category"].unique().tolist()  # a category looks the same in every panel
     titles = [f"temperature {t:g}" + (" (greedy)" if t == 0 else "") for t in temperatures]
@@ -56,14 +52,7 @@ def _speedup_trace(category: str, line: pd.DataFrame, index: int, *, legend: boo
     return go.Scatter(
         x=line["k"].tolist(),
         y=line["speedup"].tolist(),
-        error_y={
-            "visible": few,
-            "type": "data",
-            "symmetric": False,
-            "thickness": 1,
-            "array": (line["high"] - line["speedup"]).tolist(),
-            "arrayminus": (line["speedup"] - line["low"]).tolist(),
-        },
+        error_y=spread(line["speedup"], line["low"], line["high"]) if few else None,
         customdata=line[["tokens_per_s", "accepted", "drafted", "tau"]].to_numpy().tolist(),
         hovertemplate=(
             "K = %{x}<br>speed-up %{y:.2f}<br>%{customdata[0]:.1f} tokens/s<br>"

@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from specnb.book.style import COLOURS, series, template
+from specnb.book.style import COLOURS, series, spread, template
 from specnb.errors import InputError
 
 COUNTED = ("alpha_1", "kept", "tested")
@@ -303,11 +303,3 @@ def speeds(table: pd.DataFrame) -> pd.DataFrame:
     columns = ["kind", "category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s", "plain_tokens_per_s"]
     shares = [f"{part}_share" for part in PARTS]
     return table[[*columns, *shares, "identical", "n_prompts"]].round(2)
-
-
-def spread(value: pd.Series, low: pd.Series, high: pd.Series, scale: float = 1.0) -> dict | None:
-    """Error bars of an interval, None where one end is not known."""
-    if low.isna().any() or high.isna().any():
-        return None
-    up, down = scale * (high - value), scale * (value - low)
-    return {"type": "data", "symmetric": False, "array": up.tolist(), "arrayminus": down.tolist(), "thickness": 1}

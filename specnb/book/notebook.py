@@ -6,7 +6,6 @@ It is read as Python syntax, never run, so defaults must be literals.
 
 import ast
 import json
-import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -120,9 +119,8 @@ def declared(code: str) -> dict[str, Parameter]:
 def resolve(source: Source, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Check `given` against what the notebook declares: (the given values, all values with the defaults).
 
-    An int given for a float becomes a float; nothing else is converted. Raises InputError for an unknown name, a
-    value that is not of a JSON type (finite numbers, text, true/false, lists, dicts with text keys), or of the
-    wrong type.
+    An int given for a float becomes a float; nothing else is converted. Raises InputError for an unknown name and
+    for a value of the wrong type.
     """
     parameters = parameters_of(source)
     for name in given:
@@ -144,14 +142,10 @@ def parse_parameters(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
         if name in values:
             raise InputError(f"parameter {name!r} is given twice ({values[name]!r} and {text!r}): give it once")
         try:
-            values[name] = json.loads(text, parse_constant=_no_constant)
+            values[name] = json.loads(text)
         except (ValueError, RecursionError):
             values[name] = _WORDS.get(text.strip().lower(), text)
     return values
-
-
-def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
 
 
 def _parameter(name: str, annotation: ast.expr | None, value: ast.expr) -> Parameter:
@@ -185,11 +179,6 @@ def _type_of(value: Any) -> Any:
 
 
 def _checked(parameter: Parameter, value: Any) -> Any:
-    if not _is_json(value):
-        raise InputError(
-            f"parameter {parameter.name} is {value!r} ({type(value).__name__}): give finite numbers, text, "
-            "true/false, or lists and dicts of them"
-        )
     try:
         return TypeAdapter(parameter.type).validate_python(value, strict=True)
     except ValidationError as error:
@@ -198,11 +187,3 @@ def _checked(parameter: Parameter, value: Any) -> Any:
         raise InputError(
             f"parameter {parameter.name} takes {wanted}, got {value!r} ({type(value).__name__}){hint}"
         ) from error
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, list):
-        return type(value) is list and all(map(_is_json, value))
-    if isinstance(value, dict):
-        return type(value) is dict and all(type(key) is str and _is_json(item) for key, item in value.items())
-    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))

@@ -79,8 +79,6 @@ def publish(
 
     Raises InputError: before anything is written for what cannot be used, and for a folder that cannot be written.
     """
-    if not isinstance(figure, go.Figure):
-        raise InputError(f"figure is a {type(figure).__name__}: pass a plotly Figure (go.Figure(widget) makes one)")
     if not NAME.fullmatch(name):
         raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
     folder = figures_dir() if folder is None else Path(folder)

@@ -3,7 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from specnb.book.style import series, template
+from specnb.book.style import series, spread, template
 from specnb.records import RunRecord
 from specnb.ssm.ways import FREE, PLAIN, WAYS
 
@@ -69,15 +69,11 @@ def speed(table: pd.DataFrame, target: str) -> go.Figure:
             continue
         for panel, rate in enumerate(rates, start=1):
             line = rows[(rows["method"] == way) & (rows["acceptance"] == rate)].sort_values("k")
-            spread = None
-            if line["low"].notna().all():
-                up, down = line["high"] - line["speedup"], line["speedup"] - line["low"]
-                spread = {"array": up.tolist(), "arrayminus": down.tolist()}
-                spread |= {"type": "data", "symmetric": False, "thickness": 1}
             figure.add_trace(
                 go.Scatter(
-                    x=line["k"].astype(str).tolist(), y=line["speedup"].tolist(), error_y=spread, mode="lines+markers",
-                    name=way, legendgroup=way, showlegend=panel == 1, xaxis=f"x{panel}", yaxis="y", **series(index),
+                    x=line["k"].astype(str).tolist(), y=line["speedup"].tolist(), mode="lines+markers", name=way,
+                    error_y=spread(line["speedup"], line["low"], line["high"]),
+                    legendgroup=way, showlegend=panel == 1, xaxis=f"x{panel}", yaxis="y", **series(index),
                     hovertemplate=f"{way}, {rate:.0%} right<br>K = %{{x}}: %{{y:.2f}} times plain<extra></extra>",
                 )
             )  # fmt: skip

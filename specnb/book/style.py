@@ -1,5 +1,6 @@
 """One look for every figure: a plotly template with colours, dashes and markers that differ without colour."""
 
+import pandas as pd
 import plotly.graph_objects as go
 
 # Okabe & Ito's colours, told apart by colour-blind readers
@@ -38,3 +39,11 @@ def series(index: int) -> dict[str, dict]:
         "line": {"color": COLOURS[at], "dash": DASHES[at], "width": 2},
         "marker": {"color": COLOURS[at], "symbol": MARKERS[at], "size": 9},
     }
+
+
+def spread(value: pd.Series, low: pd.Series, high: pd.Series, scale: float = 1.0) -> dict | None:
+    """Return the error bars of intervals, None where one end is not known."""
+    if low.isna().any() or high.isna().any():
+        return None
+    up, down = scale * (high - value), scale * (value - low)
+    return {"type": "data", "symmetric": False, "array": up.tolist(), "arrayminus": down.tolist(), "thickness": 1}

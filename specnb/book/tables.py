@@ -27,8 +27,6 @@ def k_sweep(record: RunRecord, *, level: float = 0.95, pooled: bool = True) -> p
     for g in made:
         for category in (g.category, ALL) if pooled else (g.category,):
             groups.setdefault((category, g.temperature, g.k), []).append(g)
-    if not groups:
-        raise InputError(f"run {record.run_id} of {record.experiment} holds no generations")
     order = list(dict.fromkeys([*(g.category for g in made), ALL]))
     keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1], key[2]))
     return pd.DataFrame([_k_row(key, groups[key], made, level) for key in keys])
@@ -104,10 +102,7 @@ def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame, level: float
 
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
-    """Live against replayed, for each K that ran live: tau and decoding speed, by temperature, over all prompts.
-
-    Raises InputError for a run without a replay.
-    """
+    """Live against replayed, for each K that ran live: tau and decoding speed, by temperature, over all prompts."""
     _require_replay(record)
     live, replay = k_sweep(record), replayed(record)
     both = live[(live["category"] == ALL) & (live["k"] > 0)].merge(
@@ -174,8 +169,6 @@ def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
     chosen on the same prompts, so its speed-up flatters a little: confirm it on others.
     """
     drafting = sweep[sweep["k"] > 0]
-    if drafting.empty:
-        raise InputError("there is no row with K > 0: run the sweep with at least one K")
     at = drafting.groupby(["category", "temperature"], sort=False)["speedup"].idxmax()
     best = drafting.loc[at, ["category", "temperature", "k", "speedup", "low", "high", "tau"]].reset_index(drop=True)
     verdict = np.select([best["low"] > 1, best["high"] < 1], ["pays", "does not pay"], "undecided")

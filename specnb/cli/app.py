@@ -63,27 +63,23 @@ def run(
         typer.Option(*PARAMETER, help="NAME VALUE (or NAME=VALUE), repeatable", metavar="NAME VALUE"),
     ] = None,
     results: Annotated[Path | None, typer.Option(help="folder of records [results/]")] = None,
-    timeout_s: Annotated[int | None, typer.Option(help="seconds a cell may take")] = None,
+    timeout_s: Annotated[int | None, typer.Option(help="seconds a cell may take", min=1)] = None,
     as_json: Json = False,
 ) -> None:
     """Run notebooks headless into results/; exit code 1 if one failed."""
     from specnb import store
-    from specnb.book import engine
+    from specnb.book.engine import run_notebook
+    from specnb.book.notebook import find_notebook, parse_parameters
+    from specnb.book.notebook import notebooks as all_notebooks
     from specnb.lm import zoo
 
-    given = engine.parse_parameters(_pairs(parameter or []))
-    paths = [engine.find_notebook(n) for n in notebooks] if notebooks else engine.notebooks()
-    if not paths:
-        raise InputError("there are no notebooks in the checkout to run: give the path of one")
+    given = parse_parameters(_pairs(parameter or []))
+    paths = [find_notebook(n) for n in notebooks] if notebooks else all_notebooks()
     if given and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
     zoo.path("smollm2-135m")  # fetched here, where its progress can be seen
-    outcomes = [
-        engine.run_notebook(
-            path, given, results=results or store.results_dir(), timeout_s=timeout_s, progress=not as_json
-        )
-        for path in paths
-    ]
+    options = {"results": results or store.results_dir(), "timeout_s": timeout_s, "progress": not as_json}
+    outcomes = [run_notebook(path, given, **options) for path in paths]
     if as_json:
         print_json([outcome.model_dump(mode="json") for outcome in outcomes])
     else:

@@ -18,8 +18,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from specnb import store
 from specnb.book import engine
-from specnb.book.engine import Outcome, read_outcome, run_notebook
-from specnb.errors import InputError, NotebookFailed
+from specnb.book.engine import Outcome, run_notebook
+from specnb.errors import InputError
 from specnb.io import digest
 
 PARAMETERS = "k: int = 4  # draft length\ntemperature: float = 0  # 0 is greedy\nname: str = 'a'\n"
@@ -49,6 +49,10 @@ def printed(outcome: Outcome) -> list[str]:
     nb = nbformat.read(outcome.output, 4)
     texts = ["".join(o.text for o in cell.get("outputs", []) if o.output_type == "stream") for cell in nb.cells]
     return [text.strip() for text in texts if text]
+
+
+def read_outcome(folder):
+    return Outcome.model_validate_json((folder / "outcome.json").read_bytes())
 
 
 def failed_cells(outcome: Outcome) -> list[str]:
@@ -91,7 +95,6 @@ def test_a_run_lands_in_one_folder_with_all_it_made(run, tmp_path, monkeypatch):
     outcome = asyncio.run(cell())  # a cell of a notebook runs inside an event loop
     folder = tmp_path / "r{x}" / "01_test" / outcome.run_id
     assert outcome.status == "completed"
-    assert outcome.raise_for_failure() is outcome
     assert outcome.output == folder / "notebook.ipynb"
     assert outcome.params == {"k": 8, "temperature": 1.0, "name": 'quo"te\n{brace}'}
     assert outcome.run_id == store.run_id("01_test", outcome.params)
@@ -127,8 +130,6 @@ def test_a_failing_cell_keeps_the_partial_notebook_and_is_counted_in_the_source(
     assert printed(outcome) == ["before"]
     assert failed_cells(outcome) == ["raise ValueError('x' * 100_000)"]
     assert read_outcome(outcome.output.parent) == outcome
-    with pytest.raises(NotebookFailed, match=r"01_test\.ipynb failed in cell 3: ValueError: x+ .*notebook\.ipynb"):
-        outcome.raise_for_failure()
 
 
 def test_a_dead_kernel_is_a_failure_that_names_the_cell_and_keeps_its_last_words(run):
@@ -214,14 +215,6 @@ def test_kernels_talk_over_private_sockets(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     with engine.kernel_manager("python3") as far:  # a socket path longer than the system takes
         assert far.transport == "tcp"
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"status": "completed"}'])
-def test_a_damaged_outcome_is_named_and_no_outcome_is_none(tmp_path, content):
-    assert read_outcome(tmp_path) is None
-    (tmp_path / "outcome.json").write_text(content)
-    with pytest.raises(InputError, match=r"outcome\.json"):
-        read_outcome(tmp_path)
 
 
 # --- slow: more kernels ---------------------------------------------------------------------------------------------

@@ -307,11 +307,6 @@ def test_what_cannot_be_shown_is_said(explorer, monkeypatch):
     assert "fixed K = 4" in explorer.summary.lines[0]
 
 
-def test_c_is_needed_for_every_drafter(trace):
-    with pytest.raises(InputError, match="T_draft"):
-        Explorer(trace, CURVE, {LOOKUP: 0.0})
-
-
 # --- live runs
 
 
@@ -392,14 +387,6 @@ def test_cancel_ends_a_live_run_and_one_runs_at_a_time(trace, bench):
     explorer.stop()
     assert finished(explorer).startswith("Cancelled after 0 generations")
     assert len(starts) == 1 and explorer.cancel.disabled and not explorer.speedup.figure.data[4].visible
-
-
-def test_live_runs_of_what_is_not_open_are_refused(bench):
-    setting = Setting("nobody", 0.0, "code", FIXED, 4, Machine.straight(CUSTOM, 1.5, 0.0, 24))
-    with pytest.raises(InputError, match="nobody"):
-        bench.run_live(setting)
-    with pytest.raises(InputError, match="json"):
-        bench.run_live(setting._replace(drafter=LOOKUP, content="json"))
 
 
 def test_a_workbench_records_what_the_explorer_needs(bench):

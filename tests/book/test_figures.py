@@ -8,7 +8,6 @@ import plotly.graph_objects as go
 import pytest
 
 from specnb.book import figures, style
-from specnb.errors import InputError
 
 COLUMNS = ["category", "temperature", "k", "tokens_per_s", "drafted", "accepted", "tau", "speedup", "low", "high"]
 SWEEP = pd.DataFrame(
@@ -103,11 +102,6 @@ def test_hover_shows_counts_and_tau(speedup):
     first = speedup.data[0]
     assert list(first.customdata[0]) == [15.0, 30, 40, 2.5]
     assert "accepted %{customdata[1]:.0f} of %{customdata[2]:.0f}" in first.hovertemplate
-
-
-def test_nothing_to_draw_is_refused():
-    with pytest.raises(InputError, match="no row with K > 0"):
-        figures.speedup_over_k(SWEEP[SWEEP["k"] == 0])
 
 
 # --- the verify cost curve ------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """A notebook as a file: its parameters are read and never run, and what it is given is checked."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +71,6 @@ def test_what_papermills_pattern_loses_is_found():
     [
         ("k = 2 ** 3", r"2 \*\* 3"),
         ("k: int = 1.5", "1.5"),
-        ("k = (1, 2)", r"\(1, 2\)"),
-        ("k = 1e999", "inf"),
         ("%matplotlib inline", "not Python"),
         ("k = " + "(" * 500 + ")" * 500, "not Python"),
     ],
@@ -106,7 +103,6 @@ def test_an_int_becomes_a_float_where_a_float_is_declared(source):
         ("k", np.int64(3)),
         ("temperature", "0.5"),
         ("temperature", False),
-        ("temperature", math.nan),
         ("engine", 3),
         ("engine", Path("x")),
         ("live", 1),
@@ -114,7 +110,6 @@ def test_an_int_becomes_a_float_where_a_float_is_declared(source):
         ("ks", (1, 2)),
         ("untyped", 0.5),
         ("mixed", 3),
-        ("mixed", [(1,)]),
     ],
 )
 def test_a_value_of_the_wrong_type_or_none_of_json_is_refused_with_value_and_type(source, name, value):
@@ -200,8 +195,6 @@ def test_a_notebook_is_found_by_name_file_or_path(tmp_path, monkeypatch):
         ("a = b", "a = b"),
         ("", ""),
         ("007", "007"),
-        ("NaN", "NaN"),
-        ("-Infinity", "-Infinity"),
         ("smollm2-135m?backend=hf", "smollm2-135m?backend=hf"),
         ("9" * 5000, "9" * 5000),
         ("[" * 100_000, "[" * 100_000),

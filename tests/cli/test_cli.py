@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specnb import cli
-from specnb.book import engine
+from specnb.book import engine, notebook
 from specnb.book.engine import Outcome, Problem
 from specnb.draft import translate as draft_translate
 from specnb.errors import LoadError
@@ -207,8 +207,8 @@ def runs(monkeypatch, tmp_path):
         )  # fmt: skip
 
     monkeypatch.setattr(engine, "run_notebook", run_notebook)
-    monkeypatch.setattr(engine, "find_notebook", Path)
-    monkeypatch.setattr(engine, "notebooks", lambda: [Path("01_a.ipynb"), Path("02_b.ipynb")])
+    monkeypatch.setattr(notebook, "find_notebook", Path)
+    monkeypatch.setattr(notebook, "notebooks", lambda: [Path("01_a.ipynb"), Path("02_b.ipynb")])
     monkeypatch.setattr(zoo, "path", lambda name, **_: tmp_path)
     return noted
 
@@ -245,11 +245,6 @@ def test_a_parameter_given_twice_is_a_mistake(specnb, runs):
 def test_no_name_runs_all_in_order_and_takes_no_parameters(specnb, runs):
     assert specnb("run")[0] == 0 and [name for name, _ in runs] == ["01_a", "02_b"]
     is_mistake(specnb("run", "-p", "k", "1"), "-p is for one notebook, but 2 are to run")
-
-
-def test_nothing_to_run_is_a_mistake_and_no_success(specnb, runs, monkeypatch):
-    monkeypatch.setattr(engine, "notebooks", lambda: [])
-    is_mistake(specnb("run"), "no notebooks")
 
 
 def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs):

@@ -9,8 +9,8 @@ from specnb.params import KSweepParams, Params
 GOOD = KSweepParams().model_dump()
 
 BAD = [
-    ("ks", [0, 2], "1 to 256"),
-    ("ks", [257], "1 to 256"),
+    ("ks", [0, 2], "greater than or equal to 1"),
+    ("ks", [257], "less than or equal to 256"),
     ("ks", [], "at least 1"),
     ("ks", list(range(1, 66)), "at most 64"),
     ("ks", [2, 4, 2], "2 is listed twice"),
@@ -19,8 +19,8 @@ BAD = [
     ("ks", [True], "integer"),
     ("ks", 4, "list"),
     ("ks", "4,8", "list"),
-    ("temperatures", [-0.1], r"0 \(greedy\) to 100"),
-    ("temperatures", [101.0], r"0 \(greedy\) to 100"),
+    ("temperatures", [-0.1], "than or equal to"),
+    ("temperatures", [101.0], "than or equal to"),
     ("temperatures", [float("nan")], "finite"),
     ("temperatures", [0.0, 0.7, 0.7], "0.7 is listed twice"),
     ("temperatures", [0, 0.0], "0.0 is listed twice"),
@@ -61,7 +61,7 @@ def test_the_lossy_rule_does_not_go_with_temperature_zero():
 
 
 def test_all_bad_values_are_told_at_once():
-    with pytest.raises(InputError, match=r"ks = \[0\].*; seed = -1") as caught:
+    with pytest.raises(InputError, match=r"ks\.0 = 0.*; seed = -1") as caught:
         KSweepParams.checked(ks=[0], seed=-1)
     assert isinstance(caught.value.__cause__, ValidationError)
 
@@ -119,7 +119,7 @@ def test_from_cell_names_every_missing_parameter():
 
 
 def test_from_cell_checks_values():
-    with pytest.raises(InputError, match=r"ks = \[0\]"):
+    with pytest.raises(InputError, match=r"ks\.0 = 0"):
         KSweepParams.from_cell({**GOOD, "ks": [0]})
 
 

@@ -18,7 +18,6 @@ from specnb.book.explorer import figures as show
 from specnb.book.explorer.live import live_speedup
 from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables
 from specnb.book.plot import Plot
-from specnb.errors import InputError
 from specnb.measure.cost import NAMED, CostCurve
 from specnb.measure.recording import Trace
 from specnb.records import Generation
@@ -310,13 +309,6 @@ class Explorer(widgets.VBox):
         self._running = False
 
 
-def _by_drafter(tables: Tables, c: float | Mapping[str, float]) -> dict[str, float]:
+def _by_drafter(tables: Tables, c: float | Mapping[str, float]) -> Mapping[str, float]:
     """c for every drafter of the trace."""
-    if not isinstance(c, Mapping):
-        c = {d: float(c) if tables.is_model(d) else 0.0 for d in tables.drafters}
-    wrong = [d for d in tables.drafters if not 0 <= c.get(d, -1) < float("inf")]
-    if wrong:
-        raise InputError(
-            f"c of the drafter {wrong[0]!r} is {c.get(wrong[0])!r}: give T_draft(1)/T_target(1), 0 or more"
-        )
-    return dict(c)
+    return c if isinstance(c, Mapping) else {d: float(c) * tables.is_model(d) for d in tables.drafters}
