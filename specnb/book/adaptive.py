@@ -13,14 +13,13 @@ from specnb.measure.replay import counts_of, walk
 from specnb.records import RunRecord
 
 
-def against_best(record: RunRecord, *, machine: str | None = None) -> pd.DataFrame:
+def against_best(record: RunRecord) -> pd.DataFrame:
     """One row per machine, drafter and policy, one column per content: speed as a share of the best fixed K's.
 
     The best K is chosen in hindsight for each content (K = 0, plain decoding, included); the row of the fixed K
     holds the speed-up over plain decoding itself.
     """
     rows = pd.DataFrame(record.measurements["replay"])
-    rows = rows if machine is None else rows[rows["machine"] == machine]
     key = ["machine", "drafter", "content"]
     best = rows[rows["kind"] == "fixed"].set_index(key)["speedup"].rename("best")
     rows = rows.join(best, on=key)

@@ -120,26 +120,19 @@ class Study:
 # --- the case: what people compared by hand ---------------------------------------------------------------------------
 
 
-def case_table(
-    investigation: Investigation, setups: Mapping[str, str] = CASE, layers: Sequence[int] = (0, 1)
-) -> pd.DataFrame:
+def case_table(investigation: Investigation) -> pd.DataFrame:
     """The table of the case's notes, a column for each set-up: what people compared by hand, over the prompt.
 
     Key inputs are what the key projection gives to attention, attention outputs what the output projection is given.
     The digests are of all parameters of a bank of experts: as they were loaded, and as its operations read them.
-    Raises InputError for set-ups that were not run, and for a layer that has no such modules.
     """
     outcomes = investigation.case.outcomes
-    if missing := [name for name in setups if name not in outcomes]:
-        raise InputError(f"set-up {missing[0]} was not run: there are {', '.join(outcomes)}")
     banks = [path for path, _ in investigation.case.parts.banks]
-    if len(banks) <= max(layers):
-        raise InputError(f"layer {max(layers)} has no bank of experts: the case is one of mixtures of experts")
     attentions = [path for path, _ in investigation.case.parts.attentions]
     columns = {}
-    for name, says in setups.items():
+    for name, says in CASE.items():
         one, column = outcomes[name], {}
-        for layer in layers:
+        for layer in (0, 1):
             keys = _statistics(one, f"{attentions[layer]}.k_proj", "out")
             attention = _statistics(one, f"{attentions[layer]}.o_proj", "in")
             column |= {f"layer {layer} key input mean": keys["mean"], f"layer {layer} key input std": keys["std"],
@@ -154,43 +147,36 @@ def case_table(
 
 
 def _statistics(outcome: Outcome, module: str, role: str) -> pd.Series:
-    rows = outcome.trace.rows(module=module, role=role, step=0)
-    if rows.empty:
-        raise InputError(f"{module} gave nothing in the first forward: the case's table is one of gpt-oss attention")
-    return rows.iloc[0]
+    return outcome.trace.rows(module=module, role=role, step=0).iloc[0]
 
 
 def _digests(outcome: Outcome, meant: Mapping[str, str], bank: str, says: str) -> dict[str, str]:
     """One digest of all parameters of a bank as they were loaded, and of what its operations read."""
     params = outcome.trace.params
     read = params[params["module"] == bank].drop_duplicates(["owner", "owner_path"])
-    own = {path: digest for path, digest in meant.items() if path.endswith(tuple(f"{bank}.{n}" for n in _leaves(read)))}
+    leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
+    own = {path: digest for path, digest in meant.items() if path.endswith(leaves)}
     owners = " ".join(sorted({*read["owner"]})) or NOTHING
     return {f"{says}, as loaded": _joined(own.values()), f"{says}, as read": _joined(read["digest"]),
             f"{says}, owner of what is read": owners}  # fmt: skip
-
-
-def _leaves(read: pd.DataFrame) -> list[str]:
-    return [path.rpartition(".")[2] for path in read["owner_path"]]
 
 
 def _joined(digests: Sequence[str]) -> str:
     return digest(sorted(digests))[:SHORT]
 
 
-def misleading(investigation: Investigation, sound: str = "S0", wrong: str | None = None) -> pd.DataFrame:
+def misleading(investigation: Investigation, sound: str = "S0") -> pd.DataFrame:
     """Of each module's output in a sound and in the first wrong set-up, over the whole text: what each number says.
 
     Columns: module, mean_ratio, std_ratio, cosine, relative_l2, all of the outputs as they are, errors of earlier
     modules included; `by_itself`, the largest error that the module itself made; `ratio` of that to its floor.
-    Raises InputError where no set-up is wrong, or one was not run.
+    Raises InputError where no set-up is wrong.
     """
     outcomes, bad = investigation.case.outcomes, investigation.case.bad
-    name = wrong or (bad.setup.id if bad is not None else None)
-    if name is None or sound not in outcomes or name not in outcomes:
-        raise InputError(f"give one sound and one wrong set-up of {', '.join(outcomes)}, not {sound} and {name}")
-    ours, theirs = outcomes[sound].along, outcomes[name].along
-    errors = investigation.errors(name)
+    if bad is None:
+        raise InputError(f"none of the set-ups {', '.join(outcomes)} is wrong: there is nothing to compare")
+    ours, theirs = outcomes[sound].along, bad.along
+    errors = investigation.errors(bad.setup.id)
     own = errors[errors["role"] == "out"].groupby("at", sort=False)
     rows = []
     for module, error, ratio in own[["error", "ratio"]].max().itertuples():

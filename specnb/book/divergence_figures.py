@@ -9,9 +9,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from specnb.book.style import COLOURS, series, template
+from specnb.book.style import COLOURS, series, spread, template
 from specnb.divergence.ladder import HEAT, TIMES_FLOOR
-from specnb.errors import InputError
 
 LIMIT = float(np.log10(TIMES_FLOOR))
 """From here on a tensor counts as wrong."""
@@ -39,11 +38,8 @@ def heat(
 ) -> go.Figure:
     """Modules in order of time by tokens, coloured by log10 of error over floor (`Investigation.heat`).
 
-    `cells` (`report.cells`) are told on hover. Places that were not compared are grey. Raises InputError for a table
-    without a row.
+    `cells` (`report.cells`) are told on hover. Places that were not compared are grey.
     """
-    if table.empty:
-        raise InputError("the heat map has no module to draw")
     drawn = _chosen(table)
     names = [_named(module) for module in drawn.index]
     figure = go.Figure(_heatmap(drawn, names, cells, scale=True))
@@ -75,10 +71,8 @@ def heat(
 def heats(tables: Mapping[str, pd.DataFrame], *, title: str = "Each set-up") -> go.Figure:
     """One small heat map for each set-up, modules downwards, tokens to the right; layers are named, modules on hover.
 
-    The names may have several lines. Raises InputError where there is none.
+    The names may have several lines.
     """
-    if not tables:
-        raise InputError("no set-up was run: there is nothing to draw")
     columns = min(4, len(tables))
     rows = -(-len(tables) // columns)
     figure = make_subplots(
@@ -108,10 +102,8 @@ def heats(tables: Mapping[str, pd.DataFrame], *, title: str = "Each set-up") -> 
 def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str] | None = None) -> go.Figure:
     """One strip for each row (a set-up, a fault): modules in order of time, the worst of all tokens.
 
-    `table`: rows by names, columns by modules. `marks`: of a row the module that is framed. Raises InputError.
+    `table`: rows by names, columns by modules. `marks`: of a row the module that is framed.
     """
-    if table.empty:
-        raise InputError("there is no run to draw")
     names = [html.escape(str(name)) for name in table.index]
     modules = [_named(module) for module in table.columns]
     figure = go.Figure(
@@ -140,11 +132,8 @@ def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str] | None =
 def misleading(table: pd.DataFrame, *, title: str = "What each number says of the same outputs") -> go.Figure:
     """For each module's output: how far its mean, its deviation, its direction and its values are off, log scale.
 
-    `table` is `book.divergence.misleading`. Smaller values than LEAST are drawn there. Raises InputError for an empty
-    table.
+    `table` is `book.divergence.misleading`. Smaller values than LEAST are drawn there.
     """
-    if table.empty:
-        raise InputError("no output was compared: there is nothing to draw")
     shown = {
         "mean: |ratio - 1|": (table["mean_ratio"] - 1).abs(),
         "standard deviation: |ratio - 1|": (table["std_ratio"] - 1).abs(),
@@ -180,16 +169,12 @@ def misleading(table: pd.DataFrame, *, title: str = "What each number says of th
 def scores(table: pd.DataFrame, *, ours: str, title: str = "How often each tool names the right module") -> go.Figure:
     """Share of cases in which each tool names the right module, with its interval, and in which it or a part of it.
 
-    Columns `tool`, `module_right`, `low`, `high`, `near` (shares); `ours` is the tool in colour. Raises InputError for
-    a table without rows.
+    Columns `tool`, `module_right`, `low`, `high`, `near` (shares); `ours` is the tool in colour.
     """
-    if table.empty:
-        raise InputError("no tool was scored: the table has no rows")
     value, low, high, near = (100 * table[name].astype(float) for name in ("module_right", "low", "high", "near"))
     names = [html.escape(str(tool)) for tool in table["tool"]]
     colours = [COLOURS[0] if tool == ours else COLOURS[6] for tool in table["tool"]]
-    interval = {"type": "data", "symmetric": False, "array": (high - value).tolist(),
-                "arrayminus": (value - low).tolist(), "thickness": 1.5, "color": "#111"}  # fmt: skip
+    interval = spread(value, low, high) | {"color": "#111"}
     figure = go.Figure(
         [
             go.Bar(x=value.tolist(), y=names, orientation="h", marker_color=colours, error_x=interval,
@@ -212,15 +197,12 @@ def scores(table: pd.DataFrame, *, ours: str, title: str = "How often each tool 
 
 
 def acceptance(table: pd.DataFrame, *, title: str = "Drafts kept, by position") -> go.Figure:
-    """alpha_k over k with its interval (`Profile.table`). Raises InputError where nothing was drafted."""
-    if table.empty:
-        raise InputError("no round drafted anything: there is no acceptance to draw")
+    """alpha_k over k with its interval (`Profile.table`)."""
     alpha, low, high = (100 * table[name] for name in ("alpha", "low", "high"))
     figure = go.Figure(
         go.Scatter(
             x=table["position"].tolist(), y=alpha.tolist(), mode="lines+markers", customdata=table[["kept", "tested"]],
-            error_y={"type": "data", "symmetric": False, "array": (high - alpha).tolist(),
-                     "arrayminus": (alpha - low).tolist(), "thickness": 1},
+            error_y=spread(alpha, low, high),
             hovertemplate="draft %{x}: %{y:.1f} %<br>%{customdata[0]} of %{customdata[1]} kept<extra></extra>",
             **series(0),
         )
@@ -253,9 +235,9 @@ def _heatmap(table: pd.DataFrame, names: list[str], cells: pd.DataFrame | None, 
     )  # fmt: skip
 
 
-def _told(table: pd.DataFrame, names: list[str], cells: pd.DataFrame | None) -> list[list[str]]:
+def _told(table: pd.DataFrame, names: list[str], cells: pd.DataFrame) -> list[list[str]]:
     """The hover text of each place."""
-    known = {} if cells is None else {(c.module, c.position): c for c in cells.itertuples()}
+    known = {(c.module, c.position): c for c in cells.itertuples()}
     rows = []
     for (module, values), name in zip(table.iterrows(), names, strict=True):
         row = []

@@ -107,24 +107,6 @@ def write(
     in one step. Raises InputError where the folder cannot be written.
     """
     folder = Path(folder)
-    page = html_page(investigation, repro=repro, triage=triage, false_alarms=false_alarms, slots=slots)
-    report.write_json(investigation, folder / "report.json", _more(repro, triage, false_alarms, slots))
-    write_atomic(folder / "report.txt", report.text(investigation, false_alarms).encode())
-    if repro is not None:
-        repro.write(folder / "repro")
-    write_atomic(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"))
-    return folder / "report.html"
-
-
-def html_page(
-    investigation: Investigation,
-    *,
-    repro: "Repro | None" = None,
-    triage: Triage | None = None,
-    false_alarms: tuple[int, int] | None = None,
-    slots: bool = False,
-) -> str:
-    """The page: everything is in it, plotly's script (4.5 MB) too."""
     parts = [
         f"<h1>{html.escape(investigation.line)}</h1>",
         _section("What one asks first", _answers(report.answers(investigation, false_alarms))),
@@ -137,12 +119,7 @@ def html_page(
         _section("Circumstances", _table(pd.DataFrame(list(investigation.facts.items()), columns=["what", "value"]))),
     ]
     title, colour = html.escape(investigation.line[:100]), COLOURS[investigation.verdict]
-    return PAGE.format(title=title, colour=colour, plotly=get_plotlyjs(), body="\n".join(parts))
-
-
-def _more(
-    repro: "Repro | None", triage: Triage | None, false_alarms: tuple[int, int] | None, slots: bool
-) -> dict[str, object]:
+    page = PAGE.format(title=title, colour=colour, plotly=get_plotlyjs(), body="\n".join(parts))
     more: dict[str, object] = {"slots": report.slots().to_dict("records")} if slots else {}
     if repro is not None:
         more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
@@ -151,7 +128,12 @@ def _more(
         more["acceptance"] = acceptance_document(triage)
     if false_alarms is not None:
         more["false_alarms"] = Share.of(*false_alarms)._asdict()
-    return more
+    report.write_json(investigation, folder / "report.json", more)
+    write_atomic(folder / "report.txt", report.text(investigation, false_alarms).encode())
+    if repro is not None:
+        repro.write(folder / "repro")
+    write_atomic(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"))
+    return folder / "report.html"
 
 
 def _where(found: Investigation) -> Iterator[str]:

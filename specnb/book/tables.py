@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from specnb.errors import InputError
 from specnb.measure.bench import Interval, bootstrap, rate, rate_ratio
 from specnb.measure.cost import CostCurve
 from specnb.measure.ksweep import baseline_of
@@ -14,8 +13,8 @@ from specnb.records import Generation, RunRecord
 ALL = "all"
 
 
-def k_sweep(record: RunRecord, *, level: float = 0.95, pooled: bool = True) -> pd.DataFrame:
-    """One row per category, temperature and K; K = 0 is the baseline. `pooled` adds rows over all categories.
+def k_sweep(record: RunRecord, *, level: float = 0.95) -> pd.DataFrame:
+    """One row per category, temperature and K; K = 0 is the baseline, category `all` pools the categories.
 
     Columns: category, temperature, k, tokens_per_s, drafted, accepted, acceptance_rate, tau, speedup with low and
     high (decoding without prefill and its token, the first; bootstrap over prompts, paired with the baseline on the
@@ -25,7 +24,7 @@ def k_sweep(record: RunRecord, *, level: float = 0.95, pooled: bool = True) -> p
     made = record.generations
     groups: dict[tuple[str, float, int], list[Generation]] = {}
     for g in made:
-        for category in (g.category, ALL) if pooled else (g.category,):
+        for category in (g.category, ALL):
             groups.setdefault((category, g.temperature, g.k), []).append(g)
     order = list(dict.fromkeys([*(g.category for g in made), ALL]))
     keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1], key[2]))
@@ -39,6 +38,7 @@ def _k_row(key: tuple[str, float, int], group: list[Generation], made: Sequence[
     speedup = bootstrap(rows, rate_ratio, level=level)
     whole = [(len(g.token_ids), g.wall_s, len(b.token_ids), b.wall_s) for g, b in zip(group, bases, strict=True)]
     drafted, accepted = (sum(getattr(g, n) for g in group) for n in ("total_draft_tokens", "accepted_tokens"))
+    identical = sum(g.token_ids == b.token_ids for g, b in zip(group, bases, strict=True))
     return {
         "category": category,
         "temperature": temperature,
@@ -52,9 +52,7 @@ def _k_row(key: tuple[str, float, int], group: list[Generation], made: Sequence[
         "low": speedup.low,
         "high": speedup.high,
         "wall_speedup": rate_ratio(np.asarray(whole, dtype=float)),
-        "identical": sum(g.token_ids == b.token_ids for g, b in zip(group, bases, strict=True))
-        if not temperature
-        else None,
+        "identical": None if temperature else identical,
         "lossless": all(g.lossless for g in group),
         "n_prompts": len(group),
     }
@@ -72,13 +70,8 @@ def replayed(record: RunRecord, *, level: float = 0.95) -> pd.DataFrame:
     rows = pd.DataFrame(record.measurements["replay"]["rows"])
     rows = pd.concat([rows, rows.assign(category=ALL)])
     order = {name: at for at, name in enumerate(dict.fromkeys(rows["category"]))}
-    made = [
-        _replayed_row(key, group, level)
-        for key, group in sorted(
-            rows.groupby(["category", "temperature", "k"]), key=lambda g: (order[g[0][0]], *g[0][1:])
-        )
-    ]
-    return pd.DataFrame(made)
+    groups = sorted(rows.groupby(["category", "temperature", "k"]), key=lambda g: (order[g[0][0]], *g[0][1:]))
+    return pd.DataFrame([_replayed_row(key, group, level) for key, group in groups])
 
 
 def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame, level: float) -> dict:
@@ -103,7 +96,6 @@ def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame, level: float
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
     """Live against replayed, for each K that ran live: tau and decoding speed, by temperature, over all prompts."""
-    _require_replay(record)
     live, replay = k_sweep(record), replayed(record)
     both = live[(live["category"] == ALL) & (live["k"] > 0)].merge(
         replay[replay["category"] == ALL], on=["temperature", "k"], suffixes=("", "_replayed")
@@ -118,22 +110,14 @@ def replay_check(record: RunRecord) -> pd.DataFrame:
 
 def sweep_time(record: RunRecord) -> pd.DataFrame:
     """Seconds of the replayed sweep and of the same grid live, and how many times less the replay takes."""
-    replay = _require_replay(record)
+    replay = record.measurements["replay"]
     times = replay["live_s"] / replay["replay_s"]
     return pd.DataFrame([{"replay_s": replay["replay_s"], "live_s": replay["live_s"], "times_less": times}])
 
 
-def _require_replay(record: RunRecord) -> dict:
-    if "replay" not in record.measurements:
-        raise InputError(f"run {record.run_id} holds no replay: its rule is not `token`, whose law is replayed")
-    return record.measurements["replay"]
-
-
 def turns(record: RunRecord) -> pd.DataFrame:
     """Acceptance and tau by turn of the conversation (greedy, the largest live K)."""
-    rows = pd.DataFrame(record.measurements.get("turns", []))
-    if rows.empty:
-        raise InputError("the run followed no conversations: it needs conversations > 0 and a chat template")
+    rows = pd.DataFrame(record.measurements["turns"])
     sums = rows.groupby("turn").agg(
         conversations=("prompt_id", "count"), prompt_tokens=("prompt_tokens", "mean"), drafted=("drafted", "sum"),
         accepted=("accepted", "sum"), rounds=("rounds", "sum"), decoded=("n_decoded", "sum"),

@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 PAIR = "pair"
 LARGEST = 2**63 - 1
-"""Of a number: what a generator of random numbers takes for a seed."""
+"""What a generator of random numbers takes for a seed."""
 
 
 def investigate(
@@ -47,10 +47,12 @@ def investigate(
     generation: Annotated[
         Path | None, typer.Option(help="what `specnb generate --json` wrote with this draft: what its acceptance says")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="length of the text: longer than a window that is suspected")] = 32,
-    prompt_tokens: Annotated[int, typer.Option(help="of these, fed at once")] = 16,
-    k: Annotated[int, typer.Option("--k", help="tokens drafted a round")] = 3,
-    seed: Annotated[int, typer.Option(help="of the tokens that are fed, and of the pair's weights")] = 0,
+    tokens: Annotated[int, typer.Option(help="length of the text: longer than a window that is suspected", min=2)] = 32,
+    prompt_tokens: Annotated[int, typer.Option(help="of these, fed at once", min=1)] = 16,
+    k: Annotated[int, typer.Option("--k", help="tokens drafted a round", min=1)] = 3,
+    seed: Annotated[
+        int, typer.Option(help="of the tokens that are fed, and of the pair's weights", min=0, max=LARGEST)
+    ] = 0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 [float32]")] = None,
     as_json: Json = False,
 ) -> None:
@@ -68,11 +70,13 @@ def investigate(
     Options that cannot be are 2, which git takes for bad: run the line once by hand before git does.
     """
     _require_agreeing(draft, target, deploy, fault, layer, features)
-    _require_possible(tokens, prompt_tokens, k, seed)
+    if prompt_tokens >= tokens:
+        raise InputError(f"--prompt-tokens is {prompt_tokens}, and --tokens, all of the text, {tokens}: give fewer")
     wanted = _known_setups(setups, beside_target=draft == PAIR or target is not None)
     from specnb.book.progress import ProgressBar
     from specnb.divergence import deploy as services
     from specnb.divergence import investigate as lab
+    from specnb.divergence.features import checked as features_checked
     from specnb.divergence.score import published_alarms
 
     _require_dtype(draft, dtype)
@@ -81,12 +85,14 @@ def investigate(
         if deploy:
             with judged():
                 service = services.imported(deploy)
-            _require_features(service, features)
+            if features is not None:
+                features_checked(service, names(features))
         with judged():
             _tell_engine(draft)
             models = _opened(draft, target, seed, dtype, opened)
         if fault:
-            _require_fitting(service, models[0], fault)
+            with service(models[0], None):  # not every draft has a place for it: that is no verdict about the draft
+                pass
         with judged():
             accepted = None if generation is None else _accepted(generation, models)
             with ProgressBar() as progress:
@@ -121,17 +127,6 @@ def _require_agreeing(
         raise InputError(f"the embedded pair has its own target: leave --target {target} out, or name a --draft")
 
 
-def _require_possible(tokens: int, prompt_tokens: int, k: int, seed: int) -> None:
-    bounded = {"tokens": (tokens, 2), "prompt-tokens": (prompt_tokens, 1), "k": (k, 1), "seed": (seed, 0)}
-    for name, (value, least) in bounded.items():
-        if not least <= value <= LARGEST:
-            raise InputError(f"--{name} is {value}: it must be {least} to {LARGEST}")
-    if prompt_tokens >= tokens:
-        raise InputError(
-            f"--prompt-tokens is {prompt_tokens}, and --tokens, all of the text, {tokens}: give fewer, or more --tokens"
-        )
-
-
 def _require_dtype(draft: str, dtype: str | None) -> None:
     if draft == PAIR:
         from specnb.divergence.pair import DTYPES
@@ -139,25 +134,6 @@ def _require_dtype(draft: str, dtype: str | None) -> None:
         from specnb.lm.hf import DTYPES
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: {draft} is opened in {', '.join(DTYPES)}")
-
-
-def _require_features(service: "Service", features: str | None) -> None:
-    from specnb.divergence.features import checked
-
-    try:
-        if features is not None:
-            checked(service, names(features))
-    except InputError as error:
-        raise InputError(f"--features {features}: {error}") from error
-
-
-def _require_fitting(service: "Service", draft: "nn.Module", fault: str) -> None:
-    """Plant the fault once, for not every draft has a place for it: that is no verdict about the draft."""
-    try:
-        with service(draft, None):
-            pass
-    except InputError as error:
-        raise InputError(f"--fault {fault} does not fit the draft: {error}") from error
 
 
 def _tell_engine(draft: str) -> None:

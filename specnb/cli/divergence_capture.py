@@ -12,6 +12,7 @@ import typer
 
 from specnb.cli.show import Json, complain, print_json
 from specnb.errors import InputError
+from specnb.io import writing
 
 if TYPE_CHECKING:
     from specnb.divergence.capture import TraceBuilder
@@ -33,11 +34,13 @@ def capture(
     model: Annotated[str, typer.Argument(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?dtype=…&…")],
     out: Annotated[Path, typer.Option(help="new folder for the trace")],
     prompt: Annotated[str | None, typer.Option(help=f"text to be fed [{MADE_UP} random ids]")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help=f"after the prompt, one by one [{NEW_TOKENS}]")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help=f"after the prompt, one by one [{NEW_TOKENS}]", min=0)
+    ] = None,
     tokens: Annotated[
         Path | None, typer.Option(help="folder of a trace: feed what it was fed; or a file of ids, a line a forward")
     ] = None,
-    width: Annotated[int | None, typer.Option(help="feed the text of --tokens in blocks of so many")] = None,
+    width: Annotated[int | None, typer.Option(help="feed the text of --tokens in blocks of so many", min=1)] = None,
     backend: Annotated[str | None, typer.Option(help="hf or llama [as the name says]")] = None,
     modules: Annotated[str | None, typer.Option(help="regular expression in the paths that are written down")] = None,
     full: Annotated[str | None, typer.Option(help="regular expression: of these whole tensors are kept")] = None,
@@ -72,7 +75,7 @@ def capture(
         trace = builder.trace()
         if trace.tensors.empty:
             raise InputError(f"--modules {modules} is in no path of what ran: see those of a capture without it")
-        with _writing(out):
+        with writing(out):
             trace.save(folder)
     if stopped:
         complain(stopped)
@@ -91,10 +94,8 @@ def _require_agreeing(
             raise InputError(f"--tokens {tokens} says all that is fed: leave {name} {value} out")
     if prompt is not None and seed is not None:
         raise InputError(f"--seed {seed} is that of random ids: leave it or --prompt out")
-    if n_new is not None and n_new < 0:
-        raise InputError(f"--max-new-tokens is {n_new}: it must be 0 or more")
-    if width is not None and (width < 1 or tokens is None):
-        raise InputError(f"--width {width}: it divides the text of --tokens into blocks of 1 or more tokens")
+    if width is not None and tokens is None:
+        raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
 
 
 @contextmanager
@@ -102,24 +103,16 @@ def _new_folder(out: Path) -> Iterator[Path]:
     """A folder that becomes `out` when all went well, and vanishes when not; what is in `out` is never touched."""
     target = out.absolute()
     new = target.with_name(f".{target.name}.{uuid.uuid4().hex}.new")
-    with _writing(out):
+    with writing(out):
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise InputError(f"--out {out} is there and not an empty folder: give a new one, or remove it first")
         new.mkdir(parents=True)
     try:
         yield new
-        with _writing(out):
+        with writing(out):
             new.replace(target)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be written ({error.strerror}): give another folder") from error
 
 
 @contextmanager

@@ -149,10 +149,10 @@ def audit(
     temperature: Annotated[float, typer.Option(help="0 is greedy: exact checks only")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
-    k: Annotated[int, typer.Option("--k", help="draft length")] = 4,
-    max_new_tokens: Annotated[int, typer.Option(help="after each prompt")] = 128,
-    prompts: Annotated[int, typer.Option(help="shipped prompts, of all categories in turn")] = 12,
-    seed: Annotated[int, typer.Option(help="of the first prompt's random draws; the next has the next one")] = 0,
+    k: Annotated[int, typer.Option("--k", help="draft length", min=1)] = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="after each prompt", min=1)] = 128,
+    prompts: Annotated[int, typer.Option(help="shipped prompts, of all categories in turn", min=1)] = 12,
+    seed: Annotated[int, typer.Option(help="of the first prompt's random draws; the next has the next one", min=0)] = 0,
     effect: Annotated[
         float,
         typer.Option(help="smallest fault that must not be missed, as a share of probability; less needs more text"),
@@ -163,10 +163,6 @@ def audit(
 
     Exit code: 0 sound, 1 wrong, 125 inconclusive, or a model that does not open; 2 for options that cannot be.
     """
-    bounded = {"max-new-tokens": (max_new_tokens, 1), "k": (k, 1), "prompts": (prompts, 1), "seed": (seed, 0)}
-    for name, (value, least) in bounded.items():
-        if value < least:
-            raise InputError(f"--{name} is {value}: an audit needs at least {least}")
     from specnb.decode.sampling import Sampling
     from specnb.divergence.sampling import Tally
 

@@ -96,7 +96,6 @@ def test_pooled_rows_are_totals_over_all_categories():
     assert (pooled["drafted"], pooled["accepted"], pooled["acceptance_rate"]) == (20, 14, 0.7)
     assert pooled["tau"] == 2.4 and pooled["speedup"] == 1.0 and pooled["n_prompts"] == 2
     assert pd.isna(pooled["low"]) and pd.isna(pooled["high"])  # two prompts are too few for an interval
-    assert "all" not in set(tables.k_sweep(SWEEP, pooled=False)["category"])
 
 
 def test_rows_are_in_order_of_category_as_run_then_temperature_then_k():
@@ -114,7 +113,7 @@ def test_each_run_is_paired_with_the_baseline_of_its_own_prompt_and_temperature(
         generation("b", "code", 0.0, PLAIN, 40.0), generation("b", "code", 0.0, [(2, 2)] * 4, 20.0, k=2),
         generation("a", "code", 0.5, PLAIN, 80.0), generation("a", "code", 0.5, [(2, 2)] * 4, 20.0, k=2),
     )  # fmt: skip
-    frame = tables.k_sweep(made, pooled=False)
+    frame = tables.k_sweep(made)
     assert [row(frame, "code", t, 2)["speedup"] for t in (0.0, 0.5)] == [2.0, 4.0]
 
 

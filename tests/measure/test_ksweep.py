@@ -172,10 +172,6 @@ def test_a_replay_that_miscounts_fails_the_check(house):
 def test_a_lossy_rule_is_not_replayed(house):
     made = ksweep.run(SMALL.model_copy(update={"rule": "typical", "temperatures": [0.7]}))
     assert "replay" not in made.measurements and set(tables.replayed(made)["k"]) == {0, 1, 3}
-    with pytest.raises(InputError, match="holds no replay: its rule is not `token`"):
-        tables.replay_check(made)
-    with pytest.raises(InputError, match="followed no conversations"):
-        tables.turns(made)
 
 
 def test_conversations_are_followed_turn_by_turn(house):
