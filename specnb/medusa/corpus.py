@@ -1,8 +1,8 @@
 """Training text from what is installed anyway: the standard library and permissively licensed packages.
 
 A document is one file: Python source, the longer docstrings of a source file, a chapter of the language reference, or
-a package's description. Which side of the split it is on follows from its name alone, so a held-out file is held out
-for every version of the package. Nothing depends on the order of the file system, and no path of the machine gets in.
+a package's description. Which side of the split it is on follows from its name alone. Nothing depends on the order of
+the file system, and no path of the machine gets in.
 """
 
 import ast

@@ -88,8 +88,7 @@ def write(
     """Have `model` write the batches of each split that are not in `folder` yet, with their hidden states.
 
     `backbone` is the model's digest; seeds are of the `packages` that are installed. `shard` (i, n) writes every n-th
-    batch from the i-th on, so that n processes share the work. `on_tokens` gets the tokens of each step. Raises
-    InputError when the folder holds text made otherwise.
+    batch from the i-th on. Raises InputError when the folder holds text made otherwise.
     """
     writing = writing or Writing()
     documents = dict(zip(SPLITS, corpus.split(corpus.documents(corpus.installed(packages))), strict=True))
@@ -113,8 +112,7 @@ def write(
 def write_given(model: LanguageModel, texts: Path, folder: Path, *, backbone: str, length: int) -> None:
     """Write rows of `length` tokens of a .jsonl file with `{"text": …}` on each line, one text behind the other.
 
-    `backbone` is the digest of the model. Raises InputError when the folder holds other text, there is too little, or
-    a line is anything else.
+    Raises InputError when the folder holds other text, there is too little, or a line is anything else.
     """
     require_same(folder, {"texts": file_digest(texts), "length": length, "backbone": backbone, "model": model.name})
     if (folder / "train-00000.npz").is_file():

@@ -2,9 +2,7 @@
 
 Heads are fed the hidden state of the last token that the target computed, which stands before the newest one: the
 newest was chosen from that state's logits, and has not been fed yet. Head i foretells the token i + 1 places behind
-the newest. (Fed the state of any other token, they draft what belongs elsewhere: acceptance falls, and nothing fails.)
-In the first round the prompt is the newest that was fed, the token after it is still to be chosen, and that round's
-forward is for free: nothing is drafted.
+the newest. In the first round the prompt is the newest that was fed, and nothing is drafted.
 """
 
 import json

@@ -187,8 +187,7 @@ def _serving(
 ) -> Gate:
     """What greedy chains did is what the heads are right about offline, in the same rounds.
 
-    Where rounding made a chain's text another than the plain one, the chain's own text is scored. Of 16-bit types a
-    share of HALF_UNEXPLAINED rounds may accept otherwise although the choice was clear.
+    Where rounding made a chain's text another than the plain one, the chain's own text is scored.
     """
     rows = []
     for alone, chain, scored in zip(plain, chains, scores, strict=True):
@@ -212,10 +211,7 @@ def _serving(
 
 
 def _alignment(e: Evidence) -> Gate:
-    """Nothing else that the heads might have been trained on suits them better than what they are served.
-
-    Half-wrong heads are better than shuffled ones, and what they are served is what they were scored on.
-    """
+    """Nothing else that the heads might have been trained on suits them better than what they are served."""
     found = [d for d in (diagnoses.trained_under_another_norm(e), diagnoses.label_shift(e)) if d is not None]
     says = "; ".join(d.evidence for d in found) or (
         "the heads are right about the tokens and the norm that they are served, and about no others"
@@ -235,10 +231,7 @@ def _shown(found: Interval) -> str:
 
 
 def served_counts(generation: Generation) -> np.ndarray:
-    """Of the rounds of one greedy generation: `(positions, 2)`, drafts kept and drafts tested by position.
-
-    Of a tree the drafts at one depth are one position.
-    """
+    """Drafts kept and drafts tested by position (of a tree, by depth) in a greedy generation: `(positions, 2)`."""
     counts = np.zeros((max((r.n_tested for r in generation.rounds), default=0), 2))
     for r in generation.rounds:
         counts[: r.n_accepted, 0] += 1
@@ -261,15 +254,12 @@ def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
 
 
 class Compared(NamedTuple):
-    """Rounds that drafted; how many of them accepted otherwise than scored, at near-ties and `apart` from any.
+    """Rounds that drafted; those that accept otherwise than scored, at near-ties and not; first drafts that are right."""
 
-    `right` counts the rounds whose first draft is offline the right token.
-    """
-
-    rounds: int = 0
-    near_ties: int = 0
-    apart: int = 0
-    right: int = 0
+    rounds: int
+    near_ties: int
+    apart: int
+    right: int
 
 
 def near_tie(target: LanguageModel, heads: Heads) -> float:
@@ -278,10 +268,7 @@ def near_tie(target: LanguageModel, heads: Heads) -> float:
 
 
 def compare_rounds(chain: Generation, scored: Scores, ties: float) -> Compared:
-    """Each round of a greedy chain must accept what the heads are offline right about.
-
-    A round behind j + 1 tokens is row j of the scores, so rounds are compared one by one and nothing is estimated.
-    """
+    """Each round of a greedy chain, behind j + 1 tokens, must accept what row j of the scores is right about."""
     rounds = near = apart = right = done = 0
     for r in chain.rounds:
         row, done = done - 1, done + len(r.committed_ids)

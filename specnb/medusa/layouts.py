@@ -2,9 +2,8 @@
 
 A layout says which name in a file is which weight and what its config.json means; the weights decide how many heads,
 blocks and lm_heads there are, for configs are known to be wrong (the original repository's says 2 heads where 5 are).
-Nothing is dropped and nothing invented: names left over are faults, and heads that a layout cannot hold are refused
-when written. All but ours are fed the normed hidden state (`post_norm`); pre_norm heads are written as they are, for
-behind the norm their input is the same. Whether everything is there, and fits, is asked in `checkpoint`.
+Names left over are faults, and heads that a layout cannot hold are refused when written. All but ours are fed the
+normed hidden state (`post_norm`); pre_norm heads are written as they are, for behind the norm their input is the same.
 
 - `specnb`: named as in `nets.Heads`; config.json is `HeadsConfig`.
 - `note`: an lm_head for each head, and, where they were trained with a frozen norm, `heads.{i}.norm.weight`.

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -167,13 +166,10 @@ def survives_a_kill(new: Callable[[], Heads], text: Path, folder: Path, *, seed:
 
 @dataclass(frozen=True)
 class Variant:
-    """One change of an ablation: fields of `HeadsConfig`, all tokens instead of the draft vocabulary, or no norm.
-
-    `trained` is False where heads are only costed.
-    """
+    """One change of an ablation. Heads that are not `trained` are only costed."""
 
     name: str
-    changed: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    changed: Mapping[str, Any] = field(default_factory=dict)
     all_tokens: bool = False
     norm: bool = True
     trained: bool = True
@@ -182,12 +178,12 @@ class Variant:
 VARIANTS = (
     Variant("shared lm_head"),
     Variant("without the norm", norm=False),
-    Variant("Hydra", MappingProxyType({"kind": "hydra"})),
-    Variant("low rank", MappingProxyType({"lm_head": "low_rank", "rank": 32})),
-    Variant("private lm_heads", MappingProxyType({"lm_head": "private"})),
+    Variant("Hydra", {"kind": "hydra"}),
+    Variant("low rank", {"lm_head": "low_rank", "rank": 32}),
+    Variant("private lm_heads", {"lm_head": "private"}),
     Variant("shared, all tokens", all_tokens=True),
     # weights, gradients and optimizer of such matrices are 1.8 GB for four heads on SmolLM2-135M
-    Variant("private, all tokens", MappingProxyType({"lm_head": "private"}), all_tokens=True, trained=False),
+    Variant("private, all tokens", {"lm_head": "private"}, all_tokens=True, trained=False),
 )
 """The first is what the others differ from in one thing. Without the norm the blocks are fed the state in front of the
 final norm as it is, which is what the Medusa note says it did."""

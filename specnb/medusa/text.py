@@ -4,9 +4,8 @@ Seeds are of the kinds that people send: code and prose to go on with, and chat 
 or extract, made from the permissively licensed texts of `corpus`; and next to nothing, an opening of a few words or an
 empty request, from which the backbone draws the rest itself. Nothing of `data/prompts` is among them.
 
-A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where the answer ends early, a request that the
-backbone draws itself and answers again: every row of a batch is busy to the end, and nothing is padded. Greedy text of
-small models runs into loops, from which there is nothing more to learn: there the answer ends.
+A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where the answer ends early or runs into a loop,
+a request that the backbone draws itself and answers again: nothing is padded.
 """
 
 import inspect
@@ -74,11 +73,7 @@ MARK = "\u0001"
 
 @dataclass(frozen=True)
 class Turns:
-    """The tokens a chat template puts around messages.
-
-    `opening` comes before the first request, `to_answer` between a request and its answer, `to_request` between an
-    answer and the next request.
-    """
+    """The tokens a chat template puts before the first request, and behind each request and each answer."""
 
     opening: tuple[int, ...]
     to_answer: tuple[int, ...]
@@ -101,9 +96,9 @@ class Turns:
 
 @dataclass(frozen=True)
 class Seed:
-    """Token ids to begin with; of the kind `asked`, the backbone goes on with a request, else with an answer.
+    """Token ids to begin with, behind which `lead` tokens are drawn, not greedy.
 
-    The first `lead` tokens of what it writes first are drawn, not greedy.
+    The backbone goes on with a request where the kind is `asked`, else with an answer.
     """
 
     kind: str
@@ -204,7 +199,6 @@ class _Row:
         return not self.answering or len(self.answer) < self.lead
 
     def write(self, token: int) -> None:
-        """Count a token of the one whose turn it is."""
         self.left -= 1
         if self.answering:
             self.answer.append(token)
@@ -338,10 +332,7 @@ def grouped_attention(
 
 @contextmanager
 def grouped(model: PreTrainedModel) -> Iterator[None]:
-    """Grouped attention inside the block, for models on a CPU whose layers attend to the whole past with torch's own.
-
-    Others stay as they are.
-    """
+    """Grouped attention in the block, for models on a CPU whose layers attend to the whole past by torch's own."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
     if model.device.type != "cpu" or before != "sdpa" or not attends_to_all(config):

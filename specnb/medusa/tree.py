@@ -2,8 +2,7 @@
 
 A plan is a static tree over ranks of the heads ("the two best tokens of the first head; after the better of them the
 best one of the second head": Cai et al. 2401.10774, section 2.3.3). More nodes always promise more tokens, so the size
-is chosen by tokens a second, from accuracies and costs that are measured elsewhere, as Sequoia (Chen et al. 2402.12374)
-does.
+is chosen by tokens a second, from measured accuracies and costs, as in Sequoia (Chen et al. 2402.12374).
 """
 
 from collections.abc import Callable, Iterable
