@@ -254,7 +254,7 @@ def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
 
 
 class Compared(NamedTuple):
-    """Rounds that drafted; those that accept otherwise than scored, at near-ties and not; first drafts that are right."""
+    """Rounds that drafted; those that accept otherwise than scored, at near-ties and not; right first drafts."""
 
     rounds: int
     near_ties: int
