@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from specnb import store
 from specnb.book.notebook import Source, read_notebook, resolve
-from specnb.io import locked, write_atomic, writing
+from specnb.io import locked, write_atomic
 
 if TYPE_CHECKING:
     from jupyter_client import AsyncKernelManager
@@ -311,10 +311,8 @@ def _marked_problem(nb: "NotebookNode", source: Source) -> Problem | None:
 def _kernel_log(folder: Path) -> Iterator[BinaryIO]:
     """A file for what native code and the kernel itself print, last words above all; removed when empty."""
     path = folder / KERNEL_LOG
-    with writing(path):
-        file = path.open("wb")
     try:
-        with file:
+        with path.open("wb") as file:
             yield file
     finally:
         if not path.stat().st_size:

@@ -73,11 +73,13 @@ def investigate(
     if prompt_tokens >= tokens:
         raise InputError(f"--prompt-tokens is {prompt_tokens}, and --tokens, all of the text, {tokens}: give fewer")
     wanted = _known_setups(setups, beside_target=draft == PAIR or target is not None)
+    from specnb.book.divergence_report import read_acceptance
     from specnb.book.progress import ProgressBar
     from specnb.divergence import deploy as services
     from specnb.divergence import investigate as lab
     from specnb.divergence.features import checked as features_checked
     from specnb.divergence.score import published_alarms
+    from specnb.divergence.setups import vocabulary_size
 
     _require_dtype(draft, dtype)
     service = services.planted(fault, layer=layer) if fault else None
@@ -94,7 +96,9 @@ def investigate(
             with service(models[0], None):  # not every draft has a place for it: that is no verdict about the draft
                 pass
         with judged():
-            accepted = None if generation is None else _accepted(generation, models)
+            accepted = None
+            if generation is not None:  # its tokens are those of the target, where there is one
+                accepted = read_acceptance(generation, vocab_size=vocabulary_size(models[1] or models[0]))
             with ProgressBar() as progress:
                 script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
                 found = lab.investigate(
@@ -166,15 +170,6 @@ def _opened(
         return model.network
 
     return network(draft), None if target is None else network(target)
-
-
-def _accepted(path: Path, models: tuple["nn.Module", "nn.Module | None"]) -> "Triage":
-    """What the acceptance of a generation looks like, whose tokens are those of the target, where there is one."""
-    from specnb.book.divergence_report import read_acceptance
-    from specnb.divergence.setups import vocabulary_size
-
-    draft, target = models
-    return read_acceptance(path, vocab_size=vocabulary_size(draft if target is None else target))
 
 
 def _show(found: "Investigation", accepted: "Triage | None", alarms: tuple[int, int] | None, as_json: bool) -> None:
