@@ -80,10 +80,7 @@ GPU = 1
 def gpu_free_bytes() -> int | None:
     """Free memory of the GPUs that llama.cpp sees, in bytes; None where it sees none or cannot tell."""
     lib, size, pointer = library().api._lib, ctypes.c_size_t, ctypes.c_void_p
-    try:
-        count, get, kind, memory = (lib[f"ggml_backend_dev_{name}"] for name in ("count", "get", "type", "memory"))
-    except AttributeError:
-        return None
+    count, get, kind, memory = (lib[f"ggml_backend_dev_{name}"] for name in ("count", "get", "type", "memory"))
     count.restype, get.restype, get.argtypes = size, pointer, (size,)
     kind.argtypes = (pointer,)
     memory.restype, memory.argtypes = None, (pointer, ctypes.POINTER(size), ctypes.POINTER(size))
@@ -185,12 +182,8 @@ def requantize(source: Path, dest: Path, type_name: str, *, threads: int = 0) ->
     """Write a copy of the GGUF `source` to `dest` with weights of `type_name` (see FILE_TYPES).
 
     Going down from an already quantised file adds its error to the new one's: a draft or a reference made this
-    way differs from one made from the original weights. Raises InputError, LoadError.
+    way differs from one made from the original weights. Raises LoadError.
     """
-    if type_name not in FILE_TYPES:
-        raise InputError(f"unknown weight type {type_name!r}; known: {', '.join(FILE_TYPES)}")
-    if not source.is_file():
-        raise InputError(f"no such file to requantise: {source}")
     lib = library()
     params = lib.api.llama_model_quantize_default_params()
     params.ftype = FILE_TYPES[type_name]

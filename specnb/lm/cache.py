@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -74,6 +75,11 @@ def files_digest(paths: Iterable[str | Path]) -> str:
 def size_of(path: Path) -> int:
     """Bytes of a file; 0 if there is none."""
     return path.stat().st_size if path.is_file() else 0
+
+
+def expanded(path: str | Path) -> Path:
+    """`path` with the home folder for ~; that of an unknown user stays as it is."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises for it
 
 
 def need_space(folder: Path, n_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from specnb.errors import InputError
+from specnb.lm.cache import expanded
 from specnb.lm.zoo import ZooStatus
 from specnb.paths import project_dir
 
@@ -30,7 +31,7 @@ def folder(name: str) -> Path | None:
 
 def local_folder(name: str) -> Path:
     """The folder that a name means: of an embedded model, else the path itself, which need not be there."""
-    return folder(name) or Path(name).expanduser()
+    return folder(name) or expanded(name)
 
 
 def status() -> list[ZooStatus]:

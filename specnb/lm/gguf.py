@@ -5,7 +5,8 @@ several.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,18 +20,7 @@ from specnb.lm.base import Capabilities, check_forward
 from specnb.lm.cache import size_of
 from specnb.lm.gguf_engine import LlamaEngine, PlaneRecorder
 from specnb.lm.memory import gguf_parts
-from specnb.lm.rollback import (
-    AUTO,
-    Checkpoint,
-    Crop,
-    FusedReplay,
-    GoesBack,
-    Recompute,
-    Rollback,
-    Snapshots,
-    check_options,
-    choose,
-)
+from specnb.lm.rollback import AUTO, GoesBack, Recompute, Rollback, check_options, choose
 
 if TYPE_CHECKING:
     from specnb.lm.gguf_tensors import Watch
@@ -39,13 +29,6 @@ if TYPE_CHECKING:
 DEPTH = 16
 """Planes that are asked for. From about 20 on llama.cpp ends the process for LFM2 (its graph has no room for more)."""
 
-MAKERS: dict[str, Callable[[LlamaEngine, int], Rollback]] = {
-    "crop": lambda engine, _planes: Crop(engine),
-    "snapshots": lambda engine, planes: Snapshots(engine, PlaneRecorder(engine, planes)),
-    "fused": lambda engine, _planes: FusedReplay(engine),
-    "checkpoint": lambda engine, _planes: Checkpoint(engine),
-    "recompute": lambda engine, _planes: Recompute(engine),
-}
 PREFERRED = ("snapshots", "fused", "checkpoint", "recompute")
 
 
@@ -53,7 +36,7 @@ def planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
     """How many planes to ask the context for (`n_rs_seq`). Raises InputError for an unknown way back or depth."""
     if kind == "replay":
         raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
-    check_options(kind, depth, MAKERS)
+    check_options(kind, depth)
     if kind not in (AUTO, "snapshots") or not gguf_open.recurrent(model):
         return 0
     if depth > DEPTH and (binding.metadata(model, "general.architecture") or "").startswith("lfm2"):
@@ -129,22 +112,19 @@ class GgufModel(GoesBack):
         weights = sum(size_of(part) for part in gguf_parts(path))
         share = gguf_open.gpu_share(path, gpu_layers)
         gguf_open.require_room(name, weights, 0, share)
-        model = gguf_open.open_model(path, gpu_layers)
-        context = None
-        try:
+        api = binding.library().api
+        with ExitStack() as undo:
+            model = gguf_open.open_model(path, gpu_layers)
+            undo.callback(api.llama_model_free, model)
             dtype = gguf_open.weight_type(model)
             kv = kv or ("f32" if dtype == "f32" else "f16")
-            n_ctx = n_ctx or min(binding.library().api.llama_model_n_ctx_train(model), gguf_open.DEFAULT_N_CTX)
+            n_ctx = n_ctx or min(api.llama_model_n_ctx_train(model), gguf_open.DEFAULT_N_CTX)
             # padding lies beyond the context that the caller sees, so that the last forward is padded too
             room = n_ctx + fixed_width
-            if fixed_width and gguf_open.recurrent(model):
+            recurrent = gguf_open.recurrent(model)
+            if fixed_width and recurrent:
                 raise InputError(f"{name} has recurrent layers: padding cannot be taken back, use fixed_width=0")
-            settings = {
-                "threads": threads or gguf_open.available_cores(),
-                "kv": kv,
-                "flash_attention": flash_attention,
-                "fixed_width": fixed_width,
-            }
+            threads = threads or gguf_open.available_cores()
             planes = planes_wanted(model, rollback, rollback_depth, min(gguf_open.MAX_BATCH, room))
             try:
                 state = gguf_open.state_bytes(model, room, kv, planes)
@@ -154,17 +134,29 @@ class GgufModel(GoesBack):
                     raise
                 planes = 0  # another way back needs none
                 gguf_open.require_room(name, weights, gguf_open.state_bytes(model, room, kv), share, loaded=True)
-            context = gguf_open.open_context(model, room, kv, settings["threads"], flash_attention, planes, watch)
-            # flash attention rounds to 16 bits inside, for every type of cache
-            exact = dtype == kv == "f32" and not flash_attention
-            caps = gguf_open.capabilities(model, context, n_ctx, dtype, "gpu" if gpu_layers else "cpu")
-            caps = replace(caps, lossless_dtype=exact, same_bits_up_to=fixed_width, details=settings)
+            context = gguf_open.open_context(model, room, kv, threads, flash_attention, planes, watch)
+            undo.callback(api.llama_free, context)
+            caps = Capabilities(
+                engine="llama.cpp",
+                device="gpu" if gpu_layers else "cpu",
+                dtype=dtype,
+                n_ctx=n_ctx,  # llama.cpp rounds a context up
+                max_width=min(api.llama_n_batch(context), n_ctx),
+                rewind="recompute",  # until another way back is chosen
+                rewind_depth=n_ctx,
+                rewind_reason="it has recurrent layers, whose state keeps no past to go back to" if recurrent else "",
+                # flash attention rounds to 16 bits inside, for every type of cache
+                lossless_dtype=dtype == kv == "f32" and not flash_attention,
+                same_bits_up_to=fixed_width,
+                details={
+                    "threads": threads,
+                    "kv": kv,
+                    "flash_attention": flash_attention,
+                    "fixed_width": fixed_width,
+                },
+            )
             opened = cls(model, context, name=name, caps=caps, fixed_width=fixed_width, watch=watch)
-        except BaseException:
-            if context is not None:
-                binding.library().api.llama_free(context)
-            binding.library().api.llama_model_free(model)
-            raise
+            undo.pop_all()
         try:
             opened._choose_rollback(rollback)
         except BaseException:
@@ -174,8 +166,8 @@ class GgufModel(GoesBack):
 
     def _choose_rollback(self, kind: str) -> None:
         planes = binding.library().api.llama_n_rs_seq(self._context)  # what became of those asked for
-        makers = {name: partial(make, self._engine, planes) for name, make in MAKERS.items()}
-        self.rollback = choose(self, makers, kind, PREFERRED)
+        recorders = {"snapshots": partial(PlaneRecorder, self._engine, planes)}
+        self.rollback = choose(self, self._engine, recorders, kind, PREFERRED)
         self.caps = replace(self.caps, rewind=self.rollback.kind)
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
@@ -187,26 +179,17 @@ class GgufModel(GoesBack):
             self._go_back(before)
             raise
 
-    def _go_back(self, n: int) -> None:
-        """The state of the first `n` tokens again; one that cannot be cropped is emptied."""
-        if self.rollback.kind != "crop" or not self._engine.keep(n):
-            self.rollback.reset()
-
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         self._require_open()
         if self._lacks_bytes and (missing := binding.unspellable(self.vocab, text)):
             raise InputError(f"the tokenizer of {self.name} has neither a token for {missing!r} nor for its bytes")
         return binding.tokenize(self._model, text, special=special)
 
-    def _require_open(self) -> None:
-        # llama.cpp would end the process on a freed context
-        if self._context is None:
-            raise InputError(f"{self.name} was closed: load it again")
-
     def close(self) -> None:
-        self._engine.close()
+        if self._engine is not None:
+            self._engine.close()  # llama.cpp would end the process on a freed context
         self._free()
-        self._context = self._model = None
+        self._engine = self._context = self._model = None
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         """llama.cpp shows no intermediate values here: always ""."""

@@ -9,7 +9,6 @@ import psutil
 
 from specnb.errors import InputError, LoadError
 from specnb.lm import binding
-from specnb.lm.base import Capabilities
 from specnb.lm.memory import Need, kv_bytes, require
 from specnb.provenance import quota_cores
 
@@ -150,19 +149,3 @@ def recurrent(model: object) -> bool:
     """Whether some layers keep a recurrent state."""
     api = binding.library().api
     return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
-
-
-def capabilities(model: object, context: object, n_ctx: int, dtype: str, device: str) -> Capabilities:
-    """`n_ctx` as the caller knows it: llama.cpp rounds a context up. The way back is chosen later."""
-    api = binding.library().api
-    reason = "it has recurrent layers, whose state keeps no past to go back to" if recurrent(model) else ""
-    return Capabilities(
-        engine="llama.cpp",
-        device=device,
-        dtype=dtype,
-        n_ctx=n_ctx,
-        max_width=min(api.llama_n_batch(context), n_ctx),
-        rewind="recompute",
-        rewind_depth=n_ctx,
-        rewind_reason=reason,
-    )

@@ -5,7 +5,7 @@ the cache, forgets); recurrent states go back by one of the strategies of `rollb
 passed; several model families count from 0 when they are not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -30,14 +30,10 @@ from specnb.lm.preflight import same_bits, steps_needed
 from specnb.lm.rollback import (
     AUTO,
     DEPTH,
-    ActivationReplay,
-    Checkpoint,
     Crop,
-    FusedReplay,
     GoesBack,
     Recompute,
     Rollback,
-    Snapshots,
     check_options,
     choose,
 )
@@ -45,6 +41,9 @@ from specnb.lm.tree import Tree
 
 if TYPE_CHECKING:
     from specnb.lm.hf_hidden import HiddenStates
+
+PREFERRED = ("replay", "snapshots", "checkpoint", "recompute")
+"""Of recurrent models: fewest bytes and no forward first."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEPS = {
@@ -228,16 +227,8 @@ class HfModel(GoesBack):
             raise
 
     def _go_back(self, n: int) -> None:
-        """The state of the first `n` tokens again; one that cannot be cropped is emptied."""
         self.unsettled = None
-        if isinstance(self.rollback, Crop):
-            self._engine.keep(n)
-        else:
-            self.rollback.reset()
-
-    def _require_open(self) -> None:
-        if self._engine is None:
-            raise InputError(f"{self.name} was closed: load it again")
+        super()._go_back(n)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:
@@ -273,36 +264,18 @@ def _probe_apart(model: HfModel | None, caps: Capabilities) -> str:
     return probe_trees(twin)
 
 
-def _replay(engine: TorchEngine, depth: int) -> Rollback:
-    from specnb.lm.hf_record import ActivationRecorder
-
-    return ActivationReplay(engine, ActivationRecorder(engine, depth))
-
-
-def _snapshots(engine: TorchEngine, depth: int) -> Rollback:
-    from specnb.lm.hf_record import StateRecorder
-
-    return Snapshots(engine, StateRecorder(engine, depth))
-
-
-MAKERS: dict[str, Callable[[TorchEngine, int], Rollback]] = {
-    "crop": lambda engine, _depth: Crop(engine),
-    "replay": _replay,
-    "snapshots": _snapshots,
-    "checkpoint": lambda engine, _depth: Checkpoint(engine),
-    "fused": lambda engine, _depth: FusedReplay(engine),
-    "recompute": lambda engine, _depth: Recompute(engine),
-}
-PREFERRED = ("replay", "snapshots", "checkpoint", "recompute")
-"""Of recurrent models: fewest bytes and no forward first."""
-
-
 def _choose_rollback(model: HfModel, engine: TorchEngine, kind: str, depth: int) -> Rollback:
     """The way back `kind` for `model`, or with "auto" the first that is exact. Raises as `rollback.choose`."""
-    check_options(kind, depth, MAKERS)
-    makers = {name: partial(make, engine, depth) for name, make in MAKERS.items()}
-    afford = partial(_require_room, model, engine, depth)
-    return choose(model, makers, kind, PREFERRED, afford=afford)
+    check_options(kind, depth)
+    recorders = {}
+    if kind != AUTO or model.caps.rewind_reason:
+        from specnb.lm.hf_record import ActivationRecorder, StateRecorder
+
+        recorders = {
+            "replay": partial(ActivationRecorder, engine, depth),
+            "snapshots": partial(StateRecorder, engine, depth),
+        }
+    return choose(model, engine, recorders, kind, PREFERRED, afford=partial(_require_room, model, engine, depth))
 
 
 def _require_room(model: HfModel, engine: TorchEngine, depth: int, kind: str) -> None:

@@ -133,10 +133,11 @@ class TorchEngine:
     def crop(self, n: int) -> None:
         self.keep(self.held - n)
 
-    def keep(self, n: int) -> None:
-        """The attention entries of the first `n` tokens only, however far each layer got."""
+    def keep(self, n: int) -> bool:
+        """The attention entries of the first `n` tokens only, however far each layer got. True: that never fails."""
         keep_entries(self.cache, n)
         self.held = n
+        return True
 
     def save(self) -> SavedState:
         return SavedState.of(self.cache, self.held)
@@ -150,10 +151,7 @@ class TorchEngine:
         self.held = 0
 
     def first_nonfinite(self, ids: Sequence[int]) -> str:
-        """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite.
-
-        Leaves the state alone.
-        """
+        """As `HfModel.locate_nonfinite`."""
         found: list[str] = []
 
         def watch(name: str):

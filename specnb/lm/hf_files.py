@@ -30,14 +30,12 @@ from transformers.utils import logging as hf_logging
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.io import file_digest
 from specnb.lm import binding
-from specnb.lm.cache import made_once, need_space
+from specnb.lm.cache import expanded, made_once, need_space
 from specnb.lm.memory import Need, kv_bytes, require
 from specnb.lm.vocab import Vocabulary
 from specnb.paths import cache_dir
 
 DEFAULT_N_CTX = 4096
-MAX_LAYERS = 10_000
-"""A config may ask for any number, and each takes a while to count, even without memory."""
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Pre-tokenizers (`tokenizer.ggml.pre`) that part every digit first; transformers 5.23 converts them without that."""
@@ -63,10 +61,7 @@ def local_or_hub(source: Path | str) -> str:
     """A folder to load from (a GGUF is dequantised into one), or a hub id left as it is."""
     if not str(source).strip():
         raise InputError("the model name is empty: give a folder, hf:ORG/NAME or a .gguf file")
-    try:
-        path = Path(source).expanduser()
-    except RuntimeError as error:  # ~ of an unknown user
-        raise InputError(f"no such model folder: {source} ({error})") from error
+    path = expanded(source)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"no such model file: {path}")
@@ -98,10 +93,9 @@ def load(
                 ignore_mismatched_sizes=True,  # they are in the report
             )
         refuse_missing(source, report)
-        model = model.to(device)
+        return model.to(device), _tokenizer(source, revision)
     except Exception as error:
         raise load_error(source, error) from error
-    return model, _tokenizer(source, revision)
 
 
 def _tokenizer(source: str, revision: str) -> PreTrainedTokenizerBase | None:
@@ -109,10 +103,7 @@ def _tokenizer(source: str, revision: str) -> PreTrainedTokenizerBase | None:
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
     if folder.is_dir() and not any((folder / name).exists() for name in names):
         return None
-    try:
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except Exception as error:
-        raise load_error(source, error) from error
+    return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
 
 
 def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
@@ -126,8 +117,6 @@ def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
 def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, what: str) -> None:
     """Count parameters on the meta device (no memory), then ask for weights + state + margin."""
     text = config.get_text_config(decoder=True)
-    if getattr(text, "num_hidden_layers", 1) > MAX_LAYERS:
-        raise LoadError(f"{what}: its config.json asks for {text.num_hidden_layers} layers, more than {MAX_LAYERS}")
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     width = torch.finfo(dtype).bits // 8

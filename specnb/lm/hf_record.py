@@ -48,7 +48,8 @@ class ScanInputs(NamedTuple):
 class TorchRecorder:
     """The bookkeeping of both: the state at the border, the windows, and how many tokens were recorded since.
 
-    `depth` bounds what is recorded.
+    `depth` bounds what is recorded. A subclass has `_install`, which changes the mixers; `_recorded`, all tensors kept;
+    `_forget_from(kept)`, and `_state_at(index, base, kept)`: the state of a layer after the first `kept` tokens.
     """
 
     spans_forwards = True
@@ -121,18 +122,6 @@ class TorchRecorder:
         self.stop()
         for mixer in self._mixers.values():
             mixer.__dict__.pop("forward", None)
-
-    def _install(self) -> None:
-        raise NotImplementedError
-
-    def _recorded(self) -> Sequence[torch.Tensor]:
-        raise NotImplementedError
-
-    def _forget_from(self, kept: int) -> None:
-        raise NotImplementedError
-
-    def _state_at(self, index: int, base: torch.Tensor, kept: int) -> torch.Tensor:
-        raise NotImplementedError
 
 
 class ActivationRecorder(TorchRecorder):

@@ -20,7 +20,7 @@ from specnb.errors import InputError, MemoryShortError
 from specnb.io import read_json
 from specnb.lm import embedded, zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.cache import size_of
+from specnb.lm.cache import expanded, size_of
 from specnb.lm.memory import Need, gguf_parts, require
 from specnb.registry import DRAFTERS
 
@@ -90,8 +90,8 @@ def _where(source: str) -> str:
 
 def _is_folder(source: str) -> bool:
     try:
-        return bool(source) and Path(source).expanduser().is_dir()
-    except (OSError, RuntimeError):  # a name too long for the file system, ~ of an unknown user
+        return bool(source) and expanded(source).is_dir()
+    except OSError:  # a name too long for the file system
         return False
 
 
@@ -103,14 +103,7 @@ def local_file(spec: ModelSpec) -> Path | None:
         from specnb.lm.convert.to_gguf import converted
 
         return converted(embedded.local_folder(spec.source), spec.options.get("weights", "f16"))
-    return _expanded(spec.source) if spec.where == "gguf" else None
-
-
-def _expanded(source: str) -> Path:
-    try:
-        return Path(source).expanduser()
-    except RuntimeError as error:  # ~ of an unknown user
-        raise InputError(f"no such model file: {source} ({error})") from error
+    return expanded(spec.source) if spec.where == "gguf" else None
 
 
 def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tuple[str | None, str | None]:
@@ -150,7 +143,7 @@ def weights_bytes(spec: ModelSpec) -> int:
         entry, kind = zoo.parse(spec.source)
         return entry.n_bytes(kind) if spec.backend == "llama" else entry.parameters * width
     if spec.where == "gguf":
-        return sum(size_of(part) for part in gguf_parts(_expanded(spec.source)))
+        return sum(size_of(part) for part in gguf_parts(expanded(spec.source)))
     folder = embedded.local_folder(spec.source)
     stored = sum(size_of(file) for file in folder.glob("*.safetensors"))
     if not stored:

@@ -16,7 +16,7 @@ so that what lies before the border is true, and what is fed behind it may be ta
 any number of tokens; beyond what it kept it feeds the tokens again from the start, which `Cost` counts.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -224,19 +224,15 @@ class Checkpoint(Recompute):
 class FusedReplay(Checkpoint):
     """Restore, and let the accepted tokens ride along: [accepted, correction, new drafts] are ONE forward.
 
-    While drafts keep being rejected the saved state stays and the tokens behind it grow; from `settle_at` of them on
-    they are fed by themselves once, and a new state is saved.
+    While drafts keep being rejected the saved state stays and the tokens behind it grow; more than SETTLE_AT of
+    them are fed by themselves once, and a new state is saved.
     """
 
     kind = "fused"
 
-    def __init__(self, engine: Engine, settle_at: int = SETTLE_AT) -> None:
-        super().__init__(engine)
-        self._settle_at = settle_at
-
     def _prepare(self, n: int) -> None:
         pending = len(self._tokens) - self._engine.held
-        if 0 < pending <= self._settle_at:  # the saved state is where the engine stands: it stays the way back
+        if 0 < pending <= SETTLE_AT:  # the saved state is where the engine stands: it stays the way back
             self._at_border = False
             self.cost.fused += pending
             return
@@ -357,18 +353,24 @@ class ActivationReplay(_Recorded):
     kind = "replay"
 
 
-def check_options(kind: str, depth: int, known: Iterable[str]) -> None:
+WAYS: dict[str, Callable[..., Rollback]] = {
+    way.kind: way for way in (Crop, ActivationReplay, Snapshots, Checkpoint, FusedReplay, Recompute)
+}
+
+
+def check_options(kind: str, depth: int) -> None:
     """Refuse an unknown way back, or a depth that records nothing."""
-    known = (AUTO, *known)
+    known = (AUTO, *WAYS)
     if kind not in known:
         raise InputError(f"unknown rollback {kind!r}; {did_you_mean(str(kind), known)}known: {', '.join(known)}")
-    if not isinstance(depth, int) or not 1 <= depth <= MAX_DEPTH:
+    if not 1 <= depth <= MAX_DEPTH:
         raise InputError(f"rollback_depth is {depth}: it must be 1 to {MAX_DEPTH}")
 
 
 def choose(
     model: LanguageModel,
-    makers: Mapping[str, Callable[[], Rollback]],
+    engine: Engine,
+    recorders: Mapping[str, Callable[[], Recorder]],
     kind: str,
     preferred: Sequence[str],
     *,
@@ -376,19 +378,19 @@ def choose(
 ) -> Rollback:
     """The way back `kind` for `model`, or with "auto" the first of `preferred` that is exact.
 
-    A model that can crop need not be probed. `makers` make a way, or raise InputError where the family or the engine
-    has none; `afford(name)` raises MemoryShortError where there is no room for what it keeps. Raises InputError (not
-    for this model), MemoryShortError, LoadError (a probe found it inexact).
+    A model that can crop need not be probed. `recorders` make what a way records with, or raise InputError where the
+    family or the engine has none; `afford(name)` raises MemoryShortError where there is no room for what it keeps.
+    Raises InputError (not for this model), MemoryShortError, LoadError (a probe found it inexact).
     """
     reason = model.caps.rewind_reason
     if kind == AUTO and not reason:
-        return makers["crop"]()
+        return Crop(engine)
     if kind == "crop" and reason:
         raise InputError(f"rollback=crop is not for {model.name}: {reason}")
     refused: list[str] = []
     for name in preferred if kind == AUTO else (kind,):
         try:
-            way = makers[name]()
+            way = WAYS[name](engine, recorders[name]()) if name in recorders else WAYS[name](engine)
         except InputError as error:
             if kind != AUTO:
                 raise
@@ -416,16 +418,19 @@ def choose(
 
 
 class GoesBack:
-    """What both engines' models do alike: the state lies behind a `Rollback`. The class says what a failure leaves."""
+    """What both engines' models do alike: the state lies in an `_engine` (None once closed), behind a `Rollback`."""
 
+    name: str
     rollback: Rollback
 
     def _require_open(self) -> None:
-        raise NotImplementedError
+        if self._engine is None:
+            raise InputError(f"{self.name} was closed: load it again")
 
     def _go_back(self, n: int) -> None:
-        """After a failure: the state of the first `n` tokens again, or none."""
-        raise NotImplementedError
+        """After a failure: the state of the first `n` tokens again; one that cannot be cropped is emptied."""
+        if self.rollback.kind != "crop" or not self._engine.keep(n):
+            self.rollback.reset()
 
     @property
     def n_past(self) -> int:

@@ -120,9 +120,11 @@ def path(name: str, *, progress: bool = True) -> Path:
     """
     entry, kind = parse(name)
     if kind is not None:
+        from specnb.lm import binding
+
         return made_once(
             _file(entry, kind),
-            lambda dest: _requantize(path(entry.name, progress=progress), dest, kind),
+            lambda dest: binding.requantize(path(entry.name, progress=progress), dest, kind),
             n_bytes=entry.n_bytes(kind),
             made_from=entry.member_sha256,
         )
@@ -141,12 +143,6 @@ def path(name: str, *, progress: bool = True) -> Path:
         licence_member=entry.licence_member,
         progress=progress,
     )
-
-
-def _requantize(source: Path, dest: Path, kind: str) -> None:
-    from specnb.lm import binding
-
-    binding.requantize(source, dest, kind)
 
 
 class Verified(NamedTuple):

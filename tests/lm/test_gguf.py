@@ -210,8 +210,7 @@ def test_a_recurrent_model_goes_back_by_what_its_architecture_allows(tmp_path):
 
 def test_a_hybrid_model_counts_as_recurrent(model, monkeypatch):
     monkeypatch.setattr(binding.library().api, "llama_model_is_hybrid", lambda _model: True)
-    caps = gguf_open.capabilities(model._model, model._context, 64, "f32", "cpu")
-    assert "recurrent" in caps.rewind_reason
+    assert gguf_open.recurrent(model._model)
 
 
 def test_what_would_end_the_process_is_an_error(file, tmp_path):
@@ -239,11 +238,7 @@ def test_what_would_end_the_process_is_an_error(file, tmp_path):
     assert said[1] == str([259, *(3 + b for b in "🙂".encode())])
 
 
-def test_requantising_refuses_what_it_cannot_write(file, tmp_path):
-    with pytest.raises(InputError, match="unknown weight type 'q9_9'; known: f32"):
-        binding.requantize(file, tmp_path / "out.gguf", "q9_9")
-    with pytest.raises(InputError, match="no such file"):
-        binding.requantize(tmp_path / "absent.gguf", tmp_path / "out.gguf", "q8_0")
+def test_a_requantised_file_has_the_type_asked_for(file, tmp_path):
     binding.requantize(file, tmp_path / "out.gguf", "f16")
     assert GgufModel.open(tmp_path / "out.gguf", threads=1).caps.dtype == "f16"
 
