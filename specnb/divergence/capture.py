@@ -20,14 +20,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from specnb.divergence.at_use import UNKNOWN, AtUse, Owned, Registry, unfollowed, version_of
+from specnb.divergence.at_use import AtUse, Owned, Registry, unfollowed, version_of
 from specnb.divergence.tensors import (
     IDS,
     STATISTICS,
     Arguments,
-    Chooser,
     Step,
-    chooser,
     compiled,
     digests,
     dtype_name,
@@ -75,9 +73,9 @@ class _Waiting:
 class TraceBuilder:
     """Collects what hooks see; `trace()` gives the trace, once the capture has ended or in between."""
 
-    def __init__(self, registry: Registry, full: Chooser) -> None:
+    def __init__(self, registry: Registry, full: str | None) -> None:
         self.facts: dict[str, Any] = {"steps": []}
-        self._registry, self._full = registry, full
+        self._registry, self._full = registry, None if full is None else compiled(full)
         self._tensors: list[dict[str, Any]] = []
         self._params: list[dict[str, Any]] = []
         self._arrays: dict[str, np.ndarray] = {}
@@ -137,29 +135,15 @@ class TraceBuilder:
     def trace(self) -> Trace:
         """The trace of what was seen so far."""
         self.measure()
-        return Trace(
-            dict(self.facts),
-            table(self._tensors, TENSOR_COLUMNS),
-            table(self._params, PARAM_COLUMNS),
-            dict(self._arrays),
-        )
+        tables = table(self._tensors, TENSOR_COLUMNS), table(self._params, PARAM_COLUMNS)
+        return Trace(dict(self.facts), *tables, dict(self._arrays))
 
     def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
-        """A row that an interrupt, want of memory or a chooser's error left half written would spoil the table."""
-        key = len(self._tensors)
-        try:
-            self._written(key, frame, role, name, tensor)
-        except BaseException:
-            del self._tensors[key:]
-            for what in ("full", "tokens", "token_l2"):
-                self._arrays.pop(f"{key}.{what}", None)
-            for waiting in self._waiting.values():
-                waiting.rows[:] = [row for row in waiting.rows if row < key]
-            raise
-
-    def _written(self, key: int, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
-        shape, step = tuple(tensor.shape), self._step
+        """Copies come first: where an interrupt or want of memory stops them, there is no half row."""
+        key, shape, step = len(self._tensors), tuple(tensor.shape), self._step
         axis = self._axis(frame, role, name, tensor)
+        full = None if self._full is None or not self._full.search(frame.module) else _array(tensor)
+        self._wait(key, tensor, axis)
         self._tensors.append(
             {
                 "row": key,
@@ -180,9 +164,10 @@ class TraceBuilder:
                 "first_position": step.first_position(role, axis, shape),
             }
         )
-        if self._full(frame.module, role, name):
-            self._arrays[f"{key}.full"] = _array(tensor)
-        self._wait(key, tensor, axis)
+        if full is not None:
+            self._arrays[f"{key}.full"] = full
+        if self._bytes > PENDING_BYTES:
+            self.measure()
 
     def _axis(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> int:
         """Which axis counts tokens: where the shape does not tell, as in other steps, else as in the inputs."""
@@ -210,8 +195,6 @@ class TraceBuilder:
             self._waiting[(key, *place)] = known
         self._waiting[place] = _Waiting(tensor.clone(), axis, [key])
         self._bytes += tensor.nbytes
-        if self._bytes > PENDING_BYTES:
-            self.measure()
 
     def measure(self) -> None:
         """Make digests, statistics and sketches of what waits, in float32 also where the model is under autocast."""
@@ -300,38 +283,30 @@ def capture(
     tag: str = "draft",
     known: Mapping[str, nn.Module] | None = None,
     modules: str | None = None,
-    full: str | Chooser | None = None,
+    full: str | None = None,
     at_use: bool = True,
 ) -> Iterator[TraceBuilder]:
     """Write down the forwards of `model` inside the block; `trace()` of what it yields is the trace.
 
-    `path`: a folder in which the trace is saved when the block ends, also by an error.
-    `known`: other models in the process, by tag, whose weights are told apart from the model's own when an operation
-    reads them. `modules`: a regular expression found in the canonical paths of the modules to write down (default all).
-    `full`: a regular expression, or a function of (module, role, name), for tensors that are kept as they are.
-    `at_use`: follow every operation to the parameters it reads; a model with flex attention, which torch compiles by
-    itself, needs it off. Autocast that is entered inside a module's forward does not reach custom operations then.
+    `path`: a folder in which the trace is saved when the block ends, also by an error. `known`: other models in the
+    process, by tag, whose weights are told apart from the model's own when an operation reads them. `modules` and
+    `full`: regular expressions found in the canonical paths of the modules to write down (default all), and of those
+    whose tensors are kept as they are. `at_use`: follow every operation to the parameters it reads; a model with flex
+    attention, which torch compiles by itself, needs it off.
 
-    One call of the model, by its name or by its `forward`, is one step; its ids and positions are taken from its
-    arguments. A module that is called outside of it (a head, as vLLM's compute_logits does) belongs to the step before.
-    Results are the same bits as without.
+    One call of the model, by its name or by its `forward`, is one step. A module that is called outside of it (a head,
+    as vLLM's compute_logits does) belongs to the step before. Results are the same bits as without. What another model
+    does inside `paused()` of what is yielded is not written down.
 
-    What another model does inside `paused()` of what is yielded is not written down, though it may share modules.
-
-    Tensors are copied at the hook and measured after the step; those that torch cannot read (sparse, quantised, on
-    meta) are told in the facts as `unread`. Hooks go away with the block, also after an error. Raises InputError for a
-    compiled model, for a tag used twice, and for a forward in another thread than the block's.
+    Tensors that torch cannot read (sparse, quantised, on meta) are told in the facts as `unread`. Raises InputError for
+    a compiled model, and for a forward in another thread than the block's.
     """
     known = dict(known or {})
-    if tag in known or UNKNOWN in (tag, *known):
-        raise InputError(
-            f"tag {tag!r} with known models {sorted(known)}: give each model a tag of its own, not {UNKNOWN!r}"
-        )
     _refuse_graphs(model)
     registry = Registry({tag: model} | known)
-    builder = TraceBuilder(registry, chooser(full))
+    builder = TraceBuilder(registry, full)
     plain = not any(is_wrapper(one) for one in (*model.parameters(), *model.buffers()))
-    chosen = re.compile("") if modules is None else compiled(modules)
+    chosen = compiled(modules or "")
     hooks = _Hooks(builder, chosen, plain=plain)
     builder.facts |= _facts(model, tag, known)
     with contextlib.ExitStack() as stack:
@@ -520,8 +495,6 @@ def _autocast() -> dict[str, torch.dtype]:
 
 
 def _refuse_graphs(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"hooks go on a torch nn.Module, got {type(model).__name__}: give the model inside it")
     for path, module in model.named_modules():
         compiled_by = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         if compiled_by or isinstance(module, torch.jit.ScriptModule):

@@ -79,8 +79,8 @@ class Comparison:
         with np.errstate(divide="ignore"):
             return np.log10(self.ratios).clip(*HEAT)
 
-    def around(self, n: int = 1) -> str:
-        """A regular expression for `capture(full=…)`: the first module, or the doubtful one, and n on either side.
+    def around(self) -> str:
+        """A regular expression for `capture(full=…)`: the first module, or the doubtful one, and one on either side.
 
         Raises InputError where there is nothing to look at closer.
         """
@@ -88,10 +88,9 @@ class Comparison:
         chosen = [self.first.module, self.first.at] if self.minimal else [one.module for one in self.doubts[:1]]
         if not chosen:
             raise InputError(f"there is no module to look at closer: the verdict is {self.verdict}, {self.reason}")
-        if n < 0:
-            raise InputError(f"neighbours on either side are counted from 0, not {n}")
-        places = {at for name in chosen for i in [modules.index(name)] for at in range(i - n, i + n + 1)}
-        wanted = {path for at in sorted(places) if 0 <= at < len(modules) for path in self.paths[modules[at]]}
+        places = [modules.index(name) for name in chosen]
+        near = {name for at in places for name in modules[max(at - 1, 0) : at + 2]}
+        wanted = {path for name in near for path in self.paths[name]}
         return f"^(?:{'|'.join(re.escape(path) for path in sorted(wanted))})$"
 
     def document(self) -> dict[str, Any]:
@@ -168,9 +167,7 @@ def compare(
     without `rename`; and for a sound run of another text, or one that ends before what is compared does.
     """
     ours, theirs = _laid(reference, "reference", rename), _laid(candidate, "candidate", rename)
-    if not rename:
-        _check_engines(ours, theirs)
-    _check_common(ours, theirs)
+    _check_comparable(ours, theirs)
     theirs, drift = counted_alike(ours, theirs)
     apart = Apart.of(ours, theirs)
     pairs = [_pair(one, ours, rename, apart.where) for one in sound]
@@ -232,17 +229,14 @@ def _uncalibrated(minimal: Sequence[tuple[Node, Key]], *traces: Laid) -> str:
     )
 
 
-def _check_engines(ours: Laid, theirs: Laid) -> None:
+def _check_comparable(ours: Laid, theirs: Laid) -> None:
     """Nodes of llama.cpp's graph and modules of torch are other things, also where two share a name."""
     one, other = (laid.trace.engine for laid in (ours, theirs))
-    if one != other:
+    if one != other and not ours.rename:
         raise InputError(
             f"one trace is of {one}, the other of {other}: what they name is not the same; compare runs of one engine, "
             "or say with `rename` (`--rename OLD=NEW`) what is"
         )
-
-
-def _check_common(ours: Laid, theirs: Laid) -> None:
     a, b = set(ours.names.values()), set(theirs.names.values())
     if not a & b:
         raise InputError(

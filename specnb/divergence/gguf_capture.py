@@ -20,7 +20,7 @@ import torch
 from specnb.divergence.at_use import UNKNOWN, Registry
 from specnb.divergence.capture import Frame, TraceBuilder
 from specnb.divergence.sketch import digest_bytes
-from specnb.divergence.tensors import Chooser, Step, chooser, compiled
+from specnb.divergence.tensors import Step, compiled
 from specnb.lm import load
 from specnb.lm.base import LanguageModel
 from specnb.lm.gguf_tensors import Decode, Node, StoredWeights, Watch, ggml
@@ -40,40 +40,33 @@ def capture_gguf(
     *,
     tag: str = "draft",
     modules: str | None = None,
-    full: str | Chooser | None = None,
-    inputs: bool = True,
+    full: str | None = None,
     **options: Any,
 ) -> Iterator[Captured]:
     """Open a model in llama.cpp and write down what it computes inside the block, one step for each llama_decode.
 
     `options` go to `specnb.load`; `modules` and `full` are as in `capture`. A module is a node of the graph: what
     llama.cpp calls `ffn_out-3` is `layers.3.ffn_out`; a node without a name is called after the weight or the cache it
-    reads. Of several of one name (queries before and after their rotation) each is a call. Its kind is the operation.
-    Roles: "out"; with `inputs` "in", under the path of the node that made it (`src0`, … where it has none); "state",
-    the keys and values that attention reads from the cache, cell by cell. The token axis comes first, axes of size 1
-    are left out. The last layer goes on with only those tokens whose logits are asked for.
+    reads; its kind is the operation. Roles: "out"; "in", under the path of the node that made it; "state", the keys and
+    values that attention reads from the cache. The token axis comes first, axes of size 1 are left out.
 
-    The parameters are the weights that each node reads: their place in memory (`object_id`), and `tag` as the owner
-    where the opened file has the same bytes under that name, else "?". A weight is hashed once a capture, when it is
-    first read. Weights that llama.cpp has put in another order (`@` and the buffer behind their type) are told by name
-    and size alone.
+    The parameters are the weights that each node reads, with `tag` as the owner where the opened file has the same
+    bytes under that name, else "?". Weights that llama.cpp has put in another order (`@` and the buffer behind their
+    type) are told by name and size alone.
 
     Not seen: copies, and nodes that nothing can be called after (`facts`: "passed_over"); inputs that an operation
-    writes its output over ("overwritten"; mostly they are the output of another node); the inside of a fused operation
-    such as flash attention.
+    writes its output over ("overwritten"); the inside of a fused operation such as flash attention.
 
     Logits are the same bits as without, on the processor. Raises InputError for a pattern that is none and for a model
-    that torch would run, and what `specnb.load` raises. An error while a node is written down is raised by the forward;
-    its tokens are not in the model's state then, but in the trace as far as they came.
+    that torch would run, and what `specnb.load` raises.
     """
     spec = load.parse(str(name_or_path), **options)
-    chosen, kept = None if modules is None else compiled(modules).search, chooser(full)
-    watch = Watch()
+    chosen, watch = compiled(modules or ""), Watch()
     model = load.load(name_or_path, watch=watch, **options)
     with contextlib.closing(model):
-        builder = NodeBuilder(tag, StoredWeights(load.local_file(spec)), kept)
+        builder = NodeBuilder(tag, StoredWeights(load.local_file(spec)), full)
         builder.facts |= _facts(tag, model)
-        nodes = _Nodes(builder, chosen, inputs)
+        nodes = _Nodes(builder, chosen)
         watch.begin, watch.wanted, watch.seen, watch.on = nodes.begin, nodes.wanted, nodes.see, True
         try:
             yield Captured(model, builder)
@@ -86,7 +79,7 @@ def capture_gguf(
 class NodeBuilder(TraceBuilder):
     """A trace of nodes, whose weights are ggml's and not torch's."""
 
-    def __init__(self, tag: str, stored: StoredWeights, full: Chooser) -> None:
+    def __init__(self, tag: str, stored: StoredWeights, full: str | None) -> None:
         super().__init__(Registry({}), full)
         self._tag, self._stored = tag, stored
         self._weights: dict[tuple[int, str], dict[str, Any]] = {}
@@ -115,8 +108,8 @@ class NodeBuilder(TraceBuilder):
 class _Nodes:
     """The watch's three functions, and what was passed over."""
 
-    def __init__(self, builder: NodeBuilder, chosen: Any, inputs: bool) -> None:
-        self._builder, self._chosen, self._inputs = builder, chosen, inputs
+    def __init__(self, builder: NodeBuilder, chosen: re.Pattern[str]) -> None:
+        self._builder, self._chosen = builder, chosen
         self._step: GraphStep | None = None
         self._paths: dict[str, bool] = {}
         self._unread: Counter[str] = Counter()
@@ -137,7 +130,7 @@ class _Nodes:
                 self._passed_over[node.op] += 1
             return False
         if path not in self._paths:
-            self._paths[path] = self._chosen is None or self._chosen(path) is not None
+            self._paths[path] = self._chosen.search(path) is not None
         return self._paths[path]
 
     def see(self, node: Node) -> None:
@@ -154,7 +147,7 @@ class _Nodes:
                     self._overwritten.add(f"{frame.module}:{name}")
             elif is_cache(source):
                 states |= self._state(node, source)
-            elif self._inputs:
+            else:
                 given |= self._shown(source, "in", name if name not in given else f"{name}.{i}")
         for role, named in (("in", given), ("state", states), ("out", self._shown(node, "out", "out"))):
             if named:

@@ -46,19 +46,17 @@ def investigate(
     deploy: Deploy | None = None,
     setups: Sequence[str] | None = None,
     features: Sequence[str] = (),
-    seed: int = 0,
     progress: Progress = silent,
 ) -> Investigation:
     """Investigate a transformers draft, beside `target` where one is given.
 
     `setups` None: S0, S0w, S1, S2 and with a target S3; then S4 to S6 where only a neighbour makes it wrong. `features`
-    are names that `deploy` takes as `without` (`features.Service`): what is wrong is run again without each. `seed` is
-    that of the script's tokens, if none is given. Everything every module gave is kept: some MB a token for a model of
-    1 B parameters. Raises InputError for set-ups that cannot be run, a service that leaves no features out, a compiled
+    are names that `deploy` takes as `without` (`features.Service`): what is wrong is run again without each. Everything
+    every module gave is kept: some MB a token for a model of 1 B parameters. Raises InputError for set-ups that cannot be run, a service that leaves no features out, a compiled
     model, a dtype without known rounding.
     """
     started = time.perf_counter()
-    lab = Lab(draft, target, script=script or made_up(draft, target, seed=seed), deploy=deploy)
+    lab = Lab(draft, target, script=script or made_up(draft, target), deploy=deploy)
     return judge(lab, setups=setups, features=features, progress=progress, started=started)
 
 
@@ -73,7 +71,7 @@ def judge(
 ) -> Investigation:
     """`investigate` with a lab that is already there: one reference and its floors serve several services."""
     started = time.perf_counter() if started is None else started
-    wanted = _wanted(lab, setups)
+    wanted = lab.fitting(FIRST) if setups is None else tuple(dict.fromkeys(setups))
     service = deploy or lab.deploy
     features = checked(service, features) if features else ()
     outcomes = _run(lab, wanted, {}, deploy, progress)
@@ -116,14 +114,6 @@ def made_up(
     return Script.drafting(text, prompt=prompt, k=k, vocab_size=size, seed=seed)
 
 
-def _wanted(lab: Lab, setups: Sequence[str] | None) -> tuple[str, ...]:
-    if setups is None:
-        return lab.fitting(FIRST)
-    if not setups:
-        raise InputError(f"there is no set-up to run: give some of {', '.join(SETUPS)}, or None for all that fit")
-    return tuple(dict.fromkeys(setups))
-
-
 def _run(
     lab: Lab, names: Sequence[str], before: Mapping[str, Outcome], deploy: Deploy | None, progress: Progress
 ) -> dict[str, Outcome]:
@@ -162,15 +152,10 @@ def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: boo
         return "INCONCLUSIVE", doubt
     outcomes, also = case.outcomes.values(), _foreign(case)
     if any(one.offset for one in outcomes):
-        return (
-            "PRECISION_ONLY",
-            f"all positions are one number off, which RoPE does not see{also}",
-        )
+        return "PRECISION_ONLY", f"all positions are one number off, which RoPE does not see{also}"
     if rounded := [one.coarser for one in outcomes if one.coarser]:
-        return (
-            "PRECISION_ONLY",
-            f"what differs is no larger than what rounding to {rounded[0]} does, the draft is {lab.dtype}{also}",
-        )
+        what = f"what differs is no larger than what rounding to {rounded[0]} does, the draft is {lab.dtype}"
+        return "PRECISION_ONLY", f"{what}{also}"
     sound = {False: lab.sound_logits[0], True: lab.sound_logits[1]}
     if all(same_logits(one.logits, sound[one.setup.in_blocks]) for one in outcomes):
         return "SOUND", f"every set-up gives the very bits of a copy of the draft as it was loaded{also}"

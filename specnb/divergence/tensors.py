@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -321,20 +321,6 @@ def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, t
         if is_cache(value) and 0 <= layer < len(value.layers):
             for name in STATES:
                 yield from tensors_in(name, getattr(value.layers[layer], name, None))
-
-
-Chooser = Callable[[str, str, str], bool]
-"""Whether (module, role, name) is chosen."""
-
-
-def chooser(full: str | Chooser | None) -> Chooser:
-    """Which tensors are kept in full: none, those of modules whose path has the pattern, or what a function says."""
-    if full is None:
-        return lambda module, role, name: False
-    if callable(full):
-        return full
-    pattern = compiled(full)
-    return lambda module, role, name: pattern.search(module) is not None
 
 
 def compiled(pattern: str) -> re.Pattern[str]:

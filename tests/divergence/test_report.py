@@ -143,7 +143,7 @@ def test_the_document_is_read_back_as_it_was_written(wrong, sound, tmp_path):
         path = report.write_json(found, tmp_path / "new" / "report.json", {"more": [1]})
         assert json.loads(path.read_text()) == json.loads(json.dumps(found.document() | {"more": [1]}))
         assert [one.name for one in path.parent.iterdir()] == ["report.json"]
-    with pytest.raises(InputError, match="report.json"):
+    with pytest.raises(InputError, match=r"report\.json"):
         report.write_json(wrong, path / "below" / "report.json")
 
 
