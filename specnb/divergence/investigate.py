@@ -26,7 +26,7 @@ from specnb.divergence.investigation import TRAINING, Investigation
 from specnb.divergence.ladder import GROWN, TIMES_FLOOR, Verdict
 from specnb.divergence.precision import same_logits
 from specnb.divergence.script import Script
-from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Coverage, Deploy, Lab, Outcome, setup_of, vocabulary_size
+from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Coverage, Deploy, Lab, Outcome, vocabulary_size
 from specnb.errors import InputError
 from specnb.measure.experiment import Progress, silent
 
@@ -52,8 +52,8 @@ def investigate(
 
     `setups` None: S0, S0w, S1, S2 and with a target S3; then S4 to S6 where only a neighbour makes it wrong. `features`
     are names that `deploy` takes as `without` (`features.Service`): what is wrong is run again without each. Everything
-    every module gave is kept: some MB a token for a model of 1 B parameters. Raises InputError for set-ups that cannot be run, a service that leaves no features out, a compiled
-    model, a dtype without known rounding.
+    every module gave is kept: some MB a token for a model of 1 B parameters. Raises InputError for a service that
+    leaves no features out, a compiled model, a dtype without known rounding.
     """
     started = time.perf_counter()
     lab = Lab(draft, target, script=script or made_up(draft, target), deploy=deploy)
@@ -120,7 +120,7 @@ def _run(
     """The outcomes so far, and those of these set-ups behind them."""
     outcomes = dict(before)
     for name in names:
-        progress(len(outcomes), len(before) + len(names), f"{name}: {setup_of(name).says}")
+        progress(len(outcomes), len(before) + len(names), f"{name}: {SETUPS[name].says}")
         outcomes[name] = lab.run(name, deploy)
     return outcomes
 

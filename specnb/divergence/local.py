@@ -47,12 +47,9 @@ class Along:
 
     @classmethod
     def of(cls, trace: Trace, script: Script) -> "Along":
-        """From a trace, with full tensors, of a run of `script`: its step i is feed i, whatever position it thought.
-
-        Raises InputError where the trace has other steps, or holds no full tensors.
-        """
+        """From a trace, with full tensors, of a run of `script`: its step i is feed i, whatever position it thought."""
         seen = [step["length"] for step in trace.facts["steps"]]
-        if seen != [len(feed.ids) for feed in script.feeds]:
+        if seen != [len(feed.ids) for feed in script.feeds]:  # a service may feed otherwise than it is told
             raise InputError(f"the trace has {len(seen)} steps of {sum(seen)} tokens, the script other ones")
         values, axes, left_out, gaps = {}, {}, [], {}
         for key, rows in _tensors(trace).items():
@@ -63,8 +60,6 @@ class Along:
             values[key], axes[key], missing = merged
             if len(missing):
                 gaps[key] = missing
-        if not values:
-            raise InputError('the trace holds no full tensors: capture with full="" (all modules)')
         return cls(script.text, values, axes, tuple(left_out), gaps)
 
 

@@ -75,13 +75,6 @@ FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
 """Those that are always run, and those for a draft that only a neighbour makes wrong."""
 
 
-def setup_of(name: str) -> SetUp:
-    """The set-up of that name. Raises InputError for one that does not exist."""
-    if name not in SETUPS:
-        raise InputError(f"no set-up {name!r}: there are {', '.join(SETUPS)}")
-    return SETUPS[name]
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What one set-up showed: `wrong` as `local.beyond` has it, first in time first; `trace` of the draft.
@@ -149,10 +142,9 @@ class Lab:
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
         """Run one set-up; `deploy` stands in for the lab's own, so that one reference serves many services.
 
-        Raises InputError for a set-up that does not exist, or needs a target where there is none, and for a service
-        whose logits are of another vocabulary.
+        Raises InputError for a service whose logits are of another vocabulary.
         """
-        setup = setup_of(name)
+        setup = SETUPS[name]
         script, neighbour = self._script_of(setup), self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
         before = Before(self.draft, neighbour, meant=self.meant, own=OWN, other=NEIGHBOUR)
@@ -172,8 +164,8 @@ class Lab:
         return Outcome(setup, script, wrong, errors, trace, along, logits, bool(shifted.any()), rounded)
 
     def bare(self, name: str, deploy: Deploy | None = None) -> tuple[torch.Tensor, ...]:
-        """The logits of a set-up without hooks. Raises InputError as `run` does."""
-        setup = setup_of(name)
+        """The logits of a set-up without hooks."""
+        setup = SETUPS[name]
         neighbour = self._neighbour(setup)
         with (deploy or self.deploy)(self.draft, neighbour):
             return self._logits(self._script_of(setup), setup, neighbour)

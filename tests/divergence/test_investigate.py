@@ -76,8 +76,6 @@ def test_the_heat_map_has_the_first_divergence_hot_and_all_before_it_cold(foreig
     before = heat.loc[:"layers.0.mlp.router"]
     assert (before <= 0.5).all().all()
     assert (foreign.heat("S0") <= 0.5).all().all()
-    with pytest.raises(InputError, match="S0w"):
-        foreign.heat("S9")
 
 
 def test_the_document_is_json_and_says_what_the_object_says(foreign):
@@ -124,11 +122,6 @@ def test_a_draft_that_hooks_change_is_not_judged(lab):
 def test_without_a_target_the_draft_is_looked_at_alone_and_beside_its_twins(lab):
     found = investigate(lab.draft, script=lab.script, deploy=FAULTS["positional_registry"])
     assert found.causes[0].name == "IDENTITY" and {*found.case.outcomes} == {"S0", "S0w", "S1", "S2", "S5"}
-
-
-def test_set_ups_are_asked_for_by_name(lab):
-    with pytest.raises(InputError, match="no set-up 'S9'"):
-        judge(lab, setups=["S9"])
 
 
 # --- broken drafts that must not get a clean bill ---------------------------------------------------------------------

@@ -211,7 +211,3 @@ def test_a_trace_of_another_run_is_refused(pair):
         run(pair.draft, Script.blocks(TEXT, width=5))
     with pytest.raises(InputError, match="other ones"):
         Along.of(builder.trace(), SCRIPT)
-    with capture(pair.draft) as builder:
-        run(pair.draft, SCRIPT)
-    with pytest.raises(InputError, match="full"):
-        Along.of(builder.trace(), SCRIPT)
