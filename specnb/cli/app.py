@@ -75,6 +75,8 @@ def run(
 
     given = parse_parameters(_pairs(parameter or []))
     paths = [find_notebook(n) for n in notebooks] if notebooks else all_notebooks()
+    if not paths:
+        raise InputError("there are no notebooks in the checkout to run: give the path of one")
     if given and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
     zoo.path("smollm2-135m")  # fetched here, where its progress can be seen
