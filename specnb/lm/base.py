@@ -171,7 +171,10 @@ def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None
 
 def check_rewind(model: LanguageModel, n: int) -> int:
     """The number as an int; refuse a rewind that the state does not hold or the engine cannot do exactly."""
-    n = index(n)
+    try:
+        n = index(n)
+    except TypeError as error:
+        raise RewindError(f"cannot rewind {n!r} tokens of {model.name}: give a whole number") from error
     if not 0 <= n <= model.n_past:
         raise RewindError(f"cannot rewind {n} tokens of {model.name}: its state holds {model.n_past}")
     if n > model.caps.rewind_depth:
