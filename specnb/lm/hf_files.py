@@ -36,6 +36,8 @@ from specnb.lm.vocab import Vocabulary
 from specnb.paths import cache_dir
 
 DEFAULT_N_CTX = 4096
+MAX_LAYERS = 10_000
+"""A config may ask for any number, and each takes a while to count, even without memory."""
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Pre-tokenizers (`tokenizer.ggml.pre`) that part every digit first; transformers 5.23 converts them without that."""
@@ -117,6 +119,8 @@ def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
 def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, what: str) -> None:
     """Count parameters on the meta device (no memory), then ask for weights + state + margin."""
     text = config.get_text_config(decoder=True)
+    if getattr(text, "num_hidden_layers", 1) > MAX_LAYERS:
+        raise LoadError(f"{what}: its config.json asks for {text.num_hidden_layers} layers, more than {MAX_LAYERS}")
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     width = torch.finfo(dtype).bits // 8

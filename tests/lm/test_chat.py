@@ -1,8 +1,12 @@
 """Chat templates come with downloaded models: they are rendered as transformers does, and in a sandbox."""
 
+import sys
+import time
+
 import pytest
 
 from specnb.errors import InputError
+from specnb.lm import chat
 from specnb.lm.chat import render
 from specnb.lm.vocab import Vocabulary
 
@@ -101,3 +105,35 @@ def test_a_hostile_template_gets_nothing_and_changes_nothing(template):
 def test_a_broken_or_endless_template_is_one_clear_error(template):
     with pytest.raises(InputError, match=r"chat template of this model cannot be rendered: \S"):
         render(vocabulary(template), MESSAGES)
+
+
+LONG = "{% for i in range(99999) %}{% for j in range(99999) %}TEXT{% endfor %}{% endfor %}"
+LARGE = {
+    "repeated": "{{ 'a' * 2000000000 }}",
+    "repeated from the left": "{{ 2000000000 * [1] }}",
+    "power": "{{ 9 ** 999999999 > 1 }}",
+    "doubled": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "joined": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "captured": "{% set s %}{{ 'a' * 9999999 }}{% endset %}{% set t %}{{ s }}{{ s }}{% endset %}",
+    "written": "{% set s = 'a' * 9999999 %}{{ s }}{{ s }}",
+    "written in a loop": LONG.replace("TEXT", "a" * 24),
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_a_template_cannot_fill_the_memory(what):
+    with pytest.raises(InputError, match=str(chat.MAX_SIZE)):
+        render(vocabulary(LARGE[what]), MESSAGES)
+
+
+def test_a_template_cannot_run_for_ever(monkeypatch):
+    monkeypatch.setattr(chat, "LIMIT_S", 0.2)
+    began, trace = time.monotonic(), sys.gettrace()
+    with pytest.raises(InputError, match=r"0\.2 s"):
+        render(vocabulary(LONG.replace("TEXT", "")), MESSAGES)
+    assert time.monotonic() - began < 2 and sys.gettrace() is trace
+
+
+def test_numbers_and_texts_within_the_limits_are_as_in_python():
+    template = "{{ 2 ** 10 }} {{ 3 * 4 + 1.5 }} {{ 'ab' * 2 ~ ([1] + [2]) }} {{ 2 ** -1 }} {{ 1.5 * 2 }}"
+    assert render(vocabulary(template), MESSAGES) == "1024 13.5 abab[1, 2] 0.5 3.0"
