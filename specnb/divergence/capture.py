@@ -9,7 +9,6 @@ import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
@@ -88,7 +87,7 @@ class TraceBuilder:
         self.listens = True
         """Whether hooks come to it."""
 
-    @contextmanager
+    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What runs inside is not written down: another torch model, which may share modules with this one."""
         listened, self.listens = self.listens, False
@@ -358,7 +357,9 @@ class _Coverage:
         if place.chosen:
             for name, value in arguments.items():
                 if isinstance(value, bool | int | float):
-                    self._note_scalar(f"{place.path}:{name}", repr(value))
+                    kept = self._scalars.setdefault(f"{place.path}:{name}", [])
+                    if repr(value) not in kept and len(kept) < SCALARS_KEPT:
+                        kept.append(repr(value))
 
     def facts(self) -> dict[str, Any]:
         """A module that never ran was not looked at."""
@@ -366,11 +367,6 @@ class _Coverage:
         hooked = len(self._called)
         seen = {"hooked": hooked, "written": self._written, "called": hooked - len(never), "never_called": never}
         return {"modules": seen, "scalars": self._scalars}
-
-    def _note_scalar(self, name: str, text: str) -> None:
-        kept = self._scalars.setdefault(name, [])
-        if text not in kept and len(kept) < SCALARS_KEPT:
-            kept.append(text)
 
 
 class _Hooks:
