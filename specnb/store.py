@@ -236,7 +236,8 @@ def _rows(document: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]
     generations = []
     for index, generation in enumerate(document["generations"]):
         counts = {"n_tokens": len(generation["token_ids"]), "n_prompt_tokens": len(generation["prompt_ids"])}
-        generations.append(key | {"generation": index} | {name: generation[name] for name in _SCALARS} | counts)
+        fields = {name: generation.get(name, Generation.model_fields[name].default) for name in _SCALARS}
+        generations.append(key | {"generation": index} | fields | counts)  # older records lack some fields
     same = {name: document[name] for name in ("schema_version", "status", "error")}
     same |= {name: _utc(document[name]) for name in ("started", "ended")}
     texts = {name: json.dumps(document[name]) for name in ("params", "provenance", "measurements")}

@@ -78,7 +78,7 @@ def verify_costs(
     trained heads, whose cost is not that of a model's forward.
     """
     for drafter in drafters:
-        if hasattr(drafter, "target"):
+        if getattr(drafter, "reads_hidden", False):
             raise InputError(f"what {drafter.name} costs is not measured here: see specnb bench medusa")
     models = {d.name: model for d in drafters if (model := model_of(d)) is not None}
     context = min(CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))

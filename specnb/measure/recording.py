@@ -78,8 +78,11 @@ class Trace(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> "Trace":
-        """Read what `save` wrote. Raises InputError for another table."""
-        table = pq.read_table(path)
+        """Read what `save` wrote. Raises InputError for another file."""
+        try:
+            table = pq.read_table(path)
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"{path} is no trace: {error}; record it again") from error
         meta = json.loads((table.schema.metadata or {}).get(b"specnb_trace", b"{}"))
         if meta.get("format") != FORMAT:
             raise InputError(f"{path} is no trace of format {FORMAT}, but {meta or 'another table'}; record it again")

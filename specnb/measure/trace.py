@@ -69,7 +69,7 @@ def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -
             raise InputError(
                 f"{drafter.name} drafts trees of {tree_nodes(drafter)} nodes, and only chains are replayed"
             )
-        if hasattr(drafter, "target"):
+        if getattr(drafter, "reads_hidden", False):
             raise InputError(
                 f"{drafter.name} reads the target's hidden states, which no recording holds yet: measure it live "
                 "(specnb generate, specnb bench medusa)"

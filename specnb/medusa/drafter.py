@@ -42,6 +42,7 @@ class HeadsDrafter:
     """
 
     vocab = None
+    reads_hidden = True  # hidden states of the target, which no recording holds
 
     def __init__(
         self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None, *, findings: Sequence[str] = ()

@@ -61,7 +61,7 @@ class Heads(LookupDrafter):
 
     def __init__(self):
         super().__init__()
-        self.name, self.target = "medusa", None
+        self.name, self.reads_hidden = "medusa", True
 
 
 class Planned(LookupDrafter):

@@ -134,6 +134,12 @@ def test_trees_come_back_and_records_of_before_there_were_trees_can_be_read(rich
     assert store.load(old) == rich
     rows = store.query("SELECT parents FROM rounds", tmp_path)
     assert len(rows) == 4 and [list(p) for p in rows.parents.dropna()] == [[-1, -1, 1]]
+    document = json.loads((old / "run.json").read_text())
+    for generation in document["generations"]:
+        del generation["top_k"], generation["top_p"], generation["max_new_tokens"]
+    (old / "run.json").write_text(json.dumps(document))
+    assert store.load(old) == rich
+    assert set(store.query("SELECT top_k FROM generations", tmp_path).top_k) == {0}
     without_column(folder, "width")
     with pytest.raises(InputError, match=r"run\.json"):
         store.load(folder)
