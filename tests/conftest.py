@@ -20,7 +20,10 @@ hypothesis.settings.register_profile("nightly", max_examples=300, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 LONG_S = 5.0
-LONG: dict[str, str] = {}
+LONG = {
+    "notebooks/": "a notebook of the quick two, with a real model",
+    "tests/decode/test_generate.py::test_a_generation_with_lookup_loads_few_modules": "a process that imports torch",
+}
 """Tests of the default line that may take longer than LONG_S: the beginning of their id, and why."""
 
 

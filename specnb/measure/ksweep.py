@@ -149,7 +149,10 @@ def _turns(
 def baseline_of(made: Sequence[Generation], one: Generation) -> Generation:
     """The plain generation of the same prompt and temperature."""
     key = (one.prompt_id, one.temperature)
-    return next(g for g in made if g.k == 0 and (g.prompt_id, g.temperature) == key)
+    baseline = next((g for g in made if g.k == 0 and (g.prompt_id, g.temperature) == key), None)
+    if baseline is None:  # of a sweep that failed
+        raise InputError(f"no baseline for prompt {key[0]!r} at temperature {key[1]}: run the sweep again")
+    return baseline
 
 
 def _forks(target: LanguageModel, made: Sequence[Generation]) -> Iterator[dict[str, Any]]:
