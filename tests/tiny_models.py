@@ -145,7 +145,7 @@ def torch_model(kind: str = "llama", *, seed: int = 0, **config: object):
 
 def torch_folder(path: Path, kind: str = "llama", **config: object) -> Path:
     """`torch_model` saved as transformers saves it, without a tokenizer."""
-    from specnb.lm.hf_files import quiet
+    from specnb.lm.hf.files import quiet
 
     with quiet():
         torch_model(kind, **config).save_pretrained(path)

@@ -135,7 +135,7 @@ def _require_dtype(draft: str, dtype: str | None) -> None:
     if draft == PAIR:
         from specnb.divergence.pair import DTYPES
     else:
-        from specnb.lm.hf import DTYPES
+        from specnb.lm.hf.model import DTYPES
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: {draft} is opened in {', '.join(DTYPES)}")
 

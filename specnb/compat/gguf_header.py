@@ -27,7 +27,7 @@ from specnb.compat.gguf_vocab import (
     tokens_of,
 )
 from specnb.errors import InputError
-from specnb.lm import binding
+from specnb.lm.gguf import binding
 from specnb.lm.vocab import Vocabulary
 
 MAX_ROWS = 2_000_000

@@ -1,7 +1,7 @@
 """The vocabulary of a GGUF header, read as llama.cpp reads it (llama-vocab.cpp, `llama_vocab::impl::load`).
 
-The pieces are those of `lm.binding.vocabulary`, byte for byte. Where several texts could be the end-of-turn token or
-the same fill-in-the-middle token, llama.cpp takes the one that its hash map yields first; here only a single one is
+The pieces are those of `lm.gguf.binding.vocabulary`, byte for byte. Where several texts could be the end-of-turn token
+or the same fill-in-the-middle token, llama.cpp takes the one that its hash map yields first; here only a single one is
 taken, so `eot` may be None and, for fill-in-the-middle prefixes, one more id may count as control.
 """
 

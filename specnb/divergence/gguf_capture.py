@@ -23,7 +23,7 @@ from specnb.divergence.sketch import digest_bytes
 from specnb.divergence.tensors import Step, compiled
 from specnb.lm import load
 from specnb.lm.base import LanguageModel
-from specnb.lm.gguf_tensors import Decode, Node, StoredWeights, Watch, ggml
+from specnb.lm.gguf.tensors import Decode, Node, StoredWeights, Watch, ggml
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from specnb.draft.model import ModelDrafter
 from specnb.draft.translate import StringMatch, model_drafter
 from specnb.errors import InputError
 from specnb.io import file_digest
-from specnb.lm import binding, zoo
+from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
 from specnb.lm.cache import made_once
+from specnb.lm.gguf import binding
 from specnb.lm.load import ModelSpec, local_file, parse
 from specnb.paths import cache_dir
 
@@ -19,7 +20,7 @@ def self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: A
 
 
 def requantised_copy(target: str, type_name: str = "q4_0") -> str:
-    """Name of a copy of `target` with weights of `type_name` (see `specnb.lm.binding.FILE_TYPES`), made if need be.
+    """Name of a copy of `target` with weights of `type_name` (see `lm.gguf.binding.FILE_TYPES`), made if need be.
 
     Raises InputError when the target is no GGUF (its weights cannot be requantised here) or the type is unknown,
     LoadError or FetchError when the copy cannot be made or written.

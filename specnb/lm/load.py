@@ -5,7 +5,7 @@ smollm2-135m:f16                    zoo, requantised here
 smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantised into torch
 model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
 ./folder     hf:ORG/NAME            transformers
-./folder?backend=llama&weights=f16  converted to a GGUF here (families of lm/convert), in llama.cpp
+./folder?backend=llama&weights=f16  converted to a GGUF here (families of lm/gguf), in llama.cpp
 tiny-hybrid                         a model that comes with the checkout (a folder in data/models)
 """
 
@@ -25,7 +25,7 @@ from specnb.lm.memory import Need, gguf_parts, require
 from specnb.registry import DRAFTERS
 
 if TYPE_CHECKING:
-    from specnb.lm.gguf_tensors import Watch
+    from specnb.lm.gguf.tensors import Watch
 
 BACKENDS = ("llama", "hf")
 WIDTHS = {"float32": 4, "f32": 4}
@@ -100,7 +100,7 @@ def local_file(spec: ModelSpec) -> Path | None:
     if spec.where == "zoo":
         return zoo.path(spec.source)
     if spec.where == "hf" and spec.backend == "llama":
-        from specnb.lm.convert.to_gguf import converted
+        from specnb.lm.gguf.convert import converted
 
         return converted(embedded.local_folder(spec.source), spec.options.get("weights", "f16"))
     return expanded(spec.source) if spec.where == "gguf" else None
@@ -157,7 +157,7 @@ def weights_bytes(spec: ModelSpec) -> int:
 def load(name_or_path: str | Path, *, watch: "Watch | None" = None, **options: Any) -> LanguageModel:
     """Open a model by name (see the module's text); `options` go to the engine's `open`.
 
-    `watch` is shown what llama.cpp computes (see `lm.gguf_tensors`).
+    `watch` is shown what llama.cpp computes (see `lm.gguf.tensors`).
 
     Raises InputError (name, option), FetchError (zoo file not to be had), LoadError, MemoryShortError.
     """
@@ -173,10 +173,10 @@ def load(name_or_path: str | Path, *, watch: "Watch | None" = None, **options: A
 def _opener(backend: str) -> Callable[..., LanguageModel]:
     # engines are imported when they are asked for: each works without the other
     if backend == "hf":
-        from specnb.lm.hf import HfModel
+        from specnb.lm.hf.model import HfModel
 
         return HfModel.open
-    from specnb.lm.gguf import GgufModel
+    from specnb.lm.gguf.model import GgufModel
 
     return GgufModel.open
 

@@ -21,7 +21,7 @@ def main(path: str | Path) -> int:
     import numpy as np
 
     from specnb.errors import NonFiniteLogits, SpecnbError
-    from specnb.lm.gguf import GgufModel
+    from specnb.lm.gguf.model import GgufModel
 
     try:
         row = np.asarray(GgufModel.open(path, n_ctx=N_CTX).forward([PROBE_TOKEN], 1))[-1]

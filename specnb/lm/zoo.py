@@ -120,7 +120,7 @@ def path(name: str, *, progress: bool = True) -> Path:
     """
     entry, kind = parse(name)
     if kind is not None:
-        from specnb.lm import binding
+        from specnb.lm.gguf import binding
 
         return made_once(
             _file(entry, kind),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
-from specnb.lm.hf_hidden import final_norm
+from specnb.lm.hf.hidden import final_norm
 from specnb.measure.bench import Interval, bootstrap
 from specnb.medusa.nets import Heads, draft_ids, network
 from specnb.medusa.tree import RANKS

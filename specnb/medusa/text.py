@@ -23,10 +23,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from specnb.errors import InputError
 from specnb.lm import chat
 from specnb.lm.base import LanguageModel
-from specnb.lm.hf_attention import attends_to_all
-from specnb.lm.hf_cache import new_cache
-from specnb.lm.hf_engine import cache_argument
-from specnb.lm.hf_hidden import pre_norm_states
+from specnb.lm.hf.attention import attends_to_all
+from specnb.lm.hf.cache import new_cache
+from specnb.lm.hf.engine import cache_argument
+from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa.corpus import Document
 
 ASKED = "asked"
@@ -304,7 +304,7 @@ def number_of(key: list[int]) -> int:
 GROUPED = "specnb_grouped"
 """Attention of one new token for many rows at once. torch's CPU kernel for one query a row works key by key: with 64
 rows of 200 tokens it took three quarters of a step. Here the query heads that share keys are the rows of one matrix
-product. Rows are as they would be alone up to rounding only; exact verification has `lm.hf_attention`."""
+product. Rows are as they would be alone up to rounding only; exact verification has `lm.hf.attention`."""
 
 
 def grouped_attention(

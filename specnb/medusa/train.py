@@ -24,8 +24,8 @@ from tqdm import tqdm
 from specnb import script
 from specnb.errors import InputError
 from specnb.io import write_atomic
-from specnb.lm import hf_attention
 from specnb.lm.base import LanguageModel
+from specnb.lm.hf import attention as hf_attention
 from specnb.lm.load import load
 from specnb.medusa import checkpoint, data, loop
 from specnb.medusa.data import SPLITS, Examples, Rows

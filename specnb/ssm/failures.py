@@ -7,8 +7,10 @@ import numpy as np
 import pandas as pd
 
 from specnb.errors import EngineError, InputError
-from specnb.lm import binding, embedded, gguf_open
-from specnb.lm.gguf_engine import LlamaEngine
+from specnb.lm import embedded
+from specnb.lm.gguf import binding
+from specnb.lm.gguf import open as gguf_open
+from specnb.lm.gguf.engine import LlamaEngine
 from specnb.lm.load import load, local_file, parse
 
 N_PROMPT, N_BLOCK = 12, 4
@@ -88,7 +90,7 @@ def _with_crop(folder: Path, prompt: list[int], wrong: list[int], ahead: list[in
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    from specnb.lm.hf_files import quiet
+    from specnb.lm.hf.files import quiet
 
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -231,7 +231,7 @@ def _make_twin(folder: Path, twin: Path) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from specnb.lm.hf_files import quiet
+    from specnb.lm.hf.files import quiet
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     missing = [key for key in TWIN_FIELDS if key not in config] + [f for f in TOKENIZER if not (folder / f).is_file()]

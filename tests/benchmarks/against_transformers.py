@@ -20,8 +20,8 @@ from specnb import compare, generate, prompts
 from specnb.decode.generate import prompt_ids
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm import zoo
-from specnb.lm.hf import DTYPES, HfModel
-from specnb.lm.hf_files import dequantised
+from specnb.lm.hf.files import dequantised
+from specnb.lm.hf.model import DTYPES, HfModel
 from specnb.prompts import Prompt
 from specnb.provenance import provenance
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specnb.compat.description import Description, Rope, State
 from specnb.compat.gguf_header import describe
 from specnb.errors import InputError
-from specnb.lm import binding
+from specnb.lm.gguf import binding
 from tests.tiny_models import BYTES, sentencepiece_tokens
 
 U32, I32, F32, BOOL, STRING, ARRAY, U64 = 4, 5, 6, 7, 8, 9, 10

@@ -13,7 +13,7 @@ from specnb.compat.description import Rope, State
 from specnb.compat.hf_folder import describe
 from specnb.compat.pieces import ALPHABET
 from specnb.errors import InputError
-from specnb.lm.hf_files import vocabulary
+from specnb.lm.hf.files import vocabulary
 
 LETTER = {b: c for c, b in ALPHABET.items()}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -160,7 +160,7 @@ def test_added_tokens_have_the_ids_that_the_library_gives_them(tmp_path, tokens)
 
 
 def test_pieces_and_special_ids_are_those_of_the_torch_engine(folder):
-    """One meaning of an id in the whole package: as `lm.hf_files` reads the opened tokenizer."""
+    """One meaning of an id in the whole package: as `lm.hf.files` reads the opened tokenizer."""
     # AutoTokenizer would take Qwen's own class, which adds tokens that it misses
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<|bos|>", eos_token="<|im_end|>"
@@ -288,7 +288,7 @@ def test_encode_is_the_real_tokenizer_without_special_tokens(folder):
 def test_the_dequantised_folder_is_its_gguf():
     from specnb.compat import gguf_header
     from specnb.lm import zoo
-    from specnb.lm.hf_files import dequantised
+    from specnb.lm.hf.files import dequantised
 
     gguf = zoo.path("smollm2-135m")
     theirs, ours = gguf_header.describe(gguf), describe(dequantised(gguf))

@@ -4,7 +4,8 @@ import pytest
 
 from specnb.compat.read import describe, opens
 from specnb.errors import InputError
-from specnb.lm import binding, zoo
+from specnb.lm import zoo
+from specnb.lm.gguf import binding
 from tests.compat.test_gguf_header import bpe_file, letters_and
 from tests.compat.test_hf_folder import byte_level_tokenizer, folder_of, line, tiktoken
 

@@ -13,7 +13,8 @@ from specnb.divergence.gguf_capture import capture_gguf
 from specnb.divergence.local import Along
 from specnb.divergence.script import Feed, Script
 from specnb.errors import InputError, LoadError
-from specnb.lm import binding, gguf_tensors
+from specnb.lm.gguf import binding
+from specnb.lm.gguf import tensors as gguf_tensors
 from specnb.lm.load import load
 from tests.tiny_models import (
     VOCAB,

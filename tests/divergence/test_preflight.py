@@ -17,7 +17,7 @@ from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, RewindError
-from specnb.lm.hf import HfModel
+from specnb.lm.hf.model import HfModel
 from specnb.lm.toy import cyclic, markov
 from specnb.measure.curve import Curve
 from tests.tiny_models import torch_folder

@@ -14,7 +14,8 @@ from specnb.draft.model import ModelDrafter
 from specnb.draft.selfdraft import requantised_copy
 from specnb.draft.translate import model_drafter
 from specnb.errors import FetchError, InputError, LoadError, MemoryShortError, VocabularyMismatch
-from specnb.lm import binding, toy
+from specnb.lm import toy
+from specnb.lm.gguf import binding
 
 
 class Opening:

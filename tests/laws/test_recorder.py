@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.lm import hf_record
-from specnb.lm.hf import HfModel
-from specnb.lm.hf_cache import recurrent_layers
+from specnb.lm.hf import record as hf_record
+from specnb.lm.hf.cache import recurrent_layers
+from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, torch_model
 
 CONFIGS = {

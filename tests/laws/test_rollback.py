@@ -12,9 +12,10 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError, RewindError
-from specnb.lm import hf_cache, hf_record
-from specnb.lm.hf import HfModel
-from specnb.lm.hf_cache import KeptPastLayer, recurrent_layers
+from specnb.lm.hf import cache as hf_cache
+from specnb.lm.hf import record as hf_record
+from specnb.lm.hf.cache import KeptPastLayer, recurrent_layers
+from specnb.lm.hf.model import HfModel
 from specnb.lm.rollback import FusedReplay
 from tests.tiny_models import VOCAB, torch_model
 

@@ -9,10 +9,12 @@ import pytest
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
-from specnb.lm import gguf_engine, gguf_open, memory
-from specnb.lm.convert.to_gguf import write_gguf
-from specnb.lm.gguf import GgufModel
-from specnb.lm.hf_files import quiet
+from specnb.lm import memory
+from specnb.lm.gguf import engine as gguf_engine
+from specnb.lm.gguf import open as gguf_open
+from specnb.lm.gguf.convert import write_gguf
+from specnb.lm.gguf.model import GgufModel
+from specnb.lm.hf.files import quiet
 from tests.laws.test_rollback import IDS, ROUNDS, Scripted
 from tests.tiny_hybrids import hybrid_folder
 

@@ -17,10 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specnb.errors import CapacityError, EngineError, InputError, StateError
-from specnb.lm import hf, hf_attention, hf_cache, hf_engine, hf_tree, toy
+from specnb.lm import toy
 from specnb.lm.base import LanguageModel, TreeModel
-from specnb.lm.hf import HfModel
-from specnb.lm.hf_cache import FIRST_ROOM, KeptPastLayer
+from specnb.lm.hf import attention as hf_attention
+from specnb.lm.hf import cache as hf_cache
+from specnb.lm.hf import engine as hf_engine
+from specnb.lm.hf import model as hf
+from specnb.lm.hf import tree as hf_tree
+from specnb.lm.hf.cache import FIRST_ROOM, KeptPastLayer
+from specnb.lm.hf.model import HfModel
 from specnb.lm.tree import Tree
 from tests.laws.trees import random_tree
 from tests.tiny_models import VOCAB, torch_model

@@ -8,10 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specnb.errors import CapacityError, EngineError, InputError, RewindError
-from specnb.lm import gguf_open, hf_engine, toy
+from specnb.lm import toy
 from specnb.lm.base import LanguageModel
-from specnb.lm.gguf import GgufModel
-from specnb.lm.hf import HfModel
+from specnb.lm.gguf import open as gguf_open
+from specnb.lm.gguf.model import GgufModel
+from specnb.lm.hf import engine as hf_engine
+from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, llama_gguf, mamba_gguf, torch_folder, torch_model
 
 N_CTX = 48

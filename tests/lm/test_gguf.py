@@ -9,8 +9,10 @@ import psutil
 import pytest
 
 from specnb.errors import CapacityError, InputError, LoadError, MemoryShortError
-from specnb.lm import binding, gguf_open, memory
-from specnb.lm.gguf import GgufModel
+from specnb.lm import memory
+from specnb.lm.gguf import binding
+from specnb.lm.gguf import open as gguf_open
+from specnb.lm.gguf.model import GgufModel
 from tests.tiny_models import bert_gguf, llama_gguf, mamba_gguf
 
 IDS = [4, 9, 6, 7, 8, 11, 5, 10]
@@ -31,8 +33,8 @@ def model(file):
 
 def in_a_process_of_its_own(*lines: str) -> str:
     """Run what might crash; the output, or a failure that shows how it died."""
-    code = "\n".join(("from specnb.errors import *", "from specnb.lm import binding",
-                      "from specnb.lm.gguf import GgufModel", *lines))  # fmt: skip
+    code = "\n".join(("from specnb.errors import *", "from specnb.lm.gguf import binding",
+                      "from specnb.lm.gguf.model import GgufModel", *lines))  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-800:]}"
     return done.stdout.strip()
@@ -258,7 +260,7 @@ def test_log_lines_go_to_the_logger_and_not_to_stderr(file, tmp_path, caplog, ca
 def test_errors_that_nobody_listens_to_stay_off_stderr(tmp_path):
     """Python prints errors of loggers without a handler; the exception already says them."""
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(50))
-    code = ("from specnb.lm.gguf import GgufModel", "try:", f"    GgufModel.open({str(tmp_path / 'bad.gguf')!r})",
+    code = ("from specnb.lm.gguf.model import GgufModel", "try:", f"    GgufModel.open({str(tmp_path / 'bad.gguf')!r})",
             "except RuntimeError:", "    pass")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

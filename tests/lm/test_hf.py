@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from specnb.errors import InputError, LoadError
-from specnb.lm import hf_attention
-from specnb.lm.hf import HfModel
-from specnb.lm.hf_cache import FIRST_ROOM, KeptPastLayer
+from specnb.lm.hf import attention as hf_attention
+from specnb.lm.hf.cache import FIRST_ROOM, KeptPastLayer
+from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, torch_folder, torch_model
 
 IDS = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 30)]
@@ -70,7 +70,7 @@ def check_widths(model: HfModel, ids: list[int]) -> None:
 @pytest.mark.parametrize("family", some_of(CROPPABLE, "llama, shared", "gemma3", "gpt2", "opt", "deepseek"))
 def test_attention_models_run_alike_at_every_width_and_go_back_exactly(family, monkeypatch):
     kind, config = CROPPABLE[family]
-    monkeypatch.setattr("specnb.lm.hf_engine.PREFILL_WIDTH", 8)
+    monkeypatch.setattr("specnb.lm.hf.engine.PREFILL_WIDTH", 8)
     model = HfModel(torch_model(kind, **config), None, name=family)
     assert model.caps.rewind == "crop" and model.caps.lossless_dtype
     check_widths(model, IDS)
@@ -86,7 +86,7 @@ def test_attention_models_run_alike_at_every_width_and_go_back_exactly(family, m
 
 @pytest.mark.parametrize("kind", some_of(STATEFUL, "mamba2", "jamba", "lfm2", "qwen3_next"))
 def test_stateful_models_run_alike_at_every_width(kind, monkeypatch):
-    monkeypatch.setattr("specnb.lm.hf_engine.PREFILL_WIDTH", 8)
+    monkeypatch.setattr("specnb.lm.hf.engine.PREFILL_WIDTH", 8)
     model = HfModel(torch_model(kind, **STATEFUL[kind]), None, name=kind)
     assert model.caps.rewind == ("snapshots" if kind in FORGETFUL else "replay")
     assert ("token by token" in model.caps.details.get("steps", "")) == (kind in FORGETFUL)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specnb.errors import InputError, LoadError, MemoryShortError
-from specnb.lm.gguf import GgufModel
-from specnb.lm.hf import HfModel
+from specnb.lm.gguf.model import GgufModel
+from specnb.lm.hf.model import HfModel
 from tests.tiny_models import llama_gguf, torch_folder
 
 
@@ -156,7 +156,7 @@ def test_a_model_neither_runs_its_code_nor_ends_the_process(folder, tmp_path):
     (folder / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
     file = llama_gguf(tmp_path / "holes.gguf")
     code = (
-        "import warnings", "from specnb.lm.hf import HfModel", "from specnb.errors import LoadError",
+        "import warnings", "from specnb.lm.hf.model import HfModel", "from specnb.errors import LoadError",
         "try:", f"    HfModel.open({str(folder)!r})", "except LoadError as error:", "    print('refused', error)",
         "warnings.simplefilter('ignore')", f"print(HfModel.open({str(file)!r}).forward([5]).shape)",
     )  # fmt: skip

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specnb.errors import EngineError, InputError, StateError
-from specnb.lm.hf import HfModel
-from specnb.lm.hf_hidden import HiddenStates, final_norm
+from specnb.lm.hf.hidden import HiddenStates, final_norm
+from specnb.lm.hf.model import HfModel
 from specnb.lm.tree import Tree
 from tests.laws.trees import random_tree
 from tests.tiny_models import VOCAB, WIDTH, torch_model
@@ -174,8 +174,8 @@ def test_single_steps_that_take_two_rows_hold_one(dtype):
 @pytest.mark.parametrize("steps", ["blocks", "single"])
 @pytest.mark.parametrize(("kind", "way"), WAYS)
 def test_of_a_long_prefill_the_last_pieces_are_held(monkeypatch, kind, way, steps):
-    monkeypatch.setattr("specnb.lm.hf_engine.PREFILL_WIDTH", 8)
-    monkeypatch.setattr("specnb.lm.hf_hidden.PREFILL_WIDTH", 8)
+    monkeypatch.setattr("specnb.lm.hf.engine.PREFILL_WIDTH", 8)
+    monkeypatch.setattr("specnb.lm.hf.hidden.PREFILL_WIDTH", 8)
     model = shared(kind, way)
     if steps == "single":
         monkeypatch.setattr(model._engine, "steps", "single")

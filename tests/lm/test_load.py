@@ -10,7 +10,7 @@ from specnb.decode.generate import generate
 from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm import load as loading
 from specnb.lm import memory, zoo
-from specnb.lm.hf_files import NOTE, dequantised
+from specnb.lm.hf.files import NOTE, dequantised
 from specnb.lm.load import load, local_file, parse, room_for_both, weights_bytes
 from specnb.lm.toy import markov
 from specnb.measure.pair import run_pair

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from specnb.errors import InputError, LoadError
-from specnb.lm import binding, gguf_open
-from specnb.lm.convert import families, to_gguf
-from specnb.lm.convert import plan as gguf_plan
-from specnb.lm.convert import tokenizer as gguf_tokenizer
-from specnb.lm.convert.to_gguf import write_gguf
-from specnb.lm.gguf import GgufModel
+from specnb.lm.gguf import binding, families
+from specnb.lm.gguf import convert as to_gguf
+from specnb.lm.gguf import open as gguf_open
+from specnb.lm.gguf import plan as gguf_plan
+from specnb.lm.gguf import tokenizer as gguf_tokenizer
+from specnb.lm.gguf.convert import write_gguf
+from specnb.lm.gguf.model import GgufModel
 from tests.tiny_hybrids import (
     CORPUS,
     END,
@@ -57,7 +58,7 @@ def split(pattern: str):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    from specnb.lm.hf_files import quiet
+    from specnb.lm.hf.files import quiet
 
     base = tmp_path_factory.mktemp("models")
     with quiet():
@@ -79,7 +80,7 @@ def torch_logits(folder: Path) -> np.ndarray:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from specnb.lm.hf_files import quiet
+    from specnb.lm.hf.files import quiet
 
     with quiet(), torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -119,7 +120,7 @@ def test_sixteen_bits_are_nearly_the_same_model_in_half_the_bytes(name, dtype, f
 def test_both_engines_read_one_vocabulary_and_split_text_alike(name, folders, ggufs):
     from transformers import AutoConfig, AutoTokenizer
 
-    from specnb.lm.hf_files import vocabulary
+    from specnb.lm.hf.files import vocabulary
 
     tokenizer = AutoTokenizer.from_pretrained(folders[name])
     mine = vocabulary(tokenizer, AutoConfig.from_pretrained(folders[name]), None)
@@ -442,7 +443,7 @@ def test_the_published_tokenizer_comes_back_entry_by_entry():
     from transformers import AutoConfig, AutoTokenizer
 
     from specnb.lm import zoo
-    from specnb.lm.hf_files import dequantised, vocabulary
+    from specnb.lm.hf.files import dequantised, vocabulary
 
     published = GGUFReader(zoo.path("smollm2-135m")).fields
     folder = dequantised(zoo.path("smollm2-135m"))

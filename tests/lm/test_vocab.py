@@ -99,7 +99,7 @@ def byte_fallback():
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
 def test_pieces_spell_the_text_that_was_encoded(request, family, text):
-    from specnb.lm.hf_files import vocabulary
+    from specnb.lm.hf.files import vocabulary
 
     tokenizer = request.getfixturevalue(family)
     vocab = vocabulary(tokenizer, config(len(tokenizer)), None)
@@ -109,7 +109,7 @@ def test_pieces_spell_the_text_that_was_encoded(request, family, text):
 
 
 def test_byte_level_vocabulary(byte_level):
-    from specnb.lm.hf_files import vocabulary
+    from specnb.lm.hf.files import vocabulary
 
     size = len(byte_level)
     vocab = vocabulary(byte_level, config(size, eos_token_id=5), SimpleNamespace(eos_token_id=[1, 7]))
@@ -121,7 +121,7 @@ def test_byte_level_vocabulary(byte_level):
 
 
 def test_byte_fallback_vocabulary(byte_fallback):
-    from specnb.lm.hf_files import vocabulary
+    from specnb.lm.hf.files import vocabulary
 
     vocab = vocabulary(byte_fallback, config(266), None)
     assert vocab.pieces[3:259] == tuple(bytes([b]) for b in range(256))
@@ -131,7 +131,7 @@ def test_byte_fallback_vocabulary(byte_fallback):
 
 
 def test_rows_of_a_padded_embedding_have_no_text(byte_level):
-    from specnb.lm.hf_files import vocabulary
+    from specnb.lm.hf.files import vocabulary
 
     size = len(byte_level)
     padded = vocabulary(byte_level, config(size + 40), None)
@@ -149,7 +149,7 @@ def test_ids_behind_a_gap_keep_their_text(byte_fallback):
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from specnb.lm.hf_files import vocabulary
+    from specnb.lm.hf.files import vocabulary
 
     state = json.loads(byte_fallback.backend_tokenizer.to_str())
     vocab = state["model"]["vocab"]
@@ -160,7 +160,7 @@ def test_ids_behind_a_gap_keep_their_text(byte_fallback):
 
 
 def test_without_a_tokenizer_every_id_still_has_a_name():
-    from specnb.lm.hf_files import vocabulary
+    from specnb.lm.hf.files import vocabulary
 
     vocab = vocabulary(None, config(3, eos_token_id=2), None)
     assert vocab.pieces == (b"<0>", b"<1>", b"<2>") and vocab.eog == {2} and vocab.kind == "none"

@@ -10,8 +10,9 @@ import pytest
 
 from specnb.errors import FetchError, InputError
 from specnb.io import digest
-from specnb.lm import binding, fetch, zoo
+from specnb.lm import fetch, zoo
 from specnb.lm.cache import made_once
+from specnb.lm.gguf import binding
 from specnb.paths import cache_dir
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 4000

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specnb.lm.hf import HfModel
+from specnb.lm.hf.model import HfModel
 from specnb.medusa.nets import Heads
 from tests.medusa import periodic
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from specnb.lm.hf import HfModel
+from specnb.lm.hf.model import HfModel
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig
 from tests.tiny_models import VOCAB, torch_model
 

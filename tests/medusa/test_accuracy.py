@@ -7,7 +7,7 @@ import torch
 from specnb.decode.generate import generate
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
-from specnb.lm.hf import HfModel
+from specnb.lm.hf.model import HfModel
 from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_matrix, accuracy_table, score, states, trace
 from specnb.medusa.drafter import HeadsDrafter
 from specnb.medusa.gates import compare_rounds, near_tie, served_alpha, served_counts

@@ -13,7 +13,7 @@ from specnb.draft.base import TokenView
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError, NonFiniteLogits
 from specnb.lm import toy
-from specnb.lm.hf import HfModel
+from specnb.lm.hf.model import HfModel
 from specnb.measure import pair
 from specnb.medusa import checkpoint
 from specnb.medusa import drafter as heads_load

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from specnb.errors import InputError
-from specnb.lm.hf_hidden import HiddenStates
+from specnb.lm.hf.hidden import HiddenStates
 from specnb.measure.curve import Curve, read
 from specnb.medusa import gates as head_gates
 from tests.medusa import periodic

@@ -10,7 +10,7 @@ from transformers import AutoConfig, DynamicCache
 
 import specnb
 from specnb.errors import InputError
-from specnb.lm.hf_engine import cache_argument
+from specnb.lm.hf.engine import cache_argument
 from specnb.ssm import memory, shapes
 from specnb.ssm.memory import table
 from specnb.ssm.shapes import Kind, RecurrentShape, shape_of

@@ -106,7 +106,9 @@ def test_the_probe_decodes_token_1_and_writes_the_likeliest_next(monkeypatch, ca
         assert (path, n_ctx) == ("m.gguf", 64)
         return SimpleNamespace(forward=forward)
 
-    monkeypatch.setitem(sys.modules, "specnb.lm.gguf", SimpleNamespace(GgufModel=SimpleNamespace(open=open_model)))
+    monkeypatch.setitem(
+        sys.modules, "specnb.lm.gguf.model", SimpleNamespace(GgufModel=SimpleNamespace(open=open_model))
+    )
     code, written = probe.main("m.gguf"), json.loads(capsys.readouterr().out)
     assert (code, written) == (0, answer) if isinstance(answer, dict) else (code == 1 and answer in written["error"])
 

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specnb.lm.base import Capabilities, TreeModel
-from specnb.lm.hf_attention import NAME, attends_to_all
+from specnb.lm.hf.attention import NAME, attends_to_all
 from specnb.lm.preflight import TOLERANCE, apart, probe_ids
 from specnb.lm.tree import Tree
 

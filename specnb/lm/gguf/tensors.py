@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specnb.errors import LoadError
-from specnb.lm import binding
+from specnb.lm.gguf import binding
 from specnb.lm.memory import gguf_parts
 
 REMEDY = "install llama-cpp-python as requirements.txt does"

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specnb.errors import InputError, MemoryShortError
-from specnb.lm import binding, gguf_open
 from specnb.lm.base import Capabilities, check_forward
 from specnb.lm.cache import size_of
-from specnb.lm.gguf_engine import LlamaEngine, PlaneRecorder
+from specnb.lm.gguf import binding
+from specnb.lm.gguf import open as gguf_open
+from specnb.lm.gguf.engine import LlamaEngine, PlaneRecorder
 from specnb.lm.memory import gguf_parts
 from specnb.lm.rollback import AUTO, GoesBack, Recompute, Rollback, check_options, choose
 
 if TYPE_CHECKING:
-    from specnb.lm.gguf_tensors import Watch
+    from specnb.lm.gguf.tensors import Watch
 
 
 DEPTH = 16

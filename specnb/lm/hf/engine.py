@@ -12,8 +12,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from specnb.errors import LoadError
-from specnb.lm.hf_cache import SavedState, keep_entries, new_cache
-from specnb.lm.hf_tree import tree_mask
+from specnb.lm.hf.cache import SavedState, keep_entries, new_cache
+from specnb.lm.hf.tree import tree_mask
 from specnb.lm.preflight import Steps
 from specnb.lm.tree import Tree
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from specnb.errors import InputError, LoadError
-from specnb.lm import binding
+from specnb.lm.gguf import binding
 from specnb.lm.memory import Need, kv_bytes, require
 from specnb.provenance import quota_cores
 
 if TYPE_CHECKING:
-    from specnb.lm.gguf_tensors import Watch
+    from specnb.lm.gguf.tensors import Watch
 
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2)}
 """KV cache types: ggml's number and bytes per value."""

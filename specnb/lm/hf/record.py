@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from specnb.errors import InputError
-from specnb.lm.hf_cache import SavedState, recurrent_layers, trim_window
-from specnb.lm.hf_engine import TorchEngine
+from specnb.lm.hf.cache import SavedState, recurrent_layers, trim_window
+from specnb.lm.hf.engine import TorchEngine
 
 DELTA_RULES = {
     "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from specnb.errors import InputError, SpecnbError, did_you_mean
 from specnb.io import read_json
-from specnb.lm.binding import FILE_TYPES
 from specnb.lm.cache import files_digest, made_once
-from specnb.lm.convert import families
-from specnb.lm.convert.plan import Key, Plan, Weight
-from specnb.lm.convert.tokenizer import tokenizer_keys
+from specnb.lm.gguf import families
+from specnb.lm.gguf.binding import FILE_TYPES
+from specnb.lm.gguf.plan import Key, Plan, Weight
+from specnb.lm.gguf.tokenizer import tokenizer_keys
 from specnb.paths import cache_dir
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _one_error(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"cannot convert {folder}: {error}") from error
     except Exception as error:
-        from specnb.lm.hf_files import load_error
+        from specnb.lm.hf.files import load_error
 
         raise load_error(str(folder), error) from error
 
@@ -110,7 +110,7 @@ def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
         raise InputError(f"{folder} has no tokenizer.json: save the tokenizer into it with save_pretrained")
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    from specnb.lm.hf_files import quiet, vocabulary
+    from specnb.lm.hf.files import quiet, vocabulary
 
     with quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

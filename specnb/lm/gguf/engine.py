@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specnb.errors import EngineError, InputError, RewindError
-from specnb.lm import binding
+from specnb.lm.gguf import binding
 
 if TYPE_CHECKING:
-    from specnb.lm.gguf_tensors import Watch
+    from specnb.lm.gguf.tensors import Watch
 
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""

@@ -10,7 +10,7 @@ Where Qwen3.5 (`qwen3_5_text`, llama.cpp's "qwen35") disagrees on the meaning of
 
 from typing import TYPE_CHECKING
 
-from specnb.lm.convert.plan import (
+from specnb.lm.gguf.plan import (
     Change,
     Key,
     Plan,

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from specnb.errors import InputError, StateError
 from specnb.lm.base import LanguageModel, check_settled
-from specnb.lm.hf_engine import PREFILL_WIDTH, TorchEngine
+from specnb.lm.hf.engine import PREFILL_WIDTH, TorchEngine
 
 
 def final_norm(net: PreTrainedModel) -> nn.Module:

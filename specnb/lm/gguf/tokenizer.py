@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specnb.errors import InputError
-from specnb.lm.convert.plan import Key
+from specnb.lm.gguf.plan import Key
 from specnb.lm.vocab import Vocabulary
 
 if TYPE_CHECKING:

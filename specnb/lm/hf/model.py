@@ -19,12 +19,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specnb.errors import EngineError, InputError, SpecnbError
-from specnb.lm import hf_files
 from specnb.lm.base import Capabilities, check_forward, check_path, check_settled, check_tree
-from specnb.lm.hf_attention import MAX_ROWS, use_rowwise
-from specnb.lm.hf_cache import uncroppable
-from specnb.lm.hf_engine import TorchEngine, doubtful
-from specnb.lm.hf_tree import ProbedLater, probe_trees, why_no_trees
+from specnb.lm.hf import files as hf_files
+from specnb.lm.hf.attention import MAX_ROWS, use_rowwise
+from specnb.lm.hf.cache import uncroppable
+from specnb.lm.hf.engine import TorchEngine, doubtful
+from specnb.lm.hf.tree import ProbedLater, probe_trees, why_no_trees
 from specnb.lm.memory import Need, require
 from specnb.lm.preflight import same_bits, steps_needed
 from specnb.lm.rollback import (
@@ -40,7 +40,7 @@ from specnb.lm.rollback import (
 from specnb.lm.tree import Tree
 
 if TYPE_CHECKING:
-    from specnb.lm.hf_hidden import HiddenStates
+    from specnb.lm.hf.hidden import HiddenStates
 
 PREFERRED = ("replay", "snapshots", "checkpoint", "recompute")
 """Of recurrent models: fewest bytes and no forward first."""
@@ -204,7 +204,7 @@ class HfModel(GoesBack):
         """
         self._require_open()
         if self._hidden is None:
-            from specnb.lm.hf_hidden import HiddenStates
+            from specnb.lm.hf.hidden import HiddenStates
 
             self._hidden = HiddenStates(self._engine, self)
         return self._hidden
@@ -269,7 +269,7 @@ def _choose_rollback(model: HfModel, engine: TorchEngine, kind: str, depth: int)
     check_options(kind, depth)
     recorders = {}
     if kind != AUTO or model.caps.rewind_reason:
-        from specnb.lm.hf_record import ActivationRecorder, StateRecorder
+        from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 
         recorders = {
             "replay": partial(ActivationRecorder, engine, depth),

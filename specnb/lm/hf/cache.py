@@ -8,7 +8,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from specnb.lm.hf_attention import LANES
+from specnb.lm.hf.attention import LANES
 
 FIRST_ROOM = 256
 

@@ -29,8 +29,8 @@ from transformers.utils import logging as hf_logging
 
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.io import file_digest
-from specnb.lm import binding
 from specnb.lm.cache import expanded, made_once, need_space
+from specnb.lm.gguf import binding
 from specnb.lm.memory import Need, kv_bytes, require
 from specnb.lm.vocab import Vocabulary
 from specnb.paths import cache_dir
