@@ -1,0 +1,153 @@
+"""The house stays small and plain: ceilings, folders, importers, users of every symbol, names."""
+
+import ast
+import json
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from specnb.paths import project_dir
+
+ROOT = project_dir()
+CEILINGS = {"specnb": (26_000, 150), "tests": (16_000, 150)}
+MOST_FILES = 15
+BANNED = {"made", "said", "told", "found", "one", "ours", "theirs", "what", "own", "known", "seen", "kept"}
+# A field of a record or a parameter of a notebook keeps its name for ever.
+ALLOWED_NAMES: set[str] = set()
+# Found by name: engines, drafters, commands, and processes that are started with `python -m`.
+ENTRY_POINTS: set[str] = set()
+
+SOURCES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "specnb").rglob("*.py"))}
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module(path): tree for path, tree in SOURCES.items()}
+
+
+def lines(folder: str) -> Counter:
+    return Counter({p: len(p.read_text(encoding="utf-8").splitlines()) for p in (ROOT / folder).rglob("*.py")})
+
+
+@pytest.mark.parametrize("folder", CEILINGS)
+def test_the_package_and_its_tests_stay_below_their_ceilings(folder):
+    most_lines, most_files = CEILINGS[folder]
+    assert lines(folder).total() <= most_lines and len(lines(folder)) <= most_files
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def siblings(folder: Path) -> list[str]:
+    """Modules and folders of a package, by name."""
+    paths = [p for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    return [p.stem for p in paths if p.stem != "__init__"]
+
+
+def shared_prefixes(names: list[str]) -> set[str]:
+    """Prefixes `head` of names such as `head` and `head_gates`, or `head_a` and `head_b`."""
+    return {p for p, n in Counter(name.split("_")[0] for name in names).items() if n > 1}
+
+
+def test_a_folder_has_few_files_and_no_two_with_the_same_prefix():
+    folders = {path.parent for path in SOURCES}
+    assert {str(f): n for f in folders if (n := len(list(f.glob("[!_]*.py")))) > MOST_FILES} == {}
+    assert {str(f): p for f in folders if (p := shared_prefixes(siblings(f)))} == {}
+    assert shared_prefixes(["gguf_a", "gguf_b", "load"]) == {"gguf"} == shared_prefixes(["gguf", "gguf_b"])
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Modules of the package that a module imports, inside functions too, and those it names as "module:object"."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                names |= {alias.name for alias in aliases}
+            case ast.ImportFrom(module=str(source), names=aliases):
+                names |= {source, *(f"{source}.{alias.name}" for alias in aliases)}
+            case ast.Constant(value=str(text)) if re.fullmatch(r"specnb[\w.]*(:\w+)?", text):
+                names.add(text.split(":")[0])
+    return names & set(MODULES)
+
+
+def test_a_module_with_one_importer_is_part_of_that_importer():
+    importers = defaultdict(set)
+    for name, tree in MODULES.items():
+        for other in imports(tree) - {name}:
+            importers[other].add(name)
+    packages = {module(path) for path in SOURCES if path.name == "__init__.py"}
+    single = {name for name in MODULES if len(importers[name] - packages) == 1 and name not in packages}
+    assert single - ENTRY_POINTS == set()
+
+
+def definitions(tree: ast.Module) -> set[str]:
+    """Names of functions, classes and constants at the top of a module."""
+    assigned = {n.id for node in tree.body for n in ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign)
+                and isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # fmt: skip
+    return {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)} | assigned
+
+
+def uses(tree: ast.AST) -> set[str]:
+    """Names that code reads, imports, or spells in a string such as "module:object"."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name):
+                names.add(name)
+            case ast.ImportFrom(names=aliases):
+                names |= {alias.name for alias in aliases}
+            case ast.Constant(value=str(text)) if " " not in text:
+                names |= set(re.findall(r"\w+", text))
+    return names
+
+
+def test_every_symbol_has_a_user_other_than_tests():
+    used = set().union(*(uses(tree) for tree in SOURCES.values()))
+    for path in [*(ROOT / "data").rglob("*.py"), *(ROOT / "tests/benchmarks").rglob("*.py")]:
+        used |= uses(ast.parse(path.read_text(encoding="utf-8")))
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        used |= set().union(*(uses(ast.parse("".join(c["source"]))) for c in cells if c["cell_type"] == "code"))
+    used |= set(re.findall(r"\w+", (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    dunders = {"__getattr__", "__dir__", "__version__", "__all__"}
+    commands = {
+        n.name for tree in SOURCES.values() for n in tree.body if isinstance(n, ast.FunctionDef) and n.decorator_list
+    }
+    idle = {
+        (name, symbol) for name, tree in MODULES.items() for symbol in definitions(tree) - used - dunders - commands
+    }
+    assert idle == set()
+
+
+def test_class_names_are_unique():
+    names = Counter(node.name for tree in SOURCES.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    assert {name for name, n in names.items() if n > 1} == set()
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """Names that code binds: variables, parameters, functions, classes, fields."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.Attribute(attr=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+    return names
+
+
+def test_names_say_what_they_hold():
+    bad = {
+        str(p.relative_to(ROOT)): b for p, tree in SOURCES.items() if (b := identifiers(tree) & BANNED - ALLOWED_NAMES)
+    }
+    assert bad == {}
+    assert identifiers(ast.parse("def f(told):\n    made = one.said\n    self.kept = 1")) & BANNED == {
+        "told",
+        "made",
+        "kept",
+    }
