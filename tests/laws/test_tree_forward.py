@@ -230,6 +230,22 @@ def test_a_chain_in_reduced_precision_has_the_bits_of_single_steps(monkeypatch):
             np.testing.assert_array_equal(chain, steps)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_node_in_reduced_precision_has_the_bits_of_its_path(dtype):
+    """Also behind a past that ends near a multiple of what keys are padded to, and for trees of many leaves."""
+    model = torch_lm(n_ctx=256, dtype=dtype)
+    for held, nodes in ((0, 5), (9, 20), (61, 6), (60, 64), (125, 12)):
+        tree, ids = random_tree(nodes, held), IDS[-nodes:]
+        rows = in_tree(model, IDS[:held], tree)
+        model.keep_path([])
+        for leaf in range(nodes):
+            path = tree.path(leaf)
+            chain = model.forward([ids[node] for node in path])
+            model.rewind(len(path))
+            if model.caps.same_bits_up_to:
+                np.testing.assert_array_equal(rows[path], chain)
+
+
 # --- refusals and failures ------------------------------------------------------------------------------------------
 
 

@@ -38,15 +38,13 @@ def rowwise_attention(
     """transformers' attention interface: query `(1, heads, n, dim)`, key and value `(1, kv_heads, length, dim)`.
 
     The mask is that of `rowwise_mask`, or `(1, 1, n, length)` for the nodes of a tree, which transformers hands
-    through. The keys of a node's ancestors do not lie side by side, so it gets what its path gets up to rounding only.
-    Returns `(1, n, heads, dim)`.
+    through. Returns `(1, n, heads, dim)`.
     """
     n = query.shape[2]
     if n > MAX_ROWS:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if attention_mask.dim() == 4:
-        mask = _once(attention_mask, "padded", _padded_mask)
-        return _rows_against(query, key, value, mask, slice(0, n), mask.shape[-1], scaling), None
+        return _nodes_against(query, key, value, attention_mask, scaling), None
     # The padded length belongs to a token, not to the block: sums over 192 and 256 keys run in different orders. A
     # block has at most MAX_ROWS = LANES tokens, so it crosses at most one such border.
     padded = attention_mask.shape[-1]
@@ -72,9 +70,50 @@ def _once(mask: torch.Tensor, name: object, make: Callable[[torch.Tensor], torch
     return made[name]
 
 
-def _padded_mask(mask: torch.Tensor) -> torch.Tensor:
-    """`(1, 1, n, length)` as `(n, padded)`."""
-    return torch.nn.functional.pad(mask[0, 0], (0, -mask.shape[-1] % LANES), value=float("-inf"))
+def _nodes_against(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Attention of the nodes of a tree, each with the bits that it has in a chain: `(1, n, heads, dim)`.
+
+    Sums over keys in another order round otherwise, and a node's ancestors do not lie side by side in the cache. So
+    one path after the other is put in line there; at the end the nodes lie as before.
+    """
+    n, length = mask.shape[-2:]
+    held = length - n
+    nodes = [x[:, :, held:].clone() for x in (key, value)]
+    parts, order = _once(mask, "paths", _path_rows)
+    outs = []
+    for path, rows, width, hidden in parts:
+        for x, saved in zip((key, value), nodes, strict=True):
+            x[:, :, held : held + len(path)] = saved.index_select(2, path)
+        chain = slice(0, len(rows))
+        outs.append(_rows_against(query.index_select(2, rows), key, value, hidden, chain, width, scaling))
+    for x, saved in zip((key, value), nodes, strict=True):
+        x[:, :, held:] = saved
+    return torch.cat(outs, dim=1).index_select(1, order)
+
+
+def _path_rows(mask: torch.Tensor) -> tuple[list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]], torch.Tensor]:
+    """Parts `(path, rows, width, hidden)` of a tree's mask `(1, 1, n, length)`; where each node is among all rows.
+
+    `rows` are nodes of `path` whose keys are padded to `width`, `hidden` is their mask `(rows, width)`.
+
+        parents -1 0 0 2     path 0 2 3 with rows 0, 2, 3; path 0 1 with row 1
+    """
+    n, length = mask.shape[-2:]
+    held, seen = length - n, mask[0, 0, :, length - n :] == 0
+    last = held + seen.sum(1) - 1  # the place of a node's own key in its path
+    placed, parts = torch.zeros(n, dtype=torch.bool), []
+    for leaf in range(n - 1, -1, -1):  # parents come first: a node that no path holds yet is a leaf
+        if placed[leaf]:
+            continue
+        path, new = seen[leaf].nonzero().flatten(), seen[leaf] & ~placed
+        placed |= new
+        widths = (last // LANES + 1) * LANES
+        for width in widths[new].unique().tolist():
+            rows = (new & (widths == width)).nonzero().flatten()
+            parts.append((path, rows, width, _minus_infinity(torch.arange(width) > last[rows, None], mask.dtype)))
+    return parts, torch.cat([rows for _, rows, _, _ in parts]).argsort()
 
 
 def _rows_against(
@@ -128,7 +167,11 @@ def rowwise_mask(q_length: int, kv_length: int, dtype: torch.dtype, **kwargs: ob
         return sdpa_mask(q_length=q_length, kv_length=kv_length, dtype=dtype, **kwargs)
     padded = -(-kv_length // LANES) * LANES
     last = torch.arange(kv_length - q_length, kv_length)[:, None]
-    hidden = torch.arange(padded) > last
+    return _minus_infinity(torch.arange(padded) > last, dtype)
+
+
+def _minus_infinity(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a key is seen, -inf where it is `hidden`."""
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
