@@ -6,6 +6,7 @@ went: after a timeout or a dead kernel it calls every cell completed.
 """
 
 import os
+import re
 import sys
 import tempfile
 import time
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 60
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
 MESSAGE_CHARS = 2000
+LINE_CHARS = 80
+REDRAW_S = 0.5
 KERNEL_LOG = "kernel.log"
 # ipykernel else passes it through a pipe to a thread of its own, where the last words of a crash are lost
 NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"
@@ -103,7 +106,7 @@ def run_notebook(
                 launch |= {"stdout": log, "stderr": log}
                 problem = _execute(nb, source, output, launch, timeout_s=timeout_s, progress=progress)
         except BaseException as error:  # a bug, a full disk, Ctrl-C: recorded below, then on its way
-            problem = Problem(kind=type(error).__name__, message=_short(str(error)))
+            problem = _marked_problem(nb, source) or _problem_of(error)
             raise
         finally:
             outcome = Outcome(
@@ -139,30 +142,71 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def _engine_class() -> type:
-    from papermill.engines import NBClientEngine
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from papermill.engines import NBClientEngine, NotebookExecutionManager
+
+    class Manager(NotebookExecutionManager):
+        """Saves in one step (papermill truncates the file first), and calls no cell completed that never ran."""
+
+        def save(self, **kwargs: Any) -> None:
+            if self.output_path:
+                _save(self.nb, Path(self.output_path))
+            self.last_save_time = self.now()
+
+        def notebook_complete(self, **kwargs: Any) -> None:
+            waiting = [cell for cell in self.nb.cells if not cell.metadata.papermill["start_time"]]
+            ended_early = bool(self.nb.metadata.papermill["exception"])
+            super().notebook_complete(**kwargs)
+            for cell in waiting if ended_early else ():
+                cell.metadata.papermill["status"] = self.PENDING
+            self.save()
 
     class SpecnbEngine(NBClientEngine):
-        """papermill engine `specnb`: this Python, private sockets, no widget state, one retry of a stillborn kernel."""
+        """papermill engine `specnb`: this Python, private sockets, no widget state, one retry of a stillborn kernel.
+
+        A timeout, a dead kernel and Ctrl-C are errors of the cell that was running.
+        """
 
         @classmethod
-        def execute_managed_notebook(cls, nb_man: "NotebookExecutionManager", kernel_name: str, **options: Any) -> None:
-            _execute_managed(nb_man, kernel_name, **options)
+        def execute_notebook(
+            cls,
+            nb: "NotebookNode",
+            kernel_name: str,
+            output_path: str | None = None,
+            progress_bar: bool | dict[str, Any] = True,
+            log_output: bool = False,
+            autosave_cell_every: int = 30,
+            **options: Any,
+        ) -> "NotebookNode":
+            manager = Manager(nb, output_path, log_output, progress_bar, autosave_cell_every)
+            manager.notebook_start()
+            try:
+                _execute_managed(manager, kernel_name, **options)
+            except (CellTimeoutError, DeadKernelError, KeyboardInterrupt) as error:
+                begun = _blame_running_cell(nb, _problem_of(error))
+                if not begun or isinstance(error, KeyboardInterrupt):
+                    raise
+            finally:
+                manager.cleanup_pbar()
+                manager.notebook_complete()
+            return nb
 
     return SpecnbEngine
 
 
-@cache
-def _manager_class() -> type:
-    from papermill.engines import NotebookExecutionManager
-
-    class AtomicManager(NotebookExecutionManager):
-        """Saves in one step: papermill truncates the file first, and changes the working folder of the process."""
-
-        def save(self, **kwargs: Any) -> None:
-            _save(self.nb, Path(self.output_path))
-            self.last_save_time = self.now()
-
-    return AtomicManager
+def _problem_of(error: BaseException) -> "Problem":
+    """What ended a run from outside its cells, in words."""
+    match kind := type(error).__name__:
+        case "CellTimeoutError":
+            message = " ".join(str(error).splitlines()[:2])
+        case "DeadKernelError":
+            advice = f"read {KERNEL_LOG}, if there is one, and run `specnb check`"
+            message = f"{_short(str(error))} (out of memory, or a crash in native code: {advice})"
+        case "KeyboardInterrupt":
+            message = "interrupted from the keyboard"
+        case _:
+            message = _short(str(error))
+    return Problem(kind=kind, message=message)
 
 
 @contextmanager
@@ -202,11 +246,23 @@ def _execute_managed(
     from nbclient.exceptions import DeadKernelError
     from papermill.clientwrap import PapermillNotebookClient
 
+    class Client(PapermillNotebookClient):
+        shown_at = 0.0
+
+        def process_message(self, *args: Any, **kwargs: Any) -> Any:
+            """Show what a long cell reports on stderr (its own progress bar) behind the bar of the cells."""
+            output = super().process_message(*args, **kwargs)
+            on_stderr = output is not None and output.get("name") == "stderr"
+            if nb_man.pbar is not None and on_stderr and time.monotonic() > self.shown_at + REDRAW_S:
+                self.shown_at = time.monotonic()
+                nb_man.pbar.set_postfix_str(_last_line(output.text))
+            return output
+
     for attempt in (1, 2):
         replied: list[bool] = []
         nb_man.nb.metadata.papermill["kernel_starts"] = attempt
         with kernel_manager(kernel_name) as manager:
-            client = PapermillNotebookClient(
+            client = Client(
                 nb_man,
                 km=manager,
                 kernel_name=kernel_name,
@@ -237,25 +293,15 @@ def _execute(
     progress: bool,
 ) -> Problem | None:
     """Run `nb` in place, saving it after every cell; the problem that ended it, None where it completed."""
-    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from nbclient.exceptions import DeadKernelError
 
-    manager = _manager_class()(nb, output_path=str(output), progress_bar=progress)
-    manager.notebook_start()
-    stopped = None
     try:
-        _execute_managed(
-            manager, "python3", execution_timeout=timeout_s, launch=launch, extra_arguments=[NATIVE_OUTPUT_TO_LOG]
-        )
-    except CellTimeoutError as error:
-        stopped = Problem(kind="CellTimeoutError", message=" ".join(str(error).splitlines()[:2]))
-    except DeadKernelError as error:
-        advice = f"out of memory, or a crash in native code: read {KERNEL_LOG}, if there is one, and run `specnb check`"
-        stopped = Problem(kind="DeadKernelError", message=f"{_short(str(error))} ({advice})")
-    finally:
-        manager.cleanup_pbar()
-        manager.notebook_complete()
-    if stopped is not None and not _blame_running_cell(nb, stopped):
-        return stopped
+        _engine_class().execute_notebook(
+            nb, "python3", str(output), {"desc": source.path.stem} if progress else False,
+            execution_timeout=timeout_s, launch=launch, extra_arguments=[NATIVE_OUTPUT_TO_LOG],
+        )  # fmt: skip
+    except DeadKernelError as error:  # before the first cell
+        return _problem_of(error)
     return _marked_problem(nb, source)
 
 
@@ -278,6 +324,7 @@ def _blame_running_cell(nb: "NotebookNode", stopped: Problem) -> bool:
     """
     from nbformat.v4 import new_output
 
+    nb.metadata.papermill["exception"] = True
     begun = [index for index, cell in enumerate(nb.cells) if cell.metadata.papermill.get("start_time")]
     if not begun:
         return False
@@ -286,9 +333,6 @@ def _blame_running_cell(nb: "NotebookNode", stopped: Problem) -> bool:
     error = new_output("error", ename=stopped.kind, evalue=stopped.message, traceback=[stopped.message])
     # before the KeyboardInterrupt that stopping the kernel may have left: the first error counts
     cell.outputs = sorted([error, *cell.get("outputs", [])], key=lambda each: each.output_type == "error")
-    for later in nb.cells[begun[-1] + 1 :]:
-        later.metadata.papermill["status"] = "pending"
-    nb.metadata.papermill["exception"] = True
     return True
 
 
@@ -323,6 +367,12 @@ def _save(nb: "NotebookNode", path: Path) -> None:
     import nbformat
 
     write_atomic(path, (nbformat.writes(nb) + "\n").encode())
+
+
+def _last_line(text: str) -> str:
+    """The newest line of a progress bar, without the bar: `12% 3/24 code-1, K 4`."""
+    words = re.split(r"[\r\n]", text.strip())[-1].split()
+    return " ".join(word for word in words if word.isascii() and word != "|")[:LINE_CHARS]
 
 
 def _short(text: str) -> str:

@@ -1,7 +1,8 @@
 """The command line: a thin shell over the package. The only room that prints.
 
 Every command has `--json`: one JSON document on stdout, with the records' field names. Progress goes to stderr.
-Exit codes: 0 done, 1 something that was run failed, 2 wrong input, 125 a draft that could not be judged (`divergence`).
+Exit codes: 0 done, 1 something that was run failed, 2 wrong input, 130 interrupted, 125 a draft that could not be
+judged (`divergence`).
 """
 
 import json
@@ -24,6 +25,7 @@ models_app = typer.Typer(help="The zoo: models that run without a hub.", invoke_
 app.add_typer(models_app, name="models")
 
 PARAMETER = ("-p", "--parameter")
+INTERRUPTED = 130
 
 
 def main() -> None:
@@ -81,16 +83,23 @@ def run(
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
     zoo.path("smollm2-135m")  # fetched here, where its progress can be seen
     options = {"results": results or store.results_dir(), "timeout_s": timeout_s, "progress": not as_json}
-    outcomes = [run_notebook(path, given, **options) for path in paths]
+    outcomes, interrupted = [], False
+    try:
+        for path in paths:
+            outcomes.append(run_notebook(path, given, **options))
+    except KeyboardInterrupt:
+        complain(f"{path.stem}: interrupted; what it did until then is in {options['results'] / path.stem}")
+        interrupted = True
     if as_json:
         print_json([outcome.model_dump(mode="json") for outcome in outcomes])
-    else:
+    elif outcomes:
         rows = [[o.notebook, o.status, f"{o.duration_s:.1f}", o.run_id, str(o.output)] for o in outcomes]
         print_table("runs", ["notebook", "status", "seconds", "run", "output"], rows)
     for outcome in outcomes:
         if outcome.error is not None:
             complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
-    raise typer.Exit(1 if any(o.status != "completed" for o in outcomes) else 0)
+    failed = any(o.status != "completed" for o in outcomes)
+    raise typer.Exit(INTERRUPTED if interrupted else int(failed))
 
 
 def _pairs(words: list[str]) -> list[tuple[str, str]]:

@@ -188,6 +188,26 @@ def test_an_unexpected_error_is_recorded_and_goes_on_its_way(run, tmp_path, monk
     assert (outcome.status, outcome.error.kind, outcome.error.message) == ("failed", "ZeroDivisionError", "a bug")
 
 
+def test_an_interrupted_run_calls_no_cell_completed_that_never_ran(run, tmp_path, monkeypatch):
+    def interrupted(manager, *args, **options):
+        manager.cell_start(manager.nb.cells[2], 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_execute_managed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("1", "2")
+    (folder,) = (tmp_path / "r{x}" / "01_test").iterdir()
+    outcome = read_outcome(folder)
+    assert (outcome.status, outcome.error.kind, outcome.error.cell) == ("failed", "KeyboardInterrupt", 2)
+    nb = nbformat.read(outcome.output, 4)
+    states = {cell.source: cell.metadata.papermill.status for cell in nb.cells if "papermill" in cell.metadata}
+    assert (states["1"], states["2"]) == ("failed", "pending")
+
+
+def test_the_newest_line_of_a_cells_progress_is_shown_without_its_bar():
+    assert engine._last_line("\r  0%|      | 0/24\r 12% ███▌      3/24 code-1, K 4") == "12% 3/24 code-1, K 4"
+
+
 def test_the_same_run_twice_at_once_and_results_that_cannot_be_written_are_refused(run, tmp_path, monkeypatch):
     def again(*args, **options):
         with pytest.raises(InputError, match="01_test"):
@@ -299,7 +319,7 @@ def test_ctrl_c_leaves_an_outcome_and_no_kernel(tmp_path):
     assert b"KeyboardInterrupt" in job.communicate(timeout=60)[1]
     (folder,) = (tmp_path / "r" / "01_test").iterdir()
     outcome = read_outcome(folder)
-    assert (outcome.status, outcome.error.kind) == ("failed", "KeyboardInterrupt")
+    assert (outcome.status, outcome.error.kind, outcome.error.cell) == ("failed", "KeyboardInterrupt", 2)
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
 
