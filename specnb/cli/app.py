@@ -71,8 +71,10 @@ def run(
     """Run notebooks headless into results/; exit code 1 if one failed."""
     from specnb import store
     from specnb.book.engine import run_notebook
+    from specnb.book.gallery import write_gallery
     from specnb.book.notebook import find_notebook, parse_parameters
     from specnb.book.notebook import notebooks as all_notebooks
+    from specnb.book.publish import figures_dir
     from specnb.lm import zoo
 
     given = parse_parameters(_pairs(parameter or []))
@@ -98,8 +100,20 @@ def run(
     for outcome in outcomes:
         if outcome.error is not None:
             complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
+    if not given and any(figures_dir().glob("*.json")):
+        write_gallery(figures_dir())  # runs with other parameters keep their figures in results/
     failed = any(o.status != "completed" for o in outcomes)
     raise typer.Exit(INTERRUPTED if interrupted else int(failed))
+
+
+@app.command()
+def publish(as_json: Json = False) -> None:
+    """Write the gallery, figures/README.md, from the json files beside the published figures."""
+    from specnb.book.gallery import write_gallery
+    from specnb.book.publish import figures_dir
+
+    path = write_gallery(figures_dir())
+    print_json({"gallery": str(path)}) if as_json else print(path)
 
 
 def _pairs(words: list[str]) -> list[tuple[str, str]]:
