@@ -1,6 +1,6 @@
-"""What every module does that is run by `python -m`: one command, and errors made on purpose on one line."""
+"""A command with options of its own that a module keeps for itself: run by `python -m`, or by a group of `specnb`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -8,12 +8,12 @@ import typer
 from specnb.errors import SpecnbError
 
 
-def run(name: str, command: Callable[..., Any]) -> None:
-    """Call `command` with the options that were typed; a SpecnbError becomes one line after `name`, and exit code 2."""
+def run(name: str, command: Callable[..., Any], words: Sequence[str] | None = None) -> None:
+    """Call `command` with the options in `words`, or those that were typed; a SpecnbError is one line, exit 2."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     try:
-        app()
+        app(words, prog_name=name)
     except SpecnbError as error:
         typer.echo(f"{name}: {error}", err=True)
         raise SystemExit(2) from error

@@ -22,7 +22,10 @@ app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
 models_app = typer.Typer(help="The zoo: models that run without a hub.", invoke_without_command=True)
+heads_app = typer.Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+app.add_typer(heads_app, name="heads")
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with their `--help`: torch is slow to import
 
 PARAMETER = ("-p", "--parameter")
 INTERRUPTED = 130
@@ -121,6 +124,24 @@ def _pairs(words: list[str]) -> list[tuple[str, str]]:
         if "=" not in word:
             raise InputError(f"-p takes a name and a value, got only {word!r}")
     return [tuple(word.split("=", 1)) for word in words]
+
+
+@heads_app.command(context_settings=PASSED_ON, add_help_option=False)
+def train(context: typer.Context) -> None:
+    """Train heads for a frozen torch model; stopped, the same command goes on (`specnb heads train --help`)."""
+    from specnb import script
+    from specnb.medusa.train import command
+
+    script.run("specnb heads train", command, context.args)
+
+
+@heads_app.command(context_settings=PASSED_ON, add_help_option=False)
+def convert(context: typer.Context) -> None:
+    """Convert heads between five layouts of files (`specnb heads convert --help`)."""
+    from specnb import script
+    from specnb.medusa.checkpoint import command
+
+    script.run("specnb heads convert", command, context.args)
 
 
 @app.command()

@@ -4,7 +4,7 @@ A folder has `config.json` (`HeadsConfig`), `heads.safetensors` and, for those w
 norm, the shared lm_head and the embeddings are the backbone's and are not in it; its digest is. Loading is strict:
 whatever does not fit is an error that lists all of it, for heads that were loaded in part draft nothing unnoticed.
 
-`python -m specnb.medusa.checkpoint PATH --to LAYOUT --out FOLDER` converts between the layouts of
+`specnb heads convert PATH --to LAYOUT --out FOLDER` converts between the layouts of
 `specnb.medusa.layouts`.
 """
 
@@ -171,7 +171,7 @@ def load_trained_heads(
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise HeadsMismatch(
             f"{source.file} cannot be used: {'; '.join(faults[:SHOWN])}{more}. Nothing was loaded: give heads "
-            "that were trained for this model, or convert the file again (python -m specnb.medusa.checkpoint)"
+            "that were trained for this model, or convert the file again (specnb heads convert)"
         )
     heads = Heads(config, backbone, usable.get("token_map"))
     heads.load_state_dict(usable, strict=True)

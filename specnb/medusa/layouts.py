@@ -410,7 +410,8 @@ def _require_room(name: str, heads: Heads) -> None:
         and any(not torch.equal(block[key], of[0][key]) for of in blocks for block in of for key in block),
     }
     if missing := [reason for reason, holds in reasons.items() if holds]:
-        raise InputError(f"{name} has no room for {'; '.join(missing)}: take specnb, or vllm")
+        others = " or ".join(sorted({"specnb", "vllm"} - {name}))
+        raise InputError(f"{name} has no room for {'; '.join(missing)}: take {others}")
 
 
 def write_folder(folder: Path, weights: str, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Train heads: `python -m specnb.medusa.train --kind medusa --preset cpu`.
+"""Train heads: `specnb heads train --kind medusa --preset cpu`.
 
 Stages, each of which goes on where it was stopped: text by the backbone, its hidden states, the heads, and the export
 to a folder that `specnb generate --drafter medusa --heads-checkpoint FOLDER` opens. Several GPUs:
@@ -279,7 +279,7 @@ def command(
 
 def _typed(context: typer.Context) -> str:
     """The command that makes these heads from the beginning, in one go."""
-    words = ["python -m specnb.medusa.train"]
+    words = ["specnb heads train"]
     for option in context.command.params:
         value = context.params.get(option.name)
         if option.name not in PLACES and value is not None and value != option.default:
