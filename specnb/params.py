@@ -203,6 +203,21 @@ class DivergenceParams(Params):
         return self
 
 
+class LosslessParams(Params):
+    """Notebook 08: is what speculation writes what the target would have written?
+
+    `target` decodes `prompts` shipped prompts plainly, with drafts of `draft`, and sampled at `temperature`.
+    """
+
+    target: str = "smollm2-135m:f32"
+    draft: str = "smollm2-135m:q4_0"
+    k: int = Field(default=4, ge=1, le=64)
+    temperature: float = Field(default=0.7, gt=0, le=100)
+    prompts: int = Field(default=12, ge=1, le=1000)
+    max_new_tokens: int = Field(default=64, ge=1, le=4096)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+
 class ExplorerParams(Params):
     """Notebook 09: what would another K, drafter, temperature, content or machine give?
 

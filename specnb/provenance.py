@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from specnb.io import file_digest, plain
+from specnb.io import plain
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "accelerate", "gguf", "safetensors", "huggingface-hub"),
@@ -41,7 +41,7 @@ def provenance(
 ) -> dict[str, Any]:
     """What produced a result, as a dict that `json.dumps` takes.
 
-    `models` are mappings with at least `id` (see `model_facts`); an `id` that is an absolute path is cut to its file
+    `models` are mappings with at least `id`; an `id` that is an absolute path is cut to its file
     name. Facts that cannot be known (no git, no GPU, a package that is not installed) are None, never an error.
     Raises InputError if `seeds`, `models` or `extra` hold something JSON has no form for.
     """
@@ -64,12 +64,6 @@ def provenance(
         "extra": dict(extra or {}),
     }
     return plain(record, "provenance")
-
-
-def model_facts(model_id: str, file: str | Path | None = None, **facts: Any) -> dict[str, Any]:
-    """One entry of `provenance(models=…)`: the id, the sha256 and size of its weights file, and `facts` (dtype, …)."""
-    weights = {} if file is None else {"sha256": file_digest(file), "file_bytes": Path(file).stat().st_size}
-    return _named({"id": model_id, **weights, **facts})
 
 
 def _named(model: Mapping[str, Any]) -> dict[str, Any]:

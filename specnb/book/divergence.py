@@ -1,4 +1,4 @@
-"""Notebook 06, section by section: the case, why statistics mislead, the gallery of faults, sampling, the score."""
+"""Notebook 06, section by section: the case, why statistics mislead, the gallery of faults."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -10,7 +10,6 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from specnb.book import divergence_figures as figures
-from specnb.divergence import score as published
 from specnb.divergence.deploy import Recorded, planted
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge, made_up
@@ -18,8 +17,6 @@ from specnb.divergence.investigation import Investigation
 from specnb.divergence.ladder import named
 from specnb.divergence.pair import Pair, pair
 from specnb.divergence.planting import Fault
-from specnb.divergence.sampling_trial import trial
-from specnb.divergence.score import LAB, Score
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
@@ -34,8 +31,6 @@ from specnb.store import run_id
 EXPERIMENT = "06_divergence"
 NOTHING = "-"
 """Shown where no module is named, and for what a tool does not tell."""
-SCORED = {"module": "module", "or its part": "near", "a token": "token", "the first token": "exact", "cause": "cause"}
-"""How the table of tools calls columns of a score."""
 CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
 """The set-ups of the case, and how its notes call them."""
 SHORT = 8
@@ -94,17 +89,6 @@ class Study:
         gallery = gallery_of(self.lab, self.faults, progress)
         self._measured["gallery"] = gallery.table.to_dict("records")
         return gallery
-
-    def sampling(self, progress: Progress = silent) -> pd.DataFrame:
-        """The sampling audit on a toy pair: sound, and with each fault that no comparison of tensors can see."""
-        table = trial(seed=self.params.seed, progress=progress)
-        self._measured["sampling"] = table.to_dict("records")
-        return table
-
-    def score(self) -> Score:
-        """The published score of the whole grid."""
-        self._measured["score"] = published.document()
-        return Score.of(self._measured["score"])
 
     def record(self) -> RunRecord:
         """The record of what has been measured so far."""
@@ -246,34 +230,3 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
     """A strip for each fault, what was named first is framed."""
     title = "Planted faults: where modules are wrong by themselves"
     return figures.strips(gallery.strips, title=title, marks=gallery.named)
-
-
-# --- the score --------------------------------------------------------------------------------------------------------
-
-
-def score_table(score: Score) -> pd.DataFrame:
-    """By tool, and what it compared with: how often module, a token that is wrong, the first of them, cause were right.
-
-    Shares with their 95 % intervals as text; "-" for what a tool does not tell. `or its part` also counts a module that
-    the right one holds. False alarms are of controls that change bits: where none does, no tool can be wrong.
-    """
-    table = score.by_tool
-    shown = table[["tool", "against", "n"]].rename(columns={"n": "cases"})
-    for name, column in SCORED.items():
-        shown[name] = [_share(row, column) for row in table.to_dict("records")]
-    alarms = zip(table["alarms"], table["controls"], strict=True)
-    return shown.assign(**{"false alarms": [f"{int(a)} of {int(n)}" for a, n in alarms]})
-
-
-def score_figure(score: Score) -> go.Figure:
-    """How often each tool names the right module."""
-    table = score.by_tool
-    names = [f"{row.tool}, {row.against}" if row.tool != LAB else LAB for row in table.itertuples()]
-    columns = {"module_right": "module", "low": "module_low", "high": "module_high", "near": "near"}
-    shares = {name: table[column].to_numpy() for name, column in columns.items()}
-    return figures.scores(pd.DataFrame({"tool": names} | shares), ours=LAB)
-
-
-def _share(row: Mapping[str, float], name: str) -> str:
-    share = row[name]
-    return NOTHING if np.isnan(share) else f"{share:.3f} ({row[f'{name}_low']:.3f}-{row[f'{name}_high']:.3f})"

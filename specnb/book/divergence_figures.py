@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from specnb.book.style import COLOURS, series, spread, template
+from specnb.book.style import series, spread, template
 from specnb.divergence.ladder import HEAT, TIMES_FLOOR
 
 LIMIT = float(np.log10(TIMES_FLOOR))
@@ -164,36 +164,6 @@ def misleading(table: pd.DataFrame, *, title: str = "What each number says of th
     return figure.update_layout(
         template=template(), title_text=html.escape(title), height=560, legend={"y": -0.18}, margin={"l": 95}
     )
-
-
-def scores(table: pd.DataFrame, *, ours: str, title: str = "How often each tool names the right module") -> go.Figure:
-    """Share of cases in which each tool names the right module, with its interval, and in which it or a part of it.
-
-    Columns `tool`, `module_right`, `low`, `high`, `near` (shares); `ours` is the tool in colour.
-    """
-    value, low, high, near = (100 * table[name].astype(float) for name in ("module_right", "low", "high", "near"))
-    names = [html.escape(str(tool)) for tool in table["tool"]]
-    colours = [COLOURS[0] if tool == ours else COLOURS[6] for tool in table["tool"]]
-    interval = spread(value, low, high) | {"color": "#111"}
-    figure = go.Figure(
-        [
-            go.Bar(x=value.tolist(), y=names, orientation="h", marker_color=colours, error_x=interval,
-                   name="the module itself", hovertemplate="%{y}: %{x:.1f} %<extra></extra>"),
-            go.Bar(x=near.tolist(), y=names, orientation="h", marker={"color": colours, "opacity": 0.45},
-                   name="or a part that it holds", hovertemplate="%{y}: %{x:.1f} % with parts<extra></extra>"),
-        ]
-    )  # fmt: skip
-    for tool, share, end in zip(names, value, high, strict=True):
-        at = {"x": max(share, end), "y": tool, "xanchor": "left", "xshift": 6, "yshift": 5}
-        figure.add_annotation(text=f"{share:.0f} %", showarrow=False, **at)
-    figure.update_xaxes(
-        title_text="cases with the right module named first (%)", range=[0, 112], tickvals=[*range(0, 101, 20)]
-    )
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    return figure.update_layout(
-        template=template(), title_text=f"{html.escape(title)}<br><sup>pale: or a part that it holds</sup>",
-        height=190 + 30 * len(table), margin={"l": 60, "t": 80}, showlegend=False,
-    )  # fmt: skip
 
 
 def acceptance(table: pd.DataFrame, *, title: str = "Drafts kept, by position") -> go.Figure:

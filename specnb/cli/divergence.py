@@ -78,7 +78,7 @@ def investigate(
     from specnb.divergence import deploy as services
     from specnb.divergence import investigate as lab
     from specnb.divergence.features import checked as features_checked
-    from specnb.divergence.score import published_alarms
+    from specnb.divergence.report import published_alarms
     from specnb.divergence.setups import vocabulary_size
 
     _require_dtype(draft, dtype)

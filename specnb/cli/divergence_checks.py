@@ -2,8 +2,7 @@
 
 import inspect
 import shlex
-from contextlib import ExitStack
-from itertools import zip_longest
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from specnb.divergence.compare import Comparison
     from specnb.divergence.sampling import Audit
     from specnb.divergence.trace import Trace
-    from specnb.prompts import Prompt
 
 
 def preflight(
@@ -163,54 +161,26 @@ def audit(
 
     Exit code: 0 sound, 1 wrong, 125 inconclusive, or a model that does not open; 2 for options that cannot be.
     """
+    from specnb.book.progress import ProgressBar
     from specnb.decode.sampling import Sampling
+    from specnb.divergence.lossless import audited, in_turn
     from specnb.divergence.sampling import Tally
+    from specnb.draft.load import load_drafter
+    from specnb.lm.load import load
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sampling)
     Tally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
-    texts = _in_turn(prompts)
-    with judged():
-        options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
-        found = _audited(target, draft, texts, seed, effect, options)
+    chosen, options = in_turn(prompts), sampling | {"k": k, "max_new_tokens": max_new_tokens}
+    with judged(), ProgressBar() as progress, ExitStack() as opened:
+        model = opened.enter_context(closing(load(target)))
+        drafter = opened.enter_context(closing(load_drafter(draft, model, strict=True).drafter))
+        found = audited(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
     if as_json:
         print_json(found.document())
     else:
         _print_audit(found)
     raise typer.Exit(found.exit_code)
-
-
-def _in_turn(n: int) -> "list[Prompt]":
-    """The first n shipped prompts, of all categories in turn. InputError if there are fewer."""
-    from specnb.prompts import CATEGORIES, prompts
-
-    turns = zip_longest(*(prompts(name) for name in CATEGORIES))
-    found = [prompt for turn in turns for prompt in turn if prompt is not None]
-    if n > len(found):
-        raise InputError(f"--prompts is {n}, but {len(found)} are shipped: raise --max-new-tokens instead")
-    return found[:n]
-
-
-def _audited(
-    target: str, draft: str, prompts: "list[Prompt]", seed: int, effect: float, options: dict[str, float]
-) -> "Audit":
-    from specnb.book.progress import ProgressBar
-    from specnb.divergence.sampling import Tally
-    from specnb.divergence.sampling.log import listened
-    from specnb.draft.load import load_drafter
-    from specnb.lm.load import load
-
-    tally = Tally()
-    with ExitStack() as opened, ProgressBar() as progress:
-        model = load(target)
-        opened.callback(model.close)
-        drafter = load_drafter(draft, model, strict=True).drafter
-        opened.callback(drafter.close)
-        for number, prompt in enumerate(prompts):
-            progress(number, len(prompts), f"{prompt.id}: {tally.n} positions")
-            text = prompt.text or prompt.messages[-1].content  # models without a chat template are audited as well
-            listened(model, text, drafter=drafter, hear=tally.add, seed=seed + number, ignore_eog=True, **options)
-    return tally.audit(effect=effect)
 
 
 def _print_audit(found: "Audit") -> None:

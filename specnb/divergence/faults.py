@@ -7,7 +7,7 @@
 So a user can see whether the lab finds on his own model what it finds on the embedded pair. Two causes at once are two
 blocks, one in the other. A fault of a neighbour does nothing without a target, as in a draft that runs alone: `first`
 is None then. `split_k` and `uniform_offset` are controls: they change numbers and must not be called structural. Faults
-of sampling live in no module's forward; they are in `sampling_trial`.
+of sampling live in no module's forward; they are in `lossless`.
 """
 
 from collections.abc import Iterator, Mapping

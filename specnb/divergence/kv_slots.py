@@ -5,13 +5,6 @@ block that nobody writes; the groups of all models of a process draw their block
 target therefore sits in other slots, and that is right: raw slot numbers are never compared. What must hold is that
 position p lies in slot block_table[p // block_size] * block_size + p % block_size, and that no two places share a slot.
 
-What an engine printed is held against these rules; here a row that lies elsewhere, and a block of two groups:
-
->>> slot_faults(slots=[80, 81, 83], positions=[0, 1, 2], block_table=[5], group="draft")
-[Fault(rule='slot', group='draft', position=2, expected=82, found=83)]
->>> overlaps({"target": [1, 2], "draft": [2, 3]})
-[Fault(rule='overlap with target', group='draft', position=0, expected=None, found=2)]
-
 Where the draft's first slot is beside a larger target:
 
 >>> models = {"target": {"full": 18, "sliding": 18}, "draft": {"full": 12, "sliding": 12}}
@@ -28,8 +21,6 @@ from specnb.errors import InputError
 
 BLOCK_SIZE = 16
 NULL_BLOCK = 0
-PADDING_SLOT = -1
-"""Slot of a row that pads a batch: it is written nowhere."""
 
 
 class Group(NamedTuple):
@@ -50,16 +41,6 @@ class Group(NamedTuple):
     @property
     def first_slot(self) -> int:
         return self.first_block * self.block_size
-
-
-class Fault(NamedTuple):
-    """A rule that does not hold, at which place, with what was expected and what was found."""
-
-    rule: str
-    group: str
-    position: int
-    expected: int | None
-    found: int | None
 
 
 def allocate(
@@ -97,48 +78,3 @@ def arithmetic(groups: Sequence[Group]) -> pd.DataFrame:
         for g in groups
     ]  # fmt: skip
     return pd.DataFrame(rows)
-
-
-def slot_faults(
-    slots: Sequence[int],
-    positions: Sequence[int],
-    block_table: Sequence[int],
-    *,
-    block_size: int = BLOCK_SIZE,
-    group: str = "",
-) -> list[Fault]:
-    """Rows of one sequence whose slot breaks a rule, in order of the rows.
-
-    Rules: `slot` (the formula), `null block` (a token in the block that is never read), `bijection` (two positions in
-    one slot). A row with PADDING_SLOT is left out, whatever its position.
-    """
-    faults: list[Fault] = []
-    holder: dict[int, int] = {}
-    for slot, position in zip(slots, positions, strict=True):
-        if slot == PADDING_SLOT:
-            continue
-        block, within = divmod(position, block_size)
-        expected = block_table[block] * block_size + within if 0 <= block < len(block_table) else None
-        if slot != expected:
-            faults.append(Fault("slot", group, position, expected, slot))
-        if slot // block_size == NULL_BLOCK:
-            faults.append(Fault("null block", group, position, expected, slot))
-        if holder.setdefault(slot, position) != position:
-            faults.append(Fault("bijection", group, position, expected, slot))
-    return faults
-
-
-def overlaps(block_tables: Mapping[str, Sequence[int]]) -> list[Fault]:
-    """Blocks that two groups, or two places of one, hold at once; the null block, which may fill any, is no such.
-
-    A fault carries the place in the later table and the block, as expected (None: nobody else's) and found.
-    """
-    owner: dict[int, str] = {}
-    faults: list[Fault] = []
-    for name, table in block_tables.items():
-        for at, block in enumerate(table):
-            if block in owner:
-                faults.append(Fault(f"overlap with {owner[block]}", name, at, None, block))
-            elif block != NULL_BLOCK:
-                owner[block] = name
-    return faults

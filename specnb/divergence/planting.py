@@ -21,11 +21,6 @@ from specnb.errors import InputError
 Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
 """What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
 
-CAUSES = (
-    "IDENTITY", "WEIGHTS", "ROUTING", "KV_SLOT", "STATE", "POSITION", "PRECISION_ONLY", "HEAD", "INPUT", "COMPUTATION",
-)  # fmt: skip
-"""The classes a cause is named from."""
-
 ALL = ((0, None),)
 """The token range of a fault that reaches every token."""
 

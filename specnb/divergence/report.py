@@ -1,17 +1,20 @@
 """An investigation in words and tables: what a reader asks first, and all of it as plain text and JSON. No torch."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from specnb.divergence import kv_slots
 from specnb.divergence.ladder import TIMES_FLOOR
-from specnb.io import write_atomic
+from specnb.errors import InputError
+from specnb.io import read_json, write_atomic
 from specnb.measure.acceptance import Share
+from specnb.paths import project_dir
 
 if TYPE_CHECKING:
     from specnb.divergence.investigation import Investigation
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 LEFT_OUT = "left out (other shapes)"
 """As the coverage says it: no token axis, or not the shape that the pristine copy has."""
+SCORE_BYTES = 1 << 24
 EARLIEST = 8
 """Rows of the table of nodes."""
 CASE_TOKENS, CASE_GROUP = 80, 12
@@ -217,3 +221,16 @@ def write_json(investigation: "Investigation", path: Path, more: Mapping[str, ob
     content = json.dumps(investigation.document() | dict(more or {}), indent=1, allow_nan=False)
     write_atomic(path, f"{content}\n".encode())
     return Path(path)
+
+
+def published_score() -> dict[str, Any]:
+    """The score that `tests/benchmarks/divergence_score` writes. Raises InputError outside a checkout."""
+    return read_json(project_dir() / "data" / "divergence" / "score.json", SCORE_BYTES)
+
+
+def published_alarms() -> tuple[int, int] | None:
+    """Of the published score: false alarms of the lab, and controls; None where there is no score."""
+    with contextlib.suppress(InputError):
+        lab = next(row for row in published_score()["by_tool"] if row["tool"] == "lab")
+        return int(lab["alarms"]), int(lab["controls"])
+    return None

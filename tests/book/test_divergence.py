@@ -16,11 +16,11 @@ from specnb.divergence.deploy import planted
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
 from specnb.divergence.repro import minimal
-from specnb.divergence.score import Score, document
 from specnb.errors import InputError
 from specnb.measure.triage import triage
 from specnb.params import DivergenceParams
 from specnb.records import Generation, Round
+from tests.benchmarks.divergence_score import picture
 
 PARAMS = DivergenceParams(tokens=13, prompt_tokens=11, k=2, gallery=["positional_registry", "kv_slot_swap", "split_k"])
 HOSTILE = "layers.0.<script>alert(1)</script>&amp;"
@@ -143,37 +143,21 @@ def test_the_record_holds_what_was_measured_and_nothing_else(study, wrong, shown
 
 
 def test_the_published_score_has_the_lab_beside_the_tools_that_people_use():
-    score = Score.of(document())
-    table = divergence.score_table(score)
+    table = picture.score_table(report.published_score())
     lab = table[table["tool"] == "lab"].iloc[0]
     assert lab["cases"] >= 300 and float(lab["module"][:5]) >= 0.95 and lab["false alarms"].startswith("0 of ")
-    others = table[table["tool"] != "lab"]
-    assert len(others) > 6 and (others["cause"] == "-").all()
-    assert (table.set_index("tool").loc["allclose", "a token"] != "-").all()
-    exactly, with_parts = divergence.score_figure(score).data
-    assert exactly.y[0] == "lab" and len(exactly.x) == len(with_parts.x) == len(table)
-    assert exactly.marker.color[0] != exactly.marker.color[1]
+    assert report.published_alarms() == (0, 63)
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
 def all_figures(wrong, suspicious):
-    score = pd.DataFrame(
-        {
-            "tool": ["lab", "mean and std"],
-            "module_right": [1.0, 0.2],
-            "low": [0.9, 0.1],
-            "high": [1, 0.4],
-            "near": [1.0, 0.8],
-        }
-    )
     return {
         "heat": divergence_report.heat(wrong),
         "heats": divergence_report.heats(wrong),
         "setups": divergence.setups_figure(wrong),
         "misleading": figures.misleading(divergence.misleading(wrong)),
-        "scores": figures.scores(score, ours="lab"),
         "acceptance": figures.acceptance(suspicious.profile.table()),
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specnb.cli import divergence_checks as cli_divergence_checks
-from specnb.divergence import score
+from specnb.divergence import report
 from specnb.divergence.compare import compare
 from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
@@ -246,7 +246,7 @@ def test_the_slots_of_the_case_are_in_the_report_of_the_pair_only(investigate, t
 
 
 def test_a_score_that_is_not_there_keeps_the_verdict(investigate, tmp_path, monkeypatch):
-    monkeypatch.setattr(score, "published", lambda: tmp_path / "score.json")
+    monkeypatch.setattr(report, "project_dir", lambda: tmp_path)
     code, out, _ = investigate(*SHORT, "--setups", "S0")
     assert code == 0 and "Not known here" in out
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence.causes import CLASSES, Case, rank
+from specnb.divergence.causes import Case, rank
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
 from specnb.divergence.ladder import one_factor
 from specnb.divergence.local import one_offset
 from specnb.divergence.pair import copy_of
-from specnb.divergence.planting import CAUSES, forward_replaced, replaced, values_changed
+from specnb.divergence.planting import forward_replaced, replaced, values_changed
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
 
@@ -83,10 +83,6 @@ def test_angles_that_are_all_too_long_are_no_offset(lab):
     assert one_offset(along, lab.sound[0], "rotary_emb")
     assert not one_offset(replace(along, values=longer), lab.sound[0], "rotary_emb")
     assert not one_offset(lab.sound[1], lab.sound[0], "rotary_emb")  # nothing is turned
-
-
-def test_every_class_is_one_that_faults_are_named_from():
-    assert {*CLASSES} == {*CAUSES} - {"PRECISION_ONLY"}
 
 
 def cause_of(lab, deploy, setups=("S0",)):

@@ -11,7 +11,6 @@ from specnb.divergence.investigate import judge
 from specnb.divergence.local import Along
 from specnb.divergence.pair import make
 from specnb.divergence.planting import Fault
-from specnb.divergence.score import LAB
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score import grid
@@ -20,7 +19,7 @@ from tests.benchmarks.divergence_score.controls import controlled
 from tests.benchmarks.divergence_score.grid import GridCase, Subject, cases, examined, scaled, script_of, starts, within
 from tests.benchmarks.divergence_score.rows import alarms, near, right, shares, smallest, table
 from tests.benchmarks.divergence_score.score import Score, score
-from tests.benchmarks.divergence_score.tools import RULES, differences, pointed
+from tests.benchmarks.divergence_score.tools import LAB, RULES, differences, pointed
 from tests.divergence.lab import short_texts
 
 FEEDS = np.array([0, 0, 0, 0, 1, 2])

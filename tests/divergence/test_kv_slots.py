@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specnb.divergence.kv_slots import allocate, arithmetic, overlaps, slot_faults
+from specnb.divergence.kv_slots import allocate, arithmetic
 from specnb.errors import InputError
 
 LARGE, SMALL = {"full": 18, "sliding": 18}, {"full": 12, "sliding": 12}
@@ -15,7 +15,7 @@ LAYERS = st.dictionaries(st.sampled_from(["full", "sliding", "local"]), st.integ
 
 def test_what_the_module_shows_is_what_it_does():
     done = doctest.testmod(__import__("specnb.divergence.kv_slots", fromlist=["kv_slots"]))
-    assert done.attempted == 4 and done.failed == 0
+    assert done.attempted == 2 and done.failed == 0
 
 
 @pytest.mark.parametrize("tokens, large", [(65, [336, 416]), (80, [336, 416]), (81, [400, 496])])
@@ -40,29 +40,9 @@ def test_allocation_gives_every_layer_one_group_and_every_token_one_slot(kinds, 
     for model, counts in models.items():
         for kind, n in counts.items():
             assert sum(g.layers for g in groups if (g.model, g.kind) == (model, kind)) == n
-    assert not overlaps({str(g.gid): g.block_table for g in groups})
-    for g in groups:
-        slots = [g.block_table[p // block_size] * block_size + p % block_size for p in range(tokens)]
-        assert not slot_faults([*slots, -1], [*range(tokens), 10**9], g.block_table, block_size=block_size)
-
-
-@pytest.mark.parametrize(
-    ("slots", "positions", "table", "rules"),
-    [
-        ([81], [0], [5], ["slot"]),
-        ([80, 80], [0, 1], [5], ["slot", "bijection"]),
-        ([80, 80], [0, 0], [5], []),  # the same place written twice is one place
-        ([3], [3], [0], ["null block"]),
-        ([96], [16], [5], ["slot"]),
-    ],
-)
-def test_a_broken_rule_is_named(slots, positions, table, rules):
-    assert [fault.rule for fault in slot_faults(slots, positions, table)] == rules
-
-
-def test_a_block_of_two_groups_is_an_overlap_and_the_null_block_is_not():
-    assert overlaps({"target": [0, 1, 2], "draft": [0, 0, 2]}) == [("overlap with target", "draft", 2, None, 2)]
-    assert [fault.rule for fault in overlaps({"target": [4, 4]})] == ["overlap with target"]
+    blocks = [block for g in groups for block in g.block_table]
+    assert len(set(blocks)) == len(blocks) and 0 not in blocks  # block 0 is nobody's
+    assert all(len(g.block_table) * block_size >= tokens for g in groups)
 
 
 @pytest.mark.parametrize("models, tokens", [({}, 8), ({"m": {}}, 8), ({"m": {"full": 0}}, 8), ({"m": SMALL}, 0)])

@@ -10,10 +10,10 @@ import pytest
 from specnb.decode import accept
 from specnb.decode.generate import generate
 from specnb.divergence import sampling
+from specnb.divergence.lossless import PLANTED, misreported_q, related, resampled_from_target, trial
 from specnb.divergence.sampling import Position, Tally, audit, terms
 from specnb.divergence.sampling.log import listened
 from specnb.divergence.sampling.terms import STATISTICS
-from specnb.divergence.sampling_trial import PLANTED, misreported_q, related, resampled_from_target, trial
 from specnb.draft import translate as draft_translate
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter

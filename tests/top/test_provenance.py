@@ -1,6 +1,5 @@
 """Provenance: JSON-able, without a machine's paths, honest about what is not known; digests that stay true."""
 
-import hashlib
 import json
 import os
 import subprocess
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from specnb import provenance as prov
-from specnb.provenance import cgroup_folders, git_state, model_facts, provenance
+from specnb.provenance import cgroup_folders, git_state, provenance
 
 
 @pytest.fixture(autouse=True)
@@ -78,15 +77,6 @@ def test_provenance_imports_no_engine():
         "sys.exit(bool({'torch', 'transformers', 'llama_cpp', 'numpy', 'pandas'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-def test_model_facts_carry_size_and_digest(tmp_path):
-    weights = tmp_path / "m.gguf"
-    weights.write_bytes(b"GGUF")
-    facts = model_facts("m", weights, dtype="f16")
-    expected = {"id": "m", "sha256": hashlib.sha256(b"GGUF").hexdigest(), "file_bytes": 4, "dtype": "f16"}
-    assert facts == expected
-    assert provenance(models=[facts])["models"] == [expected]
 
 
 # git

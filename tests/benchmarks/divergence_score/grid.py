@@ -26,12 +26,11 @@ from specnb.divergence.investigation import Investigation
 from specnb.divergence.local import Along
 from specnb.divergence.parts import find, layer_number
 from specnb.divergence.planting import Fault
-from specnb.divergence.score import LAB
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.rows import NOTHING
-from tests.benchmarks.divergence_score.tools import RULES, differences, pointed
+from tests.benchmarks.divergence_score.tools import LAB, RULES, differences, pointed
 
 TEXTS, PROMPTS, ROUNDS = (26, 33), (14, 19), (2, 5)
 """Half-open ranges that a seed draws the length of the text, of the prompt and K from."""

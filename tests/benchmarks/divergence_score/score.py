@@ -19,7 +19,6 @@ import torch
 from specnb import divergence
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.pair import DTYPES, SHAPES
-from specnb.divergence.score import LAB
 from specnb.errors import InputError
 from specnb.io import write_atomic
 from specnb.measure.experiment import Progress, silent
@@ -27,7 +26,7 @@ from specnb.provenance import provenance
 from tests.benchmarks.divergence_score import rows
 from tests.benchmarks.divergence_score.controls import CONTROLS, controlled
 from tests.benchmarks.divergence_score.grid import Subject, cases, examined, scaled
-from tests.benchmarks.divergence_score.tools import TELLS_TOKEN
+from tests.benchmarks.divergence_score.tools import LAB, TELLS_TOKEN
 
 BY_TOOL = ["tool", "against"]
 TARGETS = {"float32": 1e-3, "bfloat16": 2e-2}
@@ -99,7 +98,7 @@ class Score:
         return own[own["structural"]].reset_index(drop=True)
 
     def document(self) -> dict[str, Any]:
-        """A JSON document of the tables and facts, which `specnb.divergence.score` reads."""
+        """A JSON document of the tables and facts, which `specnb.divergence.report` reads."""
         tables = {name: json.loads(getattr(self, name)().to_json(orient="records")) for name in TABLES}
         return {"schema": 1, **tables, "facts": self.facts}
 

@@ -15,6 +15,8 @@ import pandas as pd
 
 from specnb.divergence.local import Along
 
+LAB = "lab"
+"""The lab's own name among the tools."""
 CLOSE = MappingProxyType({"float64": 1e-7, "float32": 1.3e-6, "float16": 1e-3, "bfloat16": 1.6e-2})
 """Relative tolerances of torch.testing.assert_close by dtype."""
 CLOSE_ABSOLUTE = MappingProxyType({"float64": 1e-7, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5})

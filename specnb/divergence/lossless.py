@@ -1,14 +1,17 @@
-"""The sampling audit tried out on a toy pair: sound decoding and each planted fault of sampling, a row each.
+"""Notebook 08: is speculative output lossless? A real pair is decoded and audited; planted faults show what is seen.
 
-The faults: a row that is reported but not drawn from, a residual that is forgotten. They change no module, so that no
-comparison of tensors can find them; `divergence.sampling` must. Both act on our own decoding while they are entered,
-and nothing that a generation returns looks odd. They yield the cause that the audit must name.
+Greedy output must equal plain decoding, token for token. Sampled drafts and tokens must follow the rows that promise
+them (`divergence.sampling`). The audit is then tried on a toy pair with faults of sampling planted: a row that is
+reported but not drawn from, a residual that is forgotten. They change no module, so that no comparison of tensors can
+find them, and nothing that a generation returns looks odd.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial, wraps
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -17,20 +20,95 @@ import pandas as pd
 
 from specnb.decode import accept
 from specnb.decode.accept import Acceptance, Rows
+from specnb.decode.generate import generate
 from specnb.decode.sampling import Chooser, Draws, argmax
 from specnb.divergence.planting import replaced
-from specnb.divergence.sampling import FROM_TARGET, MISREPORTED, NOT_DRAWN, Tally
+from specnb.divergence.sampling import FROM_TARGET, MISREPORTED, NOT_DRAWN, Audit, Tally
 from specnb.divergence.sampling.log import listened
 from specnb.draft.base import Drafter, Picker, Proposal
+from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
+from specnb.lm.load import load
 from specnb.lm.toy import ToyLM, markov
-from specnb.measure.experiment import Progress, silent
+from specnb.measure.experiment import Progress, models_of, record_of, silent
+from specnb.measure.fork import explain_fork
+from specnb.params import LosslessParams
+from specnb.prompts import CATEGORIES, Prompt, prompts
+from specnb.records import Generation, RunRecord
 
+EXPERIMENT = "08_lossless"
 TOKENS, K = 32, 4
 SHARE = 0.5
 """What the draft's logits have of the target's; the rest are another model's."""
+
+
+def run(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
+    """Decode greedily and sampled, audit both, and try the audit on planted faults.
+
+    Measurements: `greedy`, a row a prompt; `audit`, the document of `Audit`; `planted`, the rows of `trial`.
+    """
+    started, chosen = datetime.now(UTC), in_turn(params.prompts)
+    with (
+        closing(load(params.target)) as target,
+        closing(load_drafter(params.draft, target, strict=True).drafter) as drafter,
+    ):
+        pairs = [
+            greedy_pair(target, drafter, prompt, k=params.k, max_new_tokens=params.max_new_tokens)
+            for prompt in _counted(chosen, progress, "greedy")
+        ]
+        options = {"temperature": params.temperature, "k": params.k, "max_new_tokens": params.max_new_tokens}
+        audit = audited(target, drafter, chosen, seed=params.seed, progress=progress, **options)
+        measurements = {"greedy": [row for row, _ in pairs], "audit": audit.document()}
+        measurements["planted"] = trial(seed=params.seed, progress=progress).to_dict("records")
+        generations = [generation for _, generation in pairs]
+        models = models_of(target, [drafter])
+        return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measurements)
+
+
+def in_turn(n: int) -> list[Prompt]:
+    """The first n shipped prompts, of all categories in turn. Raises InputError if there are fewer."""
+    turns = zip_longest(*(prompts(name) for name in CATEGORIES))
+    chosen = [prompt for turn in turns for prompt in turn if prompt is not None]
+    if n > len(chosen):
+        raise InputError(f"got {n} prompts, but {len(chosen)} are shipped: ask for more tokens instead")
+    return chosen[:n]
+
+
+def greedy_pair(
+    target: LanguageModel, drafter: Drafter, prompt: Prompt, *, k: int, max_new_tokens: int
+) -> tuple[dict[str, Any], Generation]:
+    """Decode a prompt plainly and with drafts: a row that says whether and where the two part; the drafted run."""
+    limits = {"max_new_tokens": max_new_tokens, "ignore_eog": True}
+    plain = generate(target, _text(prompt), **limits)
+    drafted = generate(target, _text(prompt), drafter=drafter, k=k, **limits)
+    fork = explain_fork(target, plain.prompt_ids, plain.token_ids, drafted.token_ids, width=k + 1)
+    row = {"prompt": prompt.id, "tokens": len(drafted.token_ids), "identical": plain.token_ids == drafted.token_ids}
+    row |= {"tau": drafted.tau, "fork": None if fork is None else fork.position}
+    row |= {"near_tie": None if fork is None else fork.near_tie}
+    return row, drafted
+
+
+def audited(
+    target: LanguageModel, drafter: Drafter, chosen: Sequence[Prompt], *, seed: int, effect: float = 0.1,
+    progress: Progress = silent, **options: Any,
+) -> Audit:  # fmt: skip
+    """Decode each prompt with a seed of its own, and audit every draft and token against its row."""
+    tally = Tally()
+    for number, prompt in enumerate(_counted(chosen, progress, "sampled")):
+        listened(target, _text(prompt), drafter=drafter, hear=tally.add, seed=seed + number, ignore_eog=True, **options)
+    return tally.audit(effect=effect)
+
+
+def _text(prompt: Prompt) -> str:
+    return prompt.text or prompt.messages[-1].content  # models without a chat template are audited as well
+
+
+def _counted(chosen: Sequence[Prompt], progress: Progress, stage: str) -> Iterator[Prompt]:
+    for number, prompt in enumerate(chosen):
+        progress(number, len(chosen), f"{stage}: {prompt.id}")
+        yield prompt
 
 
 @contextmanager

@@ -1,0 +1,41 @@
+"""Tables and the figure of notebook 08, from its record."""
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from specnb.book.style import series, template
+from specnb.divergence.sampling.terms import STATISTICS
+from specnb.records import RunRecord
+
+CHANCE = 4.0
+"""Standard deviations that a sum of a sound run does not reach."""
+
+
+def greedy(record: RunRecord) -> pd.DataFrame:
+    """A row a prompt: equal to plain decoding, or where it parts and whether the two tokens were nearly tied."""
+    return pd.DataFrame(record.measurements["greedy"])
+
+
+def panel(record: RunRecord) -> pd.DataFrame:
+    """The five sums of the audited pair: `z` in standard deviations, `detectable` as a share of probability."""
+    return pd.DataFrame(record.measurements["audit"]["panel"])[["name", "n", "z", "p_value", "far", "detectable"]]
+
+
+def planted(record: RunRecord) -> pd.DataFrame:
+    """The audit on a toy pair: a row a planted fault, with its verdict, its causes and the five sums."""
+    return pd.DataFrame(record.measurements["planted"])
+
+
+def planted_figure(record: RunRecord) -> go.Figure:
+    """The five sums of each planted fault: between the lines is chance."""
+    table = planted(record)
+    figure = go.Figure()
+    for index, name in enumerate(STATISTICS):
+        look = {"marker": series(index)["marker"] | {"size": 11}}
+        figure.add_trace(go.Scatter(x=table[name], y=table["planted"], mode="markers", name=name, **look))
+    for limit in (-CHANCE, CHANCE):
+        figure.add_vline(x=limit, line={"color": "#222", "width": 1, "dash": "dot"})
+    figure.update_xaxes(title_text="z: standard deviations from what the rows promise")
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    title = "Planted faults of sampling: which sum sees which"
+    return figure.update_layout(template=template(), title_text=title, height=380)

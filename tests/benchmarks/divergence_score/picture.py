@@ -1,0 +1,88 @@
+"""Draw the published score into figures/: `python -m tests.benchmarks.divergence_score.picture`."""
+
+import html
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from specnb.book.publish import publish
+from specnb.book.style import COLOURS, spread, template
+from specnb.divergence.report import published_score
+from specnb.records import RunRecord
+from tests.benchmarks.divergence_score.tools import LAB
+
+NAME = "divergence_score"
+NOTHING = "-"
+SCORED = {"module": "module", "or its part": "near", "a token": "token", "the first token": "exact", "cause": "cause"}
+"""How the table of tools calls columns of a score."""
+
+
+def scores(
+    table: pd.DataFrame, *, ours: str = LAB, title: str = "How often each tool names the right module"
+) -> go.Figure:
+    """Share of cases in which each tool names the right module, with its interval, and in which it or a part of it.
+
+    Columns `tool`, `module_right`, `low`, `high`, `near` (shares); the lab is in colour.
+    """
+    value, low, high, near = (100 * table[name].astype(float) for name in ("module_right", "low", "high", "near"))
+    names = [html.escape(str(tool)) for tool in table["tool"]]
+    colours = [COLOURS[0] if tool == LAB else COLOURS[6] for tool in table["tool"]]
+    interval = spread(value, low, high) | {"color": "#111"}
+    figure = go.Figure(
+        [
+            go.Bar(x=value.tolist(), y=names, orientation="h", marker_color=colours, error_x=interval,
+                   name="the module itself", hovertemplate="%{y}: %{x:.1f} %<extra></extra>"),
+            go.Bar(x=near.tolist(), y=names, orientation="h", marker={"color": colours, "opacity": 0.45},
+                   name="or a part that it holds", hovertemplate="%{y}: %{x:.1f} % with parts<extra></extra>"),
+        ]
+    )  # fmt: skip
+    for tool, share, end in zip(names, value, high, strict=True):
+        at = {"x": max(share, end), "y": tool, "xanchor": "left", "xshift": 6, "yshift": 5}
+        figure.add_annotation(text=f"{share:.0f} %", showarrow=False, **at)
+    figure.update_xaxes(
+        title_text="cases with the right module named first (%)", range=[0, 112], tickvals=[*range(0, 101, 20)]
+    )
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    return figure.update_layout(
+        template=template(),
+        title_text="How often each tool names the right module<br><sup>pale: or a part that it holds</sup>",
+        height=190 + 30 * len(table), margin={"l": 60, "t": 80}, showlegend=False,
+    )  # fmt: skip
+
+
+def score_table(document: dict) -> pd.DataFrame:
+    """By tool, and what it compared with: how often module, a token that is wrong, the first of them, cause were right.
+
+    Shares with their 95 % intervals as text; "-" for what a tool does not tell. `or its part` also counts a module that
+    the right one holds. False alarms are of controls that change bits: where none does, no tool can be wrong.
+    """
+    table = pd.DataFrame(document["by_tool"])
+    shown = table[["tool", "against", "n"]].rename(columns={"n": "cases"})
+    for name, column in SCORED.items():
+        shown[name] = [_share(row, column) for row in table.to_dict("records")]
+    alarms = zip(table["alarms"], table["controls"], strict=True)
+    return shown.assign(**{"false alarms": [f"{int(a)} of {int(n)}" for a, n in alarms]})
+
+
+def score_figure(document: dict) -> go.Figure:
+    """How often each tool names the right module."""
+    table = pd.DataFrame(document["by_tool"])
+    names = [f"{row.tool}, {row.against}" if row.tool != LAB else LAB for row in table.itertuples()]
+    columns = {"module_right": "module", "low": "module_low", "high": "module_high", "near": "near"}
+    shares = {name: table[column].to_numpy() for name, column in columns.items()}
+    return scores(pd.DataFrame({"tool": names} | shares))
+
+
+def _share(row: Mapping[str, float], name: str) -> str:
+    share = row[name]
+    return NOTHING if np.isnan(share) else f"{share:.3f} ({row[f'{name}_low']:.3f}-{row[f'{name}_high']:.3f})"
+
+
+if __name__ == "__main__":
+    document = published_score()
+    ran, provenance, now = document["facts"]["ran"], document["facts"]["provenance"], datetime.now(UTC)
+    record = RunRecord(run_id="score", experiment=NAME, params=ran, provenance=provenance, started=now, ended=now)
+    publish(score_figure(document), NAME, record, table=score_table(document))
