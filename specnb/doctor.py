@@ -112,9 +112,9 @@ def check_packages(requires: Sequence[str] | None = None) -> Iterator[Finding]:
 def check_compiler() -> Finding:
     """Look for a C++ compiler: needed only to build llama-cpp-python, so its absence warns."""
     names = [name for name in (os.environ.get("CXX"), "c++", "g++", "clang++", "cl") if name]
-    found = next(filter(None, map(shutil.which, names)), None)
+    compiler = next(filter(None, map(shutil.which, names)), None)
     fix = "needed to build llama-cpp-python: apt-get install g++ (Debian, Ubuntu), xcode-select --install (macOS)"
-    return judge("c++ compiler", found is not None, found or "none in PATH", fix, only_warn=True)
+    return judge("c++ compiler", compiler is not None, compiler or "none in PATH", fix, only_warn=True)
 
 
 def check_torch() -> Finding:

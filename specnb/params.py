@@ -35,11 +35,11 @@ class Params(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            told = "; ".join(
+            message = "; ".join(
                 f"{'.'.join(str(part) for part in e['loc']) or 'parameters'} = {e.get('input')!r:.200}: {e['msg']}"
                 for e in error.errors()
             )
-            raise InputError(f"parameters of {cls.__name__}: {told}") from error
+            raise InputError(f"parameters of {cls.__name__}: {message}") from error
 
 
 Temperature = Annotated[float, Field(ge=0, le=100)]

@@ -11,8 +11,8 @@ def cache_dir() -> Path:
 
     The folder is not created here.
     """
-    if own := os.environ.get("SPECNB_CACHE"):
-        return Path(own).expanduser().absolute()
+    if folder := os.environ.get("SPECNB_CACHE"):
+        return Path(folder).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "specnb"
 

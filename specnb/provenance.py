@@ -119,14 +119,14 @@ def cpu_facts() -> dict[str, Any]:
 
 def _cpuinfo(path: Path = Path("/proc/cpuinfo")) -> tuple[str | None, frozenset[str]]:
     """Name and flags of the first core; the rest of the file repeats them once a core."""
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if not line.strip():
                 break
             key, _, value = line.partition(":")
-            found[key.strip().lower()] = value.strip()
-    return found.get("model name"), frozenset(found.get("flags", found.get("features", "")).split())
+            facts[key.strip().lower()] = value.strip()
+    return facts.get("model name"), frozenset(facts.get("flags", facts.get("features", "")).split())
 
 
 def cgroup_folders(controller: str, proc: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> list[Path]:

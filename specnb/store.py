@@ -36,8 +36,8 @@ _SCALARS = [name for name in Generation.model_fields if name not in ("rounds", "
 
 def results_dir() -> Path:
     """Return the folder of all records: `$SPECNB_RESULTS` (set for headless runs), else `results/` of the checkout."""
-    own = os.environ.get("SPECNB_RESULTS")
-    return Path(own).expanduser().absolute() if own else project_dir() / "results"
+    folder = os.environ.get("SPECNB_RESULTS")
+    return Path(folder).expanduser().absolute() if folder else project_dir() / "results"
 
 
 def run_id(experiment: str, params: Mapping[str, Any]) -> str:
@@ -51,10 +51,10 @@ def run_id(experiment: str, params: Mapping[str, Any]) -> str:
 
 def run_folder(results: Path, experiment: str, run_id: str) -> Path:
     """Return `results/<experiment>/<run_id>`; InputError unless both names are plain (no separators, no first dot)."""
-    for what, name in (("experiment", experiment), ("run_id", run_id)):
+    for noun, name in (("experiment", experiment), ("run_id", run_id)):
         if not NAME.fullmatch(name):
             raise InputError(
-                f"{what} {name!r} cannot name a folder: use up to 128 of A-Z a-z 0-9 . _ -, no . _ - first"
+                f"{noun} {name!r} cannot name a folder: use up to 128 of A-Z a-z 0-9 . _ -, no . _ - first"
             )
     return Path(results) / experiment / run_id
 
@@ -187,10 +187,10 @@ def _read_run(folder: Path) -> dict[str, Any]:
 
 def _home(record: RunRecord, results: Path | None) -> Path:
     named = run_folder(results_dir() if results is None else results, record.experiment, record.run_id)
-    own = os.environ.get("SPECNB_RUN_FOLDER")
-    if not own or (results is not None and Path(results).absolute() != results_dir()):
+    chosen = os.environ.get("SPECNB_RUN_FOLDER")
+    if not chosen or (results is not None and Path(results).absolute() != results_dir()):
         return named
-    folder = Path(own).absolute()
+    folder = Path(chosen).absolute()
     with suppress(InputError):  # there is none yet, or it is damaged
         there = read_json(folder / "run.json", MAX_BYTES)
         if (there.get("experiment"), there.get("run_id")) != (record.experiment, record.run_id):

@@ -38,12 +38,12 @@ def worst(share: pd.DataFrame) -> pd.DataFrame:
     """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content."""
     contents = [name for name in share.columns if name not in ("machine", "drafter", "policy", SWITCHING)]
     rows = share[~share["policy"].isin(["best fixed K: speed-up", "oracle"])]
-    found = rows[["machine", "drafter", "policy"]].assign(
+    table = rows[["machine", "drafter", "policy"]].assign(
         worst=rows[contents].min(axis=1), content=rows[contents].idxmin(axis=1)
     )
     if SWITCHING in share:
-        found = found.assign(**{SWITCHING: rows[SWITCHING]})
-    return found.reset_index(drop=True)
+        table = table.assign(**{SWITCHING: rows[SWITCHING]})
+    return table.reset_index(drop=True)
 
 
 def live_check(study: Study) -> pd.DataFrame:
@@ -55,8 +55,8 @@ def live_check(study: Study) -> pd.DataFrame:
     `near_tie` is True (False would be a fault); it is missing where no drafted token differs.
     """
     plain = {g.prompt_id: g for g in study.record.generations if not g.k}
-    told = study.record.measurements["draft_forks"]
-    forks = {(f["prompt_id"], f["drafter"], f["policy"]): f["near_tie"] for f in told}
+    fork_rows = study.record.measurements["draft_forks"]
+    forks = {(f["prompt_id"], f["drafter"], f["policy"]): f["near_tie"] for f in fork_rows}
     rows = []
     for g in (g for g in study.record.generations if g.k):
         (recording,) = study.trace.select(prompt_id=g.prompt_id, drafter=g.drafter).recordings
@@ -83,11 +83,11 @@ def trajectory(study: Study, drafter: str, policies: Sequence[str]) -> pd.DataFr
     recordings = [r for r in study.trace.select(drafter=drafter).recordings if switches(r)]
     if not recordings:
         raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
-    made: dict[str, Controller] = controllers(cost_of(study.record, drafter), recordings[0].k_max)
+    replayed_controllers: dict[str, Controller] = controllers(cost_of(study.record, drafter), recordings[0].k_max)
     rows = []
     for policy in policies:
         before = 0
-        for recording, steps in walk_session(recordings, made[policy]):
+        for recording, steps in walk_session(recordings, replayed_controllers[policy]):
             rows += [
                 {"policy": policy, "token": before + s.at, "k": s.drafted, "content": recording.category} for s in steps
             ]

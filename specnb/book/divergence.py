@@ -80,9 +80,9 @@ class Study:
 
     def investigate(self, progress: Progress = silent) -> Investigation:
         """The fault, as a service under suspicion."""
-        found = judge(self.lab, deploy=self._deploy, progress=progress)
-        self._measured["investigation"] = found.document()
-        return found
+        investigation = judge(self.lab, deploy=self._deploy, progress=progress)
+        self._measured["investigation"] = investigation.document()
+        return investigation
 
     def gallery(self, progress: Progress = silent) -> Gallery:
         """Every fault of the gallery in turn."""
@@ -115,16 +115,16 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
     attentions = [path for path, _ in investigation.case.parts.attentions]
     columns = {}
     for name, says in CASE.items():
-        one, column = outcomes[name], {}
+        outcome, column = outcomes[name], {}
         for layer in (0, 1):
-            keys = _statistics(one, f"{attentions[layer]}.k_proj", "out")
-            attention = _statistics(one, f"{attentions[layer]}.o_proj", "in")
+            keys = _statistics(outcome, f"{attentions[layer]}.k_proj", "out")
+            attention = _statistics(outcome, f"{attentions[layer]}.o_proj", "in")
             column |= {f"layer {layer} key input mean": keys["mean"], f"layer {layer} key input std": keys["std"],
                        f"layer {layer} attention output std": attention["std"]}  # fmt: skip
-            column |= {f"layer {layer} MoE output std": _statistics(one, banks[layer], "out")["std"]}
-            column |= _digests(one, investigation.case.meant, banks[layer], f"layer {layer} MoE weights")
-        prompt = len(one.script.feeds[0].ids)
-        column["first draft token"] = int(one.logits[0][prompt - 1].argmax())
+            column |= {f"layer {layer} MoE output std": _statistics(outcome, banks[layer], "out")["std"]}
+            column |= _digests(outcome, investigation.case.meant, banks[layer], f"layer {layer} MoE weights")
+        prompt = len(outcome.script.feeds[0].ids)
+        column["first draft token"] = int(outcome.logits[0][prompt - 1].argmax())
         columns[f"{name} {says}"] = column
     table = pd.DataFrame(columns, dtype=object)
     return table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value))
@@ -139,9 +139,9 @@ def _digests(outcome: Outcome, meant: Mapping[str, str], bank: str, says: str) -
     params = outcome.trace.params
     read = params[params["module"] == bank].drop_duplicates(["owner", "owner_path"])
     leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
-    own = {path: digest for path, digest in meant.items() if path.endswith(leaves)}
+    loaded = {path: digest for path, digest in meant.items() if path.endswith(leaves)}
     owners = " ".join(sorted({*read["owner"]})) or NOTHING
-    return {f"{says}, as loaded": _joined(own.values()), f"{says}, as read": _joined(read["digest"]),
+    return {f"{says}, as loaded": _joined(loaded.values()), f"{says}, as read": _joined(read["digest"]),
             f"{says}, owner of what is read": owners}  # fmt: skip
 
 
@@ -159,14 +159,14 @@ def misleading(investigation: Investigation, sound: str = "S0") -> pd.DataFrame:
     outcomes, bad = investigation.case.outcomes, investigation.case.bad
     if bad is None:
         raise InputError(f"none of the set-ups {', '.join(outcomes)} is wrong: there is nothing to compare")
-    ours, theirs = outcomes[sound].along, bad.along
+    sound_run, wrong_run = outcomes[sound].along, bad.along
     errors = investigation.errors(bad.setup.id)
-    own = errors[errors["role"] == "out"].groupby("at", sort=False)
+    outputs = errors[errors["role"] == "out"].groupby("at", sort=False)
     rows = []
-    for module, error, ratio in own[["error", "ratio"]].max().itertuples():
+    for module, error, ratio in outputs[["error", "ratio"]].max().itertuples():
         key = Key(module, 0, "out", "out")
-        if key in ours.values and ours.values[key].dtype.kind == "f":
-            rows.append((module, *_compared(ours.values[key], theirs.values[key]), error, ratio))
+        if key in sound_run.values and sound_run.values[key].dtype.kind == "f":
+            rows.append((module, *_compared(sound_run.values[key], wrong_run.values[key]), error, ratio))
     columns = ["module", "mean_ratio", "std_ratio", "cosine", "relative_l2", "by_itself", "ratio"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -182,10 +182,10 @@ def _compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]
 def setups_figure(investigation: Investigation) -> go.Figure:
     """The matrix of set-ups: a strip for each that was run, modules in order of time; named first is framed."""
     outcomes = investigation.case.outcomes
-    names = {name: f"{name} {one.setup.says}" for name, one in outcomes.items()}
+    names = {name: f"{name} {item.setup.says}" for name, item in outcomes.items()}
     strips = {names[name]: investigation.heat(name).max(axis=1) for name in outcomes}
     order = next(iter(strips.values())).index
-    marks = {names[name]: one.wrong["module"].iloc[0] for name, one in outcomes.items() if not one.clean}
+    marks = {names[name]: item.wrong["module"].iloc[0] for name, item in outcomes.items() if not item.clean}
     title = "Beside whom the draft goes wrong, and where"
     return figures.strips(pd.DataFrame(strips, index=order).T, title=title, marks=marks)
 
@@ -204,25 +204,29 @@ def gallery_of(lab: Lab, faults: Sequence[str], progress: Progress = silent) -> 
     for done, name in enumerate(faults):
         progress(done, len(faults), name)
         deploy = Recorded(name)
-        found = judge(lab, deploy=deploy, setups=lab.fitting(GALLERY))
-        rows.append(_gallery_row(name, deploy.acted(), found))
-        strips[name] = found.heat().max(axis=1)
-        if found.first is not None:
-            framed[name] = found.first.module
+        investigation = judge(lab, deploy=deploy, setups=lab.fitting(GALLERY))
+        rows.append(_gallery_row(name, deploy.acted(), investigation))
+        strips[name] = investigation.heat().max(axis=1)
+        if investigation.first is not None:
+            framed[name] = investigation.first.module
     order = list(dict.fromkeys(module for strip in strips.values() for module in strip.index))
     return Gallery(pd.DataFrame(rows), pd.DataFrame(strips, index=order).T, framed)
 
 
-def _gallery_row(name: str, fault: Fault, found: Investigation) -> dict[str, object]:
-    first = found.first
+def _gallery_row(name: str, fault: Fault, investigation: Investigation) -> dict[str, object]:
+    first = investigation.first
     sound = fault.first is None
     module = None if first is None else first.module
-    cause = found.causes[0].name if found.causes else ("PRECISION_ONLY" if found.verdict == "PRECISION_ONLY" else None)
+    cause = (
+        investigation.causes[0].name
+        if investigation.causes
+        else ("PRECISION_ONLY" if investigation.verdict == "PRECISION_ONLY" else None)
+    )
     return {
-        "fault": name, "planted": fault.note, "verdict": found.verdict,
+        "fault": name, "planted": fault.note, "verdict": investigation.verdict,
         "module": NOTHING if first is None else named(first), "module_right": module == fault.first,
         "token": -1 if first is None else first.first_token, "cause": cause or NOTHING,
-        "cause_right": (first is None) if sound else cause == fault.cause, "seconds": found.facts["seconds"],
+        "cause_right": (first is None) if sound else cause == fault.cause, "seconds": investigation.facts["seconds"],
     }  # fmt: skip
 
 

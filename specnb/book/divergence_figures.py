@@ -195,13 +195,13 @@ def layer_ticks(modules: Sequence[str]) -> tuple[list[int], list[str]]:
 
 
 def _heatmap(table: pd.DataFrame, names: list[str], cells: pd.DataFrame | None, *, scale: bool) -> go.Heatmap:
-    told = {"hovertemplate": "%{y}, place %{x}<br>log10(error / floor) %{z:.2f}<extra></extra>"}
+    hover = {"hovertemplate": "%{y}, place %{x}<br>log10(error / floor) %{z:.2f}<extra></extra>"}
     if cells is not None:
-        told = {"hovertemplate": "%{customdata}<extra></extra>", "customdata": _told(table, names, cells)}
+        hover = {"hovertemplate": "%{customdata}<extra></extra>", "customdata": _told(table, names, cells)}
     gap = 0.5 if cells is not None else 0
     return go.Heatmap(
         z=_bounded(table), y=names, colorscale=SCALE, zmin=LOW, zmax=HIGH, showscale=scale,
-        colorbar=_bar() if scale else None, xgap=gap if len(table.columns) <= 80 else 0, ygap=gap, **told,
+        colorbar=_bar() if scale else None, xgap=gap if len(table.columns) <= 80 else 0, ygap=gap, **hover,
     )  # fmt: skip
 
 

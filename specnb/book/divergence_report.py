@@ -136,12 +136,14 @@ def write(
     return folder / "report.html"
 
 
-def _where(found: Investigation) -> Iterator[str]:
+def _where(investigation: Investigation) -> Iterator[str]:
     """Where the draft parts from itself: one map of the first wrong set-up, or of the last."""
-    name = found.case.bad.setup.id if found.case.bad is not None else list(found.case.outcomes)[-1]
-    yield _section(f"Where, in {name}", _plot(heat(found, name)))
-    if found.case.bad is not None:
-        yield _section("Earliest divergences", _table(_nodes(report.earliest(found))))
+    name = (
+        investigation.case.bad.setup.id if investigation.case.bad is not None else list(investigation.case.outcomes)[-1]
+    )
+    yield _section(f"Where, in {name}", _plot(heat(investigation, name)))
+    if investigation.case.bad is not None:
+        yield _section("Earliest divergences", _table(_nodes(report.earliest(investigation))))
 
 
 def _nodes(nodes: pd.DataFrame) -> pd.DataFrame:
@@ -158,45 +160,54 @@ def _nodes(nodes: pd.DataFrame) -> pd.DataFrame:
     return merged[list(names)].rename(columns=names)
 
 
-def heat(found: Investigation, setup: str | None = None, *, told: bool = True) -> go.Figure:
+def heat(investigation: Investigation, setup: str | None = None, *, hover: bool = True) -> go.Figure:
     """The heat map of one set-up, the first divergence framed; None: the first that is wrong, else the last.
 
-    With `told` the largest error in each place is told on hover, which makes a figure some ten times as large.
+    With `hover` the largest error in each place is told on hover, which makes a figure some ten times as large.
     """
-    name = setup or (found.case.bad.setup.id if found.case.bad is not None else list(found.case.outcomes)[-1])
-    first = found.first if found.case.bad is not None and name == found.case.bad.setup.id else None
+    name = setup or (
+        investigation.case.bad.setup.id if investigation.case.bad is not None else list(investigation.case.outcomes)[-1]
+    )
+    first = (
+        investigation.first if investigation.case.bad is not None and name == investigation.case.bad.setup.id else None
+    )
     box = None if first is None else figures.Box(first.module, first.first_token, first.last_token)
-    says = found.case.outcomes[name].setup.says
+    says = investigation.case.outcomes[name].setup.says
     title = f"{name}, {says}: where modules are wrong by themselves"
-    return figures.heat(found.heat(name), box=box, cells=report.cells(found, name) if told else None, title=title)
+    return figures.heat(
+        investigation.heat(name), box=box, cells=report.cells(investigation, name) if hover else None, title=title
+    )
 
 
-def heats(found: Investigation) -> go.Figure:
+def heats(investigation: Investigation) -> go.Figure:
     """A small heat map of every set-up that was run."""
-    runs = found.case.outcomes.items()
-    tables = {f"{name}, {'clean' if one.clean else 'wrong'}:\n{one.setup.says}": found.heat(name) for name, one in runs}
+    runs = investigation.case.outcomes.items()
+    tables = {
+        f"{name}, {'clean' if item.clean else 'wrong'}:\n{item.setup.says}": investigation.heat(name)
+        for name, item in runs
+    }
     return figures.heats(tables, title="The same draft, the same tokens, other neighbours")
 
 
-def _setups(found: Investigation) -> str:
-    table = report.setups(found).rename(columns={
+def _setups(investigation: Investigation) -> str:
+    table = report.setups(investigation).rename(columns={
         "says": "the draft runs", "first": "first wrong module", "n_wrong": "wrong tensors",
         "foreign": "parameters of others read", "kills": "what it tells",
     })  # fmt: skip
-    return _table(table) + _plot(heats(found))
+    return _table(table) + _plot(heats(investigation))
 
 
-def _why(found: Investigation) -> Iterator[str]:
-    if not found.causes:
+def _why(investigation: Investigation) -> Iterator[str]:
+    if not investigation.causes:
         return
-    spoken = [cause for cause in found.causes if cause.for_it or cause.against_it]
+    spoken = [cause for cause in investigation.causes if cause.for_it or cause.against_it]
     rows = [
         (cause.name, f"{cause.score:+.1f}", "; ".join(cause.for_it) or NOTHING, "; ".join(cause.against_it) or NOTHING,
          ", ".join(cause.issues), cause.next_experiment)
         for cause in spoken
     ]  # fmt: skip
     columns = ["cause", "score", "for it", "against it", "seen before in", "next experiment"]
-    silent = ", ".join(cause.name for cause in found.causes if cause not in spoken)
+    silent = ", ".join(cause.name for cause in investigation.causes if cause not in spoken)
     yield _section("Causes, likeliest first", _table(pd.DataFrame(rows, columns=columns)) + _paragraph(
         "The score is a log-likelihood: the frequency of the class among 30 upstream cases, a convenience sample, and "
         "a weight for each sign, by judgement." + (f" Nothing speaks for or against {silent}." if silent else "")
@@ -231,7 +242,7 @@ def _repro(repro: "Repro") -> str:
 
 
 def _answers(answers: list[report.Answer]) -> str:
-    rows = (f"<dt>{html.escape(one.question)}</dt><dd>{html.escape(one.answer)}</dd>" for one in answers)
+    rows = (f"<dt>{html.escape(answer.question)}</dt><dd>{html.escape(answer.answer)}</dd>" for answer in answers)
     return f"<dl>{''.join(rows)}</dl>"
 
 

@@ -96,10 +96,10 @@ def run_notebook(
     with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
         (folder / "outcome.json").unlink(missing_ok=True)
         nb = _prepared(source, given, output)
-        own = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
+        environment = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         # published figures are those of the default parameters; others stay with their run
-        own |= {"SPECNB_FIGURES": str(folder / "figures")} if given else {}
-        launch = {"env": {**os.environ, **own}, "cwd": str(source.path.parent)}
+        environment |= {"SPECNB_FIGURES": str(folder / "figures")} if given else {}
+        launch = {"env": {**os.environ, **environment}, "cwd": str(source.path.parent)}
         started, clock = datetime.now(UTC), time.perf_counter()
         try:
             with _kernel_log(folder) as log:

@@ -100,7 +100,7 @@ def ablation(table: pd.DataFrame) -> go.Figure:
         subplot_titles=[f"after {trained['steps'].max():.0f} steps", "one draft reads", "and takes"],
     )  # fmt: skip
     for head in range(len(trained["top1"].iloc[0])):
-        shares = [100 * one[head] for one in trained["top1"]]
+        shares = [100 * of_heads[head] for of_heads in trained["top1"]]
         figure.add_trace(
             go.Scatter(x=shares, y=trained["variant"].tolist(), mode="markers", name=f"head {head}",
                        marker=series(head)["marker"] | {"size": 11},
@@ -196,14 +196,14 @@ def _draw_tree(figure: go.Figure, nodes: pd.DataFrame, column: int) -> None:
         line = {"color": COLOURS[0], "width": 0.5 + THICKEST * value}
         edge = go.Scatter(x=[x0, x1], y=[y0, y1], mode="lines", line=line, opacity=0.45, hoverinfo="skip")
         figure.add_trace(edge, row=1, col=column)
-    told = [
+    hover = [
         f"head {n.head}, rank {n.rank}<br>right {n.value:.1%} of the time, given its parent<br>the path: {n.worth:.1%}"
         for n in nodes.itertuples()
     ]
     points = [at[node] for node in range(len(nodes))]
     dots = go.Scatter(
         x=[x for x, _ in points], y=[y for _, y in points], mode="markers+text", text=nodes["rank"].tolist(),
-        textposition="top right", textfont={"size": 11}, marker={"color": COLOURS[1], "size": 8}, hovertext=told,
+        textposition="top right", textfont={"size": 11}, marker={"color": COLOURS[1], "size": 8}, hovertext=hover,
         hovertemplate="%{hovertext}<extra></extra>",
     )  # fmt: skip
     root = go.Scatter(x=[0], y=[0], mode="markers", marker={"color": "#222", "size": 11, "symbol": "square"},

@@ -28,7 +28,7 @@ class TrainingView(Watch):
         self._runs, self._n_heads, self._progress = list(runs), n_heads, progress
         self._steps, self._seconds = 0, 0.0
         self._rows: list[dict[str, Any]] = []
-        self.told: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
         self.plot = Plot(training(self.history, runs=self._runs, n_heads=n_heads))
 
     @property
@@ -38,8 +38,8 @@ class TrainingView(Watch):
 
     def starts(self, run: str, steps: int, seconds_a_step: float) -> None:
         self._steps, self._seconds = steps, seconds_a_step
-        self.told[run] = f"{steps} steps of {seconds_a_step:.2f} s, about {steps * seconds_a_step:.0f} s"
-        self._progress(0, steps, f"{run}: {self.told[run]}")
+        self.notes[run] = f"{steps} steps of {seconds_a_step:.2f} s, about {steps * seconds_a_step:.0f} s"
+        self._progress(0, steps, f"{run}: {self.notes[run]}")
 
     def step(self, run: str, report: Report) -> None:
         for head in range(self._n_heads):
@@ -52,13 +52,13 @@ class TrainingView(Watch):
 
     def figure(self) -> go.Figure:
         """What was drawn, as a plotly figure that needs no kernel."""
-        return training(self.history, runs=self._runs, n_heads=self._n_heads, told=self.told)
+        return training(self.history, runs=self._runs, n_heads=self._n_heads, notes=self.notes)
 
 
-def training(history: pd.DataFrame, *, runs: list[str], n_heads: int, told: dict[str, str] | None = None) -> go.Figure:
+def training(history: pd.DataFrame, *, runs: list[str], n_heads: int, notes: dict[str, str] | None = None) -> go.Figure:
     """Loss, top-1 and top-5 over steps, a row of panels for each run, a line for each head.
 
-    `history` is that of a `TrainingView`; `told` says of each run what was foretold of its time.
+    `history` is that of a `TrainingView`; `notes` say of each run what was foretold of its time.
     """
     figure = make_subplots(
         rows=len(runs), cols=3, shared_xaxes=True, horizontal_spacing=0.08, vertical_spacing=0.14,
@@ -74,9 +74,9 @@ def training(history: pd.DataFrame, *, runs: list[str], n_heads: int, told: dict
         figure.add_trace(line, row=row, col=1)
         for column, field in enumerate(("top1", "top5"), start=2):
             for head in range(n_heads):
-                found = of_run[of_run["head"] == head]
+                line = of_run[of_run["head"] == head]
                 figure.add_trace(
-                    go.Scatter(x=found["step"].tolist(), y=(100 * found[field].astype(float)).tolist(), mode="lines",
+                    go.Scatter(x=line["step"].tolist(), y=(100 * line[field].astype(float)).tolist(), mode="lines",
                                name=f"head {head}", legendgroup=f"head {head}", showlegend=row == 1 and column == 2,
                                line=series(head)["line"],
                                hovertemplate=f"head {head}, step %{{x}}: %{{y:.1f}} %<extra></extra>"),
@@ -87,6 +87,6 @@ def training(history: pd.DataFrame, *, runs: list[str], n_heads: int, told: dict
             figure.update_yaxes(title_text=SHOWN[field], rangemode="tozero", row=row, col=column)
     figure.update_xaxes(title_text="step", row=len(runs))
     title = "Training heads" + "".join(
-        f"<br><sup>{run}: {what}, foretold before the first step</sup>" for run, what in (told or {}).items()
+        f"<br><sup>{run}: {note}, foretold before the first step</sup>" for run, note in (notes or {}).items()
     )
     return figure.update_layout(template=template(), title_text=title, height=300 * len(runs) + 100, margin={"t": 130})

@@ -106,14 +106,14 @@ def declared(code: str) -> dict[str, Parameter]:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError) as error:
         raise InputError(f"the `parameters` cell is not Python: {error}") from error
-    found = {}
+    parameters = {}
     for statement in body:
         match statement:
             case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value):
-                found[name] = _parameter(name, annotation, value)
+                parameters[name] = _parameter(name, annotation, value)
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                found[name] = _parameter(name, None, value)
-    return found
+                parameters[name] = _parameter(name, None, value)
+    return parameters
 
 
 def resolve(source: Source, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -19,9 +19,9 @@ class ProgressBar:
         self._bar = tqdm(leave=False, bar_format="{percentage:3.0f}% {bar:30} {n_fmt}/{total_fmt} {postfix}")
         return self
 
-    def __call__(self, done: int, total: int, what: str) -> None:
+    def __call__(self, done: int, total: int, step: str) -> None:
         self._bar.total, self._bar.n = total, done
-        self._bar.set_postfix_str(what)
+        self._bar.set_postfix_str(step)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -51,8 +51,8 @@ PAGE = """<!DOCTYPE html>
 
 def figures_dir() -> Path:
     """Folder of published figures: `$SPECNB_FIGURES` (made absolute), else `figures/` of the checkout."""
-    own = os.environ.get("SPECNB_FIGURES")
-    return Path(own).expanduser().absolute() if own else project_dir() / "figures"
+    folder = os.environ.get("SPECNB_FIGURES")
+    return Path(folder).expanduser().absolute() if folder else project_dir() / "figures"
 
 
 def publish(
@@ -136,16 +136,16 @@ def render(figure: go.Figure, mark: str) -> tuple[dict[str, bytes], dict[str, st
         trace["uid"] = f"trace{index}"  # plotly.js draws a random one, and builds ids of it
     size = {"width": figure.layout.width, "height": figure.layout.height}
     options = {"svg": size | {"scale": 1}, "png": size | {"scale": PNG_SCALE}}
-    made: dict[str, bytes | str] = {}
+    shots: dict[str, bytes | str] = {}
     failure = BROWSER_ENDED
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="specnb-images") as thread:
-            thread.submit(lambda: asyncio.run(_shoot(spec, options, mark, made))).result()
+            thread.submit(lambda: asyncio.run(_shoot(spec, options, mark, shots))).result()
     except Exception as error:  # whatever it is, html and json are still to be written
         failure = _reason(error)
-    made = {suffix: made.get(suffix, failure) for suffix in options}
-    images = {suffix: image for suffix, image in made.items() if isinstance(image, bytes)}
-    return images, {suffix: reason for suffix, reason in made.items() if isinstance(reason, str)}
+    shots = {suffix: shots.get(suffix, failure) for suffix in options}
+    images = {suffix: image for suffix, image in shots.items() if isinstance(image, bytes)}
+    return images, {suffix: reason for suffix, reason in shots.items() if isinstance(reason, str)}
 
 
 def finish_svg(svg: bytes, mark: str) -> bytes:
@@ -170,25 +170,28 @@ def finish_png(png: bytes, mark: str) -> bytes:
     return png[:-12] + struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) + png[-12:]
 
 
-async def _shoot(spec: dict, options: dict[str, dict], mark: str, made: dict[str, bytes | str]) -> None:
-    """Put an image, or the reason why not, into `made` for each suffix of `options`. Leaves no process behind."""
+async def _shoot(spec: dict, options: dict[str, dict], mark: str, shots: dict[str, bytes | str]) -> None:
+    """Put an image, or the reason why not, into `shots` for each suffix of `options`. Leaves no process behind."""
     import kaleido
     from choreographer.browsers.chromium import Chromium
 
     path = Chromium.find_browser(skip_local=False)
     if not path or not Path(path).is_file():  # asked here: a Kaleido that finds none leaves five threads behind
-        made |= dict.fromkeys(options, NO_BROWSER)
+        shots |= dict.fromkeys(options, NO_BROWSER)
         return
     browser = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
     # Not wait_for: kaleido awaits the browser while it cleans up too, so a hung one has to be ended first.
-    for step, limit_s in ((_draw(browser, spec, options, mark, made), EXPORT_S), (browser.close(), CLOSE_S)):
+    for step, limit_s in (
+        (_draw(browser, spec, options, mark, shots), EXPORT_S),
+        (browser.close(), CLOSE_S),
+    ):
         done, _ = await asyncio.wait({asyncio.gather(step, return_exceptions=True)}, timeout=limit_s)
         if not done:
             _kill(browser)
     _kill(browser)
 
 
-async def _draw(browser: Any, spec: dict, options: dict[str, dict], mark: str, made: dict[str, bytes | str]) -> None:
+async def _draw(browser: Any, spec: dict, options: dict[str, dict], mark: str, shots: dict[str, bytes | str]) -> None:
     finish = {"svg": finish_svg, "png": finish_png}
     try:
         await browser.open()
@@ -196,9 +199,9 @@ async def _draw(browser: Any, spec: dict, options: dict[str, dict], mark: str, m
         return
     for suffix, option in options.items():
         try:
-            made[suffix] = finish[suffix](await browser.calc_fig(spec, {"format": suffix, **option}), mark)
+            shots[suffix] = finish[suffix](await browser.calc_fig(spec, {"format": suffix, **option}), mark)
         except Exception as error:
-            made[suffix] = _reason(error)
+            shots[suffix] = _reason(error)
 
 
 def _kill(browser: Any) -> None:

@@ -38,8 +38,8 @@ def fused(table: pd.DataFrame) -> pd.DataFrame:
 
 def fastest(table: pd.DataFrame) -> pd.DataFrame:
     """The fastest way back at each K and acceptance, its ratio to plain decoding, and what it keeps."""
-    own = table[table["method"].isin(WAYS)]
-    best = own.loc[own.groupby(CELL)["speedup"].idxmax()]
+    of_strategies = table[table["method"].isin(WAYS)]
+    best = of_strategies.loc[of_strategies.groupby(CELL)["speedup"].idxmax()]
     columns = [*CELL, "method", "speedup", "tau", "kept_mib"]
     return best[columns].rename(columns={"method": "fastest"}).reset_index(drop=True)
 

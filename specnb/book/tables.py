@@ -21,19 +21,21 @@ def k_sweep(record: RunRecord, *, level: float = 0.95) -> pd.DataFrame:
     same prompt, none for fewer than `stats.FEWEST` prompts), wall_speedup (prefill included, the drafter's too),
     identical (greedy runs whose tokens equal the baseline's; None when sampling), lossless, n_prompts.
     """
-    made = record.generations
+    generations = record.generations
     groups: dict[tuple[str, float, int], list[Generation]] = {}
-    for g in made:
+    for g in generations:
         for category in (g.category, ALL):
             groups.setdefault((category, g.temperature, g.k), []).append(g)
-    order = list(dict.fromkeys([*(g.category for g in made), ALL]))
+    order = list(dict.fromkeys([*(g.category for g in generations), ALL]))
     keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1], key[2]))
-    return pd.DataFrame([_k_row(key, groups[key], made, level) for key in keys])
+    return pd.DataFrame([_k_row(key, groups[key], generations, level) for key in keys])
 
 
-def _k_row(key: tuple[str, float, int], group: list[Generation], made: Sequence[Generation], level: float) -> dict:
+def _k_row(
+    key: tuple[str, float, int], group: list[Generation], generations: Sequence[Generation], level: float
+) -> dict:
     category, temperature, k = key
-    bases = [baseline_of(tuple(made), g) for g in group]
+    bases = [baseline_of(tuple(generations), g) for g in group]
     rows = [(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in zip(group, bases, strict=True)]
     speedup = bootstrap(rows, rate_ratio, level=level)
     whole = [(len(g.token_ids), g.wall_s, len(b.token_ids), b.wall_s) for g, b in zip(group, bases, strict=True)]
@@ -195,15 +197,18 @@ def _replayed_rounds(record: RunRecord) -> tuple[int, int]:
 
 def checks(record: RunRecord) -> pd.DataFrame:
     """What must hold on every machine: greedy runs equal the baseline or fork at a near-tie; the counts add up."""
-    made = record.generations
-    greedy = [g for g in made if g.k and not g.temperature]
+    generations = record.generations
+    greedy, plain = [g for g in generations if g.k and not g.temperature], [g for g in generations if g.k == 0]
     forks = record.measurements["forks"]
-    per_round = all(len(r.committed_ids) <= r.n_accepted + 1 and r.n_accepted <= r.k for g in made for r in g.rounds)
+    per_round = all(
+        len(r.committed_ids) <= r.n_accepted + 1 and r.n_accepted <= r.k for g in generations for r in g.rounds
+    )
     rows = [
         ("greedy runs equal to the baseline, or forked at a near-tie", len(greedy),
-         sum(g.token_ids == baseline_of(made, g).token_ids for g in greedy) + sum(f["near_tie"] for f in forks)),
-        ("runs of which every round commits at most n_accepted + 1 tokens", len(made), len(made) if per_round else 0),
-        ("baselines with tau = 1", sum(g.k == 0 for g in made), sum(g.k == 0 and g.tau == 1 for g in made)),
+         sum(g.token_ids == baseline_of(generations, g).token_ids for g in greedy) + sum(f["near_tie"] for f in forks)),
+        ("runs of which every round commits at most n_accepted + 1 tokens", len(generations),
+         len(generations) if per_round else 0),
+        ("baselines with tau = 1", len(plain), sum(g.tau == 1 for g in plain)),
     ]  # fmt: skip
     if "replay" in record.measurements:
         rows.append(("greedy replays that make the rounds of their live run", *_replayed_rounds(record)))

@@ -211,8 +211,8 @@ def generate(
     print(clean(result.generation.text))
     shown = result.summary.model_dump(exclude={"notes"})
     facts = [[name, _shown(value)] for name, value in shown.items() if value is not None]
-    said = {"fallback": result.generation.fallback, "translation": result.generation.translation}
-    facts += [[name, text] for name, text in said.items() if text]
+    notes = {"fallback": result.generation.fallback, "translation": result.generation.translation}
+    facts += [[name, text] for name, text in notes.items() if text]
     facts += [["note", note] for note in result.summary.notes]
     print_table(f"{result.generation.target}, {result.generation.drafter or 'no drafter'}", ["", ""], facts)
 

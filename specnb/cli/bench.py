@@ -33,10 +33,10 @@ def medusa(
 
     given = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
     with ProgressBar() as progress:
-        found = heads_bench.run(heads_bench.checked_params(**given), progress=progress)
+        result = heads_bench.run(heads_bench.checked_params(**given), progress=progress)
     if as_json:
-        print_json(found.document())
+        print_json(result.document())
     else:
-        for title, columns, rows in found.tables():
+        for title, columns, rows in result.tables():
             print_table(title, columns, rows)
-    raise typer.Exit(0 if found.checked.passed else 1)
+    raise typer.Exit(0 if result.checked.passed else 1)

@@ -101,7 +101,7 @@ def investigate(
                 accepted = read_acceptance(generation, vocab_size=vocabulary_size(models[1] or models[0]))
             with ProgressBar() as progress:
                 script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
-                found = lab.investigate(
+                investigation = lab.investigate(
                     *models,
                     script=script,
                     deploy=service,
@@ -110,12 +110,12 @@ def investigate(
                     progress=progress,
                 )
         alarms = published_alarms()
-        _show(found, accepted, alarms, as_json)
+        _show(investigation, accepted, alarms, as_json)
         if report is not None:  # last, for it may take as long again
             with redirect_stdout(sys.stderr):
                 more = {"triage": accepted, "false_alarms": alarms, "slots": draft == PAIR}
-                _reported(found, report, models, service, more)
-    raise typer.Exit(found.exit_code)
+                _reported(investigation, report, models, service, more)
+    raise typer.Exit(investigation.exit_code)
 
 
 def _require_agreeing(
@@ -160,8 +160,8 @@ def _opened(
     if draft == PAIR:
         from specnb.divergence.pair import pair
 
-        made = pair(seed=seed, **typed)
-        return made.draft, made.target
+        models = pair(seed=seed, **typed)
+        return models.draft, models.target
     from specnb.lm.load import load
 
     def network(name: str) -> "nn.Module":
@@ -172,20 +172,24 @@ def _opened(
     return network(draft), None if target is None else network(target)
 
 
-def _show(found: "Investigation", accepted: "Triage | None", alarms: tuple[int, int] | None, as_json: bool) -> None:
+def _show(
+    investigation: "Investigation", accepted: "Triage | None", alarms: tuple[int, int] | None, as_json: bool
+) -> None:
     from specnb.book.divergence_report import acceptance_document, acceptance_line
     from specnb.divergence.report import text
 
     if as_json:
-        print_json(found.document() | ({} if accepted is None else {"acceptance": acceptance_document(accepted)}))
+        print_json(
+            investigation.document() | ({} if accepted is None else {"acceptance": acceptance_document(accepted)})
+        )
         return
-    print(text(found, alarms))
+    print(text(investigation, alarms))
     if accepted is not None:
         print(f"Acceptance: {acceptance_line(accepted)}")
 
 
 def _reported(
-    found: "Investigation",
+    investigation: "Investigation",
     folder: Path,
     models: tuple["nn.Module", "nn.Module | None"],
     service: "Service | None",
@@ -199,13 +203,13 @@ def _reported(
     from specnb.divergence.repro import minimal
 
     repro = None
-    if found.case.bad is not None:
+    if investigation.case.bad is not None:
         try:
-            repro = minimal(*models, outcome=found.case.bad, deploy=service)
+            repro = minimal(*models, outcome=investigation.case.bad, deploy=service)
         except (Exception, SystemExit) as error:
             complain(f"the report has no reproduction: {error}")
     try:
-        page = write(found, folder, repro=repro, **more)
+        page = write(investigation, folder, repro=repro, **more)
         complain(f"the report is in {page}")
     except Exception as error:
         complain(error)

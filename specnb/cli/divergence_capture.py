@@ -122,8 +122,8 @@ def _opened(name: str, backend: str | None, **chosen: str | None) -> Iterator["C
 
     spec = parse(name, **({"backend": backend} if backend else {}))
     # specnb's own attention would stand in for the one that is under suspicion
-    own = {"exact": False} if spec.backend == "hf" and "exact" not in spec.options else {}
-    with {"hf": _in_torch, "llama": _in_llama}[spec.backend](name, chosen, backend=spec.backend, **own) as both:
+    extra = {"exact": False} if spec.backend == "hf" and "exact" not in spec.options else {}
+    with {"hf": _in_torch, "llama": _in_llama}[spec.backend](name, chosen, backend=spec.backend, **extra) as both:
         yield both
 
 

@@ -47,16 +47,16 @@ def preflight(
         mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
         opened.callback(mine.close)
         folders = {f"{role}_folder": _folder(name) for role, name in (("draft", draft), ("target", target)) if name}
-        found = preflight(mine, its, training=training, k=k, **folders)
+        checks = preflight(mine, its, training=training, k=k, **folders)
     if as_json:
-        print_json([one._asdict() for one in found])
+        print_json([check._asdict() for check in checks])
     else:
         rows = [
-            [one.verdict, one.check, one.evidence + (f"\nremedy: {one.remedy}" if one.remedy else "")]
-            for one in table(found).itertuples()
+            [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
+            for check in table(checks).itertuples()
         ]
         print_table("preflight", ["", "check", "found"], rows)
-    raise typer.Exit(1 if any(one.verdict == "fail" for one in found) else 0)
+    raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
 
 
 def compare(
@@ -90,51 +90,53 @@ def compare(
         more = [Trace.load(Path(folder)) for folder in names(sound) or ()]
         exact = None if precise is None else Trace.load(precise)
         both = {folder: Trace.load(folder) for folder in (reference, candidate)}
-        found = compare(both[reference], both[candidate], sound=more, precise=exact, rename=renamed)
-    closer = _closer(found, both)
+        comparison = compare(both[reference], both[candidate], sound=more, precise=exact, rename=renamed)
+    closer = _closer(comparison, both)
     if as_json:
-        print_json(found.document() | {"next": closer})
+        print_json(comparison.document() | {"next": closer})
     else:
-        print(found.line)
-        print(f"looked at: {found.coverage}")
-        for one in found.doubts:
-            print(f"doubtful: {one.module} chose otherwise at {one.count} tokens, from position {one.position} on")
+        print(comparison.line)
+        print(f"looked at: {comparison.coverage}")
+        for doubt in comparison.doubts:
+            print(
+                f"doubtful: {doubt.module} chose otherwise at {doubt.count} tokens, from position {doubt.position} on"
+            )
         columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
         print_frame(
-            "wrong by themselves, first in time first", pd.DataFrame(found.minimal, columns=Node._fields)[columns]
+            "wrong by themselves, first in time first", pd.DataFrame(comparison.minimal, columns=Node._fields)[columns]
         )
-        print_frame("parameters that were not read alike", found.reads[["module", "read", "says"]])
+        print_frame("parameters that were not read alike", comparison.reads[["module", "read", "says"]])
         for command in closer:
             print(f"next: {command}")
-    raise typer.Exit(EXIT[found.verdict])
+    raise typer.Exit(EXIT[comparison.verdict])
 
 
 def _renamed(words: list[str]) -> dict[str, str]:
     """Regular expressions and what replaces them. InputError for what is no such, before a trace is read."""
     from specnb.divergence.trace import canonical_name
 
-    found = {}
+    renames = {}
     for word in words:
         old, equals, new = word.rpartition("=")  # the last one: lookaheads have some, and paths have none
         if not (old and equals):
             raise InputError(f"--rename {word}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
-        found[old] = new
+        renames[old] = new
     try:
-        canonical_name("", found)
+        canonical_name("", renames)
     except InputError as error:
         raise InputError(f"--rename: {error}") from error
-    return found
+    return renames
 
 
-def _closer(found: "Comparison", traces: "dict[Path, Trace]") -> list[str]:
+def _closer(comparison: "Comparison", traces: "dict[Path, Trace]") -> list[str]:
     """The commands that keep whole what is wrong or doubtful, of either run, fed what it was fed; none for nothing."""
-    if not (found.minimal or found.doubts):
+    if not (comparison.minimal or comparison.doubts):
         return []
     roles = zip(("REFERENCE", "CANDIDATE"), traces.items(), strict=False)  # one, where a run is compared with itself
     return [
         shlex.join([
             "specnb", "divergence", "capture", f"{role}-MODEL", "--backend", BACKENDS[trace.engine], "--tokens",
-            str(folder), "--full", found.around(), "--out", f"{role}-IN-FULL",
+            str(folder), "--full", comparison.around(), "--out", f"{role}-IN-FULL",
         ])
         for role, (folder, trace) in roles
         if trace.engine in BACKENDS
@@ -175,30 +177,30 @@ def audit(
     with judged(), ProgressBar() as progress, ExitStack() as opened:
         model = opened.enter_context(closing(load(target)))
         drafter = opened.enter_context(closing(load_drafter(draft, model, strict=True).drafter))
-        found = audited(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
+        result = audited(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
     if as_json:
-        print_json(found.document())
+        print_json(result.document())
     else:
-        _print_audit(found)
-    raise typer.Exit(found.exit_code)
+        _print_audit(result)
+    raise typer.Exit(result.exit_code)
 
 
-def _print_audit(found: "Audit") -> None:
+def _print_audit(audit: "Audit") -> None:
     import pandas as pd
 
-    print(found.line)
-    panel = pd.DataFrame(found.panel)
+    print(audit.line)
+    panel = pd.DataFrame(audit.panel)
     print_frame("five sums: z counts standard deviations from what the rows promise, and beyond 4 is no accident",
                panel[["name", "n", "z", "p_value", "detectable", "needed", "meaning"]])  # fmt: skip
     print(
         f"detectable: the share of probability that these positions would have shown to be misplaced; needed: how many "
-        f"positions would show {found.effect:g}"
+        f"positions would show {audit.effect:g}"
     )
-    flaws = [(kind, count, first.position, first.says) for kind, (count, first) in found.flaws.items()]
+    flaws = [(kind, count, first.position, first.says) for kind, (count, first) in audit.flaws.items()]
     print_frame("what cannot be", pd.DataFrame(flaws, columns=["check", "times", "first", "what"]))
     print(
-        f"of {found.n} positions {found.replayed} were replayed with their random numbers, of {found.exact} the token "
-        f"was checked without statistics; {found.repeated} repeated prefixes were left out"
+        f"of {audit.n} positions {audit.replayed} were replayed with their random numbers, of {audit.exact} the token "
+        f"was checked without statistics; {audit.repeated} repeated prefixes were left out"
     )
 
 
@@ -207,14 +209,14 @@ def faults(as_json: Json = False) -> None:
     from specnb.divergence.faults import FAULTS
     from specnb.divergence.pair import pair
 
-    made, rows = pair(), []
+    models, rows = pair(), []
     for name, make in FAULTS.items():
-        with make(made.draft, made.target) as fault:
+        with make(models.draft, models.target) as fault:
             options = list(inspect.signature(make).parameters.values())[2:]
             rows.append(
                 {
                     "fault": name, "cause": fault.cause, "first": fault.first, "note": fault.note,
-                    "issues": list(fault.issues), "options": {one.name: one.default for one in options},
+                    "issues": list(fault.issues), "options": {option.name: option.default for option in options},
                 }
             )  # fmt: skip
     if as_json:

@@ -52,9 +52,9 @@ def print_frame(title: str, frame: "pd.DataFrame") -> None:
         print_table(title, columns, [[_cell(cell) for cell in row] for row in frame.itertuples(index=False)])
 
 
-def complain(what: object) -> None:
+def complain(message: object) -> None:
     """Print one line on stderr."""
-    print(f"specnb: {' '.join(clean(what).splitlines())}", file=sys.stderr)
+    print(f"specnb: {' '.join(clean(message).splitlines())}", file=sys.stderr)
 
 
 @contextmanager

@@ -116,9 +116,9 @@ def generate(
         began = perf_counter()
         after_prompt = loop.prefill(target, ids, drafter)
         prefill_s = perf_counter() - began
-        made = tuple(run(after_prompt, chooser=chooser, stopping=stopping))
+        rounds = tuple(run(after_prompt, chooser=chooser, stopping=stopping))
         wall_s = perf_counter() - began
-        tokens = tuple(token for r in made for token in r.committed_ids)
+        tokens = tuple(token for r in rounds for token in r.committed_ids)
         return Generation(
             prompt_id=getattr(prompt, "id", ""),
             category=getattr(prompt, "category", ""),
@@ -137,7 +137,7 @@ def generate(
             prompt_ids=ids,
             token_ids=tokens,
             text=stopping.cut(target.vocab.decode(t for t in tokens if t not in target.vocab.eog)),
-            rounds=made,
+            rounds=rounds,
             wall_s=wall_s,
             prefill_s=prefill_s,
             stop_reason=stopping.reason,

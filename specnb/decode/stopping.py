@@ -28,13 +28,13 @@ class StopRules:
             require_text(s, "a stop string")
 
 
-def require_text(text: str, what: str) -> None:
+def require_text(text: str, noun: str) -> None:
     """Refuse half a surrogate pair, which has no bytes; a command line gives it for bytes that are no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start]
-        raise InputError(f"{what} holds {half!a}, which is no text in UTF-8: write whole characters") from error
+        raise InputError(f"{noun} holds {half!a}, which is no text in UTF-8: write whole characters") from error
 
 
 class Stopping:

@@ -88,18 +88,18 @@ def typical(p_target: Rows, proposal: Proposal, draws: Draws) -> TreeAcceptance:
     Medusa, Cai et al. 2401.10774, section 2.3.1. Of paths that are equally long the likeliest is kept.
     `p_target` holds the target's probability rows in the order of `walk`'s logits.
     """
-    found = {COMMITTED: (0, 0.0)}
+    weights = {COMMITTED: (0, 0.0)}
     thresholds: dict[int, float] = {}
     for node, (parent, token) in enumerate(zip(proposal.tree.parents, proposal.ids, strict=True)):
-        if parent not in found:
+        if parent not in weights:
             continue
         row = p_target[parent + 1]
         if parent not in thresholds:
             thresholds[parent] = typical_threshold(row)
         if row[token] > thresholds[parent]:
-            length, likelihood = found[parent]
-            found[node] = (length + 1, likelihood + float(np.log(row[token])))
-    end = max(found, key=found.__getitem__)
+            length, likelihood = weights[parent]
+            weights[node] = (length + 1, likelihood + float(np.log(row[token])))
+    end = max(weights, key=weights.__getitem__)
     path = tuple(proposal.tree.path(end))
     rejected = (0.0,) if end in proposal.tree.parents else ()
     return TreeAcceptance(path, draws.categorical(p_target[end + 1]), (1.0,) * len(path) + rejected)

@@ -84,13 +84,23 @@ class Laid:
     @cached_property
     def rows(self) -> dict[Key, list[Row]]:
         """The rows of each key, in the order of the run."""
-        found: dict[Key, list[Row]] = defaultdict(list)
-        for one in self.trace.tensors.sort_values(["step", "order"], kind="stable").itertuples():
-            key = Key(self.names[one.module], one.call, one.role, one.name)
-            odd, first = one.n_nan + one.n_inf, one.first_position + self._late.get(one.step, 0)
-            row = Row(one.row, one.step, one.order, one.shape, one.dtype, one.digest, odd, one.token_axis, first)
-            found[key].append(row)
-        return dict(found)
+        by_key: dict[Key, list[Row]] = defaultdict(list)
+        for tensor in self.trace.tensors.sort_values(["step", "order"], kind="stable").itertuples():
+            key = Key(self.names[tensor.module], tensor.call, tensor.role, tensor.name)
+            odd, first = tensor.n_nan + tensor.n_inf, tensor.first_position + self._late.get(tensor.step, 0)
+            row = Row(
+                tensor.row,
+                tensor.step,
+                tensor.order,
+                tensor.shape,
+                tensor.dtype,
+                tensor.digest,
+                odd,
+                tensor.token_axis,
+                first,
+            )
+            by_key[key].append(row)
+        return dict(by_key)
 
     @cached_property
     def row_of(self) -> dict[int, Row]:
@@ -149,22 +159,22 @@ class Laid:
     def states(self, module: str, name: str, positions: np.ndarray) -> np.ndarray | None:
         """Sketches (positions, 16) of the first sequence's rows of a cache, as seen last; NaN where never; None where
         no cache was seen."""
-        found = np.full((len(positions), TOKEN_K), np.nan)
+        values = np.full((len(positions), TOKEN_K), np.nan)
         rows = [row for key, rows in self.rows.items() if key[:1] + key[2:] == (module, "state", name) for row in rows]
         for row in rows:
             cut = self._cut(row, "state")
             if cut is None:
                 return None
             to = _index(positions, row.first + np.arange(cut[1].shape[1]))
-            found[to[to >= 0]] = cut[0][0, to >= 0]
-        return found if rows else None
+            values[to[to >= 0]] = cut[0][0, to >= 0]
+        return values if rows else None
 
     def _cut(self, row: Row, role: str) -> tuple[np.ndarray, np.ndarray, int] | None:
         """Sketches and norms of a row, by sequence and token, and how many values a token has.
 
         None where there are no tokens, and where the table, the step and the arrays do not belong together.
         """
-        tokens, norms = (self.trace.array(row.row, what) for what in ("tokens", "token_l2"))
+        tokens, norms = (self.trace.array(row.row, part) for part in ("tokens", "token_l2"))
         step = self.steps.get(row.step)
         if tokens is None or norms is None or step is None or not 0 <= row.axis < len(row.shape):
             return None
@@ -268,8 +278,8 @@ class Together:
     """
 
     positions: np.ndarray
-    ours: list[int]
-    theirs: list[int]
+    reference: list[int]
+    candidate: list[int]
     fork: Fork | None
     strangers: int = 0
 
@@ -280,26 +290,32 @@ def together(reference: Laid, candidate: Laid) -> Together:
     Where no sequence has the same tokens all along, the two that agree longest are compared up to where they part.
     """
     shared = np.intersect1d(reference.positions, candidate.positions)
-    ours, theirs = (one.tokens[:, np.isin(one.positions, shared)] for one in (reference, candidate))
-    pairs, free = [], list(range(len(theirs)))
-    for i, text in enumerate(ours):
-        alike = np.flatnonzero(~_differs(text, theirs[free]).any(1))
+    of_reference, of_candidate = (
+        aligned.tokens[:, np.isin(aligned.positions, shared)] for aligned in (reference, candidate)
+    )
+    pairs, free = [], list(range(len(of_candidate)))
+    for i, text in enumerate(of_reference):
+        alike = np.flatnonzero(~_differs(text, of_candidate[free]).any(1))
         if len(alike):
             pairs.append((i, free.pop(alike[0])))
     if pairs or not len(shared):
-        strangers = min(len(ours), len(theirs)) - len(pairs)
+        strangers = min(len(of_reference), len(of_candidate)) - len(pairs)
         return Together(shared, [i for i, _ in pairs], [j for _, j in pairs], None, strangers)
-    where = {(i, int(j)): int(at) for i, a in enumerate(ours) for j, at in enumerate(_differs(a, theirs).argmax(1))}
+    where = {
+        (i, int(j)): int(at)
+        for i, a in enumerate(of_reference)
+        for j, at in enumerate(_differs(a, of_candidate).argmax(1))
+    }
     i, j = max(where, key=lambda pair: (where[pair], pair[0] == pair[1]))
-    differs = np.flatnonzero(_differs(ours[i], theirs[j]))
-    at, rest = int(differs[0]), theirs[j, int(differs[0]) :]
+    differs = np.flatnonzero(_differs(of_reference[i], of_candidate[j]))
+    at, rest = int(differs[0]), of_candidate[j, int(differs[0]) :]
     fork = Fork(
         position=int(shared[at]),
-        reference=int(ours[i, at]),
-        candidate=int(theirs[j, at]),
+        reference=int(of_reference[i, at]),
+        candidate=int(of_candidate[j, at]),
         differing=len(differs),
         last=int(shared[differs[-1]]),
-        shift=_shift(ours[i], theirs[j], at),
+        shift=_shift(of_reference[i], of_candidate[j], at),
         repeated=len(rest) > 2 and len(set(rest.tolist())) == 1,
     )
     return Together(shared[:at], [i], [j], fork)
@@ -311,12 +327,17 @@ def counted_alike(reference: Laid, candidate: Laid) -> tuple[Laid, Drift | None]
     A run that forgot too much or too little of its state goes on at other positions than it was meant to: these are
     what is wrong, not where its tokens belong.
     """
-    ours, theirs = ([one.steps[number] for number in sorted(one.steps)] for one in (reference, candidate))
-    known = all(len(step["token_ids"]) == step["batch"] * step["length"] for step in ours)
-    if not known or [_fed(step) for step in ours] != [_fed(step) for step in theirs]:
+    of_reference, of_candidate = (
+        [text.steps[number] for number in sorted(text.steps)] for text in (reference, candidate)
+    )
+    known = all(len(step["token_ids"]) == step["batch"] * step["length"] for step in of_reference)
+    if not known or [_fed(step) for step in of_reference] != [_fed(step) for step in of_candidate]:
         return candidate, None
-    pairs = [(theirs[i]["step"], ours[i]["first_position"], theirs[i]["first_position"]) for i in range(len(ours))]
-    drift = next((Drift(*one) for one in pairs if one[1] != one[2]), None)
+    pairs = [
+        (of_candidate[i]["step"], of_reference[i]["first_position"], of_candidate[i]["first_position"])
+        for i in range(len(of_reference))
+    ]
+    drift = next((Drift(*text) for text in pairs if text[1] != text[2]), None)
     if drift is None:
         return candidate, None
     return Laid(candidate.trace, candidate.rename, {number: first for number, first, _ in pairs}), drift
@@ -330,11 +351,11 @@ def _differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a != b) & (a != UNKNOWN) & (b != UNKNOWN)
 
 
-def _shift(ours: np.ndarray, theirs: np.ndarray, at: int) -> int | None:
+def _shift(reference: np.ndarray, candidate: np.ndarray, at: int) -> int | None:
     """By how much the candidate's text is late from the fork on, where at least three tokens say so."""
     for by in (shift for size in range(1, NEAR + 1) for shift in (size, -size)):
-        start, end = max(at, by), len(theirs) + min(by, 0)
-        b, a = theirs[start:end], ours[start - by : end - by]
+        start, end = max(at, by), len(candidate) + min(by, 0)
+        b, a = candidate[start:end], reference[start - by : end - by]
         if len(b) >= 3 and len(a) == len(b) and not _differs(a, b).any():
             return by
     return None

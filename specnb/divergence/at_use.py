@@ -68,18 +68,18 @@ class Registry:
     def find(self, tensor: torch.Tensor) -> Owned | None:
         """Who owns the memory that `tensor`, or the start of this view, lies in."""
         start = _address(tensor)
-        found = self._owner_at(start) if start else None
-        if found is None and (not start or type(tensor) is not torch.Tensor):
+        owner = self._owner_at(start) if start else None
+        if owner is None and (not start or type(tensor) is not torch.Tensor):
             # a wrapper (quantised weights) or nothing in it; or the parameter's memory was exchanged: known by itself
             lookup = self._objects.get(id(tensor))
-            found = lookup() if lookup else None
-            if found is not None and start:
+            owner = lookup() if lookup else None
+            if owner is not None and start:
                 self._claim(start, tensor, lookup)
         # the exact type first: asking whether something is a Parameter runs Python, and most operands are activations
-        if found is None and type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
+        if owner is None and type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             self.add(Owned(UNKNOWN, UNKNOWN, tensor))
             return self.find(tensor)
-        return found
+        return owner
 
     def digest(self, owned: Owned) -> str:
         """The digest of all of the parameter, made anew when torch has counted a change, or was seen to make one."""
@@ -96,9 +96,9 @@ class Registry:
         if place < 0:
             return None
         end, lookup = self._spans[place]
-        found = lookup() if address < end else None
+        owner = lookup() if address < end else None
         # memory that its owner left (moved, offloaded) may be anybody's by now
-        return found if found is not None and _address(found.tensor) == self._starts[place] else None
+        return owner if owner is not None and _address(owner.tensor) == self._starts[place] else None
 
     def _claim(self, start: int, tensor: torch.Tensor, lookup: Callable[[], Owned | None]) -> None:
         """From `start` on there is this owner's memory; whoever was there is not any more."""
@@ -209,10 +209,10 @@ def _backend(given: list[torch.Tensor]) -> str | None:
     """The one dense backend that all operands have (the CPU's may stand beside another's); None: leave it to torch."""
     if not given:
         return None
-    device = next((one.device for one in given if one.device.type != "cpu"), given[0].device)
+    device = next((tensor.device for tensor in given if tensor.device.type != "cpu"), given[0].device)
     key = torch._C._dispatch_key_for_device(device.type)
     fitting = (getattr(torch._C.DispatchKey, key), torch._C.DispatchKey.CPU)
-    return key if all(any(torch._C._dispatch_keys(one).has(k) for k in fitting) for one in given) else None
+    return key if all(any(torch._C._dispatch_keys(tensor).has(k) for k in fitting) for tensor in given) else None
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -304,7 +304,7 @@ def capture(
     _refuse_graphs(model)
     registry = Registry({tag: model} | known)
     builder = TraceBuilder(registry, full)
-    plain = not any(is_wrapper(one) for one in (*model.parameters(), *model.buffers()))
+    plain = not any(is_wrapper(tensor) for tensor in (*model.parameters(), *model.buffers()))
     chosen = compiled(modules or "")
     hooks = _Hooks(builder, chosen, plain=plain)
     builder.facts |= _facts(model, tag, known)
@@ -401,7 +401,7 @@ class _Hooks:
     @contextlib.contextmanager
     def forward_of(self, model: nn.Module) -> Iterator[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
-        place, original, own = self._place(model, ROOT), model.forward, "forward" in vars(model)
+        place, original, is_patched = self._place(model, ROOT), model.forward, "forward" in vars(model)
         run = getattr(original, "__func__", lambda _, *args, **kwargs: original(*args, **kwargs))
 
         @functools.wraps(getattr(original, "__func__", original))
@@ -422,7 +422,7 @@ class _Hooks:
             yield
         finally:
             if vars(model).get("forward") is mine:  # else somebody put another one over it: theirs stays
-                if own:
+                if is_patched:
                     model.forward = original
                 else:
                     del model.forward
@@ -487,7 +487,7 @@ class _Hooks:
 
 
 def _autocast() -> dict[str, torch.dtype]:
-    return {one: torch.get_autocast_dtype(one) for one in DEVICES if torch.is_autocast_enabled(one)}
+    return {device: torch.get_autocast_dtype(device) for device in DEVICES if torch.is_autocast_enabled(device)}
 
 
 def _refuse_graphs(model: nn.Module) -> None:

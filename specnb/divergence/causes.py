@@ -61,7 +61,7 @@ class Case:
     @cached_property
     def bad(self) -> Outcome | None:
         """The first set-up that is wrong; None where all are clean."""
-        return next((one for one in self.outcomes.values() if not one.clean), None)
+        return next((outcome for outcome in self.outcomes.values() if not outcome.clean), None)
 
     def wrong(self, name: str) -> bool | None:
         """Whether this set-up is wrong; None where it was not run."""
@@ -70,8 +70,8 @@ class Case:
     @cached_property
     def alone(self) -> bool | None:
         """Whether it is wrong without a neighbour; None where that was not run."""
-        alone = [one for one in self.outcomes.values() if one.setup.beside == "nobody"]
-        return any(not one.clean for one in alone) if alone else None
+        alone = [item for item in self.outcomes.values() if item.setup.beside == "nobody"]
+        return any(not item.clean for item in alone) if alone else None
 
     @cached_property
     def first(self) -> pd.Series:
@@ -97,8 +97,8 @@ class Case:
     @cached_property
     def at_once(self) -> bool:
         """Whether all that is wrong alone begins in the first feed: before anything was cached, or taken back."""
-        alone = [one for one in self.outcomes.values() if one.setup.beside == "nobody"]
-        return bool(alone) and all(not one.clean and one.wrong["feed"].iloc[0] == 0 for one in alone)
+        alone = [item for item in self.outcomes.values() if item.setup.beside == "nobody"]
+        return bool(alone) and all(not item.clean and item.wrong["feed"].iloc[0] == 0 for item in alone)
 
     @cached_property
     def factor(self) -> float | None:
@@ -106,7 +106,7 @@ class Case:
         return ladder.one_factor(self.rows["gain"].to_numpy(), self.rows["error"].to_numpy(), limit=ONE_FACTOR)
 
     @cached_property
-    def own(self) -> set[str]:
+    def parameters(self) -> set[str]:
         """Paths of the parameters that the first module holds, itself or in modules of which nothing was compared.
 
         The model itself holds all modules: of those inside it the ones that ran.
@@ -114,7 +114,7 @@ class Case:
         module, seen = self.first["module"], set(self.bad.errors["at"])
         inner = f"{module}." if module else ""
         known = {*self.holders.values()} if module else {*self.bad.trace.tensors["module"]}
-        unseen = {one for one in known - seen if one.startswith(inner)}
+        unseen = {item for item in known - seen if item.startswith(inner)}
         return {path for path, holder in self.holders.items() if holder == module or holder in unseen}
 
     @cached_property
@@ -126,14 +126,14 @@ class Case:
     @cached_property
     def foreign(self) -> list[str]:
         """Of these, the parameters of other models, as owner:path."""
-        theirs = self.reads[~self.reads["owner"].isin((OWN, UNKNOWN))]
-        return sorted({f"{row.owner}:{row.owner_path}" for row in theirs.itertuples()})
+        foreign_reads = self.reads[~self.reads["owner"].isin((OWN, UNKNOWN))]
+        return sorted({f"{row.owner}:{row.owner_path}" for row in foreign_reads.itertuples()})
 
     @cached_property
     def changed(self) -> list[str]:
         """Of these, the draft's own whose content is not that of the pristine copy."""
-        ours = self.reads[self.reads["owner"] == OWN]
-        pairs = zip(ours["owner_path"], ours["digest"], strict=True)
+        read = self.reads[self.reads["owner"] == OWN]
+        pairs = zip(read["owner_path"], read["digest"], strict=True)
         return sorted({path for path, digest in pairs if self.meant.get(path, digest) != digest})
 
     @cached_property
@@ -164,13 +164,13 @@ class Case:
     @cached_property
     def unseen(self) -> bool:
         """Whether the first module has parameters and was seen to read none: a kernel that torch is not shown did."""
-        known = self.own.isdisjoint({*self.reads["owner_path"], *self.tied}) and not self.copies
-        return bool(self.own) and known and not self.foreign and not self.strange
+        known = self.parameters.isdisjoint({*self.reads["owner_path"], *self.tied}) and not self.copies
+        return bool(self.parameters) and known and not self.foreign and not self.strange
 
     @cached_property
     def bare(self) -> bool:
         """Whether the first module has no parameters, and read none."""
-        return not self.own and self.reads.empty
+        return not self.parameters and self.reads.empty
 
     @cached_property
     def unchanged(self) -> bool:
@@ -179,7 +179,11 @@ class Case:
         Of the buffers of a rotary embedding one is read, the other is what it was made with.
         """
         read = {*self.reads.loc[self.reads["owner"] == OWN, "owner_path"], *self.copies, *self.tied}
-        return bool(read) and (self.own <= read or self.turning) and not (self.changed or self.foreign or self.strange)
+        return (
+            bool(read)
+            and (self.parameters <= read or self.turning)
+            and not (self.changed or self.foreign or self.strange)
+        )
 
     @cached_property
     def turning(self) -> bool:
@@ -226,11 +230,11 @@ class Case:
         off, size = (np.linalg.norm(values, axis=1) for values in (rows - sound, sound))
         return float(np.max(np.divide(off, size, out=np.where(off > 0, np.inf, 0.0), where=size > 0), initial=0.0))
 
-    def error_like(self, one: str, other: str) -> bool | None:
+    def error_like(self, setup: str, other: str) -> bool | None:
         """Whether two set-ups are wrong by the same amounts; None where one was not run, or none repeats."""
-        if not self.repeats or one not in self.outcomes or other not in self.outcomes:
+        if not self.repeats or setup not in self.outcomes or other not in self.outcomes:
             return None
-        a, b = (self.outcomes[name].wrong["error"].to_numpy() for name in (one, other))
+        a, b = (self.outcomes[name].wrong["error"].to_numpy() for name in (setup, other))
         return len(a) == len(b) and bool(np.allclose(a, b, rtol=1e-3))
 
 
@@ -250,12 +254,12 @@ def _sound(lab: Lab, case: Case) -> Trace:
     return builder.trace()
 
 
-def _cached_rows(found: pd.DataFrame, trace: Trace) -> np.ndarray | None:
+def _cached_rows(held: pd.DataFrame, trace: Trace) -> np.ndarray | None:
     """What a cache held, `(tokens, features)`, by its rows in the trace; None where that was not seen."""
-    full = None if found.empty else trace.array(found["row"].iloc[-1], "full")
-    if full is None or found["token_axis"].iloc[-1] < 0:
+    full = None if held.empty else trace.array(held["row"].iloc[-1], "full")
+    if full is None or held["token_axis"].iloc[-1] < 0:
         return None
-    rows = np.moveaxis(full, found["token_axis"].iloc[-1], 0)
+    rows = np.moveaxis(full, held["token_axis"].iloc[-1], 0)
     return rows.reshape(len(rows), -1)
 
 
@@ -493,10 +497,10 @@ def rank(case: Case) -> list[Cause]:
     """All classes, the likeliest first; empty where no set-up is wrong."""
     if case.bad is None:
         return []
-    total = sum(one.cases for one in CLASSES.values())
-    found = []
-    for name, one in CLASSES.items():
-        signs = tuple(one.rules(case))
-        score = math.log(one.cases / total) + sum(sign.weight for sign in signs)
-        found.append(Cause(name, score, signs, one.issues, one.next_experiment))
-    return sorted(found, key=lambda cause: -cause.score)
+    total = sum(kind.cases for kind in CLASSES.values())
+    causes = []
+    for name, kind in CLASSES.items():
+        signs = tuple(kind.rules(case))
+        score = math.log(kind.cases / total) + sum(sign.weight for sign in signs)
+        causes.append(Cause(name, score, signs, kind.issues, kind.next_experiment))
+    return sorted(causes, key=lambda cause: -cause.score)

@@ -85,7 +85,7 @@ class Comparison:
         Raises InputError where there is nothing to look at closer.
         """
         modules = list(self.paths)
-        chosen = [self.first.module, self.first.at] if self.minimal else [one.module for one in self.doubts[:1]]
+        chosen = [self.first.module, self.first.at] if self.minimal else [doubt.module for doubt in self.doubts[:1]]
         if not chosen:
             raise InputError(f"there is no module to look at closer: the verdict is {self.verdict}, {self.reason}")
         places = [modules.index(name) for name in chosen]
@@ -95,7 +95,7 @@ class Comparison:
 
     def document(self) -> dict[str, Any]:
         """All of it as JSON values."""
-        found = {
+        facts = {
             "schema": 1,
             "verdict": self.verdict,
             "line": self.line,
@@ -110,25 +110,25 @@ class Comparison:
             "nodes": self.nodes.to_dict("records"),
             "reads": self.reads.to_dict("records"),
         }
-        return plain(found, nan=None)
+        return plain(facts, nan=None)
 
     def _where(self) -> str:
         node = self.minimal[0]
         if node.at == node.module and node.role == "out":
-            what = f"its {node.name}"
+            place = f"its {node.name}"
         else:
-            what = f"{node.at}'s {node.name}" if node.at else node.name
-        said = (
-            f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {what} is off by "
+            place = f"{node.at}'s {node.name}" if node.at else node.name
+        message = (
+            f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {place} is off by "
             f"{node.error:.2g}, floor {node.floor:.1g}"
         )
         read = self.reads[self.reads["module"] == node.module]
         foreign, changed = (read[read["says"] == says]["read"].tolist() for says in ("foreign", "changed"))
         if foreign:
-            said += f"; its inputs agree, and it read {foreign[0]}, which is not the draft's own"
+            message += f"; its inputs agree, and it read {foreign[0]}, which is not the draft's own"
         elif changed:
-            said += f"; its inputs agree, and {changed[0]} as read has other values"
-        return said
+            message += f"; its inputs agree, and {changed[0]} as read has other values"
+        return message
 
 
 def drift_line(drift: Drift) -> str:
@@ -138,14 +138,14 @@ def drift_line(drift: Drift) -> str:
 
 def fork_line(fork: Fork) -> str:
     """That two runs were not fed the same tokens, and from where on."""
-    said = (
+    message = (
         f"the runs were not fed the same tokens: at position {fork.position} the reference has {fork.reference}, the "
         f"candidate {fork.candidate}"
     )
     if fork.shift is not None:
         later = "later" if fork.shift > 0 else "earlier"
-        said += f" (from there on it has the reference's tokens {abs(fork.shift)} positions {later})"
-    return said
+        message += f" (from there on it has the reference's tokens {abs(fork.shift)} positions {later})"
+    return message
 
 
 def compare(
@@ -166,31 +166,31 @@ def compare(
     Raises InputError for traces in which nothing can be compared: empty, without a module in common, or of two engines
     without `rename`; and for a sound run of another text, or one that ends before what is compared does.
     """
-    ours, theirs = _laid(reference, "reference", rename), _laid(candidate, "candidate", rename)
-    _check_comparable(ours, theirs)
-    theirs, drift = counted_alike(ours, theirs)
-    apart = Apart.of(ours, theirs)
-    pairs = [_pair(one, ours, rename, apart.where) for one in sound]
+    reference_text, candidate_text = _laid(reference, "reference", rename), _laid(candidate, "candidate", rename)
+    _check_comparable(reference_text, candidate_text)
+    candidate_text, drift = counted_alike(reference_text, candidate_text)
+    apart = Apart.of(reference_text, candidate_text)
+    pairs = [_pair(pair, reference_text, rename, apart.where) for pair in sound]
     usual = floors(pairs, {key: apart.limit(key) for key in apart.errors})
     floor = usual.before
     exact = None if precise is None else _laid(precise, "precise", rename)
-    third = None if exact is None else Precise(Apart.of(exact, ours), Apart.of(exact, theirs))
-    plan, excuses = Plan.of(ours), Excuses(apart, pairs, third)
+    third = None if exact is None else Precise(Apart.of(exact, reference_text), Apart.of(exact, candidate_text))
+    plan, excuses = Plan.of(reference_text), Excuses(apart, pairs, third)
     offset = turned(apart, plan)
-    found = walk(plan, apart.errors | {key: _rounded(apart, key) for key in offset}, floor, excuses)
-    idle = harmless(plan, found, floor) | {key.module for key in offset if key.role == "out"}
-    own = {key: part for key, part in found.items() if part.own.any() and part.event.maker not in idle}
-    minimal = tables.minimal(apart, own, floor)
-    doubt = "" if pairs else _uncalibrated(minimal, ours, theirs)
+    findings = walk(plan, apart.errors | {key: _rounded(apart, key) for key in offset}, floor, excuses)
+    idle = harmless(plan, findings, floor) | {key.module for key in offset if key.role == "out"}
+    wrong_parts = {key: part for key, part in findings.items() if part.wrong.any() and part.event.maker not in idle}
+    minimal = tables.minimal(apart, wrong_parts, floor)
+    doubt = "" if pairs else _uncalibrated(minimal, reference_text, candidate_text)
     minimal = [] if doubt else minimal
-    ratios = tables.ratios(apart, plan, found, floor)
-    table = reads(ours, theirs)
+    ratios = tables.ratios(apart, plan, findings, floor)
+    table = reads(reference_text, candidate_text)
     if doubt:
         verdict, reason = "INCONCLUSIVE", doubt
     elif minimal:
         verdict, reason = "DIVERGENT", ""
     else:
-        verdict, reason = judged(apart, plan, found, usual, excuses, idle, calibrated=bool(pairs))
+        verdict, reason = judged(apart, plan, findings, usual, excuses, idle, calibrated=bool(pairs))
     foreign = table.loc[table["says"] == "foreign", ["module", "read"]].to_numpy().tolist()
     if foreign and not minimal:
         reason += f"; yet {foreign[0][0]} read {foreign[0][1]}, which is not the draft's own"
@@ -198,15 +198,15 @@ def compare(
         verdict=verdict,
         reason=reason,
         minimal=tuple(node for node, _ in minimal),
-        likely=shape(apart, minimal[0][1], own[minimal[0][1]]) if minimal else fork_shape(apart.where.fork),
-        nodes=tables.nodes(apart, found, own, floor),
+        likely=shape(apart, minimal[0][1], wrong_parts[minimal[0][1]]) if minimal else fork_shape(apart.where.fork),
+        nodes=tables.nodes(apart, findings, wrong_parts, floor),
         reads=table,
         coverage=tables.overlap(apart),
         fork=apart.where.fork,
         drift=drift,
         doubts=tuple(excuses.doubts),
         ratios=ratios,
-        paths={module: _paths(module, ours, theirs) for module in plan.modules},
+        paths={module: _paths(module, reference_text, candidate_text) for module in plan.modules},
     )
 
 
@@ -218,7 +218,7 @@ def _laid(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Laid:
 
 def _uncalibrated(minimal: Sequence[tuple[Node, Key]], *traces: Laid) -> str:
     """Why what was found may be rounding all the same; "" where it may not."""
-    types = {one.dtype for one in traces}
+    types = {trace.dtype for trace in traces}
     if not minimal or minimal[0][0].error > LARGE or not any(map(rounding_unknown, types)):
         return ""
     node = minimal[0][0]
@@ -229,15 +229,15 @@ def _uncalibrated(minimal: Sequence[tuple[Node, Key]], *traces: Laid) -> str:
     )
 
 
-def _check_comparable(ours: Laid, theirs: Laid) -> None:
+def _check_comparable(reference_text: Laid, candidate_text: Laid) -> None:
     """Nodes of llama.cpp's graph and modules of torch are other things, also where two share a name."""
-    one, other = (laid.trace.engine for laid in (ours, theirs))
-    if one != other and not ours.rename:
+    engine, other = (laid.trace.engine for laid in (reference_text, candidate_text))
+    if engine != other and not reference_text.rename:
         raise InputError(
-            f"one trace is of {one}, the other of {other}: what they name is not the same; compare runs of one engine, "
-            "or say with `rename` (`--rename OLD=NEW`) what is"
+            f"one trace is of {engine}, the other of {other}: what they name is not the same; compare runs of one "
+            "engine, or say with `rename` (`--rename OLD=NEW`) what is"
         )
-    a, b = set(ours.names.values()), set(theirs.names.values())
+    a, b = set(reference_text.names.values()), set(candidate_text.names.values())
     if not a & b:
         raise InputError(
             f"the traces have no module in common: the reference has e.g. {max(a)!r}, the candidate {max(b)!r}; "
@@ -245,19 +245,21 @@ def _check_comparable(ours: Laid, theirs: Laid) -> None:
         )
 
 
-def _pair(one: Trace | tuple[Trace, Trace], ours: Laid, rename: Mapping[str, str] | None, judged: Together) -> Apart:
+def _pair(
+    sound: Trace | tuple[Trace, Trace], reference_text: Laid, rename: Mapping[str, str] | None, judged: Together
+) -> Apart:
     """A sound run beside another; it must show the rounding of all sequences and positions that are `judged`."""
-    first, second = (ours, one) if isinstance(one, Trace) else one
+    first, second = (reference_text, sound) if isinstance(sound, Trace) else sound
     laid = [each if isinstance(each, Laid) else _laid(each, "sound", rename) for each in (first, second)]
     apart = Apart.of(*laid)
     if not apart.errors or not len(apart.where.positions):
         raise InputError("a sound trace has nothing in common with the reference: give runs of the same text")
-    whole = {*judged.ours} <= {*apart.where.ours} if isinstance(one, Trace) else not apart.where.strangers
+    whole = {*judged.reference} <= {*apart.where.reference} if isinstance(sound, Trace) else not apart.where.strangers
     if not whole or len(missing := np.setdiff1d(judged.positions, apart.where.positions)):
-        what = f"no position {missing[0]}" if whole else "not all sequences"
+        missing_part = f"no position {missing[0]}" if whole else "not all sequences"
         raise InputError(
-            f"a sound trace has {what} of the text that is compared: its rounding would stand in for that of tokens it "
-            "never saw; give runs of the same text"
+            f"a sound trace has {missing_part} of the text that is compared: its rounding would stand in for that of "
+            "tokens it never saw; give runs of the same text"
         )
     return apart
 
@@ -269,4 +271,4 @@ def _rounded(apart: Apart, key: Key) -> np.ndarray:
 
 def _paths(module: str, *traces: Laid) -> tuple[str, ...]:
     """What a capture calls the module in either run."""
-    return tuple(sorted({raw for one in traces for raw, name in one.names.items() if name == module}))
+    return tuple(sorted({raw for trace in traces for raw, name in trace.names.items() if name == module}))

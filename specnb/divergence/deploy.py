@@ -111,7 +111,7 @@ def _in_service(
         yield
 
 
-def _failed(what: str, error: BaseException) -> InputError:
+def _failed(noun: str, error: BaseException) -> InputError:
     """The user's error in one line, with the innermost place that is none of the machinery's."""
     machinery = {__file__, importlib.__file__, contextlib.__file__}
     places = [
@@ -119,4 +119,4 @@ def _failed(what: str, error: BaseException) -> InputError:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename not in machinery and not frame.filename.startswith("<frozen")
     ]
-    return InputError(f"{what} raised {type(error).__name__}: {error}{places[-1] if places else ''}")
+    return InputError(f"{noun} raised {type(error).__name__}: {error}{places[-1] if places else ''}")

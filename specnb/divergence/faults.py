@@ -53,10 +53,10 @@ def positional_registry(
     layer's op resolves by position; None for all, as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there:
     torch is shown the activations only. InputError where a foreign bank does not fit.
     """
-    own = find(draft).every_bank()
-    chosen = own if layer is None else (find(draft).bank(layer),)
-    registry = (*(find(target).every_bank() if target is not None else ()), *own)
-    foreign = [(bank, other) for bank, other in zip(own, registry, strict=False) if bank in chosen and bank != other]
+    banks = find(draft).every_bank()
+    chosen = banks if layer is None else (find(draft).bank(layer),)
+    registry = (*(find(target).every_bank() if target is not None else ()), *banks)
+    foreign = [(bank, other) for bank, other in zip(banks, registry, strict=False) if bank in chosen and bank != other]
     with ExitStack() as planted:
         for bank, other in foreign:
             _check_fits(bank, other)
@@ -93,8 +93,8 @@ def shared_buffer(
         if target is not None:
             _check_fits((path, module), find(target).bank(layer), experts=False)
             clock = planted.enter_context(Clock(draft).running())
-            theirs = find(target).bank(layer)[1]
-            planted.enter_context(forward_replaced(theirs, buffer.of_target))
+            neighbour_bank = find(target).bank(layer)[1]
+            planted.enter_context(forward_replaced(neighbour_bank, buffer.of_target))
             planted.enter_context(forward_replaced(module, buffer.of_draft(clock, token, fault.struck)))
         yield fault
 
@@ -227,18 +227,18 @@ def _operation(around: Around) -> Iterator[Around]:
         yield through
 
 
-def _check_fits(own: Named, other: Named, *, experts: bool = True) -> None:
+def _check_fits(part: Named, other: Named, *, experts: bool = True) -> None:
     """InputError unless the draft's routing and states fit the other bank: a real registry would crash instead."""
-    ours, theirs = (
+    shapes, other_shapes = (
         {name: (*weight.shape[1:], weight.dtype) for name, weight in bank.named_parameters()}
-        for _, bank in (own, other)
+        for _, bank in (part, other)
     )
-    if ours != theirs:
+    if shapes != other_shapes:
         raise InputError(
-            f"{other[0]} of the target does not fit {own[0]} of the draft: an expert has {theirs}, not {ours}"
+            f"{other[0]} of the target does not fit {part[0]} of the draft: an expert has {other_shapes}, not {shapes}"
         )
-    if experts and other[1].num_experts < own[1].num_experts:
-        raise InputError(f"{own[0]} routes to {own[1].num_experts} experts, {other[0]} has {other[1].num_experts}")
+    if experts and other[1].num_experts < part[1].num_experts:
+        raise InputError(f"{part[0]} routes to {part[1].num_experts} experts, {other[0]} has {other[1].num_experts}")
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
@@ -247,11 +247,11 @@ def _tensors(out: Any) -> list[torch.Tensor]:
     return list(out)
 
 
-def _first_rows(own: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """`own` (rows, k) with its first rows replaced by those of `theirs`, as far as both have them."""
-    rows, k = min(len(own), len(theirs)), min(own.shape[-1], theirs.shape[-1])
-    new = own.clone()
-    new[:rows, :k] = theirs[:rows, :k]
+def _first_rows(buffer: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`buffer` (rows, k) with its first rows replaced by those of `other`, as far as both have them."""
+    rows, k = min(len(buffer), len(other)), min(buffer.shape[-1], other.shape[-1])
+    new = buffer.clone()
+    new[:rows, :k] = other[:rows, :k]
     return new
 
 
@@ -328,11 +328,11 @@ def _combine_scaled(eps: float) -> Any:
 
 
 def _output_side(path: str, module: nn.Module) -> list[nn.Parameter]:
-    found = [weight for name, weight in module.named_parameters(recurse=False) if name.startswith(OUTPUT_SIDE)]
-    if not found:
+    weights = [weight for name, weight in module.named_parameters(recurse=False) if name.startswith(OUTPUT_SIDE)]
+    if not weights:
         names = ", ".join(name for name, _ in module.named_parameters(recurse=False))
         raise InputError(f"{path} has no parameter named {' or '.join(OUTPUT_SIDE)}…, only {names}: use in_op=True")
-    return found
+    return weights
 
 
 # --- of what goes in and comes out: positions, fed tokens, the order of a sum ---------------------------------------

@@ -46,7 +46,7 @@ class Features:
         if self.needed:
             names = " and ".join(self.needed) if self.together else " or ".join(self.needed)
             return f"{self.setup} is clean without {names}, and wrong with all features on"
-        failed = [f"{' and '.join(off)} ({said})" for off, said in self.runs[["off", "said"]].to_numpy() if said]
+        failed = [f"{' and '.join(off)} ({text})" for off, text in self.runs[["off", "said"]].to_numpy() if text]
         ran = [off for off in self.runs[self.runs["said"] == ""]["off"] if off]
         tried = ", ".join(name for off in ran if len(off) == 1 for name in off) or "any that it runs without"
         together = " and without all of these" if any(len(off) > 1 for off in ran) else ""
@@ -80,8 +80,8 @@ def switched_off(
             except (Exception, SystemExit) as error:
                 if not key:  # it ran before: what is wrong now is not that a feature is missing
                     raise
-                said = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-                seen[key] = None, "", 0, said
+                text = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+                seen[key] = None, "", 0, text
         return seen[key][0]
 
     def result(needed: Collection[str] = (), *, together: bool = False) -> Features:
@@ -108,7 +108,7 @@ def checked(service: Service, features: Sequence[str]) -> tuple[str, ...]:
     if isinstance(features, str) or len({*names}) < len(names) or not all(names):
         raise InputError(f"features {features!r}: give the names of one or more, each once, as ['graphs', 'compile']")
     parameters = inspect.signature(service).parameters.values()
-    if not any(one.name == "without" or one.kind is one.VAR_KEYWORD for one in parameters):
+    if not any(parameter.name == "without" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise InputError(
             f"the service {getattr(service, '__name__', service)!s} cannot leave features out: give a `deploy` with a "
             "parameter `without`, the set of their names, as in deploy(draft, neighbour, without=frozenset())"

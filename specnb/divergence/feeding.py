@@ -28,12 +28,12 @@ def engine_of(folder: Path) -> str:
 
 def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> None:
     """Feed a script, and take back what it takes back. Raises CapacityError before anything is fed, RewindError."""
-    _require_room(model, max(start + len(one.ids) for start, one in zip(script.starts, script.feeds, strict=True)))
-    for number, one in enumerate(script.feeds):
+    _require_room(model, max(start + len(block.ids) for start, block in zip(script.starts, script.feeds, strict=True)))
+    for number, block in enumerate(script.feeds):
         progress(number, len(script.feeds), "forwards")
-        model.forward(one.ids)
-        if one.forget:
-            model.rewind(one.forget)
+        model.forward(block.ids)
+        if block.forget:
+            model.rewind(block.forget)
 
 
 def feed_greedily(model: LanguageModel, prompt: Sequence[int], n_new: int, progress: Progress = silent) -> str:

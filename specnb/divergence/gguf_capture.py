@@ -94,14 +94,14 @@ class NodeBuilder(TraceBuilder):
 
     def _described(self, weight: Node) -> dict[str, Any]:
         base = weight.base
-        found, stored = base.raw_bytes(), self._stored.find(base.name)
-        dtype, own = base.type, stored is not None and len(stored) == len(found)
-        digest = digest_bytes(dtype, base.shape, found)
+        content, stored = base.raw_bytes(), self._stored.find(base.name)
+        dtype, is_stored = base.type, stored is not None and len(stored) == len(content)
+        digest = digest_bytes(dtype, base.shape, content)
         if base.reordered:
             dtype = f"{dtype}@{base.buffer}"
-        elif own:
-            own = digest == digest_bytes(dtype, base.shape, stored)
-        owner = self._tag if own else UNKNOWN
+        elif is_stored:
+            is_stored = digest == digest_bytes(dtype, base.shape, stored)
+        owner = self._tag if is_stored else UNKNOWN
         return {"owner": owner, "owner_path": base.name, "object_id": base.data, "digest": digest, "dtype": dtype}
 
 
@@ -154,8 +154,8 @@ class _Nodes:
                 self._builder.see(frame, role, named.items())
 
     def _state(self, node: Node, source: Node) -> dict[str, torch.Tensor]:
-        found = cache_state(node, source, self._step)
-        return {} if found is None else {found[0]: _tensor(found[1])}
+        state = cache_state(node, source, self._step)
+        return {} if state is None else {state[0]: _tensor(state[1])}
 
     def _shown(self, node: Node, role: str, name: str) -> dict[str, torch.Tensor]:
         values = node.values()

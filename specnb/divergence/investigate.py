@@ -32,7 +32,7 @@ from specnb.measure.experiment import Progress, silent
 
 TOKENS, PROMPT, K = 32, 16, 3
 """Of the script that is made up where none is given."""
-OTHERS = {name for name, one in SETUPS.items() if one.beside not in ("nobody", "copy")}
+OTHERS = {name for name, setup in SETUPS.items() if setup.beside not in ("nobody", "copy")}
 """Set-ups in which a neighbour's values are not the draft's own."""
 REPEATS = 2
 """Runs of a set-up without hooks, besides the one with them."""
@@ -79,8 +79,8 @@ def judge(
     if setups is None and case.bad is not None and not case.alone:
         outcomes = _run(lab, lab.fitting(ON_DEMAND), outcomes, deploy, progress)
         case = Case.of(lab, outcomes)
-    covered = [Coverage.of(one, lab.draft) for one in ([case.bad] if case.bad else outcomes.values())]
-    coverage = max(covered, key=lambda one: (not one.output, len(one.uncompared)))
+    covered = [Coverage.of(outcome, lab.draft) for outcome in ([case.bad] if case.bad else outcomes.values())]
+    coverage = max(covered, key=lambda outcome: (not outcome.output, len(outcome.uncompared)))
     repeats, inert = _same_bits(lab, case, deploy)
     case = replace(case, repeats=repeats)
     verdict, reason = _verdict(lab, case, coverage, repeats, inert)
@@ -107,7 +107,7 @@ def made_up(
 
     Raises InputError for a draft that does not say how many tokens it knows, and for a prompt that leaves none.
     """
-    size = min(vocabulary_size(one) for one in (draft, target) if one is not None)
+    size = min(vocabulary_size(model) for model in (draft, target) if model is not None)
     if size == sys.maxsize:
         raise InputError(f"{type(draft).__name__} has no input embedding that tells its vocabulary: give a script")
     text = np.random.default_rng(seed).integers(0, size, tokens).tolist()
@@ -138,26 +138,26 @@ def _same_bits(lab: Lab, case: Case, deploy: Deploy | None) -> tuple[bool, bool]
     asked |= {} if case.bad is None else {case.bad.setup.id: case.bad}
     bare = {name: [lab.bare(name, deploy) for _ in range(REPEATS)] for name in asked}
     last, its = list(case.outcomes.items())[-1]
-    inert = all(same_logits(bare[name][0], one.logits) for name, one in asked.items())
+    inert = all(same_logits(bare[name][0], outcome.logits) for name, outcome in asked.items())
     inert &= last in asked or same_logits(lab.bare(last, deploy), its.logits)
-    return all(same_logits(runs[0], one) for runs in bare.values() for one in runs[1:]), inert
+    return all(same_logits(runs[0], outcome) for runs in bare.values() for outcome in runs[1:]), inert
 
 
 def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> tuple[Verdict, str]:
     if case.bad is not None:
-        far, apart = lab.logits_off(one for one in case.outcomes.values() if not one.clean)
+        far, apart = lab.logits_off(outcome for outcome in case.outcomes.values() if not outcome.clean)
         return "DIVERGENT", "" if far > TIMES_FLOOR * apart else f"its logits are {far:.1g} off, as rounding is"
     doubt = _doubt(lab, case, coverage, repeats, inert)
     if doubt:
         return "INCONCLUSIVE", doubt
     outcomes, also = case.outcomes.values(), _foreign(case)
-    if any(one.offset for one in outcomes):
+    if any(outcome.offset for outcome in outcomes):
         return "PRECISION_ONLY", f"all positions are one number off, which RoPE does not see{also}"
-    if rounded := [one.coarser for one in outcomes if one.coarser]:
-        what = f"what differs is no larger than what rounding to {rounded[0]} does, the draft is {lab.dtype}"
-        return "PRECISION_ONLY", f"{what}{also}"
+    if rounded := [outcome.coarser for outcome in outcomes if outcome.coarser]:
+        reason = f"what differs is no larger than what rounding to {rounded[0]} does, the draft is {lab.dtype}"
+        return "PRECISION_ONLY", f"{reason}{also}"
     sound = {False: lab.sound_logits[0], True: lab.sound_logits[1]}
-    if all(same_logits(one.logits, sound[one.setup.in_blocks]) for one in outcomes):
+    if all(same_logits(outcome.logits, sound[outcome.setup.in_blocks]) for outcome in outcomes):
         return "SOUND", f"every set-up gives the very bits of a copy of the draft as it was loaded{also}"
     return "PRECISION_ONLY", f"bits differ from the pristine copy's, no module by more than another order of sums{also}"
 
@@ -192,7 +192,7 @@ def _doubt(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool)
     foreign = _foreign(case)
     if foreign and not OTHERS & {*case.outcomes}:
         return f"nothing is wrong{foreign}, and in no set-up that was run are its values others: run S2"
-    far, apart = lab.logits_off(one for one in case.outcomes.values() if not one.coarser)
+    far, apart = lab.logits_off(outcome for outcome in case.outcomes.values() if not outcome.coarser)
     if far > min(GROWN * apart, 1.0):  # zeros in their place would be as far
         return f"the logits are {far:.2g} off, and no module that was compared is wrong by itself"
     return ""
@@ -200,7 +200,7 @@ def _doubt(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool)
 
 def _foreign(case: Case) -> str:
     """What was read of other models while everything was right, as the end of a sentence."""
-    read = [row for one in case.outcomes.values() for row in one.foreign.itertuples()]
+    read = [row for outcome in case.outcomes.values() for row in outcome.foreign.itertuples()]
     return f"; yet {read[0].module} read {read[0].owner}:{read[0].owner_path}" if read else ""
 
 

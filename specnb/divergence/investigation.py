@@ -63,13 +63,15 @@ class Investigation:
     @property
     def line(self) -> str:
         """The verdict in one line."""
-        clean = [name for name, one in self.case.outcomes.items() if one.clean]
-        wrong = [name for name, one in self.case.outcomes.items() if not one.clean]
-        said = "; ".join(f"{' '.join(names)} {what}" for names, what in ((clean, "clean"), (wrong, "wrong")) if names)
+        clean = [name for name, item in self.case.outcomes.items() if item.clean]
+        wrong = [name for name, item in self.case.outcomes.items() if not item.clean]
+        summary = "; ".join(
+            f"{' '.join(names)} {verdict}" for names, verdict in ((clean, "clean"), (wrong, "wrong")) if names
+        )
         first = self.first
         if first is None:
             alone = "" if self.facts["in_service"] else "; no service was given, so the models ran by themselves"
-            return f"{self.verdict}: {self.reason}; {said}{alone}"
+            return f"{self.verdict}: {self.reason}; {summary}{alone}"
         tokens = f"{first.n_tokens} of {self.coverage.tokens} tokens from {first.first_token} on"
         cause = self.causes[0]
         strongest = max(cause.signs, default=None)
@@ -79,7 +81,7 @@ class Investigation:
         random += f" ({TRAINING})" if random and self.facts["training"] else ""
         inside = f" or in one of {len(self.hidden)} modules that could not be compared" if self.hidden else ""
         harmless = f"; yet {self.reason}: that does not explain refused drafts" if self.reason else ""
-        return f"DIVERGENT: first at {named(first)}{inside}, {tokens}; {called}{why}; {said}{random}{harmless}"
+        return f"DIVERGENT: first at {named(first)}{inside}, {tokens}; {called}{why}; {summary}{random}{harmless}"
 
     @property
     def hidden(self) -> list[str]:
@@ -88,7 +90,7 @@ class Investigation:
         if first is None or (first.at == "" and first.role == "in"):  # what the model was fed, no module made
             return []
         inner = f"{first.module}." if first.module else ""
-        return [one for one in self.coverage.uncompared if one and one.startswith(inner)]
+        return [module for module in self.coverage.uncompared if module and module.startswith(inner)]
 
     @property
     def cause_known(self) -> bool:
@@ -107,8 +109,8 @@ class Investigation:
         if self.case.bad is None:
             return pd.DataFrame(columns=columns)
         wrong = self.case.bad.wrong
-        found = wrong.groupby(["module", "at", "call", "role", "name"], sort=False)
-        table = found.agg(
+        groups = wrong.groupby(["module", "at", "call", "role", "name"], sort=False)
+        table = groups.agg(
             first_token=("position", "min"), last_token=("position", "max"), n_tokens=("position", "nunique"),
             error=("error", "max"), floor=("floor", "first"), ratio=("ratio", "max"), worst=("error", "idxmax"),
         )  # fmt: skip

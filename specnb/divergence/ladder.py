@@ -107,8 +107,10 @@ def margins(logits: np.ndarray, chosen: np.ndarray, instead: np.ndarray) -> np.n
     """
     known = ((chosen >= 0) & (chosen < logits.shape[-1]) & (instead >= 0) & (instead < logits.shape[-1])).all(-1)
     top = logits.shape[-1] - 1
-    ours, theirs = (np.take_along_axis(logits, np.clip(which, 0, top), -1) for which in (chosen, instead))
-    return np.where(known, np.abs(ours - theirs).max(-1), np.inf)
+    chosen_logits, other_logits = (
+        np.take_along_axis(logits, np.clip(which, 0, top), -1) for which in (chosen, instead)
+    )
+    return np.where(known, np.abs(chosen_logits - other_logits).max(-1), np.inf)
 
 
 def chance_flips(tokens: int, experts: int, noise: float) -> float:

@@ -73,12 +73,12 @@ class _Row(NamedTuple):
 
 def _tensors(trace: Trace) -> dict[Key, list[_Row]]:
     """The rows of each tensor, in the order they were written; as lists, for a frame costs more than a few rows."""
-    found: dict[Key, list[_Row]] = {}
+    tensors: dict[Key, list[_Row]] = {}
     columns = ("module", "call", "role", "name", "row", "step", "token_axis")
-    for module, call, role, name, *where in zip(*(trace.tensors[one].tolist() for one in columns), strict=True):
+    for module, call, role, name, *where in zip(*(trace.tensors[column].tolist() for column in columns), strict=True):
         if role != "state":
-            found.setdefault(Key(module, call, role, name), []).append(_Row(*where))
-    return found
+            tensors.setdefault(Key(module, call, role, name), []).append(_Row(*where))
+    return tensors
 
 
 def _merged(trace: Trace, rows: list[_Row], script: Script) -> tuple[np.ndarray, int, np.ndarray] | None:
@@ -106,12 +106,12 @@ def _merged(trace: Trace, rows: list[_Row], script: Script) -> tuple[np.ndarray,
         at.append(positions[kept])
     if len({part.shape[1:] for part in parts}) > 1:
         return None
-    found, made = np.concatenate(parts), np.concatenate(at)
-    merged = np.zeros((len(last), *found.shape[1:]), found.dtype)
-    merged[made] = found
-    missing = np.setdiff1d(np.arange(len(last)), made)
-    once = len(made) + len(missing) == len(last)
-    return (merged, rows[0].axis, missing) if once and len(made) else None
+    values, places = np.concatenate(parts), np.concatenate(at)
+    merged = np.zeros((len(last), *values.shape[1:]), values.dtype)
+    merged[places] = values
+    missing = np.setdiff1d(np.arange(len(last)), places)
+    once = len(places) + len(missing) == len(last)
+    return (merged, rows[0].axis, missing) if once and len(places) else None
 
 
 def _settled(rows: list[_Row], shapes: list[tuple[int, ...]]) -> list[_Row]:
@@ -147,7 +147,7 @@ def local_errors(reference: nn.Module, along: Along) -> pd.DataFrame:
     finally:
         for hook in hooks:
             hook.remove()
-    return _table(replay.found)
+    return _table(replay.errors)
 
 
 def floors(sound: Sequence[pd.DataFrame], dtype: str) -> pd.Series:
@@ -184,8 +184,8 @@ def beyond(errors: pd.DataFrame, floor: pd.Series, script: Script, times: float 
     joined = over_floor(errors, floor)
     joined["feed"] = script.last_feeds[joined["position"]]
     # an infinite floor is that of a sound run with NaN, and says nothing
-    found = joined[(joined["ratio"] > times) | (~np.isfinite(joined["error"]) & np.isfinite(joined["floor"]))]
-    return found.sort_values(["feed", "order", "position"], kind="stable").reset_index(drop=True)
+    rows = joined[(joined["ratio"] > times) | (~np.isfinite(joined["error"]) & np.isfinite(joined["floor"]))]
+    return rows.sort_values(["feed", "order", "position"], kind="stable").reset_index(drop=True)
 
 
 class _Replay:
@@ -196,7 +196,7 @@ class _Replay:
         self._calls: Counter[str] = Counter()
         self._running: list[str] = []
         self._order = 0
-        self.found: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
+        self.errors: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
         """Of each tensor what it is, and its columns by position."""
 
     def put_on(self, module: nn.Module, path: str) -> Iterator[Any]:
@@ -224,48 +224,54 @@ class _Replay:
         """
         self._order += 1
         at, taken, pairs = self._running[-1], {}, list(named)
-        for name, ours in pairs:
+        for name, replayed in pairs:
             key = Key(at, self._calls[at], role, name)
-            theirs = self._theirs(key, ours)
-            what = {"order": self._order, "module": maker, "call": key.call, "role": role, "name": name, "at": at}
-            if theirs is None:
-                if (n := self._of_another_number(key, ours)) is not None:
-                    self.found.append((what, _all_wrong(n)))
+            recorded = self._theirs(key, replayed)
+            labels = {"order": self._order, "module": maker, "call": key.call, "role": role, "name": name, "at": at}
+            if recorded is None:
+                if (n := self._of_another_number(key, replayed)) is not None:
+                    self.errors.append((labels, _all_wrong(n)))
                 continue
-            taken[id(ours)] = theirs.to(ours.device, ours.dtype)
-            apart = _apart(ours, theirs, self._along.axes[key])
-            margins = _margins(ours, theirs, [one for _, one in pairs])
+            taken[id(replayed)] = recorded.to(replayed.device, replayed.dtype)
+            apart = _apart(replayed, recorded, self._along.axes[key])
+            margins = _margins(replayed, recorded, [item for _, item in pairs])
             if margins is not None and len(margins) == len(apart["error"]):
                 apart |= {"error": margins, "discrete": np.zeros(len(margins), bool)}
             if key in self._along.gaps:
                 apart = {name: np.delete(column, self._along.gaps[key]) for name, column in apart.items()}
-            self.found.append((what, apart))
+            self.errors.append((labels, apart))
         return taken
 
-    def _theirs(self, key: Key, ours: Tensor) -> Tensor | None:
-        """The run's in place of `ours`, of types that numpy lacks the same values as float32; None for another shape.
+    def _theirs(self, key: Key, replayed: Tensor) -> Tensor | None:
+        """The run's in place of `replayed`; of types that numpy lacks, its values as float32; None for another shape.
 
-        Where the run made nothing, `ours` is right.
+        Where the run made nothing, `replayed` is right.
         """
-        found = self._along.values.get(key)
-        if found is None:
+        values = self._along.values.get(key)
+        if values is None:
             return None
         axis = self._along.axes[key]
-        theirs = torch.from_numpy(np.moveaxis(found, 0, axis).copy())  # hooks and modules write into it
-        if theirs.shape != ours.shape or theirs.is_complex() != ours.is_complex():
+        recorded = torch.from_numpy(np.moveaxis(values, 0, axis).copy())  # hooks and modules write into it
+        if recorded.shape != replayed.shape or recorded.is_complex() != replayed.is_complex():
             return None
         if key in self._along.gaps:
             where = torch.from_numpy(self._along.gaps[key])
-            theirs.index_copy_(axis, where, ours.cpu().index_select(axis, where).to(theirs.dtype))
-        return theirs
+            recorded.index_copy_(axis, where, replayed.cpu().index_select(axis, where).to(recorded.dtype))
+        return recorded
 
-    def _of_another_number(self, key: Key, ours: Tensor) -> int | None:
+    def _of_another_number(self, key: Key, replayed: Tensor) -> int | None:
         """Of how many tokens a module chose more or fewer columns than it should (`top_k` experts); None else."""
-        found = self._along.values.get(key)
-        if found is None or key.role != "out" or not _discrete(ours) or ours.dtype is torch.bool or ours.ndim != 2:
+        values = self._along.values.get(key)
+        if (
+            values is None
+            or key.role != "out"
+            or not _discrete(replayed)
+            or replayed.dtype is torch.bool
+            or replayed.ndim != 2
+        ):
             return None
-        same_tokens = self._along.axes[key] == 0 and len(found) == len(ours) and key not in self._along.gaps
-        return len(ours) if same_tokens and found.ndim == 2 and found.dtype.kind in "iu" else None
+        same_tokens = self._along.axes[key] == 0 and len(values) == len(replayed) and key not in self._along.gaps
+        return len(replayed) if same_tokens and values.ndim == 2 and values.dtype.kind in "iu" else None
 
 
 def _all_wrong(n: int) -> dict[str, np.ndarray]:
@@ -273,28 +279,28 @@ def _all_wrong(n: int) -> dict[str, np.ndarray]:
     return {"position": np.arange(n), "error": np.ones(n), "gain": np.ones(n), "discrete": np.full(n, True)}
 
 
-def _table(found: Sequence[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:
+def _table(errors: Sequence[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:
     """All tensors in one table, made at once: a frame for each of them costs more than its comparison."""
-    lengths = [len(apart["error"]) for _, apart in found]
+    lengths = [len(apart["error"]) for _, apart in errors]
     if not sum(lengths):
         return pd.DataFrame(columns=list(COLUMNS))
-    columns = {name: np.repeat([what[name] for what, _ in found], lengths) for name in found[0][0]}
-    columns |= {name: np.concatenate([apart[name] for _, apart in found]) for name in found[0][1]}
+    columns = {name: np.repeat([labels[name] for labels, _ in errors], lengths) for name in errors[0][0]}
+    columns |= {name: np.concatenate([apart[name] for _, apart in errors]) for name in errors[0][1]}
     return pd.DataFrame({name: columns[name] for name in COLUMNS})
 
 
-def _apart(ours: Tensor, theirs: Tensor, axis: int) -> dict[str, np.ndarray]:
+def _apart(replayed: Tensor, recorded: Tensor, axis: int) -> dict[str, np.ndarray]:
     """Columns with a value for each token: position, error, gain, discrete."""
-    a, b = (x.cpu().movedim(axis, 0) for x in (ours, theirs))
+    a, b = (x.cpu().movedim(axis, 0) for x in (replayed, recorded))
     a, b = ((torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double() for x in (a, b))
     a, b = (x.reshape(len(x), -1) for x in (a, b))
     # masks hold infinities, and the difference of two is no number
     same = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
     a, b = a.masked_fill(same, 0.0), b.masked_fill(same, 0.0)
-    dot, own, discrete = (a * b).sum(1), (a * a).sum(1).clamp(min=1e-60), _discrete(ours)
-    error = (a != b).any(1).double() if discrete else _or_inf((a - b).norm(dim=1) / own.sqrt())
+    dot, norm, discrete = (a * b).sum(1), (a * a).sum(1).clamp(min=1e-60), _discrete(replayed)
+    error = (a != b).any(1).double() if discrete else _or_inf((a - b).norm(dim=1) / norm.sqrt())
     return {
-        "position": np.arange(len(a)), "error": error.numpy(), "gain": (dot / own).numpy(),
+        "position": np.arange(len(a)), "error": error.numpy(), "gain": (dot / norm).numpy(),
         "discrete": np.full(len(a), discrete),
     }  # fmt: skip
 
@@ -308,25 +314,25 @@ def _or_inf(error: Tensor) -> Tensor:
     return torch.where(error.isnan(), torch.inf, error)
 
 
-def _margins(ours: Tensor, theirs: Tensor, beside: Sequence[Tensor]) -> np.ndarray | None:
+def _margins(replayed: Tensor, recorded: Tensor, beside: Sequence[Tensor]) -> np.ndarray | None:
     """By how much the scores of what was chosen differ, relative to all scores `(tokens,)`: a near-tie is rounding.
 
-    None where `ours` is no choice `(…, k)` among columns of a tensor beside it.
+    None where `replayed` is no choice `(…, k)` among columns of a tensor beside it.
     """
-    if not _discrete(ours) or ours.dtype is torch.bool or not ours.numel() or ours.ndim < 2:
+    if not _discrete(replayed) or replayed.dtype is torch.bool or not replayed.numel() or replayed.ndim < 2:
         return None
-    if min(int(ours.min()), int(theirs.min())) < 0:  # how an expert that is not there is written
+    if min(int(replayed.min()), int(recorded.min())) < 0:  # how an expert that is not there is written
         return None
-    top = max(int(ours.max()), int(theirs.max()), ours.shape[-1])
-    floats = [one for one in beside if one.is_floating_point() and one.shape[:-1] == ours.shape[:-1]]
-    scores = next((one for one in floats if one.shape[-1] > top), None)
+    top = max(int(replayed.max()), int(recorded.max()), replayed.shape[-1])
+    floats = [item for item in beside if item.is_floating_point() and item.shape[:-1] == replayed.shape[:-1]]
+    scores = next((item for item in floats if item.shape[-1] > top), None)
     if scores is None:
         return None
-    a, b = (torch.gather(scores.double(), -1, one.long().to(scores.device)) for one in (ours, theirs))
-    if not any(one.shape == ours.shape for one in floats):  # with weights beside them, the order counts
+    a, b = (torch.gather(scores.double(), -1, item.long().to(scores.device)) for item in (replayed, recorded))
+    if not any(item.shape == replayed.shape for item in floats):  # with weights beside them, the order counts
         a, b = a.sort(-1).values, b.sort(-1).values
     apart = _or_inf((a - b).norm(dim=-1) / scores.double().norm(dim=-1).clamp(min=1e-30))
-    return torch.where((ours.cpu() == theirs).all(-1).to(apart.device), 0.0, apart).cpu().numpy().ravel()
+    return torch.where((replayed.cpu() == recorded).all(-1).to(apart.device), 0.0, apart).cpu().numpy().ravel()
 
 
 def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
@@ -342,7 +348,7 @@ def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
         changed = [_exchanged(inner, taken) for inner in value]
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value) if one.init)
+        held = ((item.name, getattr(value, item.name)) for item in dataclasses.fields(value) if item.init)
         return dataclasses.replace(value, **{name: _exchanged(inner, taken) for name, inner in held})
     return value
 
@@ -364,13 +370,13 @@ def explained(errors: pd.DataFrame, along: Along, sound: Along, rotaries: Sequen
 
 def one_offset(along: Along, sound: Along, module: str) -> bool:
     """Whether the rows of a rotary module are turned, and by the same angles at every position."""
-    turned = [_phases(one, module) for one in (along, sound)]
-    if any(one is None for one in turned):
+    turned = [_phases(item, module) for item in (along, sound)]
+    if any(item is None for item in turned):
         return False
-    theirs, ours = turned
-    if theirs.shape != ours.shape:  # angles of more or fewer features
+    recorded, replayed = turned
+    if recorded.shape != replayed.shape:  # angles of more or fewer features
         return False
-    turn = theirs * ours.conj() / np.abs(ours) ** 2
+    turn = recorded * replayed.conj() / np.abs(replayed) ** 2
     # of length 1, too: longer cosines and sines would scale every product of a query and a key
     off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
     return bool(off < TURNED_ALIKE < np.abs(turn[:1] - 1).max())

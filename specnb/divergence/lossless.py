@@ -213,7 +213,7 @@ def trial(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progres
                     max_new_tokens=max_new_tokens, seed=seed + offset,
                 )  # fmt: skip
         audit = tally.audit()
-        z = {one.name: one.z for one in audit.panel}
+        z = {statistic.name: statistic.z for statistic in audit.panel}
         rows.append({"planted": name, "verdict": audit.verdict, "causes": ", ".join(audit.causes), "n": audit.n, **z})
     return pd.DataFrame(rows)
 
@@ -223,7 +223,7 @@ def related(seed: int, share: float = SHARE) -> tuple[LanguageModel, LanguageMod
     parts = markov(TOKENS, seed=seed), markov(TOKENS, seed=seed + 10_000)
 
     def guess(prefix: tuple[int, ...]) -> np.ndarray:
-        known, other = (_next_logits(one, prefix) for one in parts)
+        known, other = (_next_logits(part, prefix) for part in parts)
         return share * known + (1 - share) * other
 
     return markov(TOKENS, seed=seed), ToyLM(guess, parts[0].vocab, name="draft")

@@ -27,47 +27,47 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 class Before:
     """The parameters and buffers of draft and neighbour, as they were before the service began.
 
-    `meant` are the digests of the draft's by their path, `own` and `other` the tags of the two models.
+    `meant` are the digests of the draft's by their path, `tag` and `other` the tags of the two models.
     """
 
     def __init__(
-        self, draft: nn.Module, neighbour: nn.Module | None, *, meant: Mapping[str, str], own: str, other: str
+        self, draft: nn.Module, neighbour: nn.Module | None, *, meant: Mapping[str, str], tag: str, other: str
     ) -> None:
-        self._meant, self._own, self._other = meant, own, other
+        self._meant, self._own, self._other = meant, tag, other
         mine = held(draft)
         shared = {id(tensor) for tensor in mine.values()}  # by both, as they were loaded: the draft's
-        theirs = {} if neighbour is None else dict((*neighbour.named_parameters(), *neighbour.named_buffers()))
-        self._theirs = {path: tensor for path, tensor in theirs.items() if id(tensor) not in shared}
+        neighbours = {} if neighbour is None else dict((*neighbour.named_parameters(), *neighbour.named_buffers()))
+        self._theirs = {path: tensor for path, tensor in neighbours.items() if id(tensor) not in shared}
         self._stamps = {path: _stamp(tensor) for path, tensor in self._theirs.items()}
         self._forms = {path: _form(tensor) for path, tensor in mine.items()}
 
     def told_apart(self, trace: Trace) -> Trace:
         """The trace with the neighbour as the owner of what was read of it under a name of the draft's."""
         params, objects = trace.params, {id(tensor): path for path, tensor in self._theirs.items()}
-        ours = params["owner"] == self._own
-        changed = ours & (params["digest"] != params["owner_path"].map(self._meant)) & (params["digest"] != "")
-        paths = params["object_id"].map(objects).astype(object).where(ours)
+        of_draft = params["owner"] == self._own
+        changed = of_draft & (params["digest"] != params["owner_path"].map(self._meant)) & (params["digest"] != "")
+        paths = params["object_id"].map(objects).astype(object).where(of_draft)
         if (unknown := changed & paths.isna()).any():
             content = self._by_content({*params.loc[unknown, "owner_path"]})
             paths = paths.fillna(params["digest"].map(content).astype(object).where(unknown))
-        found = paths.notna()
-        told = params.assign(
-            owner=params["owner"].mask(found, self._other), owner_path=params["owner_path"].mask(found, paths)
+        has_path = paths.notna()
+        labelled = params.assign(
+            owner=params["owner"].mask(has_path, self._other), owner_path=params["owner_path"].mask(has_path, paths)
         )
-        return replace(trace, params=told)
+        return replace(trace, params=labelled)
 
     def _by_content(self, paths: set[str]) -> dict[str, str]:
         """The neighbour's parameters by their digest, of the form of these of the draft's.
 
         Without those that were changed since, and values that are nobody's, or the draft's as well.
         """
-        forms, registry, own = {self._forms.get(path) for path in paths}, Registry({}), {*self._meant.values()}
+        forms, registry, digests = {self._forms.get(path) for path in paths}, Registry({}), {*self._meant.values()}
         alike = {
             registry.digest(Owned(self._other, path, tensor)): path
             for path, tensor in self._theirs.items()
             if _form(tensor) in forms and _stamp(tensor) == self._stamps[path] and _telling(tensor)
         }
-        return {digest: path for digest, path in alike.items() if digest not in own}
+        return {digest: path for digest, path in alike.items() if digest not in digests}
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -98,10 +98,10 @@ def _is_attention(module: nn.Module) -> bool:
     return isinstance(getattr(module, "layer_idx", None), int) and has_linear
 
 
-def _of_layer(parts: tuple[Named, ...], layer: int, what: str) -> Named:
+def _of_layer(parts: tuple[Named, ...], layer: int, noun: str) -> Named:
     for path, module in parts:
         if layer_number(path) == layer:
             return path, module
     numbers = sorted({number for path, _ in parts if (number := layer_number(path)) is not None})
     have = f"layers that have one: {', '.join(map(str, numbers))}" if numbers else "the model has none"
-    raise InputError(f"layer {layer!r} has no {what}; {have}")
+    raise InputError(f"layer {layer!r} has no {noun}; {have}")

@@ -48,16 +48,16 @@ class Fault:
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """The attribute `name` of this one instance is `value` inside, and what it was before afterwards."""
-    own = vars(owner)
-    before = own.get(name, own)  # the dict itself: no value that an attribute can have
-    own[name] = value
+    attributes = vars(owner)
+    before = attributes.get(name, attributes)  # the dict itself: no value that an attribute can have
+    attributes[name] = value
     try:
         yield
     finally:
-        if before is own:
-            own.pop(name, None)
+        if before is attributes:
+            attributes.pop(name, None)
         else:
-            own[name] = before
+            attributes[name] = before
 
 
 Around = Callable[..., Any]

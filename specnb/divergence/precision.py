@@ -85,8 +85,8 @@ def _in_type(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, 
     """
     yield model, torch.autocast(next(model.parameters()).device.type, dtype=dtype)
     loaded = copy_of(model)
-    for one in loaded.parameters():
-        one.data = one.data.to(dtype)
+    for parameter in loaded.parameters():
+        parameter.data = parameter.data.to(dtype)
     yield loaded, nullcontext()
     yield loaded.to(dtype), nullcontext()
 
@@ -99,8 +99,8 @@ def _gives(
     try:
         with under:
             return all(
-                same_logits(comparable(run(model, one), vocab), logits[: len(one.feeds)])
-                for one in (Script(script.feeds[:1]), script)
+                same_logits(comparable(run(model, text), vocab), logits[: len(text.feeds)])
+                for text in (Script(script.feeds[:1]), script)
             )
     except RuntimeError:  # not every operation is there for every type
         return False
@@ -135,23 +135,23 @@ def comparable(logits: Iterable[torch.Tensor], vocab: int) -> tuple[torch.Tensor
 
     Raises InputError for logits of another form, or of another vocabulary.
     """
-    found = tuple(one.cpu() for one in logits)
-    if odd := [tuple(one.shape) for one in found if one.ndim != 2 or not len(one)]:
+    rows = tuple(row.cpu() for row in logits)
+    if odd := [tuple(row.shape) for row in rows if row.ndim != 2 or not len(row)]:
         raise InputError(
             f"in service the draft gives a sequence logits of the shape {odd[0]}: let the service give (sequences, "
             "tokens, vocabulary), of the last token at least"
         )
-    if other := {one.shape[-1] for one in found} - {vocab}:
+    if other := {row.shape[-1] for row in rows} - {vocab}:
         raise InputError(
             f"in service the draft gives logits of {min(other)} tokens, as it was loaded of {vocab}: let the service "
             "give those of the draft's own vocabulary"
         )
-    return found
+    return rows
 
 
 def held_by(logits: Iterable[torch.Tensor], dtype: str) -> bool:
     """Whether all are numbers that a type of this name has, as they are once they were rounded to it."""
-    return all(torch.equal(one, one.to(getattr(torch, dtype)).to(one.dtype)) for one in logits)
+    return all(torch.equal(row, row.to(getattr(torch, dtype)).to(row.dtype)) for row in logits)
 
 
 def text_logits(logits: Sequence[torch.Tensor], script: Script) -> dict[int, torch.Tensor]:
@@ -170,12 +170,12 @@ def off(logits: Mapping[int, torch.Tensor], sound: Mapping[int, torch.Tensor]) -
     both = [position for position in sound if position in logits]
     if not both:
         return 0.0
-    ours, theirs = (torch.stack([one[position] for position in both]).double() for one in (sound, logits))
-    error = float(((theirs - ours).norm(dim=-1) / ours.norm(dim=-1)).max())
+    sound_rows, rows = (torch.stack([run[position] for position in both]).double() for run in (sound, logits))
+    error = float(((rows - sound_rows).norm(dim=-1) / sound_rows.norm(dim=-1)).max())
     return error if error == error else float("inf")
 
 
-def same_logits(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+def same_logits(logits: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     """Whether the logits of each feed, or of its last tokens where a service gives no others, are the same numbers."""
-    last = ((a[-len(b) :], b[-len(a) :]) for a, b in zip(one, other, strict=True))
+    last = ((a[-len(b) :], b[-len(a) :]) for a, b in zip(logits, other, strict=True))
     return all(torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True) for a, b in last)

@@ -47,8 +47,8 @@ def preflight(
         raise InputError(f"k is {k}: drafts of at least 1 token are checked")
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     model = model_of(drafter) if drafter else None
-    networks = [getattr(one, "network", None) for one in (model, target)]
-    found = [
+    networks = [getattr(model_or_none, "network", None) for model_or_none in (model, target)]
+    checks = [
         _guarded(name, check) if not lack else Finding(name, "skipped", lack)
         for name, lack, check in (
             *_of_files(*networks, draft_folder, target_folder),
@@ -56,10 +56,10 @@ def preflight(
             ("learning rate", "", lambda: learning_rate(training_curve.read(training) if training else None)),
         )
     ]
-    for one in (model, target):
-        if one is not None:
-            one.reset()
-    return found
+    for model_or_none in (model, target):
+        if model_or_none is not None:
+            model_or_none.reset()
+    return checks
 
 
 def learning_rate(curve: Curve | None) -> Finding:
@@ -82,21 +82,21 @@ def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
         return Finding(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
 
 
-def _of_files(draft: Any, target: Any, own: Path | None, its: Path | None) -> Iterator[Check]:
+def _of_files(draft: Any, target: Any, draft_folder: Path | None, its: Path | None) -> Iterator[Check]:
     """The checks of weights and configs; `draft` and `target` are torch modules, or None."""
 
     @cache
     def stored() -> dict[str, weights.Stored]:
-        return weights.headers(own) if own else {}
+        return weights.headers(draft_folder) if draft_folder else {}
 
     def both(name: str) -> list[config.Config | None]:
-        return [config.read_config(folder, name) if folder else None for folder in (own, its)]
+        return [config.read_config(folder, name) if folder else None for folder in (draft_folder, its)]
 
     def quantised() -> Finding:
         opened = None if draft is None else weights.opened_quantisation(draft)
         return config.quantisation(*both("config.json"), {n: t.dtype for n, t in stored().items()}, opened)
 
-    no_folder, no_network = "" if own else NO_FOLDER, NO_NETWORK if draft is None else ""
+    no_folder, no_network = "" if draft_folder else NO_FOLDER, NO_NETWORK if draft is None else ""
     no_two = "it needs both opened torch models, and the draft's folder"
     yield "load report", no_folder or no_network, lambda: weights.load_report(stored(), draft)
     yield "tied head", no_network, lambda: weights.tied_head(draft, stored())
@@ -105,10 +105,10 @@ def _of_files(draft: Any, target: Any, own: Path | None, its: Path | None) -> It
         no_two if no_folder or no_network or target is None else "",
         lambda: weights.shared_head(draft, target, stored()),
     )
-    yield "d2t", no_folder, lambda: weights.token_map(own, stored())
+    yield "d2t", no_folder, lambda: weights.token_map(draft_folder, stored())
     yield "rope", "", lambda: config.rope(*both("config.json"))
     yield "quantisation", "", quantised
-    no_two = "" if own and its else "it needs the folders of draft and target"
+    no_two = "" if draft_folder and its else "it needs the folders of draft and target"
     yield "sampling defaults", no_two, lambda: config.sampling_defaults(*both(GENERATION))
 
 
@@ -116,11 +116,13 @@ def _of_drafter(
     drafter: Drafter | None, model: LanguageModel | None, target: LanguageModel | None, k: int
 ) -> Iterator[Check]:
     """The checks of drafting, and of the caches of the draft `model` and the target."""
-    size = min((one.vocab.size for one in (model, target) if one is not None), default=PROMPT)
+    size = min(
+        (model_or_none.vocab.size for model_or_none in (model, target) if model_or_none is not None), default=PROMPT
+    )
     ids = tuple(probe_ids(size, PROMPT))
     no_drafter = "" if drafter else "no drafter was given"
     yield "purity", no_drafter, lambda: drafting.purity(drafter, ids, k)
     yield "recurrence", no_drafter, lambda: drafting.recurrence(drafter, ids, k)
-    for whose, one in (("draft", model), ("target", target)):
-        name, lack = f"cache after rejection ({whose})", "no opened model was given" if one is None else ""
-        yield name, lack, partial(drafting.cache_after_rejection, one, ids, k, check=name)
+    for whose, model_or_none in (("draft", model), ("target", target)):
+        name, lack = f"cache after rejection ({whose})", "no opened model was given" if model_or_none is None else ""
+        yield name, lack, partial(drafting.cache_after_rejection, model_or_none, ids, k, check=name)

@@ -42,8 +42,8 @@ def answers(investigation: "Investigation", false_alarms: tuple[int, int] | None
     return [Answer(question, answer) for question, answer in _answers(investigation, false_alarms)]
 
 
-def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> Iterator[tuple[str, str]]:
-    facts, coverage = found.facts, found.coverage
+def _answers(investigation: "Investigation", false_alarms: tuple[int, int] | None) -> Iterator[tuple[str, str]]:
+    facts, coverage = investigation.facts, investigation.coverage
     yield (
         "Same inputs?",
         "Yes: every module is compared with what a pristine copy makes of the very inputs that the module was given, "
@@ -54,7 +54,7 @@ def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> It
             else "."
         ),
     )
-    other = ", ".join(name for name, one in found.case.outcomes.items() if not _as_fed(one))
+    other = ", ".join(name for name, item in investigation.case.outcomes.items() if not _as_fed(item))
     yield (
         "Same tokens in all runs?",
         f"{f'NO, the model got others in {other}' if other else 'Yes'}: nothing is sampled; each set-up is fed "
@@ -65,7 +65,7 @@ def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> It
         "Does it repeat?",
         (
             "Yes: run again without hooks, alone and where it is wrong, it gives the same bits."
-            if found.repeats
+            if investigation.repeats
             else "NO: run again without hooks it gives other bits; what is below the floor of that is not seen."
         ),
     )
@@ -73,25 +73,25 @@ def _answers(found: "Investigation", false_alarms: tuple[int, int] | None) -> It
         "Do the hooks change anything?",
         (
             "No: the logits with hooks are the bits of those without."
-            if found.inert
+            if investigation.inert
             else "YES: the logits with hooks are not those without: what was seen is not what runs."
-            if found.repeats
+            if investigation.repeats
             else "Not known, for it does not repeat."
         ),
     )
     yield "Eager or graphs?", "Eager: a model that is compiled is refused; parts that run past hooks show as never run."
     yield "What was looked at?", f"{coverage}."
-    yield "What was not?", _not_seen(found)
+    yield "What was not?", _not_seen(investigation)
     yield (
         "What counts as wrong?",
         (
             f"More than {TIMES_FLOOR:g} times the floor, the largest error of that tensor between sound runs of other "
-            f"shapes: median {found.floor.median():.2g}, largest {found.floor.max():.2g} (relative L2)."
+            f"shapes: median {investigation.floor.median():.2g}, largest {investigation.floor.max():.2g} (relative L2)."
         ),
     )
     yield "How often is that a false alarm?", _false_alarms(false_alarms)
-    if found.features is not None:
-        yield "Which feature of the service does it need?", f"{found.features.line}."
+    if investigation.features is not None:
+        yield "Which feature of the service does it need?", f"{investigation.features.line}."
 
 
 def _as_fed(outcome: "Outcome") -> bool:
@@ -103,23 +103,23 @@ def _as_fed(outcome: "Outcome") -> bool:
     )
 
 
-def _not_seen(found: "Investigation") -> str:
-    coverage, facts = found.coverage, found.facts
-    said = [] if facts["in_service"] else ["any service: none was given, so the models ran by themselves"]
-    said += [f"never ran: {', '.join(coverage.never_called)}"] if coverage.never_called else []
-    said += [f"ran and not compared: {', '.join(coverage.uncompared)}"] if coverage.uncompared else []
+def _not_seen(investigation: "Investigation") -> str:
+    coverage, facts = investigation.coverage, investigation.facts
+    parts = [] if facts["in_service"] else ["any service: none was given, so the models ran by themselves"]
+    parts += [f"never ran: {', '.join(coverage.never_called)}"] if coverage.never_called else []
+    parts += [f"ran and not compared: {', '.join(coverage.uncompared)}"] if coverage.uncompared else []
     held = ", ".join(coverage.with_holder)
-    said += [f"compared with the module that holds them only: {held}"] if held else []
-    said += [f"sound runs are too far apart to judge it: {', '.join(facts['unsteady'])}"] if facts["unsteady"] else []
-    said += [f"not readable: {', '.join(coverage.unread)}"] if coverage.unread else []
-    said += [f"{LEFT_OUT}: {', '.join(coverage.left_out)}"] if coverage.left_out else []
-    not_run = found.setups().query("verdict == 'not run'")["setup"].tolist()
-    said += [f"set-ups not run: {', '.join(not_run)}"] if not_run else []
+    parts += [f"compared with the module that holds them only: {held}"] if held else []
+    parts += [f"sound runs are too far apart to judge it: {', '.join(facts['unsteady'])}"] if facts["unsteady"] else []
+    parts += [f"not readable: {', '.join(coverage.unread)}"] if coverage.unread else []
+    parts += [f"{LEFT_OUT}: {', '.join(coverage.left_out)}"] if coverage.left_out else []
+    not_run = investigation.setups().query("verdict == 'not run'")["setup"].tolist()
+    parts += [f"set-ups not run: {', '.join(not_run)}"] if not_run else []
     unseen = coverage.parameters - coverage.seen_at_use
-    said += [f"{unseen} parameters of the draft that no operation was seen to read"] if unseen else []
-    said += ["whether the weights that were loaded are the checkpoint's (`specnb divergence preflight`)"]
-    said += [f"positions from {coverage.tokens} on"]
-    return "; ".join(said) + "."
+    parts += [f"{unseen} parameters of the draft that no operation was seen to read"] if unseen else []
+    parts += ["whether the weights that were loaded are the checkpoint's (`specnb divergence preflight`)"]
+    parts += [f"positions from {coverage.tokens} on"]
+    return "; ".join(parts) + "."
 
 
 def _false_alarms(measured: tuple[int, int] | None) -> str:
@@ -159,9 +159,9 @@ def _cosine(wrong: pd.DataFrame, node: tuple) -> float:
 
 def _reads(params: pd.DataFrame) -> str:
     once = params.drop_duplicates(["owner", "owner_path"])
-    own = once[once["owner"] == "draft"]
+    of_draft = once[once["owner"] == "draft"]
     foreign = [f"{row.owner}:{row.owner_path}" for row in once[once["owner"] != "draft"].itertuples()]
-    return ", ".join([*foreign, *([f"{len(own)} of its own"] if len(own) else [])]) or "no parameter"
+    return ", ".join([*foreign, *([f"{len(of_draft)} of its own"] if len(of_draft) else [])]) or "no parameter"
 
 
 def setups(investigation: "Investigation") -> pd.DataFrame:
@@ -198,7 +198,7 @@ def slots() -> pd.DataFrame:
 def text(investigation: "Investigation", false_alarms: tuple[int, int] | None = None) -> str:
     """The report as plain text: the verdict line first, ready to be printed."""
     parts = [investigation.line, ""]
-    parts += [f"{one.question} {one.answer}" for one in answers(investigation, false_alarms)]
+    parts += [f"{item.question} {item.answer}" for item in answers(investigation, false_alarms)]
     parts += ["", "Set-ups", setups(investigation).to_string(index=False)]
     if investigation.case.bad is not None:
         nodes = earliest(investigation).drop(columns=["at", "call", "reads"])

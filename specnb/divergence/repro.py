@@ -193,7 +193,7 @@ def _packed(
     lab: Lab, outcome: Outcome, first: pd.Series, kind: str, tensors: dict[str, Tensor], scalars: dict[str, Any]
 ) -> Packed:
     model, key = lab.reference, Key(first["at"], int(first["call"]), first["role"], first["name"])
-    model_class, config_class = (_path_of(type(one)) for one in (model, getattr(model, "config", None)))
+    model_class, config_class = (_path_of(type(item)) for item in (model, getattr(model, "config", None)))
     for path in (model_class, config_class):
         if not path.startswith("transformers."):
             raise InputError(f"the draft is built of {path}, which is not in transformers: a script cannot make it")
@@ -219,16 +219,16 @@ def _shows(lab: Lab, facts: dict[str, Any], tensors: dict[str, Tensor], first: p
     Of the whole draft any error that a sound run has not: rounding adds up over layers, and `limit` is raised to it.
     """
     try:
-        ours = standalone.rerun(facts, tensors)
+        replayed = standalone.rerun(facts, tensors)
     except (RuntimeError, TypeError, ValueError, AttributeError, ImportError, LookupError, SystemExit):
         # it needs more than this
         return False
-    errors = standalone.apart(ours, tensors[CAPTURED], facts["token_axis"])
+    errors = standalone.apart(replayed, tensors[CAPTURED], facts["token_axis"])
     if facts["kind"] == "module":
         shown = errors[int(first["position"])]
         return bool(np.isclose(shown, first["error"], rtol=ALIKE, atol=facts["limit"], equal_nan=True))
     sound = _tensor(lab.sound[0], Key(first["at"], facts["call"], facts["role"], facts["name"]), "float32")
-    facts["limit"] = max(facts["limit"], TIMES_FLOOR * max(standalone.apart(ours, sound, facts["token_axis"])))
+    facts["limit"] = max(facts["limit"], TIMES_FLOOR * max(standalone.apart(replayed, sound, facts["token_axis"])))
     return any(not error <= facts["limit"] for error in errors)
 
 
@@ -248,16 +248,16 @@ def _weights(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 def _scalars(seen: dict[str, list[str]], at: str) -> dict[str, Any] | None:
     """Plain arguments of the module; None where one took several values, or is no literal (nan)."""
-    found = {}
+    scalars = {}
     for key, texts in seen.items():
         module, _, name = key.rpartition(":")
         if module == at:
             try:
                 (text,) = texts
-                found[name] = ast.literal_eval(text)
+                scalars[name] = ast.literal_eval(text)
             except (ValueError, SyntaxError):
                 return None
-    return found
+    return scalars
 
 
 def _real_path(model: nn.Module, short: str) -> str:

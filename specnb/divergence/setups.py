@@ -56,8 +56,8 @@ class SetUp:
 
 SETUPS: Mapping[str, SetUp] = MappingProxyType(
     {
-        one.id: one
-        for one in (
+        setup.id: setup
+        for setup in (
             SetUp("S0", "alone", "nobody", kills="wrong here: no neighbour is needed"),
             SetUp("S0w", "alone, in blocks", "nobody", kills="clean, S0 wrong: single steps, or tokens taken back",
                   in_blocks=True),
@@ -129,7 +129,9 @@ class Lab:
         """Digests of parameters and buffers, tied ones under each of their paths, as a capture has them."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
         parts = find(self.reference)
-        self._rotaries, self._routers = ([path for path, _ in one] for one in (parts.rotaries, parts.routers))
+        self._rotaries, self._routers = (
+            [path for path, _ in parts_of_kind] for parts_of_kind in (parts.rotaries, parts.routers)
+        )
         self.sound: list[Along] = []
         """The pristine copy's runs: fed as the script has it, and in blocks."""
         self.sound_logits: list[tuple[torch.Tensor, ...]] = []
@@ -147,7 +149,7 @@ class Lab:
         setup = SETUPS[name]
         script, neighbour = self._script_of(setup), self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
-        before = Before(self.draft, neighbour, meant=self.meant, own=OWN, other=NEIGHBOUR)
+        before = Before(self.draft, neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
         with (
             (deploy or self.deploy)(self.draft, neighbour),
             capture(self.draft, tag=OWN, known=known, full="") as builder,
@@ -173,7 +175,7 @@ class Lab:
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
         """How far the logits of set-ups are from sound ones at most (relative L2), and how far those of sound runs are
         from one another, at least what rounding to the draft's type may do."""
-        far = (self._logits_off(one.logits, one.setup) for one in outcomes)
+        far = (self._logits_off(outcome.logits, outcome.setup) for outcome in outcomes)
         apart = off(*(self._sound_logits(in_blocks) for in_blocks in (False, True)))
         return max(far, default=0.0), max(apart, ROUNDING[self.dtype])
 
@@ -206,9 +208,9 @@ class Lab:
 
         def rounded(dtype: str) -> Rounded:
             copy = copy_of(self.reference).to(getattr(torch, dtype))
-            found, along = _captured(copy, self._script_of(setup))
+            outcome, along = _captured(copy, self._script_of(setup))
             errors = local.local_errors(self.reference, along).groupby(list(local.WHICH))["error"].max()
-            return Rounded(errors, self._logits_off(found, setup))
+            return Rounded(errors, self._logits_off(outcome, setup))
 
         held = partial(held_by, logits)
         return coarser(wrong, self._logits_off(logits, setup), trace, self.dtype, rounded=rounded, held=held)
@@ -216,14 +218,14 @@ class Lab:
     def _neighbour(self, setup: SetUp) -> nn.Module | None:
         if setup.beside == "target" and self.target is None:
             raise InputError(f"{setup.id} runs the draft beside the target: give one")
-        made = {
+        neighbours = {
             "nobody": lambda: None,
             "copy": lambda: copy_of(self.reference),
             "decoy": lambda: decoy_twin(self.reference),
             "other decoy": lambda: decoy_twin(self.reference, seed=2),
             "target": lambda: self.target,
         }
-        return made[setup.beside]()
+        return neighbours[setup.beside]()
 
     def _script_of(self, setup: SetUp) -> Script:
         return self.blocks if setup.in_blocks else self.script
@@ -245,7 +247,7 @@ class Lab:
         sound = []
         for script in (self.script, self.blocks):
             logits, along = _captured(self.reference, script)
-            self.sound_logits.append(tuple(one.cpu() for one in logits))
+            self.sound_logits.append(tuple(row.cpu() for row in logits))
             self.sound.append(along)
             sound.append(local.local_errors(self.reference, along))
         return local.floors(sound, self.dtype), local.unsteady(sound, self._routers)
@@ -296,12 +298,12 @@ class Coverage:
         compared = {*outcome.errors.loc[outcome.errors["role"] == "out", "at"]}
         # a wrapper that the pristine copy has not: what it gives is what a module inside gave
         gave = outcome.trace.rows(role="out").groupby("module")["digest"].agg(set)
-        known = set().union(*(gave[one] for one in compared))
-        compared |= {one for one in ran - compared if one in gave and gave[one] <= known}
-        held = {one for one in ran - compared if any(holder in compared for holder in _holders(one))}
+        known = set().union(*(gave[module] for module in compared))
+        compared |= {module for module in ran - compared if module in gave and gave[module] <= known}
+        held = {module for module in ran - compared if any(holder in compared for holder in _holders(module))}
         params = outcome.trace.params
         read = {*params.loc[params["owner"] == OWN, "owner_path"]}
-        own = [name for name, _ in draft.named_parameters()]
+        parameters = [name for name, _ in draft.named_parameters()]
         return cls(
             modules=len(ran),
             uncompared=tuple(sorted(ran - compared - held)),
@@ -311,8 +313,8 @@ class Coverage:
             left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out),
             unread=tuple(f"{place} ({why})" for place, why in outcome.trace.facts.get("unread", {}).items()),
             tokens=len(outcome.along.text),
-            parameters=len(own),
-            seen_at_use=sum(name in read for name in own),
+            parameters=len(parameters),
+            seen_at_use=sum(name in read for name in parameters),
             output="" in compared,
         )
 

@@ -111,12 +111,12 @@ def inner(value: Any, name: str) -> Any:
     return None
 
 
-def apart(ours: Tensor, theirs: Tensor, axis: int) -> list[float]:
+def apart(replayed: Tensor, recorded: Tensor, axis: int) -> list[float]:
     """Relative L2 error of each token; of integers 1 where any differs. Shapes that differ are all wrong."""
-    if ours.shape != theirs.shape:
-        return [float("inf")] * theirs.shape[axis]
-    a, b = (x.movedim(axis, 0).reshape(x.shape[axis], -1) for x in (ours, theirs))
-    if not ours.is_floating_point():
+    if replayed.shape != recorded.shape:
+        return [float("inf")] * recorded.shape[axis]
+    a, b = (x.movedim(axis, 0).reshape(x.shape[axis], -1) for x in (replayed, recorded))
+    if not replayed.is_floating_point():
         return (a != b).any(1).double().tolist()
     a, b = a.double(), b.double()
     return ((a - b).norm(dim=1) / a.norm(dim=1).clamp(min=1e-30)).tolist()

@@ -59,8 +59,8 @@ def digests(stack: torch.Tensor) -> list[str]:
 def fingerprint(values: torch.Tensor | np.ndarray, token_axis: int = -1) -> Prints:
     """`fingerprints` of one tensor, without the leading axis of the stack."""
     many = fingerprints(_as_tensor(values)[None], token_axis)
-    one = {name: column[0] for name, column in many.statistics.items()}
-    return Prints(one, *(None if x is None else x[0] for x in (many.tokens, many.token_l2)))
+    statistics = {name: column[0] for name, column in many.statistics.items()}
+    return Prints(statistics, *(None if x is None else x[0] for x in (many.tokens, many.token_l2)))
 
 
 @torch.no_grad()
@@ -159,13 +159,13 @@ def _mend(prints: Prints, i: int, tensor: torch.Tensor, token_axis: int) -> None
         again = _finite_prints(wide.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)[None], token_axis)
         prints.tokens[i], prints.token_l2[i] = again.tokens[0], again.token_l2[0]
     finite = wide[wide.isfinite()]
-    found = {"n_nan": int(wide.isnan().sum()), "n_inf": int(wide.isinf().sum())}
+    statistics = {"n_nan": int(wide.isnan().sum()), "n_inf": int(wide.isinf().sum())}
     if finite.numel():
-        found |= {"mean": finite.mean(), "std": finite.std(correction=0), "min": finite.min(), "max": finite.max()}
-        found |= {"l1": finite.abs().sum(), "l2": torch.linalg.vector_norm(finite)}
+        statistics |= {"mean": finite.mean(), "std": finite.std(correction=0), "min": finite.min(), "max": finite.max()}
+        statistics |= {"l1": finite.abs().sum(), "l2": torch.linalg.vector_norm(finite)}
     else:
-        found |= dict.fromkeys(("mean", "std", "min", "max"), math.nan) | {"l1": 0.0, "l2": 0.0}
-    for name, value in found.items():
+        statistics |= dict.fromkeys(("mean", "std", "min", "max"), math.nan) | {"l1": 0.0, "l2": 0.0}
+    for name, value in statistics.items():
         prints.statistics[name][i] = float(value)
 
 
@@ -225,8 +225,8 @@ class Arguments:
     each of the thousand calls of a decoding step would cost a tenth of the step."""
 
     def __init__(self, module: nn.Module) -> None:
-        found = _signature(module)
-        parameters = [] if found is None else list(found.parameters.values())
+        signature = _signature(module)
+        parameters = [] if signature is None else list(signature.parameters.values())
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
@@ -243,12 +243,12 @@ def _signature(module: nn.Module) -> inspect.Signature | None:
     """A forward that was patched on the object may say `*args, **kwargs` only: then that of its class."""
     for forward, skip in ((module.forward, 0), (type(module).forward, 1)):
         try:
-            found = inspect.signature(forward)
+            signature = inspect.signature(forward)
         except (TypeError, ValueError):
             continue
-        parameters = list(found.parameters.values())[skip:]
+        parameters = list(signature.parameters.values())[skip:]
         if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
-            return found.replace(parameters=parameters)
+            return signature.replace(parameters=parameters)
     return None
 
 

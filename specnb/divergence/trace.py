@@ -108,9 +108,9 @@ class Trace:
             chosen &= self.tensors[column] == value
         return self.tensors[chosen]
 
-    def array(self, row: int, what: str) -> np.ndarray | None:
-        """The array `what` of a row, None where it has none (a tensor without tokens, or not kept in full)."""
-        return self.arrays.get(f"{row}.{what}")
+    def array(self, row: int, part: str) -> np.ndarray | None:
+        """The array `part` of a row, None where it has none (a tensor without tokens, or not kept in full)."""
+        return self.arrays.get(f"{row}.{part}")
 
     def save(self, folder: Path) -> Path:
         """Write the trace into `folder` (made if missing) and return it."""
@@ -231,14 +231,14 @@ def renamed(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str,
 
     Raises InputError for a wrong expression, and where two names become one.
     """
-    found = {name: _renamed(name, rename) for name in names}
+    names_after = {name: _renamed(name, rename) for name in names}
     back: dict[str, str] = {}
-    for name, new in found.items():
+    for name, new in names_after.items():
         if back.setdefault(new, name) != name:
             raise InputError(
                 f"`rename` makes {new!r} of {back[new]!r} and of {name!r}: give expressions that keep them apart"
             )
-    return found
+    return names_after
 
 
 def _renamed(name: str, rename: Mapping[str, str] | None) -> str:

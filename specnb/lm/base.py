@@ -151,10 +151,10 @@ def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None
     """
     if len(ids) == 0:
         raise InputError(f"forward of {model.name} needs at least one token id, got none")
-    found = np.asarray(ids)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InputError(f"forward of {model.name} takes a flat list of whole token ids, got {ids!r:.80}")
-    lowest, highest = int(found.min()), int(found.max())
+    lowest, highest = int(array.min()), int(array.max())
     if lowest < 0 or highest >= model.vocab.size:
         bad = lowest if lowest < 0 else highest
         raise InputError(f"token id {bad} is outside the vocabulary of {model.name} (0..{model.vocab.size - 1})")

@@ -120,5 +120,5 @@ def render(vocab: Vocabulary, messages: Sequence[Message], *, add_generation_pro
     except InputError:
         raise
     except Exception as error:  # a template is a program: it may divide by zero or recurse without end
-        what = str(error) or type(error).__name__
-        raise InputError(f"the chat template of this model cannot be rendered: {what}") from error
+        reason = str(error) or type(error).__name__
+        raise InputError(f"the chat template of this model cannot be rendered: {reason}") from error

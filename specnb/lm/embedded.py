@@ -18,10 +18,10 @@ def root() -> Path:
 def names() -> tuple[str, ...]:
     """Every embedded model, as `specnb.load` takes it."""
     try:
-        found = root().glob("*/config.json")
+        configs = root().glob("*/config.json")
     except InputError:  # the package without its checkout has none
         return ()
-    return tuple(sorted(config.parent.name for config in found))
+    return tuple(sorted(config.parent.name for config in configs))
 
 
 def folder(name: str) -> Path | None:

@@ -66,8 +66,8 @@ def parse(name: str, **options: Any) -> ModelSpec:
         raise InputError(f"unknown backend {backend!r} in {name!r}; known: {', '.join(BACKENDS)}")
     if where == "hf" and backend == "llama" and source.startswith("hf:"):
         raise InputError(f"{name!r} is on a hub; llama.cpp opens .gguf files and local folders: download it first")
-    said = ({} if backend == _default_backend(where) else {"backend": backend}) | merged
-    text = f"{source}?{urlencode(said)}" if said else source
+    extra = ({} if backend == _default_backend(where) else {"backend": backend}) | merged
+    text = f"{source}?{urlencode(extra)}" if extra else source
     return ModelSpec(text, where, source.removeprefix("hf:"), backend, merged)
 
 
@@ -125,7 +125,7 @@ def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tu
     try:
         for device, pair in needs.items():
             both = Need(sum(n.weights_bytes for n in pair), 0, sum(n.margin_bytes for n in pair))
-            require(both, what=f"{draft} beside {target}", device=device)
+            require(both, name=f"{draft} beside {target}", device=device)
     except MemoryShortError as error:
         if strict:
             raise

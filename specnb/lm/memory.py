@@ -47,8 +47,8 @@ def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_pe
     return math.ceil(2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value)
 
 
-def require(need: Need, *, what: str, device: str = "cpu", free: int | None = None) -> int:
-    """The free bytes of `device` if `need` fits there; `what` names the model in the error.
+def require(need: Need, *, name: str, device: str = "cpu", free: int | None = None) -> int:
+    """The free bytes of `device` if `need` fits there; `name` is that of the model in the error.
 
     `free` replaces the measured number (bytes). Raises MemoryShortError with every number and the remedy, and
     InputError for a device that is not there.
@@ -59,7 +59,7 @@ def require(need: Need, *, what: str, device: str = "cpu", free: int | None = No
     parts = (need.weights_bytes, need.state_bytes, need.margin_bytes)
     weights, state, margin = (human_bytes(part) for part in parts)
     raise MemoryShortError(
-        f"{what} does not fit on {device}: it needs {human_bytes(need.total)} (weights {weights} + state {state} + "
+        f"{name} does not fit on {device}: it needs {human_bytes(need.total)} (weights {weights} + state {state} + "
         f"margin {margin}), {human_bytes(free)} is free, {human_bytes(need.total - free)} short; use a smaller context "
         "(n_ctx), a smaller quantisation, or the target alone without a draft model"
     )

@@ -83,10 +83,10 @@ class Tree:
     @cached_property
     def _children(self) -> tuple[tuple[int, ...], ...]:
         """By node + 1."""
-        found: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        children: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents):
-            found[parent + 1].append(node)
-        return tuple(tuple(nodes) for nodes in found)
+            children[parent + 1].append(node)
+        return tuple(tuple(nodes) for nodes in children)
 
     def _require(self, node: int) -> None:
         if not COMMITTED <= node < len(self):

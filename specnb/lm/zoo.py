@@ -194,5 +194,5 @@ def _file(entry: ZooEntry, kind: str | None) -> Path:
     return shipped.with_name(f"{entry.title}.{kind.upper()}.gguf")
 
 
-def _unknown(what: str, name: str, part: str, known: tuple[str, ...]) -> str:
-    return f"unknown {what} in {name!r}: {did_you_mean(part, known)}known are {', '.join(known)}"
+def _unknown(noun: str, name: str, part: str, known: tuple[str, ...]) -> str:
+    return f"unknown {noun} in {name!r}: {did_you_mean(part, known)}known are {', '.join(known)}"

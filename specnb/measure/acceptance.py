@@ -145,8 +145,8 @@ class Profile:
     def beyond_drafted(self) -> Share:
         """Generated tokens whose id is above every drafted id: none by chance, where ids are drafted from all."""
         highest = max((t for r in self.rounds for t in r.draft_ids), default=-1)
-        made = [t for g in self.generations if any(r.k for r in g.rounds) for t in g.token_ids]
-        return Share.of(sum(t > highest for t in made), len(made))
+        tokens = [t for g in self.generations if any(r.k for r in g.rounds) for t in g.token_ids]
+        return Share.of(sum(t > highest for t in tokens), len(tokens))
 
     @cached_property
     def _texts(self) -> tuple[tuple[int, ...], ...]:

@@ -47,7 +47,7 @@ class Study(NamedTuple):
 def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
     """Fresh controllers by name, the cost-aware one told what rounds cost."""
     verify_s = [cost.curve.seconds(n) for n in range(k_max + 2)]
-    made = [
+    all_controllers = [
         RollingAcceptance(),
         ContentK(),
         ConfidenceStop(k_max, 0.5),
@@ -55,7 +55,7 @@ def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
         EntropyStop(k_max),
         CostAware(verify_s, cost.c * cost.curve.seconds(1)),
     ]
-    return {control.name: control for control in made}
+    return {control.name: control for control in all_controllers}
 
 
 def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
@@ -67,15 +67,15 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
     chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
     target = load(params.target)
     drafters: list[Drafter] = []
-    made: list[Generation] = []
+    generations: list[Generation] = []
     measured: dict[str, Any] = {}
 
     def recorded(error: BaseException | None = None) -> RunRecord:
         models = models_of(target, drafters)
-        return record_of(EXPERIMENT, params, chosen, target, models, started, made, measured, error=error)
+        return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measured, error=error)
 
     try:
-        with saving_failures(made, recorded):
+        with saving_failures(generations, recorded):
             for name in params.drafters:
                 drafters.append(load_drafter(name, target, strict=True).drafter)
             require_followed(drafters)
@@ -84,11 +84,11 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
             curve, measured["c"] = verify_costs(target, drafters, params.k_max)
             measured["verify_curve"] = curve.model_dump(mode="json")
             costs = {name: Cost(curve, c) for name, c in measured["c"].items()}
-            trace = _follow_all(params, target, drafters, costs, chosen, asked, made, progress)
+            trace = _follow_all(params, target, drafters, costs, chosen, asked, generations, progress)
             measured["replay"] = list(_replayed(trace, costs, params.k_max))
             measured["draft_forks"] = []
             for drafter, live in _live(params, target, drafters, costs, chosen, progress):
-                made.append(live)
+                generations.append(live)
                 measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
             return Study(recorded(), trace)
     finally:
@@ -104,22 +104,22 @@ def _follow_all(
     costs: Mapping[str, Cost],
     chosen: Sequence[Prompt],
     asked: Sequence[Prompt],
-    made: list[Generation],
+    generations: list[Generation],
     progress: Progress,
 ) -> Trace:
-    """Append the plain generation of every prompt and question to `made`; every drafter followed along each."""
+    """Append the plain generation of every prompt and question to `generations`; every drafter followed along each."""
     recordings: list[Recording] = []
     common = {"k_max": params.k_max, "max_new_tokens": params.max_new_tokens}
     total = len(chosen) + len(asked)
     walkers = _Walkers(costs, params.k_max)
     for at, prompt in enumerate(chosen):
         progress(at, total, f"{prompt.id}: generate and follow")
-        made.append(generate(target, prompt, max_new_tokens=params.max_new_tokens, seed=params.seed))
-        recordings += follow(target, drafters, made[-1], walking=walkers.along(prompt.category), **common)
+        generations.append(generate(target, prompt, max_new_tokens=params.max_new_tokens, seed=params.seed))
+        recordings += follow(target, drafters, generations[-1], walking=walkers.along(prompt.category), **common)
     answers = answered(target, asked, max_new_tokens=params.max_new_tokens, seed=params.seed)
     for at, answer in enumerate(answers, start=1):
         progress(len(chosen) + at, total, f"{answer.prompt_id}: answered and followed")
-        made.append(answer)
+        generations.append(answer)
         recordings += follow(target, drafters, answer, walking=walkers.along(SWITCHING), **common)
     return Trace(tuple(recordings))
 
@@ -143,8 +143,8 @@ class _Walkers:
         return {name: self._sessions[content][name] + self._readers(cost) for name, cost in self._costs.items()}
 
     def _readers(self, *costs: Cost) -> list[Controller]:
-        made = [control for cost in costs for control in controllers(cost, self._k_max).values()]
-        return [control for control in made if control.reads_drafts]
+        all_controllers = [control for cost in costs for control in controllers(cost, self._k_max).values()]
+        return [control for control in all_controllers if control.reads_drafts]
 
 
 def _live(
@@ -194,14 +194,14 @@ def walk_session(recordings: Sequence[Recording], control: Controller) -> list[t
 
 def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[dict[str, Any]]:
     """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle."""
-    for drafter, own in costs.items():
+    for drafter, drafter_cost in costs.items():
         recordings = trace.select(drafter=drafter).recordings
         contents: dict[str, list[Recording]] = {}
         for recording in recordings:
             contents.setdefault(SWITCHING if switches(recording) else recording.category, []).append(recording)
         contents = {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
         exact = {id(r): [fixed_k(r, k) for k in range(k_max + 1)] for r in recordings}
-        for machine, cost in machines(own).items():
+        for machine, cost in machines(drafter_cost).items():
             for content, group in contents.items():
                 common = {"machine": machine, "drafter": drafter, "content": content}
                 plain = sum(r.n_tokens - 1 for r in group) * cost.curve.seconds(1)
@@ -235,8 +235,8 @@ def answered(
 ) -> Iterator[Generation]:
     """Each question answered greedily; the category is what the answer turned out to be."""
     for prompt in asked:
-        made = generate(target, prompt, max_new_tokens=max_new_tokens, seed=seed)
-        yield made.model_copy(update={"category": detect(prompt.messages[-1].content, made.text)})
+        generation = generate(target, prompt, max_new_tokens=max_new_tokens, seed=seed)
+        yield generation.model_copy(update={"category": detect(prompt.messages[-1].content, generation.text)})
 
 
 def switches(recording: Recording) -> bool:

@@ -124,28 +124,28 @@ def _row(name: str, baseline: str, runs: Sequence[Timed], same_text: bool) -> di
     if not rows:  # the other methods' timings are worth keeping
         return {"method": name, "identical": 0, "n_prompts": 0}
     speedup = bootstrap(rows, rate_ratio)
-    made = [r.generation for of_prompt in mine.values() for r in of_prompt if r.generation]
-    drafted = sum(g.total_draft_tokens for g in made)
-    rounds = sum(len(g.rounds) for g in made)
+    generations = [r.generation for of_prompt in mine.values() for r in of_prompt if r.generation]
+    drafted = sum(g.total_draft_tokens for g in generations)
+    rounds = sum(len(g.rounds) for g in generations)
     return {
         "method": name,
         "tokens_per_s": rate(np.asarray(rows)[:, :2]),
         "speedup": speedup.value,
         "low": speedup.low,
         "high": speedup.high,
-        "tau": sum(len(g.token_ids) for g in made) / rounds if rounds else None,
-        "acceptance_rate": sum(g.accepted_tokens for g in made) / drafted if drafted else None,
+        "tau": sum(len(g.token_ids) for g in generations) / rounds if rounds else None,
+        "acceptance_rate": sum(g.accepted_tokens for g in generations) / drafted if drafted else None,
         "identical": len(same),
         "n_prompts": len(mine),
     }
 
 
 def _by_prompt(runs: Sequence[Timed], method: str) -> dict[int, list[Timed]]:
-    found: dict[int, list[Timed]] = {}
+    by_prompt: dict[int, list[Timed]] = {}
     for run in runs:
         if run.method == method:
-            found.setdefault(run.prompt, []).append(run)
-    return found
+            by_prompt.setdefault(run.prompt, []).append(run)
+    return by_prompt
 
 
 def _total(runs: list[Timed]) -> tuple[float, float]:

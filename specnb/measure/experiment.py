@@ -34,12 +34,14 @@ def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[s
 
 
 @contextmanager
-def saving_failures(made: Sequence[Generation], recorded: Callable[[BaseException], RunRecord]) -> Iterator[None]:
-    """What ends with an error has what was `made` before saved as the record of a failed run; the error goes on."""
+def saving_failures(
+    generations: Sequence[Generation], recorded: Callable[[BaseException], RunRecord]
+) -> Iterator[None]:
+    """What ends with an error has its `generations` saved as the record of a failed run; the error goes on."""
     try:
         yield
     except BaseException as error:
-        if made:
+        if generations:
             try:
                 save(recorded(error))
             except SpecnbError as unsaved:
@@ -61,7 +63,7 @@ def record_of(
     target: LanguageModel,
     models: list[dict[str, Any]],
     started: datetime,
-    made: Sequence[Generation],
+    generations: Sequence[Generation],
     measurements: dict[str, Any],
     *,
     error: BaseException | None = None,
@@ -80,7 +82,7 @@ def record_of(
         ),
         started=started,
         ended=datetime.now(UTC),
-        generations=tuple(made),
+        generations=tuple(generations),
         measurements=measurements,
         status="completed" if error is None else "failed",
         error=None if error is None else f"{type(error).__name__}: {error}",

@@ -73,15 +73,17 @@ def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tup
     differently. None also where only the number of drafts differs: then a rule stopped elsewhere. Rounds are chains.
     """
     pairs = list(zip(live.rounds, replayed, strict=False))
-    first = next((i for i, (one, (_, kept)) in enumerate(pairs) if one.n_accepted != kept), None)
+    first = next((i for i, (live_round, (_, kept)) in enumerate(pairs) if live_round.n_accepted != kept), None)
     if first is None:
         return None
-    one, (drafted, kept) = pairs[first]
+    live_round, (drafted, kept) = pairs[first]
     before = sum(earlier.n_accepted + 1 for earlier, _ in pairs[:first])
-    common = live.token_ids[: before + min(one.n_accepted, kept)]
+    common = live.token_ids[: before + min(live_round.n_accepted, kept)]
     right = live.token_ids[len(common)]
-    if one.n_accepted < kept:
-        wrong = one.draft_ids[one.n_accepted] if one.n_accepted < len(one.draft_ids) else right
+    if live_round.n_accepted < kept:
+        wrong = (
+            live_round.draft_ids[live_round.n_accepted] if live_round.n_accepted < len(live_round.draft_ids) else right
+        )
     else:
         *_, row = _rows(model, live.prompt_ids, common, 1)
         wrong = int(row.argmax()) if kept < drafted else right

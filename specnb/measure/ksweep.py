@@ -37,25 +37,25 @@ def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
     chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
     target = load(params.target, **_engine(params))
     drafter: Drafter | None = None
-    made: list[Generation] = []
+    generations: list[Generation] = []
     measurements: dict[str, Any] = {}
 
     def recorded(error: BaseException | None = None) -> RunRecord:
         models = models_of(target, [drafter] if drafter else [])
-        return record_of(EXPERIMENT, params, chosen, target, models, started, made, measurements, error=error)
+        return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measurements, error=error)
 
     try:
-        with saving_failures(made, recorded):
+        with saving_failures(generations, recorded):
             drafter = load_drafter(params.drafter, target, strict=True).drafter
             if params.rule == "token":
                 require_followed([drafter])
             check_prompts(target, chosen, params.max_new_tokens)
             curve, c = verify_costs(target, [drafter], max(params.k_max, *params.ks))
             measurements |= {"verify_curve": curve.model_dump(mode="json"), "c": c[drafter.name]}
-            _generate_all(params, target, drafter, chosen, progress or silent, made)
-            measurements["forks"] = list(_forks(target, made))
+            _generate_all(params, target, drafter, chosen, progress or silent, generations)
+            measurements["forks"] = list(_forks(target, generations))
             if params.rule == "token":  # a lossy rule's text depends on the drafts, the block rule keeps more of them
-                measurements["replay"] = _replay(params, target, drafter, made, measurements)
+                measurements["replay"] = _replay(params, target, drafter, generations, measurements)
                 measurements["turns"] = list(_turns(params, target, drafter, measurements))
             return recorded()
     finally:
@@ -84,9 +84,9 @@ def _generate_all(
     drafter: Drafter,
     chosen: list[Prompt],
     progress: Progress,
-    made: list[Generation],
+    generations: list[Generation],
 ) -> None:
-    """Append to `made` the baseline (k = 0) and every K on each prompt and temperature, the order rotating."""
+    """Append to `generations` the baseline (k = 0) and every K on each prompt and temperature, the order rotating."""
     ks = [0, *params.ks]
     total = len(ks) * len(chosen) * len(params.temperatures)
     common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed, "rule": params.rule}
@@ -96,9 +96,9 @@ def _generate_all(
     for temperature in params.temperatures:
         for at, prompt in enumerate(chosen):
             for k in ks[at % len(ks) :] + ks[: at % len(ks)]:
-                progress(len(made), total, f"{prompt.id}, temperature {temperature}, K {k}")
+                progress(len(generations), total, f"{prompt.id}, temperature {temperature}, K {k}")
                 drafting = drafter if k else None
-                made.append(generate(target, prompt, drafter=drafting, k=k, temperature=temperature, **common))
+                generations.append(generate(target, prompt, drafter=drafting, k=k, temperature=temperature, **common))
     progress(total, total, "done")
 
 
@@ -107,7 +107,11 @@ def _cost(measurements: Mapping[str, Any]) -> Cost:
 
 
 def _replay(
-    params: KSweepParams, target: LanguageModel, drafter: Drafter, made: list[Generation], measured: Mapping[str, Any]
+    params: KSweepParams,
+    target: LanguageModel,
+    drafter: Drafter,
+    generations: list[Generation],
+    measured: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Every K along every plain generation, how long that took, and how long the live runs of as many K's take.
 
@@ -118,12 +122,12 @@ def _replay(
     wanted = sorted({*ks, *params.ks})
     began = perf_counter()
     rows: list[dict[str, Any]] = []
-    for one in made:
-        if one.k == 0:
-            (recording,) = follow(target, [drafter], one, k_max=wanted[-1], max_new_tokens=params.max_new_tokens)
-            rows += [row | {"live_plain_s": one.decode_s} for row in sweep(recording, wanted, cost)]
+    for generation in generations:
+        if generation.k == 0:
+            (recording,) = follow(target, [drafter], generation, k_max=wanted[-1], max_new_tokens=params.max_new_tokens)
+            rows += [row | {"live_plain_s": generation.decode_s} for row in sweep(recording, wanted, cost)]
     replay_s = perf_counter() - began
-    live = [g.wall_s for g in made if g.k]
+    live = [g.wall_s for g in generations if g.k]
     return {"rows": rows, "replay_s": replay_s, "live_s": sum(live) / len(params.ks) * len(ks)}
 
 
@@ -140,30 +144,32 @@ def _turns(
             messages = [m.model_dump() for m in prompt.messages[:upto]]
             if len(prompt_ids(target, messages)) + params.max_new_tokens > target.caps.n_ctx:
                 break
-            made = generate(target, messages, max_new_tokens=params.max_new_tokens)
-            (recording,) = follow(target, [drafter], made, k_max=max(params.ks), max_new_tokens=params.max_new_tokens)
+            generation = generate(target, messages, max_new_tokens=params.max_new_tokens)
+            (recording,) = follow(
+                target, [drafter], generation, k_max=max(params.ks), max_new_tokens=params.max_new_tokens
+            )
             (row,) = sweep(recording, [max(params.ks)], _cost(measured))
-            yield row | {"prompt_id": prompt.id, "turn": turn, "prompt_tokens": len(made.prompt_ids)}
+            yield row | {"prompt_id": prompt.id, "turn": turn, "prompt_tokens": len(generation.prompt_ids)}
 
 
-def baseline_of(made: Sequence[Generation], one: Generation) -> Generation:
+def baseline_of(generations: Sequence[Generation], generation: Generation) -> Generation:
     """The plain generation of the same prompt and temperature."""
-    key = (one.prompt_id, one.temperature)
-    baseline = next((g for g in made if g.k == 0 and (g.prompt_id, g.temperature) == key), None)
+    key = (generation.prompt_id, generation.temperature)
+    baseline = next((g for g in generations if g.k == 0 and (g.prompt_id, g.temperature) == key), None)
     if baseline is None:  # of a sweep that failed
         raise InputError(f"no baseline for prompt {key[0]!r} at temperature {key[1]}: run the sweep again")
     return baseline
 
 
-def _forks(target: LanguageModel, made: Sequence[Generation]) -> Iterator[dict[str, Any]]:
+def _forks(target: LanguageModel, generations: Sequence[Generation]) -> Iterator[dict[str, Any]]:
     """Each greedy generation that differs from its baseline, with margin and noise at the first difference."""
-    for one in made:
-        if one.temperature > 0 or one.k == 0:
+    for generation in generations:
+        if generation.temperature > 0 or generation.k == 0:
             continue
-        base = baseline_of(made, one)
-        fork = explain_fork(target, one.prompt_ids, base.token_ids, one.token_ids, width=one.k + 1)
+        base = baseline_of(generations, generation)
+        fork = explain_fork(target, generation.prompt_ids, base.token_ids, generation.token_ids, width=generation.k + 1)
         if fork is not None:
-            yield {"prompt_id": one.prompt_id, "k": one.k, **fork.model_dump(mode="json")}
+            yield {"prompt_id": generation.prompt_id, "k": generation.k, **fork.model_dump(mode="json")}
 
 
 def _engine(params: KSweepParams) -> dict[str, str]:

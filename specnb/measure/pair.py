@@ -76,10 +76,10 @@ def run_pair(
         for warm in (drafter, None) if with_baseline else (drafter,):
             generate(target, prompt, drafter=warm, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
         baseline = generate(target, prompt, **settings) if with_baseline else None
-        made = generate(target, prompt, drafter=drafter, **settings)
-        made = made.model_copy(update={"fallback": fallback})
-        summary = _summary(target, made, baseline, settings).model_copy(update={"notes": notes})
-        return Pair(generation=made, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
+        generation = generate(target, prompt, drafter=drafter, **settings)
+        generation = generation.model_copy(update={"fallback": fallback})
+        summary = _summary(target, generation, baseline, settings).model_copy(update={"notes": notes})
+        return Pair(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
     finally:
         if drafter is not None:
             drafter.close()
@@ -87,18 +87,20 @@ def run_pair(
 
 
 def _summary(
-    target: LanguageModel, made: Generation, baseline: Generation | None, settings: Mapping[str, Any]
+    target: LanguageModel, generation: Generation, baseline: Generation | None, settings: Mapping[str, Any]
 ) -> PairSummary:
     if baseline is None:
-        return PairSummary(**made.summary().model_dump())
+        return PairSummary(**generation.summary().model_dump())
     plain = baseline.tokens_per_s
-    identical = made.token_ids == baseline.token_ids
+    identical = generation.token_ids == baseline.token_ids
     fork = None
-    if not identical and made.temperature == 0:
-        fork = explain_fork(target, made.prompt_ids, baseline.token_ids, made.token_ids, width=made.k + 1)
+    if not identical and generation.temperature == 0:
+        fork = explain_fork(
+            target, generation.prompt_ids, baseline.token_ids, generation.token_ids, width=generation.k + 1
+        )
     return PairSummary(
-        **made.summary(1 / plain if plain else None).model_dump(),
-        speedup=made.tokens_per_s / plain if plain and made.tokens_per_s else None,
+        **generation.summary(1 / plain if plain else None).model_dump(),
+        speedup=generation.tokens_per_s / plain if plain and generation.tokens_per_s else None,
         identical=identical,
         fork=fork,
     )

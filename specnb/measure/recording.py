@@ -62,10 +62,12 @@ class Trace(NamedTuple):
 
     def select(self, **wanted: object) -> "Trace":
         """The recordings whose fields equal `wanted`, such as category="code". Raises InputError when none does."""
-        found = tuple(r for r in self.recordings if all(getattr(r, name) == value for name, value in wanted.items()))
-        if not found:
+        recordings = tuple(
+            r for r in self.recordings if all(getattr(r, name) == value for name, value in wanted.items())
+        )
+        if not recordings:
             raise InputError(f"the trace holds no recording with {wanted}")
-        return Trace(found)
+        return Trace(recordings)
 
     def save(self, path: Path) -> None:
         """Write a parquet file, one row a recording."""

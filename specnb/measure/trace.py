@@ -53,10 +53,13 @@ def record(
     block would waste depends on it. Raises what `generate` raises.
     """
     for prompt in prompts:
-        made = generate(
+        generation = generate(
             target, prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, ignore_eog=ignore_eog
         )
-        yield made, follow(target, drafters, made, k_max=k_max, max_new_tokens=max_new_tokens, astray=astray)
+        yield (
+            generation,
+            follow(target, drafters, generation, k_max=k_max, max_new_tokens=max_new_tokens, astray=astray),
+        )
 
 
 def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -> None:
@@ -84,7 +87,7 @@ def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -
 def follow(
     target: LanguageModel,
     drafters: Sequence[Drafter],
-    made: Generation,
+    generation: Generation,
     *,
     k_max: int = 24,
     max_new_tokens: int,
@@ -92,7 +95,7 @@ def follow(
     walking: Mapping[str, Sequence[Controller]] | None = None,
     only_k_max: bool = False,
 ) -> list[Recording]:
-    """A recording of each drafter along `made`, which `target` generated plainly with `max_new_tokens` at most.
+    """A recording of each drafter along `generation`, which `target` generated plainly with `max_new_tokens` at most.
 
     A draft model is followed in single steps where wide forwards round otherwise (`pass_width`). Live it feeds two
     tokens at once after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
@@ -108,17 +111,18 @@ def follow(
     Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
     or another `max_new_tokens` made.
     """
-    if made.k or made.target != target.name or made.max_new_tokens not in (None, max_new_tokens):
+    if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
         raise InputError(
-            f"{made.target} generated {made.prompt_id!r} with K = {made.k} and max_new_tokens = {made.max_new_tokens}: "
+            f"{generation.target} generated {generation.prompt_id!r} with K = {generation.k} and "
+            f"max_new_tokens = {generation.max_new_tokens}: "
             f"expected a plain generation of {target.name} with max_new_tokens = {max_new_tokens}"
         )
     require_followed(drafters, only_k_max=only_k_max)
-    sampling = Sampling(made.temperature, made.top_k, made.top_p)
-    p_true = None if sampling.greedy else _true_probabilities(target, made, sampling)
+    sampling = Sampling(generation.temperature, generation.top_k, generation.top_p)
+    p_true = None if sampling.greedy else _true_probabilities(target, generation, sampling)
     recordings = []
     for drafter in drafters:
-        recording, paths = _follow(target, drafter, made, sampling, p_true, k_max, max_new_tokens)
+        recording, paths = _follow(target, drafter, generation, sampling, p_true, k_max, max_new_tokens)
         walkers = (walking or {}).get(drafter.name, ())
         if paths is not None and (astray or walkers):
             if astray:
@@ -132,47 +136,55 @@ def follow(
 def _follow(
     target: LanguageModel,
     drafter: Drafter,
-    made: Generation,
+    generation: Generation,
     sampling: Sampling,
     p_true: np.ndarray | None,
     k_max: int,
     max_new_tokens: int,
 ) -> "tuple[Recording, Astray | None]":
     """A recording along the true tokens; for a greedy draft model also what can follow its wrong drafts."""
-    n, true = len(made.token_ids), made.token_ids
+    n, true = len(generation.token_ids), generation.token_ids
     widest = min(k_max, target.caps.max_width - 1)
-    most = [max(0, min(widest, max_new_tokens - i - 1, target.caps.n_ctx - len(made.prompt_ids) - i)) for i in range(n)]
+    most = [
+        max(0, min(widest, max_new_tokens - i - 1, target.caps.n_ctx - len(generation.prompt_ids) - i))
+        for i in range(n)
+    ]
     support: tuple[int, ...] = ()
     beliefs: tuple[Belief, ...] = ()
     paths = None
     if isinstance(drafter, ModelDrafter):
-        room = drafter.model.caps.n_ctx + 1 - len(made.prompt_ids)  # a draft model's smaller context ends drafting
+        room = (
+            drafter.model.caps.n_ctx + 1 - len(generation.prompt_ids)
+        )  # a draft model's smaller context ends drafting
         offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(most))
-        kept, beliefs, wrong = _along(drafter.model, made, sampling, p_true)
+        kept, beliefs, wrong = _along(drafter.model, generation, sampling, p_true)
         keep = tuple(tuple(kept[i : i + offered[i]]) for i in range(n))
         if sampling.greedy:
-            paths = Astray(drafter.model, made, wrong, pass_width(drafter.model.caps))
+            paths = Astray(drafter.model, generation, wrong, pass_width(drafter.model.caps))
     else:
-        found = list(_proposals(drafter, made, most))
-        proposals = [ids for ids, _ in found]
+        drafts = list(_proposals(drafter, generation, most))
+        proposals = [ids for ids, _ in drafts]
         # without support and beliefs no controller that reads drafts is replayed
-        support = () if any(n is None for _, n in found) else tuple(n for _, n in found)
+        support = () if any(n is None for _, n in drafts) else tuple(n for _, n in drafts)
         keep = tuple(tuple(map(float, map(int.__eq__, ids, true[i:]))) for i, ids in enumerate(proposals))
         offered = tuple(len(ids) for ids in proposals)
     recording = Recording(
-        made.prompt_id, made.category, made.target, drafter.name, sampling.temperature, made.seed, k_max,
-        max_new_tokens, target.vocab.raw_bytes(made.prompt_ids), true, tuple(map(target.vocab.piece, true)),
+        generation.prompt_id, generation.category, generation.target, drafter.name, sampling.temperature,
+        generation.seed, k_max,
+        max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), true, tuple(map(target.vocab.piece, true)),
         keep, offered, support, beliefs,
     )  # fmt: skip
     return recording, paths
 
 
-def _proposals(drafter: Drafter, made: Generation, most: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int | None]]:
+def _proposals(
+    drafter: Drafter, generation: Generation, most: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], int | None]]:
     """What a deterministic drafter proposes at every position, and how long its match was; None if it read rows."""
-    tokens = list(made.prompt_ids)
+    tokens = list(generation.prompt_ids)
     view = TokenView(tokens)
     drafter.start(view)
-    for limit, token in zip(most, made.token_ids, strict=True):
+    for limit, token in zip(most, generation.token_ids, strict=True):
         watch = _NoChoice()
         proposal = drafter.propose(view, limit, watch) if limit else NOTHING
         yield proposal.ids, watch.support
@@ -201,12 +213,12 @@ class _NoChoice:
 
 
 def _along(
-    model: LanguageModel, made: Generation, sampling: Sampling, p_true: np.ndarray | None
+    model: LanguageModel, generation: Generation, sampling: Sampling, p_true: np.ndarray | None
 ) -> tuple[list[float], tuple[Belief, ...], list[int | None]]:
     """For each generated token: the chance that the draft for it is kept, the row's belief, the wrong greedy draft."""
     kept, beliefs, wrong = [], [], []
-    for at, row in rows_along(model, made, pass_width(model.caps)):
-        token = made.token_ids[at]
+    for at, row in rows_along(model, generation, pass_width(model.caps)):
+        token = generation.token_ids[at]
         if sampling.greedy:
             draft = argmax(row)
             kept.append(float(draft == token))
@@ -219,41 +231,46 @@ def _along(
     return kept, tuple(beliefs), wrong
 
 
-def _true_probabilities(target: LanguageModel, made: Generation, sampling: Sampling) -> np.ndarray:
+def _true_probabilities(target: LanguageModel, generation: Generation, sampling: Sampling) -> np.ndarray:
     """p_target of each generated token, `(n_tokens,)`."""
     return np.array(
-        [sampling.probabilities(row)[made.token_ids[at]] for at, row in rows_along(target, made, PASS_WIDTH)]
+        [
+            sampling.probabilities(row)[generation.token_ids[at]]
+            for at, row in rows_along(target, generation, PASS_WIDTH)
+        ]
     )
 
 
-def rows_along(model: LanguageModel, made: Generation, width: int) -> Iterator[tuple[int, np.ndarray]]:
+def rows_along(model: LanguageModel, generation: Generation, width: int) -> Iterator[tuple[int, np.ndarray]]:
     """(position, logits row) for every generated token that fits, teacher-forced in blocks, from an empty state."""
     model.reset()
-    room = model.caps.n_ctx - len(made.prompt_ids)
-    if room < 0 or not made.token_ids:
+    room = model.caps.n_ctx - len(generation.prompt_ids)
+    if room < 0 or not generation.token_ids:
         return
-    if made.prompt_ids[:-1]:
-        model.forward(made.prompt_ids[:-1], n_logits=0)
-    fed = [made.prompt_ids[-1], *made.token_ids[: min(room, len(made.token_ids) - 1)]]
+    if generation.prompt_ids[:-1]:
+        model.forward(generation.prompt_ids[:-1], n_logits=0)
+    fed = [generation.prompt_ids[-1], *generation.token_ids[: min(room, len(generation.token_ids) - 1)]]
     for start in range(0, len(fed), width):
         yield from enumerate(model.forward(fed[start : start + width]), start)
 
 
 class Astray:
-    """Paths of greedy drafts that leave `made`: path i starts with the wrong draft for token i, if there is one.
+    """Paths of greedy drafts that leave `generation`: path i starts with the wrong draft for token i, if there is one.
 
-    `model` holds true tokens of `made` alone, and nobody else uses it meanwhile: where a path starts is found by
+    `model` holds true tokens of `generation` alone, and nobody else uses it meanwhile: where a path starts is found by
     rewinding. The last path, one more than there are tokens, is behind the last token. Asking from the front to the
     end feeds every true token once.
     """
 
-    def __init__(self, model: LanguageModel, made: Generation, wrong: Sequence[int | None], width: int) -> None:
+    def __init__(self, model: LanguageModel, generation: Generation, wrong: Sequence[int | None], width: int) -> None:
         """`wrong[i]` is the draft for token i where it is wrong; true tokens are fed `width` at once, as live."""
-        self._model, self._made, self._width = model, made, width
+        self._model, self._made, self._width = model, generation, width
         self._drafts = [[] if draft is None else [draft] for draft in wrong]
         self._starts = list(range(len(wrong)))  # generated tokens in front of each path
-        if 0 < len(wrong) == len(made.token_ids):
-            self._drafts.append([made.token_ids[-1]] if wrong[-1] is None else [])  # a kept draft, and more behind it
+        if 0 < len(wrong) == len(generation.token_ids):
+            self._drafts.append(
+                [generation.token_ids[-1]] if wrong[-1] is None else []
+            )  # a kept draft, and more behind it
             self._starts.append(len(wrong) - 1)
         self._beliefs: list[list[Belief]] = [[] for _ in self._drafts]
         self._on, self._fed = -1, 0  # the path that the state is on, and how many of its drafts it holds

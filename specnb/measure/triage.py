@@ -106,9 +106,9 @@ def triage(
     a sweep's record); near-ties among them are no evidence.
     """
     case = _Case(Profile(tuple(generations)), vocab_size, drafter_kind, tuple(map(dict, forks)))
-    found = tuple(s for rule in RULES for s in rule(case))
-    if found:
-        return Triage("suspicious", found, case.profile)
+    suspicions_of_rules = tuple(s for rule in RULES for s in rule(case))
+    if suspicions_of_rules:
+        return Triage("suspicious", suspicions_of_rules, case.profile)
     reason = _too_little(case)
     return Triage("inconclusive" if reason else "nothing suspicious", (), case.profile, reason)
 
@@ -132,17 +132,17 @@ def suspicions(record: RunRecord) -> list[str]:
     forks = record.measurements.get("forks", ())
     lines = []
     for drafter in dict.fromkeys(g.drafter for g in record.generations if g.drafter):
-        made = [g for g in record.generations if g.drafter == drafter]
-        shown = triage(made, vocab_size=size, drafter_kind=kind_of(drafter), forks=forks).line
+        generations = [g for g in record.generations if g.drafter == drafter]
+        shown = triage(generations, vocab_size=size, drafter_kind=kind_of(drafter), forks=forks).line
         lines += [f"{drafter}: {shown}"] if shown else []
     return lines
 
 
-def suspicion(made: "Pair") -> str:
+def suspicion(pair: "Pair") -> str:
     """The line of a single generation; "" where nothing is suspicious, or nothing was drafted."""
-    one, fork = made.generation, made.summary.fork
-    kind = kind_of(one.drafter)
-    return triage([one], vocab_size=made.vocab_size, drafter_kind=kind, forks=[fork] if fork else []).line
+    generation, fork = pair.generation, pair.summary.fork
+    kind = kind_of(generation.drafter)
+    return triage([generation], vocab_size=pair.vocab_size, drafter_kind=kind, forks=[fork] if fork else []).line
 
 
 def _too_little(case: _Case) -> str:
@@ -204,9 +204,9 @@ def _same_input(case: _Case) -> Iterator[Suspicion]:
     )
 
 
-def _kept_later(found: Profile) -> bool:
+def _kept_later(profile: Profile) -> bool:
     """Whether drafts behind the first are kept as drafts that know something are: repeats are the text's then."""
-    return any(share.low > ALIVE for share in found.alpha[1:])
+    return any(share.low > ALIVE for share in profile.alpha[1:])
 
 
 def _first_only(case: _Case) -> Iterator[Suspicion]:
@@ -271,10 +271,10 @@ def _near_zero(case: _Case) -> Iterator[Suspicion]:
 
 def _falls_with_length(case: _Case) -> Iterator[Suspicion]:
     first = case.profile.first
-    found = _collapse(case, first.position)
-    if found is None:
+    place = _collapse(case, first.position)
+    if place is None:
         return
-    at, before, after = found
+    at, before, after = place
     yield Suspicion(
         "falls with position",
         f"up to {at} tokens of text {before} first drafts are kept, from there on {after}",
@@ -287,10 +287,10 @@ def _falls_with_length(case: _Case) -> Iterator[Suspicion]:
 
 def _falls_with_time(case: _Case) -> Iterator[Suspicion]:
     first = case.profile.first
-    found = _collapse(case, first.generation)
-    if found is None:
+    place = _collapse(case, first.generation)
+    if place is None:
         return
-    at, before, after = found
+    at, before, after = place
     yield Suspicion(
         "falls with time",
         f"in the first {at} generations {before} first drafts are kept, in later ones {after}",

@@ -78,7 +78,7 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
     hook = final_norm(network(target)).register_forward_hook(
         lambda _norm, inputs, output: caught.append((inputs[0][0], output[0]))
     )
-    found: list[tuple[Tensor, Tensor, np.ndarray]] = []
+    collected: list[tuple[Tensor, Tensor, np.ndarray]] = []
     target.reset()
     try:
         for piece, last in _pieces(target, list(ids), rows):
@@ -86,11 +86,11 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
             logits = target.forward(piece, n_logits=last)
             # a single token may be fed twice over, and long or recurrent ones come in several forwards
             seen = (torch.cat(parts)[: len(piece)][-last:] for parts in zip(*caught, strict=True))
-            found.append((*seen, logits))
+            collected.append((*seen, logits))
     finally:
         hook.remove()
         target.reset()
-    pre_norm, post_norm, all_logits = zip(*found, strict=True)
+    pre_norm, post_norm, all_logits = zip(*collected, strict=True)
     return States(torch.cat(pre_norm), torch.cat(post_norm), np.concatenate(all_logits))
 
 
@@ -109,10 +109,10 @@ def _pieces(target: LanguageModel, ids: list[int], rows: int) -> Iterator[tuple[
 
 def trace(target: LanguageModel, generation: Generation) -> Trace:
     """The states along a generation's text, which has a token at least."""
-    made = generation.token_ids
-    seen = states(target, (*generation.prompt_ids, *made[:-1]), len(made))
+    tokens = generation.token_ids
+    seen = states(target, (*generation.prompt_ids, *tokens[:-1]), len(tokens))
     device = seen.pre_norm.device
-    ids, best = (torch.as_tensor(x, device=device) for x in (made, seen.logits.argmax(1)))
+    ids, best = (torch.as_tensor(x, device=device) for x in (tokens, seen.logits.argmax(1)))
     return Trace(ids, seen.pre_norm, seen.post_norm, best)
 
 
@@ -136,7 +136,7 @@ def _scored(heads: Heads, head: int, along: Trace, fed: Tensor, shift: int) -> t
     labels = padded[(at + 1 + head + shift).clamp(min=0)]
     draft = draft_ids(heads.token_map, heads.config.vocab_size)[labels.clamp(min=0).cpu()].to(labels.device)
     since = padded[at[:, None] + torch.arange(head + 1, device=padded.device)].clamp(min=0)
-    found = []
+    parts = []
     for rows in at.split(ROWS):
         logits = heads.logits(head, heads.features(head, fed[rows], since[rows])).float()
         top = logits.topk(2, dim=-1).values
@@ -144,14 +144,14 @@ def _scored(heads: Heads, head: int, along: Trace, fed: Tensor, shift: int) -> t
             raise NonFiniteLogits(f"head {head} has NaN or infinite logits: its weights are broken, or overflow")
         margin = (top[:, 0] - top[:, 1]) / top[:, 0].abs().clamp(min=1)
         rank = _rank(logits, draft[rows], labels[rows])
-        found.append((rank, heads.full_ids(logits.argmax(-1)), margin))
-    return tuple(torch.cat(column).cpu().numpy() for column in zip(*found, strict=True))
+        parts.append((rank, heads.full_ids(logits.argmax(-1)), margin))
+    return tuple(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
 
 
 def _rank(logits: Tensor, draft: Tensor, labels: Tensor) -> Tensor:
-    own = logits.gather(1, draft.clamp(min=0)[:, None])
+    drafted = logits.gather(1, draft.clamp(min=0)[:, None])
     lower = torch.arange(logits.shape[1], device=logits.device) < draft[:, None]
-    rank = (logits > own).sum(1) + ((logits == own) & lower).sum(1)
+    rank = (logits > drafted).sum(1) + ((logits == drafted) & lower).sum(1)
     rank = torch.where(draft < 0, logits.shape[1], rank)
     return torch.where(labels == NO_LABEL, NO_LABEL, rank)
 

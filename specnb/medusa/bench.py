@@ -76,8 +76,8 @@ def checked_params(**given: Any) -> HeadsBenchParams:
     except ValidationError as error:
         # a list that is left without its bad entries is no second mistake
         wrong = [e for e in error.errors() if e["type"] != "too_short"] or error.errors()
-        told = "; ".join(f"{'.'.join(map(str, e['loc']))} is {e['input']!r:.80}: {e['msg']}" for e in wrong)
-        raise InputError(f"bench medusa: {told}") from error
+        message = "; ".join(f"{'.'.join(map(str, e['loc']))} is {e['input']!r:.80}: {e['msg']}" for e in wrong)
+        raise InputError(f"bench medusa: {message}") from error
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class HeadsBench:
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of text for a reader: the gates, then their diagnoses or the speeds."""
         gates = [["passed" if g.passed else "FAILED", g.name, g.says] for g in self.checked.gates]
-        made = [(self.loaded, ["", "gate", "measured"], gates)]
+        shown = [(self.loaded, ["", "gate", "measured"], gates)]
         if self.speeds is None or self.drafting is None:
             rows = [list(diagnosis) for diagnosis in self.checked.diagnoses]
-            return [*made, ("no speed: a gate failed", ["diagnosis", "seen", "what to do"], rows)]
+            return [*shown, ("no speed: a gate failed", ["diagnosis", "seen", "what to do"], rows)]
         rows = shown_rows(self.speeds)
-        return [*made, (f"{self.params.target}: {self.drafting.says}", list(SHOWN), rows)]
+        return [*shown, (f"{self.params.target}: {self.drafting.says}", list(SHOWN), rows)]
 
     def document(self) -> dict[str, Any]:
         """One JSON document; without the speeds where a gate failed."""
@@ -155,17 +155,17 @@ def chosen_prompts(params: HeadsBenchParams) -> tuple[list[Prompt], list[Prompt]
 
     Raises InputError where a category has too few for both.
     """
-    found = {category: prompts(category) for category in params.categories}
-    each, timed = -(-FEWEST // len(found)), params.prompts_per_category
-    for category, of in found.items():
+    by_category = {category: prompts(category) for category in params.categories}
+    each, timed = -(-FEWEST // len(by_category)), params.prompts_per_category
+    for category, of in by_category.items():
         if timed + each > len(of):
             raise InputError(
                 f"{category} has {len(of)} prompts, too few for {timed} that are timed and {each} others that the "
                 f"gates judge: at most {max(0, len(of) - each)} a category can be timed, give fewer"
             )
     return (
-        [prompt for of in found.values() for prompt in of[:timed]],
-        [prompt for of in found.values() for prompt in of[-each:]],
+        [prompt for of in by_category.values() for prompt in of[:timed]],
+        [prompt for of in by_category.values() for prompt in of[-each:]],
     )
 
 
@@ -180,12 +180,12 @@ def chosen_drafts(
     known = (trained,)
     if trained is None:
         known = accuracy_matrix(checked.accuracy), f"measured here on {len(checked.plain)} prompts"
-    found = choose_drafts(target, heads, tree_size(params.tree), *known)
-    if found.plan is not None and not len(found.plan):
-        best = max(found.candidates[1:], key=lambda c: c.tokens_per_s).plan
-        says = f"{found.says}; timed all the same is one of {len(best)} nodes"
-        found = replace(found, plan=best, k=len(best), says=says)
-    return replace(found, k=min(found.k, params.k or found.k))
+    drafts = choose_drafts(target, heads, tree_size(params.tree), *known)
+    if drafts.plan is not None and not len(drafts.plan):
+        best = max(drafts.candidates[1:], key=lambda c: c.tokens_per_s).plan
+        says = f"{drafts.says}; timed all the same is one of {len(best)} nodes"
+        drafts = replace(drafts, plan=best, k=len(best), says=says)
+    return replace(drafts, k=min(drafts.k, params.k or drafts.k))
 
 
 def time_prompts(
@@ -209,9 +209,9 @@ def time_prompts(
     runs: list[Timed] = []
     total = len(timed) * len(methods) * params.num_trials
     progress(0, total, "timing")
-    for one in interleaved(methods, timed, repeats=params.num_trials):
-        runs.append(one)
-        progress(len(runs), total, f"timing: {timed[one.prompt].id}")
+    for run in interleaved(methods, timed, repeats=params.num_trials):
+        runs.append(run)
+        progress(len(runs), total, f"timing: {timed[run.prompt].id}")
     return speed_table(runs, [prompt.category for prompt in timed], name)
 
 

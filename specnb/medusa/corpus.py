@@ -91,11 +91,13 @@ def installed(packages: Iterable[str] = LICENCES) -> list[Source]:
             version, description = sys.version.split()[0], ""
         else:
             try:
-                found = importlib.metadata.distribution(package)
+                distribution = importlib.metadata.distribution(package)
             except importlib.metadata.PackageNotFoundError:
                 continue
-            files = ((file.as_posix(), Path(file.locate())) for file in found.files or () if file.suffix == ".py")
-            version, description = found.version, found.metadata.get_payload() or ""
+            files = (
+                (file.as_posix(), Path(file.locate())) for file in distribution.files or () if file.suffix == ".py"
+            )
+            version, description = distribution.version, distribution.metadata.get_payload() or ""
         sources.append(Source(package, version, LICENCES[package], readable(files), description))
     return sources
 
@@ -182,8 +184,8 @@ def _docstrings(source: str) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
-    return "\n\n".join(textwrap.dedent(text).strip() for text in found if text and len(text) >= MIN_DOCSTRING)
+    docstrings = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return "\n\n".join(textwrap.dedent(text).strip() for text in docstrings if text and len(text) >= MIN_DOCSTRING)
 
 
 def _topics(package: str, name: str, source: str) -> Iterator[Document]:

@@ -197,9 +197,9 @@ def read_states(folder: Path, split: str) -> Tensor:
 
 def files(folder: Path, split: str = "*") -> list[Path]:
     """The files of a split, or of all, in order. Raises InputError where there are none."""
-    if not (found := sorted(folder.glob(f"{split}-*.npz"))):
+    if not (paths := sorted(folder.glob(f"{split}-*.npz"))):
         raise InputError(f"no text in {folder}: write it first (--stage data)")
-    return found
+    return paths
 
 
 def facts(folder: Path) -> dict[str, Any]:
@@ -245,8 +245,8 @@ class Examples:
         self._tokens = torch.from_numpy(rows.tokens.astype(np.int64)).flatten()
         self._n_heads = n_heads
         last = length - 1 - n_heads  # positions whose every label lies in the row
-        own = np.stack([rows.own[:, 2 + i : 2 + i + last] for i in range(n_heads)], axis=-1)
-        known = torch.from_numpy(np.logical_and.accumulate(own, axis=-1)).flatten(0, 1)
+        is_own = np.stack([rows.own[:, 2 + i : 2 + i + last] for i in range(n_heads)], axis=-1)
+        known = torch.from_numpy(np.logical_and.accumulate(is_own, axis=-1)).flatten(0, 1)
         places = torch.from_numpy(np.arange(n_rows)[:, None] * length + np.arange(last)).flatten()
         usable = known[:, 0]
         self._known, self._places = known[usable], places[usable]
@@ -292,10 +292,10 @@ def most_frequent(rows: Rows, n: int) -> Tensor:
     other texts. Raises InputError where all of the text has fewer.
     """
     size = int(rows.tokens.max()) + 1
-    own, every = (np.bincount(tokens, minlength=size) for tokens in (rows.tokens[rows.own], rows.tokens.ravel()))
+    counts, every = (np.bincount(tokens, minlength=size) for tokens in (rows.tokens[rows.own], rows.tokens.ravel()))
     if np.count_nonzero(every) < n:
         raise InputError(f"a draft vocabulary of {n}, but the text holds {np.count_nonzero(every)} different tokens")
-    return torch.from_numpy(np.sort(np.lexsort((-every, -own))[:n]))
+    return torch.from_numpy(np.sort(np.lexsort((-every, -counts))[:n]))
 
 
 def coverage(rows: Rows, token_map: Tensor | None) -> float:

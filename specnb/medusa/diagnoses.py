@@ -39,15 +39,15 @@ class Accuracy(NamedTuple):
 
 def accuracy(scores: Sequence[Scores]) -> Accuracy:
     """First choices that are right, over all traces."""
-    rank = np.concatenate([one.rank for one in scores])
+    rank = np.concatenate([score.rank for score in scores])
     n = (rank != NO_LABEL).sum(0)
     return Accuracy((rank == 0).sum(0) / n.clip(1), n)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the largest of what is expected."""
     expected = expected.float().cpu()
-    return float((found.float().cpu() - expected).abs().max() / expected.abs().max())
+    return float((actual.float().cpu() - expected).abs().max() / expected.abs().max())
 
 
 def residual_share(heads: Heads, traces: Sequence[Trace]) -> np.ndarray:
@@ -125,9 +125,11 @@ def never_loaded(e: Evidence) -> Diagnosis | None:
         zero = []  # a trained lm_head without blocks is a poor head, but a loaded one
     if not (zero or new):
         return None
-    what = f"the blocks of heads {zero} are all zero" if zero else (
+    evidence = f"the blocks of heads {zero} are all zero" if zero else (
         f"the blocks of heads {new} are drawn as a new layer's are: uniform, within 1/sqrt(inputs)")  # fmt: skip
-    return Diagnosis("never loaded", f"{what}; {_copying(e)}", "load the trained checkpoint (--heads-checkpoint PATH)")
+    return Diagnosis(
+        "never loaded", f"{evidence}; {_copying(e)}", "load the trained checkpoint (--heads-checkpoint PATH)"
+    )
 
 
 def wrong_norm(e: Evidence) -> Diagnosis | None:
@@ -149,14 +151,14 @@ def trained_under_another_norm(e: Evidence) -> Diagnosis | None:
         return None
     now = accuracy(e.scores)
     inputs: dict[bool, Callable[[Trace], Tensor]] = {True: lambda t: e.norm(t.post_norm), False: lambda t: t.pre_norm}
-    found = {twice: accuracy([score(e.heads, t, normed=make(t)) for t in e.traces]) for twice, make in inputs.items()}
-    twice = max(found, key=lambda key: found[key].rate.mean())
-    if not found[twice].beats(now):
+    scores = {twice: accuracy([score(e.heads, t, normed=make(t)) for t in e.traces]) for twice, make in inputs.items()}
+    twice = max(scores, key=lambda key: scores[key].rate.mean())
+    if not scores[twice].beats(now):
         return None
     name, fed = ("double norm", "twice") if twice else ("missing norm", "not at all")
     return Diagnosis(
         name,
-        f"the heads are right in {_percent(now.rate)} of their positions, but in {_percent(found[twice].rate)} when "
+        f"the heads are right in {_percent(now.rate)} of their positions, but in {_percent(scores[twice].rate)} when "
         f"the final norm is applied {fed}: so they were trained",
         ONCE,
     )
@@ -173,8 +175,8 @@ def wrong_lm_head(e: Evidence) -> Diagnosis | None:
             remedy,
         )
     if e.heads.config.lm_head == "private":
-        shared, own = e.heads.shared_lm_head.float(), [head.lm_head.weight.float() for head in e.heads.heads]
-        cosine = np.mean([F.cosine_similarity(weight.flatten(), shared.flatten(), 0).item() for weight in own])
+        shared, private = e.heads.shared_lm_head.float(), [head.lm_head.weight.float() for head in e.heads.heads]
+        cosine = np.mean([F.cosine_similarity(weight.flatten(), shared.flatten(), 0).item() for weight in private])
         if cosine < FOREIGN:
             evidence = f"the heads' own lm_heads have a cosine of {cosine:.2f} to the backbone's"
             return Diagnosis("wrong lm_head", evidence, remedy)
@@ -190,14 +192,14 @@ def label_shift(e: Evidence) -> Diagnosis | None:
     now = accuracy(e.scores)
     alone = len(now.n) == 1
     shifts = (1,) if alone else (-1, 1)
-    found = {shift: accuracy([score(e.heads, t, shift=shift) for t in e.traces]) for shift in shifts}
-    shift = max(found, key=lambda key: found[key].rate.mean())
-    deeper = alone or Accuracy(*(x[1:] for x in found[shift])).beats(Accuracy(*(x[1:] for x in now)))
-    if never_loaded(e) or not deeper or not found[shift].beats(now):
+    scores = {shift: accuracy([score(e.heads, t, shift=shift) for t in e.traces]) for shift in shifts}
+    shift = max(scores, key=lambda key: scores[key].rate.mean())
+    deeper = alone or Accuracy(*(x[1:] for x in scores[shift])).beats(Accuracy(*(x[1:] for x in now)))
+    if never_loaded(e) or not deeper or not scores[shift].beats(now):
         return None
     return Diagnosis(
         "label shift",
-        f"head i is right about token t + {2 + shift} + i in {_percent(found[shift].rate)}, about its own, token "
+        f"head i is right about token t + {2 + shift} + i in {_percent(scores[shift].rate)}, about its own, token "
         f"t + 2 + i, in {_percent(now.rate)} (heads 0..{len(now.rate) - 1})",
         "train again: from the state of token t head i has to say token t + 2 + i",
     )
@@ -226,8 +228,8 @@ TESTS: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
 
 def diagnose(e: Evidence) -> list[Diagnosis]:
     """All faults that fit, the most specific first; where none does, what the failed gates themselves say."""
-    if found := [diagnosis for test in TESTS if (diagnosis := test(e)) is not None]:
-        return found
+    if diagnoses := [diagnosis for test in TESTS if (diagnosis := test(e)) is not None]:
+        return diagnoses
     if "acceptance" in e.failed:
         return [Diagnosis(
             "never loaded",

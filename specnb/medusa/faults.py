@@ -50,14 +50,14 @@ class Planted:
 
 def never_loaded(heads: Heads, backbone: Backbone, seed: int) -> Planted:
     """New heads with blocks as torch draws a layer, which is what a benchmark measures that loads no checkpoint."""
-    made = new_heads(heads.config, backbone, heads.token_map, seed)
+    untrained = new_heads(heads.config, backbone, heads.token_map, seed)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in made.named_parameters():
+        for name, weight in untrained.named_parameters():
             if ".blocks." in name:
-                fan_in = made.get_submodule(name.rpartition(".")[0]).in_features
+                fan_in = untrained.get_submodule(name.rpartition(".")[0]).in_features
                 weight.copy_((2 * torch.rand(weight.shape, generator=draw) - 1) / fan_in**0.5)
-    return Planted("never loaded", "never loaded", made.eval(), None)
+    return Planted("never loaded", "never loaded", untrained.eval(), None)
 
 
 def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: bool) -> Planted:
@@ -65,20 +65,20 @@ def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: b
     config = heads.config.model_copy(update={"input": "pre_norm"})
     once = Heads(config, backbone, heads.token_map).norm  # a copy: whoever listens to the backbone's must not hear it
     norm = nn.Sequential(once, once) if twice else nn.Identity()
-    made = Heads(config, replace(backbone, norm=norm), heads.token_map)
-    made.load_state_dict(heads.state_dict())
+    heads_with_norm = Heads(config, replace(backbone, norm=norm), heads.token_map)
+    heads_with_norm.load_state_dict(heads.state_dict())
     fault = "norm applied twice" if twice else "norm left out"
-    return Planted(fault, "double norm" if twice else "missing norm", made.eval(), report)
+    return Planted(fault, "double norm" if twice else "missing norm", heads_with_norm.eval(), report)
 
 
 def rate_died(heads: Heads, backbone: Backbone, recipe: Recipe, text: Path, folder: Path) -> Planted:
     """New heads, trained with a schedule that dies, saved and loaded again with the log; else by `recipe`."""
-    made = new_heads(heads.config, backbone, heads.token_map, recipe.seed)
+    fresh = new_heads(heads.config, backbone, heads.token_map, recipe.seed)
     # all examples in every batch: the loss of so few steps then falls without noise, as that of thousands does
-    whole = {"batch_size": len(sets(text, made)["train"]), "steps": STEPS, "warmup": 1}
+    whole = {"batch_size": len(sets(text, fresh)["train"]), "steps": STEPS, "warmup": 1}
     dying = DyingRecipe(**vars(recipe) | whole)
-    log = practise("rate died", made, dying, text, folder / "run", save_every=EVERY).log
-    checkpoint.save(made, folder / "heads", facts={"log": log})
+    log = practise("rate died", fresh, dying, text, folder / "run", save_every=EVERY).log
+    checkpoint.save(fresh, folder / "heads", facts={"log": log})
     loaded, report = checkpoint.load_trained_heads(folder / "heads", backbone)
     return Planted("learning rate died", "dead schedule", loaded, report, training_curve.read(report.path))
 
@@ -99,12 +99,12 @@ def judge(
     rows = []
     for fault in planted:
 
-        def told(done: int, total: int, step: str, name: str = fault.fault) -> None:
+        def report(done: int, total: int, step: str, name: str = fault.fault) -> None:
             progress(done, total, f"{name}: {step}")
 
         checked = gates.run(
             target, fault.heads, fault.report, prompts, curve=fault.curve, max_new_tokens=max_new_tokens, seed=seed,
-            progress=told,
+            progress=report,
         )  # fmt: skip
         names = [d.name for d in checked.diagnoses]
         first = checked.served.iloc[0] if len(checked.served) else {"alpha": None, "kept": 0, "tested": 0}
@@ -128,16 +128,16 @@ def fingerprint(heads: Heads, traces: Sequence[Trace]) -> dict[str, float]:
     state behind the final norm, `copies` how often the first choice of all heads is the backbone's next token, and
     `repeats` how often the text has the same token twice in a row: what heads that copy are accepted for.
     """
-    served = [score(heads, one) for one in traces]
-    once = [score(heads, one, normed=one.post_norm) for one in traces]
+    served = [score(heads, trace) for trace in traces]
+    once = [score(heads, trace, normed=trace.post_norm) for trace in traces]
     copies = [s.best == t.best.cpu().numpy()[:, None] for s, t in zip(served, traces, strict=True)]
-    ids = [one.ids.cpu().numpy() for one in traces]
+    ids = [trace.ids.cpu().numpy() for trace in traces]
     right, right_once = (np.concatenate([s.rank[:, 0] for s in scores]) for scores in (served, once))
     return {
         "right": float((right[right != NO_LABEL] == 0).mean()),
         "right_normed_once": float((right_once[right_once != NO_LABEL] == 0).mean()),
         "copies": float(np.concatenate(copies).mean()),
-        "repeats": float(np.concatenate([one[1:] == one[:-1] for one in ids]).mean()),
+        "repeats": float(np.concatenate([trace[1:] == trace[:-1] for trace in ids]).mean()),
     }
 
 

@@ -104,7 +104,9 @@ def run(
         progress(len(prompts), len(prompts) + 1, "gates: heads are scored")
         scores = [score(heads, along) for along in traces]
         backbone = Backbone.of(network(target))
-        longest = max(((*one.prompt_ids, *one.token_ids[:-1]) for one in plain), key=len)  # the last may be no context
+        longest = max(
+            ((*generation.prompt_ids, *generation.token_ids[:-1]) for generation in plain), key=len
+        )  # the last may be no context
         evidence = Evidence(
             heads=heads, norm=backbone.norm, traces=traces, scores=scores, curve=curve,
             probe=accuracy.states(target, longest, min(PROBE, len(longest))),
@@ -112,15 +114,15 @@ def run(
             tolerance=max(EXACT, torch.finfo(heads.shared_lm_head.dtype).eps),
         )  # fmt: skip
         control = _shuffled(heads, backbone, seed)
-        shuffled = [score(control, one) for one in traces]
+        shuffled = [score(control, generation) for generation in traces]
         gates = [
             _loader(report, evidence), _zero_blocks(evidence, backbone), _acceptance(scores, shuffled),
             _alignment(evidence), _serving(target, heads, plain, chains, scores), _schedule(evidence),
         ]  # fmt: skip
         failed = frozenset(gate.name for gate in gates if not gate.passed)
         if failed:
-            found = tuple(diagnoses.diagnose(replace(evidence, failed=failed)))
-            gates = [gate if gate.passed else replace(gate, diagnoses=found) for gate in gates]
+            diagnosed = tuple(diagnoses.diagnose(replace(evidence, failed=failed)))
+            gates = [gate if gate.passed else replace(gate, diagnoses=diagnosed) for gate in gates]
     progress(len(prompts) + 1, len(prompts) + 1, "gates: judged")
     return Checked(tuple(gates), accuracy.accuracy_table(scores), served_alpha(chains), tuple(plain), tuple(chains))
 
@@ -129,7 +131,7 @@ def _loader(report: LoadReport | None, e: Evidence) -> Gate:
     """The loader found nothing doubtful, and what it loaded are not blocks as they are made."""
     if report is None:
         return Gate("loader", False, "no checkpoint was loaded: these heads are as they were made")
-    doubts = [*report.findings, *([found.evidence] if (found := diagnoses.never_loaded(e)) else [])]
+    doubts = [*report.findings, *([diagnosis.evidence] if (diagnosis := diagnoses.never_loaded(e)) else [])]
     says = "; ".join(doubts) or "the loader's report is clean"
     return Gate("loader", report.clean and not doubts, says, {"findings": list(report.findings)})
 
@@ -152,14 +154,14 @@ def _zero_blocks(e: Evidence, backbone: Backbone) -> Gate:
 def _acceptance(scores: Sequence[Scores], shuffled: Sequence[Scores]) -> Gate:
     """Drafts a chain would have accepted at every position of the plain text, against the shuffled heads', paired."""
     rows = [(_accepted(a), _accepted(b), len(a.rank)) for a, b in zip(scores, shuffled, strict=True)]
-    found = bootstrap(rows, lambda data: float((data[:, 0] - data[:, 1]).sum() / data[:, 2].sum()))
-    mine, theirs, n = np.sum(rows, axis=0)
+    interval = bootstrap(rows, lambda data: float((data[:, 0] - data[:, 1]).sum() / data[:, 2].sum()))
+    mine, chance, n = np.sum(rows, axis=0)
     measured = {
-        "accepted_per_round": mine / n, "shuffled_per_round": theirs / n, "gain": found.value, "low": found.low,
-        "high": found.high,
+        "accepted_per_round": mine / n, "shuffled_per_round": chance / n, "gain": interval.value, "low": interval.low,
+        "high": interval.high,
     }  # fmt: skip
-    says = f"{mine / n:.3f} drafts of a chain accepted, {theirs / n:.3f} with shuffled weights: gain {_shown(found)}"
-    return Gate("acceptance", found.low > 0, says, measured)
+    says = f"{mine / n:.3f} drafts of a chain accepted, {chance / n:.3f} with shuffled weights: gain {_shown(interval)}"
+    return Gate("acceptance", interval.low > 0, says, measured)
 
 
 def _accepted(scores: Scores) -> float:
@@ -168,14 +170,14 @@ def _accepted(scores: Scores) -> float:
 
 def _shuffled(heads: Heads, backbone: Backbone, seed: int) -> Heads:
     """The same heads with the weights of each block in another order: as large, and without what they learned."""
-    made = Heads(heads.config, backbone, heads.token_map)
-    made.load_state_dict(heads.state_dict())
+    copy = Heads(heads.config, backbone, heads.token_map)
+    copy.load_state_dict(heads.state_dict())
     draw = torch.Generator().manual_seed(seed)
-    for head in made.heads:
+    for head in copy.heads:
         for block in head.blocks:
             for weight in block.parameters():
                 weight.copy_(weight.flatten()[torch.randperm(weight.numel(), generator=draw)].view_as(weight))
-    return made
+    return copy
 
 
 def _serving(
@@ -191,10 +193,10 @@ def _serving(
     """
     rows = []
     for alone, chain, scored in zip(plain, chains, scores, strict=True):
-        own = scored if chain.token_ids == alone.token_ids else score(heads, trace(target, chain))
-        rows.append(compare_rounds(chain, own, near_tie(target, heads)))
+        alone_scores = scored if chain.token_ids == alone.token_ids else score(heads, trace(target, chain))
+        rows.append(compare_rounds(chain, alone_scores, near_tie(target, heads)))
     total = Compared(*map(sum, zip(*rows, strict=True)))
-    alpha = share_interval([counts[0] for one in chains if len(counts := served_counts(one))])
+    alpha = share_interval([counts[0] for drafted in chains if len(counts := served_counts(drafted))])
     offline = share_interval([(row.right, row.rounds) for row in rows])
     measured = total._asdict() | {
         "served_alpha_1": alpha.value, "low": alpha.low, "high": alpha.high, "offline_alpha_1": offline.value,
@@ -212,11 +214,11 @@ def _serving(
 
 def _alignment(e: Evidence) -> Gate:
     """Nothing else that the heads might have been trained on suits them better than what they are served."""
-    found = [d for d in (diagnoses.trained_under_another_norm(e), diagnoses.label_shift(e)) if d is not None]
-    says = "; ".join(d.evidence for d in found) or (
+    diagnosed = [d for d in (diagnoses.trained_under_another_norm(e), diagnoses.label_shift(e)) if d is not None]
+    says = "; ".join(d.evidence for d in diagnosed) or (
         "the heads are right about the tokens and the norm that they are served, and about no others"
     )
-    return Gate("alignment", not found, says)
+    return Gate("alignment", not diagnosed, says)
 
 
 def _schedule(e: Evidence) -> Gate:
@@ -226,8 +228,8 @@ def _schedule(e: Evidence) -> Gate:
     return Gate("schedule", diagnoses.dead_schedule(e) is None, str(e.curve), measured)
 
 
-def _shown(found: Interval) -> str:
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+def _shown(interval: Interval) -> str:
+    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
 def served_counts(generation: Generation) -> np.ndarray:
@@ -241,13 +243,13 @@ def served_counts(generation: Generation) -> np.ndarray:
 
 def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
     """Of greedy generations: position (1..), alpha, low, high (bootstrap over prompts), kept, tested."""
-    counts, rows = [served_counts(one) for one in generations], []
+    counts, rows = [served_counts(counted) for counted in generations], []
     for k in range(max(map(len, counts), default=0)):
-        of_prompts = [one[k] if k < len(one) else np.zeros(2) for one in counts]
+        of_prompts = [counted[k] if k < len(counted) else np.zeros(2) for counted in counts]
         kept, tested = np.sum(of_prompts, axis=0)
-        found = share_interval(of_prompts)
+        interval = share_interval(of_prompts)
         rows.append({
-            "position": k + 1, "alpha": found.value, "low": found.low, "high": found.high,
+            "position": k + 1, "alpha": interval.value, "low": interval.low, "high": interval.high,
             "kept": int(kept), "tested": int(tested),
         })  # fmt: skip
     return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])

@@ -116,7 +116,7 @@ class Layout:
         return bool(self.blocks_in(names)) and (not name.startswith("medusa-") or lm_head in self.holds)
 
     def blocks_in(self, names: Iterable[str]) -> list[re.Match[str]]:
-        return [found for name in names if (found := _pattern(self.block).fullmatch(name))]
+        return [match for name in names if (match := _pattern(self.block).fullmatch(name))]
 
     def lm_heads_in(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if _pattern(self.lm_head).fullmatch(name)]
@@ -137,11 +137,11 @@ class Layout:
     def config(self, source: Source, backbone: Backbone, **known: object) -> HeadsConfig:
         """What the weights say: counts from their names, sizes from the first of them, the rest from `known`."""
         blocks, lm_heads = self.blocks_in(source.tensors), self.lm_heads_in(source.tensors)
-        weights = [found[0] for found in blocks if found["part"] == "weight"]
+        weights = [match[0] for match in blocks if match["part"] == "weight"]
         values = {
-            "n_heads": 1 + max(int(found["head"]) for found in blocks),
-            "n_layers": 1 + max(int(found.groupdict().get("layer", 0)) for found in blocks),
-            "bias": any(found["part"] == "bias" for found in blocks),
+            "n_heads": 1 + max(int(match["head"]) for match in blocks),
+            "n_layers": 1 + max(int(match.groupdict().get("layer", 0)) for match in blocks),
+            "bias": any(match["part"] == "bias" for match in blocks),
             "hidden_size": _rows(source, weights, backbone.hidden_size),
             "vocab_size": _rows(source, lm_heads, backbone.vocab_size),
             "lm_head": "private" if lm_heads else "shared",
@@ -266,7 +266,7 @@ def read(name: str, source: Source, backbone: Backbone) -> Stored:
     if name == "note":
         norms = {f"heads.{i}.norm.weight" for i in range(config.n_heads)} & source.tensors.keys()
         config = _of_note(source, config, norms, backbone, sentences, faults)
-    counts = {key: (getattr(source.foreign, key), getattr(config, ours)) for key, ours in layout.keys.items()}
+    counts = {key: (getattr(source.foreign, key), getattr(config, field)) for key, field in layout.keys.items()}
     sentences += [
         f"config.json has {key} {there}, the weights have {here}: the weights count"
         for key, (there, here) in counts.items()
@@ -291,7 +291,7 @@ def _stored(
     """The tensors of `names` that are there; a fault for each tensor that is neither in `names` nor in `also`."""
     known = {*names.values(), *also}
     faults = faults + [f"{name[:80]!r} is unexpected" for name in source.tensors if name not in known]
-    tensors = {ours: source.tensors[there] for ours, there in names.items() if there in source.tensors}
+    tensors = {field: source.tensors[there] for field, there in names.items() if there in source.tensors}
     return Stored(config, tensors, names, tuple(sentences), tuple(faults))
 
 
@@ -330,13 +330,13 @@ def _of_vllm(source: Source, backbone: Backbone, sentences: list[str], faults: l
         if not names.lm_heads_in(tensors):
             faults.append(f"{SHARED!r} and lm_heads are missing: vLLM would run a random lm_head")
     elif token_map is None or int(token_map[-1]) < backbone.vocab_size:  # else: of another vocabulary, told elsewhere
-        own = backbone.lm_head.cpu() if token_map is None else backbone.lm_head.cpu()[token_map]
-        if shared.shape != own.shape:
-            faults.append(f"{SHARED!r} has shape {tuple(shared.shape)} instead of {tuple(own.shape)}")
-        elif same_rounded(shared, own):
+        rows = backbone.lm_head.cpu() if token_map is None else backbone.lm_head.cpu()[token_map]
+        if shared.shape != rows.shape:
+            faults.append(f"{SHARED!r} has shape {tuple(shared.shape)} instead of {tuple(rows.shape)}")
+        elif same_rounded(shared, rows):
             sentences.append(f"{SHARED} is the backbone's own: shared")
         else:
-            tensors |= {names.lm_head.format(head=found["head"]): shared for found in names.blocks_in(tensors)}
+            tensors |= {names.lm_head.format(head=match["head"]): shared for match in names.blocks_in(tensors)}
             sentences.append(f"{SHARED} is not the backbone's: each head has it as its own")
     return replace(source, tensors=tensors)
 
@@ -388,7 +388,7 @@ def write(name: str, heads: Heads, folder: Path) -> tuple[str, ...]:
         state |= {key.removesuffix("weight") + "bias": state[key].new_zeros(len(state[key])) for key in weights}
         sentences.append("biases of zero were added")
         config = config.model_copy(update={"bias": True})
-    tensors = {there: state[ours] for ours, there in layout.names(config).items()}
+    tensors = {there: state[field] for field, there in layout.names(config).items()}
     if name == "vllm" and config.lm_head == "shared":
         tensors[SHARED] = heads.shared_lm_head
         sentences.append("the backbone's lm_head was written with the heads")
@@ -427,15 +427,15 @@ def write_folder(folder: Path, weights: str, tensors: Mapping[str, Tensor], conf
     write_atomic(folder / CONFIG_FILE, json.dumps(config, indent=1).encode() + b"\n")
 
 
-def same_rounded(one: Tensor, other: Tensor) -> bool:
+def same_rounded(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal, or one is the other rounded to its type."""
-    one, other = one.detach().cpu(), other.detach().cpu()
-    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)
+    tensor, other = tensor.detach().cpu(), other.detach().cpu()
+    return torch.equal(tensor.to(other.dtype), other) or torch.equal(other.to(tensor.dtype), tensor)
 
 
 @cache
 def _pattern(template: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\\{(\w+)\\\}", lambda found: GROUPS[found[1]], re.escape(template)))
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", lambda match: GROUPS[match[1]], re.escape(template)))
 
 
 def _rows(source: Source, names: list[str], otherwise: int) -> int:

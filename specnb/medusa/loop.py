@@ -241,8 +241,8 @@ def train(
 def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> dict[str, list[float]]:
     """head_loss, top1 and top5 of each head, unweighted, on HELD_OUT examples spread evenly."""
     with _matmuls(heads):
-        _, found = Objective(heads, recipe)(*on_device(held_out.spread(HELD_OUT, later=recipe.teacher > 0), heads))
-    return {name: [round(float(x), 5) for x in values] for name, values in found._asdict().items()}
+        _, losses = Objective(heads, recipe)(*on_device(held_out.spread(HELD_OUT, later=recipe.teacher > 0), heads))
+    return {name: [round(float(x), 5) for x in values] for name, values in losses._asdict().items()}
 
 
 class _Loop:

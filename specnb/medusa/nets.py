@@ -250,11 +250,11 @@ class Heads(nn.Module):
 
     def logits(self, head: int, features: Tensor) -> Tensor:
         """Logits `(…, draft_size)` of one head's features, in the features' dtype."""
-        own = self.heads[head].lm_head
+        private = self.heads[head].lm_head
         if self.config.lm_head == "private":
-            return own(features)
+            return private(features)
         shared = F.linear(features, self.shared_lm_head)
-        return shared if own is None else shared + own(features)
+        return shared if private is None else shared + private(features)
 
     def draft_logits(self, head: int, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Logits `(batch, draft_size)` float32 of one head: `hidden (batch, hidden)`, `ids (batch, head + 1)`."""
@@ -267,11 +267,11 @@ class Heads(nn.Module):
         """
         normed = self.normed(hidden)
         features = torch.stack([self.features(i, normed) for i in range(self.config.n_heads)])
-        own = [head.lm_head(f) if head.lm_head else 0 for head, f in zip(self.heads, features, strict=True)]
+        private = [head.lm_head(f) if head.lm_head else 0 for head, f in zip(self.heads, features, strict=True)]
         if self.config.lm_head == "private":
-            return torch.stack(own).float()
+            return torch.stack(private).float()
         shared = F.linear(features, self.shared_lm_head)
-        return (shared + torch.stack(own) if self.config.lm_head == "low_rank" else shared).float()
+        return (shared + torch.stack(private) if self.config.lm_head == "low_rank" else shared).float()
 
     def full_ids(self, draft_ids: Tensor) -> Tensor:
         """Vocabulary ids of draft ids."""
@@ -279,10 +279,10 @@ class Heads(nn.Module):
 
     def cost(self) -> dict[str, int]:
         """Parameters of the heads' own, and bytes that drafting reads of theirs and of the shared lm_head."""
-        own = sum(p.numel() for p in self.parameters())
+        parameters = sum(p.numel() for p in self.parameters())
         own_bytes = sum(p.nbytes for p in self.parameters())
         shared = self.shared_lm_head.nbytes if self.config.lm_head != "private" else 0
-        return {"parameters": own, "own_bytes": own_bytes, "shared_bytes": shared}
+        return {"parameters": parameters, "own_bytes": own_bytes, "shared_bytes": shared}
 
 
 def new_heads(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None, seed: int) -> Heads:

@@ -249,12 +249,12 @@ class Study:
         for kind, checked in self.checked.items():
             trained = accuracy_of(self.reports[kind].path)
             self.drafting[kind] = chosen_drafts(self.target, self.heads[kind], checked, self.bench, trained)
-        found = pd.DataFrame([
+        trees = pd.DataFrame([
             {"kind": kind, "nodes": len(c.plan), "depth": c.plan.depth, "tokens": c.tokens, "seconds": c.seconds}
             for kind, drafting in self.drafting.items() for c in drafting.candidates
         ])  # fmt: skip
         # nodes of no worth are left out, so that two sizes asked for may be one tree
-        return found.drop_duplicates(["kind", "nodes"]) if len(found) else found
+        return trees.drop_duplicates(["kind", "nodes"]) if len(trees) else trees
 
     @section("tree", after="trees")
     def tree(self) -> pd.DataFrame:
@@ -291,7 +291,7 @@ class Study:
         """Chains and the chosen trees against plain decoding in float32: `identity`."""
         p = self.params
         of = {c: [prompt for prompt in self.prompts[0] if prompt.category == c] for c in p.categories}
-        prompts = [prompt for found in of.values() for prompt in found[: p.identity_prompts]]
+        prompts = [prompt for of_category in of.values() for prompt in of_category[: p.identity_prompts]]
         target = load(p.target, backend="hf", dtype="float32")
         with closing(target):
             drafting = {
@@ -316,11 +316,11 @@ def by_head(scores: list[Scores]) -> pd.DataFrame:
     """How often each head has the true token among its best `top`, with intervals over prompts."""
     rows = []
     for head in range(scores[0].rank.shape[1]):
-        ranks = [one.rank[:, head][one.rank[:, head] != NO_LABEL] for one in scores]
+        ranks = [score.rank[:, head][score.rank[:, head] != NO_LABEL] for score in scores]
         for top in TOPS:
-            found = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
+            interval = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
             rows.append({
-                "head": head, "top": top, "accuracy": found.value, "low": found.low, "high": found.high,
+                "head": head, "top": top, "accuracy": interval.value, "low": interval.low, "high": interval.high,
                 "n": sum(map(len, ranks)),
             })  # fmt: skip
     return pd.DataFrame(rows)
@@ -365,7 +365,7 @@ def identity(
     return pd.DataFrame(rows)
 
 
-def differing(one: Generation, other: Generation) -> int:
+def differing(generation: Generation, other: Generation) -> int:
     """Places at which the two texts have different tokens, or only one has a token."""
-    a, b = one.token_ids, other.token_ids
+    a, b = generation.token_ids, other.token_ids
     return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))

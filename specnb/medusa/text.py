@@ -182,9 +182,9 @@ class Written(NamedTuple):
 class _Row:
     """Where one row stands: what it must write next, or whose turn it is and for how many tokens more."""
 
-    def __init__(self, seed: Seed, made: Writing, rng: np.random.Generator) -> None:
+    def __init__(self, seed: Seed, writing: Writing, rng: np.random.Generator) -> None:
         self.forced = list(seed.ids)
-        self._made, self._rng = made, rng
+        self._made, self._rng = writing, rng
         self._begin(seed.kind != ASKED, seed.lead)
 
     def _begin(self, answering: bool, lead: int) -> None:
@@ -230,9 +230,9 @@ class Stream:
     """One batch of rows. `key` is what its random numbers come from."""
 
     def __init__(
-        self, net: PreTrainedModel, ends: frozenset[int], turns: Turns | None, made: Writing, key: list[int]
+        self, net: PreTrainedModel, ends: frozenset[int], turns: Turns | None, writing: Writing, key: list[int]
     ) -> None:
-        self._net, self._ends, self._turns, self._made = net, sorted(ends), turns, made
+        self._net, self._ends, self._turns, self._made = net, sorted(ends), turns, writing
         known = inspect.signature(net.forward).parameters
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._generator = torch.Generator().manual_seed(number_of([*key, 1]))
@@ -244,7 +244,7 @@ class Stream:
         length = self._made.length
         rows = [_Row(seed, self._made, self._rng) for seed in chosen]
         tokens = np.zeros((len(rows), length), dtype=np.int32)
-        own = np.zeros((len(rows), length), dtype=bool)
+        is_own = np.zeros((len(rows), length), dtype=bool)
         known = min(len(row.forced) for row in rows)
         for row, line in zip(rows, tokens, strict=True):
             line[:known] = row.forced[:known]
@@ -253,10 +253,10 @@ class Stream:
         with grouped(self._net), pre_norm_states(self._net) as caught:
             for at in range(known, length):
                 logits = self._feed(tokens, slice(0 if at == known else at - 1, at), state)
-                self._write(rows, at, logits, tokens, own)
+                self._write(rows, at, logits, tokens, is_own)
                 on_tokens(len(rows))
             self._feed(tokens, slice(length - 1, length), state)  # nothing follows: for its state alone
-        return Written(tokens, own, torch.cat(caught, dim=1).to(torch.bfloat16).cpu())
+        return Written(tokens, is_own, torch.cat(caught, dim=1).to(torch.bfloat16).cpu())
 
     def _feed(self, tokens: np.ndarray, fed: slice, state: dict[str, object]) -> torch.Tensor:
         """Logits `(rows, vocab)` behind the last token fed."""
@@ -269,7 +269,7 @@ class Stream:
             **self._keep,
         ).logits[:, -1]
 
-    def _write(self, rows: list[_Row], at: int, logits: torch.Tensor, tokens: np.ndarray, own: np.ndarray) -> None:
+    def _write(self, rows: list[_Row], at: int, logits: torch.Tensor, tokens: np.ndarray, is_own: np.ndarray) -> None:
         """The token of every row at position `at`: forced, the best, or drawn."""
         best = logits.argmax(-1).tolist()
         drawing = [i for i, row in enumerate(rows) if not row.forced and row.draws]
@@ -278,7 +278,7 @@ class Stream:
             if row.forced:
                 tokens[i, at] = row.forced.pop(0)
                 continue
-            own[i, at] = not row.draws
+            is_own[i, at] = not row.draws
             tokens[i, at] = drawn.get(i, best[i])
             row.write(int(tokens[i, at]))
             self._turn(row, tokens[i, at] in self._ends)

@@ -69,10 +69,10 @@ def transformers_crop(name: str) -> pd.DataFrame:
         model.forward(prompt)
         model.forward(wrong)
         model.rewind(len(wrong))
-        ours, way = model.forward(ahead), model.caps.rewind
+        logits_ahead, way = model.forward(ahead), model.caps.rewind
     finally:
         model.close()
-    rows = [("transformers, Cache.crop", cropped), (f"specnb, {way}", ours)]
+    rows = [("transformers, Cache.crop", cropped), (f"specnb, {way}", logits_ahead)]
     return pd.DataFrame(
         {
             "way back": way,

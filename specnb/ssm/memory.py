@@ -72,8 +72,8 @@ def parts(shape: RecurrentShape) -> pd.DataFrame:
         "inputs before the convolution, a token": pre_conv_bytes(shape),
     }
     whole = snapshot_bytes(shape)
-    made = pd.DataFrame({"quantity": list(rows), "n_bytes": list(rows.values())})
-    return made.assign(times_smaller=[whole / n if n else float("inf") for n in rows.values()])
+    table = pd.DataFrame({"quantity": list(rows), "n_bytes": list(rows.values())})
+    return table.assign(times_smaller=[whole / n if n else float("inf") for n in rows.values()])
 
 
 def table(shape: RecurrentShape, widths: Sequence[int] = (2, 4, 8, 16, 64)) -> pd.DataFrame:

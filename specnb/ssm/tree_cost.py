@@ -35,20 +35,20 @@ def compare(nodes: Sequence[int] = (4, 8, 16, 32), *, repeats: int = 5) -> pd.Da
 def _row(kind: str, tree: Tree, repeats: int) -> dict[str, object]:
     tokens, state = _inputs(len(tree))
     leaves = [i for i in range(len(tree)) if i not in tree.parents]
-    found: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
 
     def solve() -> None:
-        found["solve"] = verify(*tokens, state, tree)
+        outputs["solve"] = verify(*tokens, state, tree)
 
     def paths() -> None:
-        out = torch.empty_like(found["solve"])
+        out = torch.empty_like(outputs["solve"])
         for leaf in leaves:
             path = tree.path(leaf)
             out[:, path] = recurrent(*(x[:, path] for x in tokens), state)[0]
-        found["paths"] = out
+        outputs["paths"] = out
 
     solve_s, paths_s = _medians((solve, paths), repeats)
-    error = (found["solve"] - found["paths"]).abs().max().item()
+    error = (outputs["solve"] - outputs["paths"]).abs().max().item()
     depth = max(len(tree.path(leaf)) for leaf in leaves)
     return {
         "tree": kind, "nodes": len(tree), "depth": depth, "solve_s": solve_s, "paths_s": paths_s,

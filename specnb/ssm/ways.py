@@ -50,24 +50,26 @@ def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
     """
     started = datetime.now(UTC)
     chosen = passages(limit=params.passages)
-    made: list[Generation] = []
+    generations: list[Generation] = []
     measured: dict[str, Any] = {"ways": [], "drafters": []}
     cells = len(params.engines) * len(params.ks) * len(params.acceptance)
     with ExitStack() as opened:
         bench = [_Bench(name_in(params.target, engine), params, chosen, opened) for engine in params.engines]
 
         def recorded(error: BaseException | None = None) -> RunRecord:
-            used = [{"role": "target", "id": one.name, "sha256": None} for one in bench]
-            return record_of(EXPERIMENT, params, chosen, bench[0].plain, used, started, made, measured, error=error)
+            used = [{"role": "target", "id": model.name, "sha256": None} for model in bench]
+            return record_of(
+                EXPERIMENT, params, chosen, bench[0].plain, used, started, generations, measured, error=error
+            )
 
-        with saving_failures(made, recorded):
+        with saving_failures(generations, recorded):
             done = 0
-            for one in bench:
-                made.extend(one.truths)
+            for model in bench:
+                generations.extend(model.truths)
                 for k in params.ks:
                     for rate in params.acceptance:
-                        progress(done, cells + 1, f"{one.name}, K = {k}, {rate:.0%} right")
-                        measured["ways"] += one.rows(k, rate)
+                        progress(done, cells + 1, f"{model.name}, K = {k}, {rate:.0%} right")
+                        measured["ways"] += model.rows(k, rate)
                         done += 1
             progress(done, cells + 1, "lookup and the draft model")
             measured["drafters"] += list(_drafters(bench[0], params))

@@ -179,7 +179,7 @@ def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong):
     told = drawn.customdata[row][0]
     assert "error" in told and "floor" in told and "gain" in told and "token 0" in told
     assert not divergence_report.heat(wrong, "S1").layout.shapes
-    assert divergence_report.heat(wrong, told=False).data[0].customdata is None
+    assert divergence_report.heat(wrong, hover=False).data[0].customdata is None
 
 
 def test_places_that_were_not_compared_are_empty_and_said_to_be(wrong):

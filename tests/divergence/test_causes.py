@@ -294,5 +294,5 @@ def test_weights_that_a_fused_kernel_reads_for_its_parts_are_its_own(dense):
         return gated @ held.down_proj.weight.T
 
     causes, case = cause_of(dense, runs("model.layers.1.mlp", fused))
-    assert case.first["module"] == "layers.1.mlp" and case.unchanged and len(case.own) == 3
+    assert case.first["module"] == "layers.1.mlp" and case.unchanged and len(case.parameters) == 3
     assert likeliest(causes) == "COMPUTATION"

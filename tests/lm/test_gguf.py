@@ -103,8 +103,8 @@ def test_memory_is_asked_of_the_gpu_too_and_of_all_parts(file, monkeypatch, tmp_
     GgufModel.open(file, threads=1, gpu_layers=1).close()  # of two and the output
     before, on_gpu, after, state = asked
     size, margin = file.stat().st_size, 256 << 20
-    assert before == (round(size * 2 / 3) + margin, {"what": file.name})
-    assert on_gpu == (round(size / 3) + margin, {"what": file.name, "device": "the GPU", "free": 77})
+    assert before == (round(size * 2 / 3) + margin, {"name": file.name})
+    assert on_gpu == (round(size / 3) + margin, {"name": file.name, "device": "the GPU", "free": 77})
     assert after[0] > before[0] and margin < state[0] < margin + size / 3
     monkeypatch.setattr(gguf_open, "require", memory.require)
     with pytest.raises(MemoryShortError, match="GPU"):

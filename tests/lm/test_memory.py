@@ -32,15 +32,15 @@ def test_margin_is_a_share_of_large_weights_and_can_be_given():
 def test_require_refuses_exactly_what_does_not_fit(weights, state, margin, free):
     need = Need(weights, state, margin)
     if weights + state + margin <= free:
-        assert require(need, what="m", free=free) == free
+        assert require(need, name="m", free=free) == free
     else:
         with pytest.raises(MemoryShortError):
-            require(need, what="m", free=free)
+            require(need, name="m", free=free)
 
 
 def test_refusal_names_every_number_and_the_remedy():
     with pytest.raises(MemoryShortError) as caught:
-        require(Need(3 * GIB, GIB, 512 * MIB), device="cpu", what="draft.gguf", free=2 * GIB)
+        require(Need(3 * GIB, GIB, 512 * MIB), device="cpu", name="draft.gguf", free=2 * GIB)
     message = str(caught.value)
     for part in ("draft.gguf", "cpu", "4.50 GiB", "3.00 GiB", "1.00 GiB", "512.0 MiB", "2.00 GiB", "2.50 GiB"):
         assert part in message

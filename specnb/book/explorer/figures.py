@@ -121,12 +121,12 @@ def alpha_figure(v: View) -> go.Figure:
 
 def kinds(v: View) -> list[tuple[int, str]]:
     """For each token of the strip's prompt: its round (from 1) and its kind."""
-    made: list[tuple[int, str]] = []
+    marks: list[tuple[int, str]] = []
     for number, s in enumerate(v.steps, 1):
-        made += [(number, "accepted draft")] * s.n_accepted
+        marks += [(number, "accepted draft")] * s.n_accepted
         if s.at + s.n_accepted < v.recording.n_tokens:  # the last round may end within its drafts
-            made.append((number, ending(s)))
-    return made
+            marks.append((number, ending(s)))
+    return marks
 
 
 def ending(s: Step) -> str:
@@ -239,10 +239,10 @@ def verdict(p: Predicted) -> str:
 def round_line(v: View) -> str:
     """The round of the strip in words."""
     s = v.step
-    made = v.recording.pieces[s.at : s.at + s.n_accepted + 1]
+    committed = v.recording.pieces[s.at : s.at + s.n_accepted + 1]
     drafts = (
         f"{s.drafted} drafted, {s.n_accepted} kept, {s.drafted - s.n_accepted} discarded" if s.drafted else "no draft"
     )
     end = ending(s) if s.at + s.n_accepted < v.recording.n_tokens else "the end"
-    text = "".join(shown_text(piece, 40) for piece in made)
+    text = "".join(shown_text(piece, 40) for piece in committed)
     return f"Round {v.round} of {len(v.steps)} of {v.recording.prompt_id}: {drafts}, then {end}: “{text[:80]}”."

@@ -65,26 +65,26 @@ class Workbench:
     def record(self, progress: Progress | None = None) -> Recorded:
         """Generate every prompt plainly at every temperature, follow every drafter along it, and time forwards."""
         p, started = self.params, datetime.now(UTC)
-        made: list[Generation] = []
-        found: list[Recording] = []
+        generations: list[Generation] = []
+        recordings_of_all: list[Recording] = []
         total = len(self.chosen) * len(p.temperatures)
         with self._in_use:
             curve, c = verify_costs(self.target, list(self.drafters.values()), p.k_max, seed=p.seed)
             for temperature in p.temperatures:
                 for prompt in self.chosen:
-                    (progress or silent)(len(made), total, f"{prompt.id}, temperature {temperature:g}")
+                    (progress or silent)(len(generations), total, f"{prompt.id}, temperature {temperature:g}")
                     recorded = record(
                         self.target, list(self.drafters.values()), [prompt], temperature=temperature, k_max=p.k_max,
                         max_new_tokens=p.max_new_tokens, seed=p.seed,
                     )  # fmt: skip
-                    for one, recordings in recorded:
-                        made.append(one)
-                        found += recordings
+                    for generation, recordings in recorded:
+                        generations.append(generation)
+                        recordings_of_all += recordings
         (progress or silent)(total, total, "done")
         measured = {"verify_curve": curve.model_dump(mode="json"), "c": c}
         models = models_of(self.target, list(self.drafters.values()))
-        kept = record_of(EXPERIMENT, p, self.chosen, self.target, models, started, made, measured)
-        return Recorded(kept, Trace(tuple(found)), curve, c)
+        kept = record_of(EXPERIMENT, p, self.chosen, self.target, models, started, generations, measured)
+        return Recorded(kept, Trace(tuple(recordings_of_all)), curve, c)
 
     def run_live(
         self, setting: Setting, progress: Progress = silent, cancelled: Callable[[], bool] = lambda: False
@@ -98,7 +98,7 @@ class Workbench:
         common = {"temperature": setting.temperature, "seed": self.params.seed}
         drafter = self.drafters[setting.drafter]
         drafting = {"drafter": drafter, "k": POLICIES[setting.policy](setting)}
-        made: list[Generation] = []
+        generations: list[Generation] = []
         with self._in_use:
             for extra in ({}, {"drafter": drafter, "k": 1}):
                 generate(self.target, mine[0], max_new_tokens=4, **common, **extra)
@@ -106,9 +106,11 @@ class Workbench:
             for prompt, extra in runs:
                 if cancelled():
                     break
-                progress(len(made), len(runs), f"{prompt.id}, {'with drafts' if extra else 'plainly'}")
-                made.append(generate(self.target, prompt, max_new_tokens=self.params.max_new_tokens, **common, **extra))
-        return made
+                progress(len(generations), len(runs), f"{prompt.id}, {'with drafts' if extra else 'plainly'}")
+                generations.append(
+                    generate(self.target, prompt, max_new_tokens=self.params.max_new_tokens, **common, **extra)
+                )
+        return generations
 
     def close(self) -> None:
         """Free target and drafters."""
@@ -117,14 +119,16 @@ class Workbench:
                 thing.close()
 
 
-def live_speedup(made: Sequence[Generation]) -> Interval:
+def live_speedup(generations: Sequence[Generation]) -> Interval:
     """Decoding speed-up of the drafted generations over their plain ones, with a bootstrap over prompts.
 
     Raises InputError when nothing was decoded.
     """
-    drafted = [g for g in made if g.drafter]
-    bases = [baseline_of(tuple(g for g in made if not g.drafter), g) for g in drafted]
+    drafted = [g for g in generations if g.drafter]
+    bases = [baseline_of(tuple(g for g in generations if not g.drafter), g) for g in drafted]
     rows = [(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in zip(drafted, bases, strict=True)]
     if not any(row[0] for row in rows) or not any(row[2] for row in rows):
-        raise InputError(f"{len(made)} live generations hold no decoded token after the first: ask for longer ones")
+        raise InputError(
+            f"{len(generations)} live generations hold no decoded token after the first: ask for longer ones"
+        )
     return bootstrap(rows, rate_ratio)

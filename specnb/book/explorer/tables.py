@@ -158,16 +158,16 @@ class Tables:
     def chosen(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> list[int]:
         """Indices of the recordings that a setting is about. Raises InputError when there are none."""
         wanted = (setting.drafter, setting.temperature)
-        found = [
+        indices = [
             i
             for i, r in enumerate(self.recordings)
             if (r.drafter, r.temperature) == wanted
             and setting.content in (ALL, r.category)
             and (prompt_ids is None or r.prompt_id in prompt_ids)
         ]
-        if not found:
+        if not indices:
             raise InputError(f"the trace holds no recording of {setting.content} with {wanted}")
-        return found
+        return indices
 
     def is_model(self, drafter: str) -> bool:
         """Whether it is a draft model: only these have beliefs."""
@@ -266,7 +266,7 @@ def checks(tables: Tables) -> pd.DataFrame:
 def machines(tables: Tables, drafter: str, curve: CostCurve, c: float) -> list[Machine]:
     """This machine, and the named ones, for one drafter; only a draft model costs what they say it does."""
     model = tables.is_model(drafter)
-    named = [Machine.straight(n, at8, own * model, tables.k_max) for n, (at8, own) in NAMED.items()]
+    named = [Machine.straight(n, at8, draft_share * model, tables.k_max) for n, (at8, draft_share) in NAMED.items()]
     return [Machine.measured(curve, c, tables.k_max), *named]
 
 
@@ -281,8 +281,8 @@ def best(tables: Tables, curve: CostCurve, c: dict[str, float], temperature: flo
         for content in (*tables.contents, ALL):
             speed = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
             k = int(np.argmax(speed.value))
-            told = {"speedup": speed.value[k], "low": speed.low[k], "high": speed.high[k]}
-            rows.append({"machine": machine.name, "drafter": drafter, "content": content, "k": k, **told})
+            columns = {"speedup": speed.value[k], "low": speed.low[k], "high": speed.high[k]}
+            rows.append({"machine": machine.name, "drafter": drafter, "content": content, "k": k, **columns})
     return pd.DataFrame(rows)
 
 
@@ -294,9 +294,9 @@ def sweep(tables: Tables, drafter: str, machine: Machine, ks: Sequence[int], ste
             setting = Setting(drafter, temperature, content, FIXED, 1, machine)
             for k in (k for k in ks if k <= tables.k_max):
                 p = tables.predict(setting._replace(k=k))
-                told = {"speedup": p.speedup, "low": p.low, "high": p.high, "tokens_per_s": p.speedup / step_s}
+                columns = {"speedup": p.speedup, "low": p.low, "high": p.high, "tokens_per_s": p.speedup / step_s}
                 counts = {"accepted": round(p.accepted, 1), "drafted": round(p.drafted, 1), "tau": p.tau}
-                rows.append({"category": content, "temperature": temperature, "k": k, **told, **counts})
+                rows.append({"category": content, "temperature": temperature, "k": k, **columns, **counts})
     return pd.DataFrame(rows)
 
 

@@ -272,25 +272,25 @@ class Explorer(widgets.VBox):
         policies = self._tables.policies(self.drafter.value)
         kept = self.policy.value if self.policy.value in policies else FIXED
         self._set(self.policy, options=policies, value=kept)
-        found = {self._tables.recordings[i].prompt_id: i for i in self._tables.chosen(setting)}
-        before = next((i for name, i in found.items() if name == self.prompt.label), next(iter(found.values())))
-        self._set(self.prompt, options=list(found.items()), value=before)
+        choices = {self._tables.recordings[i].prompt_id: i for i in self._tables.chosen(setting)}
+        before = next((i for name, i in choices.items() if name == self.prompt.label), next(iter(choices.values())))
+        self._set(self.prompt, options=list(choices.items()), value=before)
 
     def _measure(self, setting: Setting, cancelled: Callable[[], bool]) -> tuple[Setting, list[Generation], tuple]:
-        made = list(self._run_live(setting, self._progressed, cancelled))
+        generations = list(self._run_live(setting, self._progressed, cancelled))
         if cancelled():
-            return setting, made, ()
-        live, drafted = live_speedup(made), [g for g in made if g.drafter]
+            return setting, generations, ()
+        live, drafted = live_speedup(generations), [g for g in generations if g.drafter]
         predicted = self._tables.predict(setting, [g.prompt_id for g in drafted])
         x = setting.k if setting.policy == FIXED else sum(g.total_draft_tokens for g in drafted) / sum(
             len(g.rounds) for g in drafted
         )  # fmt: skip
         self._live = (setting, (x, live.value, live.low, live.high))
         n = f"{len(drafted)} prompt{'s' * (len(drafted) != 1)}"
-        told = f"Live, {show.label(setting)}, {n}: speed-up {live.value:.2f} on this machine"
-        return setting, made, (f"{told}; predicted for the same prompts: {predicted.speedup:.2f}.",)
+        text = f"Live, {show.label(setting)}, {n}: speed-up {live.value:.2f} on this machine"
+        return setting, generations, (f"{text}; predicted for the same prompts: {predicted.speedup:.2f}.",)
 
-    def _progressed(self, done: int, total: int, what: str) -> None:
+    def _progressed(self, done: int, total: int, step: str) -> None:
         self.progress.max, self.progress.value = total, done
         self.progress.description = f"{done} of {total}"
 

@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 def table(findings: Iterable[Finding]) -> pd.DataFrame:
     """The findings, worst first: check, verdict, evidence, remedy, issues."""
-    ranked = sorted(findings, key=lambda one: RANK[one.verdict])
+    ranked = sorted(findings, key=lambda config: RANK[config.verdict])
     return pd.DataFrame(ranked, columns=list(Finding._fields))
 
 
@@ -74,7 +74,7 @@ def rope(draft: Config | None, target: Config | None) -> Finding:
     if draft is None or target is None:
         return Finding(check, "skipped", "it needs config.json of draft and target")
     of_draft, of_target = text_part(draft), text_part(target)
-    ends = [count(one, "max_position_embeddings") for one in (of_draft, of_target)]
+    ends = [count(config, "max_position_embeddings") for config in (of_draft, of_target)]
     a, b = _rope(of_draft), _rope(of_target)
     apart = {key: (a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
     shown = "; ".join(f"{key}: {mine!r:.40} against {its!r:.40}" for key, (mine, its) in apart.items())
@@ -95,7 +95,9 @@ def _rope(text: Config) -> Config:
     """RoPE as stated, old keys and new (transformers 5: rope_parameters, possibly by layer type), None left out."""
     stated = {key: text.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     for key, value in ((text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})).items():
-        stated |= {f"{key}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {key: value}
+        stated |= (
+            {f"{key}.{inner}": config for inner, config in value.items()} if isinstance(value, dict) else {key: value}
+        )
     stated = {("rope_type" if key == "type" else key): value for key, value in stated.items()}
     return {k: v for k, v in stated.items() if v is not None and (k, v) != ("rope_type", "default")}
 
@@ -116,21 +118,21 @@ def quantisation(
     check, issues = "quantisation", ("SGLang #39087", "SGLang #22823", "SGLang #34622", "SGLang #28196")
     if draft is None:
         return Finding(check, "skipped", "it needs the draft's config.json")
-    own, its = (_method((one or {}).get("quantization_config") or {}) for one in (draft, target))
-    if opened is not None and _method(opened) != own:
+    of_draft, its = (_method((config or {}).get("quantization_config") or {}) for config in (draft, target))
+    if opened is not None and _method(opened) != of_draft:
         now = _method(opened) or "none"
         inherited = " (the target's)" if _method(opened) == its and its else ""
-        return Finding(check, "fail", f"its config says {own or 'none'}, the opened model has {now}{inherited}",
+        return Finding(check, "fail", f"its config says {of_draft or 'none'}, the opened model has {now}{inherited}",
                        "open the draft with its own quantisation_config", issues)  # fmt: skip
     scales = [name for name in stored if name.endswith(SCALE_NAMES)]
-    if stored and bool(scales) != bool(own) and (scales or own != "bitsandbytes"):
+    if stored and bool(scales) != bool(of_draft) and (scales or of_draft != "bitsandbytes"):
         seen = f"{len(scales)} tensors of scales (the first: {scales[0]:.80})" if scales else "no scales"
-        return Finding(check, "fail", f"its config says {own or 'none'}, its files hold {seen}",
+        return Finding(check, "fail", f"its config says {of_draft or 'none'}, its files hold {seen}",
                        "fetch config.json and weights of the same revision", issues)  # fmt: skip
-    if own != its and target is not None:
-        return Finding(check, "warn", f"draft: {own or 'none'}, target: {its or 'none'}",
+    if of_draft != its and target is not None:
+        return Finding(check, "warn", f"draft: {of_draft or 'none'}, target: {its or 'none'}",
                        "make sure that the engine takes each from its own config", issues)  # fmt: skip
-    return Finding(check, "ok", f"draft: {own or 'none'}" + (f", target: {its or 'none'}" if target else ""))
+    return Finding(check, "ok", f"draft: {of_draft or 'none'}" + (f", target: {its or 'none'}" if target else ""))
 
 
 def _method(config: Mapping[str, Any]) -> str:
@@ -146,7 +148,8 @@ def sampling_defaults(draft: Config | None, target: Config | None) -> Finding:
     if draft is None and target is None:
         return Finding(check, "skipped", "neither folder has a generation_config.json")
     a, b = (
-        SAMPLING | {key: value for key, value in (one or {}).items() if value is not None} for one in (draft, target)
+        SAMPLING | {key: value for key, value in (config or {}).items() if value is not None}
+        for config in (draft, target)
     )
     apart = [f"{key}: {a[key]!r:.20} against {b[key]!r:.20}" for key in SAMPLING if a[key] != b[key]]
     if not apart:

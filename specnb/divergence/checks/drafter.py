@@ -162,10 +162,10 @@ def cache_after_rejection(
         except RewindError as error:
             return Finding(check, "skipped", f"{model.name} refuses to go back: {error!s:.200}")
         if model.n_past != len(text):
-            found = Finding(check, "fail", f"{k - kept} of {k} drafts rejected: {model.n_past} tokens in the state "
+            finding = Finding(check, "fail", f"{k - kept} of {k} drafts rejected: {model.n_past} tokens in the state "
                             f"instead of {len(text)}", remedy, issues)  # fmt: skip
             model.reset()
-            return found
+            return finding
         off = apart(model.forward([text[-1]]), fresh)
         model.reset()
         if not off < TOLERANCE[model.caps.lossless_dtype]:

@@ -44,16 +44,16 @@ def headers(folder: Path | str) -> dict[str, Stored]:
     """
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, Stored] = {}
+    stored_tensors: dict[str, Stored] = {}
     for path in _files(Path(folder)):
         try:
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118 (it is no mapping)
                     part = file.get_slice(name)
-                    found[name] = Stored(path, tuple(part.get_shape()), part.get_dtype())
+                    stored_tensors[name] = Stored(path, tuple(part.get_shape()), part.get_dtype())
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path} is no sound safetensors file: {str(error)[:200]}; fetch it again") from error
-    return found
+    return stored_tensors
 
 
 def _files(folder: Path) -> list[Path]:
@@ -89,22 +89,22 @@ def load_report(stored: Mapping[str, Stored], network: "nn.Module") -> Finding:
         seen = "; ".join(f"{name} ({_looks(network, value)})" for name, value in islice(missing.items(), 3))
         return Finding(check, "fail", f"{len(missing)} weights are in no file: {seen}", remedy, LOADING)
     if shapes or other:
-        what = "have another shape in the file" if shapes else "are not what the file holds"
+        fault = "have another shape in the file" if shapes else "are not what the file holds"
         first = (shapes or other)[0]
-        return Finding(check, "fail", f"{len(shapes or other)} weights {what} (the first: {first})", remedy, LOADING)
-    said = f"{len(pairs)} weights are those of the files" + (
+        return Finding(check, "fail", f"{len(shapes or other)} weights {fault} (the first: {first})", remedy, LOADING)
+    message = f"{len(pairs)} weights are those of the files" + (
         f", {joined} more were joined on loading" if joined else ""
     )
     if unexpected:
-        return Finding(check, "warn", f"{said}; {len(unexpected)} tensors of the files are not used "
+        return Finding(check, "warn", f"{message}; {len(unexpected)} tensors of the files are not used "
                        f"(the first: {min(unexpected)})", "see whether they belong to this draft", LOADING)  # fmt: skip
-    return Finding(check, "ok", said)
+    return Finding(check, "ok", message)
 
 
 def _in_file(name: str, stored: Mapping[str, Stored]) -> str:
     """The file's name of a weight, with or without the base model's prefix; "" for none."""
     spelled = (name, name.removeprefix("model."), f"model.{name}")
-    return next((one for one in spelled if one in stored), "")
+    return next((spelling for spelling in spelled if spelling in stored), "")
 
 
 def _place(tensor: "Tensor") -> tuple:
@@ -119,10 +119,10 @@ def _without_joined(
     joined: set[str] = set()
     for module in modules:
         inside = [n for n in missing if n.rpartition(".")[0] == module]
-        theirs = [n for n in unexpected if n.removeprefix("model.").startswith(f"{module.removeprefix('model.')}.")]
-        held = sum(int(np.prod(stored[n].shape, dtype=object)) for n in theirs)
-        if theirs and held == sum(missing[n].numel() for n in inside):
-            joined |= {*inside, *theirs}
+        of_module = [n for n in unexpected if n.removeprefix("model.").startswith(f"{module.removeprefix('model.')}.")]
+        held = sum(int(np.prod(stored[n].shape, dtype=object)) for n in of_module)
+        if of_module and held == sum(missing[n].numel() for n in inside):
+            joined |= {*inside, *of_module}
     left = {name: value for name, value in missing.items() if name not in joined}
     return left, [n for n in unexpected if n not in joined], len(joined & missing.keys())
 
@@ -162,9 +162,9 @@ def tied_head(network: "nn.Module", stored: Mapping[str, Stored]) -> Finding:
     """Whether embedding and output head are one tensor where the config says so, and two where the files hold two."""
     check, issues = "tied head", ("vLLM #46435", "SGLang #27829")
     pair = [getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    if any(getattr(one, "weight", None) is None for one in pair):
+    if any(getattr(module, "weight", None) is None for module in pair):
         return Finding(check, "skipped", "the opened model does not tell its embedding and its head")
-    embedding, head = (one.weight for one in pair)
+    embedding, head = (module.weight for module in pair)
     says = bool(getattr(getattr(network, "config", None), "tie_word_embeddings", False))
     shared = _place(embedding) == _place(head)
     if says and not shared:
@@ -183,7 +183,7 @@ def tied_head(network: "nn.Module", stored: Mapping[str, Stored]) -> Finding:
 def shared_head(draft: "nn.Module", target: "nn.Module", stored: Mapping[str, Stored]) -> Finding:
     """A draft whose files hold no head must have the target's; rows that pad the vocabulary do not count."""
     check = "shared head"
-    heads = [getattr(one, "get_output_embeddings", lambda: None)() for one in (draft, target)]
+    heads = [getattr(network, "get_output_embeddings", lambda: None)() for network in (draft, target)]
     if any(getattr(head, "weight", None) is None for head in heads):
         return Finding(check, "skipped", "an opened model does not tell its head")
     if _in_file("lm_head.weight", stored) or getattr(draft.config, "tie_word_embeddings", False):
@@ -191,9 +191,10 @@ def shared_head(draft: "nn.Module", target: "nn.Module", stored: Mapping[str, St
     mine, its = (head.weight.detach() for head in heads)
     rows = min(len(mine), len(its))
     same = mine.shape[1:] == its.shape[1:] and bool((mine[:rows] == its[:rows].to(mine)).all())
-    said = f"the draft's files hold no head, and its {rows} rows are {'' if same else 'not '}the target's"
-    return Finding(check, "ok", said) if same else Finding(
-        check, "fail", said, "share the target's lm_head with the draft", ("vLLM #46435", "SGLang #27829"))  # fmt: skip
+    message = f"the draft's files hold no head, and its {rows} rows are {'' if same else 'not '}the target's"
+    return Finding(check, "ok", message) if same else Finding(
+        check, "fail", message, "share the target's lm_head with the draft", ("vLLM #46435", "SGLang #27829")
+    )  # fmt: skip
 
 
 def token_map(folder: Path | str, stored: Mapping[str, Stored]) -> Finding:
@@ -201,21 +202,21 @@ def token_map(folder: Path | str, stored: Mapping[str, Stored]) -> Finding:
     check, issues = "d2t", ("NeMo Automodel #2447", "EAGLE #222")
     remedy = "convert the checkpoint again, with its d2t"
     config = read_config(folder)
-    own, whole = (count(text_part(config or {}), key) for key in ("draft_vocab_size", "vocab_size"))
+    draft_size, whole = (count(text_part(config or {}), key) for key in ("draft_vocab_size", "vocab_size"))
     name = next((n for n in sorted(stored) if n.rpartition(".")[2] == "d2t"), None)
-    if name is None and (own is None or whole is None or own >= whole):
+    if name is None and (draft_size is None or whole is None or draft_size >= whole):
         return Finding(check, "skipped", "the draft has no vocabulary of its own")
     if name is None:
-        return Finding(check, "fail", f"the draft knows {own} of {whole} ids, and no tensor d2t says which",
+        return Finding(check, "fail", f"the draft knows {draft_size} of {whole} ids, and no tensor d2t says which",
                        remedy, issues)  # fmt: skip
-    fault, said = _map_fault(name, stored[name], own, whole)
-    return Finding(check, "fail" if fault else "ok", said, remedy if fault else "", issues if fault else ())
+    fault, message = _map_fault(name, stored[name], draft_size, whole)
+    return Finding(check, "fail" if fault else "ok", message, remedy if fault else "", issues if fault else ())
 
 
-def _map_fault(name: str, there: Stored, own: int | None, whole: int | None) -> tuple[bool, str]:
+def _map_fault(name: str, there: Stored, draft_size: int | None, whole: int | None) -> tuple[bool, str]:
     offsets = _integers(name, there)
-    if own is not None and len(offsets) != own:
-        return True, f"d2t has {len(offsets)} entries for a draft vocabulary of {own}"
+    if draft_size is not None and len(offsets) != draft_size:
+        return True, f"d2t has {len(offsets)} entries for a draft vocabulary of {draft_size}"
     if len(offsets) > 1 and (offsets == offsets[0]).all():
         return True, f"d2t is {offsets[0]} everywhere: draft ids are taken for neighbouring target ids"
     ids = np.arange(len(offsets)) + offsets
@@ -237,5 +238,5 @@ def _integers(name: str, there: Stored) -> np.ndarray:
 
 def opened_quantisation(network: Any) -> Mapping[str, Any]:
     """The quantisation_config that an opened model has; {} for none."""
-    found = getattr(getattr(network, "config", None), "quantization_config", None) or {}
-    return found if isinstance(found, Mapping) else found.to_dict()
+    config = getattr(getattr(network, "config", None), "quantization_config", None) or {}
+    return config if isinstance(config, Mapping) else config.to_dict()

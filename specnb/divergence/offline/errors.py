@@ -21,8 +21,8 @@ class Apart:
     could not be compared (no token axis or a shape that changes; another shape in each trace).
     """
 
-    ours: Laid
-    theirs: Laid
+    reference: Laid
+    candidate: Laid
     where: Together
     errors: dict[Key, np.ndarray] = field(default_factory=dict)
     dtypes: dict[Key, tuple[str, str]] = field(default_factory=dict)
@@ -33,39 +33,39 @@ class Apart:
     reshaped: list[Key] = field(default_factory=list)
 
     @classmethod
-    def of(cls, ours: Laid, theirs: Laid, where: Together | None = None) -> "Apart":
+    def of(cls, reference: Laid, candidate: Laid, where: Together | None = None) -> "Apart":
         """All tensors that both have, except states, whose rows may be in any slot."""
-        found = cls(ours, theirs, where or together(ours, theirs))
-        for key in (key for key in ours.rows if key.role != "state" and key in theirs.rows):
-            found._compare(key)
-        return found
+        apart = cls(reference, candidate, where or together(reference, candidate))
+        for key in (key for key in reference.rows if key.role != "state" and key in candidate.rows):
+            apart._compare(key)
+        return apart
 
     def pair(self, key: Key) -> tuple[Values, Values] | None:
         """The two tensors at the shared positions, their sequences in pairs."""
         where = self.where
-        both = [one.values(key, where.positions) for one in (self.ours, self.theirs)]
+        both = [text.values(key, where.positions) for text in (self.reference, self.candidate)]
         if None in both:
             return None
         return tuple(
             Values(v.sketch[s], v.size[s], v.row, v.features, v.dtype, None if v.full is None else v.full[s])
-            for v, s in zip(both, (where.ours, where.theirs), strict=True)
+            for v, s in zip(both, (where.reference, where.candidate), strict=True)
         )
 
     def limit(self, key: Key) -> float:
         """What rounding does to this tensor; a wide one may have been made of narrow ones."""
-        return ladder.rounding([*self.dtypes[key], self.ours.dtype, self.theirs.dtype])
+        return ladder.rounding([*self.dtypes[key], self.reference.dtype, self.candidate.dtype])
 
     @cached_property
     def flipped(self) -> dict[Key, np.ndarray]:
         """(sequences, positions) of each tensor, in the order of the run: where integers that were made before it, the
         chosen experts say, differ at the position or before it. A sound run is as far off there as a wrong one."""
-        found, flips = {}, None
+        shares, flips = {}, None
         for key, error in self.errors.items():
             flips = np.zeros(error.shape, bool) if flips is None else flips
-            found[key] = flips
+            shares[key] = flips
             if key in self.discrete:
                 flips = flips | np.logical_or.accumulate(error > 0, axis=1)
-        return found
+        return shares
 
     def unflipped(self, key: Key) -> np.ndarray:
         """The errors of a tensor, NaN behind flips."""
@@ -95,11 +95,12 @@ class Apart:
 
     def _same_bits(self, a: Values, b: Values) -> np.ndarray:
         """(positions,): both are from rows of one digest that begin at the same position."""
-        ours, theirs = self.ours.row_of, self.theirs.row_of
-        if self.where.ours != self.where.theirs or self.ours.batch != self.theirs.batch:
+        reference, candidate = self.reference.row_of, self.candidate.row_of
+        if self.where.reference != self.where.candidate or self.reference.batch != self.candidate.batch:
             return np.zeros(len(a.row), bool)
         known = {
-            (i, j): i >= 0 <= j and (ours[i].digest, ours[i].first) == (theirs[j].digest, theirs[j].first)
+            (i, j): i >= 0 <= j
+            and (reference[i].digest, reference[i].first) == (candidate[j].digest, candidate[j].first)
             for i, j in {*zip(a.row.tolist(), b.row.tolist(), strict=True)}
         }
         return np.array([known[pair] for pair in zip(a.row.tolist(), b.row.tolist(), strict=True)], bool)
@@ -112,24 +113,27 @@ class Apart:
         whole, against rows that have none.
         """
         odd = np.zeros(error.shape, bool)
-        for x, y, ours, theirs in ((a, b, self.ours, self.theirs), (b, a, self.theirs, self.ours)):
-            rows = [ours.row_of[i] for i in np.unique(x.row[x.row >= 0]).tolist()]
+        for x, y, reference, candidate in (
+            (a, b, self.reference, self.candidate),
+            (b, a, self.candidate, self.reference),
+        ):
+            rows = [reference.row_of[i] for i in np.unique(x.row[x.row >= 0]).tolist()]
             for row in (row for row in rows if row.odd):
                 at = np.flatnonzero((x.row == row.row) & (y.row >= 0))
-                sound = np.array([theirs.row_of[j].odd == 0 for j in y.row[at].tolist()], bool)
+                sound = np.array([candidate.row_of[j].odd == 0 for j in y.row[at].tolist()], bool)
                 if not sound.any():
                     continue
                 seen = error[:, at] > ladder.TIMES_FLOOR * self.limit(key)
-                if not seen.any() and sound.all() and self._whole(ours, row, len(at)):
+                if not seen.any() and sound.all() and self._whole(reference, row, len(at)):
                     blank = (x.size[:, at] == 0) & (y.size[:, at] == 0)
                     seen = blank if blank.any() else error[:, at] == error[:, at].max()
                 odd[:, at] |= seen & sound
         return odd
 
-    def _whole(self, one: Laid, row: Row, n: int) -> bool:
+    def _whole(self, values: Laid, row: Row, n: int) -> bool:
         """Whether all of a row's values are among `n` compared tokens."""
-        length = row.shape[row.axis] if one.batch == 1 else one.steps[row.step]["length"]
-        return n == length and len(self.where.ours) == one.batch
+        length = row.shape[row.axis] if values.batch == 1 else values.steps[row.step]["length"]
+        return n == length and len(self.where.reference) == values.batch
 
 
 class Floors(NamedTuple):
@@ -156,13 +160,13 @@ def floors(sound: Sequence[Apart], least: dict[Key, float]) -> Floors:
 def logit_noise(sound: Sequence[Apart], key: Key) -> float | None:
     """The largest absolute error of a tensor kept in full in sound pairs, before flips; None where none of them has
     it."""
-    found = []
+    noise = []
     for apart in sound:
         pair = apart.pair(key) if key in apart.errors else None
         cells = ~np.isnan(apart.unflipped(key)) if pair is not None else np.zeros(0, bool)
         if cells.any() and pair[0].full is not None and pair[1].full is not None:
-            found.append(float(np.abs(pair[0].full[cells].astype(np.float64) - pair[1].full[cells]).max(initial=0)))
-    return max(found, default=None)
+            noise.append(float(np.abs(pair[0].full[cells].astype(np.float64) - pair[1].full[cells]).max(initial=0)))
+    return max(noise, default=None)
 
 
 def _largest(errors: np.ndarray) -> float:
@@ -172,7 +176,7 @@ def _largest(errors: np.ndarray) -> float:
 def gains(a: Values, b: Values, cells: np.ndarray) -> sketch.Estimate:
     """Of the tokens in `cells` (sequences, positions): gain and its standard error, one a token."""
     if a.full is not None and b.full is not None:
-        x, y = (one.full[cells].astype(np.float64) for one in (a, b))
+        x, y = (values.full[cells].astype(np.float64) for values in (a, b))
         with np.errstate(divide="ignore", invalid="ignore"):
             value = (x * y).sum(-1) / (x * x).sum(-1)
         return sketch.Estimate(value, np.zeros(len(value)))
@@ -187,11 +191,11 @@ def _error(a: Values, b: Values) -> np.ndarray:
         return (a.sketch != b.sketch).any(-1).astype(float)
     if a.full is None or b.full is None:
         return sketch.relative_l2(a.sketch, b.sketch, norm=a.size).value
-    raw = [one.full.astype(np.float64) for one in (a, b)]
-    x, y = (np.where(np.isfinite(one), one, 0.0) for one in raw)
+    raw = [values.full.astype(np.float64) for values in (a, b)]
+    x, y = (np.where(np.isfinite(values), values, 0.0) for values in raw)
     top, below = np.linalg.norm(y - x, axis=-1), np.linalg.norm(x, axis=-1)
     # NaN against NaN is 0, and an infinity against itself; any other pair with one of them is another value
-    odd = [np.where(np.isfinite(one), 0.0, one) for one in raw]
+    odd = [np.where(np.isfinite(values), 0.0, values) for values in raw]
     other = ((odd[0] != odd[1]) & ~(np.isnan(odd[0]) & np.isnan(odd[1]))).any(-1)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.where(other, np.inf, np.where(top == 0, 0.0, top / below))

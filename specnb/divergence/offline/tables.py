@@ -49,24 +49,24 @@ Floor = Mapping[Key, float]
 Found = Mapping[Key, Finding]
 
 
-def minimal(apart: Apart, own: Found, floor: Floor) -> list[tuple[Node, Key]]:
+def minimal(apart: Apart, wrong: Found, floor: Floor) -> list[tuple[Node, Key]]:
     """Of each module that is wrong by itself the first such tensor; first in the candidate's time first."""
     chosen: dict[str, Key] = {}
-    for key, part in own.items():
+    for key, part in wrong.items():
         chosen.setdefault(part.event.maker, key)
-    made = [(_node(apart, key, own[key], floor[key]), key) for key in chosen.values()]
-    steps = dict(zip(apart.theirs.positions.tolist(), apart.theirs.last_step.tolist(), strict=True))
-    return sorted(made, key=lambda one: (steps[one[0].first_token], own[one[1]].event.order))
+    result = [(_node(apart, key, wrong[key], floor[key]), key) for key in chosen.values()]
+    steps = dict(zip(apart.candidate.positions.tolist(), apart.candidate.last_step.tolist(), strict=True))
+    return sorted(result, key=lambda item: (steps[item[0].first_token], wrong[item[1]].event.order))
 
 
-def nodes(apart: Apart, found: Found, own: Found, floor: Floor) -> pd.DataFrame:
+def nodes(apart: Apart, result: Found, wrong: Found, floor: Floor) -> pd.DataFrame:
     """One row for each tensor above its floor, in the order of the run; `own` are those wrong by themselves.
 
     Errors and ratio are the largest ones, gains the median over tokens.
     """
     rows = []
-    for key, part in found.items():
-        cells = part.own if key in own else part.beyond
+    for key, part in result.items():
+        cells = part.wrong if key in wrong else part.beyond
         if not part.beyond.any():
             continue
         first, last, count = _tokens(apart, cells)
@@ -74,15 +74,15 @@ def nodes(apart: Apart, found: Found, own: Found, floor: Floor) -> pd.DataFrame:
         worst, given = float(part.error[cells].max()), float(part.given[cells].max())
         rows.append((
             part.event.maker, key.module, key.call, key.role, key.name, first, last, count, given, worst, floor[key],
-            worst / floor[key], *(float(np.median(each)) for each in gain), key in own,
+            worst / floor[key], *(float(np.median(each)) for each in gain), key in wrong,
         ))  # fmt: skip
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def ratios(apart: Apart, plan: Plan, found: Found, floor: Floor) -> pd.DataFrame:
+def ratios(apart: Apart, plan: Plan, result: Found, floor: Floor) -> pd.DataFrame:
     """Largest error / floor of what each module made, index module in order of time, columns position."""
     shown = {module: np.full(len(apart.where.positions), np.nan) for module in plan.modules}
-    for key, part in found.items():
+    for key, part in result.items():
         if part.event.given and key in plan.same_as:
             continue  # made, and shown, elsewhere
         with np.errstate(invalid="ignore"):
@@ -94,27 +94,29 @@ def ratios(apart: Apart, plan: Plan, found: Found, floor: Floor) -> pd.DataFrame
 
 def overlap(apart: Apart) -> Overlap:
     """What was compared, and what was not."""
-    ours, theirs = ({key for key in one.rows if key.role != "state"} for one in (apart.ours, apart.theirs))
-    modules = {key.module for key in ours | theirs}
+    reference, candidate = (
+        {key for key in item.rows if key.role != "state"} for item in (apart.reference, apart.candidate)
+    )
+    modules = {key.module for key in reference | candidate}
     return Overlap(
         modules=len(modules),
         compared=len({key.module for key in apart.errors}),
         tensors=len(apart.errors),
         equal=len(apart.equal),
         tokens=len(apart.where.positions),
-        sequences=len(apart.where.ours),
-        only_reference=_said(ours - theirs),
-        only_candidate=_said(theirs - ours),
+        sequences=len(apart.where.reference),
+        only_reference=_said(reference - candidate),
+        only_candidate=_said(candidate - reference),
         left_out=_said(apart.left_out),
         reshaped=_said(apart.reshaped),
-        parameters=not (apart.ours.trace.params.empty or apart.theirs.trace.params.empty),
+        parameters=not (apart.reference.trace.params.empty or apart.candidate.trace.params.empty),
     )
 
 
 def _node(apart: Apart, key: Key, part: Finding, floor: float) -> Node:
-    worst = int(part.error[part.own].argmax())
-    error, gain = float(part.error[part.own][worst]), float(_gains(apart, key, part.own)[0][worst])
-    where = (part.event.maker, key.role, key.name, key.module, *_tokens(apart, part.own))
+    worst = int(part.error[part.wrong].argmax())
+    error, gain = float(part.error[part.wrong][worst]), float(_gains(apart, key, part.wrong)[0][worst])
+    where = (part.event.maker, key.role, key.name, key.module, *_tokens(apart, part.wrong))
     return Node(*where, error, floor, error / floor, gain)
 
 
@@ -148,9 +150,9 @@ ROWS_TRIED = 256
 
 
 def shape(apart: Apart, key: Key, part: Finding) -> str:
-    """One sentence about where `part.own` is and what the tensor is like there."""
-    places = _where(apart, key, part.own)
-    error = part.error[part.own]
+    """One sentence about where `part.wrong` is and what the tensor is like there."""
+    places = _where(apart, key, part.wrong)
+    error = part.error[part.wrong]
     moved = _moved_rows(apart, part.event.maker)
     if np.isinf(error).any():
         return f"NaN, infinities or zeros where the other run has none, {places}"
@@ -169,12 +171,12 @@ def shape(apart: Apart, key: Key, part: Finding) -> str:
 def _alike(apart: Apart, key: Key, part: Finding) -> tuple[float | None, float]:
     """The one factor by which the tensor is too large, None where there is none, and the median cosine."""
     a, b = apart.pair(key)
-    gain = gains(a, b, part.own)
+    gain = gains(a, b, part.wrong)
     # a sketch's gain is as far off as the rest lets it be
     rest = None if a.full is not None else gain.error * np.sqrt(a.sketch.shape[-1])
-    factor = ladder.one_factor(gain.value, part.error[part.own], limit=ONE_FACTOR, spread=np.median, rest=rest)
+    factor = ladder.one_factor(gain.value, part.error[part.wrong], limit=ONE_FACTOR, spread=np.median, rest=rest)
     with np.errstate(divide="ignore", invalid="ignore"):
-        cosine = float(np.nanmedian(gain.value * a.size[part.own] / b.size[part.own]))
+        cosine = float(np.nanmedian(gain.value * a.size[part.wrong] / b.size[part.wrong]))
     return factor, cosine
 
 
@@ -185,10 +187,10 @@ def fork_shape(fork: Fork | None) -> str:
     return f"from position {fork.position} on the candidate is fed token {fork.candidate} only, as past a wrong length"
 
 
-def _where(apart: Apart, key: Key, own: np.ndarray) -> str:
+def _where(apart: Apart, key: Key, wrong: np.ndarray) -> str:
     """Which tokens, among those of this tensor that were compared."""
     compared = np.flatnonzero((~np.isnan(apart.errors[key])).any(0))
-    hit = np.flatnonzero(own.any(0))
+    hit = np.flatnonzero(wrong.any(0))
     positions = apart.where.positions
     first, last = int(positions[hit[0]]), int(positions[hit[-1]])
     if len(hit) == len(compared):
@@ -204,24 +206,24 @@ def _where(apart: Apart, key: Key, own: np.ndarray) -> str:
 def _moved_rows(apart: Apart, module: str) -> str:
     """Which rows of the module's cache hold what the reference has at another position."""
     positions = apart.where.positions
-    ours, theirs = (one.states(module, "keys", positions) for one in (apart.ours, apart.theirs))
-    if ours is None or theirs is None or apart.where.ours[:1] != [0] or apart.where.theirs[:1] != [0]:
+    reference, candidate = (item.states(module, "keys", positions) for item in (apart.reference, apart.candidate))
+    if reference is None or candidate is None or apart.where.reference[:1] != [0] or apart.where.candidate[:1] != [0]:
         return ""
-    size = np.linalg.norm(ours, axis=-1)
-    tolerance = 10 * ladder.TIMES_FLOOR * ladder.rounding([apart.ours.dtype])
+    size = np.linalg.norm(reference, axis=-1)
+    tolerance = 10 * ladder.TIMES_FLOOR * ladder.rounding([apart.reference.dtype])
 
-    def far(theirs: np.ndarray) -> np.ndarray:
+    def far(candidate: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
-            away = np.linalg.norm(theirs - ours, axis=-1) / size
+            away = np.linalg.norm(candidate - reference, axis=-1) / size
         return np.where(np.isnan(away), np.inf, away)
 
-    here = far(theirs)
+    here = far(candidate)
     others = np.flatnonzero((here > tolerance) & np.isfinite(here))[:ROWS_TRIED]
-    from_where = {int(i): far(theirs[i]) for i in others}
+    from_where = {int(i): far(candidate[i]) for i in others}
     moved = {i: int(away.argmin()) for i, away in from_where.items() if away.min() < tolerance}
-    said = [f"position {positions[i]} holds that of {positions[j]}" for i, j in moved.items()][:ROWS_NAMED]
+    moves = [f"position {positions[i]} holds that of {positions[j]}" for i, j in moved.items()][:ROWS_NAMED]
     more = f" and {len(moved) - ROWS_NAMED} more" if len(moved) > ROWS_NAMED else ""
-    return f"in its cache the row of {', that of '.join(said)}{more}" if said else ""
+    return f"in its cache the row of {', that of '.join(moves)}{more}" if moves else ""
 
 
 READ_COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_digest", "digest")
@@ -237,34 +239,34 @@ def reads(reference: Laid, candidate: Laid) -> pd.DataFrame:
     """
     known = dict(iter(_read(reference).groupby("module")))
     rows = []
-    for one in _read(candidate).itertuples():
-        ours = known.get(one.module)
-        if ours is None:
+    for item in _read(candidate).itertuples():
+        of_reference = known.get(item.module)
+        if of_reference is None:
             continue
         # each model calls itself as it likes, so only of others the owner's name counts
-        whose = ours["own"] if one.own else ~ours["own"] & (ours["owner"] == one.owner)
-        named = ours[(ours["path"] == one.path) & whose]
-        if one.digest in set(named["digest"]):
+        whose = of_reference["own"] if item.own else ~of_reference["own"] & (of_reference["owner"] == item.owner)
+        named = of_reference[(of_reference["path"] == item.path) & whose]
+        if item.digest in set(named["digest"]):
             continue
-        says = _says(one.own, named, one.dtype)
-        parameter = one.path if one.own else ""
-        same = bool(one.digest) and one.digest in set(ours["digest"])
+        says = _says(item.own, named, item.dtype)
+        parameter = item.path if item.own else ""
+        same = bool(item.digest) and item.digest in set(of_reference["digest"])
         before = named["digest"].iloc[0] if len(named) else ""
-        rows.append((one.module, parameter, f"{one.owner}:{one.owner_path}", says, same, before, one.digest))
+        rows.append((item.module, parameter, f"{item.owner}:{item.owner_path}", says, same, before, item.digest))
     return pd.DataFrame(rows, columns=list(READ_COLUMNS))
 
 
-def _read(one: Laid) -> pd.DataFrame:
-    params = one.trace.params.drop_duplicates(["module", "owner", "owner_path", "digest", "dtype"])
-    paths = renamed(params["module"].unique(), one.rename)
-    owned = {path: canonical_name(path, one.rename) for path in params["owner_path"].unique()}
+def _read(item: Laid) -> pd.DataFrame:
+    params = item.trace.params.drop_duplicates(["module", "owner", "owner_path", "digest", "dtype"])
+    paths = renamed(params["module"].unique(), item.rename)
+    owned = {path: canonical_name(path, item.rename) for path in params["owner_path"].unique()}
     return params.assign(
         module=params["module"].map(paths), path=params["owner_path"].map(owned),
-        own=params["owner"] == one.trace.facts.get("tag"),
+        own=params["owner"] == item.trace.facts.get("tag"),
     )  # fmt: skip
 
 
-def _says(own: bool, named: pd.DataFrame, dtype: str) -> str:
+def _says(is_own: bool, named: pd.DataFrame, dtype: str) -> str:
     if named.empty:
-        return "extra" if own else "foreign"
+        return "extra" if is_own else "foreign"
     return "changed" if dtype in set(named["dtype"]) else "cast"

@@ -43,13 +43,13 @@ class Excuses:
     def __init__(self, apart: Apart, sound: Sequence[Apart], precise: Precise | None) -> None:
         self._apart, self._sound, self._precise = apart, sound, precise
         self.ties, self.rounded = 0, 0
-        self._behind = np.zeros((len(apart.where.ours), len(apart.where.positions)), bool)
+        self._behind = np.zeros((len(apart.where.reference), len(apart.where.positions)), bool)
         self.doubts: list[Doubt] = []
 
-    def __call__(self, event: Event, key: Key, own: np.ndarray) -> np.ndarray:
-        rounded = own & self.no_worse(key)
+    def __call__(self, event: Event, key: Key, wrong: np.ndarray) -> np.ndarray:
+        rounded = wrong & self.no_worse(key)
         self.rounded += int(rounded.sum())
-        left = own & ~rounded
+        left = wrong & ~rounded
         logits = self.logits(event, key)
         if logits is None or not left.any():
             return rounded
@@ -61,14 +61,14 @@ class Excuses:
         if self._precise is None:
             return np.zeros(errors.shape, bool)
         pairs = (
-            (self._precise.candidate, self._apart.where.theirs),
-            (self._precise.reference, self._apart.where.ours),
+            (self._precise.candidate, self._apart.where.candidate),
+            (self._precise.reference, self._apart.where.reference),
         )
-        if any(key not in one.errors for one, _ in pairs):
+        if any(key not in item.errors for item, _ in pairs):
             return np.zeros(errors.shape, bool)
         places = (self._apart.where.positions, errors.shape)
-        candidate, reference = (_onto(one, one.errors[key], sequences, *places) for one, sequences in pairs)
-        behind = [_onto(one, one.flipped[key], sequences, *places) == 1 for one, sequences in pairs]
+        candidate, reference = (_onto(item, item.errors[key], sequences, *places) for item, sequences in pairs)
+        behind = [_onto(item, item.flipped[key], sequences, *places) == 1 for item, sequences in pairs]
         discrete, least = key in self._apart.discrete, self._apart.limit(key)
         return ladder.no_worse(candidate, reference, discrete=discrete, least=least, behind=behind[0] | behind[1])
 
@@ -77,30 +77,30 @@ class Excuses:
         if key.role != "out" or key not in self._apart.discrete:
             return None
         shapes = self._apart.features
-        wider = [one for one in event.keys if one in self._apart.errors and one not in self._apart.discrete
-                 and shapes[one] > shapes[key]]  # fmt: skip
+        wider = [item for item in event.keys if item in self._apart.errors and item not in self._apart.discrete
+                 and shapes[item] > shapes[key]]  # fmt: skip
         return max(wider, key=shapes.__getitem__, default=None)
 
-    def _routing(self, key: Key, logits: Key, own: np.ndarray) -> np.ndarray:
+    def _routing(self, key: Key, logits: Key, wrong: np.ndarray) -> np.ndarray:
         """Excuse ties; where only sketches are there, excuse what is usual in sound runs and doubt what noise could do,
         but no other choice from the same bits."""
         values, chosen = self._apart.pair(logits), self._apart.pair(key)
-        if all(one.full is not None for one in (*values, *chosen)):
+        if all(item.full is not None for item in (*values, *chosen)):
             noise = logit_noise(self._sound, logits)
-            rows = values[0].full[own].astype(np.float64)
+            rows = values[0].full[wrong].astype(np.float64)
             if noise is None:
                 noise = ladder.TIMES_FLOOR * self._apart.limit(logits) * float(np.abs(rows).max(initial=0))
-            near = ladder.margins(rows, *(one.full[own].astype(np.int64) for one in chosen)) <= 2 * noise
-            excused = np.zeros(own.shape, bool)
-            excused[own] = near
+            near = ladder.margins(rows, *(item.full[wrong].astype(np.int64) for item in chosen)) <= 2 * noise
+            excused = np.zeros(wrong.shape, bool)
+            excused[wrong] = near
             return self._tied(excused)
         error = self._apart.errors[logits]
-        cascade = own & (error > 0) & self._behind  # one tie leads to others
-        own = own & ~cascade
-        doubtful = own & (error > 0)
-        n, largest = int(doubtful.sum()), float(np.nanmax(error[own], initial=0))
+        cascade = wrong & (error > 0) & self._behind  # one tie leads to others
+        wrong = wrong & ~cascade
+        doubtful = wrong & (error > 0)
+        n, largest = int(doubtful.sum()), float(np.nanmax(error[wrong], initial=0))
         tokens = int((~np.isnan(error)).sum())
-        usual = max((np.nansum(one.unflipped(key)) for one in self._sound if key in one.errors), default=0)
+        usual = max((np.nansum(item.unflipped(key)) for item in self._sound if key in item.errors), default=0)
         if 0 < n <= ladder.TIMES_FLOOR * usual:
             return self._tied(doubtful | cascade)
         if not n or n > ladder.chance_flips(tokens, self._apart.features[logits], largest):
@@ -116,15 +116,15 @@ class Excuses:
 
 
 def _onto(
-    one: Apart, values: np.ndarray, sequences: list[int], positions: np.ndarray, shape: tuple[int, ...]
+    apart: Apart, values: np.ndarray, sequences: list[int], positions: np.ndarray, shape: tuple[int, ...]
 ) -> np.ndarray:
     """Values of another comparison at these sequences of its second trace and positions; NaN where it has none."""
-    found = np.full(shape, np.nan)
-    _, ours, theirs = np.intersect1d(positions, one.where.positions, return_indices=True)
+    placed = np.full(shape, np.nan)
+    _, reference, candidate = np.intersect1d(positions, apart.where.positions, return_indices=True)
     for i, sequence in enumerate(sequences):
-        if sequence in one.where.theirs:
-            found[i, ours] = values[one.where.theirs.index(sequence), theirs]
-    return found
+        if sequence in apart.where.candidate:
+            placed[i, reference] = values[apart.where.candidate.index(sequence), candidate]
+    return placed
 
 
 Reasoned = tuple[Verdict, str]
@@ -141,12 +141,12 @@ class Left:
 
     @classmethod
     def of(
-        cls, apart: Apart, found: Mapping[Key, Finding], floor: Floors, excuses: Excuses, excused: set[Key]
+        cls, apart: Apart, findings: Mapping[Key, Finding], floor: Floors, excuses: Excuses, excused: set[Key]
     ) -> "Left":
         """From findings in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
         error, grown = 0.0, 0.0
-        flips = np.zeros((len(apart.where.ours), len(apart.where.positions)), bool)
-        for key, part in found.items():
+        flips = np.zeros((len(apart.where.reference), len(apart.where.positions)), bool)
+        for key, part in findings.items():
             if key in apart.discrete:
                 if excuses.logits(part.event, key) is not None:
                     flips = flips | np.logical_or.accumulate(part.error > 0, axis=1)
@@ -166,7 +166,7 @@ class Left:
 def verdict(
     apart: Apart,
     plan: Plan,
-    found: Mapping[Key, Finding],
+    findings: Mapping[Key, Finding],
     floor: Floors,
     excuses: Excuses,
     idle: set[str],
@@ -179,8 +179,8 @@ def verdict(
         return "INCONCLUSIVE", known
     if len(apart.equal) == len(apart.errors):
         return "SOUND", "every tensor that was compared is equal in every bit"
-    idlers = {key for key, part in found.items() if part.own.any() and part.event.maker in idle}
-    left = Left.of(apart, found, floor, excuses, plan.with_copies(idlers))
+    idlers = {key for key, part in findings.items() if part.wrong.any() and part.event.maker in idle}
+    left = Left.of(apart, findings, floor, excuses, plan.with_copies(idlers))
     unknown = _unknown(left, calibrated)
     if unknown is not None:
         return "INCONCLUSIVE", unknown
@@ -209,9 +209,9 @@ def _incomparable(apart: Apart, plan: Plan, excuses: Excuses) -> str | None:
     if where.strangers:
         return f"{where.strangers} sequences of the batch were fed other tokens: compare them alone"
     if excuses.doubts:
-        one = excuses.doubts[0]
+        item = excuses.doubts[0]
         return (
-            f"{one.module} made another choice at position {one.position}, which may be a tie (unknown margin): "
+            f"{item.module} made another choice at position {item.position}, which may be a tie (unknown margin): "
             "capture both runs again with it in full (`around()`; `specnb divergence compare` prints the commands)"
         )
     final = plan.outermost
@@ -253,11 +253,11 @@ def turned(apart: Apart, plan: Plan) -> set[Key]:
     given = [key for key in apart.discrete if key.role == "in" and NAMED in key.name]
     rotaries = {key.module for key in given}
     outs = [key for key in apart.errors if key.role == "out" and key.module in rotaries and key not in apart.discrete]
-    found = {key for key in outs if _differs(apart, key) and _late(apart, key) is not None}
-    if not found:
+    keys = {key for key in outs if _differs(apart, key) and _late(apart, key) is not None}
+    if not keys:
         return set()
-    found |= {key for key in given if _differs(apart, key) and _one_step(*apart.pair(key))}
-    return plan.with_copies(found) & apart.errors.keys()
+    keys |= {key for key in given if _differs(apart, key) and _one_step(*apart.pair(key))}
+    return plan.with_copies(keys) & apart.errors.keys()
 
 
 def _differs(apart: Apart, key: Key) -> bool:
@@ -278,18 +278,18 @@ def _late(apart: Apart, key: Key) -> int | None:
         np.flatnonzero(_alike(x, y[:, :1], near).all(0)) for x, y in ((a.sketch, b.sketch), (b.sketch, a.sketch))
     )
     lates = sorted([*ahead.tolist(), *(-behind).tolist()], key=abs)
-    for late in [one for one in lates if 0 < abs(one) <= most][:TRIED]:
-        ours, theirs = (
+    for late in [item for item in lates if 0 < abs(item) <= most][:TRIED]:
+        reference, candidate = (
             (a.sketch[:, late:], b.sketch[:, : n - late]) if late > 0 else (a.sketch[:, :late], b.sketch[:, -late:])
         )
-        if _alike(ours, theirs, near).all():
+        if _alike(reference, candidate, near).all():
             return late
     return None
 
 
-def _alike(ours: np.ndarray, theirs: np.ndarray, near: float) -> np.ndarray:
+def _alike(reference: np.ndarray, candidate: np.ndarray, near: float) -> np.ndarray:
     """(sequences, positions) of sketches."""
-    return np.linalg.norm(theirs - ours, axis=-1) <= near * np.linalg.norm(ours, axis=-1)
+    return np.linalg.norm(candidate - reference, axis=-1) <= near * np.linalg.norm(reference, axis=-1)
 
 
 def _one_step(a: Values, b: Values) -> bool:

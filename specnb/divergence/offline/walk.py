@@ -70,7 +70,7 @@ class Plan:
                 if key.role == "state":
                     continue
                 known = last_with.setdefault(digest, [])
-                earlier = [one for one in known if order[one] < order[key]]
+                earlier = [each for each in known if order[each] < order[key]]
                 if earlier:
                     same_as[key] = max(earlier, key=order.__getitem__)
                 known.append(key)
@@ -78,11 +78,11 @@ class Plan:
 
     def with_copies(self, keys: set[Key]) -> set[Key]:
         """These tensors, and those that hand them on."""
-        found = set(keys)
+        findings = set(keys)
         for key, source in self.same_as.items():
-            if source in found:
-                found.add(key)
-        return found
+            if source in findings:
+                findings.add(key)
+        return findings
 
     @property
     def outermost(self) -> set[Key]:
@@ -98,25 +98,25 @@ class Plan:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the walk says of one tensor, each (sequences, positions): `own`, wrong by itself; `beyond` its floor;
+    """What the walk says of one tensor, each (sequences, positions): `wrong` by itself; `beyond` its floor;
     `given`, the largest error of what it was made from. `error` is 0 where nothing was compared."""
 
     event: Event
     error: np.ndarray
-    own: np.ndarray
+    wrong: np.ndarray
     beyond: np.ndarray
     given: np.ndarray
 
 
 Excuse = Callable[[Event, Key, np.ndarray], np.ndarray]
-"""`excuse(event, key, own)`: where in `own` there is nothing structural after all."""
+"""`excuse(event, key, wrong)`: where in `wrong` there is nothing structural after all."""
 
 
 def walk(
     plan: Plan, errors: Mapping[Key, np.ndarray], floor: Mapping[Key, float], excuse: Excuse
 ) -> dict[Key, Finding]:
     """Findings by key, in the order of the run, of all that was compared."""
-    found: dict[Key, Finding] = {}
+    findings: dict[Key, Finding] = {}
     shape = next(iter(errors.values())).shape if errors else (0, 0)
     scopes: dict[Call, _Scope] = defaultdict(lambda: _Scope(shape))
     for event in plan.events:
@@ -124,47 +124,47 @@ def walk(
         parts = {}
         for key in (key for key in event.keys if key in errors):
             beyond = errors[key] > ladder.TIMES_FLOOR * floor[key]
-            source = found.get(plan.same_as.get(key)) if event.given else None
+            source = findings.get(plan.same_as.get(key)) if event.given else None
             given, wrong = (source.error, source.beyond) if source else (made_in.error, made_in.wrong)
-            own = ladder.wrong_by_itself(errors[key], floor[key], given, wrong)
-            own &= ~(made_in.odd & np.isinf(errors[key]))
-            if own.any():
-                own = own & ~excuse(event, key, own)
-            parts[key] = Finding(event, np.nan_to_num(errors[key], posinf=np.inf), own, beyond, given)
-        found |= parts
+            wrong_here = ladder.wrong_by_itself(errors[key], floor[key], given, wrong)
+            wrong_here &= ~(made_in.odd & np.isinf(errors[key]))
+            if wrong_here.any():
+                wrong_here = wrong_here & ~excuse(event, key, wrong_here)
+            parts[key] = Finding(event, np.nan_to_num(errors[key], posinf=np.inf), wrong_here, beyond, given)
+        findings |= parts
         for call in (*event.holders, event.at) if event.given else event.holders:
             for part in parts.values():
                 scopes[call].add(part)
-    return found
+    return findings
 
 
-def harmless(plan: Plan, found: Mapping[Key, Finding], floor: Mapping[Key, float]) -> set[str]:
+def harmless(plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float]) -> set[str]:
     """Modules that are wrong by themselves while nothing made from that is: nothing else is wrong at those positions
     or behind, up to the outermost module's output.
 
     Positions that are all turned by one more step are such a case: attention sees their differences only.
     """
-    finals = {key for key, part in found.items() if not part.event.given and part.event.holders == (OUTSIDE,)}
+    finals = {key for key, part in findings.items() if not part.event.given and part.event.holders == (OUTSIDE,)}
     return {
         maker
-        for maker in {part.event.maker for part in found.values() if part.own.any()}
-        if finals and _dies_out(plan, found, floor, maker, finals)
+        for maker in {part.event.maker for part in findings.values() if part.wrong.any()}
+        if finals and _dies_out(plan, findings, floor, maker, finals)
     }
 
 
 def _dies_out(
-    plan: Plan, found: Mapping[Key, Finding], floor: Mapping[Key, float], maker: str, finals: set[Key]
+    plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float], maker: str, finals: set[Key]
 ) -> bool:
-    wrong = {key for key, part in found.items() if part.own.any() and part.event.maker == maker}
+    wrong = {key for key, part in findings.items() if part.wrong.any() and part.event.maker == maker}
     same = plan.with_copies(wrong)
     if same & finals:
         return False
-    start = min(found[key].event.order for key in wrong)
-    behind = np.logical_or.accumulate(np.any([found[key].own for key in wrong], axis=0), axis=1)
-    most = HARMLESS * min(1.0, max(float(found[key].error[found[key].own].max()) for key in wrong))
-    later = [key for key, part in found.items() if part.event.order > start and key not in same]
+    start = min(findings[key].event.order for key in wrong)
+    behind = np.logical_or.accumulate(np.any([findings[key].wrong for key in wrong], axis=0), axis=1)
+    most = HARMLESS * min(1.0, max(float(findings[key].error[findings[key].wrong].max()) for key in wrong))
+    later = [key for key, part in findings.items() if part.event.order > start and key not in same]
     left = {key: max(min(most, ladder.GROWN * floor[key]), ladder.TIMES_FLOOR * floor[key]) for key in later}
-    return all((found[key].error[behind] <= left[key]).all() for key in later)
+    return all((findings[key].error[behind] <= left[key]).all() for key in later)
 
 
 class _Scope:
@@ -194,8 +194,10 @@ def _events(order: Mapping[Key, int]) -> Iterator[Event]:
             together.setdefault((at, key.role, call), []).append(key)
     open_calls: list[Call] = []
     for (at, _, call), keys in sorted(together.items(), key=lambda item: (item[0][0], -spans[item[0][2]][1])):
-        open_calls = [one for one in open_calls if spans[one][1] > at]
-        holders = tuple(one for one in reversed(open_calls) if one != call and spans[one][0] < at)
+        open_calls = [open_call for open_call in open_calls if spans[open_call][1] > at]
+        holders = tuple(
+            open_call for open_call in reversed(open_calls) if open_call != call and spans[open_call][0] < at
+        )
         yield Event(at, call, tuple(keys), (*holders, OUTSIDE))
         if call not in open_calls and spans[call][1] > at:
             open_calls.append(call)

@@ -134,7 +134,7 @@ class Audit(NamedTuple):
         """The verdict in a sentence."""
         if self.verdict == "wrong":
             return f"wrong: {' and '.join(self.causes)}, of {self.n} positions"
-        varied = any(one.z is not None for one in self.panel)
+        varied = any(statistic.z is not None for statistic in self.panel)
         if self.verdict == "inconclusive":
             why = f"about {self.more} more are needed to see a total variation of {self.effect:g} with power {POWER:g}"
             if not varied and self.exact < self.n:
@@ -146,7 +146,7 @@ class Audit(NamedTuple):
     def document(self) -> dict[str, Any]:
         """For JSON."""
         flaws = {kind: {"count": count, **first._asdict()} for kind, (count, first) in self.flaws.items()}
-        panel = [one._asdict() for one in self.panel]
+        panel = [statistic._asdict() for statistic in self.panel]
         return self._asdict() | {"panel": panel, "flaws": flaws, "exit_code": self.exit_code, "line": self.line}
 
 
@@ -171,24 +171,24 @@ class Tally:
         if position.accepted is None:
             return
         try:
-            found = position_terms(position)
+            position_sums = position_terms(position)
         except InputError as error:
             raise InputError(f"position {self.given - 1}: {error}") from error
-        if found.prefix in self._visited:
+        if position_sums.prefix in self._visited:
             self.repeated += 1
             return
-        if found.prefix is not None:
-            self._visited.add(found.prefix)
-        self._count(found)
+        if position_sums.prefix is not None:
+            self._visited.add(position_sums.prefix)
+        self._count(position_sums)
 
-    def _count(self, found: Terms) -> None:
+    def _count(self, terms_of_position: Terms) -> None:
         self.n += 1
-        self.replayed += found.replayed
-        self.exact += found.exact
-        self._sums += found.moments
-        self._all_likeliest &= found.likeliest
-        self._likeliest_log_chance += found.likeliest_log_chance
-        for kind, says in found.flaws:
+        self.replayed += terms_of_position.replayed
+        self.exact += terms_of_position.exact
+        self._sums += terms_of_position.moments
+        self._all_likeliest &= terms_of_position.likeliest
+        self._likeliest_log_chance += terms_of_position.likeliest_log_chance
+        for kind, says in terms_of_position.flaws:
             self._flaws[kind] += 1
             self._first.setdefault(kind, Flaw(self.given - 1, says))
 
@@ -200,14 +200,14 @@ class Tally:
         panel = _panel(self._sums, self.n, effect, alpha)
         flaws = {kind: (count, self._first[kind]) for kind, count in self._flaws.items()}
         more = self._missing(panel, effect)
-        causes = self._causes({one.name: one.z for one in panel if one.far})
+        causes = self._causes({statistic.name: statistic.z for statistic in panel if statistic.far})
         verdict = "wrong" if causes else "inconclusive" if more else "sound"
         return Audit(verdict, causes, self.n, self.repeated, self.replayed, self.exact, panel, flaws, more, effect)
 
     def _missing(self, panel: tuple[Statistic, ...], effect: float) -> int:
         """How many positions are missing for `effect`; where nothing varied only those count that are exact."""
-        if any(one.z is not None for one in panel):
-            return max(0, max(one.needed for one in panel) - self.n)
+        if any(statistic.z is not None for statistic in panel):
+            return max(0, max(statistic.needed for statistic in panel) - self.n)
         return max(0, needed_exact(effect) - self.exact)
 
     def _causes(self, far: dict[str, float]) -> tuple[str, ...]:
@@ -215,17 +215,17 @@ class Tally:
 
         Drafts of another law shift all that follows from them, a wrong rule all but the drafts.
         """
-        found = [CAUSE_OF_FLAW[kind] for kind in self._flaws]
-        if "z_draft" in far and NOT_DRAWN not in found:
+        causes = [CAUSE_OF_FLAW[kind] for kind in self._flaws]
+        if "z_draft" in far and NOT_DRAWN not in causes:
             by_chance = self._likeliest_log_chance > math.log(BY_CHANCE)
-            found.append(NOT_DRAWN if self._all_likeliest and not by_chance else MISREPORTED)
+            causes.append(NOT_DRAWN if self._all_likeliest and not by_chance else MISREPORTED)
         elif "z_acc" in far and not {"accept", "draft"} & self._flaws.keys():
             # where each decision was replayed the rule is right, so what it was given must be wrong
             drawn = self._sums[STATISTICS.index("z_draft"), 1] > 0
-            found.append(MISREPORTED if drawn and self.replayed == self.n else OTHER)
-        elif far and not found:
-            found.append(FROM_TARGET if far.get("z_dir", 0.0) < 0 else OTHER)
-        return tuple(dict.fromkeys(found))
+            causes.append(MISREPORTED if drawn and self.replayed == self.n else OTHER)
+        elif far and not causes:
+            causes.append(FROM_TARGET if far.get("z_dir", 0.0) < 0 else OTHER)
+        return tuple(dict.fromkeys(causes))
 
 
 def audit(positions: Iterable[Position], *, effect: float = EFFECT, alpha: float = ALPHA) -> Audit:
@@ -241,16 +241,21 @@ def audit(positions: Iterable[Position], *, effect: float = EFFECT, alpha: float
 
 
 def _panel(sums: np.ndarray, n: int, effect: float, alpha: float) -> tuple[Statistic, ...]:
-    found = [_statistic(name, n, Moments(*row), effect, alpha) for name, row in zip(STATISTICS, sums, strict=True)]
-    ranked = sorted((one for one in found if one.p_value is not None), key=lambda one: one.p_value)
+    panel = [_statistic(name, n, Moments(*row), effect, alpha) for name, row in zip(STATISTICS, sums, strict=True)]
+    ranked = sorted(
+        (statistic for statistic in panel if statistic.p_value is not None), key=lambda statistic: statistic.p_value
+    )
     far: set[str] = set()
-    for behind, one in enumerate(ranked):
-        if one.p_value > alpha / (len(ranked) - behind):
+    for behind, statistic in enumerate(ranked):
+        if statistic.p_value > alpha / (len(ranked) - behind):
             break
-        far.add(one.name)
+        far.add(statistic.name)
     return tuple(
-        one._replace(far=one.name in far, meaning=MEANING[one.name][int(one.z > 0)] if one.name in far else "")
-        for one in found
+        statistic._replace(
+            far=statistic.name in far,
+            meaning=MEANING[statistic.name][int(statistic.z > 0)] if statistic.name in far else "",
+        )
+        for statistic in panel
     )
 
 

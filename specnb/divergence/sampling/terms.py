@@ -153,18 +153,18 @@ def position_terms(position: Position) -> Terms:
     picked = position.resample_u is not None
     if x is None:  # nothing was drafted here: y is drawn from p, and only what is drawn can be judged
         flaws = tuple(_extra_wrongly(position, p, y, rounding))
-        told = picked and rounding.tells(np.cumsum(p))
+        tells = picked and rounding.tells(np.cumsum(p))
         p = p / p.sum()
         moments = np.array([NOTHING, NOTHING, _surprise(p, y), NOTHING, _order(p, y)])
-        return Terms(moments, flaws, True, 0.0, picked, certain or told, prefix)
+        return Terms(moments, flaws, True, 0.0, picked, certain or tells, prefix)
     flaws = tuple(_flaws(position, p, q, x, y, rounding))
-    told = bool(position.accepted) or (picked and rounding.tells(np.cumsum(np.maximum(p - q, 0.0))))
+    tells = bool(position.accepted) or (picked and rounding.tells(np.cumsum(np.maximum(p - q, 0.0))))
     p, q = p / p.sum(), q / q.sum()
     top = float(q.max())
     by_chance = min(1.0, top * np.count_nonzero(q == top))
     moments = np.array([_kept(position, p, q), _surprise(q, x), _surprise(p, y), _direction(p, q, y), _order(p, y)])
     replayed = position.accept_u is not None
-    exact = certain or (replayed and told)
+    exact = certain or (replayed and tells)
     return Terms(moments, flaws, bool(q[x] == top), float(np.log(by_chance)), replayed, exact, prefix)
 
 

@@ -53,15 +53,15 @@ def gpu_share(path: Path, gpu_layers: int) -> float:
     return min(1.0, gpu_layers / (int(layers or 0) + 1))
 
 
-def require_room(what: str, weights: int, state: int, share: float, *, loaded: bool = False) -> None:
+def require_room(name: str, weights: int, state: int, share: float, *, loaded: bool = False) -> None:
     """MemoryShortError unless the bytes fit: the `share` of them on the GPU, if its room is known, the rest here.
 
     Weights that are `loaded` are no longer free on the GPU; here they are pages of the file, which count as free.
     """
-    require(Need(round((1 - share) * weights), round((1 - share) * state)), what=what)
+    require(Need(round((1 - share) * weights), round((1 - share) * state)), name=name)
     if share and (free := binding.gpu_free_bytes()) is not None:
         need = Need(0 if loaded else round(share * weights), round(share * state))
-        require(need, what=what, device="the GPU", free=free)
+        require(need, name=name, device="the GPU", free=free)
 
 
 def open_model(path: Path, gpu_layers: int) -> object:

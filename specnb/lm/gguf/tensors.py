@@ -266,14 +266,14 @@ def ggml() -> SimpleNamespace:
     """ggml's functions for tensors. Raises LoadError where one is missing or a tensor is laid out otherwise."""
     # the symbols of the libraries that libllama itself is linked with: a file loaded beside would be a second copy
     library = binding.library().api._lib
-    found = SimpleNamespace()
+    functions = SimpleNamespace()
     for name, (result, arguments) in _FUNCTIONS.items():
         try:
             function = library[name]  # by index a new object: no one else's types are changed
         except AttributeError as error:
             raise LoadError(f"this llama.cpp has no {name}: {REMEDY}") from error
         function.restype, function.argtypes = result, arguments
-        setattr(found, name, function)
-    if found.ggml_tensor_overhead() != OBJECT_BYTES + ctypes.sizeof(_Raw):
-        raise LoadError(f"ggml {found.ggml_version().decode()} lays tensors out otherwise than 0.25.3: {REMEDY}")
-    return found
+        setattr(functions, name, function)
+    if functions.ggml_tensor_overhead() != OBJECT_BYTES + ctypes.sizeof(_Raw):
+        raise LoadError(f"ggml {functions.ggml_version().decode()} lays tensors out otherwise than 0.25.3: {REMEDY}")
+    return functions

@@ -64,10 +64,10 @@ def _once(mask: torch.Tensor, name: object, make: Callable[[torch.Tensor], torch
 
     It is kept on the mask itself, and so no longer than that lives.
     """
-    made = mask.__dict__.setdefault("specnb_made", {})
-    if name not in made:
-        made[name] = make(mask)
-    return made[name]
+    cached = mask.__dict__.setdefault("specnb_made", {})
+    if name not in cached:
+        cached[name] = make(mask)
+    return cached[name]
 
 
 def _nodes_against(

@@ -152,13 +152,13 @@ class TorchEngine:
 
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """As `HfModel.locate_nonfinite`."""
-        found: list[str] = []
+        names: list[str] = []
 
         def watch(name: str):
             def hook(_module: torch.nn.Module, _inputs: object, output: object) -> None:
                 first = output[0] if isinstance(output, tuple) and output else output
-                if not found and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
-                    found.append(name)
+                if not names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
+                    names.append(name)
 
             return hook
 
@@ -168,7 +168,7 @@ class TorchEngine:
         finally:
             for hook in hooks:
                 hook.remove()
-        return found[0] if found else ""
+        return names[0] if names else ""
 
     @torch.inference_mode()
     def run_apart(self, ids: Sequence[int]) -> None:

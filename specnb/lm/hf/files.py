@@ -116,11 +116,11 @@ def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
     return n_ctx or min(known, DEFAULT_N_CTX)
 
 
-def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, what: str) -> None:
+def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str) -> None:
     """Count parameters on the meta device (no memory), then ask for weights + state + margin."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "num_hidden_layers", 1) > MAX_LAYERS:
-        raise LoadError(f"{what}: its config.json asks for {text.num_hidden_layers} layers, more than {MAX_LAYERS}")
+        raise LoadError(f"{name}: its config.json asks for {text.num_hidden_layers} layers, more than {MAX_LAYERS}")
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     width = torch.finfo(dtype).bits // 8
@@ -129,11 +129,11 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
         n_layers=getattr(text, "num_hidden_layers", 1),
         n_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads),
-        n_ctx=context(config, n_ctx, what),
+        n_ctx=context(config, n_ctx, name),
         bytes_per_value=width,
     )
     weights = width * sum(p.numel() for p in skeleton.parameters())
-    require(Need(weights, state), device=device, what=what)
+    require(Need(weights, state), device=device, name=name)
 
 
 def vocabulary(
@@ -240,7 +240,7 @@ def _check_room(gguf: Path) -> None:
     from gguf import GGUFReader
 
     n = sum(math.prod(int(d) for d in tensor.shape) for tensor in GGUFReader(gguf).tensors)
-    require(Need(8 * n, 0), device="cpu", what=f"{gguf.name} as float32")
+    require(Need(8 * n, 0), device="cpu", name=f"{gguf.name} as float32")
     need_space(cache_dir(), 4 * n)
 
 

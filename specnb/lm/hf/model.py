@@ -210,7 +210,7 @@ class HfModel(GoesBack):
         return self._hidden
 
     @contextmanager
-    def _or_back_to(self, n: int, what: str) -> Iterator[None]:
+    def _or_back_to(self, n: int, action: str) -> Iterator[None]:
         """When the block fails or is interrupted, some layers longer than others: the state of the first `n` tokens.
 
         A failure that is not ours becomes an EngineError.
@@ -221,7 +221,7 @@ class HfModel(GoesBack):
             self._go_back(n)
             if isinstance(error, SpecnbError):
                 raise
-            raise EngineError(f"torch failed on {what} of {self.name} at position {n}: {error}") from error
+            raise EngineError(f"torch failed on {action} of {self.name} at position {n}: {error}") from error
         except BaseException:
             self._go_back(n)
             raise
@@ -284,4 +284,4 @@ def _require_room(model: HfModel, engine: TorchEngine, depth: int, kind: str) ->
     states = {"snapshots": 1 + depth, "recompute": 0}.get(kind, 1)
     need = Need(0, states * engine.save().nbytes)
     model.reset()
-    require(need, device=model.caps.device, what=f"what rollback={kind} keeps of {model.name}")
+    require(need, device=model.caps.device, name=f"what rollback={kind} keeps of {model.name}")

@@ -254,9 +254,11 @@ def _writes_state(module: torch.nn.Module) -> bool:
 
 def _rebind(mixer: torch.nn.Module, names: Mapping[str, Callable]) -> None:
     """Give `mixer` a forward of its own, in which `names` mean other functions; its module and class stay the same."""
-    own = inspect.unwrap(type(mixer).forward)
-    heard = FunctionType(own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__)
-    heard.__kwdefaults__ = own.__kwdefaults__
+    forward = inspect.unwrap(type(mixer).forward)
+    heard = FunctionType(
+        forward.__code__, {**forward.__globals__, **names}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    heard.__kwdefaults__ = forward.__kwdefaults__
     mixer.forward = MethodType(heard, mixer)
 
 

@@ -59,11 +59,11 @@ class ProbedLater(Capabilities):
     @classmethod
     def of(cls, caps: Capabilities, probe: Callable[[Capabilities], str]) -> Self:
         """`caps`, which allow trees, but that `probe` is asked once what stands against them, "" if nothing."""
-        made = cls(**{one.name: getattr(caps, one.name) for one in fields(caps)})
+        probed = cls(**{field.name: getattr(caps, field.name) for field in fields(caps)})
         for name in ("trees", "trees_reason"):
-            del made.__dict__[name]  # where the values below are then kept
-        made.__dict__["_ask"] = lambda: probe(caps)
-        return made
+            del probed.__dict__[name]  # where the values below are then kept
+        probed.__dict__["_ask"] = lambda: probe(caps)
+        return probed
 
     @cached_property
     def trees_reason(self) -> str:
@@ -82,7 +82,7 @@ def probe_trees(model: TreeModel) -> str:
     if model.caps.n_ctx < PAST + len(PROBE):
         return ""
     try:
-        found, expected = _in_tree(model), _in_chains(model)
+        tree_rows, expected = _in_tree(model), _in_chains(model)
     except Exception as error:  # of a family that takes no such mask
         return f"a tree fails: {error}"
     finally:
@@ -90,7 +90,7 @@ def probe_trees(model: TreeModel) -> str:
     if not all(np.isfinite(rows).all() for rows in expected):
         return ""  # nothing to compare; the run itself will say where NaN comes from
     tolerance = TOLERANCE[model.caps.lossless_dtype]
-    if all(apart(rows, whole) < tolerance for rows, whole in zip(found, expected, strict=True)):
+    if all(apart(rows, whole) < tolerance for rows, whole in zip(tree_rows, expected, strict=True)):
         return ""
     return "the nodes of a tree do not get the logits that their paths get"
 
@@ -107,9 +107,9 @@ def _in_tree(model: TreeModel) -> list[np.ndarray]:
     model.forward(past, 0)
     rows = model.forward_tree(nodes, PROBE)
     model.keep_path(KEPT)
-    found = [rows[DROPPED], rows[KEPT], model.forward(after)]
+    tree_rows = [rows[DROPPED], rows[KEPT], model.forward(after)]
     model.reset()
-    return found
+    return tree_rows
 
 
 def _in_chains(model: TreeModel) -> list[np.ndarray]:
