@@ -59,6 +59,11 @@ class KSweepParams(Params):
 
     Each prompt is generated plainly at every temperature, and a replay along it answers K = 1 to `k_max`; the K's of
     `ks` run live beside it, interleaved, as the check. `conversations` are followed turn by turn.
+
+    >>> KSweepParams.checked(k_max=0)
+    Traceback (most recent call last):
+        ...
+    specnb.errors.InputError: parameters of KSweepParams: k_max = 0: Input should be greater than or equal to 1
     """
 
     target: str = "smollm2-135m"

@@ -68,6 +68,14 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
 
     Raises InputError for what JSON or parquet cannot hold (NaN, a key that is not text, an object, a seed beyond 64
     bits), for a folder that cannot be written, and while another process saves this run; the old record then stays.
+
+    >>> import tempfile
+    >>> from datetime import UTC, datetime
+    >>> now = datetime.now(UTC)
+    >>> record = RunRecord(run_id="1", experiment="mine", params={"k": 4}, provenance={}, started=now, ended=now)
+    >>> with tempfile.TemporaryDirectory() as results:
+    ...     load(save(record, Path(results))).params
+    {'k': 4}
     """
     folder = _home(record, results)
     document = plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")

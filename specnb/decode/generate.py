@@ -84,6 +84,14 @@ def generate(
     repeatable.
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
+
+    >>> from specnb.lm import toy
+    >>> target = toy.markov(8, seed=1)  # a model of 8 tokens; a name such as "smollm2-135m" does as well
+    >>> drafted = generate(target, [0], drafter="lookup", k=4, max_new_tokens=16)
+    >>> [r.n_accepted for r in drafted.rounds], round(drafted.tau, 2)
+    ([0, 0, 0, 4, 4, 2], 2.67)
+    >>> drafted.token_ids == generate(target, [0], max_new_tokens=16).token_ids
+    True
     """
     control = k if isinstance(k, Controller) or k is None else FixedK(k)
     sampling = Sampling(temperature, top_k, top_p, rule, seed)

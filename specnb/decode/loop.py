@@ -82,9 +82,17 @@ def speculative(
 ) -> Iterator[Round]:
     """Speculative decoding: draft as many tokens as `control` says, verify in ONE forward, commit, rewind.
 
-    Leviathan et al. 2211.17192. `after_prompt` is what `prefill` returned. With a lossless rule the tokens are those
-    of `autoregressive` (greedy), or follow the same distribution. Drafts are a chain or a tree, as the drafter likes.
-    Raises InputError before the first token for a drafter of trees and a target that cannot verify them.
+    A round with K = 3, where the state holds tokens 0..5 and token 6 is the newest, x7 and x8 are right, x9 is not:
+
+        draft     x7  x8  x9
+        forward   6   x7  x8  x9     ONE call, logits (4, vocab): row i is the target's after i drafts
+        verdict       ok  ok  no     n_accepted = 2; row 2 gives the correction y9
+        commit    x7  x8  y9         three tokens for one call of the target
+        rewind    1                  the state holds 0..8, y9 is the newest
+
+    Leviathan et al. 2211.17192, algorithm 1. `after_prompt` is what `prefill` returned. With a lossless rule the tokens
+    are those of `autoregressive` (greedy), or follow the same distribution. Drafts are a chain or a tree, as the drafter
+    likes. Raises InputError before the first token for a drafter of trees and a target that cannot verify them.
     """
     if tree_nodes(drafter):
         tree.require_trees(target)

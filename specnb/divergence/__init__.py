@@ -1,5 +1,28 @@
-"""The divergence lab: two runs of one draft model part somewhere; which module, which token, and why?
+"""Two runs of one draft part somewhere: which module, which token, and why? And is what was sampled what the rows say?
 
-`capture` writes down what a run computed (a `Trace`); traces are compared without torch. A *set-up* is one way to run
-the draft: alone, beside itself, beside a decoy twin, beside the target.
+It knows modules, tensors and logs; it knows nothing of speed.
+
+`investigate`  run the draft alone, beside itself, beside a decoy twin and beside the target (*set-ups*); replay each
+               module on its own inputs; name the first that is wrong, the token, and the likely cause.
+               The reference is the draft as it was loaded. Half precision is not reported. Permuted weights that
+               leave the logits unchanged are DIVERGENT, with a note that they cannot cause rejections.
+`--deploy module:function`  a context manager of yours under which the draft runs as it does where it fails.
+               `--features graphs,compile` finds the smallest set of service features that the fault needs.
+`capture`      write down what each module was given and gave (a `Trace`), here or in a process of your own:
+
+                   with capture(draft_module, "traces/beside-target", known={"target": target_module}):
+                       run_the_engine()  # in this thread, eagerly; vLLM: enforce_eager=True, no multiprocessing
+
+`compare`      judge two traces of one engine, without torch. `--sound` gives a sound run, which shows what rounding
+               does; `--rename OLD=NEW` aligns the paths of two module trees.
+`preflight`    check weights, configs and the drafter in seconds, before anything runs.
+`audit`        decode, and test that drafts and tokens follow their rows (`sampling`; notebook 08).
+`faults`       the injectable bugs and two harmless changes (controls), to try on a model of your own.
+
+Exit codes are those of `git bisect run`: 0 sound, 1 divergent, 125 inconclusive.
+
+    git bisect run specnb divergence investigate --draft ./draft --target ./target --deploy my_service:deploy
+
+Captures see arguments, results, caches among the arguments, and parameters that torch's operations read. They do not
+see what a Triton or C++ kernel looks up by itself; the coverage counts the parameters that nobody was seen to read.
 """

@@ -2,6 +2,12 @@
 
 Node i follows `parents[i]`; -1 stands for the committed text, so several nodes may start there. Parents come before
 their children (topological order), which is what makes every triangular solve over the nodes triangular.
+
+    tokens    a  b  c  d        a -+- b              seen   a b c d
+    parents  -1  0  0  2           +- c --- d        a      1
+    depths    0  1  1  2                             b      1 1
+                                                     c      1 . 1
+    path of node 3: 0, 2, 3 (a c d)                  d      1 . 1 1
 """
 
 from collections.abc import Sequence

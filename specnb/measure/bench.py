@@ -105,6 +105,14 @@ def compare(
     the same prompt), tau and acceptance_rate where the method is ours, identical (prompts whose tokens equal the
     baseline's), n_prompts. With `same_text` a method is compared on those prompts only: where two methods round
     differently their texts part, and how well a text can be drafted has nothing to do with how fast a method is.
+
+    >>> from functools import partial
+    >>> from specnb.decode.generate import generate
+    >>> from specnb.lm import toy
+    >>> plain = partial(generate, toy.markov(8, seed=1), max_new_tokens=16)
+    >>> table = compare({"plain": plain, "lookup": partial(plain, drafter="lookup")}, [[0], [1]], baseline="plain")
+    >>> table.set_index("method")["identical"].to_dict()
+    {'plain': 2, 'lookup': 2}
     """
     return table(list(interleaved(methods, prompts, repeats=repeats)), baseline=baseline, same_text=same_text)
 

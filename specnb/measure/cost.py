@@ -64,6 +64,11 @@ def verify_curve(
     """Measure T(n) of `model`, widths interleaved in random order so that drift of the machine hits all alike.
 
     Two warm-up forwards a width are not counted. Resets the model. Raises InputError for what does not fit it.
+
+    >>> from specnb.lm import toy
+    >>> curve = verify_curve(toy.markov(8), widths=(1, 5), context=4)
+    >>> curve.widths, curve.seconds(5) > 0
+    ((1, 5), True)
     """
     return _measured(model, (), widths, context, repeats, seed)[0]
 

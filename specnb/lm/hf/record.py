@@ -2,6 +2,8 @@
 
 A layer's mixer calls its recurrence as a function of its module, and hands its states to the cache. So nothing of
 transformers is changed: a mixer of *this* model gets a forward in which that one name means our listening function.
+The recurrences: gated delta rule (Yang et al. 2412.06464, section 3.1; `torch_chunk_gated_delta_rule` in
+models/qwen3_next/modeling_qwen3_next.py), Mamba-2's scan (Dao and Gu 2405.21060, section 6; models/mamba2).
 The convolution's window needs none of this: a cache layer that records its past keeps all columns, and is cut.
 """
 
