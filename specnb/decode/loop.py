@@ -91,8 +91,8 @@ def speculative(
         rewind    1                  the state holds 0..8, y9 is the newest
 
     Leviathan et al. 2211.17192, algorithm 1. `after_prompt` is what `prefill` returned. With a lossless rule the tokens
-    are those of `autoregressive` (greedy), or follow the same distribution. Drafts are a chain or a tree, as the drafter
-    likes. Raises InputError before the first token for a drafter of trees and a target that cannot verify them.
+    are those of `autoregressive` (greedy), or follow the same distribution. Drafts are a chain or a tree, as the
+    drafter likes. Raises InputError before the first token for a drafter of trees and a target that cannot verify them.
     """
     if tree_nodes(drafter):
         tree.require_trees(target)
