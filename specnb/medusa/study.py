@@ -18,12 +18,11 @@ from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.lm.tree import COMMITTED
 from specnb.measure import curve as training_curve
 from specnb.measure.bench import FEWEST
 from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.medusa import faults, gates
-from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_matrix, score, share_interval, trace
+from specnb.medusa.accuracy import NO_LABEL, Scores, score, share_interval, trace
 from specnb.medusa.bench import (
     HeadsBenchParams,
     checked_params,
@@ -255,24 +254,6 @@ class Study:
         ])  # fmt: skip
         # nodes of no worth are left out, so that two sizes asked for may be one tree
         return trees.drop_duplicates(["kind", "nodes"]) if len(trees) else trees
-
-    @section("tree", after="trees")
-    def tree(self) -> pd.DataFrame:
-        """The nodes of the chosen trees: kind, node, parent, head, rank, value, worth.
-
-        `value` is how often that rank of that head is right on the judged prompts, which is taken for how often it is
-        given that the path before it is right; `worth` is the product along the path.
-        """
-        rows = []
-        for kind, drafting in self.drafting.items():
-            plan, table = drafting.plan or TreePlan.chain(drafting.k), accuracy_matrix(self.checked[kind].accuracy)
-            worth = {COMMITTED: 1.0}
-            for node, (parent, rank) in enumerate(zip(plan.parents, plan.ranks, strict=True)):
-                head = plan.tree.depths[node]
-                worth[node] = worth[parent] * table[head, rank]
-                rows.append({"kind": kind, "node": node, "parent": parent, "head": head, "rank": rank,
-                             "value": float(table[head, rank]), "worth": float(worth[node])})  # fmt: skip
-        return pd.DataFrame(rows)
 
     @section("speeds", after="trees")
     def time(self, progress: Progress = silent) -> pd.DataFrame:

@@ -65,7 +65,7 @@ def study(target, folders, prompts, tmp_path_factory):
         for name in ("write", "plant", "last_hidden_state", "kill", "ablate", "gate", "accuracy", "served", "choose"):
             setattr(made, f"{name}_found", getattr(made, name)())
         made.practise_found = made.practise(made.view)
-        for name in ("tree", "time", "compare_texts"):
+        for name in ("time", "compare_texts"):
             setattr(made, f"{name}_found", getattr(made, name)())
     return made
 
@@ -112,17 +112,9 @@ def test_perfect_heads_are_always_right_and_always_kept(study):
     assert (study.served_found.loc[study.served_found["tested"] > 0, "alpha"] > 0.9).all()
 
 
-def test_the_tree_is_drawn_from_what_was_chosen(study):
+def test_a_size_costs_time_and_none_is_plain_decoding(study):
     sizes = study.choose_found
     assert (sizes.groupby("kind")["nodes"].min() == 0).all() and (sizes["seconds"] > 0).all()
-    nodes = study.tree_found
-    assert (nodes["parent"] < nodes["node"]).all()
-    right = study.accuracy_found[study.accuracy_found["top"] == 1].set_index(["kind", "head"])["accuracy"]
-    best = nodes[nodes["rank"] == 0]
-    assert [right[kind, head] for kind, head in zip(best["kind"], best["head"], strict=True)] == list(best["value"])
-    worth = nodes.set_index(["kind", "node"])["worth"].to_dict()
-    for n in nodes.itertuples():
-        assert n.worth == pytest.approx(n.value * worth.get((n.kind, n.parent), 1.0))
 
 
 def test_speeds_are_there_for_every_category_and_texts_are_plain(study):
@@ -138,7 +130,7 @@ def test_the_record_holds_every_section_and_can_be_saved(study, tmp_path):
     record = study.record()
     assert set(record.measurements) == {
         "text", "faults", "died", "last_hidden_state", "killed", "ablation", "gates", "accuracy", "served", "trees",
-        "practice", "tree", "speeds", "identity",
+        "practice", "speeds", "identity",
     }  # fmt: skip
     heads = [model for model in record.provenance["models"] if model["role"] == "drafter"]
     assert len({model["sha256"] for model in heads}) == 2 and all(len(model["sha256"]) == 64 for model in heads)
@@ -151,7 +143,7 @@ def test_sections_say_which_one_comes_before(target, folders, tmp_path):
     params = MedusaParams.checked(medusa=str(folders / "medusa"), hydra=str(folders / "hydra"))
     loaded = {kind: loaded_heads(str(folders / kind), kind, target) for kind in ("medusa", "hydra")}
     new = Study(params, target, loaded, tmp_path)
-    for section, first in (("accuracy", "gates"), ("tree", "trees"), ("time", "trees"), ("kill", "text")):
+    for section, first in (("accuracy", "gates"), ("time", "trees"), ("kill", "text")):
         with pytest.raises(InputError, match=f"needs the section {first}"):
             getattr(new, section)()
     with pytest.raises(InputError, match="are hydra heads, given as medusa"):
@@ -176,12 +168,7 @@ def test_a_chain_of_published_heads_keeps_a_fifth_of_its_drafts():
 def all_figures(study):
     return {
         "faults": figures.faults(study.plant_found, study.died),
-        "ablation": figures.ablation(study.ablate_found),
-        "accuracy": figures.accuracy(study.accuracy_found),
         "training": study.view.figure(),
-        "sizes": figures.sizes(study.choose_found),
-        "tree": figures.tree(study.tree_found),
-        "alpha": figures.alpha(study.served_found),
         "speed": figures.speed(study.time_found),
     }
 
@@ -190,7 +177,7 @@ def test_every_figure_has_a_title_and_units_on_its_axes(study):
     for name, figure in all_figures(study).items():
         assert figure.layout.title.text, name
         axes = [axis for axis in figure.select_xaxes() if axis.visible is not False]
-        assert any(axis.title.text for axis in axes) or name == "tree", name
+        assert any(axis.title.text for axis in axes), name
         assert figure.to_json()
 
 
@@ -203,24 +190,8 @@ def test_figures_show_the_numbers_of_their_tables(study):
     assert speeds["hydra"]["all"] == table["hydra", "all"]
     shares = [bar.x[0] for bar in made["speed"].data[2:]]
     assert sum(shares) == pytest.approx(100)
-    lines = {line.name: line for line in made["sizes"].data}
-    assert lines["speed-up"].y[0] == 1 and lines["tokens a round"].y[0] == 1
     costs = figures.ablation_table(study.ablate_found)
     assert len(costs) == 5 and costs["top1 head 0"].notna().all()  # the heads have no draft vocabulary to leave
-
-
-@pytest.mark.parametrize(
-    ("parents", "rows"),
-    [
-        ((), []),
-        ((-1, 0, 1), [0, 0, 0]),
-        ((-1, -1, -1), [0, 1, 2]),
-        ((-1, -1, 0, 0, 1), [0, 2, 0, 1, 2]),
-        (tuple(range(-1, 4999)), [0] * 5000),
-    ],
-)
-def test_nodes_stand_beside_their_first_child_and_leaves_apart(parents, rows):
-    assert figures.rows_of_nodes(parents) == rows
 
 
 # --- the live figure ------------------------------------------------------------------------------------------------
