@@ -32,8 +32,7 @@ def preflight(
     Weights against the files they came from, tied heads, RoPE, quantisation and sampling defaults, whether the drafter
     leaves the caller's tokens alone and sees its own drafts, caches after a rejection, the training's learning rate.
     """
-    from specnb.divergence.checks.config import table
-    from specnb.divergence.preflight import preflight
+    from specnb.divergence.preflight import preflight, table
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
     from specnb.registry import DRAFTERS
