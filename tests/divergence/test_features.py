@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.features import checked, switched_off
+from specnb.divergence.features import checked, imported, switched_off
 from specnb.divergence.investigate import judge
 from specnb.divergence.report import text
 from specnb.errors import InputError

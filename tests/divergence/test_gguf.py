@@ -305,7 +305,7 @@ def test_another_weight_is_seen_where_it_is_read(llama, tmp_path):
 
 def test_a_node_that_reads_another_layers_weight_is_named_with_it(llama, monkeypatch):
     """An identity fault: the operation of layer 1 is given layer 0's matrix, all names of the model being right."""
-    sound, found, wanted = traced(llama), {}, gguf_capture._Nodes.wanted
+    sound, found, wanted = traced(llama), {}, gguf_capture.NodeBuilder.wanted
 
     def swapped(self, node):
         if node.name == "ffn_out-0":
@@ -314,7 +314,7 @@ def test_a_node_that_reads_another_layers_weight_is_named_with_it(llama, monkeyp
             node._raw.src[0] = found["matrix"]
         return wanted(self, node)
 
-    monkeypatch.setattr(gguf_capture._Nodes, "wanted", swapped)
+    monkeypatch.setattr(gguf_capture.NodeBuilder, "wanted", swapped)
     wrong = traced(llama)
     assert first_difference(sound, wrong) == ("layers.1.ffn_out", "out", 0)
     assert set(wrong.params[wrong.params["module"] == "layers.1.ffn_out"]["owner_path"]) == {"blk.0.ffn_down.weight"}

@@ -19,8 +19,7 @@ import pandas as pd
 from torch import nn
 
 from specnb.divergence import pair as small
-from specnb.divergence.deploy import Recorded
-from specnb.divergence.faults import FAULTS
+from specnb.divergence.faults import FAULTS, Recorded
 from specnb.divergence.investigate import judge
 from specnb.divergence.investigation import Investigation
 from specnb.divergence.local import Along

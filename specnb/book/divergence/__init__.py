@@ -1,0 +1,477 @@
+"""Notebook 06, section by section, and an investigation as a folder that can be handed on: a page and a reproduction.
+
+The page needs no network. Beside a verdict stands the acceptance: what a generation with the draft kept of its drafts.
+"""
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+from pydantic import ValidationError
+
+from specnb.book.divergence import figures
+from specnb.divergence import report
+from specnb.divergence.faults import FAULTS, Recorded, planted
+from specnb.divergence.investigate import judge, made_up
+from specnb.divergence.investigation import Investigation
+from specnb.divergence.ladder import named
+from specnb.divergence.pair import Pair, pair
+from specnb.divergence.planting import Fault
+from specnb.divergence.script import Script
+from specnb.divergence.setups import Lab, Outcome
+from specnb.divergence.trace import Key
+from specnb.errors import InputError
+from specnb.io import digest, read_json, write_atomic
+from specnb.measure import pair as measured
+from specnb.measure.acceptance import Share
+from specnb.measure.experiment import Progress, silent
+from specnb.measure.triage import Triage, kind_of, triage
+from specnb.params import DivergenceParams
+from specnb.provenance import provenance
+from specnb.records import RunRecord
+from specnb.store import run_id
+
+if TYPE_CHECKING:
+    from specnb.divergence.repro import Repro
+
+EXPERIMENT = "06_divergence"
+NOTHING = "-"
+"""Shown where no module is named, and for what a tool does not tell."""
+CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
+"""The set-ups of the case, and how its notes call them."""
+SHORT = 8
+"""Digits of a digest that a table shows."""
+GALLERY = ("S0", "S1", "S2", "S3")
+"""Set-ups that tell the planted faults apart."""
+
+
+COLOURS = {"DIVERGENT": "#b2182b", "SOUND": "#1b7837", "PRECISION_ONLY": "#1b7837", "INCONCLUSIVE": "#8a6d00"}
+GENERATION_BYTES = 1 << 26
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 "DejaVu Sans", "Liberation Sans", Arial, sans-serif; color: #222; max-width: 1000px;
+       margin: 2em auto; padding: 0 1em }}
+h1 {{ font-size: 1.25em; border-left: 10px solid {colour}; padding: .4em .7em; background: #f6f6f6;
+     overflow-wrap: anywhere }}
+h2 {{ font-size: 1.1em; margin-top: 2.2em; border-bottom: 1px solid #ccc }}
+dt {{ font-weight: bold; margin-top: .5em }}
+dd {{ margin-left: 1.5em; overflow-wrap: anywhere }}
+table {{ border-collapse: collapse; font-size: 13px; margin: .8em 0 }}
+th, td {{ border: 1px solid #ccc; padding: 3px 7px; text-align: left; vertical-align: top; overflow-wrap: break-word }}
+th {{ background: #f0f0f0 }}
+.wide {{ overflow-x: auto }}
+</style>
+<script>{plotly}</script></head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+class Gallery(NamedTuple):
+    """`table`: one row for each fault; `strips`: faults by modules, the worst of all tokens, log10 of error over floor.
+
+    `named`: of each fault the module that was named first.
+    """
+
+    table: pd.DataFrame
+    strips: pd.DataFrame
+    named: Mapping[str, str]
+
+
+class Study:
+    """The sections. Names of faults are checked here, before anything is run."""
+
+    def __init__(self, params: DivergenceParams) -> None:
+        self.params = params
+        self.faults = tuple(params.gallery) or tuple(FAULTS)
+        for name in self.faults:
+            planted(name)
+        self._deploy = planted(params.fault, layer=None if params.layer < 0 else params.layer)
+        self._started = datetime.now(UTC)
+        self._measured: dict[str, Any] = {}
+
+    @cached_property
+    def pair(self) -> Pair:
+        """The embedded pair."""
+        return pair(seed=self.params.seed, dtype=self.params.dtype)
+
+    @cached_property
+    def script(self) -> Script:
+        """What the draft is fed: tokens of the seed."""
+        p = self.params
+        return made_up(self.pair.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
+
+    @cached_property
+    def lab(self) -> Lab:
+        """One pristine copy and its floors, for all faults."""
+        return Lab(self.pair.draft, self.pair.target, script=self.script)
+
+    def investigate(self, progress: Progress = silent) -> Investigation:
+        """The fault, as a service under suspicion."""
+        investigation = judge(self.lab, deploy=self._deploy, progress=progress)
+        self._measured["investigation"] = investigation.document()
+        return investigation
+
+    def gallery(self, progress: Progress = silent) -> Gallery:
+        """Every fault of the gallery in turn."""
+        gallery = gallery_of(self.lab, self.faults, progress)
+        self._measured["gallery"] = gallery.table.to_dict("records")
+        return gallery
+
+    def record(self) -> RunRecord:
+        """The record of what has been measured so far."""
+        dumped = self.params.model_dump(mode="json")
+        models = [{"role": role, "id": f"divergence pair, seed {self.params.seed}"} for role in ("target", "drafter")]
+        return RunRecord(
+            run_id=run_id(EXPERIMENT, dumped), experiment=EXPERIMENT, params=dumped,
+            provenance=provenance(seeds={"seed": self.params.seed}, models=models), started=self._started,
+            ended=datetime.now(UTC), measurements=dict(self._measured),
+        )  # fmt: skip
+
+
+# --- the case: what people compared by hand ---------------------------------------------------------------------------
+
+
+def case_table(investigation: Investigation) -> pd.DataFrame:
+    """The table of the case's notes, a column for each set-up: what people compared by hand, over the prompt.
+
+    Key inputs are what the key projection gives to attention, attention outputs what the output projection is given.
+    The digests are of all parameters of a bank of experts: as they were loaded, and as its operations read them.
+    """
+    outcomes = investigation.case.outcomes
+    banks = [path for path, _ in investigation.case.parts.banks]
+    attentions = [path for path, _ in investigation.case.parts.attentions]
+    columns = {}
+    for name, says in CASE.items():
+        outcome, column = outcomes[name], {}
+        for layer in (0, 1):
+            keys = _statistics(outcome, f"{attentions[layer]}.k_proj", "out")
+            attention = _statistics(outcome, f"{attentions[layer]}.o_proj", "in")
+            column |= {f"layer {layer} key input mean": keys["mean"], f"layer {layer} key input std": keys["std"],
+                       f"layer {layer} attention output std": attention["std"]}  # fmt: skip
+            column |= {f"layer {layer} MoE output std": _statistics(outcome, banks[layer], "out")["std"]}
+            column |= _digests(outcome, investigation.case.meant, banks[layer], f"layer {layer} MoE weights")
+        prompt = len(outcome.script.feeds[0].ids)
+        column["first draft token"] = int(outcome.logits[0][prompt - 1].argmax())
+        columns[f"{name} {says}"] = column
+    table = pd.DataFrame(columns, dtype=object)
+    return table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value))
+
+
+def _statistics(outcome: Outcome, module: str, role: str) -> pd.Series:
+    return outcome.trace.rows(module=module, role=role, step=0).iloc[0]
+
+
+def _digests(outcome: Outcome, meant: Mapping[str, str], bank: str, says: str) -> dict[str, str]:
+    """One digest of all parameters of a bank as they were loaded, and of what its operations read."""
+    params = outcome.trace.params
+    read = params[params["module"] == bank].drop_duplicates(["owner", "owner_path"])
+    leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
+    loaded = {path: digest for path, digest in meant.items() if path.endswith(leaves)}
+    owners = " ".join(sorted({*read["owner"]})) or NOTHING
+    return {f"{says}, as loaded": _joined(loaded.values()), f"{says}, as read": _joined(read["digest"]),
+            f"{says}, owner of what is read": owners}  # fmt: skip
+
+
+def _joined(digests: Sequence[str]) -> str:
+    return digest(sorted(digests))[:SHORT]
+
+
+def misleading(investigation: Investigation) -> pd.DataFrame:
+    """What each number says of the outputs of each module, in S0w, which is sound, and in the first wrong set-up.
+
+    Columns: module, mean_ratio, std_ratio, cosine, relative_l2, all of the outputs as they are, errors of earlier
+    modules included; `by_itself`, the largest error that the module itself made; `ratio` of that to its floor.
+    Raises InputError where no set-up is wrong.
+    """
+    outcomes, bad = investigation.case.outcomes, investigation.case.bad
+    if bad is None:
+        raise InputError(f"none of the set-ups {', '.join(outcomes)} is wrong: there is nothing to compare")
+    sound_run, wrong_run = outcomes["S0w"].along, bad.along
+    errors = investigation.errors(bad.setup.id)
+    outputs = errors[errors["role"] == "out"].groupby("at", sort=False)
+    rows = []
+    for module, error, ratio in outputs[["error", "ratio"]].max().itertuples():
+        key = Key(module, 0, "out", "out")
+        if key in sound_run.values and sound_run.values[key].dtype.kind == "f":
+            rows.append((module, *_compared(sound_run.values[key], wrong_run.values[key]), error, ratio))
+    columns = ["module", "mean_ratio", "std_ratio", "cosine", "relative_l2", "by_itself", "ratio"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def misleading_figure(investigation: Investigation) -> go.Figure:
+    """Draw `misleading`."""
+    return figures.misleading(misleading(investigation))
+
+
+def _compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]:
+    a, b = a.astype(float).ravel(), b.astype(float).ravel()
+    length = np.linalg.norm(a)
+    with np.errstate(divide="ignore", invalid="ignore"):  # outputs that are all zero
+        cosine = np.minimum(1.0, a @ b / (length * np.linalg.norm(b)))  # rounding may pass 1; NaN stays
+        return b.mean() / a.mean(), b.std() / a.std(), float(cosine), float(np.linalg.norm(b - a) / length)
+
+
+def setups_figure(investigation: Investigation) -> go.Figure:
+    """The matrix of set-ups: a strip for each that was run, modules in order of time; named first is framed."""
+    outcomes = investigation.case.outcomes
+    names = {name: f"{name} {item.setup.says}" for name, item in outcomes.items()}
+    strips = {names[name]: investigation.heat(name).max(axis=1) for name in outcomes}
+    order = next(iter(strips.values())).index
+    marks = {names[name]: item.wrong["module"].iloc[0] for name, item in outcomes.items() if not item.clean}
+    title = "Beside whom the draft goes wrong, and where"
+    return figures.strips(pd.DataFrame(strips, index=order).T, title=title, marks=marks)
+
+
+# --- the gallery of planted faults ------------------------------------------------------------------------------------
+
+
+def gallery_of(lab: Lab, faults: Sequence[str], progress: Progress = silent) -> Gallery:
+    """Plant one fault after the other and investigate each as a service of its own.
+
+    Columns of the table: fault, planted (what it is), verdict, module, module_right, token, cause, cause_right,
+    seconds. A fault that is none (`split_k`, `uniform_offset`) is right where nothing is named. Raises InputError for a
+    fault that does not fit the lab's models, and one that waits for something that this script does not do.
+    """
+    rows, strips, framed = [], {}, {}
+    for done, name in enumerate(faults):
+        progress(done, len(faults), name)
+        deploy = Recorded(name)
+        investigation = judge(lab, deploy=deploy, setups=lab.fitting(GALLERY))
+        rows.append(_gallery_row(name, deploy.acted(), investigation))
+        strips[name] = investigation.heat().max(axis=1)
+        if investigation.first is not None:
+            framed[name] = investigation.first.module
+    order = list(dict.fromkeys(module for strip in strips.values() for module in strip.index))
+    return Gallery(pd.DataFrame(rows), pd.DataFrame(strips, index=order).T, framed)
+
+
+def _gallery_row(name: str, fault: Fault, investigation: Investigation) -> dict[str, object]:
+    first, causes = investigation.first, [cause.name for cause in investigation.causes]
+    cause = causes[0] if causes else "PRECISION_ONLY" if investigation.verdict == "PRECISION_ONLY" else NOTHING
+    return {
+        "fault": name, "planted": fault.note, "verdict": investigation.verdict,
+        "module": NOTHING if first is None else named(first),
+        "module_right": (None if first is None else first.module) == fault.first,
+        "token": -1 if first is None else first.first_token, "cause": cause,
+        "cause_right": (first is None) if fault.first is None else cause == fault.cause,
+        "seconds": investigation.facts["seconds"],
+    }  # fmt: skip
+
+
+def gallery_figure(gallery: Gallery) -> go.Figure:
+    """A strip for each fault, what was named first is framed."""
+    title = "Planted faults: where modules are wrong by themselves"
+    return figures.strips(gallery.strips, title=title, marks=gallery.named)
+
+
+# --- the page of an investigation -------------------------------------------------------------------------------------
+
+
+def read_acceptance(path: Path, *, vocab_size: int) -> Triage:
+    """The triage of the generation in a file that `specnb generate --json` wrote.
+
+    `vocab_size`: tokens that the models know. Raises InputError for another file, one in which nothing was drafted, and
+    one of tokens that the models do not know.
+    """
+    again = "make it with `specnb generate --draft … --json`"
+    try:
+        pair = measured.Pair.model_validate(read_json(path, GENERATION_BYTES) | {"vocab_size": vocab_size})
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{path} holds no generation ({where}: {first['msg']}): {again}") from error
+    generation, fork = pair.generation, pair.summary.fork
+    if not generation.drafter:
+        raise InputError(f"in the generation of {path} nothing was drafted: {again}")
+    drafted = (token for r in generation.rounds for token in r.draft_ids)
+    if unknown := [t for t in (*generation.prompt_ids, *generation.token_ids, *drafted) if not 0 <= t < vocab_size]:
+        raise InputError(
+            f"{path}: the models that are investigated have no token {unknown[0]} (0 to {vocab_size - 1}): give "
+            "--draft and --target of this generation"
+        )
+    kind = kind_of(generation.drafter)
+    return triage([generation], vocab_size=vocab_size, drafter_kind=kind, forks=[fork] if fork else [])
+
+
+def acceptance_line(acceptance: Triage) -> str:
+    """In a sentence, also where nothing is to be said against it."""
+    return acceptance.line or acceptance.reason or "Nothing about the acceptance is suspicious."
+
+
+def acceptance_document(acceptance: Triage) -> dict[str, Any]:
+    """Plain values for JSON."""
+    alpha = [share._asdict() for share in acceptance.profile.alpha]
+    return {"verdict": acceptance.verdict, "line": acceptance.line, "reason": acceptance.reason, "alpha": alpha}
+
+
+def write(
+    investigation: Investigation,
+    folder: Path,
+    *,
+    repro: "Repro | None" = None,
+    triage: Triage | None = None,
+    false_alarms: tuple[int, int] | None = None,
+    slots: bool = False,
+) -> Path:
+    """Write `report.html`, `report.json`, `report.txt` and, of a `repro`, `repro/repro.py`; the path of the page.
+
+    `repro` is `divergence.repro.minimal`'s, `triage` that of generations with this draft, `false_alarms` the structural
+    verdicts among how many controls, where they were counted. `slots`: this is a report of the case, which the embedded
+    pair stands for, so its slot arithmetic is told, too. An older report in `folder` is replaced; each file is written
+    in one step. Raises InputError where the folder cannot be written.
+    """
+    folder = Path(folder)
+    parts = [
+        f"<h1>{html.escape(investigation.line)}</h1>",
+        _section("What one asks first", _answers(report.answers(investigation, false_alarms))),
+        *_where(investigation),
+        _section("Set-ups", _setups(investigation)),
+        *_why(investigation),
+        *([_section("KV slots", _slots())] if slots else []),
+        *([_section("Acceptance", _acceptance(triage))] if triage is not None else []),
+        *([_section("Reproduction", _repro(repro))] if repro is not None else []),
+        _section("Circumstances", _table(pd.DataFrame(list(investigation.facts.items()), columns=["what", "value"]))),
+    ]
+    title, colour = html.escape(investigation.line[:100]), COLOURS[investigation.verdict]
+    page = PAGE.format(title=title, colour=colour, plotly=get_plotlyjs(), body="\n".join(parts))
+    more: dict[str, object] = {"slots": report.slots().to_dict("records")} if slots else {}
+    if repro is not None:
+        more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
+                         "tokens": len(repro.script.text), "feeds": len(repro.script.feeds)}  # fmt: skip
+    if triage is not None:
+        more["acceptance"] = acceptance_document(triage)
+    if false_alarms is not None:
+        more["false_alarms"] = Share.of(*false_alarms)._asdict()
+    report.write_json(investigation, folder / "report.json", more)
+    write_atomic(folder / "report.txt", report.text(investigation, false_alarms).encode())
+    if repro is not None:
+        repro.write(folder / "repro")
+    write_atomic(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"))
+    return folder / "report.html"
+
+
+def _where(investigation: Investigation) -> Iterator[str]:
+    """Where the draft parts from itself: one map of the first wrong set-up, or of the last."""
+    yield _section(f"Where, in {_shown(investigation)}", _plot(heat(investigation)))
+    if investigation.case.bad is not None:
+        yield _section("Earliest divergences", _table(_nodes(report.earliest(investigation))))
+
+
+def _nodes(nodes: pd.DataFrame) -> pd.DataFrame:
+    """The table of nodes in as few columns as fit on a page."""
+    tokens = nodes[["n_tokens", "first_token", "last_token"]].itertuples(index=False)
+    merged = nodes.assign(
+        module=[named(node) for node in nodes.itertuples()],
+        tensor=nodes["role"] + " " + nodes["name"],
+        tokens=[f"{n} ({first} to {last})" for n, first, last in tokens],
+    )
+    names = {"module": "module", "tensor": "tensor", "tokens": "tokens", "in_error": "error of inputs",
+             "error": "largest error", "floor": "floor", "ratio": "error / floor", "gain": "gain", "cosine": "cosine",
+             "reads": "parameters its operations read"}  # fmt: skip
+    return merged[list(names)].rename(columns=names)
+
+
+def heat(investigation: Investigation, *, hover: bool = True) -> go.Figure:
+    """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong.
+
+    With `hover` the largest error in each place is told on hover, which makes a figure some ten times as large.
+    """
+    name, first = _shown(investigation), investigation.first
+    box = None if first is None else (first.module, first.first_token, first.last_token)
+    says = investigation.case.outcomes[name].setup.says
+    title = f"{name}, {says}: where modules are wrong by themselves"
+    cells = report.cells(investigation, name) if hover else None
+    return figures.heat(investigation.heat(name), box=box, cells=cells, title=title)
+
+
+def _shown(investigation: Investigation) -> str:
+    """The set-up of the heat map."""
+    bad = investigation.case.bad
+    return list(investigation.case.outcomes)[-1] if bad is None else bad.setup.id
+
+
+def _setups(investigation: Investigation) -> str:
+    table = report.setups(investigation).rename(columns={
+        "says": "the draft runs", "first": "first wrong module", "n_wrong": "wrong tensors",
+        "foreign": "parameters of others read", "kills": "what it tells",
+    })  # fmt: skip
+    return _table(table) + _plot(setups_figure(investigation))
+
+
+def _why(investigation: Investigation) -> Iterator[str]:
+    spoken = [cause for cause in investigation.causes if cause.for_it or cause.against_it]
+    if not spoken:
+        return
+    signs = [["; ".join(signs) or "nothing" for signs in (cause.for_it, cause.against_it)] for cause in spoken]
+    rows = [
+        (cause.name, f"{cause.score:+.1f}", *both, ", ".join(cause.issues), cause.next_experiment)
+        for cause, both in zip(spoken, signs, strict=True)
+    ]
+    columns = ["cause", "score", "for it", "against it", "seen before in", "next experiment"]
+    silent = ", ".join(cause.name for cause in investigation.causes if cause not in spoken)
+    note = (
+        "The score is a log-likelihood: the frequency of the class among 30 upstream cases, a convenience sample, and "
+        "a weight for each sign, by judgement." + (f" Nothing speaks for or against {silent}." if silent else "")
+    )
+    yield _section("Causes, likeliest first", _table(pd.DataFrame(rows, columns=columns)) + _paragraph(note))
+
+
+def _slots() -> str:
+    table = report.slots().rename(columns={"block_table": "blocks held", "first_slot": "first slot"})
+    return _paragraph(
+        "Raw slot numbers of two runs are never compared. In a paged cache the groups of both models draw their blocks "
+        "from one pool, so the draft's slots depend on its neighbour, and 336 beside gpt-oss-120b and 176 beside "
+        f"gpt-oss-20b are what correct allocation gives ({report.CASE_TOKENS} tokens, blocks of 16, block 0 unused):"
+    ) + _table(table)
+
+
+def _acceptance(triage: Triage) -> str:
+    parts = [_paragraph(acceptance_line(triage))]
+    table = triage.profile.table()
+    parts += [] if table.empty else [_plot(figures.acceptance(table))]
+    parts += [_table(triage.table())] if triage.suspicious else []
+    return "".join(parts)
+
+
+def _repro(repro: "Repro") -> str:
+    kinds = {
+        "module": "The first module alone, on the inputs that it was given and with the draft's own weights.",
+        "model": "The whole draft reads the text: the module cannot be told apart from its cache, masks or caller.",
+    }
+    return _paragraph(f"{repro}. {kinds[repro.kind]} Run it with torch, transformers and safetensors:") + (
+        "<pre>python repro/repro.py</pre>"
+    )
+
+
+def _answers(answers: list[report.Answer]) -> str:
+    rows = (f"<dt>{html.escape(answer.question)}</dt><dd>{html.escape(answer.answer)}</dd>" for answer in answers)
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _section(title: str, body: str) -> str:
+    return f"<h2>{html.escape(title)}</h2>\n{body}"
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
+def _table(table: pd.DataFrame) -> str:
+    shown = table.to_html(index=False, border=0, escape=True, na_rep="", float_format=lambda value: f"{value:.4g}")
+    return f'<div class="wide">{shown}</div>'
+
+
+def _plot(figure: go.Figure) -> str:
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
