@@ -20,7 +20,7 @@ from specnb.draft.base import Drafter, Proposal, model_of
 from specnb.draft.model import ModelDrafter
 from specnb.errors import RewindError, SpecnbError
 from specnb.lm.base import LanguageModel
-from specnb.lm.preflight import TOLERANCE, apart, probe_ids
+from specnb.lm.preflight import goes_back, probe_ids
 from specnb.measure import curve
 
 RANK = {"fail": 0, "warn": 1, "ok": 2, "skipped": 3}
@@ -145,7 +145,7 @@ def _of_drafter(drafter: Drafter | None, models: Mapping[str, LanguageModel | No
     yield "recurrence", no_drafter, lambda: recurrence(drafter, ids, k)
     for role, model in models.items():
         no_model = "no opened model was given" if model is None else ""
-        yield f"cache after rejection ({role})", no_model, partial(cache_after_rejection, model, ids, k)
+        yield f"cache after rejection ({role})", no_model, partial(cache_after_rejection, model)
 
 
 def learning_rate(training: Path) -> Result:
@@ -266,32 +266,14 @@ def _rounds(
         when = f"after a round that kept {kept}"
 
 
-def cache_after_rejection(model: LanguageModel, tokens: Sequence[int], k: int) -> Result:
-    """Whether a state that was trimmed by the rejected drafts goes on as if they had never been fed.
-
-    For 0 to k kept drafts, in one block, against a fresh prefill, within `lm.preflight.TOLERANCE`. Empties the state.
-    """
-    remedy = "trim rejected drafts, exactly as many, from every layer's state"
-    prefix, drafts = list(tokens), [(5 * i + 1) % model.vocab.size for i in range(k)]
-    worst = 0.0
-    for kept in range(k + 1):
-        text, rejected = [*prefix, *drafts[:kept]], f"{k - kept} of {k} drafts rejected"
-        model.reset()
-        fresh = model.forward([*text, text[-1]])[-1:]
-        model.reset()
-        model.forward(prefix)
-        model.forward(drafts)
-        try:
-            model.rewind(k - kept)
-        except RewindError as error:
-            return "skipped", f"{model.name} refuses to go back: {error!s:.200}"
-        if (n_past := model.n_past) != len(text):
-            model.reset()
-            return "fail", f"{rejected}: {n_past} tokens in the state instead of {len(text)}", remedy
-        off = apart(model.forward([text[-1]]), fresh)
-        model.reset()
-        if not off < TOLERANCE[model.caps.lossless_dtype]:
-            seen = f"the next logits differ from those of a fresh prefill by {off:.2g} of their spread"
-            return "fail", f"{rejected}: {seen}", remedy
-        worst = max(worst, off)
-    return "ok", f"0 to {k} of {k} drafts rejected: the next logits differ by {worst:.1g} at most"
+def cache_after_rejection(model: LanguageModel) -> Result:
+    """Whether a state that was trimmed by rejected drafts goes on as if they had never been fed. Empties the state."""
+    model.reset()
+    try:
+        same = goes_back(model)
+    except RewindError as error:
+        return "skipped", f"{model.name} refuses to go back: {error!s:.200}"
+    if same:
+        return "ok", "with none or some of a block's drafts kept, the next logits are those of a fresh prefill"
+    seen = "behind rejected drafts the next logits differ from those of a text in which they never were"
+    return "fail", seen, "trim rejected drafts, exactly as many, from every layer's state"
