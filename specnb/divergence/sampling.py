@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from specnb.divergence.ladder import EXIT
+from specnb.divergence.errors import EXIT
 from specnb.errors import InputError
 
 Verdict = Literal["sound", "wrong", "inconclusive"]

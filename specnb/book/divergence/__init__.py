@@ -18,10 +18,9 @@ from pydantic import ValidationError
 
 from specnb.book.divergence import figures
 from specnb.divergence import report
+from specnb.divergence.errors import named
 from specnb.divergence.faults import FAULTS, Recorded, planted
-from specnb.divergence.investigate import judge, made_up
-from specnb.divergence.investigation import Investigation
-from specnb.divergence.ladder import named
+from specnb.divergence.investigate import Investigation, judge, made_up
 from specnb.divergence.pair import Pair, pair
 from specnb.divergence.planting import Fault
 from specnb.divergence.script import Script
