@@ -4,7 +4,7 @@ The page needs no network. Beside a verdict stands the acceptance: what a genera
 """
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +53,15 @@ GALLERY = ("S0", "S1", "S2", "S3")
 
 COLOURS = {"DIVERGENT": "#b2182b", "SOUND": "#1b7837", "PRECISION_ONLY": "#1b7837", "INCONCLUSIVE": "#8a6d00"}
 GENERATION_BYTES = 1 << 26
+SCORE = (
+    "The score is a log-likelihood: the frequency of the class among 30 upstream cases, a convenience sample, and a "
+    "weight for each sign, by judgement."
+)
+SLOTS = (
+    "Raw slot numbers of two runs are never compared. In a paged cache the groups of both models draw their blocks "
+    "from one pool, so the draft's slots depend on its neighbour, and 336 beside gpt-oss-120b and 176 beside "
+    f"gpt-oss-20b are what correct allocation gives ({report.CASE_TOKENS} tokens, blocks of 16, block 0 unused):"
+)
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
@@ -71,6 +80,7 @@ th {{ background: #f0f0f0 }}
 </style>
 <script>{plotly}</script></head>
 <body>
+<h1>{line}</h1>
 {body}
 </body>
 </html>
@@ -331,20 +341,31 @@ def write(
     pair stands for, so its slot arithmetic is told, too. An older report in `folder` is replaced; each file is written
     in one step. Raises InputError where the folder cannot be written.
     """
-    folder = Path(folder)
-    parts = [
-        f"<h1>{html.escape(investigation.line)}</h1>",
-        _section("What one asks first", _answers(report.answers(investigation, false_alarms))),
-        *_where(investigation),
-        _section("Set-ups", _setups(investigation)),
-        *_why(investigation),
-        *([_section("KV slots", _slots())] if slots else []),
-        *([_section("Acceptance", _acceptance(triage))] if triage is not None else []),
-        *([_section("Reproduction", _repro(repro))] if repro is not None else []),
-        _section("Circumstances", _table(pd.DataFrame(list(investigation.facts.items()), columns=["what", "value"]))),
-    ]
+    sections = {
+        "What one asks first": _answers(report.answers(investigation, false_alarms)),
+        f"Where, in {investigation.outcome().setup.id}": _plot(heat(investigation)),
+        "Set-ups": _table(report.setups(investigation)) + _plot(setups_figure(investigation)),
+    }
+    if investigation.case.bad is not None:
+        nodes = report.earliest(investigation)
+        nodes["module"] = [named(node) for node in nodes.itertuples()]
+        sections["Earliest divergences, largest errors"] = _table(nodes)
+    if investigation.causes:
+        causes = investigation.ranked().map(lambda cell: "; ".join(cell) if isinstance(cell, list | tuple) else cell)
+        sections["Causes, likeliest first"] = _table(causes) + _paragraph(SCORE)
+    if slots:
+        sections["KV slots"] = _paragraph(SLOTS) + _table(report.slots())
+    if triage is not None:
+        sections["Acceptance"] = _acceptance(triage)
+    if repro is not None:
+        text = f"{repro}. Run it with torch, transformers and safetensors: python repro/repro.py"
+        sections["Reproduction"] = _paragraph(text)
+    facts = pd.DataFrame(list(investigation.facts.items()), columns=["what", "value"])
+    sections["Circumstances"] = _table(facts)
+    body = "\n".join(f"<h2>{html.escape(name)}</h2>\n{section}" for name, section in sections.items())
     title, colour = html.escape(investigation.line[:100]), COLOURS[investigation.verdict]
-    page = PAGE.format(title=title, colour=colour, plotly=get_plotlyjs(), body="\n".join(parts))
+    line = html.escape(investigation.line)
+    page = PAGE.format(title=title, line=line, colour=colour, plotly=get_plotlyjs(), body=body)
     more: dict[str, object] = {"slots": report.slots().to_dict("records")} if slots else {}
     if repro is not None:
         more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
@@ -361,79 +382,16 @@ def write(
     return folder / "report.html"
 
 
-def _where(investigation: Investigation) -> Iterator[str]:
-    """Where the draft parts from itself: one map of the first wrong set-up, or of the last."""
-    yield _section(f"Where, in {_shown(investigation)}", _plot(heat(investigation)))
-    if investigation.case.bad is not None:
-        yield _section("Earliest divergences", _table(_nodes(report.earliest(investigation))))
-
-
-def _nodes(nodes: pd.DataFrame) -> pd.DataFrame:
-    """The table of nodes in as few columns as fit on a page."""
-    tokens = nodes[["n_tokens", "first_token", "last_token"]].itertuples(index=False)
-    merged = nodes.assign(
-        module=[named(node) for node in nodes.itertuples()],
-        tensor=nodes["role"] + " " + nodes["name"],
-        tokens=[f"{n} ({first} to {last})" for n, first, last in tokens],
-    )
-    names = {"module": "module", "tensor": "tensor", "tokens": "tokens", "in_error": "error of inputs",
-             "error": "largest error", "floor": "floor", "ratio": "error / floor", "gain": "gain", "cosine": "cosine",
-             "reads": "parameters its operations read"}  # fmt: skip
-    return merged[list(names)].rename(columns=names)
-
-
 def heat(investigation: Investigation, *, hover: bool = True) -> go.Figure:
     """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong.
 
     With `hover` the largest error in each place is told on hover, which makes a figure some ten times as large.
     """
-    name, first = _shown(investigation), investigation.first
+    setup, first = investigation.outcome().setup, investigation.first
     box = None if first is None else (first.module, first.first_token, first.last_token)
-    says = investigation.case.outcomes[name].setup.says
-    title = f"{name}, {says}: where modules are wrong by themselves"
-    cells = report.cells(investigation, name) if hover else None
-    return figures.heat(investigation.heat(name), box=box, cells=cells, title=title)
-
-
-def _shown(investigation: Investigation) -> str:
-    """The set-up of the heat map."""
-    bad = investigation.case.bad
-    return list(investigation.case.outcomes)[-1] if bad is None else bad.setup.id
-
-
-def _setups(investigation: Investigation) -> str:
-    table = report.setups(investigation).rename(columns={
-        "says": "the draft runs", "first": "first wrong module", "n_wrong": "wrong tensors",
-        "foreign": "parameters of others read", "kills": "what it tells",
-    })  # fmt: skip
-    return _table(table) + _plot(setups_figure(investigation))
-
-
-def _why(investigation: Investigation) -> Iterator[str]:
-    spoken = [cause for cause in investigation.causes if cause.for_it or cause.against_it]
-    if not spoken:
-        return
-    signs = [["; ".join(signs) or "nothing" for signs in (cause.for_it, cause.against_it)] for cause in spoken]
-    rows = [
-        (cause.name, f"{cause.score:+.1f}", *both, ", ".join(cause.issues), cause.next_experiment)
-        for cause, both in zip(spoken, signs, strict=True)
-    ]
-    columns = ["cause", "score", "for it", "against it", "seen before in", "next experiment"]
-    silent = ", ".join(cause.name for cause in investigation.causes if cause not in spoken)
-    note = (
-        "The score is a log-likelihood: the frequency of the class among 30 upstream cases, a convenience sample, and "
-        "a weight for each sign, by judgement." + (f" Nothing speaks for or against {silent}." if silent else "")
-    )
-    yield _section("Causes, likeliest first", _table(pd.DataFrame(rows, columns=columns)) + _paragraph(note))
-
-
-def _slots() -> str:
-    table = report.slots().rename(columns={"block_table": "blocks held", "first_slot": "first slot"})
-    return _paragraph(
-        "Raw slot numbers of two runs are never compared. In a paged cache the groups of both models draw their blocks "
-        "from one pool, so the draft's slots depend on its neighbour, and 336 beside gpt-oss-120b and 176 beside "
-        f"gpt-oss-20b are what correct allocation gives ({report.CASE_TOKENS} tokens, blocks of 16, block 0 unused):"
-    ) + _table(table)
+    title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
+    cells = report.cells(investigation, setup.id) if hover else None
+    return figures.heat(investigation.heat(), box=box, cells=cells, title=title)
 
 
 def _acceptance(triage: Triage) -> str:
@@ -444,23 +402,9 @@ def _acceptance(triage: Triage) -> str:
     return "".join(parts)
 
 
-def _repro(repro: "Repro") -> str:
-    kinds = {
-        "module": "The first module alone, on the inputs that it was given and with the draft's own weights.",
-        "model": "The whole draft reads the text: the module cannot be told apart from its cache, masks or caller.",
-    }
-    return _paragraph(f"{repro}. {kinds[repro.kind]} Run it with torch, transformers and safetensors:") + (
-        "<pre>python repro/repro.py</pre>"
-    )
-
-
 def _answers(answers: list[report.Answer]) -> str:
     rows = (f"<dt>{html.escape(answer.question)}</dt><dd>{html.escape(answer.answer)}</dd>" for answer in answers)
     return f"<dl>{''.join(rows)}</dl>"
-
-
-def _section(title: str, body: str) -> str:
-    return f"<h2>{html.escape(title)}</h2>\n{body}"
 
 
 def _paragraph(text: str) -> str:
@@ -468,6 +412,7 @@ def _paragraph(text: str) -> str:
 
 
 def _table(table: pd.DataFrame) -> str:
+    table = table.rename(columns=lambda name: name.replace("_", " "))
     shown = table.to_html(index=False, border=0, escape=True, na_rep="", float_format=lambda value: f"{value:.4g}")
     return f'<div class="wide">{shown}</div>'
 
