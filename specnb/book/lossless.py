@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from specnb.book.style import series, template
-from specnb.divergence.sampling.terms import STATISTICS
+from specnb.divergence.sampling import STATISTICS
 from specnb.records import RunRecord
 
 CHANCE = 4.0

@@ -1,16 +1,16 @@
 """`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; they print."""
 
+import inspect
 import shlex
 import sys
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, closing, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specnb.cli.divergence_capture import capture
-from specnb.cli.divergence_checks import audit, compare, faults, preflight
-from specnb.cli.show import Json, complain, judged, names, print_json
+from specnb.cli.show import Json, complain, judged, names, print_frame, print_json, print_table
+from specnb.cli.traces import capture, compare
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from specnb.divergence.features import Service
     from specnb.divergence.investigate import Investigation
-    from specnb.measure.triage import Triage
+    from specnb.divergence.sampling import Audit
 
 
 app = typer.Typer(
@@ -69,58 +69,6 @@ def investigate(
 
     Options that cannot be are 2, which git takes for bad: run the line once by hand before git does.
     """
-    _require_agreeing(draft, target, deploy, fault, layer, features)
-    if prompt_tokens >= tokens:
-        raise InputError(f"--prompt-tokens is {prompt_tokens}, and --tokens, all of the text, {tokens}: give fewer")
-    wanted = _known_setups(setups, beside_target=draft == PAIR or target is not None)
-    from specnb.book.divergence_report import read_acceptance
-    from specnb.book.progress import ProgressBar
-    from specnb.divergence import deploy as services
-    from specnb.divergence import investigate as lab
-    from specnb.divergence.features import checked as features_checked
-    from specnb.divergence.report import published_alarms
-    from specnb.divergence.setups import vocabulary_size
-
-    _require_dtype(draft, dtype)
-    service = services.planted(fault, layer=layer) if fault else None
-    with ExitStack() as opened:
-        if deploy:
-            with judged():
-                service = services.imported(deploy)
-            if features is not None:
-                features_checked(service, names(features))
-        with judged():
-            _tell_engine(draft)
-            models = _opened(draft, target, seed, dtype, opened)
-        if fault:
-            with service(models[0], None):  # not every draft has a place for it: that is no verdict about the draft
-                pass
-        with judged():
-            accepted = None
-            if generation is not None:  # its tokens are those of the target, where there is one
-                accepted = read_acceptance(generation, vocab_size=vocabulary_size(models[1] or models[0]))
-            with ProgressBar() as progress:
-                script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
-                investigation = lab.investigate(
-                    *models,
-                    script=script,
-                    deploy=service,
-                    setups=wanted,
-                    features=names(features) or (),
-                    progress=progress,
-                )
-        alarms = published_alarms()
-        _show(investigation, accepted, alarms, as_json)
-        if report is not None:  # last, for it may take as long again
-            with redirect_stdout(sys.stderr):
-                more = {"triage": accepted, "false_alarms": alarms, "slots": draft == PAIR}
-                _reported(investigation, report, models, service, more)
-    raise typer.Exit(investigation.exit_code)
-
-
-def _require_agreeing(
-    draft: str, target: str | None, deploy: str | None, fault: str | None, layer: int | None, features: str | None
-) -> None:
     if deploy and fault:
         raise InputError(f"give --deploy or --fault, not both (got {deploy!r} and {fault!r})")
     if layer is not None and not fault:
@@ -129,90 +77,57 @@ def _require_agreeing(
         raise InputError(f"--features {features} are those of a service: add --deploy module:function")
     if draft == PAIR and target is not None:
         raise InputError(f"the embedded pair has its own target: leave --target {target} out, or name a --draft")
+    if prompt_tokens >= tokens:
+        raise InputError(f"--prompt-tokens is {prompt_tokens}, and --tokens, all of the text, {tokens}: give fewer")
+    wanted = _known_setups(setups, beside_target=draft == PAIR or target is not None)
+    from specnb.book.divergence import acceptance_document, acceptance_line, read_acceptance
+    from specnb.book.progress import ProgressBar
+    from specnb.divergence import investigate as lab
+    from specnb.divergence import pair
+    from specnb.divergence.faults import planted
+    from specnb.divergence.features import checked, imported
+    from specnb.divergence.report import published_alarms, text
+    from specnb.divergence.setups import vocabulary_size
+    from specnb.lm.hf import model as hf
 
-
-def _require_dtype(draft: str, dtype: str | None) -> None:
-    if draft == PAIR:
-        from specnb.divergence.pair import DTYPES
-    else:
-        from specnb.lm.hf.model import DTYPES
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: {draft} is opened in {', '.join(DTYPES)}")
-
-
-def _tell_engine(draft: str) -> None:
-    """Say so where the draft is known by a name that llama.cpp opens: torch judges other code than runs there."""
-    from specnb.lm.load import parse
-
-    if draft != PAIR and parse(draft).backend == "llama":
-        complain(
-            f"{draft} is opened in torch here, dequantised: this judges transformers' code, not llama.cpp's; for that "
-            f"write traces with `specnb divergence capture {shlex.quote(draft)} --backend llama --out FOLDER` and see "
-            "where they part with `specnb divergence compare`"
-        )
-
-
-def _opened(
-    draft: str, target: str | None, seed: int, dtype: str | None, until: ExitStack
-) -> tuple["nn.Module", "nn.Module | None"]:
-    """Draft and target as torch modules; those that were loaded are closed with `until`."""
-    typed = {"dtype": dtype} if dtype else {}
-    if draft == PAIR:
-        from specnb.divergence.pair import pair
-
-        models = pair(seed=seed, **typed)
-        return models.draft, models.target
-    from specnb.lm.load import load
-
-    def network(name: str) -> "nn.Module":
-        model = load(name, backend="hf", exact=False, **typed)  # with transformers' own attention
-        until.callback(model.close)
-        return model.network
-
-    return network(draft), None if target is None else network(target)
-
-
-def _show(
-    investigation: "Investigation", accepted: "Triage | None", alarms: tuple[int, int] | None, as_json: bool
-) -> None:
-    from specnb.book.divergence_report import acceptance_document, acceptance_line
-    from specnb.divergence.report import text
-
-    if as_json:
-        print_json(
-            investigation.document() | ({} if accepted is None else {"acceptance": acceptance_document(accepted)})
-        )
-        return
-    print(text(investigation, alarms))
-    if accepted is not None:
-        print(f"Acceptance: {acceptance_line(accepted)}")
-
-
-def _reported(
-    investigation: "Investigation",
-    folder: Path,
-    models: tuple["nn.Module", "nn.Module | None"],
-    service: "Service | None",
-    more: dict[str, Any],
-) -> None:
-    """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict.
-
-    `more` is what `write` takes besides.
-    """
-    from specnb.book.divergence_report import write
-    from specnb.divergence.repro import minimal
-
-    repro = None
-    if investigation.case.bad is not None:
-        try:
-            repro = minimal(*models, outcome=investigation.case.bad, deploy=service)
-        except (Exception, SystemExit) as error:
-            complain(f"the report has no reproduction: {error}")
-    try:
-        page = write(investigation, folder, repro=repro, **more)
-        complain(f"the report is in {page}")
-    except Exception as error:
-        complain(error)
+    dtypes = pair.DTYPES if draft == PAIR else hf.DTYPES
+    if dtype is not None and dtype not in dtypes:
+        raise InputError(f"--dtype {dtype}: {draft} is opened in {', '.join(dtypes)}")
+    service = planted(fault, layer=layer) if fault else None
+    with ExitStack() as opened:
+        if deploy:
+            with judged():
+                service = imported(deploy)
+            if features is not None:
+                checked(service, names(features))
+        with judged():
+            models = _opened(draft, target, seed, dtype, opened)
+        if fault:
+            with service(models[0], None):  # not every draft has a place for it: that is no verdict about the draft
+                pass
+        with judged():
+            accepted, more = None, {}
+            if generation is not None:  # its tokens are those of the target, where there is one
+                accepted = read_acceptance(generation, vocab_size=vocabulary_size(models[1] or models[0]))
+                more = {"acceptance": acceptance_document(accepted)}
+            script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
+            switched = names(features) or ()
+            with ProgressBar() as progress:
+                investigation = lab.investigate(
+                    *models, script=script, deploy=service, setups=wanted, features=switched, progress=progress
+                )
+        alarms = published_alarms()
+        if as_json:
+            print_json(investigation.document() | more)
+        else:
+            print(text(investigation, alarms))
+            if accepted is not None:
+                print(f"Acceptance: {acceptance_line(accepted)}")
+        if report is not None:  # last, for it may take as long again
+            with redirect_stdout(sys.stderr):
+                beside = {"triage": accepted, "false_alarms": alarms, "slots": draft == PAIR}
+                _reported(investigation, report, models, service, beside)
+    raise typer.Exit(investigation.exit_code)
 
 
 def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:
@@ -225,6 +140,195 @@ def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:
     if beside := [name for name in wanted or () if SETUPS[name].beside == "target" and not beside_target]:
         raise InputError(f"--setups {text}: {beside[0]} runs the draft beside a target: add --target")
     return wanted
+
+
+def _opened(
+    draft: str, target: str | None, seed: int, dtype: str | None, until: ExitStack
+) -> "tuple[nn.Module, nn.Module | None]":
+    """Draft and target as torch modules; those that were loaded are closed with `until`."""
+    from specnb.divergence.pair import pair
+    from specnb.lm.load import load, parse
+
+    typed = {"dtype": dtype} if dtype else {}
+    if draft == PAIR:
+        return tuple(pair(seed=seed, **typed))
+    if parse(draft).backend == "llama":
+        complain(
+            f"{draft} is opened in torch here, dequantised: this judges transformers' code, not llama.cpp's; for that "
+            f"write traces with `specnb divergence capture {shlex.quote(draft)} --backend llama --out FOLDER` and see "
+            "where they part with `specnb divergence compare`"
+        )
+
+    def network(name: str) -> "nn.Module":
+        model = load(name, backend="hf", exact=False, **typed)  # with transformers' own attention
+        until.callback(model.close)
+        return model.network
+
+    return network(draft), None if target is None else network(target)
+
+
+def _reported(
+    investigation: "Investigation",
+    folder: Path,
+    models: "tuple[nn.Module, nn.Module | None]",
+    service: "Service | None",
+    beside: dict[str, Any],
+) -> None:
+    """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict."""
+    from specnb.book.divergence import write
+    from specnb.divergence.repro import minimal
+
+    repro = None
+    if investigation.case.bad is not None:
+        try:
+            repro = minimal(*models, outcome=investigation.case.bad, deploy=service)
+        except (Exception, SystemExit) as error:
+            complain(f"the report has no reproduction: {error}")
+    try:
+        complain(f"the report is in {write(investigation, folder, repro=repro, **beside)}")
+    except Exception as error:
+        complain(error)
+
+
+def preflight(
+    draft: Annotated[str, typer.Option(help="draft model, or lookup, self, medusa")],
+    target: Annotated[str | None, typer.Option(help="target, as specnb.load takes it")] = None,
+    k: Annotated[int, typer.Option("--k", help="draft length of the checks", min=1)] = 4,
+    training: Annotated[
+        Path | None, typer.Option(help="checkpoint of trained heads, whose training log is checked", exists=True)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What takes seconds and explains most zero acceptances; exit code 1 if a check fails.
+
+    Weights against the files they came from, tied heads, RoPE, quantisation and sampling defaults, whether the drafter
+    leaves the caller's tokens alone and sees its own drafts, caches after a rejection, the training's learning rate.
+    """
+    from specnb.divergence.preflight import preflight, table
+    from specnb.draft.load import load_drafter
+    from specnb.lm.load import load
+    from specnb.registry import DRAFTERS
+
+    if draft in DRAFTERS and target is None:
+        raise InputError(f"--draft {draft} drafts for a target: add --target")
+    with ExitStack() as opened:
+        its = None if target is None else load(target)
+        if its is not None:
+            opened.callback(its.close)
+        mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
+        opened.callback(mine.close)
+        folders = {f"{role}_folder": _folder(name) for role, name in (("draft", draft), ("target", target)) if name}
+        checks = preflight(mine, its, training=training, k=k, **folders)
+    if as_json:
+        print_json([check._asdict() for check in checks])
+    else:
+        rows = [
+            [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
+            for check in table(checks).itertuples()
+        ]
+        print_table("preflight", ["", "check", "found"], rows)
+    raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
+
+
+def _folder(name: str) -> Path | None:
+    """Where the files of a transformers model lie, fetched by the hub's library or before; None for other models."""
+    from specnb.lm import embedded
+    from specnb.lm.load import parse
+    from specnb.registry import DRAFTERS
+
+    spec = None if name in DRAFTERS else parse(name)
+    if spec is None or spec.where != "hf":
+        return None
+    folder = embedded.local_folder(spec.source)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    revision = spec.options.get("revision", "main")
+    return Path(snapshot_download(spec.source, revision=revision, local_files_only=True))  # it has just been opened
+
+
+def audit(
+    target: Annotated[str, typer.Option(help="target, as specnb.load takes it")],
+    draft: Annotated[str, typer.Option(help="draft model, or lookup, self, medusa")],
+    temperature: Annotated[float, typer.Option(help="0 is greedy: exact checks only")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
+    k: Annotated[int, typer.Option("--k", help="draft length", min=1)] = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="after each prompt", min=1)] = 128,
+    prompts: Annotated[int, typer.Option(help="shipped prompts, of all categories in turn", min=1)] = 12,
+    seed: Annotated[int, typer.Option(help="of the first prompt's random draws; the next has the next one", min=0)] = 0,
+    effect: Annotated[
+        float,
+        typer.Option(help="smallest fault that must not be missed, as a share of probability; less needs more text"),
+    ] = 0.1,
+    as_json: Json = False,
+) -> None:
+    """Decode, note each draft with its rows, and see whether drafts and tokens follow them.
+
+    Exit code: 0 sound, 1 wrong, 125 inconclusive, or a model that does not open; 2 for options that cannot be.
+    """
+    from specnb.book.progress import ProgressBar
+    from specnb.decode.sampling import Sampling
+    from specnb.divergence.lossless import audited, in_turn
+    from specnb.divergence.sampling import Tally
+    from specnb.draft.load import load_drafter
+    from specnb.lm.load import load
+
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    Sampling(**sampling)
+    Tally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
+    chosen, options = in_turn(prompts), sampling | {"k": k, "max_new_tokens": max_new_tokens}
+    with judged(), ProgressBar() as progress, ExitStack() as opened:
+        model = opened.enter_context(closing(load(target)))
+        drafter = opened.enter_context(closing(load_drafter(draft, model, strict=True).drafter))
+        result = audited(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
+    if as_json:
+        print_json(result.document())
+    else:
+        _print_audit(result)
+    raise typer.Exit(result.exit_code)
+
+
+def _print_audit(audit: "Audit") -> None:
+    import pandas as pd
+
+    print(audit.line)
+    panel = pd.DataFrame(audit.panel)
+    print_frame("five sums: z counts standard deviations from what the rows promise, and beyond 4 is no accident",
+               panel[["name", "n", "z", "p_value", "detectable", "needed", "meaning"]])  # fmt: skip
+    print(
+        f"detectable: the share of probability that these positions would have shown to be misplaced; needed: how many "
+        f"positions would show {audit.effect:g}"
+    )
+    flaws = [(kind, count, first.position, first.says) for kind, (count, first) in audit.flaws.items()]
+    print_frame("what cannot be", pd.DataFrame(flaws, columns=["check", "times", "first", "what"]))
+    print(
+        f"of {audit.n} positions {audit.replayed} were replayed with their random numbers, of {audit.exact} the token "
+        f"was checked without statistics; {audit.repeated} repeated prefixes were left out"
+    )
+
+
+def faults(as_json: Json = False) -> None:
+    """The planted faults: their cause, the module that must be found first, the upstream issue."""
+    from specnb.divergence.faults import FAULTS
+    from specnb.divergence.pair import pair
+
+    models, rows = pair(), []
+    for name, make in FAULTS.items():
+        options = {option.name: option.default for option in list(inspect.signature(make).parameters.values())[2:]}
+        with make(*models) as fault:
+            where = {"fault": name, "cause": fault.cause, "first": fault.first, "note": fault.note}
+            rows.append(where | {"issues": list(fault.issues), "options": options})
+    if as_json:
+        print_json(rows)
+        return
+    places = {None: "nothing is to be found", "": "the model's inputs"}
+    shown = [
+        [r["fault"], r["cause"], f"{places.get(r['first'], r['first'])}\n{r['note']}", "\n".join(r["issues"])]
+        for r in rows
+    ]
+    print_table("planted faults", ["fault", "cause", "where and what", "upstream"], shown)
 
 
 # in the order in which one uses them

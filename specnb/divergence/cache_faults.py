@@ -5,7 +5,7 @@ change the transformers cache that the draft is called with, where attention rea
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from specnb.divergence.parts import find
 from specnb.divergence.planting import (
     ALL,
+    Around,
     Fault,
     arguments,
     forward_replaced,
@@ -40,8 +41,6 @@ def kv_slot_swap(
     before `b` are wrong, when one forward writes both. Where a sliding window forgets slot `a` and not yet `b`, tokens
     are wrong again.
     """
-    if not 0 <= a < b:
-        raise InputError(f"two positions a < b are swapped, not {a} and {b}")
     path, attention = find(draft).attention(layer)
     window = getattr(attention, "sliding_window", None)
     tokens = ((a, b), *([(max(a + window, b), b + window)] if window else []))
@@ -68,17 +67,9 @@ def foreign_writer(
     forgotten the row.
     """
     after = position + 1 if after is None else after
-    if not 0 <= position < after:
-        raise InputError(f"a row is overwritten after it was written: position {position}, after {after}")
     path, attention = find(draft).attention(layer)
-    fault = Fault(
-        "KV_SLOT",
-        path,
-        ((after, None),),
-        f"the cache row of position {position} was written by a batch that does not own it",
-        ("vllm#56734", "vllm#49757"),
-        waits=True,
-    )
+    note = f"the cache row of position {position} was written by a batch that does not own it"
+    fault = Fault("KV_SLOT", path, ((after, None),), note, ("vllm#56734", "vllm#49757"), waits=True)
 
     def write(rows: Rows, first: int, past: int, end: int) -> None:
         if fault.struck or past < after:
@@ -93,30 +84,26 @@ def foreign_writer(
         yield fault
 
 
-@contextmanager
-def untrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1) -> Iterator[Fault]:
+def untrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1) -> AbstractContextManager[Fault]:
     """After a rejection `rows` rejected rows stay in the cache; positions go on as they should.
 
     It strikes each time the draft is called with a cache that was cropped by at least `rows` since the last call.
     """
-    note, issues = f"{rows} rejected rows were left in the cache", ("mlx-lm#1914", "vllm#9730")
-    with _length_off(draft, rows, note, issues) as fault:
-        yield fault
+    return _length_off(draft, rows, f"{rows} rejected rows were left in the cache", ("mlx-lm#1914", "vllm#9730"))
 
 
-@contextmanager
-def overtrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1) -> Iterator[Fault]:
+def overtrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1) -> AbstractContextManager[Fault]:
     """As `untrimmed`, but after a rejection `rows` good rows too many are cut off."""
-    note, issues = f"{rows} accepted rows were cut off with the rejected ones", ("mlxcel#994", "mlxcel#1002")
-    with _length_off(draft, -rows, note, issues) as fault:
-        yield fault
+    note = f"{rows} accepted rows were cut off with the rejected ones"
+    return _length_off(draft, -rows, note, ("mlxcel#994", "mlxcel#1002"))
 
 
-def _tampering(tamper: Tamper) -> Callable[..., Any]:
+def _tampering(tamper: Tamper) -> Around:
     """An attention forward whose cache is tampered with between being written and being read."""
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = _cache(original, args, kwargs)
+        given = arguments(original, args, kwargs)
+        cache = given.get("past_key_values", given.get("kwargs", {}).get("past_key_values"))
         if cache is None:
             raise InputError("this fault is one of the cache: call the draft with a cache (use_cache=True)")
         update = cache.update
@@ -138,22 +125,26 @@ def _tampering(tamper: Tamper) -> Callable[..., Any]:
 @contextmanager
 def _length_off(draft: nn.Module, off: int, note: str, issues: tuple[str, ...]) -> Iterator[Fault]:
     """The cache is `off` rows longer (or shorter) than was asked for, wherever it was cropped between two forwards."""
-    if not off:
-        raise InputError("at least one row stays or is cut, not 0")
     path, _ = next(iter(find(draft).attentions), None) or find(draft).attention(0)
-    fault, seen = Fault("KV_SLOT", path, ALL, note, issues, waits=True), _Seen()
+    fault = Fault("KV_SLOT", path, ALL, note, issues, waits=True)
+    last, before, rows = None, 0, []  # after the last forward: the cache, its length, and each layer's keys and values
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = arguments(original, args, kwargs)
-        cache = bound.arguments.get("past_key_values")
+        nonlocal last, before, rows
+        given = arguments(original, args, kwargs)
+        cache = given.get("past_key_values")
         length = 0 if cache is None else cache.get_seq_length()
-        if seen.of(cache) and seen.length - length >= max(off, 1) and length >= max(1, 1 - off):
+        if cache is not None and cache is last and before - length >= max(off, 1) and length >= max(1, 1 - off):
             # the engine goes on from the position it believes in, though the cache would now say another one
-            args, kwargs = with_argument(original, args, kwargs, "position_ids", positions_fed(bound))
-            seen.restore(length + off)
+            args, kwargs = with_argument(original, args, kwargs, "position_ids", positions_fed(given))
+            for layer, kept in zip(cache.layers, rows, strict=True):
+                _restore(layer, kept, before, length + off)
             fault.struck.append(length)
         out = original(*args, **kwargs)
-        seen.keep(getattr(out, "past_key_values", None))
+        last = getattr(out, "past_key_values", None)
+        before = 0 if last is None else last.get_seq_length()
+        # growing caches make new tensors: keeping the old costs no copy
+        rows = [] if last is None else [(layer.keys, layer.values) for layer in last.layers]
         return out
 
     # the model without its head: it is called with the cache, whether or not logits are asked for
@@ -161,38 +152,16 @@ def _length_off(draft: nn.Module, off: int, note: str, issues: tuple[str, ...]) 
         yield fault
 
 
-class _Seen:
-    """The rows a cache held after the last forward. Growing caches make new tensors: keeping the old costs no copy."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        self._cache: Any = None
-        self._rows: list[Rows] = []
-
-    def of(self, cache: object) -> bool:
-        return cache is not None and cache is self._cache
-
-    def keep(self, cache: Any) -> None:
-        self._cache = cache
-        self.length = 0 if cache is None else cache.get_seq_length()
-        self._rows = [] if cache is None else [(layer.keys, layer.values) for layer in cache.layers]
-
-    def restore(self, length: int) -> None:
-        """Give the cache the rows it had, up to `length`. InputError where a sliding window no longer holds them."""
-        for layer, rows in zip(self._cache.layers, self._rows, strict=True):
-            first = self.length - rows[0].shape[-2]
-            window = getattr(layer, "sliding_window", None)
-            start = 0 if window is None else max(0, length - window + 1)
-            if start < first:
-                raise InputError(
-                    f"a sliding layer holds positions from {first} on, {start} is needed to go back to {length}: "
-                    "let the cache record its past (activate_past_recording), or run fewer tokens"
-                )
-            layer.keys, layer.values = (values[..., start - first : length - first, :] for values in rows)
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length = length
-
-
-def _cache(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    named = arguments(original, args, kwargs).arguments
-    return named.get("past_key_values", named.get("kwargs", {}).get("past_key_values"))
+def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:
+    """Give a layer, once of `before` positions, its `rows` up to `length`. InputError where a window forgot them."""
+    first = before - rows[0].shape[-2]
+    window = getattr(layer, "sliding_window", None)
+    start = 0 if window is None else max(0, length - window + 1)
+    if start < first:
+        raise InputError(
+            f"a sliding layer holds positions from {first} on, {start} is needed to go back to {length}: "
+            "let the cache record its past (activate_past_recording), or run fewer tokens"
+        )
+    layer.keys, layer.values = (values[..., start - first : length - first, :] for values in rows)
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = length

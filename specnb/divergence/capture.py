@@ -37,6 +37,7 @@ from specnb.divergence.tensors import (
 )
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, canonical, table
 from specnb.errors import InputError
+from specnb.lm.base import LanguageModel
 
 PENDING_BYTES = 64 << 20
 """Copies that wait to be measured; more are measured at once."""
@@ -44,6 +45,12 @@ STACKED = 1 << 19
 """Values of tensors of one shape that are measured together: fewer calls, as long as they stay in a core's cache."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DEVICES = ("cpu", "cuda")
+"""Those whose autocast is kept."""
+ROOT = ""
+"""The canonical path of the model that is captured."""
+SCALARS_KEPT = 8
+"""Different values of one plain argument (a flag, a scaling) that the facts hold."""
 
 
 @dataclass
@@ -60,8 +67,7 @@ class Frame:
     axes: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
-@dataclass
-class _Waiting:
+class _Waiting(NamedTuple):
     """A copy of what was seen, and the rows that showed exactly this."""
 
     copy: torch.Tensor
@@ -109,7 +115,7 @@ class TraceBuilder:
         self.facts["steps"].append(seen | {"token_ids": step.ids})
 
     def count(self, frame: Frame) -> None:
-        """Number the call: the how manieth of its module in this step it is."""
+        """Count this module's calls within the step."""
         frame.call = self._calls[frame.module]
         self._calls[frame.module] += 1
 
@@ -143,26 +149,13 @@ class TraceBuilder:
         axis = self._axis(frame, role, name, tensor)
         full = None if self._full is None or not self._full.search(frame.module) else _array(tensor)
         self._wait(key, tensor, axis)
-        self._tensors.append(
-            {
-                "row": key,
-                "step": step.index,
-                "module": frame.module,
-                "kind": frame.kind,
-                "call": frame.call,
-                "order": self._order,
-                "role": role,
-                "name": name,
-                "shape": shape,
-                "dtype": dtype_name(tensor),
-                "device": str(tensor.device),
-                "contiguous": tensor.is_contiguous(),
-                "storage": tensor.untyped_storage().data_ptr(),
-                "version": version_of(tensor),
-                "token_axis": axis,
-                "first_position": step.first_position(role, axis, shape),
-            }
-        )
+        self._tensors.append({
+            "row": key, "step": step.index, "module": frame.module, "kind": frame.kind, "call": frame.call,
+            "order": self._order, "role": role, "name": name, "shape": shape, "dtype": dtype_name(tensor),
+            "device": str(tensor.device), "contiguous": tensor.is_contiguous(),
+            "storage": tensor.untyped_storage().data_ptr(), "version": version_of(tensor), "token_axis": axis,
+            "first_position": step.first_position(role, axis, shape),
+        })  # fmt: skip
         if full is not None:
             self._arrays[f"{key}.full"] = full
         if self._bytes > PENDING_BYTES:
@@ -266,14 +259,6 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.float() if lacking else tensor).cpu().numpy().copy()
 
 
-DEVICES = ("cpu", "cuda")
-"""Those whose autocast is kept."""
-ROOT = ""
-"""The canonical path of the model that is captured."""
-SCALARS_KEPT = 8
-"""Different values of one plain argument (a flag, a scaling) that the facts hold."""
-
-
 @contextlib.contextmanager
 def capture(
     model: nn.Module,
@@ -304,10 +289,9 @@ def capture(
     _refuse_graphs(model)
     registry = Registry({tag: model} | known)
     builder = TraceBuilder(registry, full)
-    plain = not any(is_wrapper(tensor) for tensor in (*model.parameters(), *model.buffers()))
-    chosen = compiled(modules or "")
-    hooks = _Hooks(builder, chosen, plain=plain)
     builder.facts |= _facts(model, tag, known)
+    plain = not any(is_wrapper(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    hooks = _Hooks(builder, compiled(modules or ""), plain=plain)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not nn.Module.forward}
@@ -323,11 +307,18 @@ def capture(
             yield builder
         finally:
             builder.listens = False
-            builder.facts |= hooks.coverage.facts()
+            builder.facts |= hooks.facts()
             with _disable_current_modes():
                 builder.measure()
                 if path is not None:
                     builder.trace().save(Path(path))
+
+
+class Captured(NamedTuple):
+    """`model`: opened for the block and closed with it. `builder.trace()` is the trace, also after the block."""
+
+    model: LanguageModel
+    builder: TraceBuilder
 
 
 class _Place(NamedTuple):
@@ -340,41 +331,14 @@ class _Place(NamedTuple):
     chosen: bool
 
 
-class _Coverage:
-    """Which modules have hooks, are written down, and ran; and plain arguments (flags, scalings) they were given."""
-
-    def __init__(self) -> None:
-        self._called: dict[str, int] = {}
-        self._written = 0
-        self._scalars: dict[str, list[str]] = {}
-
-    def hooked(self, place: _Place) -> None:
-        self._called[place.path] = 0
-        self._written += place.chosen
-
-    def ran(self, place: _Place, arguments: Mapping[str, Any]) -> None:
-        self._called[place.path] += 1
-        if place.chosen:
-            for name, value in arguments.items():
-                if isinstance(value, bool | int | float):
-                    kept = self._scalars.setdefault(f"{place.path}:{name}", [])
-                    if repr(value) not in kept and len(kept) < SCALARS_KEPT:
-                        kept.append(repr(value))
-
-    def facts(self) -> dict[str, Any]:
-        """A module that never ran was not looked at."""
-        never = [path for path, times in self._called.items() if not times]
-        hooked = len(self._called)
-        seen = {"hooked": hooked, "written": self._written, "called": hooked - len(never), "never_called": never}
-        return {"modules": seen, "scalars": self._scalars}
-
-
 class _Hooks:
     """The stack of running modules: what each is given and gives goes to the builder, and begins its steps."""
 
     def __init__(self, builder: TraceBuilder, chosen: re.Pattern[str], *, plain: bool) -> None:
         self._builder, self._chosen = builder, chosen
-        self.coverage = _Coverage()
+        self._called: dict[str, int] = {}
+        self._written = 0
+        self._scalars: dict[str, list[str]] = {}
         self._running: list[Frame] = []
         self._thread = threading.get_ident()
         self._root_seen, self._first = False, ""
@@ -384,7 +348,8 @@ class _Hooks:
 
     def put_on(self, module: nn.Module, path: str) -> Iterator[Any]:
         place = self._place(module, path)
-        self.coverage.hooked(place)
+        self._called[path] = 0
+        self._written += place.chosen
 
         def before(given: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if given is module and self._builder.listens:  # a copy that is made inside the block has its hooks, too
@@ -401,7 +366,7 @@ class _Hooks:
     @contextlib.contextmanager
     def forward_of(self, model: nn.Module) -> Iterator[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
-        place, original, is_patched = self._place(model, ROOT), model.forward, "forward" in vars(model)
+        place, original, patched = self._place(model, ROOT), model.forward, vars(model).get("forward")
         run = getattr(original, "__func__", lambda _, *args, **kwargs: original(*args, **kwargs))
 
         @functools.wraps(getattr(original, "__func__", original))
@@ -422,10 +387,16 @@ class _Hooks:
             yield
         finally:
             if vars(model).get("forward") is mine:  # else somebody put another one over it: theirs stays
-                if is_patched:
-                    model.forward = original
-                else:
-                    del model.forward
+                del model.forward
+                if patched is not None:
+                    model.forward = patched
+
+    def facts(self) -> dict[str, Any]:
+        """Which modules have hooks, are written down, and ran; those that never did were not looked at."""
+        never = [path for path, times in self._called.items() if not times]
+        hooked = len(self._called)
+        seen = {"hooked": hooked, "written": self._written, "called": hooked - len(never), "never_called": never}
+        return {"modules": seen, "scalars": self._scalars}
 
     def autocast(self) -> contextlib.ExitStack:
         """The autocast that the running module was called under: torch turns it off where operations are dispatched."""
@@ -460,9 +431,17 @@ class _Hooks:
                 if self._begins_step(place.path, arguments):
                     self._builder.begin_step(step_of(self._builder.n_steps, arguments))
             self._builder.count(frame)
-            self.coverage.ran(place, arguments)
+            self._called[place.path] += 1
             if place.chosen:
+                self._keep_scalars(place.path, arguments)
                 self._builder.see(frame, "in", named_tensors(arguments))
+
+    def _keep_scalars(self, path: str, arguments: Mapping[str, Any]) -> None:
+        for name, value in arguments.items():
+            if isinstance(value, bool | int | float):
+                kept = self._scalars.setdefault(f"{path}:{name}", [])
+                if repr(value) not in kept and len(kept) < SCALARS_KEPT:
+                    kept.append(repr(value))
 
     def _begins_step(self, path: str, arguments: Mapping[str, Any]) -> bool:
         """The model does; while it never has, the first module that was called alone, and one that is given ids."""
@@ -510,11 +489,7 @@ def _refuse_recording(arguments: Mapping[str, Any]) -> None:
 def _facts(model: nn.Module, tag: str, known: Mapping[str, nn.Module]) -> dict[str, Any]:
     first = next(model.parameters(), None)
     return {
-        "tag": tag,
-        "model": type(model).__name__,
-        "known": {name: type(other).__name__ for name, other in known.items()},
-        "dtype": None if first is None else dtype_name(first),
-        "device": None if first is None else str(first.device),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
+        "tag": tag, "model": type(model).__name__, "known": {name: type(m).__name__ for name, m in known.items()},
+        "dtype": None if first is None else dtype_name(first), "device": None if first is None else str(first.device),
+        "torch": torch.__version__, "threads": torch.get_num_threads(),
+    }  # fmt: skip

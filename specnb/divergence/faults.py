@@ -7,14 +7,14 @@
 So a user can see whether the lab finds on his own model what it finds on the embedded pair. Two causes at once are two
 blocks, one in the other. A fault of a neighbour does nothing without a target, as in a draft that runs alone: `first`
 is None then. `split_k` and `uniform_offset` are controls: they change numbers and must not be called structural. Faults
-of sampling live in no module's forward; they are in `lossless`.
+of the key/value cache are in `cache_faults`; faults of sampling live in no module's forward, they are in `lossless`.
 """
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,16 +26,17 @@ from specnb.divergence.parts import Named, find, layer_number, named, output_hea
 from specnb.divergence.planting import (
     ALL,
     Around,
-    Clock,
+    Call,
+    Deploy,
     Fault,
     arguments,
     forward_replaced,
-    positions_argument,
     positions_fed,
+    rotary_positions,
     values_changed,
     with_argument,
 )
-from specnb.errors import InputError
+from specnb.errors import InputError, did_you_mean
 
 OUTPUT_SIDE = ("down_proj", "w2")
 """How names of the parameters begin that make an expert's output, so that scaling them scales it."""
@@ -57,18 +58,14 @@ def positional_registry(
     chosen = banks if layer is None else (find(draft).bank(layer),)
     registry = (*(find(target).every_bank() if target is not None else ()), *banks)
     foreign = [(bank, other) for bank, other in zip(banks, registry, strict=False) if bank in chosen and bank != other]
+    first = foreign[0][0][0] if foreign else None
+    note = f"the op resolved the target's {foreign[0][1][0]}" if foreign else "alone: every bank resolves itself"
     with ExitStack() as planted:
         for bank, other in foreign:
             _check_fits(bank, other)
             run = planted.enter_context(_operation(_run_as(other[1]))) if in_custom_op else _run_as(other[1])
             planted.enter_context(forward_replaced(bank[1], run))
-        yield Fault(
-            "IDENTITY",
-            foreign[0][0][0] if foreign else None,
-            ALL,
-            f"the op resolved the target's {foreign[0][1][0]}" if foreign else "alone: every bank resolves itself",
-            ("vllm#33497", "vllm#32805", "vllm#33624"),
-        )
+        yield Fault("IDENTITY", first, ALL, note, ("vllm#33497", "vllm#32805", "vllm#33624"))
 
 
 @contextmanager
@@ -80,22 +77,46 @@ def shared_buffer(
     `token`: the logical position of the one row that is stale; None for every row the target wrote. Nothing happens
     until the target has run. Both outputs really share storage.
     """
-    path, module = find(draft).bank(layer)
-    fault = Fault(
-        "STATE",
-        path if target is not None else None,
-        ALL if token is None else ((token, token + 1),),
-        "the target's last output of this layer stands in the draft's rows",
-        waits=True,
-    )
-    buffer = _Buffer()
-    with ExitStack() as planted:
-        if target is not None:
-            _check_fits((path, module), find(target).bank(layer), experts=False)
-            clock = planted.enter_context(Clock(draft).running())
-            neighbour_bank = find(target).bank(layer)[1]
-            planted.enter_context(forward_replaced(neighbour_bank, buffer.of_target))
-            planted.enter_context(forward_replaced(module, buffer.of_draft(clock, token, fault.struck)))
+    bank = find(draft).bank(layer)
+    tokens = ALL if token is None else ((token, token + 1),)
+    note = "the target's last output of this layer stands in the draft's rows"
+    fault = Fault("STATE", bank[0] if target is not None else None, tokens, note, waits=True)
+    if target is None:
+        yield fault
+        return
+    other = find(target).bank(layer)
+    _check_fits(bank, other, experts=False)
+    memory, stale = torch.empty(0), torch.empty(0)
+
+    def written(out: torch.Tensor) -> torch.Tensor:
+        nonlocal memory
+        if len(memory) < len(out) or memory.dtype != out.dtype:
+            memory = torch.empty_like(out)
+        return memory[: len(out)].copy_(out.detach())
+
+    def of_target(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal stale
+        out = written(original(*args, **kwargs))
+        stale = out.clone()
+        return out
+
+    def of_draft(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = written(original(*args, **kwargs))
+        if len(stale):
+            positions = rows_of(len(out))
+            struck = torch.arange(len(out)) < len(stale)
+            if token is not None:
+                struck &= positions == token
+            rows = struck.nonzero().flatten()
+            out[rows] = stale[rows].to(out)
+            fault.struck.extend(positions[rows][:1].tolist())
+        return out
+
+    with (
+        _positions_heard(draft) as rows_of,
+        forward_replaced(other[1], of_target),
+        forward_replaced(bank[1], of_draft),
+    ):
         yield fault
 
 
@@ -107,34 +128,31 @@ def foreign_routing(draft: nn.Module, target: nn.Module | None = None, *, layer:
     Nothing happens until the target has run.
     """
     path, router = find(draft).router(layer)
-    fault = Fault(
-        "ROUTING",
-        path if target is not None else None,
-        ALL,
-        "experts are those the target chose in its layer of the same number",
-        ("vllm#48622", "sglang#26980"),
-        waits=True,
-    )
+    note, issues = "experts are those the target chose in its layer of the same number", ("vllm#48622", "sglang#26980")
+    fault = Fault("ROUTING", path if target is not None else None, ALL, note, issues, waits=True)
+    if target is None:
+        yield fault
+        return
+    n_experts = find(draft).bank(layer)[1].num_experts
     chosen: list[torch.Tensor] = []
 
     def of_target(original: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
-        chosen[:] = [part for part in _tensors(out) if not part.is_floating_point()]
+        chosen[:] = [part for part in out if not part.is_floating_point()]
         return out
 
     def of_draft(original: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
         if not chosen:
             return out
-        fault.struck.extend(clock.rows(len(_tensors(out)[0]))[:1].tolist())
+        fault.struck.extend(rows_of(len(out[0]))[:1].tolist())
         return type(out)(part if part.is_floating_point() else _first_rows(part, chosen[0] % n_experts) for part in out)
 
-    n_experts = find(draft).bank(layer)[1].num_experts
-    with ExitStack() as planted:
-        if target is not None:
-            clock = planted.enter_context(Clock(draft).running())
-            planted.enter_context(forward_replaced(find(target).router(layer)[1], of_target))
-            planted.enter_context(forward_replaced(router, of_draft))
+    with (
+        _positions_heard(draft) as rows_of,
+        forward_replaced(find(target).router(layer)[1], of_target),
+        forward_replaced(router, of_draft),
+    ):
         yield fault
 
 
@@ -166,42 +184,26 @@ def neighbour_read(
         yield Fault("STATE", path, ALL, note, issues)
 
 
-class _Buffer:
-    """One buffer for the outputs (rows, hidden) of two models, and the rows that the target last left in it."""
+@contextmanager
+def _positions_heard(model: nn.Module) -> Iterator[Callable[[int], torch.Tensor]]:
+    """Yield a function: logical positions (n_rows,) of rows that are flattened over batch and length.
 
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-        self._theirs: torch.Tensor | None = None
+    They are those that the rotary embedding was last called with; one row of positions serves a batch.
+    """
+    positions = torch.empty(0)
 
-    def of_target(self, original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = self._written(original(*args, **kwargs))
-        self._theirs = out.clone()
-        return out
+    def hear(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal positions
+        positions = rotary_positions(arguments(rotary.forward, args, kwargs))[1].flatten().cpu()
 
-    def of_draft(self, clock: Clock, token: int | None, struck: list[int]) -> Any:
-        def run(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            out = self._written(original(*args, **kwargs))
-            if self._theirs is None:
-                return out
-            positions = clock.rows(len(out))
-            stale = torch.arange(len(out), device=out.device) < len(self._theirs)
-            if token is not None:
-                stale &= positions.to(out.device) == token
-            out[stale] = self._theirs[: len(out)][stale[: len(self._theirs)]].to(out)
-            struck.extend(positions[stale.cpu()][:1].tolist())
-            return out
-
-        return run
-
-    def _written(self, out: torch.Tensor) -> torch.Tensor:
-        if self._memory is None or len(self._memory) < len(out) or self._memory.dtype != out.dtype:
-            self._memory = torch.empty_like(out)
-        view = self._memory[: len(out)]
-        view.copy_(out.detach())
-        return view
+    handle = find(model).rotary()[1].register_forward_pre_hook(hear, with_kwargs=True)
+    try:
+        yield lambda n_rows: positions.repeat(n_rows // len(positions))
+    finally:
+        handle.remove()
 
 
-def _run_as(other: nn.Module) -> Any:
+def _run_as(other: nn.Module) -> Around:
     """Run another module's forward on the caller's inputs, without its hooks: an op got hold of it."""
     return lambda original, *args, **kwargs: type(other).forward(other, *args, **kwargs)
 
@@ -215,9 +217,9 @@ def _operation(around: Around) -> Iterator[Around]:
         return around(None, **dict(zip(names, given, strict=True)))
 
     def through(original: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = arguments(original, args, kwargs).arguments
-        names[:] = bound
-        return operation(list(bound.values()))
+        given = arguments(original, args, kwargs)
+        names[:] = given
+        return operation(list(given.values()))
 
     with torch.library._scoped_library("specnb_planted", "FRAGMENT") as library:
         name = f"experts_{id(kernel):x}"
@@ -239,12 +241,6 @@ def _check_fits(part: Named, other: Named, *, experts: bool = True) -> None:
         )
     if experts and other[1].num_experts < part[1].num_experts:
         raise InputError(f"{part[0]} routes to {part[1].num_experts} experts, {other[0]} has {other[1].num_experts}")
-
-
-def _tensors(out: Any) -> list[torch.Tensor]:
-    if not isinstance(out, (tuple, list)) or all(part.is_floating_point() for part in out):
-        raise InputError("the router does not return the chosen experts: no integer tensor is among its outputs")
-    return list(out)
 
 
 def _first_rows(buffer: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -300,28 +296,22 @@ def random_head(draft: nn.Module, target: nn.Module | None = None, *, seed: int 
     path, head = output_head(draft)
     draw = torch.Generator().manual_seed(seed)
     std = getattr(getattr(draft, "config", None), "initializer_range", 0.02)
-    fresh = (std * torch.randn(head.weight.shape, generator=draw)).to(head.weight)
+    fresh = nn.Parameter((std * torch.randn(head.weight.shape, generator=draw)).to(head.weight), requires_grad=False)
     note = "the head's weights are those of a new layer"
-    fault = Fault("HEAD", path, ALL, note, ("vllm#46435", "sglang#27829", "speculators#1131"))
-    before = head.weight
-    head.weight = nn.Parameter(fresh, requires_grad=before.requires_grad)
+    before, head.weight = head.weight, fresh
     try:
-        yield fault
+        yield Fault("HEAD", path, ALL, note, ("vllm#46435", "sglang#27829", "speculators#1131"))
     finally:
         head.weight = before
 
 
-def _combine_scaled(eps: float) -> Any:
+def _combine_scaled(eps: float) -> Around:
     """A bank's output is linear in the weights that combine its experts: scaling those scales the output."""
 
     def run(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        bound = arguments(original, args, kwargs)
-        names = list(bound.arguments)
-        if len(names) != 3:
-            raise InputError(f"a bank that is called with {', '.join(names)} does not take (states, indices, weights)")
-        weights = bound.arguments[names[2]]
+        name, weights = list(arguments(original, args, kwargs).items())[2]  # of (states, indices, weights)
         combined = weights * torch.full_like(weights, 1 + eps)  # of the weights' type, as a scale is
-        args, kwargs = with_argument(original, args, kwargs, names[2], combined)
+        args, kwargs = with_argument(original, args, kwargs, name, combined)
         return original(*args, **kwargs)
 
     return run
@@ -366,21 +356,17 @@ def dummy_tokens(
     draft: nn.Module, target: nn.Module | None = None, *, start: int = 8, token: int = 0
 ) -> Iterator[Fault]:
     """From position `start` on the draft is fed `token` in place of its input, as past a wrong maximal length."""
-    note = f"from position {start} on token {token} is fed"
-    fault = Fault("INPUT", "", ((start, None),), note, ("vllm#58080",))
 
-    def feed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        bound = arguments(model.forward, args, kwargs)
-        ids = bound.arguments.get("input_ids")
-        if ids is None:
-            raise InputError("the draft was not called with `input_ids`: there is no token to replace")
-        fed = torch.where(positions_fed(bound) < start, ids, token)
+    def feed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        given = arguments(model.forward, args, kwargs)
+        fed = torch.where(positions_fed(given) < start, given["input_ids"], token)
         return with_argument(model.forward, args, kwargs, "input_ids", fed)
 
     # before all other hooks: whoever watches the model sees what it was really fed
     handle = draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
     try:
-        yield fault
+        note = f"from position {start} on token {token} is fed"
+        yield Fault("INPUT", "", ((start, None),), note, ("vllm#58080",))
     finally:
         handle.remove()
 
@@ -391,34 +377,30 @@ def split_k(draft: nn.Module, target: nn.Module | None = None, *, layer: int | N
 
     `layer`: only the linear layers in it, None for all in the model's layers. InputError where there is none.
     """
-    modules = [(path, module) for path, module in _linears(draft) if layer in (None, layer_number(path))]
+    numbered = [(layer_number(path), module) for path, module in named(draft) if isinstance(module, nn.Linear)]
+    modules = [module for at, module in numbered if at is not None and layer in (None, at)]
     if not modules:
         raise InputError(f"layer {layer!r} has no linear layer" if layer is not None else "no layer has a linear layer")
     with ExitStack() as planted:
-        for _, module in modules:
-            planted.enter_context(forward_replaced(module, _in_parts(module)))
+        for module in modules:
+            planted.enter_context(forward_replaced(module, partial(_in_parts, module)))
         note = "sums over features are made in parts, whose number depends on the number of rows"
         yield Fault("PRECISION_ONLY", None, ALL, note, ("vllm#54506", "llama.cpp#23335"))
 
 
-def _in_parts(linear: nn.Linear) -> Any:
-    def run(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        (states,) = arguments(original, args, kwargs).args
-        n_rows = states.numel() // states.shape[-1]
-        n_parts = 4 if n_rows <= 4 else 2
-        halves = zip(states.chunk(n_parts, -1), linear.weight.chunk(n_parts, -1), strict=True)
-        total = sum(functional.linear(part, weight) for part, weight in halves)
-        return total if linear.bias is None else total + linear.bias
-
-    return run
+def _in_parts(linear: nn.Linear, original: Any, states: torch.Tensor) -> torch.Tensor:
+    n_parts = 4 if states.numel() // states.shape[-1] <= 4 else 2
+    parts = zip(states.chunk(n_parts, -1), linear.weight.chunk(n_parts, -1), strict=True)
+    total = sum(functional.linear(*part) for part in parts)
+    return total if linear.bias is None else total + linear.bias
 
 
 @contextmanager
-def _positions_changed(draft: nn.Module, change: Any) -> Iterator[None]:
+def _positions_changed(draft: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """All rotary embeddings of the draft see `change(positions)`."""
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-        name, positions = positions_argument(arguments(original, args, kwargs))
+        name, positions = rotary_positions(arguments(original, args, kwargs))
         args, kwargs = with_argument(original, args, kwargs, name, change(positions))
         return original(*args, **kwargs)
 
@@ -429,40 +411,62 @@ def _positions_changed(draft: nn.Module, change: Any) -> Iterator[None]:
         yield
 
 
-def _linears(draft: nn.Module) -> list[tuple[str, nn.Linear]]:
-    inside = (each for each in named(draft) if layer_number(each[0]) is not None)
-    return [(path, module) for path, module in inside if isinstance(module, nn.Linear)]
-
-
-class FaultMaker(Protocol):
-    """What every fault is: called with the draft and what runs beside it, it makes a context manager."""
-
-    def __call__(
-        self, draft: nn.Module, target: nn.Module | None = None, **options: Any
-    ) -> AbstractContextManager[Fault]: ...
-
-
-FAULTS: Mapping[str, FaultMaker] = MappingProxyType(
-    {
-        "positional_registry": positional_registry,
-        "registry_in_op": partial(positional_registry, in_custom_op=True),
-        "shared_buffer": shared_buffer,
-        "stale_row": partial(shared_buffer, token=12),
-        "foreign_routing": foreign_routing,
-        "neighbour_read": neighbour_read,
-        "expert_scale": expert_scale,
-        "expert_scale_in_op": partial(expert_scale, in_op=True),
-        "experts_permuted": experts_permuted,
-        "kv_slot_swap": kv_slot_swap,
-        "foreign_writer": foreign_writer,
-        "untrimmed": untrimmed,
-        "overtrimmed": overtrimmed,
-        "overtrimmed_by_two": partial(overtrimmed, rows=2),
-        "rope_mismatch": rope_mismatch,
-        "dummy_tokens": dummy_tokens,
-        "random_head": random_head,
-        "split_k": split_k,
-        "uniform_offset": uniform_offset,
-    }
-)
+FAULTS: Mapping[str, Callable[..., AbstractContextManager[Fault]]] = {
+    "positional_registry": positional_registry,
+    "registry_in_op": partial(positional_registry, in_custom_op=True),
+    "shared_buffer": shared_buffer,
+    "stale_row": partial(shared_buffer, token=12),
+    "foreign_routing": foreign_routing,
+    "neighbour_read": neighbour_read,
+    "expert_scale": expert_scale,
+    "expert_scale_in_op": partial(expert_scale, in_op=True),
+    "experts_permuted": experts_permuted,
+    "kv_slot_swap": kv_slot_swap,
+    "foreign_writer": foreign_writer,
+    "untrimmed": untrimmed,
+    "overtrimmed": overtrimmed,
+    "overtrimmed_by_two": partial(overtrimmed, rows=2),
+    "rope_mismatch": rope_mismatch,
+    "dummy_tokens": dummy_tokens,
+    "random_head": random_head,
+    "split_k": split_k,
+    "uniform_offset": uniform_offset,
+}
 """All faults by name; options of a fault are those of its function."""
+
+
+def planted(fault: str, *, layer: int | None = None) -> Deploy:
+    """The planted fault of that name as a service, in `layer` (None: where the fault is by default).
+
+    Raises InputError for an unknown fault, and for a layer of one that has none.
+    """
+    if fault not in FAULTS:
+        raise InputError(f"unknown fault {fault!r}; {did_you_mean(fault, list(FAULTS))}known: {', '.join(FAULTS)}")
+    if layer is None:
+        return FAULTS[fault]
+    if "layer" not in inspect.signature(FAULTS[fault]).parameters:
+        raise InputError(f"the fault {fault} is in no one layer: leave layer {layer} out")
+    return partial(FAULTS[fault], layer=layer)
+
+
+class Recorded:
+    """A planted fault as a service that notes each entry: `entered` has the neighbour and the fault as it was."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.name, self.options = name, options
+        self.entered: list[tuple[nn.Module | None, Fault]] = []
+
+    @contextmanager
+    def __call__(self, draft: nn.Module, neighbour: nn.Module | None) -> Iterator[Fault]:
+        with FAULTS[self.name](draft, neighbour, **self.options) as fault:
+            self.entered.append((neighbour, fault))
+            yield fault
+
+    def acted(self) -> Fault:
+        """The fault as it was when it first acted, or at all. Raises InputError where it waited in vain."""
+        faults = [fault for _, fault in self.entered]
+        acting = [fault for fault in faults if fault.struck] or faults
+        fault = next((fault for fault in acting if fault.first is not None), acting[0])
+        if fault.waits and not fault.struck:
+            raise InputError(f"{self.name} never acted: choose a script in which what it waits for happens")
+        return fault

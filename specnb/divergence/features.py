@@ -1,19 +1,31 @@
-"""S7: the set-up that is wrong, with the features of the service off one at a time. Which of them does the fault need?
+"""Services under suspicion, by name; and S7: which features of a service does a fault need?
 
-The service says what it can do without (compilation, graphs, a prefix cache, a fused kernel) and takes a set of these
-names as `without`. Where no single one heals the draft and all together do, a set is looked for of which none may be
-left out, as in delta debugging (Zeller and Hildebrandt 2002).
+A service is `deploy(draft, neighbour)`, a context manager that puts the draft into service beside a neighbour (None:
+alone). That it does not start is no finding about the draft, and is told as such.
+
+One that can leave features out (compilation, graphs, a prefix cache, a fused kernel) takes their names as `without`.
+Where no single one heals the draft and all together do, a set is looked for of which none may be left out, as in delta
+debugging (Zeller and Hildebrandt 2002).
 """
 
+import contextlib
+import importlib
 import inspect
-from collections.abc import Callable, Collection, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial, reduce, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from specnb.errors import InputError
+from specnb.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Service = Callable[..., AbstractContextManager[object]]
 """`service(draft, neighbour, without=frozenset())`: a `Deploy` that can leave features out."""
@@ -49,9 +61,8 @@ class Features:
         failed = [f"{' and '.join(off)} ({text})" for off, text in self.runs[["off", "said"]].to_numpy() if text]
         ran = [off for off in self.runs[self.runs["said"] == ""]["off"] if off]
         tried = ", ".join(name for off in ran if len(off) == 1 for name in off) or "any that it runs without"
-        together = " and without all of these" if any(len(off) > 1 for off in ran) else ""
         not_run = f"; it does not run without {', '.join(failed)}" if failed else ""
-        return f"{self.setup} stays wrong without {tried}{together}: none of them alone is needed for it{not_run}"
+        return f"{self.setup} stays wrong without {tried}: none of them alone is needed for it{not_run}"
 
     def facts(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -105,7 +116,7 @@ def switched_off(
 def checked(service: Service, features: Sequence[str]) -> tuple[str, ...]:
     """The names of features. Raises InputError for names given twice, and a service that cannot leave any out."""
     names = tuple(features)
-    if isinstance(features, str) or len({*names}) < len(names) or not all(names):
+    if len({*names}) < len(names) or not all(names):
         raise InputError(f"features {features!r}: give the names of one or more, each once, as ['graphs', 'compile']")
     parameters = inspect.signature(service).parameters.values()
     if not any(parameter.name == "without" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -114,3 +125,61 @@ def checked(service: Service, features: Sequence[str]) -> tuple[str, ...]:
             "parameter `without`, the set of their names, as in deploy(draft, neighbour, without=frozenset())"
         )
     return names
+
+
+def imported(name: str) -> Service:
+    """The service `module:function`; modules of the current directory are found, too.
+
+    Raises InputError for a name of another form, a module that cannot be imported, and what is no function in it; and
+    when it is used, where it raises on entry or gives no context manager.
+    """
+    module_name, _, path = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
+        raise InputError(f"{name!r} names no function: write module:function, such as my_service:deploy")
+    if (here := str(Path.cwd())) not in sys.path:  # a console script's first entry is its own folder
+        sys.path.append(here)  # last: a file of the user's must not stand in for a library's module
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
+        raise _failed(f"importing {module_name}", error) from error
+    service = reduce(lambda owner, part: getattr(owner, part, None), path.split("."), module)
+    if not callable(service):
+        near = did_you_mean(path, [known for known, value in vars(module).items() if callable(value)])
+        raise InputError(f"{name} is no function deploy(draft, neighbour) but {service!r:.80}: {near}give one")
+
+    @wraps(service)  # its signature tells whether features can be switched off
+    def deployed(draft: "nn.Module", neighbour: "nn.Module | None", **without: frozenset[str]) -> Any:
+        return _in_service(name, partial(service, **without), draft, neighbour)
+
+    return deployed
+
+
+@contextlib.contextmanager
+def _in_service(
+    name: str, service: Callable[..., Any], draft: "nn.Module", neighbour: "nn.Module | None"
+) -> Iterator[None]:
+    with contextlib.ExitStack() as running:
+        try:
+            context = service(draft, neighbour)
+            if not isinstance(context, AbstractContextManager):
+                raise InputError(
+                    f"{name} gave a {type(context).__name__}, not a context manager: decorate a function that yields "
+                    "once with contextlib.contextmanager"
+                )
+            running.enter_context(context)
+        except InputError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise _failed(f"{name}(draft, {'neighbour' if neighbour is not None else None})", error) from error
+        yield
+
+
+def _failed(noun: str, error: BaseException) -> InputError:
+    """The user's error in one line, with the innermost place that is none of the machinery's."""
+    machinery = {__file__, importlib.__file__, contextlib.__file__}
+    places = [
+        f" ({Path(frame.filename).name}, line {frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in machinery and not frame.filename.startswith("<frozen")
+    ]
+    return InputError(f"{noun} raised {type(error).__name__}: {error}{places[-1] if places else ''}")

@@ -1,29 +1,46 @@
-"""What a model of either engine is fed while it is captured: what another run was fed, ids of a file, its own text."""
+"""A named model of either engine, opened under capture, and what it is fed: another run's tokens, ids, its own text."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from specnb.decode.sampling import argmax
+from specnb.divergence.capture import Captured, capture
 from specnb.divergence.script import Feed, Script
-from specnb.divergence.trace import TORCH, read_header
+from specnb.divergence.trace import read_header
 from specnb.errors import CapacityError, InputError, NonFiniteLogits
 from specnb.io import read_text
 from specnb.lm.base import LanguageModel
+from specnb.lm.load import load, parse
 from specnb.measure.experiment import Progress, silent
 
 IDS_BYTES = 1 << 24
-LARGEST = (1 << 31) - 1
-"""Of an id, and of a position: what a file may say at most, before a model is there to ask."""
+
+
+@contextmanager
+def captured(name: str, backend: str | None = None, **chosen: str | None) -> Iterator[Captured]:
+    """Open a model in the engine of its name, or by `backend`, and write its forwards down; `chosen` as in `capture`.
+
+    In torch it runs transformers' own attention, unless its name says `exact=true`.
+    """
+    spec = parse(name, **({"backend": backend} if backend else {}))
+    options: dict[str, Any] = {"backend": spec.backend}
+    if spec.backend == "llama":
+        from specnb.divergence.gguf_capture import capture_gguf
+
+        with capture_gguf(name, **chosen, **options) as both:
+            yield both
+        return
+    if "exact" not in spec.options:  # specnb's own attention would stand in for the one that is under suspicion
+        options["exact"] = False
+    with closing(load(name, **options)) as model, capture(model.network, **chosen) as builder:
+        yield Captured(model, builder)
 
 
 def fed(path: Path) -> Script:
     """What the run was fed whose trace is in a folder, or the ids of a file, each line a forward. Raises InputError."""
     return Script(tuple(_fed_before(path) if path.is_dir() else _lines(path)))
-
-
-def engine_of(folder: Path) -> str:
-    """`Trace.engine` of the trace in a folder. Raises InputError for what is none."""
-    return read_header(folder)["facts"].get("engine", TORCH)
 
 
 def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> None:
@@ -60,35 +77,28 @@ def _require_room(model: LanguageModel, n: int) -> None:
 
 def _lines(path: Path) -> Iterator[Feed]:
     for number, line in enumerate(read_text(path, IDS_BYTES).splitlines(), 1):
-        words = line.replace(",", " ").split()
-        for word in words:
-            if not (word.isascii() and word.isdigit() and len(word) <= len(str(LARGEST)) and int(word) <= LARGEST):
-                raise InputError(
-                    f"{path}, line {number}: {word[:40]!r} is no token id: give whole numbers with blanks or commas "
-                    "between them, a line for each forward, or the folder of a trace"
-                )
-        if words:
-            yield Feed(tuple(map(int, words)))
+        try:
+            ids = tuple(map(int, line.replace(",", " ").split()))
+        except ValueError as error:
+            raise InputError(
+                f"{path}, line {number} holds more than token ids ({error!s:.80}): give whole numbers with blanks or "
+                "commas between them, a line for each forward, or the folder of a trace"
+            ) from error
+        if ids:
+            yield Feed(ids)
 
 
 def _fed_before(folder: Path) -> Iterator[Feed]:
     """The forwards of a trace; where one begins before the end of the last, tokens were taken back between them."""
     steps = read_header(folder)["facts"].get("steps", [])
-    starts = [step["first_position"] for step in steps]
-    if any(starts[:1]):
-        raise InputError(f"{folder} begins at position {starts[0]}, and what was fed before is not in it: give the ids")
-    for number, (step, start) in enumerate(zip(steps, starts, strict=True)):
-        ids = step["token_ids"]
-        if step["batch"] != 1 or step["length"] != len(ids):
-            shown = f"{len(ids)} ids of {step['batch']} rows of {step['length']} tokens"
+    end = 0
+    for number, step in enumerate(steps):
+        ids, start = step["token_ids"], step["first_position"]
+        if step["batch"] != 1 or step["length"] != len(ids) or start > end:
             raise InputError(
-                f"{folder}, forward {number}: {shown}: one row is fed again, and all its ids must be there"
+                f"{folder}, forward {number}: {step['batch']} rows of {step['length']} tokens with {len(ids)} ids from "
+                f"position {start} on, after {end} tokens: one row is fed again, all of it from the start; give the ids"
             )
         end = start + len(ids) - step.get("padding", 0)
-        following = starts[number + 1] if number + 1 < len(starts) else end
-        if following > end:
-            raise InputError(
-                f"{folder}, forward {number + 1} begins at {following} and the one before it ends at {end}: what was "
-                "fed between them is not in this trace"
-            )
-        yield Feed(tuple(ids[: end - start]), end - following)
+        following = steps[number + 1]["first_position"] if number + 1 < len(steps) else end
+        yield Feed(tuple(ids[: end - start]), max(end - following, 0))

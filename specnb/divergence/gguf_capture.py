@@ -18,19 +18,11 @@ import numpy as np
 import torch
 
 from specnb.divergence.at_use import UNKNOWN, Registry
-from specnb.divergence.capture import Frame, TraceBuilder
+from specnb.divergence.capture import Captured, Frame, TraceBuilder
 from specnb.divergence.tensors import Step, compiled, digest_bytes
 from specnb.lm import load
 from specnb.lm.base import LanguageModel
 from specnb.lm.gguf.tensors import Decode, Node, StoredWeights, Watch, ggml
-
-
-@dataclass(frozen=True)
-class Captured:
-    """`model`: opened for the block and closed with it. `builder.trace()` is the trace, also after the block."""
-
-    model: LanguageModel
-    builder: TraceBuilder
 
 
 @contextlib.contextmanager
@@ -59,70 +51,41 @@ def capture_gguf(
     Logits are the same bits as without, on the processor. Raises InputError for a pattern that is none and for a model
     that torch would run, and what `specnb.load` raises.
     """
-    spec = load.parse(str(name_or_path), **options)
-    chosen, watch = compiled(modules or ""), Watch()
+    spec, watch = load.parse(str(name_or_path), **options), Watch()
+    chosen = compiled(modules or "")
     model = load.load(name_or_path, watch=watch, **options)
     with contextlib.closing(model):
-        builder = NodeBuilder(tag, StoredWeights(load.local_file(spec)), full)
+        builder = NodeBuilder(tag, StoredWeights(load.local_file(spec)), full, chosen)
         builder.facts |= _facts(tag, model)
-        nodes = _Nodes(builder, chosen)
-        watch.begin, watch.wanted, watch.seen, watch.on = nodes.begin, nodes.wanted, nodes.see, True
+        watch.begin, watch.wanted, watch.seen, watch.on = builder.begin, builder.wanted, builder.see_node, True
         try:
             yield Captured(model, builder)
         finally:
             watch.on = False
             builder.measure()
-            builder.facts |= nodes.facts()
+            builder.facts |= builder.coverage()
 
 
 class NodeBuilder(TraceBuilder):
-    """A trace of nodes, whose weights are ggml's and not torch's."""
+    """A trace of nodes, whose weights are ggml's and not torch's: the watch's three functions, and what they missed."""
 
-    def __init__(self, tag: str, stored: StoredWeights, full: str | None) -> None:
+    def __init__(self, tag: str, stored: StoredWeights, full: str | None, chosen: re.Pattern[str]) -> None:
         super().__init__(Registry({}), full)
-        self._tag, self._stored = tag, stored
+        self._tag, self._stored, self._chosen = tag, stored, chosen
         self._weights: dict[tuple[int, str], dict[str, Any]] = {}
-
-    def read(self, frame: Frame, weight: Node) -> None:
-        """Write down that a node read a weight."""
-        place = (weight.data, weight.name)
-        if place not in self._weights:
-            self._weights[place] = self._described(weight)
-        row = {"step": self._step.index, "module": frame.module, "call": frame.call}
-        self._params.append(row | self._weights[place])
-
-    def _described(self, weight: Node) -> dict[str, Any]:
-        base = weight.base
-        content, stored = base.raw_bytes(), self._stored.find(base.name)
-        dtype, is_stored = base.type, stored is not None and len(stored) == len(content)
-        digest = digest_bytes(dtype, base.shape, content)
-        if base.reordered:
-            dtype = f"{dtype}@{base.buffer}"
-        elif is_stored:
-            is_stored = digest == digest_bytes(dtype, base.shape, stored)
-        owner = self._tag if is_stored else UNKNOWN
-        return {"owner": owner, "owner_path": base.name, "object_id": base.data, "digest": digest, "dtype": dtype}
-
-
-class _Nodes:
-    """The watch's three functions, and what was passed over."""
-
-    def __init__(self, builder: NodeBuilder, chosen: re.Pattern[str]) -> None:
-        self._builder, self._chosen = builder, chosen
-        self._step: GraphStep | None = None
         self._paths: dict[str, bool] = {}
         self._unread: Counter[str] = Counter()
         self._overwritten: set[str] = set()
         self._passed_over: Counter[str] = Counter()
 
     def begin(self, decode: Decode) -> None:
-        self._builder.measure()
-        length = len(decode.ids)
-        self._step = GraphStep(self._builder.n_steps, 1, length, decode.first, decode.ids, rows=decode.rows)
-        self._builder.begin_step(self._step)
-        self._builder.facts["steps"][-1] |= {"rows": decode.rows, "padding": decode.padding}
+        """A llama_decode begins."""
+        self.measure()
+        self.begin_step(GraphStep(self.n_steps, 1, len(decode.ids), decode.first, decode.ids, rows=decode.rows))
+        self.facts["steps"][-1] |= {"rows": decode.rows, "padding": decode.padding}
 
     def wanted(self, node: Node) -> bool:
+        """Whether a node is to be written down."""
         path = own_path(node)
         if path is None:
             if node.op not in SHOWN_AGAIN:
@@ -132,42 +95,29 @@ class _Nodes:
             self._paths[path] = self._chosen.search(path) is not None
         return self._paths[path]
 
-    def see(self, node: Node) -> None:
+    def see_node(self, node: Node) -> None:
+        """Write down what a node was given and gave, and the weights that it read."""
         frame = Frame(own_path(node), node.op, {})
-        self._builder.count(frame)
+        self.count(frame)
         self._step.tokens_in.clear()
         given, states = {}, {}
         for i, source in enumerate(node.sources):
             name = path_of(source) or f"src{i}"
             if source.is_weight:
-                self._builder.read(frame, source)
+                self._read(frame, source)
             elif source.overlaps(node):
                 if node.op not in SHOWN_AGAIN:
                     self._overwritten.add(f"{frame.module}:{name}")
-            elif is_cache(source):
-                states |= self._state(node, source)
+            elif CACHE.fullmatch(_plain(source)):  # what earlier tokens left
+                states |= cache_state(node, source, self._step)
             else:
                 given |= self._shown(source, "in", name if name not in given else f"{name}.{i}")
         for role, named in (("in", given), ("state", states), ("out", self._shown(node, "out", "out"))):
             if named:
-                self._builder.see(frame, role, named.items())
+                self.see(frame, role, {name: _tensor(values) for name, values in named.items()}.items())
 
-    def _state(self, node: Node, source: Node) -> dict[str, torch.Tensor]:
-        state = cache_state(node, source, self._step)
-        return {} if state is None else {state[0]: _tensor(state[1])}
-
-    def _shown(self, node: Node, role: str, name: str) -> dict[str, torch.Tensor]:
-        values = node.values()
-        if values is None:
-            self._unread[node.type] += 1
-            return {}
-        values, has_tokens = in_order(node, values, self._step)
-        if has_tokens:
-            self._step.tokens_in.add((role, name))
-        return {name: _tensor(values)}
-
-    def facts(self) -> dict[str, Any]:
-        """Coverage: the nodes that ran, those written down, and what could not be."""
+    def coverage(self) -> dict[str, Any]:
+        """The nodes that ran, those written down, and what could not be."""
         n = len(self._paths)
         return {
             "modules": {"hooked": n, "written": sum(self._paths.values()), "called": n, "never_called": []},
@@ -175,6 +125,33 @@ class _Nodes:
             "passed_over": dict(self._passed_over),
             "unread_types": dict(self._unread),
         }
+
+    def _shown(self, node: Node, role: str, name: str) -> dict[str, np.ndarray]:
+        values = node.values()
+        if values is None:
+            self._unread[node.type] += 1
+            return {}
+        values, has_tokens = in_order(node, values, self._step)
+        if has_tokens:
+            self._step.tokens_in.add((role, name))
+        return {name: values}
+
+    def _read(self, frame: Frame, weight: Node) -> None:
+        place = (weight.data, weight.name)
+        if place not in self._weights:
+            self._weights[place] = self._described(weight.base)
+        row = {"step": self._step.index, "module": frame.module, "call": frame.call}
+        self._params.append(row | self._weights[place])
+
+    def _described(self, base: Node) -> dict[str, Any]:
+        content, stored = base.raw_bytes(), self._stored.find(base.name)
+        is_stored = stored is not None and len(stored) == len(content)
+        digest = digest_bytes(base.type, base.shape, content)
+        if is_stored and not base.reordered:
+            is_stored = digest == digest_bytes(base.type, base.shape, stored)
+        dtype = f"{base.type}@{base.buffer}" if base.reordered else base.type
+        owner = self._tag if is_stored else UNKNOWN
+        return {"owner": owner, "owner_path": base.name, "object_id": base.data, "digest": digest, "dtype": dtype}
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
@@ -185,16 +162,8 @@ def _tensor(values: np.ndarray) -> torch.Tensor:
 
 def _facts(tag: str, model: LanguageModel) -> dict[str, Any]:
     caps = model.caps
-    return {
-        "tag": tag,
-        "model": model.name,
-        "known": {},
-        "dtype": caps.dtype,
-        "device": caps.device,
-        "engine": caps.engine,
-        "ggml": ggml().ggml_version().decode(),
-        **caps.details,
-    }
+    engine = {"dtype": caps.dtype, "device": caps.device, "engine": caps.engine, "ggml": ggml().ggml_version().decode()}
+    return {"tag": tag, "model": model.name, "known": {}} | engine | caps.details
 
 
 LAYERED = re.compile(r"(?:model\.)?(.+)-([0-9]+)")
@@ -246,11 +215,6 @@ def _path_by_reading(node: Node) -> str | None:
     return None
 
 
-def is_cache(source: Node) -> bool:
-    """Whether it shows what earlier tokens left."""
-    return CACHE.fullmatch(_plain(source)) is not None
-
-
 @dataclass(frozen=True)
 class GraphStep(Step):
     """One llama_decode. `rows`: its last tokens, those with logits; the last layer goes on with these alone.
@@ -293,16 +257,15 @@ def in_order(node: Node, values: np.ndarray, step: GraphStep) -> tuple[np.ndarra
     return values.squeeze(dropped[: values.ndim - 1]), axis >= 0
 
 
-def cache_state(node: Node, source: Node, step: GraphStep) -> tuple[str, np.ndarray] | None:
-    """What a node of attention reads from the cache: its name and `(heads, cells, dim)`; None of other sources."""
-    cache = CACHE.fullmatch(_plain(source))
-    values = source.values() if cache and cache[1] in STATE_NAMES else None
-    if values is None:
-        return None
-    name, values = STATE_NAMES[cache[1]], values[0]
+def cache_state(node: Node, source: Node, step: GraphStep) -> dict[str, np.ndarray]:
+    """What a node of attention reads from the cache `source`, `(heads, cells, dim)` by its name; {} of other states."""
+    name, values = STATE_NAMES.get(CACHE.fullmatch(_plain(source))[1]), source.values()
+    if name is None or values is None:
+        return {}
+    values = values[0]
     if name == "values" and node.op == "MUL_MAT":  # without flash attention the values lie transposed
         values = values.swapaxes(-1, -2)
-    return name, values[:, : step.cells]
+    return {name: values[:, : step.cells]}
 
 
 def _token_axis(node: Node, dtype: np.dtype, step: GraphStep) -> int:

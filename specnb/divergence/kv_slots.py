@@ -17,10 +17,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from specnb.errors import InputError
-
 BLOCK_SIZE = 16
-NULL_BLOCK = 0
 
 
 class Group(NamedTuple):
@@ -32,38 +29,26 @@ class Group(NamedTuple):
     layers: int
     first_block: int
     blocks: int
-    block_size: int
-
-    @property
-    def block_table(self) -> tuple[int, ...]:
-        return tuple(range(self.first_block, self.first_block + self.blocks))
 
     @property
     def first_slot(self) -> int:
-        return self.first_block * self.block_size
+        return self.first_block * BLOCK_SIZE
 
 
-def allocate(
-    models: Mapping[str, Mapping[str, int]], tokens: int, *, group_size: int | None = None, block_size: int = BLOCK_SIZE
-) -> list[Group]:
+def allocate(models: Mapping[str, Mapping[str, int]], tokens: int, *, group_size: int | None = None) -> list[Group]:
     """The groups of all models, target first, and where correct allocation puts a first sequence of `tokens` tokens.
 
     `models`: by name, the number of attention layers of each kind. `group_size` layers share a group; None is vLLM's
     choice, the smallest number of layers of one kind in any model. A kind whose layers it does not divide has a last
-    group that is not full. Raises InputError for numbers below 1.
+    group that is not full.
     """
-    counts = [n for kinds in models.values() for n in kinds.values()]
-    size = min(counts, default=0) if group_size is None else group_size
-    if min(*counts, size, tokens, block_size) < 1:
-        raise InputError(
-            f"got {dict(models)}, {tokens} tokens, groups of {size}, blocks of {block_size}: give 1 or more"
-        )
-    blocks, groups = -(-tokens // block_size), []
+    size = group_size or min(n for kinds in models.values() for n in kinds.values())
+    blocks, groups = -(-tokens // BLOCK_SIZE), []
     for model, kinds in models.items():
         for kind, n in kinds.items():
             for start in range(0, n, size):
-                first = NULL_BLOCK + 1 + len(groups) * blocks
-                groups.append(Group(len(groups), model, kind, min(size, n - start), first, blocks, block_size))
+                first = 1 + len(groups) * blocks  # block 0 is nobody's
+                groups.append(Group(len(groups), model, kind, min(size, n - start), first, blocks))
     return groups
 
 
@@ -72,8 +57,8 @@ def arithmetic(groups: Sequence[Group]) -> pd.DataFrame:
     rows = [
         {
             "gid": g.gid, "model": g.model, "kind": g.kind, "layers": g.layers, "blocks": g.blocks,
-            "block_table": f"{g.first_block}..{g.block_table[-1]}", "first_slot": g.first_slot,
-            "sum": f"({NULL_BLOCK + 1} + {g.gid} groups x {g.blocks} blocks) x {g.block_size} = {g.first_slot}",
+            "block_table": f"{g.first_block}..{g.first_block + g.blocks - 1}", "first_slot": g.first_slot,
+            "sum": f"(1 + {g.gid} groups x {g.blocks} blocks) x {BLOCK_SIZE} = {g.first_slot}",
         }
         for g in groups
     ]  # fmt: skip

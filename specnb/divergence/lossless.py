@@ -10,21 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial, wraps
+from functools import partial
 from itertools import zip_longest
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from specnb.decode import accept
-from specnb.decode.accept import Acceptance, Rows
-from specnb.decode.generate import generate
-from specnb.decode.sampling import Chooser, Draws, argmax
+from specnb.decode.accept import Acceptance, Rule, rule_named
+from specnb.decode.generate import PromptLike, generate, prompt_ids
+from specnb.decode.sampling import Chooser, Draws, Rows, argmax
 from specnb.divergence.planting import replaced
-from specnb.divergence.sampling import FROM_TARGET, MISREPORTED, NOT_DRAWN, Audit, Tally
-from specnb.divergence.sampling.log import listened
+from specnb.divergence.sampling import Audit, Position, Tally
 from specnb.draft.base import Drafter, Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
@@ -111,32 +109,90 @@ def _counted(chosen: Sequence[Prompt], progress: Progress, stage: str) -> Iterat
         yield prompt
 
 
-@contextmanager
-def misreported_q(drafter: Drafter, *, top_k: int = 4, greedy: bool = False) -> Iterator[str]:
-    """The drafter draws from its `top_k` likeliest tokens, or takes the likeliest (`greedy`), and reports the raw row.
+# --- positions from our own decoding ----------------------------------------------------------------------------------
 
-    It has to draft by picking, as a draft model does, with a fixed K. InputError where the row would be the same:
-    greedy decoding, or a top-k of the generation that leaves no more. (transformers#47932, vllm#40149)
+
+def listened(
+    target: LanguageModel, prompt: PromptLike, *, drafter: Drafter, hear: Callable[[Position], object], **options: Any
+) -> Generation:
+    """`decode.generate` by the rule "token", bit for bit; `hear` gets each position that was put to the test.
+
+    Of a long log keep what is needed, not the rows: `sampling.Tally().add` does. Raises InputError for drafts of trees.
     """
+    ids = prompt_ids(target, prompt)
+    return generate(target, ids, drafter=drafter, rule=_listening(ids, hear), **options)
+
+
+def _listening(ids: Sequence[int], hear: Callable[[Position], object]) -> Rule:
+    """The rule "token" for one generation that begins with `ids`: the same random numbers in the same order."""
+    text = list(ids)
+
+    def token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+        if proposal.tree is not None:
+            raise InputError("a tree of drafts is verified as one: draft a chain (tree=chain) to audit sampling")
+        noted = _Noted(chooser.draws)
+        acceptance = rule_named("token", chooser.sampling)(logits, proposal, Chooser(chooser.sampling, noted))
+        kept = acceptance.n_accepted
+        drafts = proposal.ids[: kept + 1]
+        # a number for each test, and one for the token behind; greedy rounds draw none
+        drawn = noted.uniforms or [None] * (len(drafts) + 1)
+        for at, committed in enumerate((*proposal.ids[:kept], acceptance.next_id)):
+            drafted = at < len(drafts)
+            hear(
+                Position(
+                    p_target=chooser.sampling.probabilities(logits[at]),
+                    q_draft=proposal.q_draft[at] if drafted and proposal.q_draft is not None else None,
+                    draft_id=drafts[at] if drafted else None,
+                    accepted=at < kept,
+                    committed_id=committed,
+                    accept_u=drawn[at] if drafted else None,
+                    resample_u=None if at < kept else drawn[-1],
+                    prefix=tuple(text),
+                )
+            )
+            text.append(committed)
+        return acceptance
+
+    return token
+
+
+class _Noted(Draws):
+    """The draws of a generation, with a note of each random number."""
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+        self.uniforms: list[float] = []
+
+    def uniform(self) -> float:
+        self.uniforms.append(self._draws.uniform())
+        return self.uniforms[-1]
+
+
+# --- planted faults of sampling ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def misreported_q(drafter: Drafter, *, top_k: int) -> Iterator[None]:
+    """The drafter draws from its `top_k` likeliest tokens, and reports the raw row. (transformers#47932, vllm#40149)"""
     propose = drafter.propose
 
     def misreporting(tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
-        return propose(tokens, k, _Misreporting(rng, 1 if greedy else top_k))
+        return propose(tokens, k, _Misreporting(rng, top_k))
 
     with replaced(drafter, "propose", misreporting):
-        yield NOT_DRAWN if greedy else MISREPORTED
+        yield
 
 
 @contextmanager
-def resampled_from_target() -> Iterator[str]:
+def resampled_from_target() -> Iterator[None]:
     """After a rejection the token is drawn from p instead of norm(max(p - q, 0)), by the rule "token", in this process.
 
     The acceptances stay what they were; the output leans to what the drafter likes.
     """
     with ExitStack() as planted:
-        for name, place in (("token_verification", 3), ("point_mass", 2)):
-            planted.enter_context(replaced(accept, name, _from_target(getattr(accept, name), place)))
-        yield FROM_TARGET
+        for rule in (accept.token_verification, accept.point_mass):
+            planted.enter_context(replaced(accept, rule.__name__, partial(_from_target, rule)))
+        yield
 
 
 class _Misreporting(Chooser):
@@ -144,8 +200,6 @@ class _Misreporting(Chooser):
 
     def __init__(self, chooser: Chooser, top_k: int) -> None:
         super().__init__(chooser.sampling, chooser.draws)
-        if chooser.sampling.greedy or 0 < chooser.sampling.top_k <= top_k:
-            raise InputError(f"top_k {top_k} changes nothing of {chooser.sampling}: sample from more tokens")
         self._drawn = replace(chooser.sampling, top_k=top_k)
 
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray]:
@@ -173,26 +227,17 @@ class _FromTarget(Draws):
         return super().categorical(self._p_target[self._kept])
 
 
-def _from_target(rule: Any, draws_at: int) -> Any:
-    """The rule with faulty draws; `draws_at` is their place among its arguments, of which the first is p_target."""
-
-    @wraps(rule)
-    def faulty(p_target: Rows, *args: Any) -> Acceptance:
-        rest = list(args)
-        rest[draws_at - 1] = _FromTarget(rest[draws_at - 1], p_target)
-        return rule(p_target, *rest)
-
-    return faulty
+def _from_target(rule: Callable[..., Acceptance], p_target: Rows, *drafts_and_draws: Any) -> Acceptance:
+    *drafts, draws = drafts_and_draws
+    return rule(p_target, *drafts, _FromTarget(draws, p_target))
 
 
-PLANTED: Mapping[str, Callable[[Drafter], AbstractContextManager[object]]] = MappingProxyType(
-    {
-        "nothing": lambda drafter: nullcontext(),
-        "top-k drafts, raw row reported": partial(misreported_q, top_k=8),
-        "greedy drafts, raw row reported": partial(misreported_q, greedy=True),
-        "resampled from p": lambda drafter: resampled_from_target(),
-    }
-)
+PLANTED: Mapping[str, Callable[[Drafter], AbstractContextManager[None]]] = {
+    "nothing": lambda drafter: nullcontext(),
+    "top-k drafts, raw row reported": partial(misreported_q, top_k=8),
+    "greedy drafts, raw row reported": partial(misreported_q, top_k=1),
+    "resampled from p": lambda drafter: resampled_from_target(),
+}
 
 
 def trial(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progress: Progress = silent) -> pd.DataFrame:
@@ -218,13 +263,13 @@ def trial(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progres
     return pd.DataFrame(rows)
 
 
-def related(seed: int, share: float = SHARE) -> tuple[LanguageModel, LanguageModel]:
-    """A target, and a draft that knows `share` of its logits."""
+def related(seed: int) -> tuple[LanguageModel, LanguageModel]:
+    """A target, and a draft that knows SHARE of its logits."""
     parts = markov(TOKENS, seed=seed), markov(TOKENS, seed=seed + 10_000)
 
     def guess(prefix: tuple[int, ...]) -> np.ndarray:
         known, other = (_next_logits(part, prefix) for part in parts)
-        return share * known + (1 - share) * other
+        return SHARE * known + (1 - SHARE) * other
 
     return markov(TOKENS, seed=seed), ToyLM(guess, parts[0].vocab, name="draft")
 

@@ -8,16 +8,12 @@ an op gets, not of what the model knows. The twins are made of any model, so the
 """
 
 import copy
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from specnb.errors import InputError
-
-DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The types the small models are made in, by name."""
 
 WIDTH = 64
@@ -34,17 +30,14 @@ _SHARED = {
     "attn_implementation": "eager",  # sinks have no other implementation that runs without a GPU
     "experts_implementation": "eager",  # the loop over experts reads its parameters with plain ops, so they are seen
 }
-SHAPES = MappingProxyType(
-    {
-        "draft": MappingProxyType({"num_hidden_layers": 4, "num_local_experts": 8}),
-        "target": MappingProxyType({"num_hidden_layers": 6, "num_local_experts": 16}),
-    }
-)
+SHAPES = {
+    "draft": {"num_hidden_layers": 4, "num_local_experts": 8},
+    "target": {"num_hidden_layers": 6, "num_local_experts": 16},
+}
 """What differs between the two."""
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A draft and the larger target it runs beside; both in evaluation mode, with the same vocabulary."""
 
     draft: nn.Module
@@ -52,27 +45,27 @@ class Pair:
 
 
 def pair(*, seed: int = 0, dtype: str = "float32") -> Pair:
-    """The embedded pair (7 MB in float32). Same seed and dtype give the same bits; global generators stay untouched.
-
-    InputError for a dtype that is not in DTYPES.
-    """
-    return Pair(draft=make("draft", seed=seed, dtype=dtype), target=make("target", seed=seed, dtype=dtype))
+    """The embedded pair (7 MB in float32). Same seed and dtype (a name in DTYPES) give the same bits."""
+    return Pair(*(make(role, seed=seed, dtype=dtype) for role in ("draft", "target")))
 
 
 def make(role: str, *, seed: int = 0, dtype: str = "float32") -> nn.Module:
-    """One model of the pair: `role` is a name in SHAPES. InputError for another role or dtype."""
-    if role not in SHAPES:
-        raise InputError(f"no small model {role!r}: there are {', '.join(SHAPES)}")
-    if dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r} is not one the small pair is made in: use {' or '.join(DTYPES)}")
+    """One model of the pair: `role` is a name in SHAPES. Global generators stay untouched."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    config = GptOssConfig(**_SHARED, **SHAPES[role], rope_parameters=_rope())
+    # a new dictionary each time, for transformers writes into it; YaRN as gpt-oss has it, of a short original length
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 150_000.0}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    config = GptOssConfig(**_SHARED, **SHAPES[role], rope_parameters=yarn)
     with torch.random.fork_rng(devices=[]):  # building draws weights, which are overwritten below
         model = GptOssForCausalLM(config).eval()
     # the two roles draw from different streams: no weight of the target may be one of the draft's
-    _draw(model, torch.Generator().manual_seed(2 * seed + list(SHAPES).index(role)))
-    return _cast(model, DTYPES[dtype])
+    draw = torch.Generator().manual_seed(2 * seed + list(SHAPES).index(role))
+    for name, parameter in model.named_parameters():
+        value = _values(name, parameter.dim(), torch.randn(parameter.shape, generator=draw))
+        # as loading does: norms stay float32, and so do the RoPE frequencies, which `Module.to` would round
+        parameter.data = value if "norm" in name else value.to(DTYPES[dtype])
+    return model
 
 
 def copy_of(model: nn.Module) -> nn.Module:
@@ -95,22 +88,11 @@ def decoy_twin(model: nn.Module, *, seed: int = 1) -> nn.Module:
     return twin
 
 
-def _rope() -> dict[str, Any]:
-    """YaRN as gpt-oss has it, with a short original length; a new one each time, for transformers writes into it."""
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 150_000.0}
-    return yarn | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-
-
-def _draw(model: nn.Module, draw: torch.Generator) -> None:
-    """Weights large enough for logits to depend on the whole past and to differ clearly between tokens."""
-    # every fan-in is WIDTH, so one standard deviation keeps a layer's output near its input's size
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=draw)
-            parameter.copy_(_values(name, parameter.dim(), noise))
-
-
 def _values(name: str, dim: int, noise: torch.Tensor) -> torch.Tensor:
+    """Weights large enough for logits to depend on the whole past and to differ clearly between tokens.
+
+    Every fan-in is WIDTH, so one standard deviation keeps a layer's output near its input's size.
+    """
     if "norm" in name:
         return 1 + 0.1 * noise
     if "embed_tokens" in name or name.endswith("sinks"):
@@ -119,11 +101,3 @@ def _values(name: str, dim: int, noise: torch.Tensor) -> torch.Tensor:
         return 0.1 * noise
     gain = {"lm_head.weight": 4.0}.get(name, 1.5)
     return gain / WIDTH**0.5 * noise
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast as loading does: norms stay float32, and so do the RoPE frequencies, which `Module.to` would round."""
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            parameter.data = parameter.data.to(dtype)
-    return model

@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from specnb.divergence.parts import find
 from specnb.errors import InputError
 
 Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
 """What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
+Around = Callable[..., Any]
+"""`around(original, *args, **kwargs)`: what runs in a forward's place."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments by place and by name."""
 
 ALL = ((0, None),)
 """The token range of a fault that reaches every token."""
@@ -49,19 +52,15 @@ class Fault:
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """The attribute `name` of this one instance is `value` inside, and what it was before afterwards."""
     attributes = vars(owner)
-    before = attributes.get(name, attributes)  # the dict itself: no value that an attribute can have
+    had, before = name in attributes, attributes.get(name)
     attributes[name] = value
     try:
         yield
     finally:
-        if before is attributes:
-            attributes.pop(name, None)
-        else:
+        if had:
             attributes[name] = before
-
-
-Around = Callable[..., Any]
-"""`around(original, *args, **kwargs)`: what runs in a forward's place."""
+        else:
+            attributes.pop(name, None)
 
 
 @contextmanager
@@ -80,8 +79,7 @@ def forward_replaced(module: nn.Module, around: Around) -> Iterator[None]:
 @contextmanager
 def values_changed(new: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
     """Each parameter holds the new values inside, in its own memory, and the very same bits as before afterwards."""
-    with torch.no_grad():
-        before = {parameter: parameter.detach().clone() for parameter in new}
+    before = {parameter: parameter.detach().clone() for parameter in new}
     try:
         _write(new)
         yield
@@ -89,53 +87,20 @@ def values_changed(new: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
         _write(before)
 
 
-def arguments(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+@torch.no_grad()
+def _write(values: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    for parameter, value in values.items():
+        parameter.copy_(value)  # torch counts it: digests are taken again
+
+
+def arguments(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names, however the caller passed them."""
-    return inspect.signature(original).bind(*args, **kwargs)
-
-
-def positions_fed(bound: inspect.BoundArguments) -> torch.Tensor:
-    """Logical positions (1 or batch, length) of what a model is called with: as given, else on from its cache."""
-    given = bound.arguments.get("position_ids")
-    if given is not None:
-        return given
-    cache, ids = (bound.arguments.get(name) for name in ("past_key_values", "input_ids"))
-    ids = bound.arguments.get("inputs_embeds") if ids is None else ids
-    if ids is None:
-        raise InputError(f"a model was called without `input_ids` or `inputs_embeds`: {', '.join(bound.arguments)}")
-    past = 0 if cache is None else cache.get_seq_length()
-    return torch.arange(past, past + ids.shape[1], device=ids.device)[None]
-
-
-class Clock:
-    """Which logical positions the rows of the running forward have: read where the rotary embedding is called."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._rotary = find(model).rotary()[1]
-        self._positions: torch.Tensor | None = None
-
-    @contextmanager
-    def running(self) -> Iterator["Clock"]:
-        """Listen inside."""
-        handle = self._rotary.register_forward_pre_hook(self._hear, with_kwargs=True)
-        try:
-            yield self
-        finally:
-            handle.remove()
-
-    def rows(self, n_rows: int) -> torch.Tensor:
-        """Positions (n_rows,) of rows that are flattened over batch and length; one row of positions serves a batch."""
-        if self._positions is None or n_rows % self._positions.numel():
-            raise InputError(f"{n_rows} rows have no positions: the model's rotary embedding was not called for them")
-        return self._positions.repeat(n_rows // self._positions.numel())
-
-    def _hear(self, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._positions = positions_argument(arguments(rotary.forward, args, kwargs))[1].flatten()
+    return inspect.signature(original).bind(*args, **kwargs).arguments
 
 
 def with_argument(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: object
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Call:
     """The call with one argument replaced or added, all others passed the way the caller passed them.
 
     Decorated forwards look into keywords, so what was given as one has to stay one.
@@ -146,15 +111,21 @@ def with_argument(
     return args, {**kwargs, name: value}
 
 
-def positions_argument(bound: inspect.BoundArguments) -> tuple[str, torch.Tensor]:
+def positions_fed(given: Mapping[str, Any]) -> torch.Tensor:
+    """Logical positions (1 or batch, length) of what a model is called with: as given, else on from its cache."""
+    if given.get("position_ids") is not None:
+        return given["position_ids"]
+    cache, ids = (given.get(name) for name in ("past_key_values", "input_ids"))
+    ids = given.get("inputs_embeds") if ids is None else ids
+    if ids is None:
+        raise InputError(f"a model was called without `input_ids` or `inputs_embeds`: {', '.join(given)}")
+    past = 0 if cache is None else cache.get_seq_length()
+    return torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+
+
+def rotary_positions(given: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
     """Name and value of the integer tensor among a rotary embedding's arguments. InputError where there is none."""
-    for name, value in bound.arguments.items():
+    for name, value in given.items():
         if isinstance(value, torch.Tensor) and not value.is_floating_point():
             return name, value
-    raise InputError(f"a rotary embedding was called without integer positions: it got {', '.join(bound.arguments)}")
-
-
-def _write(values: Mapping[nn.Parameter, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, value in values.items():
-            parameter.copy_(value)
+    raise InputError(f"a rotary embedding was called without integer positions: it got {', '.join(given)}")

@@ -1,31 +1,70 @@
 """What takes seconds and explains most zero acceptances, before any tensor is traced.
 
-Each check says what it saw, also where all is well, and `skipped` with the reason where it had nothing to look at. A
-file that cannot be read fails its own check, and no other.
+Weights against the files they came from, configs of draft and target against each other, and whether a drafter keeps
+the rules of drafting. Each check says what it saw, also where all is well, and `skipped` with the reason where it had
+nothing to look at. A file that cannot be read fails its own check, and no other.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from specnb.divergence.checks import config, weights
-from specnb.divergence.checks import drafter as drafting
-from specnb.divergence.checks.config import Finding
-from specnb.draft.base import Drafter, model_of
+import numpy as np
+import pandas as pd
+
+from specnb.decode.sampling import Chooser, Draws, Sampling
+from specnb.divergence import model_files
+from specnb.divergence.model_files import Config, Result
+from specnb.draft.base import Drafter, Proposal, model_of
 from specnb.draft.model import ModelDrafter
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import RewindError, SpecnbError
 from specnb.lm.base import LanguageModel
-from specnb.lm.preflight import probe_ids
-from specnb.measure import curve as training_curve
-from specnb.measure.curve import Curve
+from specnb.lm.preflight import goes_back, probe_ids
+from specnb.measure import curve
 
-GENERATION = "generation_config.json"
+RANK = {"fail": 0, "warn": 1, "ok": 2, "skipped": 3}
+"""Verdicts, worst first: `warn` is what may be meant (a longer context of the target), `fail` what cannot be."""
 PROMPT = 8
 """Tokens that the drafter's checks feed."""
-NO_FOLDER, NO_NETWORK = "no folder of the draft was given", "no opened torch model of it was given"
-Check = tuple[str, str, Callable[[], Finding]]
+
+LOADING = ("SGLang #27829", "SGLang #27908", "speculators #1131", "TorchSpec #38")
+EXO = ("exo #1188", "exo #1685", "exo #2065")
+ISSUES = {
+    "load report": LOADING,
+    "tied head": ("vLLM #46435", "SGLang #27829"),
+    "shared head": ("vLLM #46435", "SGLang #27829"),
+    "d2t": ("NeMo Automodel #2447", "EAGLE #222"),
+    "rope": ("vLLM #58080", "vLLM #57941", "SGLang #38786"),
+    "quantisation": ("SGLang #39087", "SGLang #22823", "SGLang #34622", "SGLang #28196"),
+    "sampling defaults": ("transformers #47932", "transformers #32867", "vLLM #33497"),
+    "purity": EXO,
+    "recurrence": (*EXO, "vLLM #52688", "vLLM #14647"),
+    "cache after rejection": ("mlxcel #994", "mlx-lm #1914", "mlx-lm #1109", "llama.cpp #20075", "vLLM #9730"),
+}
+"""Known cases upstream, of what each check may find."""
+
+Check = tuple[str, str, Callable[[], Result]]
 """Its name, why it cannot be made ("" where it can), and what makes it."""
+
+
+class Finding(NamedTuple):
+    """One check and its outcome. `evidence` says what was seen, also where nothing is wrong; `skipped` why not.
+
+    `issues` are known cases upstream.
+    """
+
+    check: str
+    verdict: str
+    evidence: str
+    remedy: str = ""
+    issues: tuple[str, ...] = ()
+
+
+def table(findings: Iterable[Finding]) -> pd.DataFrame:
+    """The findings, worst first: check, verdict, evidence, remedy, issues."""
+    ranked = sorted(findings, key=lambda finding: RANK[finding.verdict])
+    return pd.DataFrame(ranked, columns=list(Finding._fields))
 
 
 def preflight(
@@ -37,92 +76,204 @@ def preflight(
     training: Path | None = None,
     k: int = 4,
 ) -> list[Finding]:
-    """All checks that what is given allows, in seconds; `checks.config.table` ranks them.
+    """All checks that what is given allows, in seconds; `table` ranks them.
 
     Folders are those of transformers models (config.json, generation_config.json, safetensors): they are compared with
     the opened models, and with each other. `training` is the checkpoint that a training log came with. The models'
     states are empty afterwards. What a check finds wrong is a Finding.
     """
-    if k < 1:
-        raise InputError(f"k is {k}: drafts of at least 1 token are checked")
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
-    model = model_of(drafter) if drafter else None
-    networks = [getattr(model_or_none, "network", None) for model_or_none in (model, target)]
-    checks = [
-        _guarded(name, check) if not lack else Finding(name, "skipped", lack)
-        for name, lack, check in (
-            *_of_files(*networks, draft_folder, target_folder),
-            *_of_drafter(drafter, model, target, k),
-            ("learning rate", "", lambda: learning_rate(training_curve.read(training) if training else None)),
-        )
-    ]
-    for model_or_none in (model, target):
-        if model_or_none is not None:
-            model_or_none.reset()
-    return checks
+    models = {"draft": model_of(drafter) if drafter else None, "target": target}
+    networks = [getattr(model, "network", None) for model in models.values()]
+    checks = [*_of_files(*networks, draft_folder, target_folder), *_of_drafter(drafter, models, k)]
+    checks.append(("learning rate", "" if training else "there is no training log", partial(learning_rate, training)))
+    findings = [_finding(*check) for check in checks]
+    for model in models.values():
+        if model is not None:
+            model.reset()
+    return findings
 
 
-def learning_rate(curve: Curve | None) -> Finding:
-    """Whether a draft was trained to the end: a rate that died while the loss still fell wasted the steps behind it."""
-    check = "learning rate"
-    if curve is None:
-        return Finding(check, "skipped", "there is no training log")
-    verdict = ("fail" if curve.falling else "warn") if curve.dead else "ok"
-    remedy = "train again with a schedule that is as long as the run, and a last rate above zero"
-    return Finding(check, verdict, str(curve), remedy if curve.dead else "")
-
-
-def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+def _finding(name: str, lack: str, check: Callable[[], Result]) -> Finding:
     """What cannot be read, or breaks down, is a finding of this check: the others are still made."""
+    if lack:
+        return Finding(name, "skipped", lack)
     try:
-        return check()
+        verdict, *words = check()
     except SpecnbError as error:
         return Finding(name, "fail", str(error), "see the message")
     except Exception as error:  # a drafter or a model that is under suspicion may raise anything
         return Finding(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
+    issues = ISSUES.get(name.partition(" (")[0], ()) if verdict in ("fail", "warn") else ()
+    return Finding(name, verdict, *words, issues=issues)
 
 
 def _of_files(draft: Any, target: Any, draft_folder: Path | None, its: Path | None) -> Iterator[Check]:
     """The checks of weights and configs; `draft` and `target` are torch modules, or None."""
 
     @cache
-    def stored() -> dict[str, weights.Stored]:
-        return weights.headers(draft_folder) if draft_folder else {}
+    def stored() -> dict[str, model_files.Stored]:
+        return model_files.headers(draft_folder) if draft_folder else {}
 
-    def both(name: str) -> list[config.Config | None]:
-        return [config.read_config(folder, name) if folder else None for folder in (draft_folder, its)]
+    def both(name: str) -> list[Config | None]:
+        return [model_files.read_config(folder, name) if folder else None for folder in (draft_folder, its)]
 
-    def quantised() -> Finding:
-        opened = None if draft is None else weights.opened_quantisation(draft)
-        return config.quantisation(*both("config.json"), {n: t.dtype for n, t in stored().items()}, opened)
+    def quantised() -> Result:
+        dtypes = {name: tensor.dtype for name, tensor in stored().items()}
+        opened = None if draft is None else model_files.opened_quantisation(draft)
+        return model_files.quantisation(*both("config.json"), dtypes, opened)
 
-    no_folder, no_network = "" if draft_folder else NO_FOLDER, NO_NETWORK if draft is None else ""
-    no_two = "it needs both opened torch models, and the draft's folder"
-    yield "load report", no_folder or no_network, lambda: weights.load_report(stored(), draft)
-    yield "tied head", no_network, lambda: weights.tied_head(draft, stored())
-    yield (
-        "shared head",
-        no_two if no_folder or no_network or target is None else "",
-        lambda: weights.shared_head(draft, target, stored()),
-    )
-    yield "d2t", no_folder, lambda: weights.token_map(draft_folder, stored())
-    yield "rope", "", lambda: config.rope(*both("config.json"))
-    yield "quantisation", "", quantised
+    no_folder = "" if draft_folder else "no folder of the draft was given"
+    no_network = "no opened torch model of it was given" if draft is None else ""
+    no_target = "it needs both opened torch models" if target is None else ""
     no_two = "" if draft_folder and its else "it needs the folders of draft and target"
-    yield "sampling defaults", no_two, lambda: config.sampling_defaults(*both(GENERATION))
+    yield "load report", no_folder or no_network, lambda: model_files.load_report(stored(), draft)
+    yield "tied head", no_network, lambda: model_files.tied_head(draft, stored())
+    yield "shared head", no_folder or no_network or no_target, lambda: model_files.shared_head(draft, target, stored())
+    yield "d2t", no_folder, lambda: model_files.token_map(model_files.read_config(draft_folder) or {}, stored())
+    yield "rope", no_two, lambda: model_files.rope(*both("config.json"))
+    yield "quantisation", no_folder, quantised
+    yield "sampling defaults", no_two, lambda: model_files.sampling_defaults(*both("generation_config.json"))
 
 
-def _of_drafter(
-    drafter: Drafter | None, model: LanguageModel | None, target: LanguageModel | None, k: int
-) -> Iterator[Check]:
-    """The checks of drafting, and of the caches of the draft `model` and the target."""
-    size = min(
-        (model_or_none.vocab.size for model_or_none in (model, target) if model_or_none is not None), default=PROMPT
-    )
-    ids = tuple(probe_ids(size, PROMPT))
+def _of_drafter(drafter: Drafter | None, models: Mapping[str, LanguageModel | None], k: int) -> Iterator[Check]:
+    """The checks of drafting, and of the caches of draft and target."""
+    sizes = [model.vocab.size for model in models.values() if model is not None]
+    ids = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT))
     no_drafter = "" if drafter else "no drafter was given"
-    yield "purity", no_drafter, lambda: drafting.purity(drafter, ids, k)
-    yield "recurrence", no_drafter, lambda: drafting.recurrence(drafter, ids, k)
-    for whose, model_or_none in (("draft", model), ("target", target)):
-        name, lack = f"cache after rejection ({whose})", "no opened model was given" if model_or_none is None else ""
-        yield name, lack, partial(drafting.cache_after_rejection, model_or_none, ids, k, check=name)
+    yield "purity", no_drafter, lambda: purity(drafter, ids, k)
+    yield "recurrence", no_drafter, lambda: recurrence(drafter, ids, k)
+    for role, model in models.items():
+        no_model = "no opened model was given" if model is None else ""
+        yield f"cache after rejection ({role})", no_model, partial(cache_after_rejection, model)
+
+
+def learning_rate(training: Path) -> Result:
+    """Whether a draft was trained to the end: a rate that died while the loss still fell wasted the steps behind it."""
+    read = curve.read(training)
+    if read is None:
+        return "skipped", "there is no training log"
+    if not read.dead:
+        return "ok", str(read)
+    remedy = "train again with a schedule that is as long as the run, and a last rate above zero"
+    return "fail" if read.falling else "warn", str(read), remedy
+
+
+# --- drafting: the caller's tokens, its own drafts, an exact way back; no comparison of models can see these ----------
+
+
+class Recorder:
+    """A model that notes the tokens in its state, and of which prefixes it gave logits. Otherwise the model itself."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self.ids: list[int] = []
+        self.asked: list[tuple[int, ...]] = []
+        """Prefixes, one for each row of logits, in order."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        out = self._model.forward(ids, n_logits)
+        self.ids.extend(int(i) for i in ids)
+        self.asked += [tuple(self.ids[: len(self.ids) - len(out) + row + 1]) for row in range(len(out))]
+        return out
+
+    def rewind(self, n: int) -> None:
+        self._model.rewind(n)
+        del self.ids[len(self.ids) - n :]
+
+    def reset(self) -> None:
+        self._model.reset()
+        self.ids.clear()
+
+
+def _greedy() -> Chooser:
+    """A picker of the likeliest token."""
+    return Chooser(Sampling(0.0), Draws(np.random.default_rng(0)))
+
+
+def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
+    """Whether the caller's tokens are what they were: a list that could be changed, and a tuple that could not."""
+    remedy = "copy the tokens before drafting (list(tokens)), or take a read-only view"
+    given, proposed = list(tokens), []
+    for held in (given, tuple(tokens)):
+        try:
+            drafter.start(held)
+            proposed.append(drafter.propose(held, k, _greedy()).ids)
+            drafter.commit(held)
+        except (AttributeError, TypeError) as error:
+            if held is given:  # it is broken, whatever it is given
+                raise
+            # what a tuple answers to append, extend and +=
+            return "fail", f"it cannot work on tokens that do not change: {error!s:.120}", remedy
+        if given != list(tokens):
+            seen = f"the caller's {len(tokens)} tokens are {len(given)} after drafting"
+            return "fail", f"{seen}, {given[:8]}… instead of {list(tokens)[:8]}…", remedy
+    if proposed[0] != proposed[1]:
+        seen = f"the same tokens are drafted for otherwise the second time: {proposed[0]}, then {proposed[1]}"
+        return "fail", seen, "forget everything in start()"
+    return "ok", f"{len(tokens)} tokens unchanged, list and tuple, and the same drafts twice"
+
+
+def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
+    """Whether step j of a draft sees prefix + d1 … d(j-1), at first and after rounds that kept 0, 1 and all drafts."""
+    model = model_of(drafter)
+    if model is None:
+        return "skipped", "the drafter has no model of its own that could be listened to"
+    if getattr(model, "vocab", None) is not drafter.vocab:
+        return "skipped", "the drafts are made in another vocabulary than they are proposed in"
+    recorder = Recorder(model)
+    drafter.model = recorder
+    try:
+        return _recurrence(drafter, recorder, list(tokens), k)
+    finally:
+        drafter.model = model
+
+
+def _recurrence(drafter: Drafter, recorder: Recorder, tokens: list[int], k: int) -> Result:
+    steps = rounds = 0
+    for when, text, proposal in _rounds(drafter, recorder, tokens, k):
+        if proposal.tree is not None:
+            return "skipped", "the drafter proposes trees"
+        for j in range(len(proposal.ids)):
+            if (*text, *proposal.ids[:j]) not in recorder.asked:
+                lengths = ", ".join(str(len(prefix)) for prefix in recorder.asked) or "no"
+                seen = f"{when}, draft {j + 1} was not made from prefix + {j} drafts ({len(text) + j} tokens)"
+                remedy = "append each draft to the input of the next step, and after a round rewind to the tokens kept"
+                return "fail", f"{seen}: the model saw texts of {lengths} tokens", remedy
+        steps, rounds = steps + len(proposal.ids), rounds + 1
+    if not steps:
+        return "skipped", f"nothing was drafted in {rounds} rounds"
+    return "ok", f"{steps} drafts of {rounds} rounds, each made from the prefix and the drafts before it"
+
+
+def _rounds(
+    drafter: Drafter, recorder: Recorder, text: list[int], k: int
+) -> Iterator[tuple[str, tuple[int, ...], Proposal]]:
+    """Rounds that keep none, one and all of their drafts: when it was, the text in front, what was proposed."""
+    drafter.start(tuple(text))
+    when = "in the first round"
+    for kept in (0, 1, k, 0):
+        recorder.asked.clear()
+        proposal = drafter.propose(tuple(text), k, _greedy())
+        yield when, tuple(text), proposal
+        kept = min(kept, len(proposal.ids))
+        following = proposal.ids[kept] if kept < len(proposal.ids) else text[-1]
+        text += [*proposal.ids[:kept], (following + 1) % recorder.vocab.size]  # what was drafted there is wrong
+        drafter.commit(tuple(text))
+        when = f"after a round that kept {kept}"
+
+
+def cache_after_rejection(model: LanguageModel) -> Result:
+    """Whether a state that was trimmed by rejected drafts goes on as if they had never been fed. Empties the state."""
+    model.reset()
+    try:
+        same = goes_back(model)
+    except RewindError as error:
+        return "skipped", f"{model.name} refuses to go back: {error!s:.200}"
+    if same:
+        return "ok", "with none or some of a block's drafts kept, the next logits are those of a fresh prefill"
+    seen = "behind rejected drafts the next logits differ from those of a text in which they never were"
+    return "fail", seen, "trim rejected drafts, exactly as many, from every layer's state"

@@ -80,68 +80,60 @@ def minimal(
     `draft`, `target` and `deploy` are those that were investigated. Raises InputError where the outcome does not happen
     again, and for a draft that a script cannot build.
     """
-    search = _Search((draft, target), deploy, outcome, runs)
-    search.shrink()
-    if search.best is None:
-        raise InputError(
-            f"{named(search.wanted)} was not wrong again in {search.used} runs of {search.setup}: give the deploy that "
-            "was investigated, or allow more runs; else it is not deterministic"
-        )
-    lab, smallest = search.best
-    facts, tensors = _pack(lab, smallest)
-    return Repro(search.setup, smallest.script, smallest.wrong.iloc[0], search.used, facts, tensors)
+    # fed in blocks is a matter of the script, which the outcome has
+    setup = "S0" if outcome.setup.in_blocks else outcome.setup.id
+    wanted, script, smallest, used = outcome.wrong.iloc[0], outcome.script, None, 0
+    same = ["at", "role", "name"]
 
-
-class _Search:
-    """Tries scripts; `best` is the last one, the smallest, at which the same tensor was wrong first."""
-
-    def __init__(
-        self, models: tuple[nn.Module, nn.Module | None], deploy: Deploy | None, outcome: Outcome, runs: int
-    ) -> None:
-        self._models, self._deploy, self._runs = models, deploy, runs
-        # fed in blocks is a matter of the script, which the outcome has
-        self.setup = "S0" if outcome.setup.in_blocks else outcome.setup.id
-        self.wanted, self._script = outcome.wrong.iloc[0], outcome.script
-        self.used = 0
-        self.best: tuple[Lab, Outcome] | None = None
-
-    def shrink(self) -> None:
-        """One prefill where that is enough, else feeds up to the first wrong one with less before it."""
-        number, text = int(self.wanted["feed"]), self._script.text
-        end = min(self._script.starts[number] + len(self._script.feeds[number].ids), len(text))
-        # what is wrong may need tokens behind it that came with it
-        for length in sorted({int(self.wanted["position"]) + 1, end}):
-            if self._shows((Feed(text[:length]),)):
-                self._bisect(length, lambda n: (Feed(text[:n]),))
-                return
-        prompt, *rest = self._script.feeds[: number + 1]
-        if self._shows((prompt, *rest)):
-            self._bisect(len(prompt.ids), lambda n: (Feed(prompt.ids[:n], prompt.forget), *rest))
-
-    def _bisect(self, known: int, feeds: Callable[[int], tuple[Feed, ...]]) -> None:
-        """The least n at which `feeds(n)` shows it, if all above do."""
-        below = 0
-        while known - below > 1:
-            middle = (known + below) // 2
-            if self._shows(feeds(middle)):
-                known = middle
-            else:
-                below = middle
-
-    def _shows(self, feeds: tuple[Feed, ...]) -> bool:
-        if self.used == self._runs:
+    def shows(feeds: tuple[Feed, ...]) -> bool:
+        """Whether the same tensor is wrong first. The last that shows it, the smallest, is kept."""
+        nonlocal smallest, used
+        if used == runs:
             return False
-        self.used += 1
+        used += 1
         try:
-            lab = Lab(*self._models, script=Script(feeds), deploy=self._deploy)
-            outcome = lab.run(self.setup)
+            lab = Lab(draft, target, script=Script(feeds), deploy=deploy)
+            again = lab.run(setup)
         except (Exception, SystemExit):  # more is taken back than is left, or the service does not take it
             return False
-        same = ["at", "role", "name"]
-        if outcome.clean or not (outcome.wrong.iloc[0][same] == self.wanted[same]).all():
+        if again.clean or not (again.wrong.iloc[0][same] == wanted[same]).all():
             return False
-        self.best = (lab, outcome)
+        smallest = lab, again
         return True
+
+    _shrink(script, int(wanted["feed"]), int(wanted["position"]), shows)
+    if smallest is None:
+        raise InputError(
+            f"{named(wanted)} was not wrong again in {used} runs of {setup}: give the deploy that was investigated, or "
+            "allow more runs; else it is not deterministic"
+        )
+    facts, tensors = _pack(*smallest)
+    return Repro(setup, smallest[1].script, smallest[1].wrong.iloc[0], used, facts, tensors)
+
+
+def _shrink(script: Script, number: int, position: int, shows: Callable[[tuple[Feed, ...]], bool]) -> None:
+    """One prefill where that is enough, else feeds up to the first wrong one with less before it."""
+    text = script.text
+    end = min(script.starts[number] + len(script.feeds[number].ids), len(text))
+    # what is wrong may need tokens behind it that came with it
+    for length in sorted({position + 1, end}):
+        if shows((Feed(text[:length]),)):
+            _bisect(length, lambda n: shows((Feed(text[:n]),)))
+            return
+    prompt, *rest = script.feeds[: number + 1]
+    if shows((prompt, *rest)):
+        _bisect(len(prompt.ids), lambda n: shows((Feed(prompt.ids[:n], prompt.forget), *rest)))
+
+
+def _bisect(known: int, shows: Callable[[int], bool]) -> None:
+    """Look for the least n that shows it, if all above do."""
+    below = 0
+    while known - below > 1:
+        middle = (known + below) // 2
+        if shows(middle):
+            known = middle
+        else:
+            below = middle
 
 
 MAX_BYTES = 4 << 30

@@ -154,8 +154,6 @@ class Trace:
 def read_header(folder: Path) -> dict[str, Any]:
     """The first line of a trace in a folder: its `facts`, and what they are stored as. Raises InputError."""
     path = Path(folder) / EVENTS
-    if not path.exists() and (Path(folder) / "facts.json").exists():
-        raise InputError(f"{folder} holds a trace of an older format; this specnb reads {FORMAT}: capture it again")
     try:
         with path.open(encoding="utf-8") as file:
             header = json.loads(file.readline())
@@ -165,6 +163,11 @@ def read_header(folder: Path) -> dict[str, Any]:
     if kind != (FORMAT, DIGEST):
         raise InputError(f"{path} is of {kind}; this specnb reads {(FORMAT, DIGEST)}: capture it again")
     return header
+
+
+def engine_of(folder: Path) -> str:
+    """`Trace.engine` of the trace in a folder. Raises InputError for what is none."""
+    return read_header(folder)["facts"].get("engine", TORCH)
 
 
 def table(rows: list[Mapping[str, Any]] | Mapping[str, Any], columns: Mapping[str, str]) -> pd.DataFrame:

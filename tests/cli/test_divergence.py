@@ -1,31 +1,31 @@
-"""`specnb divergence`, and the triage that `specnb generate` and a sweep call by themselves."""
+"""`specnb divergence`: investigate, preflight, audit, faults; and the triage that `generate` and a sweep call."""
 
-import dataclasses
+import html
 import json
-import shlex
 import subprocess
 import sys
-from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 
-from specnb.cli import divergence_checks as cli_divergence_checks
+from specnb.book.divergence import acceptance_document, acceptance_line, read_acceptance
+from specnb.cli import divergence as commands
 from specnb.divergence import report
-from specnb.divergence.compare import compare
-from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.trace import Trace
-from specnb.divergence.walk import Doubt
+from specnb.divergence.features import imported
+from specnb.divergence.lossless import related, resampled_from_target
+from specnb.divergence.sampling import STATISTICS
 from specnb.draft import translate as draft_translate
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
+from specnb.lm import load as lm_load
 from specnb.lm import toy
 from specnb.measure import ksweep, pair
 from specnb.measure.triage import suspicions
 from specnb.params import KSweepParams
-from tests.tiny_models import torch_folder, torch_model
+from tests.tiny_models import llama_gguf, torch_folder
 
 SIZE = 300
 SHORT = ("--tokens", "18", "--prompt-tokens", "14")
@@ -34,12 +34,18 @@ SHORT = ("--tokens", "18", "--prompt-tokens", "14")
 
 @pytest.fixture
 def investigate(specnb):
-    return lambda *words: specnb("divergence", "investigate", *words)
+    return partial(specnb, "divergence", "investigate")
 
 
-def told(err):
+def complaint(err):
     """The line on stderr that is no progress bar's."""
-    return next(line for line in err.replace("\r", "\n").splitlines() if line.startswith("specnb: "))
+    (line,) = [line for line in err.replace("\r", "\n").splitlines() if line.startswith("specnb: ")]
+    return line
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(torch_folder(tmp_path_factory.mktemp("tiny") / "draft"))
 
 
 # --- investigate ----------------------------------------------------------------------------------------------------
@@ -54,8 +60,7 @@ def test_the_case_is_exit_code_one_and_names_module_and_cause(investigate):
     code, out, _ = investigate(*SHORT, "--setups", "S0,S1,S2", "--fault", "positional_registry")
     line = out.splitlines()[0]
     assert code == 1 and line.startswith("DIVERGENT: first at layers.0.mlp.experts,")
-    assert "IDENTITY" in line and "S0 S1 clean; S2 wrong" in line
-    assert "resolve modules by name" in out and "vLLM #33497" in out and "Does it repeat? Yes" in out
+    assert "IDENTITY" in line and "S0 S1 clean; S2 wrong" in line and "vLLM #33497" in out
 
 
 def test_json_is_one_document_with_the_verdict(investigate):
@@ -69,49 +74,31 @@ def test_json_is_one_document_with_the_verdict(investigate):
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("words", "value"),
     [
-        (["--fault", "positional"], ["unknown fault 'positional'", "did you mean positional_registry?", "known: "]),
-        (["--fault", "random_head", "--layer", "1"], ["random_head is in no one layer", "leave layer 1 out"]),
-        (["--layer", "1"], ["add --fault NAME"]),
-        (["--fault", "split_k", "--deploy", "a:b"], ["--deploy or --fault, not both", "'a:b' and 'split_k'"]),
-        (["--setups", "S0,S9"], ["unknown set-up 'S9'", "known: S0, S0w, S1"]),
-        (["--setups", ""], ["unknown set-up ''"]),
-        (["--target", "smollm2-135m"], ["the embedded pair has its own target", "smollm2-135m"]),
-        (["--prompt-tokens", "32"], ["--prompt-tokens is 32", "--tokens", "32"]),
-        (["--dtype", "float8"], ["--dtype float8", "float32, bfloat16"]),
-        (["--draft", "no-such-model", "--dtype", "foo"], ["--dtype foo", "float32, bfloat16, float16"]),
-        (["--draft", "no-such-model", "--setups", "S0,S3"], ["--setups S0,S3", "S3", "add --target"]),
-        (["--features", "graphs"], ["--features graphs", "add --deploy"]),
-        (["--fault", "split_k", "--features", "graphs"], ["--features graphs", "add --deploy"]),
-        (["--fault", "expert_scale", "--layer", "9"], ["layer 9 has no bank of experts"]),
-    ],
-    ids=lambda x: " ".join(x)[:40],
-)
-def test_wrong_words_are_one_line_and_exit_code_two(investigate, words, parts):
-    code, out, err = investigate(*words)
-    assert code == 2 and out == "" and err.startswith("specnb: ") and err.count("\n") == 1, err
-    assert all(part in err for part in parts), err
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("tokens", "1"), ("prompt-tokens", "0"), ("k", "0"), ("seed", "-1"), ("seed", str(2**63))]
-)
-def test_numbers_out_of_range_are_exit_code_two(investigate, option, value):
-    code, out, err = investigate(f"--{option}", value)
-    assert code == 2 and out == "" and f"--{option}" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["--draft", "no-such-model"], "no-such-model"),
-        (["--draft", "./no-such-folder", "--target", "pair"], "no-such-folder"),
+        ("--fault positional", "did you mean positional_registry?"),
+        ("--fault random_head --layer 1", "layer 1"),
+        ("--layer 1", "--fault"),
+        ("--fault split_k --deploy a:b", "'a:b' and 'split_k'"),
+        ("--setups S0,S9", "'S9'"),
+        ("--target smollm2-135m", "smollm2-135m"),
+        ("--prompt-tokens 32", "--tokens"),
+        ("--dtype float8", "float32, bfloat16"),
+        ("--draft no-such-model --dtype foo", "float32, bfloat16, float16"),
+        ("--draft no-such-model --setups S0,S3", "--target"),
+        ("--features graphs", "--deploy"),
+        ("--fault expert_scale --layer 9", "layer 9"),
     ],
 )
-def test_what_cannot_be_judged_is_no_verdict(investigate, words, part):
-    code, out, err = investigate(*SHORT, *words)
-    assert code == 125 and out == "" and part in told(err) and "Traceback" not in err
+def test_wrong_words_are_one_line_and_exit_code_two(investigate, words, value):
+    code, out, err = investigate(*words.split())
+    assert code == 2 and out == "" and err.count("\n") == 1 and value in complaint(err)
+
+
+@pytest.mark.parametrize("word", ["--tokens=1", "--prompt-tokens=0", "--k=0", "--seed=-1", f"--seed={2**63}"])
+def test_numbers_out_of_range_are_exit_code_two(investigate, word):
+    code, out, err = investigate(word)
+    assert code == 2 and out == "" and word.partition("=")[0] in err
 
 
 SERVICE = """
@@ -170,49 +157,38 @@ def test_a_service_of_the_users_is_found_in_the_current_directory(investigate, s
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    ("name", "values"),
     [
-        ("my_service", ["'my_service' names no function", "my_service:deploy"]),
-        ("my service:deploy", ["names no function"]),
-        ("nothing_like_it:deploy", ["importing nothing_like_it raised ModuleNotFoundError"]),
-        ("broken:deploy", ["importing broken raised ModuleNotFoundError", "nothing_like_it", "(broken.py, line 2)"]),
-        ("my_service:deploi", ["no 'deploi' in the module my_service", "did you mean deploy"]),
-        ("my_service:number", ["my_service:number is a int, not a function"]),
-        ("my_service:once", ["gave a generator, not a context manager", "contextlib.contextmanager"]),
-        (
-            "my_service:raises",
-            ["my_service:raises(draft, neighbour) raised KeyError: 'slot 17'", "(my_service.py, line"],
-        ),
+        ("my_service", ["my_service:deploy"]),
+        ("nothing_like_it:deploy", ["ModuleNotFoundError"]),
+        ("broken:deploy", ["ModuleNotFoundError", "nothing_like_it", "(broken.py, line 2)"]),
+        ("my_service:deploi", ["did you mean deploy"]),
+        ("my_service:number", ["3"]),
+        ("my_service:once", ["generator", "contextlib.contextmanager"]),
+        ("my_service:raises", ["raised KeyError: 'slot 17'", "(my_service.py, line"]),
     ],
 )
-def test_a_service_that_does_not_start_says_why_and_where(service, name, parts):
+def test_a_service_that_does_not_start_says_why_and_where(service, name, values):
     with pytest.raises(InputError) as failed, imported(name)(object(), object()):
         pass
-    assert all(part in str(failed.value) for part in parts)
+    assert all(value in str(failed.value) for value in values)
 
 
-def test_a_service_that_does_not_start_is_one_line_and_no_verdict(investigate, service):
-    code, out, err = investigate("--deploy", "nothing_like_it:deploy")
-    assert code == 125 and out == "" and "Traceback" not in err and "ModuleNotFoundError" in told(err)
-
-
-def test_features_that_a_service_cannot_leave_out_are_wrong_words(investigate, service):
-    code, out, err = investigate("--deploy", "my_service:deploy", "--features", "graphs")
-    assert code == 2 and out == "" and "Traceback" not in err
-    assert told(err).startswith("specnb: the service deploy cannot leave features out")
-
-
-def test_a_service_that_crashes_in_a_forward_shows_where_and_is_no_verdict(investigate, service):
-    """Python's own exit code for it is 1: git would take every commit of a broken build for the bad one."""
-    code, out, err = investigate(*SHORT, "--deploy", "my_service:crashes", "--setups", "S0")
-    assert code == 125 and out == ""
-    assert "Traceback" in err and "my_service.py" in err
-    assert told(err) == "specnb: nothing was judged: ZeroDivisionError: in the kernel"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return str(torch_folder(tmp_path_factory.mktemp("tiny") / "draft"))
+@pytest.mark.parametrize(
+    ("words", "code", "value"),
+    [
+        ("--draft no-such-model", 125, "no-such-model"),
+        ("--deploy nothing_like_it:deploy", 125, "ModuleNotFoundError"),
+        ("--deploy my_service:deploy --features graphs", 2, "deploy"),
+        ("--generation none.json", 125, "none.json"),
+        # Python's own exit code for it is 1: git would take every commit of a broken build for the bad one
+        ("--deploy my_service:crashes --setups S0", 125, "ZeroDivisionError: in the kernel"),
+    ],
+)
+def test_what_cannot_be_judged_is_no_verdict(investigate, service, words, code, value):
+    got, out, err = investigate(*SHORT, *words.split())
+    assert got == code and out == "" and value in complaint(err)
+    assert ("Traceback" in err) == ("crashes" in words)
 
 
 def test_models_of_the_users_are_opened_in_torch(investigate, tiny):
@@ -227,159 +203,90 @@ def test_a_report_holds_the_verdict_and_a_reproduction(investigate, tiny, tmp_pa
     words = [*SHORT, "--draft", tiny, "--dtype", "bfloat16", "--fault", "random_head", "--setups", "S0", "--json"]
     code, out, err = investigate(*words, "--report", str(tmp_path / "report"))
     document = json.loads(out)
-    assert code == 1 and document["causes"][0]["cause"] == "HEAD" and "report.html" in told(err)
-    assert json.loads((tmp_path / "report" / "report.json").read_text())["line"] == document["line"]
+    assert code == 1 and document["causes"][0]["cause"] == "HEAD" and "report.html" in complaint(err)
+    written = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert written["line"] == document["line"] and "slots" not in written
     assert "import" in (tmp_path / "report" / "repro" / "repro.py").read_text()
 
 
-def test_what_is_printed_is_what_the_report_says(investigate, tmp_path):
+def test_what_is_printed_is_what_the_report_says_and_stays_where_that_cannot_be_written(
+    investigate, tmp_path, monkeypatch
+):
     code, out, _ = investigate(*SHORT, "--setups", "S0", "--report", str(tmp_path))
     assert code == 0 and (tmp_path / "report.txt").read_text() == out.removesuffix("\n")
-    assert "controls were called divergent" in out
-
-
-def test_the_slots_of_the_case_are_in_the_report_of_the_pair_only(investigate, tiny, tmp_path):
-    for name, words in (("pair", []), ("tiny", ["--draft", tiny])):
-        assert investigate(*SHORT, *words, "--setups", "S0", "--report", str(tmp_path / name), "--json")[0] == 0
-    pair, other = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("pair", "tiny"))
-    assert 336 in [row["first_slot"] for row in pair["slots"]] and "slots" not in other
-
-
-def test_a_score_that_is_not_there_keeps_the_verdict(investigate, tmp_path, monkeypatch):
+    slots = json.loads((tmp_path / "report.json").read_text())["slots"]  # of the embedded pair only
+    assert 336 in [row["first_slot"] for row in slots] and "controls were called divergent" in out
     monkeypatch.setattr(report, "project_dir", lambda: tmp_path)
-    code, out, _ = investigate(*SHORT, "--setups", "S0")
-    assert code == 0 and "Not known here" in out
-
-
-def test_a_report_that_cannot_be_written_keeps_the_verdict(investigate, tiny, tmp_path):
     (tmp_path / "file").write_text("")
-    code, out, err = investigate(
-        *SHORT, "--draft", tiny, "--setups", "S0", "--report", str(tmp_path / "file" / "in"), "--json"
-    )
-    assert code == 0 and json.loads(out)["exit_code"] == 0 and "report.json" in told(err)
+    code, out, err = investigate(*SHORT, "--setups", "S0", "--report", str(tmp_path / "file" / "in"))
+    assert code == 0 and "Not known here" in out and "report.json" in complaint(err)
 
 
-# --- compare, preflight, faults ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory):
-    """Traces of a tiny model: two alike, one with a random head."""
-    from specnb.divergence.capture import capture
-    from specnb.divergence.faults import FAULTS
-    from specnb.divergence.investigate import made_up
-    from specnb.divergence.script import run
-
-    model, folder = torch_model().eval(), tmp_path_factory.mktemp("traces")
-    script = made_up(model, tokens=18, prompt=14)
-    for name, service in (("a", nullcontext()), ("b", nullcontext()), ("wrong", FAULTS["random_head"](model))):
-        with service, capture(model) as builder:
-            run(model, script)
-        builder.trace().save(folder / name)
-    return folder
-
-
-def test_traces_are_compared_by_their_folders(specnb, traces):
-    a, b, wrong = (str(traces / name) for name in ("a", "b", "wrong"))
-    code, out, _ = specnb("divergence", "compare", a, b)
-    assert code == 0 and out.startswith("SOUND: ") and "looked at: " in out
-    code, out, _ = specnb("divergence", "compare", a, wrong, "--sound", b)
-    assert code == 1 and out.startswith("DIVERGENT: first at lm_head") and "changed" in out
-    code, out, _ = specnb("divergence", "compare", a, wrong, "--json")
-    assert code == 1 and json.loads(out)["first"]["module"] == "lm_head"
-    code, out, err = specnb("divergence", "compare", a, str(traces / "none"))
-    assert code == 125 and out == "" and "none" in told(err)
+# --- a generation beside it -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def engine(traces):
-    """The wrong run as an engine writes it that holds the model inside another one."""
-    trace = Trace.load(traces / "wrong")
-    tensors, params = (t.assign(module="engine." + t["module"]) for t in (trace.tensors, trace.params))
-    Trace(trace.facts, tensors, params, trace.arrays).save(traces / "engine")
-    return str(traces / "engine")
+def generated(tmp_path_factory):
+    """A draft of other weights than the tiny llama, and what `specnb generate --json` prints of the two."""
+    folder = tmp_path_factory.mktemp("unlike")
+    target, draft = (str(llama_gguf(folder / f"{seed}.gguf", seed=seed)) for seed in (0, 1))
+    run = pair.run_pair(f"{target}?threads=1", f"{draft}?threads=1", "", k=4, max_new_tokens=60, ignore_eog=True)
+    return draft, run.model_dump(mode="json") | {"triage": None}
 
 
-def test_modules_of_an_engine_are_renamed_for_the_comparison(specnb, traces, engine):
-    code, out, err = specnb("divergence", "compare", str(traces / "a"), engine)
-    assert code == 125 and "--rename OLD=NEW" in told(err)
-    for words in (["--rename", r"^engine\.="], ["--rename", "^engin=x", "--rename", r"^xe\.(?=.*)="]):
-        code, out, err = specnb("divergence", "compare", str(traces / "a"), engine, *words)
-        assert code == 1 and out.startswith("DIVERGENT: first at lm_head"), err
+@pytest.fixture
+def generation(generated, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "generation.json").write_text(json.dumps(generated[1]))
+    return tmp_path / "generation.json"
+
+
+def test_a_generation_puts_its_acceptance_into_verdict_and_report(investigate, generated, generation, tmp_path):
+    words = ["--draft", generated[0], "--setups", "S0", "--generation", str(generation)]
+    code, out, err = investigate(*words, "--report", str(tmp_path / "report"), "--json")
+    accepted, expected = json.loads(out)["acceptance"], read_acceptance(generation, vocab_size=64)
+    assert code == 0 and accepted["alpha"][0]["n"] > 20
+    assert accepted == acceptance_document(expected) and accepted["verdict"] == expected.verdict
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["acceptance"] == accepted
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "<h2>Acceptance</h2>" in page and html.escape(acceptance_line(expected)) in page
+    # torch judges other code than llama.cpp runs, and says how to see that
+    assert f"specnb divergence capture {generated[0]} --backend llama" in err
+    code, out, _ = investigate(*words)
+    assert code == 0 and out.splitlines()[-1] == f"Acceptance: {acceptance_line(expected)}"
 
 
 @pytest.mark.parametrize(
-    ("word", "part"),
+    ("place", "given", "value"),
     [
-        ("engine", "--rename engine: write OLD=NEW"),
-        ("=x", "--rename =x: write OLD=NEW"),
-        ("(=x", "rename '(' to 'x' does not work"),
-        ("a=\\9", "does not work"),
+        ("drafter", "", "drafted"),
+        ("prompt_ids", [64], "64"),
+        ("rounds", [7], "generation.rounds.0"),
+        ("token_ids", [3], "generation"),
+        (None, None, "generation: "),
     ],
 )
-def test_a_renaming_that_is_none_is_wrong_words(specnb, traces, word, part):
-    code, out, err = specnb("divergence", "compare", str(traces / "a"), str(traces / "b"), "--rename", word)
-    assert code == 2 and out == "" and part in told(err)
+def test_a_file_that_is_no_generation_is_one_error(generation, place, given, value):
+    document = json.loads(generation.read_text())
+    document = {} if place is None else document | {"generation": document["generation"] | {place: given}}
+    generation.write_text(json.dumps(document))
+    with pytest.raises(InputError) as failed:
+        read_acceptance(generation, vocab_size=64)
+    assert value in str(failed.value) and len(str(failed.value)) < 600
 
 
-def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specnb, traces, tiny, tmp_path):
-    a, wrong = str(traces / "a"), str(traces / "wrong")
-    code, out, _ = specnb("divergence", "compare", a, wrong)
-    lines = [shlex.split(line.removeprefix("next: ")) for line in out.splitlines() if line.startswith("next: ")]
-    assert code == 1 and [line[line.index("--tokens") + 1] for line in lines] == [a, wrong]
-    made = {"REFERENCE-MODEL": tiny, "REFERENCE-IN-FULL": str(tmp_path / "full")}
-    code, out, err = specnb(*(made.get(word, word) for word in lines[0][1:]))
-    assert code == 0, err
-    code, out, _ = specnb("divergence", "compare", a, str(tmp_path / "full"), "--json")
-    assert code == 0 and json.loads(out)["next"] == []
-    assert Trace.load(tmp_path / "full").tensors.query("module == 'lm_head'")["row"].ge(0).all()
-
-
-def test_an_engine_that_cannot_be_opened_here_has_no_next_command(specnb, traces, tmp_path):
-    for name in ("a", "wrong"):
-        trace = Trace.load(traces / name)
-        dataclasses.replace(trace, facts=trace.facts | {"engine": "vllm"}).save(tmp_path / name)
-    code, out, err = specnb("divergence", "compare", str(tmp_path / "a"), str(tmp_path / "wrong"))
-    assert code == 1 and out.startswith("DIVERGENT") and "next:" not in out and err == ""
-
-
-def test_what_is_doubtful_is_captured_in_full_too(traces):
-    both = {traces / name: Trace.load(traces / name) for name in ("a", "b")}
-    sound = compare(*both.values())
-    assert cli_divergence_checks._closer(sound, both) == []
-    doubtful = dataclasses.replace(sound, doubts=(Doubt("lm_head", 7, 1),))
-    assert ["lm_head" in command for command in cli_divergence_checks._closer(doubtful, both)] == [True, True]
-
-
-def test_comparing_needs_no_torch(traces):
-    words = ["divergence", "compare", str(traces / "a"), str(traces / "b")]
-    code = f"""
-import sys
-from specnb.cli import main
-sys.argv = ["specnb", *{words!r}]
-try:
-    main()
-except SystemExit as ended:
-    assert not ended.code
-print(sorted({{"torch", "transformers", "llama_cpp"}} & set(sys.modules)))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("[]\n"), done.stdout + done.stderr
+# --- preflight, audit, faults ---------------------------------------------------------------------------------------
 
 
 def test_a_preflight_fails_with_what_is_wrong(specnb, tiny, tmp_path):
     code, out, _ = specnb("divergence", "preflight", "--draft", tiny, "--target", tiny, "--json")
-    found = {one["check"]: one["verdict"] for one in json.loads(out)}
-    assert code == 0 and found["load report"] == found["recurrence"] == found["rope"] == "ok"
+    verdicts = {check["check"]: check["verdict"] for check in json.loads(out)}
+    assert code == 0 and verdicts["load report"] == verdicts["recurrence"] == verdicts["rope"] == "ok"
     (tmp_path / "training.json").write_text("{")
     code, out, _ = specnb("divergence", "preflight", "--draft", tiny, "--training", str(tmp_path))
     assert code == 1 and "fail" in out and "learning rate" in out
-    assert specnb("divergence", "preflight", "--draft", tiny, "--training", str(tmp_path / "none"))[0] == 2
-
-
-def test_a_drafter_without_a_model_needs_a_target_for_its_preflight(specnb):
-    code, out, err = specnb("divergence", "preflight", "--draft", "lookup")
-    assert code == 2 and out == "" and "add --target" in err
+    for words in (["--draft", tiny, "--training", str(tmp_path / "none")], ["--draft", "lookup"]):
+        assert specnb("divergence", "preflight", *words)[:2] == (2, "")
 
 
 def test_files_of_a_hub_model_are_those_that_were_fetched(monkeypatch, tmp_path):
@@ -387,9 +294,53 @@ def test_files_of_a_hub_model_are_those_that_were_fetched(monkeypatch, tmp_path)
 
     asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **more: asked.update(more, a=a) or tmp_path)
-    assert cli_divergence_checks._folder("hf:org/name?revision=v1") == tmp_path
+    assert commands._folder("hf:org/name?revision=v1") == tmp_path
     assert asked == {"a": ("org/name",), "revision": "v1", "local_files_only": True}
-    assert cli_divergence_checks._folder("smollm2-135m") is None and cli_divergence_checks._folder("lookup") is None
+    assert commands._folder("smollm2-135m") is None and commands._folder("lookup") is None
+
+
+@pytest.fixture
+def audit(specnb, monkeypatch):
+    """`specnb divergence audit` with toys that know all the letters of the shipped prompts."""
+    toys = dict(zip(("target", "draft"), related(0), strict=True))
+
+    def load(name, **_options):
+        if name not in toys:
+            raise InputError(f"no model {name}")
+        model = toy.ToyLM(toys[name]._logits_of, toys[name].vocab, name=name)
+        model.encode = lambda text, special=True: [ord(letter) % 32 for letter in text[:8]]
+        return model
+
+    monkeypatch.setattr(lm_load, "load", load)
+    monkeypatch.setattr(draft_translate, "load", load)
+    return partial(specnb, "divergence", "audit", "--target", "target")
+
+
+def test_an_audit_says_sound_or_inconclusive_or_what_is_wrong(audit):
+    code, out, _ = audit("--draft", "draft", "--prompts", "10")
+    assert code == 0 and out.startswith("sound: ") and all(name in out for name in STATISTICS)
+    code, out, _ = audit("--draft", "draft", "--prompts", "1", "--json")
+    document = json.loads(out)
+    assert code == document["exit_code"] == 125 and document["verdict"] == "inconclusive" and document["more"] > 100
+    assert [statistic["name"] for statistic in document["panel"]] == list(STATISTICS)
+    with resampled_from_target():
+        code, out, _ = audit("--draft", "draft", "--prompts", "2")
+    assert code == 1 and out.startswith("wrong: resampled from p")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "value"),
+    [
+        ("--draft missing", 125, "missing"),
+        ("--draft draft --prompts 99999", 2, "99999"),
+        ("--draft missing --temperature nan", 2, "temperature"),
+        ("--draft missing --k 0", 2, "--k"),
+        ("--draft draft --effect 10", 2, "effect"),
+    ],
+)
+def test_what_cannot_be_audited_is_no_verdict(audit, words, code, value):
+    got, out, err = audit(*words.split())
+    assert got == code and out == "" and value in err and "Traceback" not in err
 
 
 def test_every_planted_fault_is_listed_with_its_options(specnb):
@@ -401,43 +352,41 @@ def test_every_planted_fault_is_listed_with_its_options(specnb):
     assert rows["expert_scale"]["options"]["eps"] == 0.02 and rows["uniform_offset"]["first"] is None
 
 
+def test_the_commands_are_listed_in_the_order_of_use_each_on_one_line(specnb, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = specnb("divergence", "--help")
+    listed = [line.split(None, 1) for line in out.split("Commands:\n")[1].splitlines() if line.strip()]
+    assert code == 0
+    assert [name for name, _ in listed] == ["preflight", "investigate", "capture", "compare", "audit", "faults"]
+
+
 # --- triage by itself -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def models(monkeypatch):
-    """Toys: a target, a drafter that is the target, and one of other rules."""
-    made = {"target": (SIZE, 1), "same": (SIZE, 1), "other": (SIZE, 2)}
-
-    def load(name, **options):
-        size, seed = made[name]
-        return toy.markov(size, order=3, seed=seed)
-
-    monkeypatch.setattr(pair, "load", load)
-    monkeypatch.setattr(draft_translate, "load", load)
+def generate(specnb, monkeypatch):
+    """`specnb generate` with toys: a target, a drafter that is the target, and one of other rules."""
+    seeds = {"target": 1, "same": 1, "other": 2}
+    for module in (pair, draft_translate):
+        monkeypatch.setattr(module, "load", lambda name, **options: toy.markov(SIZE, order=3, seed=seeds[name]))
+    return partial(specnb, "generate", "--target", "target", "--prompt", "", "--max-new-tokens", "150", "--ignore-eog")
 
 
-def generated(specnb, *words):
-    more = ["--target", "target", "--prompt", "", "--max-new-tokens", "150", "--ignore-eog"]
-    return specnb("generate", *more, *words)
-
-
-def test_a_draft_that_is_never_kept_is_told_in_one_line(specnb, models):
-    code, out, err = generated(specnb, "--draft", "other", "--json")
+def test_a_draft_that_is_never_kept_is_told_in_one_line(generate):
+    code, out, err = generate("--draft", "other", "--json")
     document = json.loads(out)
-    assert code == 0 and err.count("\n") == 1 and err.startswith("specnb: suspicious acceptance: ")
-    assert document["triage"] in err and "first drafts kept" in document["triage"]
-    code, out, err = generated(specnb, "--draft", "other")
+    assert code == 0 and err.count("\n") == 1 and document["triage"] in complaint(err)
+    code, out, err = generate("--draft", "other")
     assert code == 0 and "suspicious" in err and "suspicious" not in out
 
 
-@pytest.mark.parametrize("words", [["--draft", "same"], ["--drafter", "lookup"], [], ["--draft", "same", "--baseline"]])
-def test_a_sound_drafter_is_not_remarked_upon(specnb, models, words):
-    code, out, err = generated(specnb, *words, "--json")
+@pytest.mark.parametrize("words", ["--draft same", "--drafter lookup", "", "--draft same --baseline"])
+def test_a_sound_drafter_is_not_remarked_upon(generate, words):
+    code, out, err = generate(*words.split(), "--json")
     assert code == 0 and err == "" and json.loads(out)["triage"] is None
 
 
-def test_a_text_that_leaves_plain_decoding_is_told(specnb, models, monkeypatch):
+def test_a_text_that_leaves_plain_decoding_is_told(generate, monkeypatch):
     """The target answers blocks otherwise than single steps, and by more than rounding."""
     plain = toy.ToyLM.forward
 
@@ -446,7 +395,7 @@ def test_a_text_that_leaves_plain_decoding_is_told(specnb, models, monkeypatch):
         return np.roll(rows, 7, axis=1) if len(ids) > 1 and self.n_past > 40 else rows
 
     monkeypatch.setattr(toy.ToyLM, "forward", forward)
-    code, out, err = generated(specnb, "--draft", "same", "--baseline", "--json")
+    code, out, err = generate("--draft", "same", "--baseline", "--json")
     document = json.loads(out)
     assert code == 0 and document["summary"]["identical"] is False and not document["summary"]["fork"]["near_tie"]
     assert "plain decoding" in document["triage"] and document["triage"] in err
@@ -473,9 +422,9 @@ def test_a_sweep_names_the_drafter_that_is_suspicious(monkeypatch):
         monkeypatch.setattr(ksweep, "load_drafter", lambda *_, drafter=drafter, **__: LoadedDrafter(drafter))
         record = ksweep.run(params)
         lines = suspicions(record)
-        assert len(lines) == n_lines and all(line.startswith("draft: suspicious acceptance: ") for line in lines)
+        assert len(lines) == n_lines and all(line.startswith("draft: ") for line in lines)
     old = record.model_copy(update={"provenance": record.provenance | {"extra": {}}})
-    with pytest.raises(InputError, match="run it again"):
+    with pytest.raises(InputError):
         suspicions(old)
 
 
@@ -498,6 +447,6 @@ def test_git_narrows_down_the_commit_that_broke_a_service(tmp_path):
         commits[name] = git("rev-parse", "HEAD").strip()
     git("bisect", "start", commits["new"], commits["old"])
     judge = [sys.executable, "-c", "from specnb.cli import main; main()", "divergence", "investigate"]
-    said = git("bisect", "run", *judge, "--deploy", "my_service:serve", "--setups", "S0,S2", code=2)
-    candidates = said.split("The first bad commit could be any of:")[1]
+    text = git("bisect", "run", *judge, "--deploy", "my_service:serve", "--setups", "S0,S2", code=2)
+    candidates = text.split("The first bad commit could be any of:")[1]
     assert {name for name, commit in commits.items() if commit in candidates} == {"dead", "bad"}

@@ -8,18 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specnb.divergence.checks import config as preflight_config
-from specnb.divergence.checks import drafter as preflight_drafter
-from specnb.divergence.checks import weights as preflight_weights
-from specnb.divergence.checks.config import table
-from specnb.divergence.preflight import learning_rate, preflight
+from specnb.divergence import model_files as files
+from specnb.divergence import preflight as checks
+from specnb.divergence.preflight import preflight, table
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, RewindError
 from specnb.lm.hf.model import HfModel
 from specnb.lm.toy import cyclic, markov
-from specnb.measure.curve import Curve
 from tests.tiny_models import torch_folder
 
 TOKENS = (3, 10, 17, 24)
@@ -52,42 +49,34 @@ def changed(folder, weights=None, **config):
     return folder
 
 
-def verdicts(found):
-    return {one.check: one.verdict for one in found}
+def verdicts(findings):
+    return {finding.check: finding.verdict for finding in findings}
 
 
 def test_a_sound_pair_passes_all_checks_and_is_left_empty(folder, model):
-    found = preflight(model, model, draft_folder=folder, target_folder=folder)
-    assert set(verdicts(found).values()) <= {"ok", "skipped"}
-    skipped = {name for name, verdict in verdicts(found).items() if verdict == "skipped"}
-    assert skipped == {"d2t", "learning rate"}
-    assert model.n_past == 0
-    assert list(table(found).columns) == ["check", "verdict", "evidence", "remedy", "issues"]
-    assert all(one.evidence for one in found)
-
-
-def test_without_anything_all_checks_say_what_they_lack():
-    found = preflight()
-    assert set(verdicts(found).values()) == {"skipped"}
-    assert len(found) == 12
+    findings = preflight(model, model, draft_folder=folder, target_folder=folder)
+    skipped = {name for name, verdict in verdicts(findings).items() if verdict == "skipped"}
+    assert set(verdicts(findings).values()) == {"ok", "skipped"} and skipped == {"d2t", "learning rate"}
+    assert model.n_past == 0 and all(finding.evidence for finding in findings)
+    assert list(table(findings).columns) == ["check", "verdict", "evidence", "remedy", "issues"]
+    assert set(verdicts(preflight()).values()) == {"skipped"} and len(findings) == len(preflight()) == 12
 
 
 # weights
 
 
 def report(folder, network):
-    return preflight_weights.load_report(preflight_weights.headers(folder), network)
+    return files.load_report(files.headers(folder), network)
 
 
 def test_a_weight_that_no_file_holds_is_named_with_what_it_looks_like(copy, model):
     changed(copy, lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"})
-    found = report(copy, model.network)
-    assert found.verdict == "fail" and "1 weights are in no file: lm_head.weight (std 0.29" in found.evidence
-    assert "freshly" not in found.evidence
+    verdict, evidence, _ = report(copy, model.network)
+    assert verdict == "fail" and "lm_head.weight (std 0.29" in evidence and "freshly" not in evidence
     fresh = torch.nn.Parameter(torch.randn(64, 32) * 0.02)
     old, model.network.lm_head.weight = model.network.lm_head.weight, fresh
     try:
-        assert "as freshly initialised" in report(copy, model.network).evidence
+        assert "as freshly initialised" in report(copy, model.network)[1]
     finally:
         model.network.lm_head.weight = old
 
@@ -98,34 +87,34 @@ def test_a_weight_that_was_never_written_is_seen_by_its_values(folder, model, ro
     with torch.no_grad():
         kept = weight[rows].clone()
         weight[rows] = 1.1 * kept
-        found = report(folder, model.network)
+        verdict, evidence, _ = report(folder, model.network)
         weight[rows] = kept
-    assert found.verdict == "fail" and "layers.1.mlp.up_proj" in found.evidence
-    assert report(folder, model.network).verdict == "ok"
+    assert verdict == "fail" and "layers.1.mlp.up_proj" in evidence
+    assert report(folder, model.network)[0] == "ok"
 
 
-def test_shapes_leftovers_and_prefixes(copy, model):
-    changed(copy, lambda w: {n.removeprefix("model."): t for n, t in w.items()})
-    assert report(copy, model.network).verdict == "ok"
-    changed(copy, lambda w: w | {"rotary_emb.inv_freq": torch.ones(4)})
-    assert report(copy, model.network).verdict == "ok"
-    changed(copy, lambda w: w | {"mtp.fc.weight": torch.ones(4)})
-    found = report(copy, model.network)
-    assert found.verdict == "warn" and "mtp.fc.weight" in found.evidence
-    changed(copy, lambda w: w | {"lm_head.weight": w["lm_head.weight"][:60].clone()})
-    assert "have another shape in the file (the first: lm_head" in report(copy, model.network).evidence
+def split(w, halves=2):
+    """One matrix in two, as a checkpoint has experts that are joined on loading; of `halves` the first ones."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    parts = w.pop(name).chunk(2)[:halves]
+    return w | {f"model.layers.0.mlp.up_proj.{i}.weight": part.clone() for i, part in enumerate(parts)}
 
 
-def test_experts_that_are_joined_on_loading_are_not_missing(copy, model):
-    def split(w):
-        name = "model.layers.0.mlp.up_proj.weight"
-        halves = w.pop(name).chunk(2)
-        return w | {f"model.layers.0.mlp.up_proj.{i}.weight": half.clone() for i, half in enumerate(halves)}
-
-    found = report(changed(copy, split), model.network)
-    assert found.verdict == "ok" and "1 more were joined" in found.evidence
-    changed(copy, lambda w: {n: t for n, t in w.items() if "up_proj.1" not in n})
-    assert report(copy, model.network).verdict == "fail"
+@pytest.mark.parametrize(
+    ("change", "verdict", "value"),
+    [
+        (lambda w: {n.removeprefix("model."): t for n, t in w.items()}, "ok", ""),
+        (lambda w: w | {"rotary_emb.inv_freq": torch.ones(4)}, "ok", ""),
+        (lambda w: w | {"mtp.fc.weight": torch.ones(4)}, "warn", "mtp.fc.weight"),
+        (lambda w: w | {"lm_head.weight": w["lm_head.weight"][:60].clone()}, "fail", "lm_head"),
+        (split, "ok", "1 more were joined"),
+        (lambda w: split(w, 1), "fail", "up_proj"),
+    ],
+    ids=["prefix", "computed", "left over", "shape", "joined", "half missing"],
+)
+def test_files_that_hold_otherwise_what_the_model_has(copy, model, change, verdict, value):
+    said = report(changed(copy, change), model.network)
+    assert said[0] == verdict and value in said[1]
 
 
 def test_damaged_and_missing_files_fail_their_own_check_alone(copy, model):
@@ -133,97 +122,93 @@ def test_damaged_and_missing_files_fail_their_own_check_alone(copy, model):
     found = verdicts(preflight(model, draft_folder=copy, target_folder=copy))
     assert found["load report"] == "fail" and found["rope"] == found["recurrence"] == "ok"
     (copy / "model.safetensors").unlink()
-    with pytest.raises(InputError, match="no safetensors files"):
-        preflight_weights.headers(copy)
-    (copy / preflight_weights.INDEX).write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
-    with pytest.raises(InputError, match="not in the folder"):
-        preflight_weights.headers(copy)
+    with pytest.raises(InputError, match="copy"):
+        files.headers(copy)
+    (copy / files.INDEX).write_text(json.dumps({"weight_map": {"a": "absent.safetensors"}}))
+    with pytest.raises(InputError, match="absent"):
+        files.headers(copy)
 
 
 def test_a_head_is_tied_where_the_config_says_so(tmp_path, copy, model):
     tied = HfModel.open(torch_folder(tmp_path / "tied", tie_word_embeddings=True)).network
-    assert preflight_weights.tied_head(tied, {}).verdict == "ok"
-    assert report(tmp_path / "tied", tied).verdict == "ok"
+    assert files.tied_head(tied, {})[0] == report(tmp_path / "tied", tied)[0] == "ok"
     tied.lm_head.weight = torch.nn.Parameter(tied.lm_head.weight.detach().clone())
-    assert preflight_weights.tied_head(tied, {}).verdict == "warn"
+    assert files.tied_head(tied, {})[0] == "warn"
     tied.lm_head.weight = torch.nn.Parameter(0.5 * tied.lm_head.weight.detach())
-    assert preflight_weights.tied_head(tied, {}).verdict == "fail"
+    assert files.tied_head(tied, {})[0] == "fail"
     tied.lm_head.weight, tied.config.tie_word_embeddings = tied.model.embed_tokens.weight, False
-    found = preflight_weights.tied_head(tied, preflight_weights.headers(copy))
-    assert found.verdict == "fail" and "head of its own" in found.evidence
+    assert files.tied_head(tied, files.headers(copy))[0] == "fail"
 
 
 def test_a_draft_without_a_head_has_the_targets_whose_padding_does_not_count(copy, model):
-    stored = preflight_weights.headers(changed(copy, lambda w: {n: t for n, t in w.items() if "lm_head" not in n}))
+    stored = files.headers(changed(copy, lambda w: {n: t for n, t in w.items() if "lm_head" not in n}))
     draft, target = HfModel.open(torch_folder(copy.parent / "a", tie_word_embeddings=False)).network, model.network
     rows = target.lm_head.weight.detach()
     draft.lm_head.weight = torch.nn.Parameter(torch.cat([rows, torch.zeros(8, rows.shape[1])]))
-    assert preflight_weights.shared_head(draft, target, stored).verdict == "ok"
+    assert files.shared_head(draft, target, stored)[0] == "ok"
     with torch.no_grad():
         draft.lm_head.weight[5] += 1
-    assert preflight_weights.shared_head(draft, target, stored).verdict == "fail"
+    assert files.shared_head(draft, target, stored)[0] == "fail"
 
 
 @pytest.mark.parametrize(
-    ("d2t", "verdict", "said"),
+    ("d2t", "verdict", "value"),
     [
-        (None, "fail", "no tensor d2t"),
-        (torch.zeros(16, dtype=torch.int64), "fail", "d2t is 0 everywhere"),
-        (torch.arange(16), "ok", "16 draft ids"),
-        (torch.arange(15), "fail", "15 entries for a draft vocabulary of 16"),
-        (5 * torch.arange(16), "fail", "outside the target's 64"),
-        (-torch.arange(16) + (torch.arange(16) == 3), "fail", "leads 14 draft ids"),
-        (torch.ones(16), None, "must be a list of integers"),
+        (None, "fail", "16 of 64"),
+        (torch.zeros(16, dtype=torch.int64), "fail", "0 everywhere"),
+        (torch.arange(16), "ok", "16"),
+        (torch.arange(15), "fail", "15 entries"),
+        (5 * torch.arange(16), "fail", "64"),
+        (-torch.arange(16) + (torch.arange(16) == 3), "fail", "14 draft ids"),
+        (torch.ones(16), "fail", "F32"),
     ],
 )
-def test_the_map_of_a_smaller_draft_vocabulary(copy, d2t, verdict, said):
+def test_the_map_of_a_smaller_draft_vocabulary(copy, d2t, verdict, value):
     changed(copy, lambda w: w if d2t is None else w | {"d2t": d2t}, draft_vocab_size=16)
-    stored = preflight_weights.headers(copy)
-    if verdict is None:
-        with pytest.raises(InputError, match=said):
-            preflight_weights.token_map(copy, stored)
-    else:
-        found = preflight_weights.token_map(copy, stored)
-        assert found.verdict == verdict and said in found.evidence
+    said = files.token_map(files.read_config(copy), files.headers(copy))
+    assert said[0] == verdict and value in said[1]
 
 
 # configs
 
 
-def node(folder, name="config.json"):
-    return preflight_config.read_config(folder, name)
+@pytest.fixture(scope="module")
+def config(folder):
+    return files.read_config(folder)
 
 
-def test_rope_warns_where_the_draft_ends_and_fails_where_it_runs_on_the_targets_states(folder, copy):
-    assert preflight_config.rope(node(folder), node(folder)).verdict == "ok"
-    changed(copy, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0})
-    assert preflight_config.rope(node(folder), node(copy)).verdict == "ok"  # trained apart, and no shorter
-    changed(copy, max_position_embeddings=256)
-    found = preflight_config.rope(node(folder), node(copy))
-    assert found.verdict == "warn" and "64 positions, the target 256" in found.evidence and "yarn" in found.evidence
-    eagle = node(changed(shutil.copytree(folder, copy.parent / "eagle"), architectures=["LlamaForCausalLMEagle3"]))
-    found = preflight_config.rope(eagle, node(copy))
-    assert found.verdict == "fail" and "rope_type: None against 'yarn'" in found.evidence
-    assert preflight_config.rope(None, eagle).verdict == "skipped"
+def test_rope_warns_where_the_draft_ends_and_fails_where_it_runs_on_the_targets_states(config):
+    yarn = config | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}}
+    assert files.rope(config, config)[0] == files.rope(config, yarn)[0] == "ok"  # trained apart, and no shorter
+    verdict, evidence, _ = files.rope(config, yarn | {"max_position_embeddings": 256})
+    assert verdict == "warn" and "64 positions, the target 256" in evidence and "yarn" in evidence
+    verdict, evidence, _ = files.rope(config | {"architectures": ["LlamaForCausalLMEagle3"]}, yarn)
+    assert verdict == "fail" and "rope_type: None against 'yarn'" in evidence
+    assert files.rope(None, config)[0] == "skipped"
 
 
-def test_quantisation_is_the_drafts_own(folder, copy):
-    own, target = node(folder), node(changed(copy, quantization_config={"quant_method": "mxfp4"}))
-    assert preflight_config.quantisation(own, own, {"w": "BF16"}, {}).verdict == "ok"
-    found = preflight_config.quantisation(own, target, {"w": "BF16"}, {"quant_method": "mxfp4"})
-    assert found.verdict == "fail" and "(the target's)" in found.evidence
-    assert preflight_config.quantisation(own, target, {"w": "BF16"}, {}).verdict == "warn"
-    dropped = preflight_config.quantisation(own, own, {"a.weight_scale": "F32"})
-    assert dropped.verdict == "fail" and "a.weight_scale" in dropped.evidence
-    assert preflight_config.quantisation(target, target, {"w": "BF16"}).verdict == "fail"
-    assert preflight_config.quantisation(target, target, {"experts.gate_up_proj_scales": "U8"}).verdict == "ok"
+@pytest.mark.parametrize(
+    ("quantised", "stored", "opened", "verdict", "value"),
+    [
+        ("", "w", {}, "ok", "none"),
+        (" target", "w", {"quant_method": "mxfp4"}, "fail", "(the target's)"),
+        (" target", "w", {}, "warn", "mxfp4"),
+        ("", "a.weight_scale", None, "fail", "a.weight_scale"),
+        ("draft target", "w", None, "fail", "no scales"),
+        ("draft target", "experts.gate_up_proj_scales", None, "ok", "mxfp4"),
+    ],
+)
+def test_quantisation_is_the_drafts_own(config, quantised, stored, opened, verdict, value):
+    coarse = config | {"quantization_config": {"quant_method": "mxfp4"}}
+    pair = [coarse if role in quantised else config for role in ("draft", "target")]
+    said = files.quantisation(*pair, {stored: "BF16"}, opened)
+    assert said[0] == verdict and value in said[1]
 
 
-def test_defaults_of_sampling_are_compared_as_they_would_be_taken(copy, folder):
-    (copy / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 50, "do_sample": False}))
-    found = preflight_config.sampling_defaults(node(copy, "generation_config.json"), None)
-    assert found.verdict == "warn" and found.evidence == "temperature: 0.6 against 1.0"
-    assert preflight_config.sampling_defaults(None, None).verdict == "skipped"
+def test_defaults_of_sampling_are_compared_as_they_would_be_taken():
+    verdict, evidence, _ = files.sampling_defaults({"temperature": 0.6, "top_k": 50, "do_sample": False}, None)
+    assert verdict == "warn" and evidence == "temperature: 0.6 against 1.0"
+    assert files.sampling_defaults(None, None)[0] == "skipped"
 
 
 # drafters
@@ -276,83 +261,63 @@ class Remembering(LookupDrafter):
 
 def test_real_drafters_are_pure_and_see_their_own_drafts(model):
     for drafter in (ModelDrafter(cyclic(20)), ModelDrafter(markov(64, order=2)), ModelDrafter(model)):
-        own = drafter.model
-        assert preflight_drafter.purity(drafter, TOKENS[:2], 4).verdict == "ok"
-        found = preflight_drafter.recurrence(drafter, TOKENS[:2], 4)
-        assert found.verdict == "ok" and "of 4 rounds" in found.evidence
-        assert drafter.model is own
-    assert preflight_drafter.purity(LookupDrafter(), (1, 2, 1, 2, 1), 4).verdict == "ok"
-    assert preflight_drafter.recurrence(LookupDrafter(), TOKENS, 4).verdict == "skipped"
+        network = drafter.model
+        assert checks.purity(drafter, TOKENS[:2], 4)[0] == "ok"
+        verdict, evidence = checks.recurrence(drafter, TOKENS[:2], 4)
+        assert verdict == "ok" and "of 4 rounds" in evidence and drafter.model is network
+    assert checks.purity(LookupDrafter(), (1, 2, 1, 2, 1), 4)[0] == "ok"
+    assert checks.recurrence(LookupDrafter(), TOKENS, 4)[0] == "skipped"
 
 
-def test_drafts_from_the_same_input_are_named():
-    found = preflight_drafter.recurrence(Naive(markov(64, order=2)), TOKENS, 3)
-    assert found.verdict == "fail" and "draft 2 was not made from prefix + 1 drafts" in found.evidence
-    assert "all 3 rows are those of the same 4 tokens" in found.evidence
-
-
-def test_a_drafter_that_changes_the_callers_tokens_is_named():
-    found = preflight_drafter.purity(Appending(markov(64)), TOKENS, 3)
-    assert found.verdict == "fail" and "the caller's 4 tokens are 7 after drafting" in found.evidence
-
-
-def test_a_rejected_draft_that_stays_in_the_state_is_seen_in_the_next_round():
-    found = preflight_drafter.recurrence(Untrimmed(markov(64, order=2)), TOKENS, 3)
-    assert found.verdict == "fail" and found.evidence.startswith("after a round that kept 0, draft 1")
-
-
-def test_a_drafter_that_does_not_forget_is_impure():
-    assert "otherwise the second time" in preflight_drafter.purity(Remembering(), (1, 2, 1), 3).evidence
+@pytest.mark.parametrize(
+    ("check", "drafter", "value"),
+    [
+        (checks.recurrence, lambda: Naive(markov(64, order=2)), "draft 2 was not made from prefix + 1 drafts"),
+        (checks.recurrence, lambda: Untrimmed(markov(64, order=2)), "after a round that kept 0, draft 1"),
+        (checks.purity, lambda: Appending(markov(64)), "4 tokens are 7"),
+        (checks.purity, Remembering, "(1, 1, 1), then (2, 2, 2)"),
+    ],
+)
+def test_a_drafter_that_breaks_a_rule_is_seen_where_it_does(check, drafter, value):
+    verdict, evidence, _ = check(drafter(), TOKENS, 3)
+    assert verdict == "fail" and value in evidence
 
 
 class Off:
-    """A model that goes back by a wrong number of tokens, in fact or in its count."""
+    """A model that goes back by a wrong number of tokens; None: not at all."""
 
-    def __init__(self, model, by, lies=0):
-        self._model, self._by, self._lies = model, by, lies
+    def __init__(self, model, by):
+        self._model, self._by = model, by
 
     def __getattr__(self, name):
         return getattr(self._model, name)
 
-    @property
-    def n_past(self):
-        return self._model.n_past + self._lies * bool(self._model.n_past)
-
     def rewind(self, n):
+        if self._by is None:
+            raise RewindError("its state cannot be cropped")
         if n:
             self._model.rewind(n + self._by)
 
 
-@pytest.mark.parametrize("by", [-1, 1, 2])
-def test_a_cache_that_is_trimmed_wrongly_is_seen_by_length_or_by_logits(model, by):
-    for one in (markov(64, order=4), model):
-        found = preflight_drafter.cache_after_rejection(Off(one, by), TOKENS, 4)
-        assert found.verdict == "fail" and "tokens in the state instead of" in found.evidence
-        one.reset()
-    honest = preflight_drafter.cache_after_rejection(Off(model, by, lies=by), TOKENS, 4)
-    assert honest.verdict == "fail" and "next logits differ" in honest.evidence
-    model.reset()
-
-
-def test_a_model_that_refuses_to_go_back_is_skipped_with_its_reason():
-    class Refusing(Off):
-        def rewind(self, n):
-            raise RewindError("its state cannot be cropped")
-
-    found = preflight_drafter.cache_after_rejection(Refusing(markov(64), 0), TOKENS, 2)
-    assert found.verdict == "skipped" and "cannot be cropped" in found.evidence
+@pytest.mark.parametrize(("by", "verdict"), [(-1, "fail"), (1, "fail"), (2, "fail"), (0, "ok"), (None, "skipped")])
+def test_a_cache_that_is_trimmed_wrongly_is_seen_by_its_logits(model, by, verdict):
+    for trimmed in (Off(markov(64, order=4), by), Off(model, by)):
+        assert checks.cache_after_rejection(trimmed)[0] == verdict
+        trimmed.reset()
 
 
 # training
 
 
-def curve(rates, losses):
-    return Curve.of([{"step": i + 1, "lr": r, "loss": x} for i, (r, x) in enumerate(zip(rates, losses, strict=True))])
-
-
-def test_a_rate_that_died_while_the_loss_fell_fails():
-    dead = [1e-3] * 50 + [0.0] * 50
-    assert learning_rate(curve(dead, np.linspace(9, 5, 100))).verdict == "fail"
-    assert learning_rate(curve(dead, [3.0] * 100)).verdict == "warn"
-    assert learning_rate(curve([1e-3] * 100, np.linspace(9, 5, 100))).verdict == "ok"
-    assert learning_rate(None).verdict == "skipped"
+@pytest.mark.parametrize(
+    ("rates", "losses", "verdict"),
+    [
+        ([1e-3] * 50 + [0.0] * 50, np.linspace(9, 5, 100), "fail"),
+        ([1e-3] * 50 + [0.0] * 50, [3.0] * 100, "warn"),
+        ([1e-3] * 100, np.linspace(9, 5, 100), "ok"),
+    ],
+)
+def test_a_rate_that_died_while_the_loss_fell_fails(tmp_path, rates, losses, verdict):
+    log = [{"step": i, "lr": rate, "loss": loss} for i, (rate, loss) in enumerate(zip(rates, losses, strict=True), 1)]
+    (tmp_path / "training.json").write_text(json.dumps({"log": log}))
+    assert checks.learning_rate(tmp_path)[0] == verdict

@@ -1,8 +1,6 @@
 """The sampling audit: calm where sampling is sound, loud and right for planted faults, and blind where it must be."""
 
-import json
-from contextlib import nullcontext
-from functools import partial
+import math
 
 import numpy as np
 import pytest
@@ -10,51 +8,41 @@ import pytest
 from specnb.decode import accept
 from specnb.decode.generate import generate
 from specnb.divergence import sampling
-from specnb.divergence.lossless import PLANTED, misreported_q, related, resampled_from_target, trial
-from specnb.divergence.sampling import Position, Tally, audit, terms
-from specnb.divergence.sampling.log import listened
-from specnb.divergence.sampling.terms import STATISTICS
-from specnb.draft import translate as draft_translate
+from specnb.divergence.lossless import PLANTED, listened, related, trial
+from specnb.divergence.sampling import STATISTICS, Moments, Position, Tally, audit, position_terms
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
-from specnb.lm import load as lm_load
-from specnb.lm import toy
 
 V = 32
-FAULTS = {
-    "top-k": lambda drafter: misreported_q(drafter, top_k=8),
-    "greedy": lambda drafter: misreported_q(drafter, greedy=True),
-    "from p": lambda _drafter: resampled_from_target(),
-    "none": lambda _drafter: nullcontext(),
-}
+NOTHING, TOP_K, GREEDY, FROM_P = PLANTED
 
 
-def logged(seed, n_tokens=150, fault="none", share=0.5, **options):
+def logged(seed, n_tokens=150, fault=NOTHING, **options):
     """Positions of one generation, and what was generated."""
-    target, draft = related(seed, share)
+    target, draft = related(seed)
     drafter, heard = ModelDrafter(draft), []
     settings = {"temperature": 1.0, "k": 4, "max_new_tokens": n_tokens, "seed": seed} | options
-    with FAULTS[fault](drafter):
-        made = listened(target, [seed % V], drafter=drafter, hear=heard.append, **settings)
-    return heard, made
+    with PLANTED[fault](drafter):
+        generation = listened(target, [seed % V], drafter=drafter, hear=heard.append, **settings)
+    return heard, generation
 
 
 def blind(positions):
     """The same log without random numbers: no replay, as of an engine that does not log them."""
-    return [one._replace(accept_u=None, resample_u=None) for one in positions]
+    return [position._replace(accept_u=None, resample_u=None) for position in positions]
 
 
-def zs(found):
-    return {one.name: one.z for one in found.panel}
+def zs(audited):
+    return {statistic.name: statistic.z for statistic in audited.panel}
 
 
-def far(found):
-    return {one.name for one in found.panel if one.far}
+def far(audited):
+    return {statistic.name for statistic in audited.panel if statistic.far}
 
 
 def pooled(fault, seeds=range(6), **options):
-    return [one for seed in seeds for one in logged(seed, fault=fault, **options)[0]]
+    return [position for seed in seeds for position in logged(seed, fault=fault, **options)[0]]
 
 
 ROW_P, ROW_Q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.25, 0.25, 0.25, 0.25])
@@ -65,10 +53,10 @@ SOUND = Position(ROW_P, ROW_Q, 0, True, 0)
 
 
 def test_sound_sampling_is_sound_once_the_positions_are_enough_and_inconclusive_before():
-    heard = pooled("none", range(10))
-    found, early = audit(heard), audit(heard[:200])
-    assert found.verdict == "sound" and found.exit_code == 0 and found.causes == () and found.flaws == {}
-    assert found.replayed == found.n == len(heard) and "0.1 that these sums see would have been seen" in found.line
+    heard = pooled(NOTHING, range(10))
+    late, early = audit(heard), audit(heard[:200])
+    assert (late.verdict, late.exit_code, late.causes, late.flaws) == ("sound", 0, (), {})
+    assert late.replayed == late.n == len(heard)
     assert early.verdict == "inconclusive" and early.exit_code == 125
     assert audit(heard[: 200 + early.more]).more < 0.1 * early.more, "what it asks for is about what it takes"
     assert audit(heard[:200], effect=0.5).verdict == "sound"
@@ -80,30 +68,51 @@ def test_deterministic_drafters_and_perfect_ones_are_not_accused(drafter):
     """Of a draft that is the target itself nothing is ever rejected, and what little varies is rounding."""
     tally = Tally()
     for seed in range(8):
-        made = listened(
-            related(3)[0], [1, 2, 1, 2, seed], drafter=drafter(), hear=tally.add, temperature=0.7, k=3,
-            max_new_tokens=150, seed=seed,
-        )  # fmt: skip
-        assert made.total_draft_tokens
-    found = tally.audit()
-    assert found.causes == () and found.flaws == {} and found.replayed == found.n > 100
+        options = {"temperature": 0.7, "k": 3, "max_new_tokens": 150, "seed": seed}
+        listened(related(3)[0], [1, 2, 1, 2, seed], drafter=drafter(), hear=tally.add, **options)
+    audited = tally.audit()
+    assert audited.causes == () and audited.flaws == {} and audited.replayed == audited.n > 100
 
 
 def test_greedy_decoding_is_checked_exactly_and_is_enough_at_once():
     heard, _ = logged(0, 30, temperature=0.0)
-    found = audit(heard)
-    assert found.exact == found.n and found.replayed == 0
-    assert found.verdict == "sound" and all(one.z is None for one in found.panel) and "all is exact" in found.line
-    kept = next(i for i, one in enumerate(heard) if one.accepted)
+    audited = audit(heard)
+    assert audited.exact == audited.n and audited.replayed == 0 and audited.verdict == "sound"
+    assert all(z is None for z in zs(audited).values())
+    kept = next(i for i, position in enumerate(heard) if position.accepted)
     heard[kept] = heard[kept]._replace(accepted=False, committed_id=(heard[kept].committed_id + 1) % V)
-    found = audit(heard)
-    assert found.verdict == "wrong" and found.flaws["accept"][1].position == kept and "committed" in found.flaws
+    audited = audit(heard)
+    assert audited.verdict == "wrong" and audited.flaws["accept"][1].position == kept and "committed" in audited.flaws
 
 
 def test_a_replay_counts_as_exact_only_where_it_says_which_token_is_committed():
     kept, rejected = SOUND._replace(accept_u=0.5), SOUND._replace(draft_id=2, accepted=False, accept_u=0.9)
     log = [kept, rejected, rejected._replace(resample_u=0.1), Position(ROW_P, None, None, False, 0, resample_u=0.1)]
-    assert [audit([one]).exact for one in log] == [1, 0, 1, 1] and not audit(log).flaws
+    assert [audit([position]).exact for position in log] == [1, 0, 1, 1] and not audit(log).flaws
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}, {"k": 1}], ids=str)
+def test_listening_changes_no_token_no_random_number_and_no_round(options):
+    for seed in range(4):
+        settings = {"temperature": 1.0, "k": 4, "max_new_tokens": 60, "seed": seed} | options
+        target, draft = related(seed)
+        plain = generate(target, [seed], drafter=ModelDrafter(draft), **settings)
+        heard, generation = logged(seed, 60, **options)
+        assert generation.token_ids == plain.token_ids
+        assert [r[:6] for r in generation.rounds] == [r[:6] for r in plain.rounds]  # without times
+        assert (generation.rule, generation.lossless) == (plain.rule, plain.lossless)
+        # a generation may end within a round that was decided as a whole
+        drafted = [position for position in heard if position.draft_id is not None]
+        assert sum(r.n_tested for r in plain.rounds) <= len(drafted) <= sum(r.k for r in plain.rounds)
+
+
+def test_positions_behind_a_rejection_and_second_visits_do_not_count():
+    heard, _ = logged(2)
+    once = audit(heard)
+    twice = audit([*heard, *(position._replace(accepted=None) for position in heard), *heard])
+    assert zs(twice) == zs(once) and (twice.n, twice.repeated) == (once.n, once.n)
+    nameless = audit([position._replace(prefix=None) for position in heard + heard])
+    assert nameless.n == 2 * once.n and nameless.repeated == 0
 
 
 # --- planted faults: seen, named, and undone ------------------------------------------------------------------------
@@ -112,43 +121,38 @@ def test_a_replay_counts_as_exact_only_where_it_says_which_token_is_committed():
 @pytest.mark.parametrize(
     ("fault", "cause", "must", "must_not"),
     [
-        ("top-k", "q misreported", "z_draft", set()),
-        ("greedy", "draft not drawn from q", "z_draft", set()),
-        ("from p", "resampled from p instead of the residual", "z_dir", {"z_acc", "z_draft"}),
+        (TOP_K, sampling.MISREPORTED, "z_draft", set()),
+        (GREEDY, sampling.NOT_DRAWN, "z_draft", set()),
+        (FROM_P, sampling.FROM_TARGET, "z_dir", {"z_acc", "z_draft"}),
     ],
 )
 def test_a_planted_fault_is_seen_by_its_statistic_and_named_and_gone_afterwards(fault, cause, must, must_not):
     rules = (accept.token_verification, accept.point_mass)
-    positions = blind(pooled(fault, range(4)))
-    found = audit(positions)
-    assert found.verdict == "wrong" and found.exit_code == 1 and cause in found.line and found.causes == (cause,)
-    assert must in far(found) and not must_not & far(found)
+    audited = audit(blind(pooled(fault, range(4))))
+    assert audited.verdict == "wrong" and audited.exit_code == 1 and audited.causes == (cause,)
+    assert must in far(audited) and not must_not & far(audited)
     assert (accept.token_verification, accept.point_mass) == rules
     assert logged(5)[1].token_ids == logged(5)[1].token_ids != logged(5, fault=fault)[1].token_ids
 
 
 def test_a_resample_from_p_is_named_by_its_statistic_alone(monkeypatch):
-    monkeypatch.setattr(terms, "_flaws", lambda *_: iter(()))
-    found = audit(pooled("from p", range(4)))
-    assert found.causes == ("resampled from p instead of the residual",) and zs(found)["z_dir"] < -5
-    assert "after a rejection p is drawn from" in found.panel[3].meaning
-    positions = [
-        one._replace(committed_id=one.draft_id) for one in pooled("none", range(4)) if one.draft_id is not None
-    ]
-    assert "resampled from p instead of the residual" in audit(positions).causes, "so it leans where all drafts stay"
-    positions = [one._replace(committed_id=int(np.argmax(one.p_target / one.q_draft))) for one in positions]
-    assert audit(positions).causes == ("something else",)
+    monkeypatch.setattr(sampling, "_flaws", lambda *_: iter(()))
+    audited = audit(pooled(FROM_P, range(4)))
+    assert audited.causes == (sampling.FROM_TARGET,) and zs(audited)["z_dir"] < -5 and audited.panel[3].meaning
+    sound = [p for p in pooled(NOTHING, range(4)) if p.draft_id is not None]
+    stays = [p._replace(committed_id=p.draft_id) for p in sound]
+    assert sampling.FROM_TARGET in audit(stays).causes, "so it leans where all drafts stay"
+    leans = [p._replace(committed_id=int(np.argmax(p.p_target / p.q_draft))) for p in sound]
+    assert audit(leans).causes == (sampling.OTHER,)
 
 
 def test_a_resample_from_p_that_stays_within_the_residual_is_found_by_its_random_number():
     p, q = np.array([0.1, 0.5, 0.4]), np.array([0.8, 0.1, 0.1])  # the residual's edges are at 0, 0.571, 1
     log = Position(p, q, 0, False, 2, accept_u=0.9, resample_u=0.7)
     assert not audit([log]).flaws, "both rows give token 2"
-    found = audit([log._replace(committed_id=1, resample_u=0.58)])
-    assert (
-        found.causes == ("resampled from p instead of the residual",) and "u = 0.58" in found.flaws["residual"][1].says
-    )
-    assert audit([log._replace(committed_id=1, resample_u=0.9)]).causes == ("something else",)
+    audited = audit([log._replace(committed_id=1, resample_u=0.58)])
+    assert audited.causes == (sampling.FROM_TARGET,) and "u = 0.58" in audited.flaws["residual"][1].says
+    assert audit([log._replace(committed_id=1, resample_u=0.9)]).causes == (sampling.OTHER,)
 
 
 def test_a_lossy_output_with_honest_rows_is_something_else():
@@ -156,14 +160,12 @@ def test_a_lossy_output_with_honest_rows_is_something_else():
     rng, positions = np.random.default_rng(0), []
     for _ in range(2000):
         p = rng.dirichlet(np.ones(8))
-        sharp = p**2 / (p**2).sum()
-        y = int(rng.choice(8, p=sharp))
+        y = int(rng.choice(8, p=p**2 / (p**2).sum()))
         positions.append(Position(p, p, y, True, y))
-    found = audit(positions)
-    assert found.causes == ("q misreported",), "as the same token is the draft, its row is what is seen first"
+    assert audit(positions).causes == (sampling.MISREPORTED,), "the same token is the draft: its row is seen first"
     uniform = np.full(8, 1 / 8)
-    positions = [one._replace(q_draft=uniform, draft_id=int(rng.integers(8)), accepted=False) for one in positions]
-    assert "something else" in audit(positions).causes
+    positions = [p._replace(q_draft=uniform, draft_id=int(rng.integers(8)), accepted=False) for p in positions]
+    assert sampling.OTHER in audit(positions).causes
 
 
 def test_acceptances_alone_accuse_q_where_each_decision_was_replayed_and_else_nobody():
@@ -171,23 +173,74 @@ def test_acceptances_alone_accuse_q_where_each_decision_was_replayed_and_else_no
     p, q = np.array([0.6, 0.1, 0.2, 0.1]), np.array([0.3, 0.3, 0.2, 0.2])
     x = np.random.default_rng(0).choice(4, 300, p=[0.6, 0, 0.4, 0])
     positions = [Position(p, q, token, True, token, accept_u=0.5) for token in x]
-    found = audit(positions)
-    assert "z_acc" in far(found) and "z_draft" not in far(found) and found.causes == ("q misreported",)
-    assert audit(blind(positions)).causes == ("something else",)
+    audited = audit(positions)
+    assert "z_acc" in far(audited) and "z_draft" not in far(audited) and audited.causes == (sampling.MISREPORTED,)
+    assert audit(blind(positions)).causes == (sampling.OTHER,)
+
+
+def test_the_token_behind_the_last_draft_is_audited():
+    def unlikely(positions):
+        worst = [p._replace(committed_id=int(np.argmin(p.p_target))) for p in positions if p.draft_id is None]
+        return audit([*(p for p in positions if p.draft_id is not None), *worst])
+
+    heard = logged(0, 100)[0]
+    extra = [position for position in heard if position.draft_id is None]
+    assert audit(extra).panel[2].n == len(extra) > 3
+    assert unlikely(heard).causes == (sampling.BONUS,)
+    assert audit(blind(pooled(NOTHING, range(4)))).causes == () and unlikely(blind(pooled(NOTHING))).verdict == "wrong"
+
+
+def alike(rng):
+    """A row of four pairs of tokens that are equally likely, at random places; the fault takes the first of a pair."""
+    places, chances = rng.permutation(8), rng.dirichlet(np.ones(4)) / 2
+    rows = [np.empty(8), np.empty(8)]
+    for row, values in zip(rows, (chances, rng.dirichlet(np.ones(4)) / 2), strict=True):
+        row[places] = np.repeat(values, 2)
+    first = np.empty(8, int)
+    for pair in places.reshape(-1, 2):
+        first[pair] = min(pair)
+    return *rows, first
+
+
+def decided(rng, first_of_pairs, n=1500):
+    """Positions of sound tests of drafts, where the sampler takes the first of two tokens that are alike, or either."""
+    for _ in range(n):
+        p, q, first = alike(rng)
+        residual = np.maximum(p - q, 0)
+        x, y = rng.choice(8, p=q), rng.choice(8, p=residual / residual.sum())
+        if first_of_pairs:
+            x, y = first[x], first[y]
+        kept = bool(rng.random() < p[x] / q[x])
+        yield Position(p, q, x, kept, x if kept else y)
+
+
+def test_a_sampler_that_takes_the_first_of_tokens_alike_is_seen_by_their_order_alone():
+    audited = audit(decided(np.random.default_rng(0), True))
+    assert audited.flaws == {} and audited.causes == (sampling.OTHER,) and far(audited) == {"z_order"}
+    assert audited.panel[4].z < -5 and max(abs(statistic.z) for statistic in audited.panel[:4]) < 3
+    assert audit(decided(np.random.default_rng(0), False)).verdict == "sound"
+
+
+def test_the_trial_of_notebook_08_names_each_planted_fault_and_nothing_where_nothing_is():
+    stages = []
+    table = trial(prompts=4, max_new_tokens=150, progress=lambda done, total, stage: stages.append(stage))
+    assert table["causes"].tolist() == ["", sampling.MISREPORTED, sampling.NOT_DRAWN, sampling.FROM_TARGET]
+    assert stages == table["planted"].tolist() == list(PLANTED)
+    assert np.abs(table.loc[0, list(STATISTICS)].astype(float)).max() < 4
 
 
 # --- exact checks ---------------------------------------------------------------------------------------------------
 
 
-def test_one_flipped_acceptance_in_a_log_is_found():
+def test_a_flipped_acceptance_in_a_log_is_found():
     heard, _ = logged(1)
     assert not audit(heard).flaws
-    for at in (next(i for i, one in enumerate(heard) if one.accepted is kept) for kept in (True, False)):
+    for at in (next(i for i, position in enumerate(heard) if position.accepted is kept) for kept in (True, False)):
         flipped = [*heard]
         flipped[at] = heard[at]._replace(accepted=not heard[at].accepted)
-        found = audit(flipped)
-        assert found.verdict == "wrong" and "something else" in found.causes
-        assert found.flaws["accept"][0] == 1 and found.flaws["accept"][1].position == at
+        audited = audit(flipped)
+        assert audited.verdict == "wrong" and sampling.OTHER in audited.causes
+        assert audited.flaws["accept"][0] == 1 and audited.flaws["accept"][1].position == at
 
 
 @pytest.mark.parametrize(
@@ -210,37 +263,17 @@ def test_what_cannot_be_needs_one_position(change, kind):
     assert kind in audit([SOUND._replace(**change)]).flaws
 
 
-# --- logging --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}, {"k": 1}], ids=str)
-def test_listening_changes_no_token_no_random_number_and_no_round(options):
-    for seed in range(4):
-        settings = {"temperature": 1.0, "k": 4, "max_new_tokens": 60, "seed": seed} | options
-        target, draft = related(seed)
-        plain = generate(target, [seed], drafter=ModelDrafter(draft), **settings)
-        heard, made = logged(seed, 60, **options)
-        timeless = lambda generation: [r[:6] for r in generation.rounds]  # noqa: E731
-        assert made.token_ids == plain.token_ids and timeless(made) == timeless(plain)
-        assert (made.rule, made.lossless) == (plain.rule, plain.lossless)
-        # a generation may end within a round that was decided as a whole
-        drafted = [one for one in heard if one.draft_id is not None]
-        assert sum(r.n_tested for r in made.rounds) <= len(drafted) <= sum(r.k for r in made.rounds)
-
-
-def test_positions_behind_a_rejection_and_second_visits_do_not_count():
-    heard, _ = logged(2)
-    once = audit(heard)
-    twice = audit([*heard, *(one._replace(accepted=None) for one in heard), *heard])
-    assert zs(twice) == zs(once) and (twice.n, twice.repeated) == (once.n, once.n)
-    nameless = audit([one._replace(prefix=None) for one in heard + heard])
-    assert nameless.n == 2 * once.n and nameless.repeated == 0
-
-
-@pytest.mark.parametrize("rule", ["block", "typical"])
-def test_rules_that_do_not_test_draft_by_draft_are_refused(rule):
-    with pytest.raises(InputError, match=rule):
-        logged(0, rule=rule)
+@pytest.mark.parametrize("logged_as", [np.asarray, np.float64, np.ndarray.tolist])
+def test_an_engine_that_cumulates_in_float32_is_not_accused_of_it(logged_as):
+    rng, positions = np.random.default_rng(0), []
+    for _ in range(40):
+        p, q = (rng.dirichlet(np.full(20_000, 0.3)).astype(np.float32) for _ in range(2))
+        for weights, drafted in ((np.maximum(p - q, np.float32(0)), True), (p, False)):
+            u, edges = np.float32(rng.random()), np.cumsum(weights, dtype=np.float32)
+            y = int(np.searchsorted(edges, u * edges[-1], side="right"))
+            rows = (logged_as(p), logged_as(q), int(np.argmax(q - p))) if drafted else (logged_as(p), None, None)
+            positions.append(Position(*rows, False, y, 0.999999 if drafted else None, float(u)))
+    assert audit(positions).flaws == {}
 
 
 # --- input from elsewhere -------------------------------------------------------------------------------------------
@@ -256,6 +289,7 @@ def test_rules_that_do_not_test_draft_by_draft_are_refused(rule):
         ({"q_draft": np.array([0.5, 0.5])}, "p_target .* 4 .*q_draft 2"),
         ({"p_target": np.eye(2)}, r"p_target .*\(2, 2\)"),
         ({"p_target": ["a", "b"]}, "p_target"),
+        ({"p_target": ROW_P.astype(np.float16)}, "p_target .*float16"),
         ({"draft_id": 4}, "draft_id .*4"),
         ({"committed_id": 0.5}, "committed_id .*0.5"),
         ({"accept_u": 1.0}, "accept_u .*1.0"),
@@ -268,14 +302,17 @@ def test_a_log_that_is_none_is_one_error_that_names_the_position(change, value):
 
 def test_an_empty_log_is_inconclusive_and_a_level_must_be_a_share():
     for log in ([], [SOUND._replace(accepted=None)]):
-        found = audit(log)
-        assert found.verdict == "inconclusive" and found.n == 0 and found.more > 0
+        audited = audit(log)
+        assert audited.verdict == "inconclusive" and audited.n == 0 and audited.more > 0
     for wrong in ({"effect": 0.0}, {"effect": 10}, {"alpha": float("nan")}):
-        with pytest.raises(InputError, match="must be between 0 and 1"):
+        with pytest.raises(InputError):
             audit([SOUND], **wrong)
 
 
-def test_one_rejection_of_drafts_that_are_all_but_certain_accuses_nobody():
+# --- level and power are what is said ---------------------------------------------------------------------------------
+
+
+def test_a_rejection_of_drafts_that_are_all_but_certain_accuses_nobody():
     """The 1000 drafts promise 0.001 rejections; in standard deviations of that sum the one there was would be 32."""
     p, q = np.array([1 - 1e-6, 1e-6]), np.array([1.0, 0.0])
     heard = [Position(p, q, 0, True, 0)] * 999 + [Position(p, q, 0, False, 1)]
@@ -283,183 +320,118 @@ def test_one_rejection_of_drafts_that_are_all_but_certain_accuses_nobody():
     assert audit([*heard[:900], *[heard[-1]] * 100]).verdict == "wrong"
 
 
-def test_the_more_statistics_vary_the_further_one_must_be():
-    """Holm: the farthest of five must be beyond a fifth of the level, once it is the next beyond a quarter."""
-    panel = lambda *z: sampling._panel(np.array([[one * 100, 1e4, 80.0, 1e4, 0.0] for one in z]), 10_000, 0.1, 0.05)  # noqa: E731
-    # two-sided levels 0.01, 0.0125, 0.0167, 0.025, 0.05 are at 2.576, 2.498, 2.394, 2.241, 1.960
-    assert [one.far for one in panel(2.55, 0.0, 0.0, 0.0, 0.0)] == [False] * 5
-    assert [one.far for one in panel(2.6, 2.51, 0.0, 2.2, 0.0)] == [True, True, False, False, False]
-    assert [one.far for one in panel(2.6, -2.51, 2.4, -2.25, 2.0)] == [True] * 5
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def command(specnb, monkeypatch):
-    """`specnb divergence audit` with toys that know all the letters of the shipped prompts."""
-    target, draft = related(0)
-
-    def load(name, **_options):
-        if name == "missing":
-            raise InputError("no model missing")
-        kind = target if name == "target" else draft
-        model = toy.ToyLM(kind._logits_of, kind.vocab, name=name)
-        model.encode = lambda text, special=True: [ord(letter) % V for letter in text[:8]]
-        return model
-
-    monkeypatch.setattr(lm_load, "load", load)
-    monkeypatch.setattr(draft_translate, "load", load)
-    return partial(specnb, "divergence", "audit", "--target", "target")
-
-
-def test_the_command_says_sound_with_the_panel_and_exit_code_zero(command):
-    code, out, _ = command("--draft", "draft", "--prompts", "10")
-    assert code == 0 and out.startswith("sound: ") and all(name in out for name in STATISTICS)
-
-
-def test_the_command_says_inconclusive_and_how_much_is_missing(command):
-    code, out, _ = command("--draft", "draft", "--prompts", "1", "--json")
-    document = json.loads(out)
-    assert code == document["exit_code"] == 125 and document["verdict"] == "inconclusive" and document["more"] > 100
-    assert [one["name"] for one in document["panel"]] == list(STATISTICS)
-
-
-def test_the_command_finds_a_planted_fault(command):
-    with resampled_from_target():
-        code, out, err = command("--draft", "draft", "--prompts", "2")
-    assert code == 1, err
-    assert out.startswith("wrong: resampled from p") and "after a rejection token" in out
-
-
 @pytest.mark.parametrize(
-    ("words", "code", "value"),
-    [
-        (["--draft", "missing"], 125, "missing"),
-        (["--draft", "draft", "--prompts", "0"], 2, "--prompts"),
-        (["--draft", "draft", "--prompts", "99999"], 2, "99999"),
-        (["--draft", "missing", "--temperature", "nan"], 2, "temperature"),
-        (["--draft", "missing", "--top-p", "2"], 2, "top_p"),
-        (["--draft", "missing", "--k", "0"], 2, "--k"),
-        (["--draft", "draft", "--effect", "10"], 2, "effect"),
-    ],
+    ("z", "n_far"), [((2.55, 0, 0, 0, 0), 0), ((2.6, 2.51, 0, 2.2, 0), 2), ((2.6, -2.51, 2.4, -2.25, 2.0), 5)]
 )
-def test_what_cannot_be_audited_is_no_verdict(command, words, code, value):
-    got, out, err = command(*words)
-    assert got == code and out == "" and value in err and "Traceback" not in err
+def test_the_more_statistics_vary_the_further_each_must_be(z, n_far):
+    """Holm: two-sided levels 0.01, 0.0125, 0.0167, 0.025, 0.05 are at 2.576, 2.498, 2.394, 2.241, 1.960."""
+    panel = sampling._panel(np.array([[each * 100, 1e4, 80.0, 1e4, 0.0] for each in z]), 10_000, 0.1, 0.05)
+    assert sum(statistic.far for statistic in panel) == n_far
 
 
-# --- the token behind the last draft --------------------------------------------------------------------------------
+def test_the_order_of_ids_has_the_variance_of_the_mid_distribution():
+    p = np.array([0.1, 0.4, 0.2, 0.3])
+    moments = np.array([position_terms(Position(p, None, None, False, y)).moments[4] for y in range(4)])
+    assert moments[:, 0] @ p == pytest.approx(0) and np.allclose(moments[:, 1], (1 - (p**3).sum()) / 12)
+    assert moments[:, 0] ** 2 @ p == pytest.approx(moments[0, 1])
 
 
-def test_the_token_behind_the_last_draft_is_audited():
-    heard, made = logged(0, 100)
-    extra = [one for one in heard if one.draft_id is None]
-    assert len(extra) > 5 and len(heard) - len(extra) < made.n_tokens if hasattr(made, "n_tokens") else extra
-    assert audit(heard).flaws == {} and audit(extra).panel[2].n == len(extra)
-    wrong = [one._replace(committed_id=int(np.argmin(one.p_target))) if one.draft_id is None else one for one in heard]
-    assert audit(wrong).causes == (sampling.BONUS,)
-    found = audit([one for seed in range(4) for one in blind(logged(seed)[0])])
-    assert found.causes == ()
-    worst = [
-        one._replace(committed_id=int(np.argmin(one.p_target))) for one in blind(pooled("none")) if one.draft_id is None
-    ]
-    assert audit(worst).verdict == "wrong"
+def outcomes(n, spread, seed=0):
+    """For each statistic and n rows of 8 tokens: what each token gives (n, 8) and its chance (n, 8); the sums."""
+    rng, gives, chances = np.random.default_rng(seed), [], []
+    sums = np.zeros((len(STATISTICS), 5))
+    for _ in range(n):
+        p, q = rng.dirichlet(np.full(8, spread), 2)
+        each = np.array([position_terms(Position(p, q, y, True, y)).moments for y in range(8)])
+        rejected = position_terms(Position(p, q, 0, False, 0)).moments[0, 0]
+        overlap = np.minimum(p, q).sum()
+        each[1:, 0, 0] = rejected  # "token 0" is a kept draft, the others are a rejected one
+        gives.append(each[:, :, 0].T)
+        chances.append([np.eye(8)[0] * overlap + np.eye(8)[1] * (1 - overlap), q, p, p, p])
+        sums += each[0]
+    return np.array(gives).swapaxes(0, 1), np.array(chances).swapaxes(0, 1), sums
 
 
-def test_an_engine_that_cumulates_in_float32_is_not_accused_of_it():
-    rng, found = np.random.default_rng(0), []
-    for _ in range(40):
-        p, q = (rng.dirichlet(np.full(20_000, 0.3)).astype(np.float32) for _ in range(2))
-        residual = np.maximum(p - q, np.float32(0))
-        u = float(rng.random())
-        edges = np.cumsum(residual, dtype=np.float32)
-        y = int(np.searchsorted(edges, np.float32(u) * edges[-1], side="right"))
-        found.append(Position(p, q, int(np.argmax(q - p)), False, y, 0.999999, u))
-    assert "resample" not in audit(found).flaws and "residual" not in audit(found).flaws
+def moved(gives, chances, share):
+    """The law (n, 8) after `share` went from one side of the mean to the other, as much as there is; upwards if > 0."""
+    above = np.where(gives > 0, chances, 0)
+    up, down = above, chances - above
+    source, goal = (down, up) if share > 0 else (up, down)
+    there, other = source.sum(1, keepdims=True), goal.sum(1, keepdims=True)
+    size = np.minimum(abs(share), there)
+    return source * (1 - size / there) + goal * (1 + size / other), float(np.mean(size))
 
 
-@pytest.mark.parametrize("logged_as", [np.asarray, np.float64, np.ndarray.tolist])
-def test_rows_of_float32_are_trusted_no_further_when_they_are_logged_as_something_else(logged_as):
-    rng, found = np.random.default_rng(0), []
-    for _ in range(40):
-        logits = rng.normal(size=32_000).astype(np.float32)
-        p = np.exp(logits - logits.max())
-        p, u = p / p.sum(dtype=np.float32), np.float32(rng.random())
-        edges = np.cumsum(p, dtype=np.float32)
-        y = int(np.searchsorted(edges, u * edges[-1], side="right"))
-        found.append(Position(logged_as(p), None, None, False, y, resample_u=float(u)))
-    assert audit(found).flaws == {}
+def drawn(rng, gives, law, times):
+    """Sums of what was given, (times,)."""
+    edges = np.cumsum(law, axis=1)
+    total = np.zeros(times)
+    for row, edge in zip(gives, edges, strict=True):
+        total += row[np.minimum(np.searchsorted(edge, rng.random(times)), 7)]
+    return total
 
 
-# --- rows in half precision -----------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "spread"), [(300, 1.0), (1500, 1.0), (600, 0.3), (1500, 0.3)])
+def test_what_is_said_to_be_detectable_is_seen_with_the_power_that_is_said(n, spread):
+    rng, times = np.random.default_rng(1), 4000
+    gives, chances, sums = outcomes(n, spread)
+    tried = set()
+    for at, statistic in enumerate(sampling._panel(sums, n, 0.1, sampling.ALPHA)):
+        for share in (statistic.detectable, -statistic.detectable):
+            law, mean = moved(gives[at], chances[at], share)
+            if mean < 0.999 * abs(share):
+                continue  # so much mass is not there on this side
+            z = drawn(rng, gives[at], law, times) / sampling.divisor(Moments(*sums[at]))
+            p_values = np.array([math.erfc(abs(value) / math.sqrt(2)) for value in z])
+            seen = np.mean(p_values <= sampling.ALPHA / len(STATISTICS))
+            assert seen > sampling.POWER - 3 * math.sqrt(0.09 / times), (statistic.name, share)
+            tried.add(statistic.name)
+    assert len(tried) >= 4
 
 
-def half(position):
-    """The position with its rows as an engine in float16 would log them."""
-    q = None if position.q_draft is None else position.q_draft.astype(np.float16)
-    return position._replace(p_target=position.p_target.astype(np.float16), q_draft=q)
+@pytest.mark.parametrize(("n", "spread"), [(100, 1.0), pytest.param(1000, 0.3, marks=pytest.mark.slow)])
+def test_sound_sums_are_far_no_more_often_than_their_share_of_the_level(n, spread):
+    rng, times, level = np.random.default_rng(2), 4000, 0.05
+    gives, chances, sums = outcomes(n, spread)
+    for at, name in enumerate(STATISTICS):
+        z = drawn(rng, gives[at], chances[at], times) / sampling.divisor(Moments(*sums[at]))
+        far_off = np.mean(np.abs(z) > 2.576)  # a fifth of the level, two-sided
+        assert far_off < level / 5 + 4 * math.sqrt(0.01 / times), name
 
 
-def test_sound_sampling_is_not_accused_of_the_rounding_of_half_precision():
-    rng, heard = np.random.default_rng(0), []
-    for knows in [0.5, 0.99] * 20:  # of the target; then what is left to draw from is little
-        p, other = rng.dirichlet(np.full(20_000, 0.05), 2)
-        q = knows * p + (1 - knows) * other
-        for x, u, v in ((rng.choice(20_000, p=q), *rng.random(2)), (np.argmax(q - p), 1 - 1e-6, rng.random())):
-            kept = bool(u * q[x] < p[x])
-            y = x if kept else terms._Given(v).categorical(np.maximum(p - q, 0))
-            heard.append(Position(p, q, x, kept, y, u, None if kept else v))
-            heard.append(Position(p, None, None, False, terms._Given(v).categorical(p), resample_u=v))
-    assert (
-        audit(heard).flaws == {} and audit(map(half, heard)).flaws == {} and audit(blind(map(half, heard))).flaws == {}
-    )
+@pytest.mark.parametrize("effect", [0.05, 0.3])
+def test_the_positions_that_are_needed_make_the_effect_detectable(effect):
+    _, _, sums = outcomes(400, 0.5)
+    for row, statistic in zip(sums, sampling._panel(sums, 400, effect, 1e-3), strict=True):
+        visible = [
+            sampling.detectable(Moments(*(row * share * statistic.needed / 400)), 1e-3 / 5) for share in (1, 0.98)
+        ]
+        assert visible[0] <= effect < visible[1]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"draft_id": 3, "committed_id": 3},  # p = 0 may be 2e-8
-        {"q_draft": np.array([0, 0.5, 0.5, 0])},  # and so may q
-        {"q_draft": ROW_P, "accepted": False, "committed_id": 1},  # rows that are equal may be so by rounding
-        {"draft_id": 2, "accept_u": 0.8005, "committed_id": 2},  # p/q = 0.8 is known to one in 250
-    ],
-)
-def test_what_rounding_may_have_done_is_judged_in_float32_alone(change):
-    log = SOUND._replace(**change)
-    assert audit([log]).flaws and not audit([half(log)]).flaws
+def sharp(rng, temperature, size=200):
+    """A row of a low temperature: one token has nearly all, the others down to 1e-300."""
+    logits = rng.normal(size=size) * 3 / temperature
+    row = np.exp(logits - logits.max())
+    return row / row.sum()
 
 
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        ({"accepted": False, "committed_id": 1}, "accept"),
-        ({"committed_id": 1}, "committed"),
-        ({"draft_id": 2, "accepted": False, "committed_id": 2}, "residual"),
-        ({"draft_id": 2, "accept_u": 0.81, "committed_id": 2}, "accept"),
-        ({"draft_id": None, "q_draft": None, "accepted": False, "committed_id": 1, "resample_u": 0.49}, "bonus"),
-    ],
-)
-def test_what_is_further_off_than_half_precision_is_a_flaw_in_it_too(change, kind):
-    assert kind in audit([half(SOUND._replace(**change))]).flaws
+def test_a_token_that_is_the_mean_itself_is_the_side_that_mass_comes_from():
+    """All but 2e-20 of this row is at 1/2: mass that leaves it moves by 1/2, not from 0 to 1."""
+    p = np.array([1e-20, 1.0, 1e-20])
+    assert Moments(*position_terms(Position(p, None, None, False, 1)).moments[4]).apart == pytest.approx(0.5)
 
 
-def test_a_replay_in_half_precision_is_exact_only_where_the_residual_is_more_than_its_rounding():
-    """The residual holds 0.008, less than what 50,000 entries of float16 may be off by: no token would be a flaw."""
+@pytest.mark.parametrize("n_sharp", [0, 30])
+def test_a_few_sharp_rows_do_not_make_a_short_log_sound(n_sharp):
+    """The law of what is drawn from the 30 flat rows is off by a total variation of 0.2."""
     rng = np.random.default_rng(0)
-    rows = np.exp(1.5 * rng.normal(size=50_000) + 0.02 * rng.normal(size=(2, 50_000)))
-    p, q = rows / rows.sum(1, keepdims=True)
-    log = Position(p, q, int(np.argmax(q - p)), False, int(np.argmax(p - q)), 0.999999, resample_u=0.0)
-    assert "resample" in audit([log]).flaws and audit([log]).exact == 1
-    vague = audit([half(log)])
-    assert vague.flaws == {} and (vague.n, vague.replayed, vague.exact) == (1, 1, 0)
-    clear = half(log._replace(q_draft=None, committed_id=terms._Given(0.3).categorical(p), resample_u=0.3))
-    assert audit([clear]).flaws == {} and audit([clear]).exact == 1
-    behind = half(clear._replace(draft_id=None))
-    assert audit([behind]).flaws == {} and audit([behind]).exact == 1
-
-
-# --- over many seeds ------------------------------------------------------------------------------------------------
+    log = [Position(np.full(2, 0.5), None, None, False, int(rng.random() < 0.3)) for _ in range(30)]
+    for row in (sharp(rng, 0.05) for _ in range(n_sharp)):
+        log.append(Position(row, None, None, False, int(row.argmax())))
+    audited = audit(log)
+    assert audited.verdict == "inconclusive" and audited.more > 100 and audited.panel[4].detectable > 0.1
 
 
 @pytest.mark.slow
@@ -473,26 +445,7 @@ def test_over_many_seeds_all_five_have_mean_zero_and_deviation_one(options):
 @pytest.mark.slow
 def test_acceptances_and_drafts_are_blind_to_a_resample_from_p_and_so_is_the_replay_of_the_tests():
     """Over seeds they still have mean 0 and deviation 1, while z_dir has a mean far below 0."""
-    panels = np.array([list(zs(audit(logged(s, 140, "from p")[0])).values()) for s in range(50)])
+    panels = np.array([list(zs(audit(logged(s, 140, FROM_P)[0])).values()) for s in range(50)])
     assert np.abs(panels.mean(0)[:2]).max() < 4 / np.sqrt(len(panels))
     assert np.abs(panels.std(0)[:2] - 1).max() < 4 / np.sqrt(2 * len(panels))
     assert panels.mean(0)[3] < -2.5
-    assert "accept" not in audit(pooled("from p", range(2))).flaws
-
-
-# --- the study of notebook 06 ---------------------------------------------------------------------------------------
-
-
-def test_the_study_names_each_planted_fault_and_nothing_where_nothing_is():
-    told = []
-    found = trial(prompts=4, max_new_tokens=150, progress=lambda done, total, what: told.append((done, total, what)))
-    causes = dict(zip(found["planted"], found["causes"], strict=True))
-    assert causes == {
-        "nothing": "",
-        "top-k drafts, raw row reported": sampling.MISREPORTED,
-        "greedy drafts, raw row reported": sampling.NOT_DRAWN,
-        "resampled from p": sampling.FROM_TARGET,
-    }
-    assert [what for _, _, what in told] == list(PLANTED) and np.abs(
-        found.loc[0, list(STATISTICS)].astype(float)
-    ).max() < 4

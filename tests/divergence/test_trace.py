@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from safetensors.numpy import load_file
 
-from specnb.divergence.trace import ARRAYS, EVENTS, FORMAT, PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
+from specnb.divergence.trace import ARRAYS, EVENTS, FORMAT, PARAM_COLUMNS, TENSOR_COLUMNS, Trace, canonical, table
 from specnb.errors import InputError
 
 DEFAULTS = {"int64": 0, "str": "x", "float64": 0.1, "bool": True, "ints": (2, 3)}
@@ -90,10 +90,14 @@ def test_another_format_and_digests_of_another_kind_are_refused(tmp_path, key, v
         Trace.load(tmp_path)
 
 
-def test_the_format_before_is_refused_with_the_remedy(tmp_path):
-    (tmp_path / "facts.json").write_text("{}")
-    with pytest.raises(InputError, match="capture it again"):
-        Trace.load(tmp_path)
+NAMES = {"": "", "model": "model", "model.layers.0": "layers.0", "draft_model.model.norm": "norm", "lm_head": "lm_head"}
+
+
+@pytest.mark.parametrize(
+    "names", [NAMES, *({p: p for p in twins} for twins in (["model.norm", "norm"], ["model.norm", "model.model.norm"]))]
+)
+def test_names_of_modules_lose_their_prefix_but_never_their_difference(names):
+    assert canonical(list(names)) == names
 
 
 def long_generation(n_rows):

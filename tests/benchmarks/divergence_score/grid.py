@@ -19,8 +19,7 @@ import pandas as pd
 from torch import nn
 
 from specnb.divergence import pair as small
-from specnb.divergence.deploy import Recorded
-from specnb.divergence.faults import FAULTS
+from specnb.divergence.faults import FAULTS, Recorded
 from specnb.divergence.investigate import Investigation, judge
 from specnb.divergence.parts import find, layer_number
 from specnb.divergence.planting import Fault

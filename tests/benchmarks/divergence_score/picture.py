@@ -20,39 +20,6 @@ SCORED = {"module": "module", "or its part": "near", "a token": "token", "the fi
 """How the table of tools calls columns of a score."""
 
 
-def scores(
-    table: pd.DataFrame, *, ours: str = LAB, title: str = "How often each tool names the right module"
-) -> go.Figure:
-    """Share of cases in which each tool names the right module, with its interval, and in which it or a part of it.
-
-    Columns `tool`, `module_right`, `low`, `high`, `near` (shares); the lab is in colour.
-    """
-    value, low, high, near = (100 * table[name].astype(float) for name in ("module_right", "low", "high", "near"))
-    names = [html.escape(str(tool)) for tool in table["tool"]]
-    colours = [COLOURS[0] if tool == LAB else COLOURS[6] for tool in table["tool"]]
-    interval = spread(value, low, high) | {"color": "#111"}
-    figure = go.Figure(
-        [
-            go.Bar(x=value.tolist(), y=names, orientation="h", marker_color=colours, error_x=interval,
-                   name="the module itself", hovertemplate="%{y}: %{x:.1f} %<extra></extra>"),
-            go.Bar(x=near.tolist(), y=names, orientation="h", marker={"color": colours, "opacity": 0.45},
-                   name="or a part that it holds", hovertemplate="%{y}: %{x:.1f} % with parts<extra></extra>"),
-        ]
-    )  # fmt: skip
-    for tool, share, end in zip(names, value, high, strict=True):
-        at = {"x": max(share, end), "y": tool, "xanchor": "left", "xshift": 6, "yshift": 5}
-        figure.add_annotation(text=f"{share:.0f} %", showarrow=False, **at)
-    figure.update_xaxes(
-        title_text="cases with the right module named first (%)", range=[0, 112], tickvals=[*range(0, 101, 20)]
-    )
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    return figure.update_layout(
-        template=template(),
-        title_text="How often each tool names the right module<br><sup>pale: or a part that it holds</sup>",
-        height=190 + 30 * len(table), margin={"l": 60, "t": 80}, showlegend=False,
-    )  # fmt: skip
-
-
 def score_table(document: dict) -> pd.DataFrame:
     """By tool, and what it compared with: how often module, a token that is wrong, the first of them, cause were right.
 
@@ -68,12 +35,29 @@ def score_table(document: dict) -> pd.DataFrame:
 
 
 def score_figure(document: dict) -> go.Figure:
-    """How often each tool names the right module."""
+    """How often each tool names the right module, with its interval, and how often it or a part of it."""
     table = pd.DataFrame(document["by_tool"])
-    names = [f"{row.tool}, {row.against}" if row.tool != LAB else LAB for row in table.itertuples()]
-    columns = {"module_right": "module", "low": "module_low", "high": "module_high", "near": "near"}
-    shares = {name: table[column].to_numpy() for name, column in columns.items()}
-    return scores(pd.DataFrame({"tool": names} | shares))
+    names = [html.escape(f"{row.tool}, {row.against}" if row.tool != LAB else LAB) for row in table.itertuples()]
+    colours = [COLOURS[0] if name == LAB else COLOURS[6] for name in names]
+    columns = ("module", "module_low", "module_high", "near")
+    value, low, high, near = (100 * table[name].astype(float) for name in columns)
+    hover = ": %{x:.1f} %<extra></extra>"
+    itself = go.Bar(x=value.tolist(), y=names, orientation="h", marker_color=colours, name="the module itself",
+                    error_x=spread(value, low, high) | {"color": "#111"}, hovertemplate="%{y}" + hover)  # fmt: skip
+    part = go.Bar(x=near.tolist(), y=names, orientation="h", marker={"color": colours, "opacity": 0.45},
+                  name="or a part that it holds", hovertemplate="%{y} with parts" + hover)  # fmt: skip
+    figure = go.Figure([itself, part])
+    for tool, share, end in zip(names, value, high, strict=True):
+        at = {"x": max(share, end), "y": tool, "xanchor": "left", "xshift": 6, "yshift": 5}
+        figure.add_annotation(text=f"{share:.0f} %", showarrow=False, **at)
+    title, ticks = "cases with the right module named first (%)", [*range(0, 101, 20)]
+    figure.update_xaxes(title_text=title, range=[0, 112], tickvals=ticks)
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    return figure.update_layout(
+        template=template(),
+        title_text="How often each tool names the right module<br><sup>pale: or a part that it holds</sup>",
+        height=190 + 30 * len(table), margin={"l": 60, "t": 80}, showlegend=False,
+    )  # fmt: skip
 
 
 def _share(row: Mapping[str, float], name: str) -> str:

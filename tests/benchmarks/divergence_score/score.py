@@ -2,15 +2,12 @@
 
 import hashlib
 import json
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from multiprocessing import connection, get_context
+from multiprocessing import get_context
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pandas as pd
@@ -134,79 +131,40 @@ def score(
     dtype at a time. With `keep`, a folder, each of these is written down when it is done and not run again. Raises
     InputError for a fault that did not act.
     """
-    parts = list(_parts(seeds, layers, dtypes, faults, controls))
-    done = {part: rows.read(path)[0] for part in parts if (path := _place(part, keep)) is not None and path.exists()}
-    done |= dict(_run([part for part in parts if part not in done], keep, workers, progress))
-    first, numbers = parts[0], list(range(seeds))
-    ran = {"seeds": numbers, "dtypes": list(dtypes), "faults": list(first.faults), "layers": list(first.layers)}
-    facts = {"ran": ran | {"controls": controls}, "provenance": provenance(seeds={"pair": numbers})}
-    return Score(pd.concat([done[part] for part in parts], ignore_index=True), facts)
-
-
-def _parts(
-    seeds: int, layers: Sequence[int] | None, dtypes: Sequence[str], faults: Sequence[str] | None, controls: bool
-) -> Iterator[Part]:
     n_layers = SHAPES["draft"]["num_hidden_layers"]
     every = tuple(range(n_layers)) if layers is None else tuple(layers)
     chosen = tuple(FAULTS) if faults is None else tuple(faults)
     for kind, given, known in (("dtype", dtypes, DTYPES), ("fault", chosen, FAULTS), ("layer", every, range(n_layers))):
-        if unknown := [one for one in given if one not in known]:
+        if unknown := [name for name in given if name not in known]:
             raise InputError(f"no {kind} {unknown[0]!r}: there are {', '.join(map(str, known))}")
-    for seed in range(seeds):
-        for dtype in dtypes:
-            yield Part(dtype, seed, chosen, every, controls)
+    parts = [Part(dtype, seed, chosen, every, controls) for seed in range(seeds) for dtype in dtypes]
+    done = {part: rows.read(keep / part.file)[0] for part in parts if keep is not None and (keep / part.file).exists()}
+    done |= dict(_run([part for part in parts if part not in done], keep, workers, progress))
+    ran = {"seeds": list(range(seeds)), "dtypes": list(dtypes), "faults": list(chosen), "layers": list(every)}
+    facts = {"ran": ran | {"controls": controls}, "provenance": provenance(seeds={"pair": ran["seeds"]})}
+    return Score(pd.concat([done[part] for part in parts], ignore_index=True), facts)
 
 
 def _run(
     parts: Sequence[Part], keep: Path | None, workers: int, progress: Progress
 ) -> Iterator[tuple[Part, pd.DataFrame]]:
-    """Parts as they are done. Each is kept by the process that did it: where one fails, the others are not lost.
-
-    Where the run itself is stopped, by whatever, no part is begun any more and the processes end at once.
-    """
+    """Parts as they are done. Each is kept by the process that did it: where one fails, the others are not lost."""
     if workers < 2 or len(parts) < 2:
         for number, part in enumerate(parts):
-            yield part, _written(part, _place(part, keep), _note(part, number, len(parts), progress))
+            text = f"{part.dtype}, seed {part.seed}"
+            yield part, _written(part, keep, lambda what, n=number, t=text: progress(n, len(parts), f"{t}: {what}"))
         return
     # a fresh process each: one that is forked has torch's threads, but none of them running
-    context = get_context("spawn")
-    reader, writer = context.Pipe(duplex=False)
-    with reader, writer, ProcessPoolExecutor(min(workers, len(parts)), context, _as_worker, (reader,)) as pool:
-        try:
-            running = {pool.submit(_written, part, _place(part, keep)): part for part in parts}
-            for number, future in enumerate(as_completed(running)):
-                part = running[future]
-                progress(number, len(parts), f"{part.dtype}, seed {part.seed}: done")
-                yield part, future.result()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            writer.close()
-            pool.shutdown(cancel_futures=True)
-            raise
+    with ProcessPoolExecutor(min(workers, len(parts)), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        running = {pool.submit(_written, part, keep): part for part in parts}
+        for number, future in enumerate(as_completed(running)):
+            part = running[future]
+            progress(number, len(parts), f"{part.dtype}, seed {part.seed}: done")
+            yield part, future.result()
 
 
-def _note(part: Part, number: int, total: int, progress: Progress) -> Callable[[str], None]:
-    return lambda what: progress(number, total, f"{part.dtype}, seed {part.seed}: {what}")
-
-
-def _as_worker(line: connection.Connection) -> None:
-    """One thread, and an end as soon as `line` is closed: a signal may leave whoever started this no time to tell."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all processes; whoever started this answers it
-    Thread(target=_end_with, args=(line,), daemon=True).start()
-
-
-def _end_with(line: connection.Connection) -> None:
-    """Nothing is ever sent: a line that can be read was closed, by its owner or by the owner's death."""
-    connection.wait([line])
-    os._exit(1)  # the main thread computes, and would finish its part first
-
-
-def _place(part: Part, keep: Path | None) -> Path | None:
-    """Before it is run: code that is changed meanwhile did not make the rows."""
-    return None if keep is None else Path(keep) / part.file
-
-
-def _written(part: Part, path: Path | None, note: Callable[[str], None] = lambda _: None) -> pd.DataFrame:
+def _written(part: Part, keep: Path | None, note: Callable[[str], None] = lambda _: None) -> pd.DataFrame:
+    path = None if keep is None else keep / part.file  # before it is run: code that is changed meanwhile made no rows
     measured_rows = measured(part, note)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,18 +1,25 @@
-"""Notebook 06, section by section: the case, why statistics mislead, the gallery of faults."""
+"""Notebook 06, section by section, and an investigation as a folder that can be handed on: a page and a reproduction.
 
+The page needs no network. Beside a verdict stands the acceptance: what a generation with the draft kept of its drafts.
+"""
+
+import html
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+from pydantic import ValidationError
 
-from specnb.book import divergence_figures as figures
-from specnb.divergence.deploy import Recorded, planted
+from specnb.book.divergence import figures
+from specnb.divergence import report
 from specnb.divergence.errors import named
-from specnb.divergence.faults import FAULTS
+from specnb.divergence.faults import FAULTS, Recorded, planted
 from specnb.divergence.investigate import Investigation, judge, made_up
 from specnb.divergence.pair import Pair, pair
 from specnb.divergence.planting import Fault
@@ -20,12 +27,18 @@ from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
-from specnb.io import digest
+from specnb.io import digest, read_json, write_atomic
+from specnb.measure import pair as measured
+from specnb.measure.acceptance import Share
 from specnb.measure.experiment import Progress, silent
+from specnb.measure.triage import Triage, kind_of, triage
 from specnb.params import DivergenceParams
 from specnb.provenance import provenance
 from specnb.records import RunRecord
 from specnb.store import run_id
+
+if TYPE_CHECKING:
+    from specnb.divergence.repro import Repro
 
 EXPERIMENT = "06_divergence"
 NOTHING = "-"
@@ -36,6 +49,42 @@ SHORT = 8
 """Digits of a digest that a table shows."""
 GALLERY = ("S0", "S1", "S2", "S3")
 """Set-ups that tell the planted faults apart."""
+
+
+COLOURS = {"DIVERGENT": "#b2182b", "SOUND": "#1b7837", "PRECISION_ONLY": "#1b7837", "INCONCLUSIVE": "#8a6d00"}
+GENERATION_BYTES = 1 << 26
+SCORE = (
+    "The score is a log-likelihood: the frequency of the class among 30 upstream cases, a convenience sample, and a "
+    "weight for each sign, by judgement."
+)
+SLOTS = (
+    "Raw slot numbers of two runs are never compared. In a paged cache the groups of both models draw their blocks "
+    "from one pool, so the draft's slots depend on its neighbour, and 336 beside gpt-oss-120b and 176 beside "
+    f"gpt-oss-20b are what correct allocation gives ({report.CASE_TOKENS} tokens, blocks of 16, block 0 unused):"
+)
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 "DejaVu Sans", "Liberation Sans", Arial, sans-serif; color: #222; max-width: 1000px;
+       margin: 2em auto; padding: 0 1em }}
+h1 {{ font-size: 1.25em; border-left: 10px solid {colour}; padding: .4em .7em; background: #f6f6f6;
+     overflow-wrap: anywhere }}
+h2 {{ font-size: 1.1em; margin-top: 2.2em; border-bottom: 1px solid #ccc }}
+dt {{ font-weight: bold; margin-top: .5em }}
+dd {{ margin-left: 1.5em; overflow-wrap: anywhere }}
+table {{ border-collapse: collapse; font-size: 13px; margin: .8em 0 }}
+th, td {{ border: 1px solid #ccc; padding: 3px 7px; text-align: left; vertical-align: top; overflow-wrap: break-word }}
+th {{ background: #f0f0f0 }}
+.wide {{ overflow-x: auto }}
+</style>
+<script>{plotly}</script></head>
+<body>
+<h1>{line}</h1>
+{body}
+</body>
+</html>
+"""
 
 
 class Gallery(NamedTuple):
@@ -148,8 +197,8 @@ def _joined(digests: Sequence[str]) -> str:
     return digest(sorted(digests))[:SHORT]
 
 
-def misleading(investigation: Investigation, sound: str = "S0") -> pd.DataFrame:
-    """Of each module's output in a sound and in the first wrong set-up, over the whole text: what each number says.
+def misleading(investigation: Investigation) -> pd.DataFrame:
+    """What each number says of the outputs of each module, in S0w, which is sound, and in the first wrong set-up.
 
     Columns: module, mean_ratio, std_ratio, cosine, relative_l2, all of the outputs as they are, errors of earlier
     modules included; `by_itself`, the largest error that the module itself made; `ratio` of that to its floor.
@@ -158,7 +207,7 @@ def misleading(investigation: Investigation, sound: str = "S0") -> pd.DataFrame:
     outcomes, bad = investigation.case.outcomes, investigation.case.bad
     if bad is None:
         raise InputError(f"none of the set-ups {', '.join(outcomes)} is wrong: there is nothing to compare")
-    sound_run, wrong_run = outcomes[sound].along, bad.along
+    sound_run, wrong_run = outcomes["S0w"].along, bad.along
     errors = investigation.errors(bad.setup.id)
     outputs = errors[errors["role"] == "out"].groupby("at", sort=False)
     rows = []
@@ -168,6 +217,11 @@ def misleading(investigation: Investigation, sound: str = "S0") -> pd.DataFrame:
             rows.append((module, *_compared(sound_run.values[key], wrong_run.values[key]), error, ratio))
     columns = ["module", "mean_ratio", "std_ratio", "cosine", "relative_l2", "by_itself", "ratio"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def misleading_figure(investigation: Investigation) -> go.Figure:
+    """Draw `misleading`."""
+    return figures.misleading(misleading(investigation))
 
 
 def _compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]:
@@ -213,19 +267,15 @@ def gallery_of(lab: Lab, faults: Sequence[str], progress: Progress = silent) -> 
 
 
 def _gallery_row(name: str, fault: Fault, investigation: Investigation) -> dict[str, object]:
-    first = investigation.first
-    sound = fault.first is None
-    module = None if first is None else first.module
-    cause = (
-        investigation.causes[0].name
-        if investigation.causes
-        else ("PRECISION_ONLY" if investigation.verdict == "PRECISION_ONLY" else None)
-    )
+    first, causes = investigation.first, [cause.name for cause in investigation.causes]
+    cause = causes[0] if causes else "PRECISION_ONLY" if investigation.verdict == "PRECISION_ONLY" else NOTHING
     return {
         "fault": name, "planted": fault.note, "verdict": investigation.verdict,
-        "module": NOTHING if first is None else named(first), "module_right": module == fault.first,
-        "token": -1 if first is None else first.first_token, "cause": cause or NOTHING,
-        "cause_right": (first is None) if sound else cause == fault.cause, "seconds": investigation.facts["seconds"],
+        "module": NOTHING if first is None else named(first),
+        "module_right": (None if first is None else first.module) == fault.first,
+        "token": -1 if first is None else first.first_token, "cause": cause,
+        "cause_right": (first is None) if fault.first is None else cause == fault.cause,
+        "seconds": investigation.facts["seconds"],
     }  # fmt: skip
 
 
@@ -233,3 +283,139 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
     """A strip for each fault, what was named first is framed."""
     title = "Planted faults: where modules are wrong by themselves"
     return figures.strips(gallery.strips, title=title, marks=gallery.named)
+
+
+# --- the page of an investigation -------------------------------------------------------------------------------------
+
+
+def read_acceptance(path: Path, *, vocab_size: int) -> Triage:
+    """The triage of the generation in a file that `specnb generate --json` wrote.
+
+    `vocab_size`: tokens that the models know. Raises InputError for another file, one in which nothing was drafted, and
+    one of tokens that the models do not know.
+    """
+    again = "make it with `specnb generate --draft … --json`"
+    try:
+        pair = measured.Pair.model_validate(read_json(path, GENERATION_BYTES) | {"vocab_size": vocab_size})
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{path} holds no generation ({where}: {first['msg']}): {again}") from error
+    generation, fork = pair.generation, pair.summary.fork
+    if not generation.drafter:
+        raise InputError(f"in the generation of {path} nothing was drafted: {again}")
+    drafted = (token for r in generation.rounds for token in r.draft_ids)
+    if unknown := [t for t in (*generation.prompt_ids, *generation.token_ids, *drafted) if not 0 <= t < vocab_size]:
+        raise InputError(
+            f"{path}: the models that are investigated have no token {unknown[0]} (0 to {vocab_size - 1}): give "
+            "--draft and --target of this generation"
+        )
+    kind = kind_of(generation.drafter)
+    return triage([generation], vocab_size=vocab_size, drafter_kind=kind, forks=[fork] if fork else [])
+
+
+def acceptance_line(acceptance: Triage) -> str:
+    """In a sentence, also where nothing is to be said against it."""
+    return acceptance.line or acceptance.reason or "Nothing about the acceptance is suspicious."
+
+
+def acceptance_document(acceptance: Triage) -> dict[str, Any]:
+    """Plain values for JSON."""
+    alpha = [share._asdict() for share in acceptance.profile.alpha]
+    return {"verdict": acceptance.verdict, "line": acceptance.line, "reason": acceptance.reason, "alpha": alpha}
+
+
+def write(
+    investigation: Investigation,
+    folder: Path,
+    *,
+    repro: "Repro | None" = None,
+    triage: Triage | None = None,
+    false_alarms: tuple[int, int] | None = None,
+    slots: bool = False,
+) -> Path:
+    """Write `report.html`, `report.json`, `report.txt` and, of a `repro`, `repro/repro.py`; the path of the page.
+
+    `repro` is `divergence.repro.minimal`'s, `triage` that of generations with this draft, `false_alarms` the structural
+    verdicts among how many controls, where they were counted. `slots`: this is a report of the case, which the embedded
+    pair stands for, so its slot arithmetic is told, too. An older report in `folder` is replaced; each file is written
+    in one step. Raises InputError where the folder cannot be written.
+    """
+    sections = {
+        "What one asks first": _answers(report.answers(investigation, false_alarms)),
+        f"Where, in {investigation.outcome().setup.id}": _plot(heat(investigation)),
+        "Set-ups": _table(report.setups(investigation)) + _plot(setups_figure(investigation)),
+    }
+    if investigation.case.bad is not None:
+        nodes = report.earliest(investigation)
+        nodes["module"] = [named(node) for node in nodes.itertuples()]
+        sections["Earliest divergences, largest errors"] = _table(nodes)
+    if investigation.causes:
+        causes = investigation.ranked().map(lambda cell: "; ".join(cell) if isinstance(cell, list | tuple) else cell)
+        sections["Causes, likeliest first"] = _table(causes) + _paragraph(SCORE)
+    if slots:
+        sections["KV slots"] = _paragraph(SLOTS) + _table(report.slots())
+    if triage is not None:
+        sections["Acceptance"] = _acceptance(triage)
+    if repro is not None:
+        text = f"{repro}. Run it with torch, transformers and safetensors: python repro/repro.py"
+        sections["Reproduction"] = _paragraph(text)
+    facts = pd.DataFrame(list(investigation.facts.items()), columns=["what", "value"])
+    sections["Circumstances"] = _table(facts)
+    body = "\n".join(f"<h2>{html.escape(name)}</h2>\n{section}" for name, section in sections.items())
+    title, colour = html.escape(investigation.line[:100]), COLOURS[investigation.verdict]
+    line = html.escape(investigation.line)
+    page = PAGE.format(title=title, line=line, colour=colour, plotly=get_plotlyjs(), body=body)
+    more: dict[str, object] = {"slots": report.slots().to_dict("records")} if slots else {}
+    if repro is not None:
+        more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
+                         "tokens": len(repro.script.text), "feeds": len(repro.script.feeds)}  # fmt: skip
+    if triage is not None:
+        more["acceptance"] = acceptance_document(triage)
+    if false_alarms is not None:
+        more["false_alarms"] = Share.of(*false_alarms)._asdict()
+    report.write_json(investigation, folder / "report.json", more)
+    write_atomic(folder / "report.txt", report.text(investigation, false_alarms).encode())
+    if repro is not None:
+        repro.write(folder / "repro")
+    write_atomic(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"))
+    return folder / "report.html"
+
+
+def heat(investigation: Investigation, *, hover: bool = True) -> go.Figure:
+    """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong.
+
+    With `hover` the largest error in each place is told on hover, which makes a figure some ten times as large.
+    """
+    setup, first = investigation.outcome().setup, investigation.first
+    box = None if first is None else (first.module, first.first_token, first.last_token)
+    title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
+    cells = report.cells(investigation, setup.id) if hover else None
+    return figures.heat(investigation.heat(), box=box, cells=cells, title=title)
+
+
+def _acceptance(triage: Triage) -> str:
+    parts = [_paragraph(acceptance_line(triage))]
+    table = triage.profile.table()
+    parts += [] if table.empty else [_plot(figures.acceptance(table))]
+    parts += [_table(triage.table())] if triage.suspicious else []
+    return "".join(parts)
+
+
+def _answers(answers: list[report.Answer]) -> str:
+    rows = (f"<dt>{html.escape(answer.question)}</dt><dd>{html.escape(answer.answer)}</dd>" for answer in answers)
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
+def _table(table: pd.DataFrame) -> str:
+    table = table.rename(columns=lambda name: name.replace("_", " "))
+    shown = table.to_html(index=False, border=0, escape=True, na_rep="", float_format=lambda value: f"{value:.4g}")
+    return f'<div class="wide">{shown}</div>'
+
+
+def _plot(figure: go.Figure) -> str:
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})

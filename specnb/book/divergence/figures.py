@@ -1,0 +1,192 @@
+"""Figures of notebook 06 and of an investigation's page: where a draft parts from itself, by module and token."""
+
+import html
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from specnb.book.style import series, spread, template
+from specnb.divergence.errors import HEAT
+from specnb.divergence.tolerances import TIMES_FLOOR
+
+LIMIT = float(np.log10(TIMES_FLOOR))
+"""From here on a tensor counts as wrong."""
+LOW, HIGH = HEAT
+MOST_ROWS = 120
+"""Modules that a heat map shows; of more those that are wrong and their neighbours in time."""
+SCALE = [(0.0, "#ffffff"), (0.111, "#f4f7fa"), (0.164, "#d6e6f2"), (0.166, "#fdd49e"), (0.4, "#fc8d59"),
+         (0.7, "#d7301f"), (1.0, "#67000d")]  # fmt: skip
+LEAST = 1e-8
+"""What is less is drawn here on a logarithmic axis."""
+MISSING = "#bdbdbd"
+LEGEND = f"0: at the floor of sound runs; wrong from {LIMIT:.2f} on ({TIMES_FLOOR:g} times the floor)"
+
+
+def heat(
+    table: pd.DataFrame, *, box: tuple[str, int, int] | None = None, cells: pd.DataFrame | None = None, title: str
+) -> go.Figure:
+    """Modules in order of time by tokens, coloured by log10 of error over floor (`Investigation.heat`).
+
+    `box` is framed: a module, its first and its last token. `cells` (`report.cells`) are told on hover. Places that
+    were not compared are grey.
+    """
+    drawn = _near_wrong(table)
+    names, tokens = _named(drawn.index), list(drawn.columns)
+    hover = {"hovertemplate": "%{y}, place %{x}<br>log10(error / floor) %{z:.2f}<extra></extra>"}
+    if cells is not None:
+        hover = {"hovertemplate": "%{customdata}<extra></extra>", "customdata": _hover_texts(drawn, names, cells)}
+    figure = go.Figure(_heatmap(drawn, y=names, **hover))
+    if box is not None and box[0] in drawn.index:
+        _frame(figure, tokens.index(box[1]), tokens.index(box[2]), list(drawn.index).index(box[0]))
+    step = max(1, -(-len(tokens) // 32))
+    figure.update_xaxes(
+        title_text="position of the token in the text", showgrid=False, range=[-0.5, len(tokens) - 0.5],
+        tickvals=list(range(0, len(tokens), step)), ticktext=[str(token) for token in tokens[::step]], tickangle=0,
+    )  # fmt: skip
+    figure.update_yaxes(
+        autorange="reversed", showgrid=False, automargin=True, tickvals=names, tickfont={"size": 11},
+        title_text="module, in order of time", title_standoff=4,
+    )  # fmt: skip
+    few = "" if len(drawn) == len(table) else f"; {len(drawn)} of {len(table)} modules"
+    return figure.update_layout(
+        template=template(), title_text=f"{html.escape(title)}<br><sup>{LEGEND}; grey: not compared{few}</sup>",
+        height=160 + 16 * max(len(drawn), 12), margin={"l": 60, "r": 20, "t": 80, "b": 60}, plot_bgcolor=MISSING,
+    )  # fmt: skip
+
+
+def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
+    """One strip for each row (a set-up, a fault): modules in order of time, the worst of all tokens.
+
+    `table`: rows by names, columns by modules. `marks`: of a row the module that is framed.
+    """
+    modules = _named(table.columns)
+    hover = "%{x}<br>%{y}<br>log10(error / floor) %{z:.2f}<extra></extra>"
+    figure = go.Figure(_heatmap(table, x=modules, y=_named(table.index), ygap=3, hovertemplate=hover))
+    for name, module in marks.items():
+        x = list(table.columns).index(module)
+        _frame(figure, x, x, list(table.index).index(name), half=0.42, width=2)
+    starts, labels = layer_ticks(table.columns)
+    at = [modules[start] for start in starts]
+    figure.update_xaxes(title_text="module, in order of time", tickvals=at, ticktext=labels, showgrid=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
+    subtitle = f"{LEGEND}; framed: named first"
+    return figure.update_layout(
+        template=template(), title_text=f"{html.escape(title)}<br><sup>{subtitle}</sup>", plot_bgcolor=MISSING,
+        height=190 + 26 * len(table), margin={"l": 60, "t": 80},
+    )  # fmt: skip
+
+
+def misleading(table: pd.DataFrame) -> go.Figure:
+    """For each module's output: how far its mean, its deviation, its direction and its values are off, log scale.
+
+    `table` is `book.divergence.misleading`. Smaller values than LEAST are drawn there.
+    """
+    shown = {
+        "mean: |ratio - 1|": (table["mean_ratio"] - 1).abs(),
+        "standard deviation: |ratio - 1|": (table["std_ratio"] - 1).abs(),
+        "1 - cosine": 1 - table["cosine"],
+        "relative L2": table["relative_l2"],
+        "relative L2 of the module by itself (shadow replay)": table["by_itself"],
+    }
+    figure = go.Figure()
+    for index, (name, values) in enumerate(shown.items()):
+        if index < len(shown) - 1:
+            look = series(index) | {"mode": "lines+markers"}
+            look["marker"] |= {"size": 6}
+        else:  # what a module does by itself has nothing to do with the next one
+            cross = {"color": "#111", "symbol": "x-thin", "size": 9, "line": {"width": 2}}
+            look = {"marker": cross, "mode": "markers"}
+        figure.add_trace(
+            go.Scatter(
+                x=list(range(len(table))), y=values.clip(lower=LEAST).tolist(), name=name,
+                text=_named(table["module"]), hovertemplate=f"%{{text}}<br>{name}: %{{y:.3g}}<extra></extra>", **look,
+            )
+        )  # fmt: skip
+    starts, labels = layer_ticks(table["module"])
+    decades = range(int(np.log10(LEAST)), 4, 2)
+    names = [f"≤ 10<sup>{decades[0]}</sup>", *(f"10<sup>{n}</sup>" for n in decades[1:])]
+    figure.update_xaxes(title_text="module, in order of time", tickvals=starts, ticktext=labels)
+    figure.update_yaxes(
+        title_text="difference from the sound run", type="log", tickvals=[10.0**n for n in decades], ticktext=names
+    )
+    title = "What each number says of the same outputs"
+    return figure.update_layout(
+        template=template(), title_text=title, height=560, legend={"y": -0.18}, margin={"l": 95}
+    )
+
+
+def acceptance(table: pd.DataFrame) -> go.Figure:
+    """alpha_k over k with its interval (`Profile.table`)."""
+    alpha, low, high = (100 * table[name] for name in ("alpha", "low", "high"))
+    figure = go.Figure(
+        go.Scatter(
+            x=table["position"].tolist(), y=alpha.tolist(), mode="lines+markers", customdata=table[["kept", "tested"]],
+            error_y=spread(alpha, low, high),
+            hovertemplate="draft %{x}: %{y:.1f} %<br>%{customdata[0]} of %{customdata[1]} kept<extra></extra>",
+            **series(0),
+        )
+    )  # fmt: skip
+    figure.update_xaxes(title_text="draft position k", tickvals=table["position"].tolist())
+    figure.update_yaxes(title_text="kept, of those put to the test (%)", range=[-4, 104])
+    return figure.update_layout(
+        template=template(), title_text="Drafts kept, by position", height=380, margin={"l": 90}
+    )
+
+
+def layer_ticks(modules: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Where each layer begins among modules in order of time, and its name; what is in no layer is not named."""
+    starts: dict[str, int] = {}
+    for at, module in enumerate(modules):
+        number = next((part for part in module.split(".") if part.isdecimal()), None)
+        if number is not None:
+            starts.setdefault(number, at)
+    every = max(1, -(-len(starts) // 12))
+    kept = list(starts.items())[::every]
+    return [at for _, at in kept], [f"layer {number}" for number, _ in kept]
+
+
+def _heatmap(table: pd.DataFrame, **look: object) -> go.Heatmap:
+    values = table.to_numpy(float).clip(LOW, HIGH)
+    z = [[None if np.isnan(value) else round(float(value), 2) for value in row] for row in values]
+    ticks = [-1, 0, 2, 4, 6, 8]
+    bar = {
+        "title": {"text": "log10(error / floor)", "side": "right"}, "tickvals": ticks,
+        "ticktext": [str(tick) for tick in ticks], "thickness": 14, "outlinewidth": 1, "outlinecolor": "#444",
+    }  # fmt: skip
+    return go.Heatmap(z=z, colorscale=SCALE, zmin=LOW, zmax=HIGH, colorbar=bar, **look)
+
+
+def _frame(figure: go.Figure, first: int, last: int, row: int, half: float = 0.5, width: int = 3) -> None:
+    line = {"color": "#111", "width": width}
+    figure.add_shape(type="rect", x0=first - 0.5, x1=last + 0.5, y0=row - half, y1=row + half, line=line)
+
+
+def _hover_texts(table: pd.DataFrame, names: list[str], cells: pd.DataFrame) -> list[list[str]]:
+    known = {(cell.module, cell.position): cell for cell in cells.itertuples()}
+    rows = []
+    for (module, values), name in zip(table.iterrows(), names, strict=True):
+        row = []
+        for position, value in values.items():
+            text, cell = f"{name}, token {position}", known.get((module, position))
+            if cell is not None:
+                text += f"<br>{html.escape(f'{cell.role} {cell.name} of {cell.at}')}"
+                text += f"<br>error {cell.error:.3g}, floor {cell.floor:.3g}, gain {cell.gain:.4g}"
+            row.append(f"{text}<br>" + ("not compared" if np.isnan(value) else f"log10(error / floor) {value:.2f}"))
+        rows.append(row)
+    return rows
+
+
+def _near_wrong(table: pd.DataFrame) -> pd.DataFrame:
+    """At most MOST_ROWS rows: of more those that are wrong, and those beside them."""
+    if len(table) <= MOST_ROWS:
+        return table
+    wrong = (table.max(axis=1) > LIMIT).to_numpy()
+    near = wrong | np.roll(wrong, 1) | np.roll(wrong, -1)
+    return table[near].head(MOST_ROWS) if near.any() else table.head(MOST_ROWS)
+
+
+def _named(modules: Sequence[str]) -> list[str]:
+    """Paths of modules for a figure, where tags would be obeyed."""
+    return [html.escape(str(module)) or "(the model)" for module in modules]

@@ -1,1 +1,0 @@
-"""What `preflight` looks at before any tensor is traced."""

@@ -1,0 +1,318 @@
+"""What a model's files say, against each other and against what was opened: weights, and configs of draft and target.
+
+Each check returns its verdict, what it saw, and the remedy where something is not well. A file
+that cannot be read raises: `preflight` makes a finding of that.
+"""
+
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from specnb.errors import InputError
+from specnb.io import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Config = Mapping[str, Any]
+Result = tuple[str, str] | tuple[str, str, str]
+"""What a check says: its verdict (a key of `preflight.RANK`), what it saw, and perhaps a remedy."""
+MAX_BYTES = 8 << 20
+"""Of a config."""
+
+# --- weights: transformers warns of what is left over in a file, and seldom of what was never written -----------------
+
+INDEX = "model.safetensors.index.json"
+PROBED_ROWS, PROBED_VALUES = 2, 4096
+ROUNDED = 0.01
+"""Share of the largest value that a cast to a 16-bit type may move a weight by (bfloat16: 0.4 %)."""
+ALIKE = 0.1
+"""Relative distance of a standard deviation from the config's initializer_range that looks freshly made."""
+COMPUTED = (".inv_freq", ".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", "position_ids")
+"""Ends of names of what old files hold, and models compute for themselves."""
+
+
+class Stored(NamedTuple):
+    """A tensor in a file: where, its shape and its type as safetensors names it (F32, BF16, …)."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def headers(folder: Path) -> dict[str, Stored]:
+    """The tensors in the safetensors files of a model folder, by name; no weight is read.
+
+    Raises InputError for a folder without such files, a shard that is missing, or a file that is not sound.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if (shards := folder / INDEX).exists():
+        files = [folder / name for name in sorted({*read_json(shards, MAX_BYTES).get("weight_map", {}).values()})]
+    if not files:
+        raise InputError(f"{folder} has no safetensors files: give the folder of a model")
+    tensors: dict[str, Stored] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                    part = file.get_slice(name)
+                    tensors[name] = Stored(path, tuple(part.get_shape()), part.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path} is missing or damaged ({str(error)[:200]}): fetch the model again") from error
+    return tensors
+
+
+def load_report(stored: Mapping[str, Stored], network: "nn.Module") -> Result:
+    """Weights that no file holds, that have another shape there, or that are not what the file says.
+
+    Tensors that transformers joins or splits while it loads (experts of a MoE) are counted by layer: where a module
+    has as many values as the files hold for it under other names, they are taken for the same.
+    """
+    state = {name: value for name, value in network.state_dict().items() if hasattr(value, "data_ptr")}
+    named = {name: _in_file(name, stored) for name in state}
+    have = {_place(state[name]) for name, there in named.items() if there}
+    missing = {name: state[name] for name, there in named.items() if not there and _place(state[name]) not in have}
+    unexpected = [name for name in stored.keys() - set(named.values()) if not name.endswith(COMPUTED)]
+    joined = _joined(missing, unexpected, stored)
+    missing = {name: value for name, value in missing.items() if name not in joined}
+    unexpected = [name for name in unexpected if name not in joined]
+    remedy = "open the checkpoint with a loader that refuses missing weights, or convert it again"
+    if missing:
+        seen = "; ".join(f"{name} ({_looks(network, value)})" for name, value in islice(missing.items(), 3))
+        return "fail", f"{len(missing)} weights are in no file: {seen}", remedy
+    pairs = {name: there for name, there in named.items() if there}
+    shapes = [name for name, there in pairs.items() if tuple(state[name].shape) != stored[there].shape]
+    other = [n for n, there in pairs.items() if n not in shapes and not _written(state[n], there, stored[there])]
+    if wrong := shapes or other:
+        fault = "have another shape in the file" if shapes else "are not what the file holds"
+        return "fail", f"{len(wrong)} weights {fault} (the first: {wrong[0]})", remedy
+    seen = f"{len(pairs)} weights are those of the files"
+    if n_joined := len(joined & state.keys()):
+        seen += f", {n_joined} more were joined on loading"
+    if unexpected:
+        seen += f"; {len(unexpected)} tensors of the files are not used (the first: {min(unexpected)})"
+        return "warn", seen, "see whether they belong to this draft"
+    return "ok", seen
+
+
+def _in_file(name: str, stored: Mapping[str, Stored]) -> str:
+    """The file's name of a weight, with or without the base model's prefix; "" for none."""
+    spelled = (name, name.removeprefix("model."), f"model.{name}")
+    return next((spelling for spelling in spelled if spelling in stored), "")
+
+
+def _place(tensor: "Tensor") -> tuple:
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else (id(tensor),)
+
+
+def _joined(missing: Mapping[str, "Tensor"], unexpected: list[str], stored: Mapping[str, Stored]) -> set[str]:
+    """Names of modules for which model and files hold as many values, under different names."""
+    joined: set[str] = set()
+    for module in {name.rpartition(".")[0] for name in missing}:
+        inside = [name for name in missing if name.rpartition(".")[0] == module]
+        prefix = f"{module.removeprefix('model.')}."
+        of_module = [name for name in unexpected if name.removeprefix("model.").startswith(prefix)]
+        held = sum(int(np.prod(stored[name].shape, dtype=object)) for name in of_module)
+        if of_module and held == sum(missing[name].numel() for name in inside):
+            joined |= {*inside, *of_module}
+    return joined
+
+
+def _looks(network: "nn.Module", value: "Tensor") -> str:
+    """How a weight looks: freshly made, or not."""
+    flat = value.detach().float().flatten()[:1_000_000]
+    mean, std = float(flat.mean()), float(flat.std(unbiased=False))
+    spread = getattr(network.config, "initializer_range", None) or 0.02
+    fresh = std == 0 or (abs(std - spread) < ALIKE * spread and abs(mean) < spread)
+    return f"std {std:.3g}, mean {mean:.2g}" + (", as freshly initialised" if fresh else "")
+
+
+def _written(value: "Tensor", name: str, there: Stored) -> bool:
+    """Whether the first and last rows of a weight are the file's, up to rounding; True for what is no float."""
+    from safetensors import safe_open
+
+    readable = value.numel() and value.shape and value.is_floating_point()
+    if not readable or there.dtype not in ("F64", "F32", "BF16", "F16"):
+        return True
+    with safe_open(there.file, framework="pt") as file:
+        part = file.get_slice(name)
+        for rows in (slice(0, PROBED_ROWS), slice(max(0, len(value) - PROBED_ROWS), len(value))):
+            mine = value.detach()[rows].flatten()[:PROBED_VALUES].float().cpu()
+            its = part[rows].flatten()[:PROBED_VALUES].float()
+            if not float((mine - its).abs().max()) <= ROUNDED * float(its.abs().max()):
+                return False
+    return True
+
+
+def _ends(network: "nn.Module") -> list["Tensor | None"]:
+    """The weights of embedding and output head, None where the model does not tell."""
+    modules = [getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    return [getattr(module, "weight", None) for module in modules]
+
+
+def tied_head(network: "nn.Module", stored: Mapping[str, Stored]) -> Result:
+    """Whether embedding and output head are one tensor where the config says so, and two where the files hold two."""
+    embedding, head = _ends(network)
+    if embedding is None or head is None:
+        return "skipped", "the opened model does not tell its embedding and its head"
+    says, shared = bool(network.config.tie_word_embeddings), _place(embedding) == _place(head)
+    if says and not shared:
+        same = embedding.shape == head.shape and bool((embedding == head).all())
+        seen = f"the config says tied, but they are two tensors of {'the same' if same else 'different'} values"
+        return "warn" if same else "fail", seen, "tie them (tie_weights) after loading"
+    if shared and not says and _in_file("lm_head.weight", stored):
+        seen = "the files hold a head of its own, but the model uses its embedding"
+        return "fail", seen, "set tie_word_embeddings to false in config.json"
+    return "ok", f"config: {'tied' if says else 'not tied'}; {'one tensor' if shared else 'two tensors'}"
+
+
+def shared_head(draft: "nn.Module", target: "nn.Module", stored: Mapping[str, Stored]) -> Result:
+    """A draft whose files hold no head must have the target's; rows that pad the vocabulary do not count."""
+    mine, its = (_ends(network)[1] for network in (draft, target))
+    if mine is None or its is None:
+        return "skipped", "an opened model does not tell its head"
+    if _in_file("lm_head.weight", stored) or draft.config.tie_word_embeddings:
+        return "ok", "the draft has a head of its own"
+    rows = min(len(mine), len(its))
+    if mine.shape[1:] == its.shape[1:] and bool((mine[:rows] == its[:rows].to(mine)).all()):
+        return "ok", f"the draft's files hold no head, and its {rows} rows are the target's"
+    seen = f"the draft's files hold no head, and its {rows} rows are not the target's"
+    return "fail", seen, "share the target's lm_head with the draft"
+
+
+def token_map(config: Config, stored: Mapping[str, Stored]) -> Result:
+    """Whether a draft of a smaller vocabulary says which target ids its own are: `d2t`, offsets to be added."""
+    n_draft, n_target = (text_part(config).get(key) for key in ("draft_vocab_size", "vocab_size"))
+    name = next((name for name in sorted(stored) if name.rpartition(".")[2] == "d2t"), None)
+    if name is None and (n_draft is None or n_target is None or n_draft >= n_target):
+        return "skipped", "the draft has no vocabulary of its own"
+    remedy = "convert the checkpoint again, with its d2t"
+    if name is None:
+        return "fail", f"the draft knows {n_draft} of {n_target} ids, and no tensor d2t says which", remedy
+    if stored[name].dtype not in ("I64", "I32"):
+        return "fail", f"{name} is {stored[name].dtype} of shape {stored[name].shape}, not a list of integers", remedy
+    from safetensors import safe_open
+
+    with safe_open(stored[name].file, framework="numpy") as file:
+        offsets = file.get_tensor(name)
+    ids = np.arange(len(offsets)) + offsets
+    if n_draft is not None and len(ids) != n_draft:
+        return "fail", f"d2t has {len(ids)} entries for a draft vocabulary of {n_draft}", remedy
+    if len(ids) > 1 and (offsets == offsets[0]).all():
+        return "fail", f"d2t is {offsets[0]} everywhere: draft ids are taken for neighbouring target ids", remedy
+    if len(ids) and (ids.min() < 0 or (n_target is not None and ids.max() >= n_target)):
+        return "fail", f"d2t leads to ids {ids.min()}..{ids.max()}, outside the target's {n_target}", remedy
+    if twice := len(ids) - len(np.unique(ids)):
+        return "fail", f"d2t leads {twice} draft ids to a target id that another one has", remedy
+    return "ok", f"{len(ids)} draft ids, each with a target id of its own"
+
+
+# --- configs: what matters is where the draft ends before the target does, or is taken for what it is not -------------
+
+SAMPLING = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
+"""What generation_config.json sets, and transformers' defaults, which stand in where one file says nothing."""
+FROM_TARGET = ("eagle", "mtp", "dflash", "medusa", "nextn")
+"""In the name of an architecture: it runs on the target's hidden states, so that it must have the target's RoPE."""
+SCALE_NAMES = (
+    ".weight_scale", ".weight_scale_inv", ".weight_packed", ".qzeros", ".scales", "_scales", "_blocks", ".absmax",
+)  # fmt: skip
+"""Ends of the names of tensors that only quantised weights have."""
+
+
+def read_config(folder: Path, name: str = "config.json") -> Config | None:
+    """The object in a config of a model folder; None without the file. Raises InputError for one that is not sound."""
+    path = folder / name
+    return read_json(path, MAX_BYTES) if path.exists() else None
+
+
+def text_part(config: Config) -> Config:
+    """The language model's part of a config that has others as well."""
+    return config.get("text_config") or config
+
+
+def rope(draft: Config | None, target: Config | None) -> Result:
+    """Whether positions mean the same as far as the target goes; models trained apart have each their own RoPE."""
+    if draft is None or target is None:
+        return "skipped", "it needs config.json of draft and target"
+    a, b = _rope(text_part(draft)), _rope(text_part(target))
+    keys = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
+    shown = "; ".join(f"{key}: {a.get(key)!r:.40} against {b.get(key)!r:.40}" for key in keys)
+    architectures = [draft.get("model_type"), *(draft.get("architectures") or [])]
+    if shown and any(mark in str(name).lower() for name in architectures for mark in FROM_TARGET):
+        remedy = "copy rope_parameters (or rope_theta and rope_scaling) of the target into the draft's config"
+        return "fail", f"the draft runs on the target's states, with another RoPE: {shown}", remedy
+    ends = [text_part(config).get("max_position_embeddings") for config in (draft, target)]
+    if None not in ends and ends[0] < ends[1]:
+        seen = f"the draft knows {ends[0]} positions, the target {ends[1]}" + (f"; {shown}" if shown else "")
+        return "warn", seen, f"keep prompt and answer within {ends[0]} tokens, or expect no acceptance beyond"
+    if shown:
+        return "ok", f"they differ, as models trained apart do: {shown}"
+    return "ok", f"the same: {', '.join(f'{key} {value}' for key, value in a.items()) or 'none given'}"
+
+
+def _rope(text: Config) -> dict[str, Any]:
+    """RoPE as stated, old keys and new (transformers 5: rope_parameters, possibly by layer type), None left out."""
+    stated = {key: text.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    for key, value in ((text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})).items():
+        by_layer = isinstance(value, dict)
+        stated |= {f"{key}.{inner}": deeper for inner, deeper in value.items()} if by_layer else {key: value}
+    stated = {("rope_type" if key == "type" else key): value for key, value in stated.items()}
+    return {k: v for k, v in stated.items() if v is not None and (k, v) != ("rope_type", "default")}
+
+
+def quantisation(
+    draft: Config | None, target: Config | None, stored: Mapping[str, str], opened: Config | None = None
+) -> Result:
+    """Whether the draft is quantised as its own files say, and not as the target is.
+
+    `stored` are dtypes by name from the headers of the draft's weights; `opened` is the quantisation_config of the
+    model that was made of them ({}: none), None where there is no opened model.
+    """
+    if draft is None:
+        return "skipped", "it needs the draft's config.json"
+    mine, its = (_method((config or {}).get("quantization_config") or {}) for config in (draft, target))
+    if opened is not None and _method(opened) != mine:
+        inherited = " (the target's)" if its and _method(opened) == its else ""
+        seen = f"its config says {mine or 'none'}, the opened model has {_method(opened) or 'none'}{inherited}"
+        return "fail", seen, "open the draft with its own quantisation_config"
+    scales = [name for name in stored if name.endswith(SCALE_NAMES)]
+    if stored and bool(scales) != bool(mine) and (scales or mine != "bitsandbytes"):
+        seen = f"{len(scales)} tensors of scales (the first: {scales[0]:.80})" if scales else "no scales"
+        remedy = "fetch config.json and weights of the same revision"
+        return "fail", f"its config says {mine or 'none'}, its files hold {seen}", remedy
+    seen = f"draft: {mine or 'none'}" + (f", target: {its or 'none'}" if target is not None else "")
+    if target is not None and mine != its:
+        return "warn", seen, "make sure that the engine takes each from its own config"
+    return "ok", seen
+
+
+def opened_quantisation(network: "nn.Module") -> Config:
+    """The quantisation_config that an opened model has; {} for none."""
+    config = getattr(network.config, "quantization_config", None) or {}
+    return config if isinstance(config, Mapping) else config.to_dict()
+
+
+def _method(config: Config) -> str:
+    return str(config.get("quant_method") or ("unnamed" if config else ""))[:40]
+
+
+def sampling_defaults(draft: Config | None, target: Config | None) -> Result:
+    """Whether both would sample alike if nobody says how: a draft's own top-k makes its reported q another one.
+
+    A model without the file (None) samples as transformers does by default.
+    """
+    if draft is None and target is None:
+        return "skipped", "neither folder has a generation_config.json"
+    a, b = (
+        SAMPLING | {key: value for key, value in (config or {}).items() if value is not None}
+        for config in (draft, target)
+    )
+    differing = [f"{key}: {a[key]!r:.20} against {b[key]!r:.20}" for key in SAMPLING if a[key] != b[key]]
+    if not differing:
+        return "ok", "the same in both generation configs"
+    return "warn", "; ".join(differing), "state temperature, top_k and top_p in every call, for both models"

@@ -1,0 +1,556 @@
+"""Is what was sampled what the rows say? The sampling audit, from logged positions of drafts, with numpy alone.
+
+A draft x is drawn from the row q, kept with min(1, p(x)/q(x)), and where it is rejected the token is drawn from
+norm(max(p - q, 0)) (Leviathan et al. 2211.17192). Then x follows q, the share of kept drafts is 1 - TV(p, q), and the
+committed token y follows p, each given the prefix. The panel pools how far five sums are from what the rows promise, in
+standard deviations: for a sound sampler each has mean 0 and standard deviation 1.
+
+z_acc     kept drafts, against the sum of 1 - TV(p, q)
+z_draft   -log q(x), against the entropy of q
+z_surp    -log p(y), against the entropy of p
+z_dir     log(p/q)(y), against its mean under p
+z_order   mass of p below y in the order of ids, and half of y's own, against 1/2
+
+None sees everything: where p is drawn from in place of the residual, z_acc and z_draft stay what they are, and which of
+two tokens of like probability is taken only z_order sees. What needs no statistics is checked exactly beside them, and
+at greedy positions, where nothing varies, that is all; enough of them must have been seen as well.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from numbers import Real
+from operator import index
+from statistics import NormalDist
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from specnb.divergence.errors import EXIT
+from specnb.errors import InputError
+
+Verdict = Literal["sound", "wrong", "inconclusive"]
+MISREPORTED = "q misreported"
+NOT_DRAWN = "draft not drawn from q"
+FROM_TARGET = "resampled from p instead of the residual"
+BONUS = "the token behind the last draft not drawn from p"
+OTHER = "something else"
+
+STATISTICS = ("z_acc", "z_draft", "z_surp", "z_dir", "z_order")
+ALPHA = 1e-3
+"""Chance of calling a sound sampler wrong, over all statistics together (Holm 1979)."""
+EFFECT = 0.1
+"""Total variation by which the law of what was drawn may differ, and which must have been seen (see `Statistic`)."""
+POWER = 0.9
+"""With which a fault of the size that is said to be visible is seen."""
+SKEWED = 0.2
+"""Sum of third absolute moments over the variance to the 3/2, up to which a sum is taken for normal.
+
+Beyond, it is divided by the standard deviation that would have this value: of drafts that are nearly always kept one
+rejection must not weigh a hundred of the tiny standard deviations that they have.
+"""
+BY_CHANCE = 1e-6
+"""Chance below which drafts that all are the likeliest token of their row were not drawn from it."""
+CLIP = 4.0
+"""Largest |log(p/q)| that is summed: behind top-k q is 0 where p is not. Any function of p and q has mean 0 under p."""
+ROUNDING = 1e-6
+"""What rows that were computed in float32 may be off by, relative, whatever they are kept in."""
+SUM_ROUNDING = 1e-3
+"""By how much the sum of a row may miss 1, and cumulated weights their place: float32, summed over a vocabulary."""
+SAME = 1e-9
+"""Values, or p and q, that differ by no more do not vary: rounding would be all that is summed."""
+
+CAUSE_OF_FLAW = {
+    "accept": OTHER,
+    "committed": OTHER,
+    "resample": OTHER,
+    "draft": NOT_DRAWN,
+    "residual": FROM_TARGET,
+    "bonus": BONUS,
+}
+"""The kinds of flaws that the exact checks find."""
+MEANING = {
+    "z_acc": (
+        "fewer drafts are kept than the rows allow: the drafts have another law than q, or good ones are rejected",
+        "more drafts are kept than the rows allow: the drafts have another law than q, and the output another than p",
+    ),
+    "z_draft": (
+        "drafts are likelier than q says: drawn after top-k, or greedily, and reported as a row before that",
+        "drafts are less likely than q says: the row that is reported is sharper than what was drawn from",
+    ),
+    "z_surp": (
+        "committed tokens are likelier than p says: the output is sharper than the target",
+        "committed tokens are less likely than p says: the output is flatter than the target",
+    ),
+    "z_dir": (
+        "committed tokens lean to where q is above p: after a rejection p is drawn from, not the residual",
+        "committed tokens lean to where p is above q: more than the residual makes up for what was kept",
+    ),
+    "z_order": (
+        "committed tokens have lower ids than p says: of tokens that are about as likely the first is taken",
+        "committed tokens have higher ids than p says: of tokens that are about as likely the last is taken",
+    ),
+}
+"""What a large |z| means: below 0, above 0."""
+
+
+class Position(NamedTuple):
+    """One drafted token and what became of it.
+
+    `p_target (vocab,)` and `q_draft (vocab,)` are the rows after temperature, top-k and top-p, of float32 or better:
+    the target's, and that which the drafter reported, None for a deterministic drafter (a point mass). `accepted` is
+    None behind a rejection, where nothing was tested. `committed_id` is the token that got this place: the draft, or
+    what was drawn instead. `draft_id` None: nothing was drafted for this place, as for the token behind the last draft;
+    it is drawn from p. `accept_u` from [0, 1) is the number that decided by u < p(x)/q(x), `resample_u` the one that
+    picked the committed token from the cumulated residual (`decode.sampling.Draws`); None where unknown, or where it
+    was drawn otherwise. `prefix` identifies the tokens before this place: of positions with the same one the first
+    counts.
+    """
+
+    p_target: np.ndarray
+    q_draft: np.ndarray | None
+    draft_id: int | None
+    accepted: bool | None
+    committed_id: int
+    accept_u: float | None = None
+    resample_u: float | None = None
+    prefix: Hashable = None
+
+
+class Flaw(NamedTuple):
+    """What an exact check found: the number of the position in the log, and a sentence."""
+
+    position: int
+    says: str
+
+
+class Statistic(NamedTuple):
+    """One of the panel. `z` and the two-sided `p_value` are None where nothing varied (see `divisor` for z).
+
+    `far` says whether it is beyond chance, corrected for the number of statistics. `detectable` is the total variation
+    that would have been seen with POWER or more: for z_acc a change of the share of kept drafts, for the others mass of
+    each row that is moved from one side of the mean of what is summed to the other. `needed` positions would show
+    `effect`.
+    """
+
+    name: str
+    n: int
+    z: float | None
+    p_value: float | None
+    far: bool
+    detectable: float | None
+    needed: int
+    meaning: str
+
+
+class Audit(NamedTuple):
+    """What the positions say. `causes` are empty unless it is wrong; `more` positions are missing for a verdict.
+
+    Of n positions `replayed` are those whose decision was repeated with its random number, `exact` those whose
+    token was checked without statistics; `repeated` prefixes are not among them.
+    """
+
+    verdict: Verdict
+    causes: tuple[str, ...]
+    n: int
+    repeated: int
+    replayed: int
+    exact: int
+    panel: tuple[Statistic, ...]
+    flaws: dict[str, tuple[int, Flaw]]
+    more: int
+    effect: float
+
+    @property
+    def exit_code(self) -> int:
+        """As of the lab's other verdicts."""
+        return EXIT[{"sound": "SOUND", "wrong": "DIVERGENT", "inconclusive": "INCONCLUSIVE"}[self.verdict]]
+
+    @property
+    def line(self) -> str:
+        """The verdict in a sentence."""
+        if self.verdict == "wrong":
+            return f"wrong: {' and '.join(self.causes)}, of {self.n} positions"
+        if self.verdict == "inconclusive":
+            why = f"about {self.more} more are needed to see a total variation of {self.effect:g} with power {POWER:g}"
+            return f"inconclusive: nothing is wrong in {self.n} positions, {why}"
+        varied = any(statistic.z is not None for statistic in self.panel)
+        seen = f"a total variation of {self.effect:g} that these sums see would have been seen"
+        return f"sound: {self.n} positions, {seen if varied else 'nothing varied; all is exact'}"
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        flaws = {kind: {"count": count, **first._asdict()} for kind, (count, first) in self.flaws.items()}
+        panel = [statistic._asdict() for statistic in self.panel]
+        return self._asdict() | {"panel": panel, "flaws": flaws, "exit_code": self.exit_code, "line": self.line}
+
+
+class Tally:
+    """Positions one by one, of which only sums are kept: rows of a large vocabulary need not be held."""
+
+    def __init__(self) -> None:
+        self.n = self.repeated = self.replayed = self.exact = self.given = 0
+        self._sums = np.zeros((len(STATISTICS), len(Moments._fields)))
+        self._flaws: Counter[str] = Counter()
+        self._first: dict[str, Flaw] = {}
+        self._all_likeliest, self._likeliest_log_chance = True, 0.0
+        self._visited: set[int] = set()
+
+    def add(self, position: Position) -> None:
+        """Count one more. Raises InputError for one that is none.
+
+        A position behind a rejection is no sample of anything; of a prefix only the first visit counts, for another
+        visit with the same random numbers would be the same sample twice.
+        """
+        self.given += 1
+        if position.accepted is None:
+            return
+        try:
+            terms = position_terms(position)
+        except InputError as error:
+            raise InputError(f"position {self.given - 1}: {error}") from error
+        if position.prefix is not None:
+            visit = hash(position.prefix)
+            if visit in self._visited:
+                self.repeated += 1
+                return
+            self._visited.add(visit)
+        self.n += 1
+        self.replayed += terms.replayed
+        self.exact += terms.exact
+        self._sums += terms.moments
+        self._all_likeliest &= terms.likeliest
+        self._likeliest_log_chance += terms.likeliest_log_chance
+        for kind, says in terms.flaws:
+            self._flaws[kind] += 1
+            self._first.setdefault(kind, Flaw(self.given - 1, says))
+
+    def audit(self, *, effect: float = EFFECT, alpha: float = ALPHA) -> Audit:
+        """The verdict on what was counted. Raises InputError for an effect or a level that is no share."""
+        for name, share in (("effect", effect), ("alpha", alpha)):
+            if not 0 < share < 1:
+                raise InputError(f"{name} must be between 0 and 1, such as {EFFECT}, got {share}")
+        panel = _panel(self._sums, self.n, effect, alpha)
+        flaws = {kind: (count, self._first[kind]) for kind, count in self._flaws.items()}
+        # where nothing varied only those positions count that are exact
+        varied = any(statistic.z is not None for statistic in panel)
+        needs = max(statistic.needed for statistic in panel) if varied else needed_exact(effect)
+        more = max(0, needs - (self.n if varied else self.exact))
+        causes = self._causes({statistic.name: statistic.z for statistic in panel if statistic.far})
+        verdict = "wrong" if causes else "inconclusive" if more else "sound"
+        return Audit(verdict, causes, self.n, self.repeated, self.replayed, self.exact, panel, flaws, more, effect)
+
+    def _causes(self, far: dict[str, float]) -> tuple[str, ...]:
+        """What the exact checks name, and the statistics that are far for another reason.
+
+        Drafts of another law shift all that follows from them, a wrong rule all but the drafts.
+        """
+        causes = [CAUSE_OF_FLAW[kind] for kind in self._flaws]
+        if "z_draft" in far and NOT_DRAWN not in causes:
+            by_chance = self._likeliest_log_chance > math.log(BY_CHANCE)
+            causes.append(NOT_DRAWN if self._all_likeliest and not by_chance else MISREPORTED)
+        elif "z_acc" in far and not {"accept", "draft"} & self._flaws.keys():
+            # where each decision was replayed the rule is right, so what it was given must be wrong
+            drawn = self._sums[STATISTICS.index("z_draft"), 1] > 0
+            causes.append(MISREPORTED if drawn and self.replayed == self.n else OTHER)
+        elif far and not causes:
+            causes.append(FROM_TARGET if far.get("z_dir", 0.0) < 0 else OTHER)
+        return tuple(dict.fromkeys(causes))
+
+
+def audit(positions: Iterable[Position], *, effect: float = EFFECT, alpha: float = ALPHA) -> Audit:
+    """The sampling audit of logged positions; `effect` is the total variation that must be seen for "sound".
+
+    A log without one tested position is inconclusive. Raises InputError for rows that are no distributions, tokens
+    outside them, and numbers that are none.
+    """
+    tally = Tally()
+    for position in positions:
+        tally.add(position)
+    return tally.audit(effect=effect, alpha=alpha)
+
+
+# --- what one position adds to the sums -------------------------------------------------------------------------------
+
+
+class Moments(NamedTuple):
+    """What one statistic gets from a position, or from all of them together: each of these adds up.
+
+    What was seen less its mean; its variance; by how much the means of the two sides of the mean are apart; third
+    absolute moment; by how much the mean square deviation is larger above the mean than below.
+    """
+
+    deviation: float
+    variance: float
+    apart: float
+    third: float
+    leaning: float
+
+
+NOTHING = Moments(0.0, 0.0, 0.0, 0.0, 0.0)
+"""Of what does not vary."""
+
+
+class Terms(NamedTuple):
+    """A position's part of the sums.
+
+    `moments (statistics, 5)` holds one of `Moments` a row. `flaws` are (kind, sentence). `likeliest`: whether the draft
+    is the likeliest token of q, and the log of the chance. `replayed`: whether the decision was repeated with its
+    random number. `exact`: whether the row, or the random numbers, leave but one token to commit.
+    """
+
+    moments: np.ndarray
+    flaws: tuple[tuple[str, str], ...]
+    likeliest: bool
+    likeliest_log_chance: float
+    replayed: bool
+    exact: bool
+
+
+def position_terms(position: Position) -> Terms:
+    """What `position` adds. Raises InputError for rows that are no distributions, or tokens outside them."""
+    p, q = _rows(position)
+    y = _token("committed_id", position.committed_id, len(p))
+    for name in ("accept_u", "resample_u"):
+        u = getattr(position, name)
+        if u is not None and not (isinstance(u, Real) and 0 <= u < 1):
+            raise InputError(f"{name} is {u!r:.80}: uniform numbers are from 0 up to, but not, 1")
+    certain, picked = np.count_nonzero(p) == 1, position.resample_u is not None
+    edge = SUM_ROUNDING if any(map(_of_float32, position[:2])) else ROUNDING
+    if q is None:  # nothing was drafted here: y is drawn from p, and only what is drawn can be judged
+        flaws = tuple(_extra_flaws(position, p, y, edge))
+        p = p / p.sum()
+        moments = np.array([NOTHING, NOTHING, _surprise(p, y), NOTHING, _order(p, y)])
+        return Terms(moments, flaws, True, 0.0, picked, certain or picked)
+    x, replayed = position.draft_id, position.accept_u is not None
+    flaws = tuple(_flaws(position, p, q, edge))
+    p, q = p / p.sum(), q / q.sum()
+    top = float(q.max())
+    by_chance = min(1.0, top * np.count_nonzero(q == top))
+    moments = np.array([_kept(position, p, q), _surprise(q, x), _surprise(p, y), _direction(p, q, y), _order(p, y)])
+    exact = certain or (replayed and (bool(position.accepted) or picked))
+    return Terms(moments, flaws, bool(q[x] == top), float(np.log(by_chance)), replayed, exact)
+
+
+def _kept(position: Position, p: np.ndarray, q: np.ndarray) -> Moments:
+    """Whether the draft was kept, against 1 - TV(p, q). All of a total variation may go into the share of kept ones."""
+    overlap = float(np.minimum(p, q).sum())
+    if overlap >= 1 - SAME:  # p and q are the same, and how their sum is rounded is no chance of a rejection
+        overlap = 1.0
+    variance = overlap * (1 - overlap)
+    if variance == 0:
+        return NOTHING._replace(deviation=bool(position.accepted) - overlap)
+    third = variance * (overlap**2 + (1 - overlap) ** 2)
+    return Moments(bool(position.accepted) - overlap, variance, 1.0, third, 1 - 2 * overlap)
+
+
+def _surprise(row: np.ndarray, seen: int) -> Moments:
+    """-log of the probability of the token that was drawn, against the entropy of the row."""
+    return _about(-np.log(np.where(row > 0, row, 1.0)), row, seen)
+
+
+def _direction(p: np.ndarray, q: np.ndarray, seen: int) -> Moments:
+    """log(p/q) of the token that was committed, against its mean under p."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = np.clip(np.log(p) - np.log(q), -CLIP, CLIP)
+    return _about(np.where(p > 0, values, 0.0), p, seen)
+
+
+def _order(p: np.ndarray, seen: int) -> Moments:
+    """The mass of p below the committed token, in the order of ids, and half of its own: 1/2 in the mean.
+
+    Its variance is (1 - sum of p^3) / 12. Samplers cumulate in the order of ids, and break ties by it.
+    """
+    return _about(np.cumsum(p) - p / 2, p, seen)
+
+
+def _about(values: np.ndarray, law: np.ndarray, seen: int) -> Moments:
+    """The moments of `values` under `law`, both (vocab,), and how far the one that was seen is from its mean."""
+    if law[seen] == 0:  # a flaw, or rounded to 0: of a law that cannot give this token nothing is to be learnt
+        return NOTHING
+    centred = values - law @ values
+    size, up, down = np.abs(centred), np.maximum(centred, 0.0), np.maximum(-centred, 0.0)
+    # a token without mass does not vary; one at the mean itself counts as below, where it moves the least
+    above, below = float(law[centred > 0].sum()), float(law[centred <= 0].sum())
+    if size[law > 0].max() <= SAME or above == 0 or below == 0:
+        return NOTHING
+    # each side by itself: of a sharp row one has 1e-30, and the rounding of a difference is far more
+    apart = float(law @ up) / above + float(law @ down) / below
+    leaning = float(law @ up**2) / above - float(law @ down**2) / below
+    return Moments(float(centred[seen]), float(law @ size**2), apart, float(law @ size**3), leaning)
+
+
+# --- what needs no statistics: decisions that no random number allows, or not the one that was logged -----------------
+
+
+def _flaws(position: Position, p: np.ndarray, q: np.ndarray, edge: float) -> Iterator[tuple[str, str]]:
+    """What contradicts the rule whatever the random numbers were, or for those that were logged."""
+    x, y = position.draft_id, position.committed_id
+    if q[x] == 0:
+        yield "draft", f"token {x} was drafted, but q has no mass there"
+    elif _wrongly_tested(position, p[x], q[x]):
+        done = "kept" if position.accepted else "rejected"
+        drawn = "" if position.accept_u is None else f" with u = {position.accept_u:.6g}"
+        yield "accept", f"a draft with p/q = {p[x] / q[x]:.6g} was {done}{drawn}"
+    if position.accepted and y != x:
+        yield "committed", f"draft {x} was kept, but token {y} was committed"
+    elif p[y] == 0:
+        yield "committed", f"token {y} was committed, but p has no mass there"
+    elif not position.accepted:
+        yield from _resample_flaws(position, p, q, edge)
+
+
+def _wrongly_tested(position: Position, p_x: float, q_x: float) -> bool:
+    """Without the number that decided only what is certain can be judged."""
+    u = position.accept_u
+    if u is not None:
+        return (u * q_x < p_x) != position.accepted and abs(u * q_x - p_x) > ROUNDING * p_x
+    return p_x == 0 if position.accepted else p_x >= q_x
+
+
+def _resample_flaws(position: Position, p: np.ndarray, q: np.ndarray, edge: float) -> Iterator[tuple[str, str]]:
+    residual, y, u = np.maximum(p - q, 0.0), position.committed_id, position.resample_u
+    if residual.sum() == 0:
+        yield "accept", "a draft was rejected where p and q are the same, so that nothing is left to draw from"
+    elif q[y] - p[y] > ROUNDING * p[y]:
+        yield "residual", f"after a rejection token {y} was drawn, where p = {p[y]:.3g} is below q = {q[y]:.3g}"
+    elif u is not None and not _picks(residual, u, y, edge):
+        from_target = _picks(p, u, y, 0.0)
+        kind, row = ("residual", "p gives it") if from_target else ("resample", "norm(max(p - q, 0)) gives another")
+        yield kind, f"token {y} was drawn with u = {u:.6g} after a rejection, where {row}"
+
+
+def _extra_flaws(position: Position, p: np.ndarray, y: int, edge: float) -> Iterator[tuple[str, str]]:
+    u = position.resample_u
+    if p[y] == 0:
+        yield "committed", f"token {y} was committed where nothing was drafted, but p has no mass there"
+    elif u is not None and not _picks(p, u, y, edge):
+        yield "bonus", f"token {y} was drawn with u = {u:.6g} behind the last draft, where p gives another"
+
+
+def _picks(weights: np.ndarray, u: float, y: int, edge: float) -> bool:
+    """Whether `u` picks y from the cumulated weights, which may be off by `edge` as a share of their sum."""
+    edges = np.cumsum(weights)
+    at, off = u * edges[-1], edge * edges[-1]
+    return bool(edges[y] - weights[y] - off <= at <= edges[y] + off)
+
+
+# --- a log may come from elsewhere ------------------------------------------------------------------------------------
+
+
+def _rows(position: Position) -> tuple[np.ndarray, np.ndarray | None]:
+    """p and q in float64, the q of a deterministic drafter as a point mass; None where nothing was drafted."""
+    p = _row("p_target", position.p_target)
+    if position.draft_id is None:
+        return p, None
+    x = _token("draft_id", position.draft_id, len(p))
+    if position.q_draft is None:
+        return p, np.eye(1, len(p), x)[0]
+    q = _row("q_draft", position.q_draft)
+    if len(p) != len(q):
+        raise InputError(f"p_target has {len(p)} tokens, q_draft {len(q)}: give both over the target's vocabulary")
+    return p, q
+
+
+def _row(name: str, given: object) -> np.ndarray:
+    try:
+        row = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} is no row of numbers: {error}") from error
+    if row.ndim != 1 or not len(row):
+        raise InputError(f"{name} has the shape {row.shape}: give one row (vocab,) a position")
+    if not np.isfinite(row).all() or row.min() < 0:
+        bad = int(np.argmax(~(np.isfinite(row) & (row >= 0))))
+        raise InputError(f"{name} holds {row[bad]} at token {bad}: probabilities, not logits, are audited")
+    if getattr(given, "dtype", None) == np.float16:
+        raise InputError(f"{name} is of float16, too coarse to be judged: log the softmax of logits in float32")
+    total = float(row.sum())
+    if abs(total - 1) > SUM_ROUNDING:
+        raise InputError(f"{name} sums to {total:.6g} instead of 1: give it after temperature, top-k and top-p")
+    return row
+
+
+def _of_float32(given: object) -> bool:
+    """Whether the values are of float32, or coarser, whatever they were logged in: a list of Python's, or float64."""
+    if given is None:
+        return False
+    row = np.asarray(given)
+    with np.errstate(over="ignore"):
+        return row.dtype != np.float64 or bool((row.astype(np.float32) == row).all())
+
+
+def _token(name: str, given: object, size: int) -> int:
+    try:
+        token = index(given)
+    except TypeError as error:
+        raise InputError(f"{name} is no token id (int): {given!r:.80}") from error
+    if not 0 <= token < size:
+        raise InputError(f"{name} is {token}, outside of rows of {size} tokens")
+    return token
+
+
+# --- what the sums can show: how far is far, and how small a fault so many positions make visible ---------------------
+# A fault of size e moves the mass e of each row from one side of the mean of what is summed to the other. The sum moves
+# by e * apart, and its variance with it, by at most e * |leaning|: a fault that moves mass to where single positions
+# weigh more makes the sum unsteadier as well, and without this less would be seen than is promised.
+
+
+def _panel(sums: np.ndarray, n: int, effect: float, alpha: float) -> tuple[Statistic, ...]:
+    panel = [_statistic(name, n, Moments(*row), effect, alpha) for name, row in zip(STATISTICS, sums, strict=True)]
+    ranked = sorted((s for s in panel if s.p_value is not None), key=lambda statistic: statistic.p_value)
+    for behind, statistic in enumerate(ranked):
+        if statistic.p_value > alpha / (len(ranked) - behind):
+            break
+        meaning = MEANING[statistic.name][int(statistic.z > 0)]
+        panel[STATISTICS.index(statistic.name)] = statistic._replace(far=True, meaning=meaning)
+    return tuple(panel)
+
+
+def _statistic(name: str, n: int, sums: Moments, effect: float, alpha: float) -> Statistic:
+    """From sums over n positions. What is detectable is so at the strictest level that Holm asks for."""
+    if sums.variance <= 0:
+        return Statistic(name, n, None, None, False, None, 0, "")
+    z, level = sums.deviation / divisor(sums), alpha / len(STATISTICS)
+    p_value = math.erfc(abs(z) / math.sqrt(2))
+    return Statistic(name, n, z, p_value, False, detectable(sums, level), needed(sums, n, effect, level), "")
+
+
+def divisor(sums: Moments) -> float:
+    """Of the sum of deviations, for z."""
+    return max(math.sqrt(sums.variance), _least(sums))
+
+
+def detectable(sums: Moments, level: float) -> float:
+    """The total variation, at most 1, that a two-sided test at `level` sees with POWER in what was summed."""
+    beyond, blur = _quantiles(level)
+    threshold, bend = beyond * divisor(sums), blur**2 * abs(sums.leaning)
+    # e * apart = threshold + blur * sqrt(variance + e * |leaning|), squared and solved for e
+    half = threshold * sums.apart + bend / 2
+    root = math.sqrt(half**2 - sums.apart**2 * (threshold**2 - blur**2 * sums.variance))
+    return min(1.0, (half + root) / sums.apart**2)
+
+
+def needed(sums: Moments, n: int, effect: float, level: float) -> int:
+    """Of how many positions such as these n `effect` is detectable."""
+    beyond, blur = _quantiles(level)
+    move, width = effect * sums.apart, blur * math.sqrt(sums.variance + effect * abs(sums.leaning))
+    # what they show grows with their number, standard deviations with its root, the least divisor not at all
+    roots = (
+        (beyond * math.sqrt(sums.variance) + width) / move,
+        (width + math.sqrt(width**2 + 4 * move * beyond * _least(sums))) / (2 * move),
+    )
+    return math.ceil(n * max(roots) ** 2)
+
+
+def needed_exact(effect: float) -> int:
+    """How many positions that are checked exactly it takes until a fault at the share `effect` of them is met."""
+    return math.ceil(math.log(1 - POWER) / math.log1p(-effect))
+
+
+def _least(sums: Moments) -> float:
+    return sums.third / sums.variance / SKEWED
+
+
+def _quantiles(level: float) -> tuple[float, float]:
+    """In standard deviations: the two-sided threshold, and how far above it the mean must be for POWER."""
+    return -NormalDist().inv_cdf(level / 2), NormalDist().inv_cdf(POWER)

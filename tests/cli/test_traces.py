@@ -1,0 +1,313 @@
+"""`specnb divergence capture` and `compare`: traces from the command line, from either engine, end to end."""
+
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+from contextlib import closing, nullcontext
+from itertools import pairwise
+
+import pytest
+
+from specnb.cli.traces import _closer
+from specnb.divergence.capture import capture
+from specnb.divergence.compare import compare
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.feeding import fed
+from specnb.divergence.investigate import made_up
+from specnb.divergence.script import run
+from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
+from specnb.divergence.walk import Doubt
+from specnb.errors import InputError
+from specnb.lm.load import load
+from tests.tiny_models import llama_gguf, torch_folder, torch_model
+
+IDS = [[4, 9, 6, 7, 8], [11], [5, 10]]
+ENGINES = ("torch", "llama.cpp")
+
+
+def errors(err):
+    """The lines on stderr that are no progress bar's."""
+    return [line for line in err.replace("\r", "\n").splitlines() if line.startswith("specnb: ")]
+
+
+def next_lines(out):
+    return [shlex.split(line.removeprefix("next: ")) for line in out.splitlines() if line.startswith("next: ")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Tiny models by the engine that opens them."""
+    folder = tmp_path_factory.mktemp("models")
+    return {"torch": str(torch_folder(folder / "hf")), "llama.cpp": f"{llama_gguf(folder / 'llama.gguf')}?threads=1"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """Where a GGUF file is dequantised."""
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def write(specnb, tmp_path):
+    """Run `capture` into a folder of this name: the document that it prints."""
+
+    def written(name, *words):
+        code, out, err = specnb("divergence", "capture", *words, "--out", str(tmp_path / name), "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    return written
+
+
+@pytest.fixture
+def ids_file(tmp_path):
+    file = tmp_path / "ids.txt"
+    file.write_text("\n".join(", ".join(map(str, line)) for line in IDS) + "\n\n")
+    return str(file)
+
+
+def steps(folder):
+    return [(step["first_position"], step["token_ids"]) for step in Trace.load(folder).facts["steps"]]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_captures_of_the_same_are_compared_as_the_first_says(specnb, write, models, tmp_path, engine):
+    first = write("a", models[engine], "--max-new-tokens", "3")
+    assert first["engine"] == engine and first["steps"] == 4 and list(map(len, first["token_ids"])) == [16, 1, 1, 1]
+    trace = Trace.load(tmp_path / "a")
+    assert first["rows"] == len(trace.tensors) > 100 and first["reads"] == len(trace.params) > 10
+    assert first["n_bytes"] == sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
+    with closing(load(models[engine])) as model:
+        from specnb import generate
+
+        prompt, *after = first["token_ids"]
+        plain = generate(model, prompt, max_new_tokens=3, ignore_eog=True).token_ids
+    assert [token for ids in after for token in ids] == list(plain)
+    changed = {"OTHER-MODEL": models[engine], "OTHER": str(tmp_path / "b")}
+    again, then = ([changed.get(word, word) for word in shlex.split(line)] for line in first["next"])
+    code, out, _ = specnb(*again[1:])
+    assert code == 0 and next_lines(out) == [then]
+    code, out, _ = specnb(*then[1:])
+    assert code == 0 and out.startswith("SOUND: ")
+
+
+def test_a_prompt_is_fed_as_text_and_a_seed_makes_others(write, models):
+    document = write("a", models["llama.cpp"], "--prompt", "ab", "--max-new-tokens", "1")
+    with closing(load(models["llama.cpp"])) as model:
+        assert document["token_ids"][0] == model.encode("ab")
+    made_up_ids = [write(seed, models["torch"], "--max-new-tokens", "0", "--seed", seed)["token_ids"] for seed in "34"]
+    assert made_up_ids[0] != made_up_ids[1]
+
+
+@pytest.mark.parametrize(("engine", "other"), [ENGINES, ENGINES[::-1]])
+def test_runs_of_two_engines_are_not_offered_for_comparison(specnb, write, models, tmp_path, engine, other):
+    write("a", models[other], "--max-new-tokens", "1")
+    words = ["--tokens", str(tmp_path / "a"), "--out", str(tmp_path / "b")]
+    code, out, _ = specnb("divergence", "capture", models[engine], *words)
+    assert code == 0 and f"{tmp_path / 'a'} is of {other}" in out
+    again, then = next_lines(out)
+    # the same file in the engine that the last capture was of
+    changed = {"OTHER-MODEL": models["llama.cpp"].partition("?")[0], "OTHER": str(tmp_path / "c")}
+    assert specnb(*(changed.get(word, word) for word in again[1:]))[0] == 0
+    assert {Trace.load(tmp_path / name).engine for name in "bc"} == {engine}
+    assert then[1:] == ["divergence", "compare", str(tmp_path / "b"), "OTHER"]
+
+
+def test_another_dtype_is_rounding_and_another_model_is_divergent(specnb, write, models, ids_file, tmp_path):
+    write("a", models["torch"], "--tokens", ids_file)
+    half = write("b", f"{models['torch']}?dtype=bfloat16", "--tokens", str(tmp_path / "a"))
+    write("blocks", f"{models['torch']}?dtype=bfloat16", "--tokens", str(tmp_path / "a"), "--width", "3")
+    code, out, _ = specnb(*shlex.split(half["next"][0])[1:], "--sound", str(tmp_path / "blocks"), "--json")
+    document = json.loads(out)
+    assert code == 0 and document["verdict"] in ("SOUND", "PRECISION_ONLY")
+    assert document["coverage"]["equal"] < document["coverage"]["tensors"]
+    other = torch_model()
+    other.model.layers[1].mlp.down_proj.weight.data[0] *= 2
+    other.save_pretrained(tmp_path / "other")
+    wrong = write("c", str(tmp_path / "other"), "--tokens", str(tmp_path / "a"))
+    code, out, _ = specnb(*shlex.split(wrong["next"][0])[1:], "--json")
+    assert code == 1 and json.loads(out)["first"]["module"] == "layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write, models, ids_file, tmp_path, engine):
+    write("a", models[engine], "--tokens", ids_file)
+    assert steps(tmp_path / "a") == [(0, IDS[0]), (5, IDS[1]), (6, IDS[2])]
+    write("b", models[engine], "--tokens", ids_file, "--width", "3")
+    assert steps(tmp_path / "b") == [(0, [4, 9, 6]), (3, [7, 8, 11]), (6, [5, 10])]
+    model = torch_model().eval()
+    with capture(model, tmp_path / "run", modules="norm"):
+        run(model, made_up(model))
+    write("again", models[engine], "--tokens", str(tmp_path / "run"), "--modules", "norm")
+    assert steps(tmp_path / "again") == steps(tmp_path / "run")
+    assert any(b < a for (a, _), (b, _) in pairwise(steps(tmp_path / "run")))
+
+
+def test_padding_of_llama_cpp_is_not_fed_again(write, models, ids_file, tmp_path):
+    padded = write("a", f"{models['llama.cpp']}&fixed_width=4", "--tokens", ids_file)
+    assert padded["token_ids"][1] == [11] * 4
+    assert write("b", models["llama.cpp"], "--tokens", str(tmp_path / "a"))["token_ids"] == IDS
+
+
+def test_modules_and_whole_tensors_are_chosen_by_their_paths(write, models, ids_file, tmp_path):
+    document = write("a", models["torch"], "--tokens", ids_file, "--modules", "mlp$", "--full", r"layers\.1\.")
+    trace = Trace.load(tmp_path / "a")
+    assert set(trace.tensors["module"]) == {"layers.0.mlp", "layers.1.mlp"} and document["modules"]["written"] == 2
+    rows = [trace.rows(module=f"layers.{i}.mlp", role="out", step=0)["row"].iloc[0] for i in (0, 1)]
+    assert trace.array(rows[0], "full") is None and trace.array(rows[1], "full").shape[:2] == (1, 5)
+
+
+def test_logits_that_are_no_numbers_end_the_text_and_not_the_trace(specnb, tmp_path):
+    broken = torch_model()
+    broken.model.layers[1].mlp.down_proj.weight.data[0] = float("nan")
+    broken.save_pretrained(tmp_path / "model")
+    code, _, err = specnb("divergence", "capture", str(tmp_path / "model"), "--out", str(tmp_path / "a"))
+    assert code == 0 and "fed 16 tokens" in errors(err)[-1]
+    spoilt = Trace.load(tmp_path / "a").tensors.query("n_nan > 0 and role == 'out'")
+    assert spoilt.sort_values("order")["module"].iloc[0] == "layers.1.mlp.down_proj"
+
+
+def test_what_is_there_is_left_alone(specnb, models, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    code, _, err = specnb("divergence", "capture", models["torch"], "--out", str(tmp_path / "out"))
+    assert code == 2 and len(errors(err)) == 1
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["out", "out/mine"]
+
+
+@pytest.mark.parametrize(
+    ("words", "ids", "value"),
+    [
+        (["--tokens", "FILE", "--prompt", "x"], "1 2", "--prompt x"),
+        (["--prompt", "x", "--seed", "1"], "", "--seed 1"),
+        (["--width", "5"], "", "--width 5"),
+        (["--modules", "("], "", "'('"),
+        (["--modules", "no_such"], "", "no_such"),
+        (["--max-new-tokens", "49"], "", "65"),
+        (["--tokens", "FILE"], "", "feed"),
+        (["--tokens", "FILE"], "1 2\n3 x4", "line 2"),
+        (["--tokens", "FILE"], "9" * 5000, "line 1"),
+        (["--tokens", "FILE"], "1 99", "99"),
+        (["--tokens", "FILE"], "1 -4", "-4"),
+    ],
+    ids=lambda x: " ".join(x)[:30],
+)
+def test_wrong_words_are_one_line_and_leave_nothing(specnb, models, tmp_path, words, ids, value):
+    (tmp_path / "ids").write_text(ids)
+    words = [str(tmp_path / "ids") if word == "FILE" else word for word in words]
+    code, out, err = specnb("divergence", "capture", models["torch"], *words, "--out", str(tmp_path / "out"))
+    assert code == 2 and out == "" and len(errors(err)) == 1 and len(errors(err)[0]) < 500, err
+    assert value in errors(err)[0] and [path.name for path in tmp_path.iterdir()] == ["ids"]
+
+
+STEP = {"step": 0, "batch": 1, "length": 2, "first_position": 0, "token_ids": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "change", [{"first_position": 3}, {"batch": 2}, {"length": 9}], ids=lambda change: str(*change.keys())
+)
+def test_a_trace_that_cannot_be_fed_again_is_refused(tmp_path, change):
+    facts = {"steps": [STEP, STEP | {"first_position": 2} | change]}
+    Trace(facts, table([], TENSOR_COLUMNS), table([], PARAM_COLUMNS), {}).save(tmp_path)
+    with pytest.raises(InputError, match="forward 1"):
+        fed(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("backend", ["hf", "llama"])
+def test_the_real_model_is_captured_by_both_engines(specnb, tmp_path, backend, monkeypatch):
+    monkeypatch.undo()  # the fetched model's own cache
+    first = ["smollm2-135m", "--backend", backend, "--prompt", "def f(n):", "--max-new-tokens", "2"]
+    code, out, err = specnb("divergence", "capture", *first, "--modules", "norm", "--out", str(tmp_path / "a"))
+    assert code == 0 and "modules of smollm2-135m" in out, err
+    again = ["smollm2-135m", "--backend", backend, "--tokens", str(tmp_path / "a"), "--modules", "norm"]
+    assert specnb("divergence", "capture", *again, "--out", str(tmp_path / "b"))[0] == 0
+    code, out, _ = specnb("divergence", "compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert code == 0 and out.startswith("SOUND: ")
+
+
+# --- compare --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """Traces of a tiny model: two alike, one with a random head, and that one as an engine writes it that wraps it."""
+    model, folder = torch_model().eval(), tmp_path_factory.mktemp("traces")
+    script = made_up(model, tokens=18, prompt=14)
+    for name, service in (("a", nullcontext()), ("b", nullcontext()), ("wrong", FAULTS["random_head"](model))):
+        with service, capture(model, folder / name):
+            run(model, script)
+    trace = Trace.load(folder / "wrong")
+    tensors, params = (t.assign(module="engine." + t["module"]) for t in (trace.tensors, trace.params))
+    Trace(trace.facts, tensors, params, trace.arrays).save(folder / "engine")
+    return {name: str(folder / name) for name in ("a", "b", "wrong", "engine", "none")}
+
+
+@pytest.fixture
+def compared(specnb, traces):
+    def run_compare(*words):
+        return specnb("divergence", "compare", *(traces.get(word, word) for word in words))
+
+    return run_compare
+
+
+def test_traces_are_compared_by_their_folders(compared):
+    code, out, _ = compared("a", "b")
+    assert code == 0 and out.startswith("SOUND: ") and "looked at: " in out and not next_lines(out)
+    code, out, _ = compared("a", "wrong", "--sound", "b")
+    assert code == 1 and out.startswith("DIVERGENT: first at lm_head") and "changed" in out
+    code, out, _ = compared("a", "wrong", "--json")
+    assert code == 1 and json.loads(out)["first"]["module"] == "lm_head"
+    code, out, err = compared("a", "none")
+    assert code == 125 and out == "" and "none" in errors(err)[0]
+
+
+def test_modules_of_an_engine_are_renamed_for_the_comparison(compared):
+    code, _, err = compared("a", "engine")
+    assert code == 125 and "--rename OLD=NEW" in errors(err)[0]
+    for words in (["--rename", r"^engine\.="], ["--rename", "^engin=x", "--rename", r"^xe\.(?=.*)="]):
+        code, out, err = compared("a", "engine", *words)
+        assert code == 1 and out.startswith("DIVERGENT: first at lm_head"), err
+    for word in ("engine", "=x", "(=x", "a=\\9"):
+        code, out, err = compared("a", "b", "--rename", word)
+        assert code == 2 and out == "" and word.partition("=")[0] in errors(err)[0]
+
+
+def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specnb, compared, traces, models, tmp_path):
+    code, out, _ = compared("a", "wrong")
+    lines = next_lines(out)
+    assert code == 1
+    assert [line[line.index("--tokens") + 1] for line in lines] == [traces["a"], traces["wrong"]]
+    given = {"REFERENCE-MODEL": models["torch"], "REFERENCE-IN-FULL": str(tmp_path / "full")}
+    code, out, err = specnb(*(given.get(word, word) for word in lines[0][1:]))
+    assert code == 0, err
+    code, out, _ = compared("a", str(tmp_path / "full"), "--json")
+    assert code == 0 and json.loads(out)["next"] == []
+
+
+def test_what_is_doubtful_is_captured_too_and_of_an_unknown_engine_nothing(traces):
+    both = {name: Trace.load(traces[name]) for name in ("a", "b")}
+    sound = compare(*both.values())
+    doubtful = dataclasses.replace(sound, doubts=(Doubt("lm_head", 7, 1),))
+    assert _closer(sound, both) == [] and ["lm_head" in command for command in _closer(doubtful, both)] == [True, True]
+    elsewhere = {name: dataclasses.replace(trace, facts={"engine": "vllm"}) for name, trace in both.items()}
+    assert _closer(doubtful, elsewhere) == []
+
+
+def test_comparing_needs_no_torch(traces):
+    words = ["divergence", "compare", traces["a"], traces["b"]]
+    code = f"""
+import sys
+from specnb.cli import main
+sys.argv = ["specnb", *{words!r}]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+print(sorted({{"torch", "transformers", "llama_cpp"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("[]\n"), done.stdout + done.stderr
