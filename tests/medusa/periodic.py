@@ -1,13 +1,16 @@
 """A backbone that walks in circles: its greedy text is known for ever, so what heads must say is known as well."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from specnb.lm.hf.model import HfModel
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig
+from specnb.medusa import data, nets
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, draft_ids
 from tests.tiny_models import VOCAB, torch_model
 
 PERIOD = 6
@@ -20,10 +23,10 @@ for token in range(FIRST, VOCAB):
     NEXT[token] = start + (token - start + 1) % PERIOD
 
 
-def backbone_model(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> HfModel:
+def backbone_model(*, dtype: torch.dtype = torch.float32) -> HfModel:
     """A llama whose layers add nothing, and whose lm_head says for each token the next one of its circle."""
-    net = torch_model("llama", seed=seed, hidden_size=HIDDEN, tie_word_embeddings=False)
-    draw = torch.Generator().manual_seed(seed)
+    net = torch_model("llama", hidden_size=HIDDEN, tie_word_embeddings=False)
+    draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in net.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -31,18 +34,13 @@ def backbone_model(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> HfMo
         # a norm that is another one when it is applied twice, and states that are small without it
         net.model.norm.weight.copy_(torch.exp(0.9 * torch.randn(HIDDEN, generator=draw)))
         net.model.embed_tokens.weight.copy_(0.3 * torch.randn(VOCAB, HIDDEN, generator=draw))
-        said = F.normalize(net.model.norm(net.model.embed_tokens.weight), dim=-1)
-        net.lm_head.weight[NEXT] = 2 * said
+        net.lm_head.weight[NEXT] = 2 * F.normalize(net.model.norm(net.model.embed_tokens.weight), dim=-1)
     return HfModel(net.to(dtype), None, name="periodic")
 
 
 def prompts(n: int = CIRCLES) -> list[list[int]]:
     """One prompt in each of the first `n` circles."""
     return [[FIRST + PERIOD * i + j % PERIOD for j in range(i, i + 4)] for i in range(n)]
-
-
-def config(**changed: object) -> HeadsConfig:
-    return HeadsConfig(**({"n_heads": 3, "hidden_size": HIDDEN, "vocab_size": VOCAB} | changed))
 
 
 def after(tokens: torch.Tensor, n: int) -> torch.Tensor:
@@ -57,16 +55,7 @@ def cosine(done: float) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * done)
 
 
-def fit(
-    heads: Heads,
-    target: HfModel,
-    *,
-    norms: int = 1,
-    shift: int = 0,
-    steps: int = 300,
-    lr: float = 0.02,
-    schedule=cosine,
-) -> list:
+def fit(heads: Heads, target: HfModel, *, norms=1, shift=0, steps=400, lr=0.02, schedule=cosine) -> list[dict]:
     """Train heads to say what comes; `norms` final norms in front of their blocks, labels `shift` places further.
 
     Returns the log of the training, a line each ten steps.
@@ -76,14 +65,14 @@ def fit(
         state = net.model.embed_tokens.weight[FIRST:].clone()
         for _ in range(norms):
             state = net.model.norm(state)
-    tokens = torch.arange(FIRST, VOCAB)
+    tokens, ids = torch.arange(FIRST, VOCAB), draft_ids(heads.token_map, VOCAB)
     since = torch.stack([after(tokens, 1 + i) for i in range(heads.config.n_heads)], dim=1)
     optimizer = torch.optim.Adam(heads.parameters(), lr=lr)
     log = []
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate = schedule(step / steps) * lr
         losses = [
-            F.cross_entropy(heads.logits(i, heads.features(i, state, since)), after(tokens, 2 + i + shift))
+            F.cross_entropy(heads.logits(i, heads.features(i, state, since)), ids[after(tokens, 2 + i + shift)])
             for i in range(heads.config.n_heads)
         ]
         optimizer.zero_grad()
@@ -95,28 +84,30 @@ def fit(
     return log
 
 
-def new_heads(target: HfModel, **changed: object) -> Heads:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # the first weights of a low rank product
-        return Heads(config(**changed), Backbone.of(target.network))
+def new_heads(target: HfModel, token_map: torch.Tensor | None = None, **changed: object) -> Heads:
+    """Untrained heads on any tiny model, three unless told otherwise."""
+    backbone = Backbone.of(target.network)
+    sizes = {"n_heads": 3, "hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
+    sizes |= {"draft_vocab": 0 if token_map is None else len(token_map), "backbone": backbone.digest}
+    return nets.new_heads(HeadsConfig(**(sizes | changed)), backbone, token_map, 0)
 
 
-def randomised(heads: Heads, spread: float, seed: int = 0) -> Heads:
-    """Blocks of normal noise."""
+def randomised(heads: Heads, spread: float = 0.2, seed: int = 0) -> Heads:
+    """Heads of normal noise: every one says something else, so whatever is mixed up shows."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in heads.heads.parameters():
-            weight.copy_(spread * torch.randn(weight.shape, generator=draw))
+        for weight in heads.parameters():
+            weight.normal_(0, spread, generator=draw)
     return heads.eval().requires_grad_(False)
 
 
-def as_torch_draws(heads: Heads, seed: int = 0) -> Heads:
-    """Blocks as nn.Linear makes them: what a benchmark measures that never loads its checkpoint."""
-    draw = np.random.default_rng(seed)
-    with torch.no_grad():
-        for head in heads.heads:
-            for block in head.blocks:
-                bound = block.linear.weight.shape[1] ** -0.5
-                for weight in block.parameters():
-                    weight.copy_(torch.from_numpy(draw.uniform(-bound, bound, weight.shape)))
-    return heads.eval().requires_grad_(False)
+def write_text(target: HfModel, folder: Path, *, length: int) -> None:
+    """A folder to practise on: rows along every circle from every place, and their states."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backbone = Backbone.of(target.network).digest
+    (folder / "facts.json").write_text(json.dumps({"backbone": backbone}))
+    starts = torch.arange(FIRST, FIRST + PERIOD * CIRCLES)
+    rows = torch.stack([after(starts, n) for n in range(length)], dim=1).numpy().astype(np.int32)
+    for split in ("train", "held_out"):
+        data.TextRows(rows, np.ones(rows.shape, bool)).save(folder / f"{split}-00000.npz")
+    data.compute_states(target.network, folder, backbone=backbone)
