@@ -27,9 +27,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specnb import script
 from specnb.errors import EngineError, InputError, NonFiniteLogits
-from specnb.io import write_atomic
+from specnb.io import cache_dir, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf import attention as hf_attention
 from specnb.lm.load import load
@@ -37,8 +36,6 @@ from specnb.medusa import checkpoint, data
 from specnb.medusa.data import NO_LABEL, SPLITS, Batch, Examples
 from specnb.medusa.nets import OUTSIDE, Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.text import Writing
-from specnb.medusa.tree import RANKS
-from specnb.paths import cache_dir
 
 CHECKPOINT_FILE, LOG_FILE = "checkpoint.pt", "log.jsonl"
 HELD_OUT = 4096
@@ -578,4 +575,4 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    script.run("medusa.train", command)
+    typer.run(command)
