@@ -18,9 +18,9 @@ import numpy as np
 import pandas as pd
 
 from specnb.decode import accept
-from specnb.decode.accept import Acceptance, Rule, rule_named
+from specnb.decode.accept import Acceptance, Rule, rule_of
 from specnb.decode.generate import PromptLike, generate, prompt_ids
-from specnb.decode.sampling import Chooser, Draws, Rows, argmax
+from specnb.decode.sampling import Chooser, Draws, ProbRows, argmax
 from specnb.divergence.planting import replaced
 from specnb.divergence.sampling import Audit, Position, Tally
 from specnb.draft.base import Drafter, Picker, Proposal
@@ -31,7 +31,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.toy import ToyLM, markov
 from specnb.measure.experiment import Progress, models_of, record_of, silent
-from specnb.measure.fork import explain_fork
+from specnb.measure.pair import explain_fork
 from specnb.params import LosslessParams
 from specnb.prompts import CATEGORIES, Prompt, prompts
 from specnb.records import Generation, RunRecord
@@ -131,7 +131,9 @@ def _listening(ids: Sequence[int], hear: Callable[[Position], object]) -> Rule:
         if proposal.tree is not None:
             raise InputError("a tree of drafts is verified as one: draft a chain (tree=chain) to audit sampling")
         noted = _Noted(chooser.draws)
-        acceptance = rule_named("token", chooser.sampling)(logits, proposal, Chooser(chooser.sampling, noted))
+        acceptance = rule_of(replace(chooser.sampling, rule="token"))(
+            logits, proposal, Chooser(chooser.sampling, noted)
+        )
         kept = acceptance.n_accepted
         drafts = proposal.ids[: kept + 1]
         # a number for each test, and one for the token behind; greedy rounds draw none
@@ -212,7 +214,7 @@ class _Misreporting(Chooser):
 class _FromTarget(Draws):
     """Draws the extra token from the target's row wherever the tests end, whatever weights it is given."""
 
-    def __init__(self, draws: Draws, p_target: Rows) -> None:
+    def __init__(self, draws: Draws, p_target: ProbRows) -> None:
         self._draws, self._p_target, self._kept = draws, p_target, 0
 
     def uniform(self) -> float:
@@ -227,7 +229,7 @@ class _FromTarget(Draws):
         return super().categorical(self._p_target[self._kept])
 
 
-def _from_target(rule: Callable[..., Acceptance], p_target: Rows, *drafts_and_draws: Any) -> Acceptance:
+def _from_target(rule: Callable[..., Acceptance], p_target: ProbRows, *drafts_and_draws: Any) -> Acceptance:
     *drafts, draws = drafts_and_draws
     return rule(p_target, *drafts, _FromTarget(draws, p_target))
 

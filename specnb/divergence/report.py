@@ -13,7 +13,7 @@ from specnb.divergence import kv_slots
 from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.errors import InputError
 from specnb.io import project_dir, read_json, write_atomic
-from specnb.measure.acceptance import Share
+from specnb.measure.triage import Share
 
 if TYPE_CHECKING:
     from specnb.divergence.investigate import Investigation

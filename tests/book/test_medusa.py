@@ -9,10 +9,10 @@ import torch
 
 from specnb.book import medusa as figures
 from specnb.errors import InputError
+from specnb.io import project_dir
 from specnb.medusa import bench, checkpoint, study
 from specnb.medusa.study import Study, loaded_heads
 from specnb.medusa.train import Measured, Report
-from specnb.paths import project_dir
 from specnb.prompts import Prompt
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB

@@ -5,31 +5,19 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from specnb.decode.control import ConfidenceStop, EntropyStop
-from specnb.decode.costaware import CostAware
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure.recording import Recording
+from specnb.measure.recording import follow, record
 from specnb.measure.replay import fixed_k, walk
-from specnb.measure.trace import follow, record
 from specnb.prompts import prompts
-
-PROMPT = [0, 1, 2, 0, 1]
-
-
-def counts_of(made):
-    return len(made.rounds), made.total_draft_tokens, made.accepted_tokens
+from tests.laws.test_controllers import CONTROLLERS, PROMPT, drafter_named
 
 
-def drafter_named(name, seed):
-    if name == "lookup":
-        return LookupDrafter()
-    if name == "far":  # looks back over everything: one wrong token left in its state shows
-        return ModelDrafter(toy.markov(4, order=1000, seed=seed))
-    return ModelDrafter(toy.markov(4, order=1, seed=seed + 1) if name == "other" else toy.markov(4, order=2, seed=seed))
+def counts_of(generation):
+    return len(generation.rounds), generation.total_draft_tokens, generation.accepted_tokens
 
 
 @pytest.mark.parametrize("name", ["lookup", "other", "same"])
@@ -46,12 +34,7 @@ def test_greedy_replay_equals_live_integer_for_integer(name, eog, seed):
             assert replayed.by_width == Counter(r.width for r in live.rounds), (n, k)
 
 
-READERS = {
-    "confidence": lambda: ConfidenceStop(24, 0.45),
-    "cumulative": lambda: ConfidenceStop(24, 0.2, cumulative=True),
-    "entropy": lambda: EntropyStop(24, gamma=0.3, threshold=0.45),
-    "cost-aware": lambda: CostAware([0, *(1 + 0.05 * n for n in range(1, 26))], 0.1, patience=3),
-}
+READERS = [make for make in CONTROLLERS.values() if make().reads_drafts]
 
 
 @pytest.mark.parametrize("name", ["other", "same", "far"])
@@ -62,9 +45,9 @@ def test_followed_no_further_than_controllers_read_it_gives_their_live_rounds(na
     for n in (1, 2, 40):
         drafter = drafter_named(name, seed)
         made = generate(target, PROMPT, max_new_tokens=n)
-        walking = {drafter.name: [control() for control in READERS.values()]}
+        walking = {drafter.name: [control() for control in READERS]}
         (recording,) = follow(target, [drafter], made, max_new_tokens=n, walking=walking)
-        for control in READERS.values():
+        for control in READERS:
             live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=control(), max_new_tokens=n)
             steps = [(s.drafted, s.n_accepted) for s in walk(recording, control())]
             assert steps == [(r.k, r.n_accepted) for r in live.rounds], (control().name, n)
@@ -89,33 +72,28 @@ def test_sampled_replay_is_the_mean_of_live_runs(name, k):
     assert abs(np.mean(live) - np.mean(replayed)) < 2.576 * spread
 
 
-def planted(recording: Recording, k: int, fault: str) -> float:
-    """`fixed_k` by hand with an off-by-one: the rounds it then counts."""
+def rounds_by_hand(recording, k, bonus=1, correction=1):
+    """`fixed_k` for greedy recordings; a planted fault leaves out the bonus token, or the correction."""
     i = rounds = 0
     while i < recording.n_tokens:
         chances = recording.keep[i][: min(k, recording.offered[i])]
         kept = next((j for j, chance in enumerate(chances) if not chance), len(chances))
+        i += kept + (bonus if kept == len(chances) else correction) or 1
         rounds += 1
-        if fault == "no bonus":
-            i += kept + (kept < len(chances)) or 1
-        elif fault == "no correction":
-            i += kept or 1
-        else:
-            i += kept + 1
     return rounds
 
 
 def test_planted_off_by_ones_are_seen():
     target = toy.markov(4, order=2, seed=1)
-    ((_, (recording,)),) = record(target, [drafter_named("same", 1)], [PROMPT], max_new_tokens=30)
-    ((_, (other,)),) = record(target, [drafter_named("other", 1)], [PROMPT], max_new_tokens=30)
-    live = [
-        len(generate(target, PROMPT, drafter=drafter_named(n, 1), k=4, max_new_tokens=30).rounds)
-        for n in ("same", "other")
-    ]
-    assert [planted(recording, 4, ""), planted(other, 4, "")] == live
-    assert planted(recording, 4, "no bonus") != live[0]
-    assert planted(other, 4, "no correction") != live[1]
+    recordings, live = [], []
+    for name in ("same", "other"):
+        ((_, (recording,)),) = record(target, [drafter_named(name, 1)], [PROMPT], max_new_tokens=30)
+        recordings.append(recording)
+        generation = generate(target, PROMPT, drafter=drafter_named(name, 1), k=4, max_new_tokens=30)
+        live.append(len(generation.rounds))
+    assert [rounds_by_hand(recording, 4) for recording in recordings] == live
+    assert rounds_by_hand(recordings[0], 4, bonus=0) != live[0]
+    assert rounds_by_hand(recordings[1], 4, correction=0) != live[1]
 
 
 @pytest.mark.model

@@ -29,9 +29,8 @@ from specnb.divergence.trace import Key
 from specnb.errors import InputError
 from specnb.io import digest, read_json, write_atomic
 from specnb.measure import pair as measured
-from specnb.measure.acceptance import Share
 from specnb.measure.experiment import Progress, silent
-from specnb.measure.triage import Triage, kind_of, triage
+from specnb.measure.triage import Share, Triage, triage
 from specnb.params import DivergenceParams
 from specnb.provenance import provenance
 from specnb.records import RunRecord
@@ -296,7 +295,7 @@ def read_acceptance(path: Path, *, vocab_size: int) -> Triage:
     """
     again = "make it with `specnb generate --draft … --json`"
     try:
-        pair = measured.Pair.model_validate(read_json(path, GENERATION_BYTES) | {"vocab_size": vocab_size})
+        pair = measured.PairRun.model_validate(read_json(path, GENERATION_BYTES) | {"vocab_size": vocab_size})
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -310,8 +309,7 @@ def read_acceptance(path: Path, *, vocab_size: int) -> Triage:
             f"{path}: the models that are investigated have no token {unknown[0]} (0 to {vocab_size - 1}): give "
             "--draft and --target of this generation"
         )
-    kind = kind_of(generation.drafter)
-    return triage([generation], vocab_size=vocab_size, drafter_kind=kind, forks=[fork] if fork else [])
+    return triage([generation], vocab_size=vocab_size, forks=[fork] if fork else [])
 
 
 def acceptance_line(acceptance: Triage) -> str:
