@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from specnb.errors import SpecnbError
 from specnb.io import cache_dir, write_atomic
-from specnb.lm.memory import free_bytes, human_bytes
+from specnb.lm.preflight import free_bytes, human_bytes
 from specnb.provenance import cpu_facts
 
 PROBE_MODEL = "smollm2-135m"

@@ -17,7 +17,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from specnb.io import plain
-from specnb.lm.memory import quota_cores
+from specnb.lm.preflight import quota_cores
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "accelerate", "gguf", "safetensors", "huggingface-hub"),

@@ -144,7 +144,7 @@ def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dic
 
 
 def _show(document: dict[str, Any]) -> None:
-    from specnb.lm.memory import human_bytes
+    from specnb.lm.preflight import human_bytes
 
     seen, n_fed = document["modules"], sum(map(len, document["token_ids"]))
     modules = f"{seen['written']} of {seen['hooked']} modules of {document['model']} ({document['engine']})"

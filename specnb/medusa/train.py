@@ -158,7 +158,7 @@ def rank_shares(heads: Heads, examples: Batch) -> Tensor:
     shares = []
     for i in range(heads.config.n_heads):
         labels = batch.labels[:, i]
-        best = heads.logits(i, heads.features(i, heads.normed(states), batch.ids)).topk(RANKS, dim=-1).indices
+        best = heads.logits(i, heads.features(i, heads.normed(states), batch.ids)).topk(TOP, dim=-1).indices
         hits = (best == labels[:, None]) & (labels >= 0)[:, None]
         shares.append(hits.sum(0) / (labels != NO_LABEL).sum().clamp(min=1))
     return torch.stack(shares)

@@ -17,10 +17,10 @@ from specnb.draft.base import Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError
 from specnb.io import cache_dir, plain
-from specnb.lm import embedded
+from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.cache import files_digest, made_once
 from specnb.lm.load import load, parse
+from specnb.lm.zoo import files_digest, made_once
 from specnb.measure.bench import Method, compare
 from specnb.measure.experiment import Progress, record_of, saving_failures, silent
 from specnb.params import RollbackParams
@@ -188,7 +188,7 @@ def passages(*, limit: int) -> list[Prompt]:
 
     Raises InputError where there are fewer.
     """
-    lines = json_lines(embedded.root() / "held_out.jsonl")
+    lines = json_lines(zoo.embedded_root() / "held_out.jsonl")
     texts = [passage["text"] for _, passage in lines if passage["kind"] == "code"]
     if limit > len(texts):
         raise InputError(f"got {limit} passages, expected 1 to {len(texts)}")
@@ -202,9 +202,11 @@ def attention_twin(name: str) -> Path:
     free. `name` is an embedded model or a local folder. Raises InputError for anything else, and for a model without
     attention heads or a tokenizer.
     """
-    folder = embedded.local_folder(name)
+    folder = zoo.local_folder(name)
     if not (folder / "config.json").is_file():
-        raise InputError(f"{name!r} is neither an embedded model ({', '.join(embedded.names())}) nor a model's folder")
+        raise InputError(
+            f"{name!r} is neither an embedded model ({', '.join(zoo.embedded_names())}) nor a model's folder"
+        )
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     missing = [key for key in TWIN_FIELDS if key not in config] + [f for f in TOKENIZER if not (folder / f).is_file()]
     if missing:

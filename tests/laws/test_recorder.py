@@ -10,15 +10,11 @@ import pytest
 import torch
 
 from specnb.lm.hf import record as hf_record
-from specnb.lm.hf.cache import recurrent_layers
+from specnb.lm.hf.engine import recurrent_layers
 from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, torch_model
 
-CONFIGS = {
-    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
-    "qwen3_5_text": {"num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-                     "linear_key_head_dim": 8, "linear_value_head_dim": 6},
-}  # fmt: skip
+CONFIGS = {"mamba2": {"n_groups": 2, "chunk_size": 4}, "qwen3_5_text": {"linear_value_head_dim": 6}}
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 20)]
 PROMPT, K = 5, 6
 PIECES = {"one block": [K], "steps": [1] * K, "mixed": [1, 4, 1]}
@@ -70,7 +66,7 @@ def replay_error(model, pieces, accepted):
         at += n
     expected = {}
     for index, calls in recorder._inputs.items():
-        base = recorder._base.layers[index][1][0]
+        base = recorder.base.layers[index][1][0]
         options = recorder._options[index]
         inputs = hf_record._first(calls, K)
         assert inputs[0].shape[1] == K and float(base.abs().max()) > 0.01, "a state of zeros would agree with anything"

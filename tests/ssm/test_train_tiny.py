@@ -8,10 +8,10 @@ import pytest
 
 from data.models.train_tiny import recipe, shapes
 from data.models.train_tiny.card import card
-from specnb.lm import embedded
+from specnb.lm import zoo
 from specnb.medusa import corpus
 
-MODELS = embedded.root()
+MODELS = zoo.embedded_root()
 
 
 def test_the_card_says_what_the_facts_say_and_its_commands_give_the_recipes():
