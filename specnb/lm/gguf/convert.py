@@ -7,28 +7,16 @@ those whose torch and llama.cpp code were compared, logit by logit (tests/lm/tes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
 
 from specnb.errors import InputError, SpecnbError, did_you_mean
 from specnb.io import cache_dir, read_json
-from specnb.lm.gguf import families
 from specnb.lm.gguf.binding import FILE_TYPES
-from specnb.lm.gguf.plan import Key, Plan, Weight
+from specnb.lm.gguf.families import FAMILIES, Key, Plan, Weight
 from specnb.lm.gguf.tokenizer import tokenizer_keys
 from specnb.lm.zoo import files_digest, made_once
-
-if TYPE_CHECKING:
-    import numpy as np
-    from gguf import GGUFWriter
-    from transformers import PretrainedConfig
-
-FAMILIES: Mapping[str, Callable[["PretrainedConfig"], Plan]] = {
-    "qwen3_5_text": families.qwen35,
-    "lfm2": families.lfm2,
-    "mamba2": families.mamba2,
-    "qwen3": families.qwen3,
-}
-"""`model_type` of a config.json -> its plan."""
 
 DTYPES = ("f16", "f32", "bf16")
 MAX_TEXT_BYTES = 64 << 20
@@ -67,7 +55,7 @@ def write_gguf(folder: Path | str, dest: Path | str, *, dtype: str = "f16") -> P
     """
     folder, dest = Path(folder).expanduser(), Path(dest).expanduser()
     check_dtype(dtype)
-    with _one_error(folder):
+    with _single_error(folder):
         plan, keys = _describe(folder)
         with ExitStack() as stack:
             read = _tensors(folder, plan, stack)
@@ -82,7 +70,7 @@ def check_dtype(dtype: str) -> None:
 
 
 @contextmanager
-def _one_error(folder: Path) -> Iterator[None]:
+def _single_error(folder: Path) -> Iterator[None]:
     """Broken files make safetensors, tokenizers and transformers raise nearly any class."""
     try:
         yield
@@ -120,14 +108,16 @@ def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
     return plan, tokenizer_keys(tokenizer, vocabulary(tokenizer, config, generation))
 
 
-def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], "np.ndarray"]:
+def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], np.ndarray]:
     """A reader of the planned tensors as float32, after checking that the files hold exactly those."""
     from safetensors import safe_open
 
-    where = {}
-    for path in _weight_files(folder):
+    where: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))
         where |= dict.fromkeys(file.keys(), file)
+    if not where:
+        raise InputError(f"{folder} has no model.safetensors: weights in other forms are not read")
     wanted = {weight.source for weight in plan.weights}
     if missing := sorted(wanted - set(where)):
         raise InputError(f"{folder} lacks {len(missing)} tensors of its config (the first: {missing[0]})")
@@ -137,7 +127,7 @@ def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], "
         if (shape := tuple(where[weight.source].get_slice(weight.source).get_shape())) != weight.shape:
             raise InputError(f"{folder}: {weight.source} has the shape {shape}, its config says {weight.shape}")
 
-    def read(weight: Weight) -> "np.ndarray":
+    def read(weight: Weight) -> np.ndarray:
         tensor = where[weight.source].get_tensor(weight.source)
         if not tensor.is_floating_point():
             raise InputError(f"{folder}: {weight.source} is {tensor.dtype}: quantised weights are not read")
@@ -146,28 +136,24 @@ def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], "
     return read
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    sharded = index.exists()
-    names = sorted(set(read_json(index, MAX_TEXT_BYTES)["weight_map"].values())) if sharded else ["model.safetensors"]
-    for name in names:
-        if not (folder / name).is_file():
-            raise InputError(f"{folder} has no file {name[:100]!r} with weights: only safetensors are read")
-    return [folder / name for name in names]
-
-
 def _write(
-    dest: Path, name: str, plan: Plan, keys: Mapping[str, Key], dtype: str, read: Callable[[Weight], "np.ndarray"]
+    dest: Path, name: str, plan: Plan, keys: Mapping[str, Key], dtype: str, read: Callable[[Weight], np.ndarray]
 ) -> None:
-    from gguf import GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(dest, plan.arch)
+    # each key with the type that llama.cpp's loader asks for: gguf-py has no method for some of the names
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    general = {"general.name": name, "general.file_type": FILE_TYPES[dtype]}
     try:
-        _add(writer, {"general.name": name, "general.file_type": FILE_TYPES[dtype]})
-        _add(writer, {f"{plan.arch}.{key}": value for key, value in plan.keys.items()})
-        _add(writer, keys)
+        for key, value in {**general, **{f"{plan.arch}.{k}": v for k, v in plan.keys.items()}, **keys}.items():
+            add.get(type(value), writer.add_array)(key, value)
         for weight in plan.weights:
-            _announce(writer, weight, dtype)
+            kind = _type(weight, dtype)
+            n_bytes = int(np.prod(weight.written_shape, dtype=np.int64)) * (4 if kind == "f32" else 2)
+            # numpy's type is only looked at for packed bytes; the true one is the last argument
+            raw_dtype = GGMLQuantizationType[kind.upper()]
+            writer.add_tensor_info(weight.name, weight.written_shape, np.dtype(np.float32), n_bytes, raw_dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -177,37 +163,16 @@ def _write(
         writer.close()
 
 
-def _add(writer: "GGUFWriter", keys: Mapping[str, Key]) -> None:
-    """Each key with the type that llama.cpp's loader asks for: gguf-py has no method for some of the names."""
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in keys.items():
-        add.get(type(value), writer.add_array)(key, value)
-
-
 def _type(weight: Weight, dtype: str) -> str:
     return "f32" if weight.exact else dtype
 
 
-def _announce(writer: "GGUFWriter", weight: Weight, dtype: str) -> None:
-    import numpy as np
-    from gguf import GGMLQuantizationType
-
-    width = {"f32": 4, "f16": 2, "bf16": 2}[_type(weight, dtype)]
-    writer.add_tensor_info(
-        weight.name,
-        weight.written_shape,
-        np.dtype(np.float32),  # only looked at for packed bytes; the type is the last argument
-        int(np.prod(weight.written_shape, dtype=np.int64)) * width,
-        raw_dtype=GGMLQuantizationType[_type(weight, dtype).upper()],
-    )
-
-
-def _values(weight: Weight, dtype: str, tensor: "np.ndarray") -> "np.ndarray":
+def _values(weight: Weight, dtype: str, tensor: np.ndarray) -> np.ndarray:
     """The bytes to write. InputError for values that are not finite, or that float16 does not reach."""
-    import numpy as np
     from gguf import GGMLQuantizationType, quantize
 
-    changed = np.ascontiguousarray(weight.change(tensor), dtype=np.float32)
+    changed = (weight.change(tensor) if weight.change else tensor).reshape(weight.written_shape)
+    changed = np.ascontiguousarray(changed, dtype=np.float32)
     kind = _type(weight, dtype)
     with np.errstate(over="ignore"):
         packed = quantize(changed, GGMLQuantizationType[kind.upper()])

@@ -6,12 +6,12 @@ its own expression is one of those, because another would split text otherwise, 
 
 import json
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specnb.errors import InputError
-from specnb.lm.gguf.plan import Key
-from specnb.lm.vocab import Vocabulary
+from specnb.lm.gguf.families import Key
+from specnb.lm.vocab import ALPHABET, Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,10 +24,10 @@ QWEN2 = _WORDS + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _LINES
 QWEN35 = _WORDS + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _LINES
 LLAMA3 = _WORDS + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+" + _LINES
 
-OWN_REGEX, DIGITS = "ByteLevel's own", "single digits"
+BUILT_IN, DIGITS = "ByteLevel's regex", "single digits"
 PRE_TYPES: Mapping[tuple[str, ...], str] = {
-    (OWN_REGEX,): "gpt-2",
-    (DIGITS, OWN_REGEX): "smollm",
+    (BUILT_IN,): "gpt-2",
+    (DIGITS, BUILT_IN): "smollm",
     (f"split {QWEN2}",): "qwen2",
     (f"split {QWEN35}",): "qwen35",
     (f"split {LLAMA3}",): "llama-bpe",
@@ -73,8 +73,8 @@ def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> d
     return keys
 
 
-def _refusal(what: object, why: str) -> InputError:
-    shown = what if isinstance(what, str) and what.isprintable() else repr(what)
+def _refusal(part: object, why: str) -> InputError:
+    shown = part if isinstance(part, str) and part.isprintable() else repr(part)
     return InputError(f"tokenizer: {shown:.400}: {why}; such a tokenizer runs in torch only (?backend=hf)")
 
 
@@ -101,7 +101,7 @@ def _pre_type(state: dict[str, Any]) -> str:
             steps.append(f"split {step['pattern'].get('Regex')}")
         elif kind == "ByteLevel" and not step["add_prefix_space"]:
             spelled = True
-            steps += [OWN_REGEX] if step["use_regex"] else []
+            steps += [BUILT_IN] if step["use_regex"] else []
         else:
             raise _refusal(step, "llama.cpp has no such pre-tokenizer")
     if not spelled:
@@ -124,14 +124,9 @@ def _check_model(model: dict[str, Any], pre: str) -> None:
         raise _refusal({key: model[key] for key in set_}, "llama.cpp has no such option")
     if model.get("ignore_merges", False) != (pre in IGNORE_MERGES):
         raise _refusal({"ignore_merges": model.get("ignore_merges")}, f"llama.cpp does otherwise for {pre}")
-    if model["unk_token"] is not None and (missing := _bytes_without_token(model["vocab"])):
-        raise _refusal(model["unk_token"], f"{missing} bytes become this token, llama.cpp drops them")
-
-
-def _bytes_without_token(vocab: Collection[str]) -> int:
-    from tokenizers import pre_tokenizers
-
-    return len(set(pre_tokenizers.ByteLevel.alphabet()) - set(vocab))
+    missing = ALPHABET.keys() - model["vocab"].keys()
+    if model["unk_token"] is not None and missing:
+        raise _refusal(model["unk_token"], f"{len(missing)} bytes become this token, llama.cpp drops them")
 
 
 def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:

@@ -6,9 +6,8 @@ transformers' conversion leaves out of the tokenizer and of the set of end token
 
 import json
 import math
-import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -25,14 +24,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging as hf_logging
 
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.io import cache_dir, file_digest
 from specnb.lm.gguf import binding
 from specnb.lm.preflight import Need, kv_bytes, require
-from specnb.lm.vocab import Vocabulary
+from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 from specnb.lm.zoo import expanded, made_once, need_space
 
 DEFAULT_N_CTX = 4096
@@ -52,9 +50,7 @@ PROBES = (
     "naïve 日本語 🙂\t\t{};",
     "<|im_start|>user\nhi<|im_end|>",
 )
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def local_or_hub(source: Path | str) -> str:
@@ -132,8 +128,7 @@ def vocabulary(
     if tokenizer is None:
         return Vocabulary(tuple(b"<%d>" % i for i in range(size)), kind="none", eog=frozenset(eog))
     state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
-    added = tokenizer.added_tokens_decoder
-    to_bytes = _piece_reader(state)
+    added, to_bytes = tokenizer.added_tokens_decoder, spelling_of(state)
     names = tokenizer.convert_ids_to_tokens(list(range(size)))  # None for ids that it does not know
     pieces = [
         str(added[i]).encode() if i in added else to_bytes(name) if name is not None else b""
@@ -142,7 +137,7 @@ def vocabulary(
     probe = tokenizer("x").input_ids
     return Vocabulary(
         pieces=tuple(pieces),
-        kind=str(state.get("model", {}).get("type", "unknown")).lower(),
+        kind=kind_of(state),
         pre=str((state.get("pre_tokenizer") or {}).get("type", "")).lower(),
         bos=tokenizer.bos_token_id,
         eos=tokenizer.eos_token_id,
@@ -155,22 +150,6 @@ def vocabulary(
 
 def _ids(value: int | list[int] | None) -> set[int]:
     return set() if value is None else set(value) if isinstance(value, list) else {value}
-
-
-def _piece_reader(state: dict) -> Callable[[str], bytes]:
-    """How the tokenizer's written pieces become bytes: byte-level BPE's alphabet, or sentencepiece's marks."""
-    alphabet = {c: b for b, c in bytes_to_unicode().items()}
-
-    def byte_level(name: str) -> bytes:
-        return bytes(alphabet[c] for c in name) if all(c in alphabet for c in name) else name.encode()
-
-    def sentencepiece(name: str) -> bytes:
-        if BYTE_PIECE.fullmatch(name):
-            return bytes([int(name[3:5], 16)])
-        return name.replace("\u2581", " ").encode()
-
-    steps = json.dumps([state.get("decoder"), state.get("pre_tokenizer")])
-    return byte_level if "ByteLevel" in steps else sentencepiece
 
 
 def dequantised(gguf: Path) -> Path:
