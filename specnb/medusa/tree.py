@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specnb.decode.tree import require_trees
+from specnb.decode.accept import require_trees
 from specnb.errors import InputError
 from specnb.lm.base import TreeModel
 from specnb.lm.tree import COMMITTED, Tree
