@@ -27,13 +27,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb.errors import InputError, MemoryShortError
-from specnb.io import file_digest, write_atomic
+from specnb.io import file_digest, json_lines, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa import corpus
 from specnb.medusa.nets import Heads, draft_ids
 from specnb.medusa.text import OnTokens, Turns, Writer, Writing, number_of, seeds
-from specnb.prompts import json_lines
 
 FACTS_FILE, SPLITS = "facts.json", ("train", "held_out")
 MAX_TOKENS, HELD_OUT_EVERY = 1 << 28, 20
