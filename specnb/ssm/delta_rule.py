@@ -27,9 +27,17 @@ beta    (B, T, HV)          strength of the write
 state   (B, HV, dk, dv)     S, float32 or float64, which is what everything is computed in
 """
 
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+
+import pandas as pd
 import torch
 
 from specnb.lm.tree import Tree
+
+HEADS, KEY_HEADS, DIM = 32, 16, 128
+"""One layer of Qwen3-Next-80B."""
 
 GATE_FLOOR = -1e4
 """e to this is 0 in float32 and float64, as for anything below; but it is finite, and 0 * -inf would be NaN."""
@@ -96,3 +104,57 @@ def _fades(g: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     below = on_path.tril(-1)  # below[m, j]: j is an ancestor of m, so m's gate fades what j wrote
     between = (on_path * gates[..., None, :]) @ below
     return between.masked_fill(~seen, -torch.inf).exp(), (gates @ on_path.mT).exp()[..., None]
+
+
+def tree_cost(nodes: Sequence[int] = (4, 8, 16, 32), *, repeats: int = 5) -> pd.DataFrame:
+    """Time (medians of `repeats`, interleaved) verifying trees on one layer of Qwen3-Next-80B's shapes, float32.
+
+    The trees are a chain, four children each, and all side by side. Columns: tree, nodes, depth, solve_s (`verify`),
+    paths_s (the serial rule along each path from the committed state), ratio, and max_error, the largest difference
+    of the two outputs.
+    """
+    rows = []
+    for n in nodes:
+        children_of_four = Tree(tuple((i - 1) // 4 if i else -1 for i in range(n)))
+        trees = {"chain": Tree.chain(n), "4-ary": children_of_four, "star": Tree((-1,) * n)}
+        rows += [{"tree": kind, "nodes": n, **_cost_of(tree, repeats)} for kind, tree in trees.items()]
+    return pd.DataFrame(rows)
+
+
+def _cost_of(tree: Tree, repeats: int) -> dict[str, float]:
+    tokens, state = _layer_inputs(len(tree))
+    paths = [tree.path(leaf) for leaf in range(len(tree)) if leaf not in tree.parents]
+    along_paths = torch.empty_like(tokens[2])
+
+    def solve() -> torch.Tensor:
+        return verify(*tokens, state, tree)
+
+    def each_path() -> torch.Tensor:
+        for path in paths:
+            along_paths[:, path] = recurrent(*(x[:, path] for x in tokens), state)[0]
+        return along_paths
+
+    with torch.inference_mode():
+        error = (solve() - each_path()).abs().max().item()  # the first runs are warm-up
+        times = [(_seconds(solve), _seconds(each_path)) for _ in range(repeats)]
+    solve_s, paths_s = map(median, zip(*times, strict=True))
+    depth = max(map(len, paths))
+    return {"depth": depth, "solve_s": solve_s, "paths_s": paths_s, "ratio": paths_s / solve_s, "max_error": error}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = perf_counter()
+    run()
+    return perf_counter() - began
+
+
+def _layer_inputs(n: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Draw q, k, v, g, beta of `n` tokens, as a layer makes them, and a state of some size."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    q, k = unit(normal(1, n, KEY_HEADS, DIM)) / DIM**0.5, unit(normal(1, n, KEY_HEADS, DIM))
+    g, beta = -torch.rand(1, n, HEADS, generator=draw), torch.rand(1, n, HEADS, generator=draw)
+    return [q, k, normal(1, n, HEADS, DIM), g, beta], 0.1 * normal(1, HEADS, DIM, DIM)

@@ -1,17 +1,163 @@
-"""Bytes that each way of rolling a recurrent state back keeps, from the sizes of the layers alone.
+"""Bytes that each rollback strategy keeps, from the sizes of a model's recurrent layers in its config.
 
-All numbers are for one sequence and all recurrent layers together; a batch of n takes n times as much. What the
+One description covers four kinds of layer, because a state is always heads x value_dim x key_dim numbers that a token
+changes by an outer product of a value (heads x value_dim) and a key (key_heads x key_dim, shared by groups of heads):
+
+                value               key                 gates, float32      convolved before
+gated-delta     v                   k                   g, beta             q, k, v
+mamba2          x                   B (groups)          dt                  x, B, C
+mamba1          x, a channel a head B (one for all)     dt, a channel       x
+short-conv      none: the convolution window is all its state               B * x
+
+All bytes are for one sequence and all recurrent layers together; a batch of n takes n times as much. What the
 attention layers of a hybrid cache is not counted: cropping it costs nothing.
 """
 
 from collections.abc import Sequence
+from enum import StrEnum
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
-from specnb.ssm.shapes import ITEM_BYTES, RecurrentShape
+from specnb.errors import InputError, did_you_mean
 
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+ITEM_BYTES: dict[Dtype, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 GATE_BYTES = 4
 """Gates are kept in float32 in every record: they are few, and an error in a decay stays in the state."""
+
+
+class Kind(StrEnum):
+    """What sort of recurrence the layers run."""
+
+    GATED_DELTA = "gated-delta"
+    MAMBA2 = "mamba2"
+    MAMBA1 = "mamba1"
+    SHORT_CONV = "short-conv"
+
+
+class _Counts(NamedTuple):
+    """How often: gates a head in a replay record; gates a head that exist before the convolution; keys in it."""
+
+    gates: int
+    gates_before_conv: int
+    keys_in_conv: int
+
+
+# Mamba-1 computes dt, B and C from the convolved x: its columns before the convolution bring back everything.
+_COUNTS = {
+    Kind.GATED_DELTA: _Counts(gates=2, gates_before_conv=2, keys_in_conv=2),
+    Kind.MAMBA2: _Counts(gates=1, gates_before_conv=1, keys_in_conv=2),
+    Kind.MAMBA1: _Counts(gates=1, gates_before_conv=0, keys_in_conv=0),
+    Kind.SHORT_CONV: _Counts(gates=0, gates_before_conv=0, keys_in_conv=0),
+}
+
+
+class RecurrentShape(NamedTuple):
+    """The recurrent layers of one model and how an engine holds them.
+
+    `heads`, `value_dim`, `key_heads`, `key_dim` as in the table above (zeros for short-conv); `conv_channels` is the
+    width of the convolution, `conv_columns` what the engine keeps of it. `record_dtype` is that of values, keys and
+    columns in a replay record.
+    """
+
+    kind: Kind
+    layers: int
+    heads: int
+    value_dim: int
+    key_heads: int
+    key_dim: int
+    conv_channels: int
+    conv_columns: int
+    state_dtype: Dtype = "float32"
+    conv_dtype: Dtype = "float32"
+    record_dtype: Dtype = "bfloat16"
+
+    @property
+    def values(self) -> int:
+        """Numbers in one token's value, one layer."""
+        return self.heads * self.value_dim
+
+    @property
+    def keys(self) -> int:
+        """Numbers in one token's key, one layer, not expanded to heads."""
+        return self.key_heads * self.key_dim
+
+
+LAYOUTS: dict[str, tuple[int, Dtype | None]] = {"transformers": (1, None), "llama.cpp": (0, "float32")}
+"""Window columns beyond those that are read, one fewer than the convolution has taps, and the window's dtype.
+
+transformers keeps as many columns as the kernel has taps, in the model's dtype; llama.cpp keeps what it reads, and
+all its recurrent planes in float32. Both hold the state itself in float32."""
+
+RECURRENT_LAYERS = frozenset({"linear_attention", "hybrid", "conv", "mamba"})
+"""Entries of `layer_types` that carry a recurrent state (hybrid: beside attention, in one layer)."""
+
+_FIELDS = ("conv_width", "heads", "value_dim", "key_heads", "key_dim")
+_Names = dict[str, tuple[str, ...]]
+
+
+def _names(*attributes: str) -> _Names:
+    """For each of _FIELDS the config's attributes whose product it is; "" is no attribute: 1."""
+    return {field: tuple(names.split()) for field, names in zip(_FIELDS, attributes, strict=True)}
+
+
+_QWEN_NEXT = _names(
+    "linear_conv_kernel_dim",
+    *("linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads", "linear_key_head_dim"),
+)
+_MAMBA2 = _names("conv_kernel", "num_heads", "head_dim", "n_groups", "state_size")
+_BAMBA = _names("mamba_d_conv", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")
+_NEMOTRON = _names("conv_kernel", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
+_ZAMBA2 = _names("mamba_d_conv", "n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state")
+_MAMBA = _names("conv_kernel", "intermediate_size", "", "", "state_size")
+_JAMBA = _names("mamba_d_conv", "mamba_expand hidden_size", "", "", "mamba_d_state")
+_LFM2: _Names = {"conv_width": ("conv_L_cache",), "conv_channels": ("hidden_size",)}
+
+FAMILIES: dict[str, tuple[Kind, _Names]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), (Kind.GATED_DELTA, _QWEN_NEXT)),
+    **dict.fromkeys(("falcon_h1", "bamba", "granitemoehybrid"), (Kind.MAMBA2, _BAMBA)),
+    "mamba2": (Kind.MAMBA2, _MAMBA2),
+    "nemotron_h": (Kind.MAMBA2, _NEMOTRON),
+    "zamba2": (Kind.MAMBA2, _ZAMBA2),
+    **dict.fromkeys(("mamba", "falcon_mamba"), (Kind.MAMBA1, _MAMBA)),
+    "jamba": (Kind.MAMBA1, _JAMBA),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), (Kind.SHORT_CONV, _LFM2)),
+}
+"""transformers' `model_type` -> the kind of its recurrent layers and where its config keeps their sizes."""
+
+
+def shape_of(config: Any, *, layout: str = "transformers", dtype: Dtype | None = None) -> RecurrentShape:
+    """Return the recurrent layers of a transformers config (of its text part, if it has parts), held as `layout` does.
+
+    `dtype` is what the activations are computed in, by default the config's own, else float32. No model is built.
+    Raises InputError for a family that is not known here, and for a config without recurrent layers.
+    """
+    text = config.get_text_config(decoder=True)
+    family = text.model_type
+    if family not in FAMILIES:
+        hint = did_you_mean(family, sorted(FAMILIES))
+        raise InputError(f"no sizes of recurrent layers for model_type {family!r}: {hint}known: {', '.join(FAMILIES)}")
+    layer_types = [str(kind) for kind in text.layer_types]
+    layers = sum(kind in RECURRENT_LAYERS for kind in layer_types)
+    if not layers:
+        raise InputError(f"this {family} config has no recurrent layer, only {set(layer_types)}: a crop rolls it back")
+    kind, names = FAMILIES[family]
+    dtype = dtype or str(text.dtype or "float32").removeprefix("torch.")
+    spare_columns, conv_dtype = LAYOUTS[layout]
+    sizes = dict.fromkeys(("heads", "value_dim", "key_heads", "key_dim"), 0)
+    sizes |= {field: int(prod(getattr(text, name) for name in parts)) for field, parts in names.items()}
+    conv_width = sizes.pop("conv_width")
+    values, keys = sizes["heads"] * sizes["value_dim"], sizes["key_heads"] * sizes["key_dim"]
+    return RecurrentShape(
+        kind=kind,
+        layers=layers,
+        conv_columns=conv_width - 1 + spare_columns,
+        conv_dtype=conv_dtype or dtype,
+        record_dtype=dtype,
+        **{"conv_channels": values + _COUNTS[kind].keys_in_conv * keys} | sizes,
+    )
 
 
 def state_bytes(shape: RecurrentShape) -> int:
@@ -39,16 +185,20 @@ def raw_replay_bytes(shape: RecurrentShape) -> int:
 
     Queries (C of Mamba) are not in it: they read the state and do not change it. Without the convolution's column.
     """
-    return shape.layers * ((shape.values + shape.keys) * ITEM_BYTES[shape.record_dtype] + shape.gates * GATE_BYTES)
+    return _write_bytes(shape, shape.heads * _COUNTS[shape.kind].gates)
 
 
 def factor_replay_bytes(shape: RecurrentShape) -> int:
     """One token's rank-one write: u (beta (v - S k), or dt x), key, one decay a head in float32; no serial chain left.
 
-    Counted with `record_dtype`; only float32 keeps long outputs from drifting. Without the
-    convolution's column.
+    Counted with `record_dtype`; only float32 keeps long outputs from drifting. Without the convolution's column.
     """
-    return shape.layers * ((shape.values + shape.keys) * ITEM_BYTES[shape.record_dtype] + shape.heads * GATE_BYTES)
+    return _write_bytes(shape, shape.heads)
+
+
+def _write_bytes(shape: RecurrentShape, gates: int) -> int:
+    """One token's value, key and so many gates."""
+    return shape.layers * ((shape.values + shape.keys) * ITEM_BYTES[shape.record_dtype] + gates * GATE_BYTES)
 
 
 def pre_conv_bytes(shape: RecurrentShape) -> int:
@@ -56,24 +206,25 @@ def pre_conv_bytes(shape: RecurrentShape) -> int:
 
     Brings back window and state both, at the price of convolution and gates (and Mamba-1's projections) once more.
     """
-    return conv_column_bytes(shape) + shape.layers * shape.gates_before_conv * GATE_BYTES
+    gates = shape.heads * _COUNTS[shape.kind].gates_before_conv
+    return conv_column_bytes(shape) + shape.layers * gates * GATE_BYTES
 
 
 def parts(shape: RecurrentShape) -> pd.DataFrame:
     """What there is to keep, a row each: `quantity`, `n_bytes`, and how many times smaller than S + R it is."""
+    column = conv_column_bytes(shape)
     rows = {
         "state S": state_bytes(shape),
         "window R": window_bytes(shape),
         "snapshot S + R, a position": snapshot_bytes(shape),
         "raw replay, a token": raw_replay_bytes(shape),
-        "raw replay and conv column, a token": raw_replay_bytes(shape) + conv_column_bytes(shape),
+        "raw replay and conv column, a token": raw_replay_bytes(shape) + column,
         "factor replay, a token": factor_replay_bytes(shape),
-        "factor replay and conv column, a token": factor_replay_bytes(shape) + conv_column_bytes(shape),
+        "factor replay and conv column, a token": factor_replay_bytes(shape) + column,
         "inputs before the convolution, a token": pre_conv_bytes(shape),
     }
-    whole = snapshot_bytes(shape)
-    table = pd.DataFrame({"quantity": list(rows), "n_bytes": list(rows.values())})
-    return table.assign(times_smaller=[whole / n if n else float("inf") for n in rows.values()])
+    frame = pd.DataFrame({"quantity": list(rows), "n_bytes": list(rows.values())})
+    return frame.assign(times_smaller=snapshot_bytes(shape) / frame["n_bytes"])  # inf where nothing is kept
 
 
 def table(shape: RecurrentShape, widths: Sequence[int] = (2, 4, 8, 16, 64)) -> pd.DataFrame:

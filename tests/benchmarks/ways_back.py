@@ -10,7 +10,7 @@ from specnb import generate, load
 from specnb.lm.base import LanguageModel
 from specnb.measure.bench import compare
 from specnb.records import Generation
-from specnb.ssm.ways import ScriptedDrafter, name_in, passages
+from specnb.ssm.strategies import ScriptedDrafter, name_in, passages
 
 CELLS = ((2, 0.0), (4, 0.5), (4, 0.8), (8, 0.8))
 """K, and the chance that a draft is right."""

@@ -15,7 +15,7 @@ from specnb.lm.toy import cyclic, markov
 from specnb.measure.acceptance import Profile, Share
 from specnb.measure.fork import Fork
 from specnb.measure.triage import kind_of, triage
-from specnb.ssm.ways import ScriptedDrafter
+from specnb.ssm.strategies import ScriptedDrafter
 
 SIZE = 300
 FORK = {"position": 3, "token_ids": (1, 2), "margin": 2.0, "noise": 0.1, "noise_share": 0.0}

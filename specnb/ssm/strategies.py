@@ -1,0 +1,259 @@
+"""Every rollback strategy on the same drafts: is it exact, how fast is it, what does it keep? For notebook 04."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specnb.decode.generate import generate
+from specnb.draft.base import Picker, Proposal
+from specnb.draft.load import load_drafter
+from specnb.errors import InputError, LoadError
+from specnb.io import plain
+from specnb.lm import embedded
+from specnb.lm.base import LanguageModel
+from specnb.lm.cache import files_digest, made_once
+from specnb.lm.load import load, parse
+from specnb.measure.bench import Method, compare
+from specnb.measure.experiment import Progress, record_of, saving_failures, silent
+from specnb.params import RollbackParams
+from specnb.paths import cache_dir
+from specnb.prompts import Prompt, json_lines
+from specnb.records import Generation, RunRecord
+
+EXPERIMENT = "04_ssm_rollback"
+STRATEGIES = ("replay", "snapshots", "fused", "checkpoint", "recompute")
+FREE = "crop, attention only"
+PLAIN = "plain"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+TWIN_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+"""What an attention-only twin takes over from the config of its hybrid."""
+TWIN_DISK_BYTES = 1 << 30
+
+
+def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
+    """Generate every passage plainly and with every strategy, at each K and acceptance; then with real drafters.
+
+    `measurements["ways"]`: a row for each target, K, acceptance and strategy, with tokens/s, its ratio to plain
+    decoding of the same model (interval over passages), the bytes kept for going back and what it cost; "crop,
+    attention only" is the same for an attention-only model of the same size. `measurements["drafters"]`: lookup and
+    `draft` with the first target. Raises what `specnb.load` and `generate` raise; what was measured before is saved.
+    """
+    started = datetime.now(UTC)
+    chosen = passages(limit=params.passages)
+    generations: list[Generation] = []
+    measured: dict[str, Any] = {"ways": [], "drafters": []}
+    with ExitStack() as opened:
+        bench = [_Bench(name_in(params.target, engine), params, chosen, opened) for engine in params.engines]
+
+        def recorded(error: BaseException | None = None) -> RunRecord:
+            used = [{"role": "target", "id": model.name, "sha256": None} for model in bench]
+            return record_of(
+                EXPERIMENT, params, chosen, bench[0].plain, used, started, generations, measured, error=error
+            )
+
+        with saving_failures(generations, recorded):
+            for model in bench:
+                generations.extend(model.truths)
+            cells = list(product(bench, params.ks, params.acceptance))
+            for done, (model, k, rate) in enumerate(cells):
+                progress(done, len(cells) + 1, f"{model.name}, K = {k}, {rate:.0%} right")
+                measured["ways"] += model.rows(k, rate)
+            progress(len(cells), len(cells) + 1, "lookup and the draft model")
+            measured["drafters"] += list(_drafters(bench[0], params))
+            return recorded()
+
+
+def name_in(model: str, engine: str) -> str:
+    """Return the name that opens `model` in an engine, "llama" or "torch", on one thread, if converted in float32.
+
+    Small models gain nothing from more threads, and llama.cpp's threads that wait for one another lose all beside
+    any other load. Options in the name win.
+    """
+    spec = parse(model)
+    options = {"backend": "llama" if engine == "llama" else "hf", "threads": 1}
+    if engine == "llama" and spec.where == "hf":
+        options["weights"] = "f32"
+    return parse(model, **{key: value for key, value in options.items() if f"{key}=" not in model}).text
+
+
+class _Bench:
+    """One target, opened once with each strategy, and its attention-only twin."""
+
+    def __init__(self, name: str, params: RollbackParams, chosen: Sequence[Prompt], opened: ExitStack) -> None:
+        self.name, self._params = name, params
+        self.models = _with_each_strategy(name, opened)
+        self.plain = next(iter(self.models.values()))
+        self.prompts = [self.plain.encode(prompt.text)[: params.prompt_tokens] for prompt in chosen]
+        self.truths = self._continuations(self.plain)
+        self._twin = _twin_of(name, opened)
+        self._twin_truths = self._continuations(self._twin) if self._twin else []
+
+    def rows(self, k: int, rate: float) -> list[dict[str, Any]]:
+        """Return the rows of one K and acceptance."""
+        rows = self._timed(self.models, self.truths, k, rate)
+        if self._twin:  # its ratio is to plain decoding of its own
+            rows += self._timed({FREE: self._twin}, self._twin_truths, k, rate)[1:]
+        cell = {"target": self.name, "engine": self.plain.caps.engine, "k": k, "acceptance": rate}
+        costs = {strategy: self._cost(model, k) for strategy, model in self.models.items()}
+        return [cell | row | costs.get(row["method"], {}) for row in rows]
+
+    def _timed(
+        self, models: Mapping[str, LanguageModel], truths: Sequence[Generation], k: int, rate: float
+    ) -> list[dict[str, Any]]:
+        """Compare each model's speculation with plain decoding of the first."""
+        settings = {"max_new_tokens": self._params.max_new_tokens, "ignore_eog": True}
+
+        def decode(model: LanguageModel, at: int) -> Generation:
+            truth, seed = truths[at].token_ids, self._params.seed + at
+            drafter = ScriptedDrafter(truth, rate, vocab_size=model.vocab.size, seed=seed)
+            return generate(model, self.prompts[at], drafter=drafter, k=k, **settings)
+
+        first = next(iter(models.values()))
+        methods: dict[str, Method] = {PLAIN: lambda at: generate(first, self.prompts[at], **settings)}
+        methods |= {name: partial(decode, model) for name, model in models.items()}
+        return _rows(methods, range(len(self.prompts)))
+
+    def _cost(self, model: LanguageModel, k: int) -> dict[str, Any]:
+        """Return bytes at the widest moment of a round, and the counts of the generation that came last."""
+        counts = vars(model.rollback.cost).copy()
+        model.reset()
+        model.forward(self.prompts[0])
+        model.forward(self.prompts[0][: k + 1])
+        kept = model.rollback.nbytes
+        model.reset()
+        return {"kept_bytes": kept, **counts}
+
+    def _continuations(self, model: LanguageModel) -> list[Generation]:
+        """Decode plainly as far as drafts may reach: K tokens beyond what is generated later."""
+        tokens = self._params.max_new_tokens + max(self._params.ks)
+        return [generate(model, ids, max_new_tokens=tokens, ignore_eog=True) for ids in self.prompts]
+
+
+def _rows(methods: Mapping[str, Method], prompts: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a row for each method, plain decoding first; None for what does not exist, which a record can hold."""
+    return plain(compare(methods, prompts, baseline=PLAIN).to_dict("records"), nan=None)
+
+
+def _with_each_strategy(name: str, opened: ExitStack) -> dict[str, LanguageModel]:
+    """Open the model with each strategy that its engine and family have. Raises InputError when there is none."""
+    models, reasons = {}, []
+    for strategy in STRATEGIES:
+        try:
+            models[strategy] = load(name, rollback=strategy)
+            opened.callback(models[strategy].close)
+        except (InputError, LoadError) as error:
+            reasons.append(f"{strategy}: {error}")
+    if not models:
+        raise InputError(f"{name} has no rollback strategy to measure: {'; '.join(reasons)}")
+    return models
+
+
+def _twin_of(name: str, opened: ExitStack) -> LanguageModel | None:
+    """Open the attention-only model of the same size and engine; None for a model that has none."""
+    source = parse(name).source
+    try:
+        model = load(str(attention_twin(source)) + name.removeprefix(source))
+    except InputError:
+        return None
+    opened.callback(model.close)
+    return model
+
+
+def _drafters(bench: _Bench, params: RollbackParams) -> Iterator[dict[str, Any]]:
+    """Yield a row for lookup and for the draft model at each K, with the target as `specnb.load` opens it."""
+    with ExitStack() as opened:
+        target = load(bench.name)
+        opened.callback(target.close)
+        plainly = partial(generate, target, max_new_tokens=params.max_new_tokens, ignore_eog=True)
+        for name in ("lookup", name_in(params.draft, params.engines[0])):
+            drafter = load_drafter(name, target, strict=True).drafter
+            opened.callback(drafter.close)
+            for k in params.ks:
+                _, row = _rows({PLAIN: plainly, name: partial(plainly, drafter=drafter, k=k)}, bench.prompts)
+                yield {"target": bench.name, "way": target.caps.rewind, "k": k, "drafter": row.pop("method"), **row}
+
+
+def passages(*, limit: int) -> list[Prompt]:
+    """Return the first `limit` held-out passages of code, such as the embedded pair was trained on, to be continued.
+
+    Raises InputError where there are fewer.
+    """
+    lines = json_lines(embedded.root() / "held_out.jsonl")
+    texts = [passage["text"] for _, passage in lines if passage["kind"] == "code"]
+    if limit > len(texts):
+        raise InputError(f"got {limit} passages, expected 1 to {len(texts)}")
+    return [Prompt(id=f"held-out-code-{i:02d}", category="code", text=text) for i, text in enumerate(texts[:limit])]
+
+
+def attention_twin(name: str) -> Path:
+    """Return a cached transformers folder (Qwen3) with depth, widths, heads and vocabulary of the hybrid `name`.
+
+    It has no recurrence, and its weights are random: it shows what the same speculation costs where going back is
+    free. `name` is an embedded model or a local folder. Raises InputError for anything else, and for a model without
+    attention heads or a tokenizer.
+    """
+    folder = embedded.local_folder(name)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{name!r} is neither an embedded model ({', '.join(embedded.names())}) nor a model's folder")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    missing = [key for key in TWIN_FIELDS if key not in config] + [f for f in TOKENIZER if not (folder / f).is_file()]
+    if missing:
+        raise InputError(f"{folder} has no attention-only twin: it lacks {', '.join(missing)}")
+    digest = files_digest(folder / file for file in ("config.json", *TOKENIZER))
+    twin = cache_dir() / "twins" / f"{folder.resolve().name}-{digest[:16]}"
+    return made_once(twin, partial(_write_twin, folder, config), n_bytes=TWIN_DISK_BYTES)
+
+
+def _write_twin(folder: Path, config: Mapping[str, Any], twin: Path) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from specnb.lm.hf.files import quiet
+
+    with torch.random.fork_rng(), quiet():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(Qwen3Config(**{key: config[key] for key in TWIN_FIELDS})).save_pretrained(twin)
+    for file in TOKENIZER:
+        shutil.copy(folder / file, twin / file)
+
+
+class ScriptedDrafter:
+    """Acceptance known beforehand: for measuring what rounds cost. llama.cpp has it as `--spec-synth-rates`.
+
+    Drafts the target's own continuation `truth`, each token right with probability `rate` until one is wrong: that and
+    all behind it are the next id in the vocabulary. Where `truth` ends, no more is drafted.
+    """
+
+    vocab = None
+
+    def __init__(self, truth: Sequence[int], rate: float, *, vocab_size: int, seed: int = 0) -> None:
+        self.name = f"scripted, {rate:.0%} right"
+        self._truth, self._rate, self._vocab_size, self._seed = truth, rate, vocab_size, seed
+        self._prompt, self._draws = 0, np.random.default_rng(seed)
+
+    def start(self, tokens: Sequence[int]) -> None:
+        self._prompt = len(tokens)
+        self._draws = np.random.default_rng(self._seed)
+
+    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+        at = len(tokens) - self._prompt
+        right = np.cumprod(self._draws.random(k) < self._rate)
+        ahead = self._truth[at : at + k]
+        return Proposal(tuple(t if ok else (t + 1) % self._vocab_size for t, ok in zip(ahead, right, strict=False)))
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Nothing to keep in step: where the text stands is read from its length."""
+
+    def close(self) -> None:
+        """Nothing was opened."""

@@ -1,0 +1,137 @@
+"""The measurement of notebook 04 on a tiny random hybrid: drafts, strategies, failures, twin, trees, figures."""
+
+import json
+
+import numpy as np
+import pytest
+
+from specnb.book import rollback as figures
+from specnb.decode.generate import generate
+from specnb.errors import InputError
+from specnb.lm import toy
+from specnb.lm.load import parse
+from specnb.params import RollbackParams
+from specnb.ssm import delta_rule, failures, strategies
+from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, ScriptedDrafter, attention_twin
+from specnb.store import save
+from tests.tiny_hybrids import hybrid_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        base = tmp_path_factory.mktemp("strategies")
+        patch.setenv("SPECNB_CACHE", str(base / "cache"))
+        patch.setenv("SPECNB_RESULTS", str(base / "results"))
+        yield hybrid_folder(base / "hybrid", "qwen35-grouped")
+
+
+@pytest.fixture(scope="module")
+def record(folder):
+    steps = []
+    small = {"ks": [2], "acceptance": [0.0, 1.0], "passages": 1, "prompt_tokens": 9, "max_new_tokens": 6}
+    params = RollbackParams(target=str(folder), draft=str(folder), **small)
+    record = strategies.run(params, progress=lambda done, total, _next: steps.append((done, total)))
+    assert save(record).is_dir()  # every number is one that JSON has
+    assert steps == [(done, 5) for done in range(5)]
+    return record
+
+
+def test_scripted_drafts_are_right_as_often_as_asked_and_the_same_for_all():
+    target = toy.markov(20, seed=3)
+    truth = generate(target, [1], max_new_tokens=400).token_ids
+
+    def run(rate):
+        drafter = ScriptedDrafter(truth, rate, vocab_size=20, seed=7)
+        return generate(target, [1], drafter=drafter, k=4, max_new_tokens=300)
+
+    half, certain = run(0.5), run(1.0)
+    assert half.token_ids == truth[:300]
+    assert [r.draft_ids for r in half.rounds] == [r.draft_ids for r in run(0.5).rounds]
+    assert half.acceptance_rate == pytest.approx((0.5 + 0.25 + 0.125 + 0.0625) / 4, abs=0.05)
+    assert (run(0.0).accepted_tokens, certain.acceptance_rate, len(certain.rounds)) == (0, 1, 60)
+
+
+def test_every_strategy_of_both_engines_is_measured_and_exact(record):
+    table = figures.strategies(record).set_index("method", drop=False)
+    by_engine = table.groupby("engine")["method"].unique().map(set).to_dict()
+    everything = {*STRATEGIES, PLAIN, FREE}
+    assert by_engine == {"torch": everything, "llama.cpp": everything - {"replay"}}
+    assert (table["identical"] == table["n_prompts"]).all() and (table["tokens_per_s"] > 0).all()
+    none_right = table[(table["acceptance"] == 0) & (table["method"] != PLAIN)]
+    assert (none_right["tau"] == 1).all()
+    all_right = table[(table["acceptance"] == 1) & table["method"].isin(STRATEGIES)]
+    assert (all_right["tau"] == 3).all() and (all_right["n_restored"] == 0).all()  # 6 tokens in rounds of K + 1
+    assert (table.drop(["recompute", PLAIN, FREE])["recomputed"] == 0).all()
+    kept = none_right.groupby(level=0)["kept_mib"].max()
+    assert kept["recompute"] == 0 < kept["checkpoint"] < kept["snapshots"]
+    drafters = figures.drafters(record)
+    assert (drafters["identical"] == drafters["n_prompts"]).all()
+    assert drafters.loc[drafters["drafter"] != "lookup", "acceptance_rate"].min() > 0.9  # the same weights
+
+
+def test_tables_and_figures_show_what_was_measured(record):
+    table = figures.strategies(record)
+    pairs, best = figures.fused(table), figures.fastest(table)
+    assert len(pairs) == 4 and (pairs[["over checkpoint", "over a free rewind"]] > 0).all(axis=None)
+    assert len(best) == 4 and set(best["fastest"]) <= set(STRATEGIES)
+    for target, rows in table[table["method"] != PLAIN].groupby("target"):
+        figure = figures.speed(table, target)
+        drawn = {(trace.name, trace.xaxis): (trace.x, trace.y) for trace in figure.data}
+        assert drawn == {
+            (row.method, "x2" if row.acceptance else "x"): (("2",), (row.speedup,)) for row in rows.itertuples()
+        }
+        assert [n.text for n in figure.layout.annotations] == ["0% of drafts right", "100% of drafts right"]
+
+
+def test_both_failures_are_reproduced(folder):
+    message = failures.llama_refusal(f"{folder}?backend=llama&weights=f32")
+    assert "could not decode" in message and "sequence 0 in the input batch have a starting position" in message
+    frame = failures.transformers_crop(str(folder))
+    wrong, right = frame["max_logit_error"]
+    assert wrong > 0.05 * frame["spread_of_logits"][0] and right < 1e-4
+    twin = attention_twin(str(folder))
+    for name, value in ((str(folder), folder.name), (f"{twin}?backend=llama&weights=f32", twin.name)):
+        with pytest.raises(InputError, match=value):
+            failures.llama_refusal(name)
+
+
+def test_the_twin_has_the_shapes_and_the_tokenizer_of_its_hybrid(folder):
+    twin = attention_twin(str(folder))
+    assert twin == attention_twin(str(folder))
+    assert (twin / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    attention, hybrid = (json.loads((path / "config.json").read_text()) for path in (twin, folder))
+    for field in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim"):
+        assert attention[field] == hybrid[field]
+    assert attention["model_type"] == "qwen3"
+    with pytest.raises(InputError, match="nowhere"):
+        attention_twin("nowhere")
+
+
+def test_trees_are_verified_as_path_by_path():
+    frame = delta_rule.tree_cost((1, 5), repeats=1)
+    assert list(frame["tree"]) == ["chain", "4-ary", "star"] * 2 and list(frame["depth"]) == [1, 1, 1, 5, 2, 1]
+    assert (frame["max_error"] < 1e-5).all() and (frame[["solve_s", "paths_s"]] > 0).all(axis=None)
+    shown = figures.milliseconds(frame)
+    np.testing.assert_allclose(shown["solve_ms"], frame["solve_s"] * 1e3, atol=1e-3)
+    assert len(figures.trees(frame).data) == 6
+
+
+def test_passages_are_read_and_too_few_are_refused():
+    assert [p.id for p in strategies.passages(limit=2)] == ["held-out-code-00", "held-out-code-01"]
+    with pytest.raises(InputError, match="10000"):
+        strategies.passages(limit=10_000)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "backend", "options"),
+    [
+        ("tiny-hybrid", "torch", "hf", {"threads": "1"}),
+        ("tiny-hybrid", "llama", "llama", {"threads": "1", "weights": "f32"}),
+        ("model.gguf?threads=2", "torch", "hf", {"threads": "2"}),
+        ("model.gguf?threads=2", "llama", "llama", {"threads": "2"}),
+    ],
+)
+def test_a_model_is_named_for_an_engine(model, engine, backend, options):
+    spec = parse(strategies.name_in(model, engine))
+    assert (spec.backend, dict(spec.options)) == (backend, options)
