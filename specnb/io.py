@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from datetime import date
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,36 +32,30 @@ def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "erro
     >>> plain({"rates": (0.5, float("nan"))}, nan=None)
     {'rates': [0.5, None]}
     """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)  # the value of a text enumeration, not its name
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        if math.isfinite(value):
-            return float(value)
-        if nan is None:
-            return None
-        raise InputError(f"{where} is {value}, which JSON cannot hold; use None for a value that does not exist")
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise InputError(f"{where} has the key {key!r} ({type(key).__name__}): JSON keys are text; use str()")
-        return {str.__str__(key): plain(item, f"{where}.{key}", nan) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item, f"{where}[{index}]", nan) for index, item in enumerate(value)]
-    if nan is None and type(value).__name__ in ("NAType", "NaTType"):
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(mode="json")
+    elif getattr(value, "ndim", None) == 0:
+        value = value.item()
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return str.__str__(value)  # the value of a text enumeration, not its name
+        case int():
+            return int(value)
+        case float() if math.isfinite(value):
+            return value
+        case Mapping():
+            if bad := [key for key in value if not isinstance(key, str)]:
+                raise InputError(f"{where} has the key {bad[0]!r} ({type(bad[0]).__name__}): use str(), as JSON does")
+            return {str.__str__(key): plain(item, f"{where}.{key}", nan) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item, f"{where}[{index}]", nan) for index, item in enumerate(value)]
+    if nan is None and (isinstance(value, float) or type(value).__name__ in ("NAType", "NaTType")):
         return None
     if isinstance(value, date):
         return value.isoformat()
-    if hasattr(value, "model_dump"):
-        return plain(value.model_dump(mode="json"), where, nan)
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return plain(value.item(), where, nan)
-    raise InputError(
-        f"{where} is a {type(value).__name__}, which JSON has no form for; pass numbers, text, lists, dicts"
-    )
+    raise InputError(f"{where} is {value!r:.80} ({type(value).__name__}), expected numbers, text, lists, dicts or None")
 
 
 def canonical_json(value: Any) -> str:
@@ -110,33 +103,28 @@ def read_bytes(path: str | Path, limit: int) -> bytes:
     """Return all of a file. Raises InputError if it cannot be read or has more than `limit` bytes."""
     path = Path(path)
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise InputError(f"{path} is not a regular file: give the path of a file")
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size <= limit:
-                return file.read()
+        if not path.is_fifo() and path.stat().st_size <= limit:
+            return path.read_bytes()
     except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): check it") from error
-    raise InputError(f"{path} has more than {limit} bytes: it is another file than expected; check the path")
+    raise InputError(f"{path} is a pipe, or has more than {limit} bytes: it is another file than expected; check it")
 
 
 def read_text(path: str | Path, limit: int) -> str:
     """Return all of a UTF-8 file. Raises InputError as `read_bytes` does, and for bytes that are not UTF-8."""
+    data = read_bytes(path, limit)
     try:
-        return read_bytes(path, limit).decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 at byte {error.start}: save it as UTF-8, or fetch it again") from error
 
 
 def read_json(path: str | Path, limit: int) -> dict[str, Any]:
     """Return the object in a JSON file. Raises InputError as `read_text` does, and for anything but a JSON object."""
+    text = read_text(path, limit)
     try:
-        value = json.loads(read_text(path, limit))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{path} is not JSON ({str(error)[:200]}): damaged; fetch or make it again") from error
     if not isinstance(value, dict):
         raise InputError(f"{path} holds a JSON {type(value).__name__}, not an object: this is another file")

@@ -10,9 +10,9 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -70,24 +70,27 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     bits), for a folder that cannot be written, and while another process saves this run; the old record then stays.
 
     >>> import tempfile
-    >>> from datetime import UTC, datetime
+    >>> from datetime import UTC
     >>> now = datetime.now(UTC)
     >>> record = RunRecord(run_id="1", experiment="mine", params={"k": 4}, provenance={}, started=now, ended=now)
     >>> with tempfile.TemporaryDirectory() as results:
     ...     load(save(record, Path(results))).params
     {'k': 4}
     """
-    folder = _home(record, results)
+    folder = _folder_of(record, results)
     document = plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")
     rounds = _to_parquet(record)
     n_rounds = sum(len(g.rounds) for g in record.generations)
     document["rounds_parquet"] = {"rows": n_rounds, "sha256": digest(rounds)}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
+    new = _new_rounds(folder, document)
     with locked(folder / ".save.lock", "another process saves this run there; save again"), writing(folder):
-        _tidy(folder)
-        write_atomic(_new_rounds(folder, document), rounds)
+        write_atomic(new, rounds)
         write_atomic(folder / "run.json", f"{{\n{lines}\n}}\n".encode())
-        _new_rounds(folder, document).replace(folder / "rounds.parquet")
+        new.replace(folder / "rounds.parquet")
+        killed = [*folder.glob(".run.json.*.tmp"), *folder.glob("*rounds.*.new*")]  # what killed writers left
+        for leftover in killed:
+            leftover.unlink()
     return folder
 
 
@@ -95,17 +98,20 @@ def load(folder: Path) -> RunRecord:
     """Return the record that `save` wrote into `folder`. InputError names the file that cannot be used."""
     import pyarrow.parquet as pq
 
-    document, rounds = _read(Path(folder))
+    path = Path(folder) / "run.json"
     try:
-        generations = document["generations"]
-        for generation in generations:
+        document, rounds = _read(path)
+        del document["rounds_parquet"]
+        for generation in document["generations"]:
             generation["rounds"] = []
         for row in pq.read_table(io.BytesIO(rounds)).to_pylist():
             values = {name: row[name] for name in Round._fields if name in row}  # older records lack some columns
-            generations[row["generation"]]["rounds"].append(Round(**values))
-        return RunRecord.model_validate({key: document[key] for key in document if key != "rounds_parquet"})
+            document["generations"][row["generation"]]["rounds"].append(Round(**values))
+        return RunRecord.model_validate(document)
+    except InputError:
+        raise
     except (LookupError, TypeError, ValueError) as error:
-        raise InputError(f"{Path(folder) / 'run.json'} is not a run record: {error}; run it again") from error
+        raise InputError(f"{path} is not a run record: {error}; run it again") from error
 
 
 def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
@@ -119,33 +125,30 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
     import duckdb
     import pandas as pd
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     results = results_dir() if results is None else Path(results)
     places = sorted(path.relative_to(results).parent for path in results.rglob("run.json"))
-    folders = [results / path for path in places if not any(part.startswith(".") for part in path.parts)]
-    runs, generations, rounds, damaged = [], [], [], []
+    folders = [results / place for place in places if not any(part.startswith(".") for part in place.parts)]
+    records, damaged = {}, []
     for folder in folders:
         try:
-            document, data = _read(folder)
-            run, rows = _rows(document)
-            table = pq.read_table(io.BytesIO(data))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            damaged.append(str(error) if isinstance(error, InputError) else f"{folder / 'run.json'}: {error!r}")
-            continue
-        runs.append(run | {"folder": str(folder)})
-        generations += rows
-        rounds.append(table.append_column("filename", pa.array([str(folder / "rounds.parquet")] * len(table))))
+            records[folder] = load(folder)
+        except InputError as error:
+            damaged.append(str(error))
     if damaged:
         warnings.warn(f"{len(damaged)} of {len(folders)} records left out: {'; '.join(damaged)}", stacklevel=2)
-    if not runs:
+    if not records:
         raise InputError(f"no records in {results}: make some with `specnb run`, or name another results folder")
-    columns = ["experiment", "run_id", "generation", *_SCALARS, "n_tokens", "n_prompt_tokens"]
+    runs = [_run_row(record) | {"folder": str(folder)} for folder, record in records.items()]
+    generations = [row for record in records.values() for row in _generation_rows(record)]
+    files = {folder: {"filename": str(folder / "rounds.parquet")} for folder in records}
+    rounds = [row | files[folder] for folder, record in records.items() for row in _round_rows(record)]
+    names = ["experiment", "run_id", "generation", *_SCALARS, "n_tokens", "n_prompt_tokens"]
     try:
         with duckdb.connect(config={"autoinstall_known_extensions": "false"}) as connection:
             connection.register("runs", pd.DataFrame(runs))
-            connection.register("generations", pd.DataFrame(generations, columns=columns))
-            connection.register("rounds", pa.concat_tables(rounds, promote_options="default"))
+            connection.register("generations", pd.DataFrame(generations, columns=names))
+            connection.register("rounds", pa.Table.from_pylist(rounds, schema=_schema("filename")))
             rows = connection.sql(sql)
             if rows is None:
                 raise InputError(f"the SQL returns no rows: {sql!r}; give one SELECT")
@@ -154,59 +157,40 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         raise InputError(f"the query over {results} failed: {error}") from error
 
 
-def _tidy(folder: Path) -> None:
-    """Finish what a killed writer began, and remove what it left behind."""
-    with suppress(InputError, FileNotFoundError):
-        _new_rounds(folder, _read_run(folder)).replace(folder / "rounds.parquet")
-    for leftover in [*folder.glob(".run.json.*.tmp"), *folder.glob("*rounds.*.new*")]:
-        leftover.unlink(missing_ok=True)
-
-
 def _new_rounds(folder: Path, document: Mapping[str, Any]) -> Path:
     """Return where the rounds of `document` lie until its `run.json` is in place."""
     return folder / f"rounds.{document['rounds_parquet']['sha256'][:16]}.new"
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """Return the content of `run.json`, and the bytes of the rounds that it was written with."""
+def _read(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Return the content of the `run.json` at `path`, and the bytes of the rounds that it was written with."""
     for _attempt in range(3):  # a writer may be between its two steps
-        document = _read_run(folder)
-        for path in (folder / "rounds.parquet", _new_rounds(folder, document), folder / "rounds.parquet"):
+        document = read_json(path, MAX_BYTES)
+        version = document.get("schema_version")
+        if not isinstance(version, int) or version > SCHEMA_VERSION:
+            raise InputError(f"{path} has schema_version {version!r}, expected {SCHEMA_VERSION}: update specnb")
+        rounds = path.with_name("rounds.parquet")
+        for file in (rounds, _new_rounds(path.parent, document), rounds):
             with suppress(InputError):
-                if digest(data := read_bytes(path, MAX_BYTES)) == document["rounds_parquet"]["sha256"]:
+                if digest(data := read_bytes(file, MAX_BYTES)) == document["rounds_parquet"]["sha256"]:
                     return document, data
-    raise InputError(
-        f"{folder / 'rounds.parquet'} is missing or not the file that run.json was written with: run it again"
-    )
+    raise InputError(f"{rounds} is missing or not the file that run.json was written with: run it again")
 
 
-def _read_run(folder: Path) -> dict[str, Any]:
-    """Return the content of `run.json`, if this package knows its schema version."""
-    path = folder / "run.json"
-    document = read_json(path, MAX_BYTES)
-    version = document.get("schema_version")
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise InputError(f"{path} has schema_version {version!r}, this specnb reads {SCHEMA_VERSION}: update specnb")
-    match document:
-        case {"rounds_parquet": {"sha256": str()}}:
-            return document
-    raise InputError(f"{path} is not a run record: it names no rounds; run it again")
-
-
-def _home(record: RunRecord, results: Path | None) -> Path:
-    named = run_folder(results_dir() if results is None else results, record.experiment, record.run_id)
+def _folder_of(record: RunRecord, results: Path | None) -> Path:
     chosen = os.environ.get("SPECNB_RUN_FOLDER")
     if not chosen or (results is not None and Path(results).absolute() != results_dir()):
-        return named
+        return run_folder(results or results_dir(), record.experiment, record.run_id)
     folder = Path(chosen).absolute()
     with suppress(InputError):  # there is none yet, or it is damaged
-        there = read_json(folder / "run.json", MAX_BYTES)
-        if (there.get("experiment"), there.get("run_id")) != (record.experiment, record.run_id):
+        present = read_json(folder / "run.json", MAX_BYTES)
+        if (present.get("experiment"), present.get("run_id")) != (record.experiment, record.run_id):
             return run_folder(folder, record.experiment, record.run_id)
     return folder
 
 
-def _schema() -> "pa.Schema":
+def _schema(*texts: str) -> "pa.Schema":
+    """Return the columns of rounds, and columns of text behind them."""
     import pyarrow as pa
 
     types = {
@@ -218,41 +202,37 @@ def _schema() -> "pa.Schema":
     }
     fields = {"experiment": str, "run_id": str, "generation": int}
     fields |= {column: Generation.model_fields[name].annotation for name, column in _CONTEXT.items()}
-    return pa.schema([(name, types[kind]) for name, kind in (fields | get_type_hints(Round)).items()])
+    fields |= get_type_hints(Round) | dict.fromkeys(texts, str)
+    return pa.schema([(name, types[kind]) for name, kind in fields.items()])
 
 
 def _to_parquet(record: RunRecord) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = []
-    for index, generation in enumerate(record.generations):
-        shared = {"experiment": record.experiment, "run_id": record.run_id, "generation": index}
-        shared |= {column: getattr(generation, name) for name, column in _CONTEXT.items()}
-        rows += [shared | round_._asdict() for round_ in generation.rounds]
     buffer = io.BytesIO()
     try:
-        pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), buffer)
+        pq.write_table(pa.Table.from_pylist(list(_round_rows(record)), schema=_schema()), buffer)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         raise InputError(f"run {record.run_id}: a round does not fit its column: {error}") from error
     return buffer.getvalue()
 
 
-def _rows(document: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the row of the run and the rows of its generations, for the views of `query`."""
-    key = {name: document[name] for name in ("experiment", "run_id")}
-    generations = []
-    for index, generation in enumerate(document["generations"]):
-        counts = {"n_tokens": len(generation["token_ids"]), "n_prompt_tokens": len(generation["prompt_ids"])}
-        fields = {name: generation.get(name, Generation.model_fields[name].default) for name in _SCALARS}
-        generations.append(key | {"generation": index} | fields | counts)  # older records lack some fields
-    same = {name: document[name] for name in ("schema_version", "status", "error")}
-    same |= {name: _utc(document[name]) for name in ("started", "ended")}
-    texts = {name: json.dumps(document[name]) for name in ("params", "provenance", "measurements")}
-    return key | same | {"n_generations": len(generations)} | texts, generations
+def _round_rows(record: RunRecord) -> Iterator[dict[str, Any]]:
+    for index, generation in enumerate(record.generations):
+        shared = {"experiment": record.experiment, "run_id": record.run_id, "generation": index}
+        shared |= {column: getattr(generation, name) for name, column in _CONTEXT.items()}
+        yield from (shared | round_._asdict() for round_ in generation.rounds)
 
 
-def _utc(text: str) -> datetime:
-    """Return naive UTC time; a time without zone is taken as UTC."""
-    time = datetime.fromisoformat(text)
-    return (time.astimezone(UTC) if time.tzinfo else time).replace(tzinfo=None)
+def _generation_rows(record: RunRecord) -> Iterator[dict[str, Any]]:
+    for index, generation in enumerate(record.generations):
+        key = {"experiment": record.experiment, "run_id": record.run_id, "generation": index}
+        counts = {"n_tokens": len(generation.token_ids), "n_prompt_tokens": len(generation.prompt_ids)}
+        yield key | generation.model_dump(include=set(_SCALARS)) | counts
+
+
+def _run_row(record: RunRecord) -> dict[str, Any]:
+    row = record.model_dump(exclude={"generations"}) | {"n_generations": len(record.generations)}
+    row |= {name: row[name].astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
+    return row | {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")}
