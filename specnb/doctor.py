@@ -4,13 +4,12 @@ Each check looks at the thing itself (the decode runs, the file is written, the 
 proxy for it, and none of them stops the others: a check that breaks is itself a finding.
 """
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +41,12 @@ FREE_MEMORY = "close other programs and notebook kernels, or raise the memory li
 OTHER_CACHE = "export SPECNB_CACHE=FOLDER, a folder with room that you can write to"
 HARDWARE_CRASHES = {-signal.SIGSEGV, -signal.SIGILL, -getattr(signal, "SIGBUS", signal.SIGSEGV)}
 HARDWARE_CRASHES |= {0xC0000005, 0xC000001D}  # Windows: access violation, illegal instruction
+PROBE = """
+import sys, numpy, specnb
+row = specnb.load(sys.argv[1] + "?backend=llama&n_ctx=64").forward([1])[-1]
+assert numpy.isfinite(row).all(), "the logits are not finite"
+print("token", row.argmax(), "follows token 1")
+"""
 
 
 class Finding(NamedTuple):
@@ -87,16 +92,16 @@ def judge(name: str, ok: bool, detail: str, fix: str, *, only_warn: bool = False
 def check_python(version: str | None = None) -> Finding:
     """Compare the running Python with `requires-python` of the package."""
     version = version or ".".join(map(str, sys.version_info[:3]))
-    needed = metadata.metadata("specnb").get("Requires-Python") or ">=3.11"
+    needed = metadata.metadata("specnb")["Requires-Python"]
     ok = SpecifierSet(needed).contains(version, prereleases=True)
     fix = f"make the environment with Python {needed}: python3.12 -m venv .venv && .venv/bin/{REINSTALL}"
     return judge("python", ok, f"{version} (needs {needed})", fix)
 
 
-def check_packages(requires: Sequence[str] | None = None) -> Iterator[Finding]:
+def check_packages() -> Iterator[Finding]:
     """Compare each requirement's installed version with its range; those of extras only warn."""
     extras = metadata.metadata("specnb").get_all("Provides-Extra") or []
-    for requirement in map(Requirement, metadata.requires("specnb") if requires is None else requires):
+    for requirement in map(Requirement, metadata.requires("specnb")):
         marker = requirement.marker
         core = marker is None or marker.evaluate({"extra": ""})
         if core or any(marker.evaluate({"extra": extra}) for extra in extras):  # else meant for another system
@@ -111,7 +116,7 @@ def check_packages(requires: Sequence[str] | None = None) -> Iterator[Finding]:
 
 def check_compiler() -> Finding:
     """Look for a C++ compiler: needed only to build llama-cpp-python, so its absence warns."""
-    names = [name for name in (os.environ.get("CXX"), "c++", "g++", "clang++", "cl") if name]
+    names = [os.environ.get("CXX") or "c++", "g++", "clang++", "cl"]
     compiler = next(filter(None, map(shutil.which, names)), None)
     fix = "needed to build llama-cpp-python: apt-get install g++ (Debian, Ubuntu), xcode-select --install (macOS)"
     return judge("c++ compiler", compiler is not None, compiler or "none in PATH", fix, only_warn=True)
@@ -134,49 +139,28 @@ def check_torch() -> Finding:
     return judge("torch", not wrong, detail, f"pip install --force-reinstall --no-deps torch=={release}")
 
 
-def check_decode(command: Sequence[str] | None = None, timeout_s: float = PROBE_TIMEOUT_S) -> Finding:
-    """Let llama.cpp decode one token, in a process of its own: a build for another CPU dies by a signal.
-
-    `command` replaces `python -m specnb.lm.probe MODEL_PATH`.
-    """
+def check_decode(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Finding:
+    """Let llama.cpp decode one token, in a process of its own: a build for another CPU dies by a signal."""
     from specnb.lm import zoo
 
     name = "llama.cpp decodes"
     try:
-        command = command or [sys.executable, "-m", "specnb.lm.probe", str(zoo.path(PROBE_MODEL))]
+        command = [sys.executable, "-c", probe, str(zoo.path(PROBE_MODEL))]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s)
     except SpecnbError as error:
         return Finding(name, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")
     except subprocess.TimeoutExpired:
         fix = f"try again with the machine idle, else rebuild: {REBUILD}"
         return Finding(name, False, f"no token within {timeout_s:g} s", fix)
-    return read_probe(name, done.returncode, done.stdout, done.stderr)
-
-
-def read_probe(name: str, code: int, stdout: bytes, stderr: bytes) -> Finding:
-    """Return what the exit code and the line of JSON of the probe mean."""
-    last_words = _last_line(stderr)
+    code, answer, error = done.returncode, _last_line(done.stdout), _last_line(done.stderr)
+    if code == 0:
+        return Finding(name, True, answer, "")
+    death = signal.Signals(-code).name if code < 0 else f"exit code {code:#x}"
     if code in HARDWARE_CRASHES:
-        return Finding(name, False, f"died at the first decode: {_exit_name(code)}", CRASHES_ON_THIS_CPU)
-    if code == -getattr(signal, "SIGKILL", 0):
+        return Finding(name, False, f"died at the first decode: {death}", CRASHES_ON_THIS_CPU)
+    if death == "SIGKILL":
         return Finding(name, False, "killed from outside (SIGKILL), most likely for lack of memory", FREE_MEMORY)
-    if code < 0:
-        return Finding(name, False, f"died by {_exit_name(code)}: {last_words}", REBUILD)
-    try:
-        answer = dict(json.loads(_last_line(stdout)))
-    except (ValueError, TypeError):
-        answer = {}
-    if code == 0 and answer.get("ok") is True and isinstance(answer.get("argmax"), int):
-        return Finding(name, True, f"token {answer['argmax']} follows token 1", "")
-    error = answer.get("error") or last_words or f"exit code {code}, no answer"
-    return Finding(name, False, str(error)[:500], REINSTALL)
-
-
-def _exit_name(code: int) -> str:
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"exit code {code:#x}"
+    return Finding(name, False, f"{death}: {error[:500]}", REBUILD if code < 0 else REINSTALL)
 
 
 def _last_line(output: bytes) -> str:
@@ -218,18 +202,19 @@ def check_browser() -> Finding:
 
 def check_memory() -> Finding:
     """Check free memory for a target, a drafter and the notebook kernel."""
-    room = free_bytes()
-    detail = f"{human_bytes(room)} free (needs {human_bytes(NEEDED_MEMORY_BYTES)})"
-    return judge("free memory", room >= NEEDED_MEMORY_BYTES, detail, FREE_MEMORY)
+    return _room("free memory", free_bytes(), NEEDED_MEMORY_BYTES, FREE_MEMORY)
 
 
 def check_disk() -> Finding:
     """Check free disk where models are cached."""
     folder = cache_dir()
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    room = shutil.disk_usage(there).free
-    detail = f"{human_bytes(room)} free at {folder} (needs {human_bytes(NEEDED_DISK_BYTES)})"
-    return judge("free disk", room >= NEEDED_DISK_BYTES, detail, f"free some space, or {OTHER_CACHE}")
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    return _room("free disk", free, NEEDED_DISK_BYTES, f"free some space at {folder}, or {OTHER_CACHE}")
+
+
+def _room(name: str, free: int, needed: int, fix: str) -> Finding:
+    return judge(name, free >= needed, f"{human_bytes(free)} free (needs {human_bytes(needed)})", fix)
 
 
 def check_cache() -> Finding:
