@@ -4,7 +4,6 @@ The field names and defaults are those of the notebook's `parameters` cell (a te
 papermill and a plain call go through the same checks.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -12,11 +11,31 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from specnb.errors import InputError
 
+Temperature = Annotated[float, Field(ge=0, le=100)]
+"""0 is greedy."""
+Tokens = Annotated[int, Field(ge=2, le=100_000)]
+Count = Annotated[int, Field(ge=1, le=1000)]
+CountOrZero = Annotated[int, Field(ge=0, le=1000)]
+DraftLength = Annotated[int, Field(ge=1, le=256)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Categories = Annotated[list[str], Field(min_length=1, max_length=6)]
+Names = Annotated[list[str], Field(min_length=1, max_length=8)]
+Temperatures = Annotated[list[Temperature], Field(min_length=1, max_length=16)]
+
 
 class Params(BaseModel):
-    """Base of all parameter models: no unknown names, no silent change of a value."""
+    """Base of all parameter models: no unknown names, no silent change of a value, nothing listed twice."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _each_once(cls, value: Any) -> Any:
+        """The same generation twice would count as two prompts, and make intervals too narrow."""
+        twice = [item for item in value if value.count(item) > 1] if isinstance(value, list) else []
+        if twice:
+            raise ValueError(f"{twice[0]!r} is listed twice")
+        return value
 
     @classmethod
     def from_cell(cls, names: Mapping[str, Any]) -> Self:
@@ -35,23 +54,11 @@ class Params(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            message = "; ".join(
-                f"{'.'.join(str(part) for part in e['loc']) or 'parameters'} = {e.get('input')!r:.200}: {e['msg']}"
-                for e in error.errors()
-            )
-            raise InputError(f"parameters of {cls.__name__}: {message}") from error
-
-
-Temperature = Annotated[float, Field(ge=0, le=100)]
-"""0 is greedy."""
-
-
-def _each_once(values: list) -> list:
-    """The same generation twice would count as two prompts, and make intervals too narrow."""
-    twice = [value for value, times in Counter(values).items() if times > 1]
-    if twice:
-        raise ValueError(f"{twice[0]!r} is listed twice")
-    return values
+            reasons = [
+                f"{'.'.join(map(str, e['loc'])) or 'parameters'} = {e['input']!r:.200}: {e['msg']}"
+                for e in error.errors(include_url=False)
+            ]
+            raise InputError(f"parameters of {cls.__name__}: {'; '.join(reasons)}") from error
 
 
 class KSweepParams(Params):
@@ -71,16 +78,15 @@ class KSweepParams(Params):
     dtype: str = Field(default="bfloat16", pattern="^(float32|bfloat16|float16|)$")
     drafter: str = "lookup"
     k_max: int = Field(default=24, ge=1, le=64)
-    ks: list[Annotated[int, Field(ge=1, le=256)]] = Field(default=[4, 12], min_length=1, max_length=64)
-    temperatures: list[Temperature] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
-    categories: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
-    prompts_per_category: int = Field(default=5, ge=1, le=1000)
-    max_new_tokens: int = Field(default=24, ge=2, le=100_000)
-    conversations: int = Field(default=3, ge=0, le=1000)
+    ks: list[DraftLength] = Field(default=[4, 12], min_length=1, max_length=64)
+    temperatures: Temperatures = [0.0, 0.7]
+    categories: Categories = ["code", "edit", "prose"]
+    prompts_per_category: Count = 5
+    max_new_tokens: Tokens = 24
+    conversations: CountOrZero = 3
     rule: Literal["token", "block", "typical"] = "token"
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: Seed = 0
 
-    _no_repeats = field_validator("ks", "temperatures", "categories")(_each_once)
     _in_order = field_validator("ks")(sorted)
 
     @model_validator(mode="after")
@@ -99,16 +105,14 @@ class AdaptiveKParams(Params):
     """
 
     target: str = "smollm2-135m:f16"
-    drafters: list[str] = Field(default=["lookup", "smollm2-135m:q4_0"], min_length=1, max_length=8)
-    categories: list[str] = Field(default=["code", "json", "prose", "general", "edit"], min_length=1, max_length=6)
-    prompts_per_category: int = Field(default=5, ge=1, le=1000)
-    live_prompts: int = Field(default=1, ge=0, le=1000)
-    conversations: int = Field(default=2, ge=0, le=1000)
-    max_new_tokens: int = Field(default=64, ge=2, le=100_000)
+    drafters: Names = ["lookup", "smollm2-135m:q4_0"]
+    categories: Categories = ["code", "json", "prose", "general", "edit"]
+    prompts_per_category: Count = 5
+    live_prompts: CountOrZero = 1
+    conversations: CountOrZero = 2
+    max_new_tokens: Tokens = 64
     k_max: int = Field(default=24, ge=24, le=256)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-
-    _no_repeats = field_validator("drafters", "categories")(_each_once)
+    seed: Seed = 0
 
 
 class CompatibilityParams(Params):
@@ -136,14 +140,12 @@ class CompatibilityParams(Params):
         ("qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"),
         ("qwen3-next-80b-a3b-instruct", "pard-qwen3-0.6b"),
     ])  # fmt: skip
-    categories: list[str] = Field(default=["code", "prose"], min_length=1, max_length=6)
-    prompts_per_category: int = Field(default=2, ge=1, le=1000)
-    k: int = Field(default=4, ge=1, le=256)
+    categories: Categories = ["code", "prose"]
+    prompts_per_category: Count = 2
+    k: DraftLength = 4
     temperature: float = Field(default=0.0, ge=0, le=10)
-    max_new_tokens: int = Field(default=64, ge=2, le=100_000)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-
-    _no_repeats = field_validator("models", "families", "categories")(_each_once)
+    max_new_tokens: Tokens = 64
+    seed: Seed = 0
 
 
 class RollbackParams(Params):
@@ -158,12 +160,10 @@ class RollbackParams(Params):
     draft: str = "tiny-hybrid-draft"
     ks: list[Annotated[int, Field(ge=1, le=64)]] = Field(default=[2, 6], min_length=1, max_length=16)
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
-    passages: int = Field(default=5, ge=1, le=1000)
-    prompt_tokens: int = Field(default=64, ge=2, le=100_000)
-    max_new_tokens: int = Field(default=16, ge=2, le=100_000)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-
-    _no_repeats = field_validator("engines", "ks", "acceptance")(_each_once)
+    passages: Count = 5
+    prompt_tokens: Tokens = 64
+    max_new_tokens: Tokens = 16
+    seed: Seed = 0
 
 
 class MedusaParams(Params):
@@ -179,17 +179,15 @@ class MedusaParams(Params):
     dtype: str = Field(default="bfloat16", pattern="^(float32|bfloat16|float16)$")
     medusa: str = "smollm2-135m-medusa"
     hydra: str = "smollm2-135m-hydra"
-    categories: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
-    prompts_per_category: int = Field(default=5, ge=1, le=1000)
+    categories: Categories = ["code", "edit", "prose"]
+    prompts_per_category: Count = 5
     max_new_tokens: int = Field(default=32, ge=4, le=100_000)
-    identity_prompts: int = Field(default=1, ge=1, le=1000)
+    identity_prompts: Count = 1
     rows: int = Field(default=48, ge=2, le=1024)
     row_tokens: int = Field(default=64, ge=32, le=4096)
     steps: int = Field(default=30, ge=6, le=100_000)
-    ablation_steps: int = Field(default=12, ge=2, le=100_000)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-
-    _no_repeats = field_validator("categories")(_each_once)
+    ablation_steps: Tokens = 12
+    seed: Seed = 0
 
 
 class DivergenceParams(Params):
@@ -209,8 +207,6 @@ class DivergenceParams(Params):
     gallery: list[str] = Field(default=[], max_length=64)
     seed: int = Field(default=0, ge=0, lt=2**31)
 
-    _no_repeats = field_validator("gallery")(_each_once)
-
     @model_validator(mode="after")
     def _something_to_draft(self) -> Self:
         if self.prompt_tokens >= self.tokens:
@@ -228,7 +224,7 @@ class LosslessParams(Params):
     draft: str = "smollm2-135m:q4_0"
     k: int = Field(default=4, ge=1, le=64)
     temperature: float = Field(default=0.7, gt=0, le=100)
-    prompts: int = Field(default=12, ge=1, le=1000)
+    prompts: Count = 12
     max_new_tokens: int = Field(default=64, ge=1, le=4096)
     seed: int = Field(default=0, ge=0, lt=2**31)
 
@@ -240,12 +236,10 @@ class ExplorerParams(Params):
     """
 
     target: str = "smollm2-135m"
-    drafters: list[str] = Field(default=["lookup", "self"], min_length=1, max_length=8)
-    contents: list[str] = Field(default=["code", "edit", "prose"], min_length=1, max_length=6)
-    temperatures: list[Temperature] = Field(default=[0.0, 0.7], min_length=1, max_length=16)
-    prompts_per_category: int = Field(default=5, ge=1, le=1000)
-    max_new_tokens: int = Field(default=48, ge=2, le=100_000)
-    k_max: int = Field(default=24, ge=1, le=256)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-
-    _no_repeats = field_validator("drafters", "contents", "temperatures")(_each_once)
+    drafters: Names = ["lookup", "self"]
+    contents: Categories = ["code", "edit", "prose"]
+    temperatures: Temperatures = [0.0, 0.7]
+    prompts_per_category: Count = 5
+    max_new_tokens: Tokens = 48
+    k_max: DraftLength = 24
+    seed: Seed = 0
