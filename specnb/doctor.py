@@ -18,9 +18,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from specnb.errors import SpecnbError
-from specnb.io import write_atomic
+from specnb.io import cache_dir, write_atomic
 from specnb.lm.memory import free_bytes, human_bytes
-from specnb.paths import cache_dir
 from specnb.provenance import cpu_facts
 
 PROBE_MODEL = "smollm2-135m"

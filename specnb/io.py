@@ -1,4 +1,4 @@
-"""Files and JSON: the one place that reads, writes, digests and normalises.
+"""Files, folders and JSON: the one place that reads, writes, digests and normalises.
 
 Files that this package wrote are trusted. Files from elsewhere come through `read_bytes`, `read_text` or `read_json`:
 bounded, with one clear error.
@@ -17,10 +17,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specnb.errors import InputError
-from specnb.paths import cache_dir
 
 SETTLED_S = 2.0
 """A file changed less long ago may change again within the grain of its time stamp: its digest is not remembered."""
+
+
+def cache_dir() -> Path:
+    """Folder of fetched and derived models: `$SPECNB_CACHE`, else `$XDG_CACHE_HOME/specnb`, else `~/.cache/specnb`.
+
+    The folder is not created here.
+    """
+    if folder := os.environ.get("SPECNB_CACHE"):
+        return Path(folder).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "specnb"
+
+
+def project_dir() -> Path:
+    """The checkout that holds `data/`, `notebooks/` and `figures/`; the package is installed from it (`-e .`)."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "data").is_dir():
+        raise InputError(
+            f"no data/ folder beside the package ({root}): specnb is used from its checkout; "
+            "install it there with `pip install -e .`"
+        )
+    return root
 
 
 def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "error") -> Any:

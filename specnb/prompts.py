@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from specnb import io
 from specnb.errors import InputError
-from specnb.paths import project_dir
+from specnb.io import project_dir
 
 Category = Literal["code", "json", "prose", "general", "chat", "edit"]
 CATEGORIES: tuple[str, ...] = get_args(Category)

@@ -17,6 +17,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from specnb.io import plain
+from specnb.lm.memory import quota_cores
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "accelerate", "gguf", "safetensors", "huggingface-hub"),
@@ -29,7 +30,6 @@ ISA_FLAGS = (
     *("amx_tile", "amx_int8", "amx_bf16", "asimd", "bf16", "i8mm", "sve"),
 )
 """CPU instruction sets that decide which matrix kernels run (x86 names, then ARM names)."""
-PROC_CGROUP, CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def provenance(
@@ -127,42 +127,6 @@ def _cpuinfo(path: Path = Path("/proc/cpuinfo")) -> tuple[str | None, frozenset[
             key, _, value = line.partition(":")
             facts[key.strip().lower()] = value.strip()
     return facts.get("model name"), frozenset(facts.get("flags", facts.get("features", "")).split())
-
-
-def cgroup_folders(controller: str, proc: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> list[Path]:
-    """Folders that may limit this process, innermost first; version 2 and version 1 of Linux control groups.
-
-    Every ancestor limits too. Inside a container the path in `/proc` can name folders of the host: those that do
-    not exist here are left out, and the top of the mount, where the container sees its own limits, is always tried.
-    """
-    folders: list[Path] = []
-    lines = (line.split(":", 2) for line in read_text(proc).splitlines() if line.count(":") >= 2)
-    for _, names, inside in lines:
-        if names and controller not in names.split(","):
-            continue
-        parts = [] if ".." in inside.split("/") else inside.strip("/").split("/")
-        for top in [mount / names, mount / controller] if names else [mount, mount / "unified"]:
-            folders += [top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
-    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
-
-
-def read_text(file: Path) -> str:
-    """A small file of the kernel; "" if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return file.read_text(encoding="utf-8", errors="replace")
-    return ""
-
-
-def quota_cores() -> float | None:
-    """Cores the control group grants, the smallest along the path; None where there is no limit."""
-    quotas = []
-    for folder in cgroup_folders("cpu"):
-        old = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        words = (read_text(folder / "cpu.max") or " ".join(read_text(folder / name) for name in old)).split()
-        # no limit is "max" in version 2 and -1 in version 1
-        if len(words) == 2 and all(word.isdigit() and int(word) > 0 for word in words):
-            quotas.append(int(words[0]) / int(words[1]))
-    return round(min(quotas), 3) if quotas else None
 
 
 def _torch_facts() -> dict[str, Any]:

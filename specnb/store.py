@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from specnb.errors import InputError
-from specnb.io import digest, locked, plain, read_bytes, read_json, write_atomic, writing
-from specnb.paths import project_dir
+from specnb.io import digest, locked, plain, project_dir, read_bytes, read_json, write_atomic, writing
 from specnb.records import SCHEMA_VERSION, Generation, Round, RunRecord
 
 if TYPE_CHECKING:
@@ -70,8 +69,7 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     bits), for a folder that cannot be written, and while another process saves this run; the old record then stays.
 
     >>> import tempfile
-    >>> from datetime import UTC
-    >>> now = datetime.now(UTC)
+    >>> now = "2026-11-21T12:00:00Z"
     >>> record = RunRecord(run_id="1", experiment="mine", params={"k": 4}, provenance={}, started=now, ended=now)
     >>> with tempfile.TemporaryDirectory() as results:
     ...     load(save(record, Path(results))).params

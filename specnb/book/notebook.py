@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from specnb.errors import InputError
-from specnb.io import digest, read_bytes
-from specnb.paths import project_dir
+from specnb.io import digest, project_dir, read_bytes
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode

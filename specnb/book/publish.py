@@ -24,8 +24,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from specnb.errors import InputError
-from specnb.io import canonical_json, digest, plain, write_atomic
-from specnb.paths import project_dir
+from specnb.io import canonical_json, digest, plain, project_dir, write_atomic
 from specnb.records import RunRecord
 
 SCHEMA_VERSION = 1  # of the sidecar

@@ -7,6 +7,7 @@ judged (`divergence`).
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,22 +127,27 @@ def _pairs(words: list[str]) -> list[tuple[str, str]]:
     return [tuple(word.split("=", 1)) for word in words]
 
 
+def _hand_over(context: typer.Context, command: Callable[..., Any]) -> None:
+    """Call a command that a feature keeps, with the options behind it."""
+    passed_on = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    passed_on.command()(command)
+    passed_on(context.args, prog_name=context.command_path)
+
+
 @heads_app.command(context_settings=PASSED_ON, add_help_option=False)
 def train(context: typer.Context) -> None:
     """Train heads for a frozen torch model; stopped, the same command goes on (`specnb heads train --help`)."""
-    from specnb import script
     from specnb.medusa.train import command
 
-    script.run("specnb heads train", command, context.args)
+    _hand_over(context, command)
 
 
 @heads_app.command(context_settings=PASSED_ON, add_help_option=False)
 def convert(context: typer.Context) -> None:
     """Convert heads between five layouts of files (`specnb heads convert --help`)."""
-    from specnb import script
     from specnb.medusa.checkpoint import command
 
-    script.run("specnb heads convert", command, context.args)
+    _hand_over(context, command)
 
 
 @app.command()

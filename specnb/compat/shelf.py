@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict
 from specnb import io
 from specnb.compat.description import HUB, Description, Merges, Rope, State
 from specnb.errors import InputError, did_you_mean
+from specnb.io import project_dir
 from specnb.lm.vocab import Vocabulary
-from specnb.paths import project_dir
 
 MAX_FILE_BYTES = 8 << 20
 META_KEY = b"specnb.vocab"

@@ -12,9 +12,8 @@ import pandas as pd
 from specnb.divergence import kv_slots
 from specnb.divergence.ladder import TIMES_FLOOR
 from specnb.errors import InputError
-from specnb.io import read_json, write_atomic
+from specnb.io import project_dir, read_json, write_atomic
 from specnb.measure.acceptance import Share
-from specnb.paths import project_dir
 
 if TYPE_CHECKING:
     from specnb.divergence.investigation import Investigation

@@ -6,13 +6,12 @@ from typing import Any
 from specnb.draft.model import ModelDrafter
 from specnb.draft.translate import StringMatch, model_drafter
 from specnb.errors import InputError
-from specnb.io import file_digest
+from specnb.io import cache_dir, file_digest
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
 from specnb.lm.cache import made_once
 from specnb.lm.gguf import binding
 from specnb.lm.load import ModelSpec, local_file, parse
-from specnb.paths import cache_dir
 
 
 def self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: Any) -> ModelDrafter | StringMatch:

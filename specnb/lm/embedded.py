@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from specnb.errors import InputError
+from specnb.io import project_dir
 from specnb.lm.cache import expanded
 from specnb.lm.zoo import ZooStatus
-from specnb.paths import project_dir
 
 LICENCE = "Apache-2.0"
 

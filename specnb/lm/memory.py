@@ -4,16 +4,17 @@ Running out while loading kills the process (or the machine swaps for minutes); 
 the caller can act on: generate with the target alone, take a smaller context or a smaller quantisation.
 """
 
+import contextlib
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from specnb.errors import InputError, MemoryShortError
-from specnb.provenance import cgroup_folders, read_text
 
 MIN_MARGIN_BYTES = 256 << 20
 MARGIN_SHARE = 0.05
+PROC_CGROUP, CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 CUDA = re.compile(r"cuda(?::(\d+))?")
 
 
@@ -107,12 +108,12 @@ def _free_ram_bytes() -> int:
 
 def _cgroup_room_bytes(folder: Path) -> int | None:
     """Limit minus use of one control group (version 2), never below 0; None where it sets no limit."""
-    texts = {name: read_text(folder / f"memory.{name}").strip() for name in ("max", "high", "current")}
+    texts = {name: _kernel_text(folder / f"memory.{name}").strip() for name in ("max", "high", "current")}
     limits = [int(texts[name]) for name in ("max", "high") if texts[name].isdigit()]
     if not limits:
         return None
     # The use counts file pages that the kernel drops on demand, among them the model file just written or read.
-    lines = (line.split() for line in read_text(folder / "memory.stat").splitlines())
+    lines = (line.split() for line in _kernel_text(folder / "memory.stat").splitlines())
     reclaimable = next((int(line[1]) for line in lines if line[0] == "inactive_file"), 0)
     return max(0, min(limits) - max(0, int(texts["current"] or 0) - reclaimable))
 
@@ -128,3 +129,38 @@ def _free_vram_bytes(device: str, index: int | None) -> int:
     index = torch.cuda.current_device() if index is None else index
     free, _ = torch.cuda.mem_get_info(index)
     return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+
+
+def cgroup_folders(controller: str, proc: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> list[Path]:
+    """Folders that may limit this process, innermost first; version 2 and version 1 of Linux control groups.
+
+    Every ancestor limits too. Inside a container the path in `/proc` can name folders of the host: those that do
+    not exist here are left out, and the top of the mount, where the container sees its own limits, is always tried.
+    """
+    folders: list[Path] = []
+    for line in _kernel_text(proc).splitlines():
+        _, names, inside = line.split(":", 2)
+        if not names or controller in names.split(","):
+            top = mount / controller if names else mount
+            parts = [] if ".." in inside.split("/") else inside.strip("/").split("/")
+            folders += [top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+def quota_cores() -> float | None:
+    """Cores the control group grants, the smallest along the path; None where there is no limit."""
+    quotas = []
+    for folder in cgroup_folders("cpu"):
+        old = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = (_kernel_text(folder / "cpu.max") or " ".join(_kernel_text(folder / name) for name in old)).split()
+        # no limit is "max" in version 2 and -1 in version 1
+        if len(words) == 2 and all(word.isdigit() and int(word) > 0 for word in words):
+            quotas.append(int(words[0]) / int(words[1]))
+    return round(min(quotas), 3) if quotas else None
+
+
+def _kernel_text(file: Path) -> str:
+    """A small file of the kernel; "" if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return file.read_text(encoding="utf-8", errors="replace")
+    return ""

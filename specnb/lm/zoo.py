@@ -11,9 +11,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from specnb.errors import InputError, did_you_mean
-from specnb.io import digest, file_digest
+from specnb.io import cache_dir, digest, file_digest
 from specnb.lm.cache import NOTE, intact, made_once, note_of, size_of
-from specnb.paths import cache_dir
 
 
 @dataclass(frozen=True)

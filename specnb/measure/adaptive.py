@@ -14,6 +14,7 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
+from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.content import ContentK, detect
@@ -25,7 +26,6 @@ from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk
 from specnb.measure.trace import follow, require_followed
 from specnb.params import AdaptiveKParams
-from specnb.paths import project_dir
 from specnb.prompts import Prompt, prompts, read_jsonl
 from specnb.records import Generation, RunRecord
 

@@ -15,7 +15,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
 from specnb.decode.control import Controller, Outcome
-from specnb.paths import project_dir
+from specnb.io import project_dir
 from specnb.prompts import Prompt, json_lines, prompts, validated
 
 Kind = Literal["code", "json", "prose", "general"]

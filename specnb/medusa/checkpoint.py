@@ -21,15 +21,13 @@ import typer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specnb import script
 from specnb.errors import HeadsMismatch, InputError, did_you_mean
-from specnb.io import write_atomic
+from specnb.io import project_dir, write_atomic
 from specnb.lm.load import load
 from specnb.measure.curve import TRAINING_FILE
 from specnb.medusa import layouts
 from specnb.medusa.layouts import CONFIG_FILE, LAYOUTS, MAP, OWN, Stored, layout_of, open_source
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, misfits
-from specnb.paths import project_dir
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What weights may be stored in."""
@@ -246,7 +244,3 @@ def command(
     for sentence in convert(heads, out, to):
         typer.echo(f"  written: {sentence}")
     typer.echo(f"written to {out}, layout {to}")
-
-
-if __name__ == "__main__":
-    script.run("checkpoint", command)

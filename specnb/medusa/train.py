@@ -21,9 +21,8 @@ from accelerate import PartialState
 from pydantic import ValidationError
 from tqdm import tqdm
 
-from specnb import script
 from specnb.errors import InputError
-from specnb.io import write_atomic
+from specnb.io import cache_dir, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf import attention as hf_attention
 from specnb.lm.load import load
@@ -32,7 +31,6 @@ from specnb.medusa.data import SPLITS, Examples, Rows
 from specnb.medusa.loop import Recipe, Report
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.text import Writing
-from specnb.paths import cache_dir
 
 TARGET = "smollm2-135m?backend=hf&dtype=bfloat16&exact=False"
 """Row-wise attention (`exact`) is for one sequence, and batches of text are written here."""
@@ -295,4 +293,4 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    script.run("medusa.train", command)
+    typer.run(command)

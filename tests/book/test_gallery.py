@@ -6,7 +6,7 @@ import pytest
 
 from specnb.book.gallery import gallery
 from specnb.errors import InputError
-from specnb.paths import project_dir
+from specnb.io import project_dir
 
 
 def test_the_gallery_in_the_repository_is_that_of_its_sidecars():

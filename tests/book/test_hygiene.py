@@ -12,7 +12,7 @@ from nbval.plugin import get_sanitize_patterns
 from pydantic import BaseModel
 
 from specnb import params
-from specnb.paths import project_dir
+from specnb.io import project_dir
 from tests.book import hygiene
 
 SHELF = project_dir() / "notebooks"

@@ -25,8 +25,7 @@ from plotly.subplots import make_subplots
 from specnb.book import publish as module
 from specnb.book.publish import caption_of, figures_dir, finish_png, finish_svg, plain_text, publish
 from specnb.errors import InputError
-from specnb.io import digest
-from specnb.paths import project_dir
+from specnb.io import digest, project_dir
 from specnb.records import Generation, Round, RunRecord
 
 WHEN = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)

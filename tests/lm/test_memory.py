@@ -134,3 +134,35 @@ def test_a_cuda_device_that_is_not_there_is_refused(monkeypatch, devices, name):
     monkeypatch.setitem(sys.modules, "torch", fake_torch(devices))
     with pytest.raises(InputError, match="is not there"):
         free_bytes(name)
+
+
+def test_control_groups_of_both_versions_are_found_innermost_first(tmp_path):
+    proc, mount = tmp_path / "cgroup", tmp_path / "sys"
+    (mount / "a" / "b").mkdir(parents=True)
+    (mount / "cpu" / "c").mkdir(parents=True)
+    for text, controller, folders in (
+        ("0::/a/b\n", "memory", ["a/b", "a", ""]),
+        ("4:cpu,cpuacct:/c\n3:cpuset:/c\n2:name=systemd:/a\n", "cpu", ["cpu/c", "cpu"]),
+        ("0::/docker/of/the/host\n", "memory", [""]),
+        ("0::/../../elsewhere\n", "memory", [""]),
+    ):
+        proc.write_text(text)
+        assert memory.cgroup_folders(controller, proc, mount) == [mount / folder for folder in folders]
+    assert memory.cgroup_folders("memory", tmp_path / "absent", mount) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.cfs_quota_us": "200000", "cpu.cfs_period_us": "100000"}, 2.0),
+        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_quota_of_cores(tmp_path, monkeypatch, files, cores):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(memory, "cgroup_folders", lambda controller: [tmp_path])
+    assert memory.quota_cores() == cores

@@ -9,11 +9,10 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 
 from specnb.errors import FetchError, InputError
-from specnb.io import digest
+from specnb.io import cache_dir, digest
 from specnb.lm import fetch, zoo
 from specnb.lm.cache import made_once
 from specnb.lm.gguf import binding
-from specnb.paths import cache_dir
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 4000
 KINDS = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "q3_k_m", "q2_k")

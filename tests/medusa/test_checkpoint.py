@@ -1,14 +1,12 @@
 """Files of heads: written and read to the bit, strict about everything, and never a stray error."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specnb import script
 from specnb.errors import HeadsMismatch, InputError
 from specnb.medusa import checkpoint, layouts
 from specnb.medusa.checkpoint import convert, folder_of, load_trained_heads, save, shipped
@@ -492,21 +490,15 @@ def test_shipped_heads_go_by_name(tmp_path, backbone, monkeypatch):
         load_trained_heads(tmp_path, backbone)
 
 
-def test_the_command_converts(tmp_path, monkeypatch, capsys):
+def test_the_command_converts(specnb, tmp_path):
     net = torch_model("llama", seed=5)
     net.save_pretrained(tmp_path / "net")
     heads = made(Backbone.of(net))
     save(heads, tmp_path / "made", dtype="float32")
-    line = ["checkpoint", str(tmp_path / "made"), "--backbone", str(tmp_path / "net"), "--to"]
-    monkeypatch.setattr(sys, "argv", [*line, "vllm", "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as ended:
-        script.run("checkpoint", checkpoint.command)
-    assert not ended.value.code
-    shown = capsys.readouterr().out
-    assert "3 medusa heads, layout specnb" in shown and "layout vllm" in shown
+    words = ["heads", "convert", str(tmp_path / "made"), "--backbone", str(tmp_path / "net"), "--to"]
+    code, shown, _ = specnb(*words, "vllm", "--out", str(tmp_path / "out"))
+    assert code == 0 and "3 medusa heads, layout specnb" in shown and "layout vllm" in shown
     assert same_state(load_trained_heads(tmp_path / "out", net)[0], heads)
-    monkeypatch.setattr(sys, "argv", [*line, "vlm", "--out", str(tmp_path / "no")])
-    with pytest.raises(SystemExit) as ended:
-        script.run("checkpoint", checkpoint.command)
-    assert ended.value.code == 2 and "did you mean vllm" in capsys.readouterr().err
+    code, _, message = specnb(*words, "vlm", "--out", str(tmp_path / "no"))
+    assert code == 2 and "did you mean vllm" in message
     assert not (tmp_path / "no").exists()

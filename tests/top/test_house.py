@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specnb.paths import project_dir
+from specnb.io import project_dir
 
 ROOT = project_dir()
 CEILINGS = {"specnb": (34_790, 196), "tests": (28_030, 150)}

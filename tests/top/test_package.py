@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import specnb
-from specnb.paths import project_dir
+from specnb.io import project_dir
 
 ROOT = project_dir()
 SOURCES = sorted((ROOT / "specnb").rglob("*.py"))

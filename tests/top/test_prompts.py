@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from specnb.errors import InputError
-from specnb.paths import project_dir
+from specnb.io import project_dir
 from specnb.prompts import CATEGORIES, MAX_FILE_BYTES, MAX_PROMPT_BYTES, Prompt, digest, prompts, read_jsonl
 
 USER = {"role": "user", "content": "Hello"}

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from specnb import io, store
 from specnb.errors import InputError
-from specnb.io import digest
-from specnb.paths import project_dir
+from specnb.io import digest, project_dir
 from specnb.records import SCHEMA_VERSION, Generation, Round, RunRecord
 from tests.top.test_io import JSON
 

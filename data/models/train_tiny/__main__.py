@@ -15,8 +15,8 @@ import typer
 from tqdm import tqdm
 
 from specnb.errors import InputError
+from specnb.io import cache_dir
 from specnb.lm import embedded
-from specnb.paths import cache_dir
 
 from .data import open_data, prepare
 from .recipe import Recipe, recipe

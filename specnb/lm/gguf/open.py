@@ -9,8 +9,7 @@ import psutil
 
 from specnb.errors import InputError, LoadError
 from specnb.lm.gguf import binding
-from specnb.lm.memory import Need, kv_bytes, require
-from specnb.provenance import quota_cores
+from specnb.lm.memory import Need, kv_bytes, quota_cores, require
 
 if TYPE_CHECKING:
     from specnb.lm.gguf.tensors import Watch

@@ -28,12 +28,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging as hf_logging
 
 from specnb.errors import InputError, LoadError, SpecnbError
-from specnb.io import file_digest
+from specnb.io import cache_dir, file_digest
 from specnb.lm.cache import expanded, made_once, need_space
 from specnb.lm.gguf import binding
 from specnb.lm.memory import Need, kv_bytes, require
 from specnb.lm.vocab import Vocabulary
-from specnb.paths import cache_dir
 
 DEFAULT_N_CTX = 4096
 MAX_LAYERS = 10_000
