@@ -35,11 +35,7 @@ def test_json_comes_back_as_the_same_value_and_the_order_of_keys_does_not_count(
         assert digest(dict(items)) == digest(value)
 
 
-class Colour(enum.StrEnum):
-    RED = "red"
-
-
-class OldColour(str, enum.Enum):  # noqa: UP042 - libraries still use this form, whose str() is not its value
+class Colour(str, enum.Enum):  # noqa: UP042 - libraries still use this form, whose str() is not its value
     RED = "red"
 
 
@@ -55,8 +51,7 @@ class Params(BaseModel):
         (np.bool_(True), True),
         (np.str_("a"), "a"),
         ((1, (2,)), [1, [2]]),
-        (Colour.RED, "red"),
-        ({OldColour.RED: OldColour.RED}, {"red": "red"}),
+        ({Colour.RED: Colour.RED}, {"red": "red"}),
         (Params(), {"k": 4}),
         (datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00+00:00"),
     ],
@@ -84,9 +79,6 @@ def test_values_that_json_lacks_are_refused_with_their_place(value, place):
 def test_numbers_that_do_not_exist_become_none_where_that_is_asked_for():
     rows = pd.DataFrame({"rate": [0.5, np.nan], "n": pd.array([1, None], "Int64")}).to_dict(orient="records")
     assert plain(rows, nan=None) == [{"rate": 0.5, "n": 1}, {"rate": None, "n": None}]
-
-
-# digests
 
 
 def settled(file: Path, data: bytes, mtime: int = 1_600_000_000) -> Path:
@@ -131,7 +123,7 @@ def test_a_file_just_written_is_not_remembered(tmp_path, own_cache):
         assert file_digest(file) == sha256(data)
 
 
-@pytest.mark.parametrize("garbage", [b"{", b"[1]", b"\xff\xfe", b'{"x": 1}'])
+@pytest.mark.parametrize("garbage", [b"{", b'{"x": 1}'])
 def test_a_damaged_memory_of_digests_is_replaced(tmp_path, own_cache, garbage):
     own_cache.mkdir()
     (own_cache / "digests.json").write_bytes(garbage)
@@ -140,13 +132,9 @@ def test_a_damaged_memory_of_digests_is_replaced(tmp_path, own_cache, garbage):
     assert json.loads((own_cache / "digests.json").read_bytes())[str(file)][2] == sha256(b"one")
 
 
-def test_a_memory_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
-    (tmp_path / "blocked").write_text("a file where the folder should be")
-    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "blocked" / "cache"))
+def test_a_memory_that_cannot_be_written_costs_only_time(tmp_path, own_cache):
+    own_cache.write_text("a file where the folder should be")
     assert file_digest(settled(tmp_path / "w", b"one")) == sha256(b"one")
-
-
-# files
 
 
 def test_what_is_no_readable_file_is_refused_by_name(tmp_path):

@@ -30,56 +30,31 @@ ROUNDS = (
     round_(1, (1, 8), drafts=(1, 2, 3, 4), n_accepted=1, draft_s=2.0, verify_s=3.0, rewind_s=0.5, other_s=0.5),
     round_(2, (7,), verify_s=1.0, other_s=1.0),
 )
-MADE = Generation(
+DONE = Generation(
     prompt_id="p", category="code", target="t", drafter="d", rule="greedy", k=4, prompt_ids=(5, 6),
     token_ids=(1, 2, 3, 9, 1, 8, 7), text="x", rounds=ROUNDS, wall_s=18.0, prefill_s=3.0, stop_reason="length",
 )  # fmt: skip
 
 
-def run_record(*generations, **changes):
-    document = {
-        "run_id": "r", "experiment": "e", "params": {"ks": [1, 2], "t": 0.5}, "provenance": {"git": None},
-        "started": NOW, "ended": NOW, "generations": generations,
-    }  # fmt: skip
-    return RunRecord(**(document | changes))
-
-
-# --- numbers by hand ------------------------------------------------------------------------------------------------
-
-
-def test_derived_numbers_by_hand():
-    assert (MADE.total_draft_tokens, MADE.accepted_tokens, MADE.acceptance_rate) == (8, 4, 0.5)
-    assert MADE.tau == 7 / 3 and MADE.decode_s == 15.0 and MADE.tokens_per_s == 6 / 15
-
-
 def test_the_summary_by_hand():
-    s = MADE.summary()
+    s = DONE.summary()
     assert (s.n_tokens, s.n_rounds, s.total_draft_tokens, s.accepted_tokens, s.acceptance_rate) == (7, 3, 8, 4, 0.5)
     assert (s.draft_s, s.verify_s, s.rewind_s, s.other_s) == (4.0, 7.0, 1.0, 2.0)
-    assert (s.wall_s, s.prefill_s, s.tau, s.tokens_per_s) == (18.0, 3.0, 7 / 3, 6 / 15)
+    assert (s.wall_s, s.prefill_s, DONE.decode_s, s.tau, s.tokens_per_s) == (18.0, 3.0, 15.0, 7 / 3, 6 / 15)
     assert s.overhead_share == pytest.approx(1 - 0.9 * 11 / 15)
     assert (s.stop_reason, s.fallback) == ("length", None)
+    # tau where drafts are free; 6 tokens after the prefill's first, in 15 s, would take 24 s in plain steps of 4 s
+    assert s.estimated_speedup == s.tau and DONE.summary(step_s=4.0).estimated_speedup == pytest.approx(24 / 15)
+    assert type(s).model_validate_json(s.model_dump_json()) == s
 
 
-def test_the_estimated_speedup_is_tau_for_free_drafts_and_counts_time_with_a_plain_step():
-    """6 tokens after the prefill's one in 15 s; plain steps of 4 s would have taken 24 s."""
-    assert MADE.summary().estimated_speedup == MADE.tau
-    assert MADE.summary(step_s=4.0).estimated_speedup == pytest.approx(24 / 15)
-
-
-def test_without_rounds_ratios_are_none():
-    none = Generation(prompt_ids=(1,), token_ids=(), rounds=(), wall_s=2.0, prefill_s=2.0, stop_reason="length")
-    s = none.summary(step_s=1.0)
+def test_ratios_without_a_denominator_are_none():
+    empty = Generation(prompt_ids=(1,), token_ids=(), rounds=(), wall_s=2.0, prefill_s=2.0, stop_reason="length")
+    s = empty.summary(step_s=1.0)
     assert (s.n_tokens, s.n_rounds, s.total_draft_tokens) == (0, 0, 0)
     assert {s.acceptance_rate, s.tau, s.tokens_per_s, s.estimated_speedup, s.overhead_share} == {None}
-
-
-def test_without_drafts_the_acceptance_is_none_and_tau_one():
-    plain = MADE.model_copy(update={"rounds": tuple(round_(i, (t,)) for i, t in enumerate(MADE.token_ids))})
-    assert plain.acceptance_rate is None and plain.tau == 1 and plain.summary().estimated_speedup == 1
-
-
-# --- positions, of chains and of trees ------------------------------------------------------------------------------
+    undrafted = DONE.model_copy(update={"rounds": tuple(round_(i, (t,)) for i, t in enumerate(DONE.token_ids))})
+    assert undrafted.acceptance_rate is None and undrafted.tau == 1 == undrafted.summary().estimated_speedup
 
 
 @pytest.mark.parametrize(
@@ -117,68 +92,34 @@ def test_positions_of_a_tree(committed, n_accepted, nodes, n_tested):
 
 
 def test_a_round_of_before_there_were_trees_is_a_chain():
-    old = MADE.model_dump(mode="json")
+    old = DONE.model_dump(mode="json")
     old["rounds"] = [r[:12] for r in old["rounds"]]
-    assert Generation.model_validate(old) == MADE
+    assert Generation.model_validate(old) == DONE
 
 
-# --- what cannot be true is refused ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", [(), (1, 2, 3, 9, 1, 8), (1, 2, 3, 9, 1, 8, 7, 7), (1, 2, 3, 9, 1, 8, 6)])
+@pytest.mark.parametrize("tokens", [(), DONE.token_ids[:-1], (*DONE.token_ids, 7), (*DONE.token_ids[:-1], 6)])
 def test_rounds_must_make_the_tokens(tokens):
-    with pytest.raises(ValidationError, match=f"rounds commit 7 tokens, token_ids holds {len(tokens)} others"):
-        Generation(**(MADE.model_dump() | {"token_ids": tokens}))
+    with pytest.raises(ValidationError, match=f"token_ids holds {len(tokens)} others"):
+        Generation(**(DONE.model_dump() | {"token_ids": tokens}))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"stop_reason": "tired"}, {"stop_reason": None}, {"extra": 1}, {"wall_s": "long"}, {"rounds": [[0, 1]]}],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [{"stop_reason": "tired"}, {"extra": 1}, {"rounds": [[0, 1]]}], ids=str)
 def test_another_schema_is_refused(change):
     with pytest.raises(ValidationError):
-        Generation.model_validate(MADE.model_dump(mode="json") | change)
-
-
-def test_records_are_frozen():
-    with pytest.raises(ValidationError, match="frozen"):
-        MADE.wall_s = 1.0
-    with pytest.raises(ValidationError, match="frozen"):
-        run_record().status = "failed"
-
-
-@pytest.mark.parametrize("change", [{"status": "maybe"}, {"other": 1}, {"started": "yesterday"}])
-def test_a_run_of_another_schema_is_refused(change):
-    with pytest.raises(ValidationError):
-        run_record(**change)
-
-
-# --- JSON -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_survives_json_unchanged():
-    made = run_record(
-        MADE, MADE.model_copy(update={"fallback": "LoadError: é", "text": "\u0000 \ufffd 😀", "lossless": False}),
-        measurements={"c": 0.25, "forks": []}, status="failed", error="KeyError: 'x'",
-    )  # fmt: skip
-    back = RunRecord.model_validate_json(made.model_dump_json())
-    assert back == made and back.schema_version == SCHEMA_VERSION and back.started == NOW
-    assert all(isinstance(r, Round) for r in back.generations[0].rounds)
-    assert RunRecord.model_validate(made.model_dump(mode="json")) == made
+        Generation.model_validate(DONE.model_dump(mode="json") | change)
 
 
 @given(seed=st.integers(0, 99), k=st.integers(0, 5), n=st.integers(0, 20), temperature=st.sampled_from([0.0, 1.0]))
-def test_whatever_is_generated_survives_json(seed, k, n, temperature):
+def test_a_run_of_whatever_is_generated_survives_json(seed, k, n, temperature):
     target = toy.markov(5, order=2, seed=seed, eog=frozenset({4}))
-    for drafter in (LookupDrafter(), ModelDrafter(toy.markov(5, seed=seed))):
-        made = generate(target, [0, 1], drafter=drafter, k=k, max_new_tokens=n, temperature=temperature, seed=seed)
-        assert Generation.model_validate_json(made.model_dump_json()) == made
-        assert type(made.summary()).model_validate_json(made.summary().model_dump_json()) == made.summary()
-
-
-def test_the_summary_says_what_its_numbers_mean():
-    fields = type(MADE.summary()).model_fields
-    assert fields["acceptance_rate"].description == "accepted_tokens / total_draft_tokens"
-    for name in ("tau", "tokens_per_s", "estimated_speedup", "overhead_share"):
-        assert fields[name].description
+    drafters = (LookupDrafter(), ModelDrafter(toy.markov(5, seed=seed)))
+    settings = {"k": k, "max_new_tokens": n, "temperature": temperature, "seed": seed}
+    run = RunRecord(
+        run_id="r", experiment="e", params={"ks": [1, 2]}, provenance={"git": None}, started=NOW, ended=NOW,
+        generations=[generate(target, [0, 1], drafter=drafter, **settings) for drafter in drafters],
+        measurements={"c": 0.25, "forks": []}, status="failed", error="KeyError: 'x'",
+    )  # fmt: skip
+    back = RunRecord.model_validate_json(run.model_dump_json())
+    assert back == run == RunRecord.model_validate(run.model_dump(mode="json"))
+    assert back.schema_version == SCHEMA_VERSION and back.started == NOW
+    assert all(isinstance(r, Round) for g in back.generations for r in g.rounds)
