@@ -21,8 +21,8 @@ SEEN = 1e-3
 QWEN = {"key_heads": 1, "value_heads": 2, "dk": 128, "dv": 128}
 
 
-def projected(length, *, seed=0, dtype=torch.float64, gate=0.5, key_heads=2, value_heads=4, dk=8, dv=6):
-    """q, k as projected, v, g, beta and a state, all random; `gate` scales the gates' logarithms."""
+def block(length, *, seed=0, dtype=torch.float64, gate=0.5, key_heads=2, value_heads=4, dk=8, dv=6, raw=False):
+    """q, k, v, g, beta and a state, all random; `gate` scales the gates' logarithms, `raw` q and k are as projected."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -30,21 +30,17 @@ def projected(length, *, seed=0, dtype=torch.float64, gate=0.5, key_heads=2, val
 
     q, k = normal(1, length, key_heads, dk), normal(1, length, key_heads, dk)
     v, g = normal(1, length, value_heads, dv), -gate * normal(1, length, value_heads).abs()
-    beta = normal(1, length, value_heads).sigmoid()
-    return [x.to(dtype) for x in (q, k, v, g, beta)], normal(1, value_heads, dk, dv).to(dtype)
-
-
-def block(length, **options):
-    """As `projected`, q and k as the rule reads them."""
-    (q, k, *rest), state = projected(length, **options)
-    return [unit(q) / q.shape[-1] ** 0.5, unit(k), *rest], state
+    beta, state = normal(1, length, value_heads).sigmoid(), normal(1, value_heads, dk, dv)
+    q, k = (x.to(dtype) for x in (q, k))
+    q, k = (q, k) if raw else (unit(q) / dk**0.5, unit(k))
+    return [q, k, *(x.to(dtype) for x in (v, g, beta))], state.to(dtype)
 
 
 def by_hand(tokens, state, path):
     """Output of the last token of the path and the state after it, as the paper writes them: S is dv x dk."""
     q, k, v, g, beta = (x.double().numpy() for x in tokens)
     S = state.double().numpy().transpose(0, 1, 3, 2).copy()
-    o = np.zeros((*S.shape[:3],))
+    o = np.zeros(S.shape[:3])
     for b, h in np.ndindex(*S.shape[:2]):
         key_head = h // (v.shape[2] // k.shape[2])
         for t in path:
@@ -66,7 +62,8 @@ def tree_error(tree, tokens=None, state=None, **options):
     if tokens is None:
         tokens, state = block(len(tree), **options)
     outputs = verify(*tokens, state, tree)
-    return max(apart(outputs[:, node], by_hand(tokens, state, tree.path(node))[0]) for node in range(len(tree)))
+    alone = [by_hand(tokens, state, tree.path(node))[0] for node in range(len(tree))]
+    return np.max([apart(outputs[:, node], output) for node, output in enumerate(alone)])  # nan, if there is one
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -81,11 +78,11 @@ def test_recurrence_is_the_formula_of_the_paper(dtype):
 def test_recurrence_has_the_bits_of_transformers_kernel():
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
-    (q, k, v, g, beta), state = projected(70, dtype=torch.float32, **QWEN)
+    (q, k, *rest), state = block(70, dtype=torch.float32, raw=True, **QWEN)
     expected = torch_recurrent_gated_delta_rule(
-        q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        q, k, *rest, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
     )
-    actual = recurrent(unit(q) / q.shape[-1] ** 0.5, unit(k), v, g, beta, state)
+    actual = recurrent(unit(q) / q.shape[-1] ** 0.5, unit(k), *rest, state)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
@@ -113,8 +110,6 @@ def test_a_gate_that_forgets_everything_harms_nobody(closed):
         tokens[3][:, ::3, ::2] = closed
         assert tree_error(TREES[name], tokens, state) < TOLERANCE[torch.float32]
 
-
-# --- planted faults -------------------------------------------------------------------------------------------------
 
 true_fades = delta_rule._fades
 
@@ -159,18 +154,18 @@ def test_tree_law_sees_the_tree_run_as_one_sequence(monkeypatch):
     assert tree_error(TREES["star"]) > SEEN
 
 
-def test_gate_law_sees_exponents_formed_for_nodes_that_are_no_ancestors(monkeypatch):
-    """e^(a_i - a_j) of a sibling behind a closed gate is inf, and inf times a mask of 0 is nan."""
-    tokens, state = block(16, dtype=torch.float32)
-    tokens[3][:, 3::2] = -1e3
-    assert tree_error(TREES["star"], tokens, state) < 1e-5
-    monkeypatch.setattr(delta_rule, "_fades", masked_after_the_exponential)
-    assert not torch.isfinite(verify(*tokens, state, TREES["star"])).all()
-
-
-def test_gate_law_sees_digits_lost_in_differences_of_running_sums(monkeypatch):
-    tokens, state = block(16, dtype=torch.float32, gate=0.01)
-    tokens[3][:, 0] = -3e4
-    assert tree_error(TREES["chain"], tokens, state) < 1e-5
-    monkeypatch.setattr(delta_rule, "_fades", differences_of_running_sums)
-    assert tree_error(TREES["chain"], tokens, state) > 1e-4
+@pytest.mark.parametrize(
+    ("fault", "tree", "gate", "closed", "nodes"),
+    [
+        # e^(a_i - a_j) of a sibling behind a closed gate is inf, and inf times a mask of 0 is nan
+        (masked_after_the_exponential, "star", 0.5, -1e3, slice(3, None, 2)),
+        # the digits of small gates behind a closed one are lost
+        (differences_of_running_sums, "chain", 0.01, -3e4, slice(0, 1)),
+    ],
+)
+def test_gate_law_sees_planted_faults_of_closed_gates(fault, tree, gate, closed, nodes, monkeypatch):
+    tokens, state = block(16, dtype=torch.float32, gate=gate)
+    tokens[3][:, nodes] = closed
+    assert tree_error(TREES[tree], tokens, state) < 1e-5
+    monkeypatch.setattr(delta_rule, "_fades", fault)
+    assert not tree_error(TREES[tree], tokens, state) < 1e-4
