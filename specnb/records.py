@@ -83,21 +83,15 @@ class Summary(BaseModel):
     accepted_tokens: int
     acceptance_rate: float | None = Field(description="accepted_tokens / total_draft_tokens")
     tau: float | None = Field(description="mean committed tokens per target call, the extra token included")
-    tokens_per_s: float | None = Field(
-        description="(n_tokens - 1) / (wall_s - prefill_s): the first token is the prefill's"
-    )
-    estimated_speedup: float | None = Field(
-        description="tokens_per_s * T(1), T(1) from the baseline; tau itself when no baseline was timed"
-    )
+    tokens_per_s: float | None = Field(description="(n_tokens - 1) / (wall_s - prefill_s): prefill gives the first")
+    estimated_speedup: float | None = Field(description="tokens_per_s * T(1); tau where no baseline was timed")
     wall_s: float
     prefill_s: float
     draft_s: float
     verify_s: float
     rewind_s: float
     other_s: float
-    overhead_share: float | None = Field(
-        description="share of the decoding time (wall_s - prefill_s) that is not a model forward"
-    )
+    overhead_share: float | None = Field(description="share of wall_s - prefill_s that is not a model forward")
     stop_reason: StopReason
     fallback: str | None
 
@@ -183,9 +177,10 @@ class Generation(BaseModel):
         `step_s` is T(1), seconds of one plain decoding step of the same target; with it `estimated_speedup` counts
         what drafting and wider verification cost, without it the estimate is tau, the bound for free drafts.
         """
-        rate = self.tokens_per_s
-        speedup = rate * step_s if rate is not None and step_s is not None else self.tau
-        forward_s = sum(r.forward_s for r in self.rounds)
+        speed = self.tokens_per_s
+        times = ("draft_s", "verify_s", "rewind_s", "other_s", "forward_s")
+        seconds = {name: sum(getattr(r, name) for r in self.rounds) for name in times}
+        forward_s = seconds.pop("forward_s")
         return Summary(
             n_tokens=len(self.token_ids),
             n_rounds=len(self.rounds),
@@ -193,17 +188,14 @@ class Generation(BaseModel):
             accepted_tokens=self.accepted_tokens,
             acceptance_rate=self.acceptance_rate,
             tau=self.tau,
-            tokens_per_s=rate,
-            estimated_speedup=speedup,
+            tokens_per_s=speed,
+            estimated_speedup=speed * step_s if speed is not None and step_s is not None else self.tau,
             wall_s=self.wall_s,
             prefill_s=self.prefill_s,
-            draft_s=sum(r.draft_s for r in self.rounds),
-            verify_s=sum(r.verify_s for r in self.rounds),
-            rewind_s=sum(r.rewind_s for r in self.rounds),
-            other_s=sum(r.other_s for r in self.rounds),
-            overhead_share=1 - forward_s / self.decode_s if rate is not None else None,
+            overhead_share=1 - forward_s / self.decode_s if speed is not None else None,
             stop_reason=self.stop_reason,
             fallback=self.fallback,
+            **seconds,
         )
 
 
