@@ -18,7 +18,7 @@ from specnb.errors import FetchError
     ("probe", "ok", "detail", "fix"),
     [
         ("print('a line of a log'); print('token 42')", True, "token 42", ""),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", False, "SIGILL", doctor.REBUILD),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", False, "SIGILL", "crashes on this CPU"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", False, "memory", "memory"),
         ("import os; os.write(2, b'GGML_ASSERT(x) failed'); os.abort()", False, "GGML_ASSERT(x)", doctor.REBUILD),
         ("import time; time.sleep(60)", False, "0.5 s", doctor.REBUILD),

@@ -278,7 +278,8 @@ def test_query_sees_every_record(rich, tmp_path):
     results = tmp_path / "re*ults [1]"  # taken literally
     store.save(rich, tmp_path / "results 1")
     store.save(rich, results)
-    store.save(record_of(run_id="empty", experiment="other", status="failed", error="x"), results)
+    elsewhere = WHEN.astimezone(timezone(timedelta(hours=2)))
+    store.save(record_of(run_id="empty", experiment="other", status="failed", error="x", started=elsewhere), results)
     rounds = store.query("select run_id, k_asked, sum(n_accepted) as n from rounds group by all order by n", results)
     assert list(rounds.itertuples(index=False, name=None)) == [("abc123", 0, 0), ("abc123", 2, 2)]
     runs = store.query("select *, cast(params->>'k' as int) as k from runs order by run_id", results)
@@ -287,7 +288,7 @@ def test_query_sees_every_record(rich, tmp_path):
         ["completed", "failed"],
         [2, 2],
     ]
-    assert runs.started[0].isoformat() == "2026-11-21T12:00:00.123456"
+    assert [start.isoformat() for start in runs.started] == ["2026-11-21T12:00:00.123456"] * 2
     assert json.loads(runs.measurements[0])["c"] == 0.25
     generations = store.query("select generation, n_tokens, wall_s, fallback from generations order by 1", results)
     assert list(generations.n_tokens) == [4, 0, 1] and generations.fallback[2] == "no memory"
