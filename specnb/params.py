@@ -151,8 +151,8 @@ class CompatibilityParams(Params):
 class RollbackParams(Params):
     """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?
 
-    `target` is opened in each of `engines` once for every way back. Its drafts are scripted: right with each of
-    `acceptance`, the same for all ways; `draft` and lookup draft for it in the first engine, as they are.
+    `target` is opened in each of `engines` with every rollback strategy. Its drafts are scripted: right with each of
+    `acceptance`, the same for all; `draft` and lookup draft for it in the first engine, as they are.
     """
 
     target: str = "tiny-hybrid"

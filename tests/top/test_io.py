@@ -98,13 +98,9 @@ def own_cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_digest_is_that_of_the_bytes_of_the_file_or_of_the_json(tmp_path):
+def test_a_settled_file_is_hashed_once_and_another_size_or_time_is_another_file(tmp_path, own_cache, monkeypatch):
     file = settled(tmp_path / "w", b"[1]")
     assert digest(file) == digest(b"[1]") == digest([1]) == sha256(b"[1]")
-
-
-def test_a_settled_file_is_hashed_once_and_another_size_or_time_is_another_file(tmp_path, own_cache, monkeypatch):
-    file = tmp_path / "w"
     for data, mtime in ((b"one", 1_600_000_000), (b"three", 1_600_000_000), (b"seven", 1_600_000_001)):
         assert file_digest(settled(file, data, mtime)) == sha256(data)
     file_digest(settled(tmp_path / "v", b"v"))
@@ -123,18 +119,15 @@ def test_a_file_just_written_is_not_remembered(tmp_path, own_cache):
         assert file_digest(file) == sha256(data)
 
 
-@pytest.mark.parametrize("garbage", [b"{", b'{"x": 1}'])
-def test_a_damaged_memory_of_digests_is_replaced(tmp_path, own_cache, garbage):
-    own_cache.mkdir()
-    (own_cache / "digests.json").write_bytes(garbage)
+def test_a_damaged_memory_of_digests_is_replaced_and_an_unwritable_one_costs_only_time(tmp_path, own_cache):
     file = settled(tmp_path / "w", b"one")
+    own_cache.write_text("a file where the folder should be")
+    assert file_digest(file) == sha256(b"one")
+    own_cache.unlink()
+    own_cache.mkdir()
+    (own_cache / "digests.json").write_bytes(b"{")
     assert file_digest(file) == sha256(b"one")
     assert json.loads((own_cache / "digests.json").read_bytes())[str(file)][2] == sha256(b"one")
-
-
-def test_a_memory_that_cannot_be_written_costs_only_time(tmp_path, own_cache):
-    own_cache.write_text("a file where the folder should be")
-    assert file_digest(settled(tmp_path / "w", b"one")) == sha256(b"one")
 
 
 def test_what_is_no_readable_file_is_refused_by_name(tmp_path):

@@ -11,8 +11,6 @@ import time
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -51,7 +49,8 @@ def rich() -> RunRecord:
     first = generation_of(round_of(0), round_of(1, (7,), (7, 8), 1), seed=2**62, temperature=0.7, text='zeile\n"x" ∑')
     plain = generation_of(round_of(0, (), (4,), 0), drafter="", k=0, fallback="no memory", lossless=False)
     nothing = generation_of(prompt_id="empty", stop_reason="context", wall_s=0.0)
-    return record_of(first, nothing, plain, measurements={"c": 0.25, "curve": [[1, 0.01], [2, 0.013]], "none": None})
+    measurements = {"c": 0.25, "curve": [[1, 0.01], [2, 0.013]], "none": None}
+    return record_of(first, nothing, plain, measurements=measurements)
 
 
 def names(folder):
@@ -89,16 +88,6 @@ def generations(draw) -> Generation:
 def test_any_record_comes_back_exactly(tmp_path_factory, generations, params, started):
     record = record_of(*generations, params=params, started=started)
     assert store.load(store.save(record, tmp_path_factory.getbasetemp() / "any")) == record
-
-
-def test_the_parquet_file_is_one_row_a_round_with_its_context(rich, tmp_path):
-    table = pq.read_table(store.save(rich, tmp_path) / "rounds.parquet")
-    assert table.schema.field("draft_ids").type == pa.list_(pa.int64())
-    rows = table.to_pylist()
-    assert [row["generation"] for row in rows] == [0, 0, 2]
-    assert [(row["k_asked"], row["k"]) for row in rows] == [(2, 2), (2, 1), (0, 0)]
-    assert (rows[0]["seed"], rows[0]["temperature"], rows[0]["prompt_id"]) == (2**62, 0.7, "code-01")
-    assert {"experiment", "run_id", "category", "target", "drafter", "rule", *Round._fields} <= set(rows[0])
 
 
 def made_older(folder, column, *fields):
@@ -227,11 +216,6 @@ def test_what_json_or_parquet_would_change_is_refused_and_nothing_is_written(tmp
         store.save(record_of(), tmp_path / "file")
 
 
-def test_tuples_and_numpy_scalars_are_stored_as_lists_and_numbers(tmp_path):
-    record = record_of(measurements={"pair": (1, 2), "n": np.int64(3)})
-    assert store.load(store.save(record, tmp_path)).measurements == {"pair": [1, 2], "n": 3}
-
-
 def test_run_id_depends_on_name_and_values_only():
     first = store.run_id("01_k_sweep", {"k": 4, "temperature": 0.0})
     assert first == store.run_id("01_k_sweep", {"temperature": 0.0, "k": 4})
@@ -283,25 +267,24 @@ def test_query_sees_every_record(rich, tmp_path):
     rounds = store.query("select run_id, k_asked, sum(n_accepted) as n from rounds group by all order by n", results)
     assert list(rounds.itertuples(index=False, name=None)) == [("abc123", 0, 0), ("abc123", 2, 2)]
     runs = store.query("select *, cast(params->>'k' as int) as k from runs order by run_id", results)
-    assert [list(runs[name]) for name in ("run_id", "status", "k")] == [
-        ["abc123", "empty"],
-        ["completed", "failed"],
-        [2, 2],
-    ]
+    rows = runs[["run_id", "status", "k"]].itertuples(index=False, name=None)
+    assert list(rows) == [("abc123", "completed", 2), ("empty", "failed", 2)]
     assert [start.isoformat() for start in runs.started] == ["2026-11-21T12:00:00.123456"] * 2
     assert json.loads(runs.measurements[0])["c"] == 0.25
     generations = store.query("select generation, n_tokens, wall_s, fallback from generations order by 1", results)
     assert list(generations.n_tokens) == [4, 0, 1] and generations.fallback[2] == "no memory"
-    assert store.query("select filename from rounds limit 1", results).filename[0].endswith("rounds.parquet")
+    (row,) = store.query("select * from rounds where k = 1", results).to_dict("records")
+    assert (row["generation"], row["k_asked"], row["seed"], row["temperature"]) == (0, 2, 2**62, 0.7)
+    assert (
+        row["prompt_id"] == "code-01" and list(row["draft_ids"]) == [7] and row["filename"].endswith("rounds.parquet")
+    )
     for sql in ("selec 1", "select nope from rounds", "-- nothing"):
         with pytest.raises(InputError):
             store.query(sql, results)
 
 
 def test_query_leaves_hidden_folders_out(rich, tmp_path):
-    hidden = tmp_path / ".ipynb_checkpoints" / "x"
-    hidden.parent.mkdir()
-    store.save(rich, tmp_path).rename(hidden)
+    store.save(rich, tmp_path / ".ipynb_checkpoints")
     with pytest.raises(InputError, match="no records"):
         store.query("select * from rounds", tmp_path)
 
