@@ -131,14 +131,14 @@ class CompatibilityParams(Params):
     draft: str = "gpt-2"
     draft_model: str = "smollm2-135m:q4_0"
     families: list[str] = Field(default=["qwen2.5", "phi-3"], max_length=16)
-    pairs: list[tuple[str, str]] = Field(max_length=64, default=[
-        ("qwen2.5-coder-32b", "qwen2.5-0.5b-instruct"),
-        ("deepseek-r1-distill-qwen-32b", "pard-deepseek-r1-distill-qwen-1.5b"),
-        ("deepseek-r1-distill-qwen-32b", "deepseek-r1-distill-qwen-1.5b"),
-        ("deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct"),
-        ("qwen3-coder-480b-a35b-instruct", "pard-qwen3-0.6b"),
-        ("qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"),
-        ("qwen3-next-80b-a3b-instruct", "pard-qwen3-0.6b"),
+    pairs: list[Annotated[list[str], Field(min_length=2, max_length=2)]] = Field(max_length=64, default=[
+        ["qwen2.5-coder-32b", "qwen2.5-0.5b-instruct"],
+        ["deepseek-r1-distill-qwen-32b", "pard-deepseek-r1-distill-qwen-1.5b"],
+        ["deepseek-r1-distill-qwen-32b", "deepseek-r1-distill-qwen-1.5b"],
+        ["deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct"],
+        ["qwen3-coder-480b-a35b-instruct", "pard-qwen3-0.6b"],
+        ["qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"],
+        ["qwen3-next-80b-a3b-instruct", "pard-qwen3-0.6b"],
     ])  # fmt: skip
     categories: Categories = ["code", "prose"]
     prompts_per_category: Count = 2
