@@ -14,10 +14,15 @@ import uuid
 from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from specnb.errors import InputError
 
+Model = TypeVar("Model", bound=BaseModel)
+
+MAX_JSONL_BYTES = 16 << 20
 SETTLED_S = 2.0
 """A file changed less long ago may change again within the grain of its time stamp: its digest is not remembered."""
 
@@ -150,6 +155,31 @@ def read_json(path: str | Path, limit: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{path} holds a JSON {type(value).__name__}, not an object: this is another file")
     return value
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value) of each line that is not blank; a byte order mark and CRLF are allowed.
+
+    Raises InputError with file and line for one that is not JSON in UTF-8, and as `read_bytes` does.
+    """
+    # Only \n ends a line: str.splitlines would also cut at U+2028 and others, which JSON allows inside a string.
+    for number, line in enumerate(read_bytes(path, MAX_JSONL_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if line.strip():
+            try:
+                value = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{path}:{number}: not JSON in UTF-8: {error}; write one object a line") from error
+            yield number, value
+
+
+def validated(model: type[Model], value: Any, where: str) -> Model:
+    """Return `value` as a `model`; InputError with the place and the first reasons, each with the value given."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False)[:5]
+        reasons = [f"{'.'.join(map(str, d['loc'])) or 'all'} = {d['input']!r:.150}: {d['msg']}" for d in details]
+        raise InputError(f"{where}: {'; '.join(reasons)}") from error
 
 
 @contextlib.contextmanager

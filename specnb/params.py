@@ -7,9 +7,10 @@ papermill and a plain call go through the same checks.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specnb.errors import InputError
+from specnb.io import validated
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 """0 is greedy."""
@@ -51,14 +52,7 @@ class Params(BaseModel):
     @classmethod
     def checked(cls, **values: Any) -> Self:
         """Validate; one readable InputError instead of pydantic's report."""
-        try:
-            return cls(**values)
-        except ValidationError as error:
-            reasons = [
-                f"{'.'.join(map(str, e['loc'])) or 'parameters'} = {e['input']!r:.200}: {e['msg']}"
-                for e in error.errors(include_url=False)
-            ]
-            raise InputError(f"parameters of {cls.__name__}: {'; '.join(reasons)}") from error
+        return validated(cls, values, f"parameters of {cls.__name__}")
 
 
 class KSweepParams(Params):

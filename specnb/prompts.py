@@ -4,23 +4,20 @@ A line is `{"id": …, "category": …, "text": …}` or `{"id": …, "category"
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specnb import io
 from specnb.errors import InputError
-from specnb.io import project_dir
+from specnb.io import json_lines, project_dir, validated
 
 Category = Literal["code", "json", "prose", "general", "chat", "edit"]
 CATEGORIES: tuple[str, ...] = get_args(Category)
 
-Model = TypeVar("Model", bound=BaseModel)
-
 MAX_PROMPT_BYTES = 64 * 1024
-MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
 class Message(BaseModel):
@@ -93,28 +90,6 @@ def read_jsonl(path: str | Path) -> tuple[Prompt, ...]:
     if not result:
         raise InputError(f"{path}: no prompts in it; write one JSON object a line")
     return tuple(result)
-
-
-def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of each line that is not blank. InputError with file and line."""
-    # Only \n ends a line: str.splitlines would also cut at U+2028 and others, which JSON allows inside a string.
-    for number, line in enumerate(io.read_bytes(path, MAX_FILE_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if line.strip():
-            try:
-                value = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{path}:{number}: not JSON in UTF-8: {error}; write one object a line") from error
-            yield number, value
-
-
-def validated(model: type[Model], value: Any, where: str) -> Model:
-    """Return `value` as a `model`; InputError with the place and the first reasons, each with the value given."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False)[:3]
-        reasons = [f"{'.'.join(map(str, d['loc']))}: {d['msg']} (got {d['input']!r:.60})" for d in details]
-        raise InputError(f"{where}: {'; '.join(reasons)}") from error
 
 
 def digest(prompts: Iterable[Prompt]) -> str:

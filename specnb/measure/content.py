@@ -15,8 +15,8 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
 from specnb.decode.control import Controller, Outcome
-from specnb.io import project_dir
-from specnb.prompts import Prompt, json_lines, prompts, validated
+from specnb.io import json_lines, project_dir, validated
+from specnb.prompts import Prompt, prompts
 
 Kind = Literal["code", "json", "prose", "general"]
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -27,14 +27,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb.errors import InputError, MemoryShortError
-from specnb.io import file_digest, write_atomic
+from specnb.io import file_digest, json_lines, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.lm.cache import need_space
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa import corpus
 from specnb.medusa.nets import Heads, draft_ids
 from specnb.medusa.text import Stream, Turns, Writing, number_of, seeds
-from specnb.prompts import json_lines
 
 FACTS_FILE = "facts.json"
 SPLITS = ("train", "held_out")

@@ -30,9 +30,8 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from specnb.errors import InputError
-from specnb.io import read_json, write_atomic
+from specnb.io import read_json, validated, write_atomic
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, map_faults
-from specnb.prompts import validated
 
 CONFIG_FILE = "config.json"
 OWN = "specnb"

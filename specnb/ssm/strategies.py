@@ -16,7 +16,7 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError
-from specnb.io import cache_dir, plain
+from specnb.io import cache_dir, json_lines, plain
 from specnb.lm import embedded
 from specnb.lm.base import LanguageModel
 from specnb.lm.cache import files_digest, made_once
@@ -24,7 +24,7 @@ from specnb.lm.load import load, parse
 from specnb.measure.bench import Method, compare
 from specnb.measure.experiment import Progress, record_of, saving_failures, silent
 from specnb.params import RollbackParams
-from specnb.prompts import Prompt, json_lines
+from specnb.prompts import Prompt
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "04_ssm_rollback"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specnb.errors import InputError
-from specnb.io import project_dir
-from specnb.prompts import CATEGORIES, MAX_FILE_BYTES, MAX_PROMPT_BYTES, Prompt, digest, prompts, read_jsonl
+from specnb.io import MAX_JSONL_BYTES, project_dir
+from specnb.prompts import CATEGORIES, MAX_PROMPT_BYTES, Prompt, digest, prompts, read_jsonl
 
 USER = {"role": "user", "content": "Hello"}
 ASSISTANT = {"role": "assistant", "content": "Hello! What is it about?"}
@@ -102,7 +102,7 @@ def test_a_repeated_id_is_refused_with_both_lines(write):
         read_jsonl(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\r\n  \n", b" " * (MAX_FILE_BYTES + 1)], ids=len)
+@pytest.mark.parametrize("content", [b"", b"\r\n  \n", b" " * (MAX_JSONL_BYTES + 1)], ids=len)
 def test_a_file_without_prompts_or_too_large_is_refused(write, content):
     with pytest.raises(InputError, match=r"mine\.jsonl"):
         read_jsonl(write(content))
