@@ -38,8 +38,8 @@ def default_work() -> Path:
     return cache_dir() / "train_tiny"
 
 
-def run_stage(stage: Stage, work: Path, out: Path, made: Recipe | None, *, device: str, save_every: int) -> str:
-    """One stage; returns what there is now, for the reader. `made`: the stage's recipe, None where none is trained."""
+def run_stage(stage: Stage, work: Path, out: Path, training: Recipe | None, *, device: str, save_every: int) -> str:
+    """One stage; returns what there is now, for the reader. `training`: the stage's recipe, if it trains."""
     if stage is Stage.DATA:
         data = prepare(work / "data")
         return f"{data.train.size:,} training tokens, {data.held_out.size:,} held out, in {work / 'data'}"
@@ -51,9 +51,9 @@ def run_stage(stage: Stage, work: Path, out: Path, made: Recipe | None, *, devic
 
     start = loop.trained(work / "draft") if stage is Stage.DISTIL else None
     teacher = loop.trained(work / "target").to(device) if stage is Stage.DISTIL else None
-    with _bar(made.steps, stage) as on_step:
+    with _bar(training.steps, stage) as on_step:
         loop.train(
-            made, open_data(work / "data"), work / stage, start=start, teacher=teacher, device=device,
+            training, open_data(work / "data"), work / stage, start=start, teacher=teacher, device=device,
             save_every=save_every, on_step=on_step,
         )  # fmt: skip
     last = loop.read_checkpoint(work / stage)["log"][-1]
@@ -98,10 +98,10 @@ def command(
         raise InputError(f"--steps {steps} needs --stage target, draft or distil: each has its own number")
     _check_device(device)
     work, out = work or default_work(), out or embedded.root()
-    for one in list(Stage)[1:] if stage is Stage.ALL else [stage]:
-        trains = one in (Stage.TARGET, Stage.DRAFT, Stage.DISTIL)
-        made = recipe(preset, one, steps=steps, seed=seed, bf16=bf16) if trains else None
-        typer.echo(run_stage(one, work, out, made, device=device, save_every=save_every))
+    for each in list(Stage)[1:] if stage is Stage.ALL else [stage]:
+        trains = each in (Stage.TARGET, Stage.DRAFT, Stage.DISTIL)
+        training = recipe(preset, each, steps=steps, seed=seed, bf16=bf16) if trains else None
+        typer.echo(run_stage(each, work, out, training, device=device, save_every=save_every))
 
 
 if __name__ == "__main__":

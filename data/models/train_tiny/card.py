@@ -79,13 +79,14 @@ def _making(facts: Mapping[str, Any]) -> list[str]:
         "| stage | steps | tokens | loss | held out | hours |",
         "|---|---|---|---|---|---|",
     ]
-    for stage, one in facts["stages"].items():
-        unfinished = "" if one["step"] == one["recipe"]["steps"] else f" of {one['recipe']['steps']:,}, not finished"
+    for stage, training in facts["stages"].items():
+        steps = training["recipe"]["steps"]
+        unfinished = "" if training["step"] == steps else f" of {steps:,}, not finished"
         lines.append(
-            f"| {STAGE_TEXT[stage]} | {one['step']:,}{unfinished} | {one['tokens']:,} | {one['loss']:.3f} "
-            f"| {one['held_out_loss']:.3f} | {one['seconds'] / 3600:.1f} |"
+            f"| {STAGE_TEXT[stage]} | {training['step']:,}{unfinished} | {training['tokens']:,} "
+            f"| {training['loss']:.3f} | {training['held_out_loss']:.3f} | {training['seconds'] / 3600:.1f} |"
         )
-    commands = (command(stage, Recipe(**one["recipe"])) for stage, one in facts["stages"].items())
+    commands = (command(stage, Recipe(**training["recipe"])) for stage, training in facts["stages"].items())
     steps = [
         "python -m data.models.train_tiny --stage data",
         *commands,
@@ -107,8 +108,8 @@ def _texts(corpus: Mapping[str, Any]) -> list[str]:
         "| package | version | licence | characters |",
         "|---|---|---|---|",
         *(
-            f"| {one['package']} | {one['version']} | {one['licence']} | {one['characters']:,} |"
-            for one in corpus["sources"]
+            f"| {source['package']} | {source['version']} | {source['licence']} | {source['characters']:,} |"
+            for source in corpus["sources"]
         ),
     ]
 

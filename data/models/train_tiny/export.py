@@ -41,7 +41,7 @@ def export(work: Path, out: Path) -> dict[str, Any]:
     last = "distil" if "distil" in stages else "draft"
     write_model(trained(work / "target"), data, out / shapes.TARGET, log=_log(stages, "target"))
     write_model(trained(work / last), data, out / shapes.DRAFT, log=_log(stages, "draft", "distil"))
-    write_text(out / PASSAGES_FILE, "".join(json.dumps(one) + "\n" for one in passages(data)))
+    write_text(out / PASSAGES_FILE, "".join(json.dumps(passage) + "\n" for passage in passages(data)))
     target, draft = (read_model(out / name) for name in (shapes.TARGET, shapes.DRAFT))
     facts = {
         "corpus": data.facts | {"tokens": {"train": data.train.size, "held_out": data.held_out.size}},
@@ -96,10 +96,10 @@ def passages(data: Data) -> list[dict[str, str]]:
     texts = [json.loads(line) for line in lines]
     chosen = []
     for kind in ("code", "prose"):
-        of_kind = [one for one in texts if one["kind"] == kind and len(one["text"]) > 3 * PASSAGE_CHARS]
+        of_kind = [text for text in texts if text["kind"] == kind and len(text["text"]) > 3 * PASSAGE_CHARS]
         order = np.random.default_rng(1).permutation(len(of_kind))[:PASSAGES_A_KIND]
         chosen += [of_kind[i] | {"text": _piece(of_kind[i]["text"])} for i in sorted(order)]
-    leaked = [one["name"] for one in chosen if not is_held_out(one["name"])]
+    leaked = [text["name"] for text in chosen if not is_held_out(text["name"])]
     if leaked:
         raise InputError(
             f"{data.folder} calls {leaked[0]} held out, but it belongs to the training texts: prepare it anew"
@@ -111,7 +111,7 @@ def prompts(out: Path, kind: str = "") -> list[np.ndarray]:
     """The first PROMPT_TOKENS ids of each passage of a kind ("": of all), by the exported tokenizer."""
     tokenizer = tokenizer_of(out)
     lines = (out / PASSAGES_FILE).read_text(encoding="utf-8").splitlines()
-    texts = [one["text"] for one in map(json.loads, lines) if one["kind"].startswith(kind)]
+    texts = [text["text"] for text in map(json.loads, lines) if text["kind"].startswith(kind)]
     return [np.array(tokenizer.encode(text).ids[:PROMPT_TOKENS]) for text in texts]
 
 
@@ -141,13 +141,13 @@ def _losses(data: Data, target: PreTrainedModel, draft: PreTrainedModel) -> dict
 
 
 def _stages(work: Path) -> dict[str, dict[str, Any]]:
-    found = {stage: read_checkpoint(work / stage) for stage in ("target", "draft", "distil")}
+    checkpoints = {stage: read_checkpoint(work / stage) for stage in ("target", "draft", "distil")}
     for stage in ("target", "draft"):
-        if found[stage] is None:
+        if checkpoints[stage] is None:
             raise InputError(f"no checkpoint in {work / stage}: train that stage first (--stage {stage})")
     return {
         stage: {"recipe": vars(Recipe(**saved["recipe"])), "log": saved["log"]}
-        for stage, saved in found.items()
+        for stage, saved in checkpoints.items()
         if saved
     }
 
@@ -190,5 +190,5 @@ def accepted(draft: PreTrainedModel, ids: np.ndarray, n_new: int) -> int:
     if not 0 < n_new < len(ids):
         raise InputError(f"{len(ids)} tokens have no {n_new} continued ones behind a prompt")
     tokens = torch.from_numpy(ids.astype(np.int64)).to(draft.device)
-    said = draft(tokens[None, :-1], use_cache=False).logits[0].argmax(-1)
-    return int((said == tokens[1:])[-n_new:].sum())
+    predicted = draft(tokens[None, :-1], use_cache=False).logits[0].argmax(-1)
+    return int((predicted == tokens[1:])[-n_new:].sum())

@@ -72,10 +72,10 @@ def recipe(preset: str, stage: str, **changed: Any) -> Recipe:
     return replace(PRESETS[preset][stage], **{key: value for key, value in changed.items() if value is not None})
 
 
-def command(stage: str, made: Recipe) -> str:
+def command(stage: str, training: Recipe) -> str:
     """What to type to get this recipe; the preset it comes from is found by comparing. InputError if there is none."""
     for preset in PRESETS:
-        if recipe(preset, stage, steps=made.steps, seed=made.seed, bf16=made.bf16) == made:
-            flags = f"--preset {preset} --stage {stage} --steps {made.steps} --seed {made.seed}"
-            return f"python -m data.models.train_tiny {flags}{'' if made.bf16 else ' --no-bf16'}"
-    raise InputError(f"{made} belongs to no preset: it was not made by train_tiny")
+        if recipe(preset, stage, steps=training.steps, seed=training.seed, bf16=training.bf16) == training:
+            flags = f"--preset {preset} --stage {stage} --steps {training.steps} --seed {training.seed}"
+            return f"python -m data.models.train_tiny {flags}{'' if training.bf16 else ' --no-bf16'}"
+    raise InputError(f"{training} belongs to no preset: it was not made by train_tiny")
