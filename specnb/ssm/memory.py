@@ -14,7 +14,6 @@ attention layers of a hybrid cache is not counted: cropping it costs nothing.
 """
 
 from collections.abc import Sequence
-from enum import StrEnum
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -28,30 +27,19 @@ GATE_BYTES = 4
 """Gates are kept in float32 in every record: they are few, and an error in a decay stays in the state."""
 
 
-class Kind(StrEnum):
-    """What sort of recurrence the layers run."""
+class Kind(NamedTuple):
+    """What sort of recurrence the layers run; how often a head has gates and keys."""
 
-    GATED_DELTA = "gated-delta"
-    MAMBA2 = "mamba2"
-    MAMBA1 = "mamba1"
-    SHORT_CONV = "short-conv"
-
-
-class _Counts(NamedTuple):
-    """How often: gates a head in a replay record; gates a head that exist before the convolution; keys in it."""
-
-    gates: int
-    gates_before_conv: int
-    keys_in_conv: int
+    gates: int = 0
+    """In a replay record."""
+    gates_before_conv: int = 0
+    keys_in_conv: int = 0
 
 
-# Mamba-1 computes dt, B and C from the convolved x: its columns before the convolution bring back everything.
-_COUNTS = {
-    Kind.GATED_DELTA: _Counts(gates=2, gates_before_conv=2, keys_in_conv=2),
-    Kind.MAMBA2: _Counts(gates=1, gates_before_conv=1, keys_in_conv=2),
-    Kind.MAMBA1: _Counts(gates=1, gates_before_conv=0, keys_in_conv=0),
-    Kind.SHORT_CONV: _Counts(gates=0, gates_before_conv=0, keys_in_conv=0),
-}
+GATED_DELTA = Kind(gates=2, gates_before_conv=2, keys_in_conv=2)
+MAMBA2 = Kind(gates=1, gates_before_conv=1, keys_in_conv=2)
+MAMBA1 = Kind(gates=1)  # dt, B and C come from the convolved x: columns before it bring back everything
+SHORT_CONV = Kind()
 
 
 class RecurrentShape(NamedTuple):
@@ -107,7 +95,7 @@ _QWEN_NEXT = _names(
     "linear_conv_kernel_dim",
     *("linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads", "linear_key_head_dim"),
 )
-_MAMBA2 = _names("conv_kernel", "num_heads", "head_dim", "n_groups", "state_size")
+_MAMBA2_NAMES = _names("conv_kernel", "num_heads", "head_dim", "n_groups", "state_size")
 _BAMBA = _names("mamba_d_conv", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")
 _NEMOTRON = _names("conv_kernel", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
 _ZAMBA2 = _names("mamba_d_conv", "n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state")
@@ -116,14 +104,14 @@ _JAMBA = _names("mamba_d_conv", "mamba_expand hidden_size", "", "", "mamba_d_sta
 _LFM2: _Names = {"conv_width": ("conv_L_cache",), "conv_channels": ("hidden_size",)}
 
 FAMILIES: dict[str, tuple[Kind, _Names]] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), (Kind.GATED_DELTA, _QWEN_NEXT)),
-    **dict.fromkeys(("falcon_h1", "bamba", "granitemoehybrid"), (Kind.MAMBA2, _BAMBA)),
-    "mamba2": (Kind.MAMBA2, _MAMBA2),
-    "nemotron_h": (Kind.MAMBA2, _NEMOTRON),
-    "zamba2": (Kind.MAMBA2, _ZAMBA2),
-    **dict.fromkeys(("mamba", "falcon_mamba"), (Kind.MAMBA1, _MAMBA)),
-    "jamba": (Kind.MAMBA1, _JAMBA),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), (Kind.SHORT_CONV, _LFM2)),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), (GATED_DELTA, _QWEN_NEXT)),
+    **dict.fromkeys(("falcon_h1", "bamba", "granitemoehybrid"), (MAMBA2, _BAMBA)),
+    "mamba2": (MAMBA2, _MAMBA2_NAMES),
+    "nemotron_h": (MAMBA2, _NEMOTRON),
+    "zamba2": (MAMBA2, _ZAMBA2),
+    **dict.fromkeys(("mamba", "falcon_mamba"), (MAMBA1, _MAMBA)),
+    "jamba": (MAMBA1, _JAMBA),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), (SHORT_CONV, _LFM2)),
 }
 """transformers' `model_type` -> the kind of its recurrent layers and where its config keeps their sizes."""
 
@@ -156,7 +144,7 @@ def shape_of(config: Any, *, layout: str = "transformers", dtype: Dtype | None =
         conv_columns=conv_width - 1 + spare_columns,
         conv_dtype=conv_dtype or dtype,
         record_dtype=dtype,
-        **{"conv_channels": values + _COUNTS[kind].keys_in_conv * keys} | sizes,
+        **{"conv_channels": values + kind.keys_in_conv * keys} | sizes,
     )
 
 
@@ -185,7 +173,7 @@ def raw_replay_bytes(shape: RecurrentShape) -> int:
 
     Queries (C of Mamba) are not in it: they read the state and do not change it. Without the convolution's column.
     """
-    return _write_bytes(shape, shape.heads * _COUNTS[shape.kind].gates)
+    return _write_bytes(shape, shape.heads * shape.kind.gates)
 
 
 def factor_replay_bytes(shape: RecurrentShape) -> int:
@@ -206,7 +194,7 @@ def pre_conv_bytes(shape: RecurrentShape) -> int:
 
     Brings back window and state both, at the price of convolution and gates (and Mamba-1's projections) once more.
     """
-    gates = shape.heads * _COUNTS[shape.kind].gates_before_conv
+    gates = shape.heads * shape.kind.gates_before_conv
     return conv_column_bytes(shape) + shape.layers * gates * GATE_BYTES
 
 

@@ -12,7 +12,7 @@ import specnb
 from specnb.errors import InputError
 from specnb.lm.hf.engine import cache_argument
 from specnb.ssm import memory
-from specnb.ssm.memory import Kind, RecurrentShape, shape_of
+from specnb.ssm.memory import MAMBA1, SHORT_CONV, RecurrentShape, shape_of
 from tests.tiny_models import mamba_gguf, torch_model
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -127,7 +127,7 @@ def test_formulas_are_the_bytes_of_the_caches_of_every_family(family, dtype):
     shape = shape_of(model.config, dtype=str(dtype).removeprefix("torch."))
     assert memory.state_bytes(shape) == held(cache, "recurrent_states")
     assert memory.window_bytes(shape) == held(cache, "conv_states") > 0
-    assert (memory.state_bytes(shape) > 0) is (shape.kind is not Kind.SHORT_CONV)
+    assert (memory.state_bytes(shape) > 0) is (shape.kind is not SHORT_CONV)
 
 
 def test_every_known_family_is_checked_on_a_real_cache():
@@ -138,7 +138,7 @@ def test_formulas_are_the_bytes_of_llama_cpps_state(tmp_path):
     import llama_cpp
 
     shape = RecurrentShape(
-        Kind.MAMBA1, layers=2, heads=64, value_dim=1, key_heads=1, key_dim=16, conv_channels=64, conv_columns=3
+        MAMBA1, layers=2, heads=64, value_dim=1, key_heads=1, key_dim=16, conv_channels=64, conv_columns=3
     )
     model = specnb.load(f"{mamba_gguf(tmp_path / 'mamba.gguf')}?threads=1")
     try:
