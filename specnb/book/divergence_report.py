@@ -19,9 +19,8 @@ from specnb.divergence.investigation import Investigation
 from specnb.divergence.ladder import named
 from specnb.errors import InputError
 from specnb.io import read_json, write_atomic
-from specnb.measure.acceptance import Share
-from specnb.measure.pair import Pair
-from specnb.measure.triage import Triage, kind_of, triage
+from specnb.measure.pair import PairRun
+from specnb.measure.triage import Share, Triage, triage
 
 if TYPE_CHECKING:
     from specnb.divergence.repro import Repro
@@ -61,7 +60,7 @@ def read_acceptance(path: Path, *, vocab_size: int) -> Triage:
     """
     again = "make it with `specnb generate --draft … --json`"
     try:
-        pair = Pair.model_validate(read_json(path, GENERATION_BYTES) | {"vocab_size": vocab_size})
+        pair = PairRun.model_validate(read_json(path, GENERATION_BYTES) | {"vocab_size": vocab_size})
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -75,8 +74,7 @@ def read_acceptance(path: Path, *, vocab_size: int) -> Triage:
             f"{path}: the models that are investigated have no token {unknown[0]} (0 to {vocab_size - 1}): give "
             "--draft and --target of this generation"
         )
-    kind = kind_of(generation.drafter)
-    return triage([generation], vocab_size=vocab_size, drafter_kind=kind, forks=[fork] if fork else [])
+    return triage([generation], vocab_size=vocab_size, forks=[fork] if fork else [])
 
 
 def acceptance_line(acceptance: Triage) -> str:

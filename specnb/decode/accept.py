@@ -1,37 +1,53 @@
-"""How many drafted tokens to keep, and which token follows: the verification rules, as pure functions.
+"""Which drafts to keep, and which token follows: the verification rules for chains and trees, as pure functions.
 
-Each takes the target's probability rows `p_target`, where row i is the target's distribution after i drafts
-(len(draft_ids) + 1 rows), and says how many drafts are kept and the one extra token: a correction after a
+Rules for chains take the target's probability rows `p_target`, where row i is the target's distribution after i
+drafts (len(draft_ids) + 1 rows). They return the drafts that are kept and one extra token: a correction after a
 rejection, a bonus after full acceptance. All but `typical` leave the target's distribution exactly as it is. `RULES`
-has them by name, for chains and for trees (`decode.tree`).
+has them by name. ProbRows are asked for one by one, only as far as needed, so a lazy sequence saves softmaxes.
 
-Rows are asked for one by one and only as far as needed, so a lazy sequence saves the softmax of rows behind a
-rejection.
+A tree holds several guesses for one place. Its drafts are deterministic, so each child of a node is a point mass.
+Rejection sampling tries one child after the other: the first, x, is kept with p(x), the next, y, with its share
+p(y) / (1 - p(x)) of what is left of p, and so on (recursive rejection sampling: SpecInfer, Miao et al. 2305.09781,
+section 4.3). All in all child y is kept with p(y), and the correction is distributed as p without the children. Drawing
+once from p and going to the child that holds the token drawn, if there is one, is the same law in one draw. No rule
+can do better: whatever is committed first has the law p, so the walk cannot go on more often than p has mass on the
+children. At temperature 0 p is a point mass on the argmax, and the walk is greedy decoding.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from specnb.decode import tree
-from specnb.decode.sampling import Chooser, Draws, Rows, Sampling, argmax, typical_threshold
-from specnb.decode.tree import TreeAcceptance
+from specnb.decode.sampling import Chooser, Draws, ProbRows, Sampling, argmax
 from specnb.draft.base import Proposal
 from specnb.errors import InputError
+from specnb.lm.base import LanguageModel
+from specnb.lm.tree import COMMITTED, Tree
 
 
 class Acceptance(NamedTuple):
-    """`n_accepted` leading drafts are kept and `next_id` follows; `accept_prob` of each draft that was tested."""
+    """The drafts `path`, from the newest token on, are kept, and `next_id` follows.
 
-    n_accepted: int
+    `accept_prob` has an entry for each position that was tested: the probability that a draft there is kept.
+    """
+
+    path: tuple[int, ...]
     next_id: int
     accept_prob: tuple[float, ...]
 
+    @classmethod
+    def leading(cls, n: int, next_id: int, accept_prob: Sequence[float] = ()) -> "Acceptance":
+        """The first `n` drafts of a chain are kept."""
+        return cls(tuple(range(n)), next_id, tuple(accept_prob))
+
     @property
-    def path(self) -> tuple[int, ...]:
-        """Indices of the drafts that are kept."""
-        return tuple(range(self.n_accepted))
+    def n_accepted(self) -> int:
+        return len(self.path)
+
+
+# --- chains ---------------------------------------------------------------------------------------------------------
 
 
 def greedy(logits: np.ndarray, draft_ids: Sequence[int]) -> Acceptance:
@@ -41,11 +57,11 @@ def greedy(logits: np.ndarray, draft_ids: Sequence[int]) -> Acceptance:
         best = argmax(logits[i])
         tested.append(float(best == draft))
         if best != draft:
-            return Acceptance(i, best, tuple(tested))
-    return Acceptance(len(draft_ids), argmax(logits[len(draft_ids)]), tuple(tested))
+            return Acceptance.leading(i, best, tested)
+    return Acceptance.leading(len(draft_ids), argmax(logits[len(draft_ids)]), tested)
 
 
-def token_verification(p_target: Rows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
+def token_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
     """Rejection sampling token by token: keep x with min(1, p(x)/q(x)), else draw from norm(max(p - q, 0)).
 
     Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. `q_draft (k, vocab)` are the rows that the
@@ -56,11 +72,11 @@ def token_verification(p_target: Rows, q_draft: np.ndarray, draft_ids: Sequence[
         p, q = p_target[i], q_draft[i]
         tested.append(min(1.0, p[x] / q[x]))
         if not draws.bernoulli(tested[-1]):
-            return Acceptance(i, draws.categorical(np.maximum(p - q, 0.0)), tuple(tested))
-    return Acceptance(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), tuple(tested))
+            return Acceptance.leading(i, draws.categorical(np.maximum(p - q, 0.0)), tested)
+    return Acceptance.leading(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), tested)
 
 
-def point_mass(p_target: Rows, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
+def point_mass(p_target: ProbRows, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
     """Rejection sampling for a deterministic drafter, whose q is a point mass on x: keep x with p(x).
 
     After a rejection the correction comes from p without x. (Using the drafter's softmax as q here would bias the
@@ -73,11 +89,11 @@ def point_mass(p_target: Rows, draft_ids: Sequence[int], draws: Draws) -> Accept
         if not draws.bernoulli(tested[-1]):
             rest = p.copy()
             rest[x] = 0.0
-            return Acceptance(i, draws.categorical(rest), tuple(tested))
-    return Acceptance(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), tuple(tested))
+            return Acceptance.leading(i, draws.categorical(rest), tested)
+    return Acceptance.leading(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), tested)
 
 
-def block_verification(p_target: Rows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
+def block_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
     """Verify the block as a whole: never fewer expected tokens than `token_verification`, same law.
 
     Sun et al. 2403.10444, algorithm 2: w_i = min(1, w_{i-1} p(x_i)/q(x_i)) is the weight with which the first i
@@ -96,82 +112,140 @@ def block_verification(p_target: Rows, q_draft: np.ndarray, draft_ids: Sequence[
         tests.append(weights[k])
     kept = next((i for i in range(k, 0, -1) if draws.bernoulli(tests[i - 1])), 0)
     if kept == k:
-        return Acceptance(k, draws.categorical(p_target[k]), tuple(tests))
+        return Acceptance.leading(k, draws.categorical(p_target[k]), tests)
     residual = np.maximum(weights[kept] * p_target[kept] - q_draft[kept], 0.0)
-    return Acceptance(kept, draws.categorical(residual), tuple(tests))
+    return Acceptance.leading(kept, draws.categorical(residual), tests)
 
 
-def typical(
-    p_target: Rows, draft_ids: Sequence[int], draws: Draws, *, epsilon: float = 0.09, delta: float = 0.3
-) -> Acceptance:
-    """LOSSY. Keep x while p(x) > min(epsilon, delta * exp(-H(p))); the extra token is drawn from p.
+# --- trees ----------------------------------------------------------------------------------------------------------
 
-    Medusa, Cai et al. 2401.10774, section 2.3: plausible tokens are kept however the drafter came to them, so
-    the output does not follow the target's distribution.
+
+def require_trees(target: LanguageModel) -> None:
+    """Refuse, before anything is drafted, a target that cannot verify a tree in one forward."""
+    if not target.caps.trees:
+        why = target.caps.trees_reason or f"its engine ({target.caps.engine}) computes chains of tokens only"
+        raise InputError(
+            f"{target.name} cannot verify trees of drafts: {why}. Draft a chain (--tree chain), or open a model whose "
+            "layers all attend to the whole past with ?backend=hf"
+        )
+
+
+def checked(proposal: Proposal, depth: int) -> Proposal:
+    """A tree that may be verified, without the nodes below `depth`: more tokens than that cannot be committed.
+
+    Where no node is left there is no tree, but a round without drafts. Raises InputError for a tree that does not
+    belong to its ids, rows of a draft distribution, or children of one node with the same token.
     """
-    tested: list[float] = []
-    for i, x in enumerate(draft_ids):
-        p = p_target[i]
-        tested.append(float(p[x] > typical_threshold(p, epsilon, delta)))
-        if not tested[-1]:
-            return Acceptance(i, draws.categorical(p), tuple(tested))
-    return Acceptance(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), tuple(tested))
+    tree, ids = proposal.tree, proposal.ids
+    if len(tree) != len(ids):
+        raise InputError(f"a tree of {len(tree)} nodes was proposed with {len(ids)} tokens: give one token a node")
+    if proposal.q_draft is not None:
+        raise InputError("a tree of drafts was proposed with rows of q_draft, but trees are verified as point masses")
+    for (_, token), times in Counter(zip(tree.parents, ids, strict=True)).items():
+        if times > 1:
+            raise InputError(f"{times} drafts after the same token are all token {token}: only one could be kept")
+    kept = [node for node in range(len(ids)) if tree.depths[node] < depth]
+    if len(kept) == len(ids) > 0:
+        return proposal
+    place = {COMMITTED: COMMITTED} | {node: at for at, node in enumerate(kept)}
+    shorter = Tree(tuple(place[tree.parents[node]] for node in kept)) if kept else None
+    return proposal._replace(ids=tuple(ids[node] for node in kept), tree=shorter)
 
 
-Rule = Callable[[np.ndarray, Proposal, Chooser], Acceptance | TreeAcceptance]
+def walk(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+    """Lossless: choose from the target's row at each node as plain decoding would, and go on while that was drafted.
+
+    `logits (len(ids) + 1, vocab)`: the row after the newest token, then the row after each node.
+    """
+    node, path, tested = COMMITTED, [], []
+    while True:
+        drafted = {proposal.ids[child]: child for child in proposal.tree.children(node)}
+        token, row = chooser.pick(logits[node + 1])
+        if drafted:
+            chance = float(token in drafted) if row is None else min(1.0, float(row[list(drafted)].sum()))
+            tested.append(chance)
+        if token not in drafted:
+            return Acceptance(tuple(path), token, tuple(tested))
+        node = drafted[token]
+        path.append(node)
+
+
+# --- chains and trees, lossy ----------------------------------------------------------------------------------------
+
+
+def _typical_threshold(p: np.ndarray) -> float:
+    """The probability above which typical acceptance keeps a token of the row `p (vocab,)`, whose entropy is H."""
+    entropy = -float(np.sum(p[p > 0] * np.log(p[p > 0])))
+    return min(0.09, 0.3 * float(np.exp(-entropy)))
+
+
+def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
+    """LOSSY. Keep the longest path of drafts x with p(x) > min(0.09, 0.3 exp(-H(p))); the extra token is drawn from p.
+
+    Medusa, Cai et al. 2401.10774, sections 2.3 and 2.3.1: plausible tokens are kept however the drafter came to them,
+    so the output does not follow the target's distribution. Of paths that are equally long the likeliest is kept.
+    `p_target` holds the rows after the newest token and after each draft.
+    """
+    parents = range(-1, len(proposal.ids) - 1) if proposal.tree is None else proposal.tree.parents
+    paths: dict[int, tuple[int, ...]] = {COMMITTED: ()}
+    likelihood = {COMMITTED: 0.0}
+    thresholds: dict[int, float] = {}
+    for node, (parent, token) in enumerate(zip(parents, proposal.ids, strict=True)):
+        if parent not in paths:
+            continue
+        row = p_target[parent + 1]
+        if parent not in thresholds:
+            thresholds[parent] = _typical_threshold(row)
+        if row[token] > thresholds[parent]:
+            paths[node] = (*paths[parent], node)
+            likelihood[node] = likelihood[parent] + float(np.log(row[token]))
+    end = max(paths, key=lambda node: (len(paths[node]), likelihood[node]))
+    rejected = (0.0,) if end in parents else ()
+    return Acceptance(paths[end], draws.categorical(p_target[end + 1]), (1.0,) * len(paths[end]) + rejected)
+
+
+# --- by name --------------------------------------------------------------------------------------------------------
+
+Rule = Callable[[np.ndarray, Proposal, Chooser], Acceptance]
 """Target logits `(k + 1, vocab)`, after the newest token and after each draft; proposal, chooser -> what is kept."""
 
 
-def _verify_tokens(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    rows = Rows(logits, chooser.sampling)
+def _token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+    if proposal.tree is not None:
+        return walk(logits, proposal, chooser)
+    rows = ProbRows(logits, chooser.sampling)
     if proposal.q_draft is None:
         return point_mass(rows, proposal.ids, chooser.draws)
     return token_verification(rows, proposal.q_draft, proposal.ids, chooser.draws)
 
 
-def _verify_block(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    rows = Rows(logits, chooser.sampling)
+def _block(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
     if proposal.q_draft is None:  # for point masses the block rule is no better: it keeps each x with p(x) as well
-        return point_mass(rows, proposal.ids, chooser.draws)
-    return block_verification(rows, proposal.q_draft, proposal.ids, chooser.draws)
+        return _token(logits, proposal, chooser)
+    return block_verification(ProbRows(logits, chooser.sampling), proposal.q_draft, proposal.ids, chooser.draws)
 
 
-def _typical(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance | TreeAcceptance:
-    rows = Rows(logits, chooser.sampling)
-    if proposal.tree is not None:
-        return tree.typical(rows, proposal, chooser.draws)
-    return typical(rows, proposal.ids, chooser.draws)
+def _typical(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+    return typical(ProbRows(logits, chooser.sampling), proposal, chooser.draws)
 
 
-def _greedy(logits: np.ndarray, proposal: Proposal, _chooser: Chooser) -> Acceptance:
-    return greedy(logits, proposal.ids)
+def _greedy(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+    return greedy(logits, proposal.ids) if proposal.tree is None else walk(logits, proposal, chooser)
 
 
-def _either(on_chains: Rule, on_trees: Rule) -> Rule:
-    def rule(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance | TreeAcceptance:
-        return (on_chains if proposal.tree is None else on_trees)(logits, proposal, chooser)
-
-    return rule
-
-
-RULES: dict[str, Rule] = {
-    "token": _either(_verify_tokens, tree.walk),
-    "block": _either(_verify_block, tree.walk),
-    "typical": _typical,
-}
+RULES: dict[str, Rule] = {"token": _token, "block": _block, "typical": _typical}
 """Verification rules at temperature > 0, by name. At temperature 0 `token` and `block` are the greedy rule."""
-
-_GREEDY = _either(_greedy, tree.walk)
 
 LOSSY = frozenset({"typical"})
 
 
-def rule_named(name: str | Rule, sampling: Sampling) -> Rule:
-    """The rule that `name` means under these settings; a callable is itself. Raises InputError for an unknown name."""
+def rule_of(sampling: Sampling) -> Rule:
+    """The rule that `sampling.rule` means at its temperature. Raises InputError for an unknown name."""
+    name = sampling.rule
     if callable(name):
         return name
     if name not in RULES:
         raise InputError(f"unknown verification rule {name!r}; known: {', '.join(RULES)}")
     if name in LOSSY and sampling.greedy:
         raise InputError(f"the rule {name!r} needs a temperature above 0: at 0 the greedy rule is used")
-    return _GREEDY if sampling.greedy else RULES[name]
+    return _greedy if sampling.greedy else RULES[name]

@@ -33,7 +33,7 @@ class Belief(NamedTuple):
         return cls(float(1.0 / total), float(np.log(total) - weighted))
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
     """A finished round: `n_accepted` of `k` drafts were kept, and `text` was committed."""
 
     k: int
@@ -71,7 +71,7 @@ class Controller:
         """How many of `k` copied tokens to verify that followed a match of `support` tokens (lookup)."""
         return k
 
-    def update(self, outcome: Outcome) -> None:
+    def update(self, outcome: RoundOutcome) -> None:
         """A round has ended."""
 
 
@@ -106,7 +106,7 @@ class RollingAcceptance(Controller):
     def draft_length(self) -> int:
         return self._k
 
-    def update(self, outcome: Outcome) -> None:
+    def update(self, outcome: RoundOutcome) -> None:
         self._rates.append(outcome.n_accepted / outcome.k if outcome.k else 0.0)
         mean = sum(self._rates) / len(self._rates)
         if mean > 0.80 and self._k < self.k_max:
@@ -164,7 +164,7 @@ class EntropyStop(Controller):
     def goes_on(self, position: int, belief: Belief) -> bool:
         return 1.0 - np.sqrt(self._gamma * belief.entropy) >= self._threshold
 
-    def update(self, outcome: Outcome) -> None:
+    def update(self, outcome: RoundOutcome) -> None:
         if not outcome.k:
             return
         rate = outcome.n_accepted / outcome.k

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specnb.decode.control import Belief, Controller, Outcome
+from specnb.decode.control import Belief, Controller, RoundOutcome
 
 TRY = 3
 """Rounds of drafting that are tried while plain decoding seems faster."""
@@ -12,6 +12,11 @@ TRY = 3
 LOSS = 0.01
 """Share of the time that tries may cost."""
 
+PRIOR = 0.7
+"""How often a draft is kept, as long as nothing is known; it weighs as much as WEIGHT drafts."""
+WEIGHT = 2.0
+FADE = 1.0 - 1.0 / 60
+"""Estimates have a memory of 60 rounds."""
 
 TOP_EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 TOP_PRIOR = (0.53, 0.58, 0.64, 0.71, 0.79, 0.86, 0.93, 0.97, 0.99)
@@ -38,55 +43,47 @@ class CostAware(Controller):
 
     For a drafter that tells neither, K is the draft length of the highest expected rate.
 
-    Estimates fade with a memory of `memory` rounds towards what is assumed at first, `prior`, an optimist's view:
-    drafts that are never made teach nothing. Where plain decoding is faster K is 0, and drafting is tried again for
-    TRY rounds after `patience` tokens, or later: a try that loses time waits for so many tokens that it cost LOSS of
-    theirs. What was learned is kept from one generation to the next.
+    Estimates fade towards what is assumed at first, PRIOR, an optimist's view: drafts that are never made teach
+    nothing. Where plain decoding is faster K is 0, and drafting is tried again for TRY rounds after `patience` tokens,
+    or later: a try that loses time waits for so many tokens that it cost LOSS of theirs. What was learned is kept from
+    one generation to the next.
     """
 
     name = "cost-aware"
     reads_drafts = True
 
-    def __init__(
-        self,
-        verify_s: Sequence[float],
-        draft_s: float = 0.0,
-        *,
-        prior: float = 0.7,
-        weight: float = 2.0,
-        memory: float = 60.0,
-        patience: int = 16,
-    ) -> None:
+    def __init__(self, verify_s: Sequence[float], draft_s: float = 0.0, *, patience: int = 16) -> None:
         """`verify_s[n]` are seconds of a target forward of n tokens, n = 0 to k_max + 1; `draft_s` of a draft."""
         self.k_max = len(verify_s) - 2
-        self._verify, self._draft = np.asarray(verify_s, dtype=float), draft_s
+        self._verify, self._draft, self._patience = np.asarray(verify_s, dtype=float), draft_s, patience
         self._slope = _cheapest_ahead(self._verify)
-        self._fade = 1.0 - 1.0 / memory
-        self._positions = _Positions(self.k_max, prior, weight, self._fade)
-        self._calibration = _Calibration(TOP_EDGES, TOP_PRIOR, weight, self._fade)
-        self._copied = _Calibration(MATCH_EDGES, MATCH_PRIOR, weight, self._fade)
-        self._copying = False
-        self._recent = _Recent(self._verify[1], weight, prior, self._fade)
-        self._patience = patience
+        self._positions = _Positions(self.k_max)
+        self._calibration = _Calibration(TOP_EDGES, TOP_PRIOR)
+        self._copied = _Calibration(MATCH_EDGES, MATCH_PRIOR)
+        self._recent = np.array([1 + PRIOR, self._verify[1]]) * WEIGHT  # tokens and seconds of recent drafting rounds
         self._plain = 0  # tokens since drafting was given up
         self._trying = 0  # rounds of a try that are left
         self._lost = 0.0  # plain steps that the last try took longer
-        self._bins: list[int] | None = None  # of this round's drafts; None for a drafter without rows
-        self._steps, self._reached, self._rate = 0, 1.0, 0.0
+        self._rate = 0.0
+        self.start(b"")
 
     def start(self, prompt: bytes) -> None:
         """What was learned stays; what this drafter tells is found out anew."""
-        self._copying, self._bins, self._steps, self._reached = False, None, 0, 1.0
+        self._copying, self._steps, self._reached = False, 0, 1.0
+        self._bins: list[int] | None = None  # of this round's drafts; None for a drafter without rows
 
     def draft_length(self) -> int:
         if self._copying:
             self._bins = []
             return self.k_max
-        best, rate = self._best_within() if self._bins is not None else self._best_fixed()
-        self._rate = rate
-        self._steps, self._reached = 0, 1.0
-        if self._bins is not None:
+        plain = 1.0 / self._verify[1]
+        if self._bins is None:
+            rates = self._positions.rates(self._verify, self._draft)
+            best, self._rate = int(np.argmax(rates)), float(rates.max())
+        else:
             self._bins = []
+            best, self._rate = (self.k_max, self._recent_rate) if self._recent_rate > plain else (0, plain)
+        self._steps, self._reached = 0, 1.0
         if best:
             self._plain, self._trying, self._lost = 0, 0, 0.0
             return best
@@ -114,7 +111,7 @@ class CostAware(Controller):
         if not bins:
             return 0
         reached = np.cumprod([self._copied.chance(at) for at in bins])
-        rate = max(self._recent.rate, 1.0 / self._verify[1])
+        rate = max(self._recent_rate, 1.0 / self._verify[1])
         rise = self._verify[1 : len(bins) + 2] - self._verify[1]
         best = int(np.argmax(np.concatenate([[0.0], np.cumsum(reached)]) - rate * rise))
         self._bins = bins[:best]
@@ -128,45 +125,41 @@ class CostAware(Controller):
         expected = self._reached * self._positions.alpha[min(position + 1, self.k_max - 1)]
         return expected < self._rate * (self._draft + self._slope[position + 2])
 
-    def update(self, outcome: Outcome) -> None:
+    def update(self, outcome: RoundOutcome) -> None:
         self._plain += outcome.n_accepted + 1
         self._positions.learn(outcome)
         if self._bins is not None:
             (self._copied if self._copying else self._calibration).learn(self._bins, outcome.n_accepted)
         if outcome.k or self._steps or self._copying:
             seconds = self._verify[outcome.k + 1] + self._draft * max(self._steps, outcome.k)
-            self._recent.learn(outcome.n_accepted + 1, seconds)
+            self._recent = self._recent * FADE + (outcome.n_accepted + 1, seconds)
             self._lost += seconds / self._verify[1] - (outcome.n_accepted + 1)
 
-    def _best_fixed(self) -> tuple[int, float]:
-        rates = self._positions.rates(self._verify, self._draft)
-        return int(np.argmax(rates)), float(rates.max())
-
-    def _best_within(self) -> tuple[int, float]:
-        plain = 1.0 / self._verify[1]
-        return (self.k_max, self._recent.rate) if self._recent.rate > plain else (0, plain)
+    @property
+    def _recent_rate(self) -> float:
+        """Tokens a second of recent drafting rounds."""
+        return float(self._recent[0] / self._recent[1])
 
 
 class _Positions:
     """How often the draft at each position was kept, and how often there were drafts at all."""
 
-    def __init__(self, k_max: int, prior: float, weight: float, fade: float) -> None:
+    def __init__(self, k_max: int) -> None:
         self._kept, self._tested = np.zeros(k_max), np.zeros(k_max)
-        self._prior, self._weight, self._fade = prior, weight, fade
-        self._offers = np.array([weight, weight])  # rounds with drafts, rounds
-        self.alpha = np.full(k_max, prior)
+        self._offers = np.array([WEIGHT, WEIGHT])  # rounds with drafts, rounds
+        self.alpha = np.full(k_max, PRIOR)
 
-    def learn(self, outcome: Outcome) -> None:
-        self._offers = self._offers * self._fade + (outcome.k > 0, 1.0)
+    def learn(self, outcome: RoundOutcome) -> None:
+        self._offers = self._offers * FADE + (outcome.k > 0, 1.0)
         if not outcome.k:
             return
-        self._kept *= self._fade
-        self._tested *= self._fade
+        self._kept *= FADE
+        self._tested *= FADE
         self._tested[: min(outcome.n_accepted + 1, outcome.k)] += 1
         self._kept[: outcome.n_accepted] += 1
-        before = self._prior
+        before = PRIOR
         for j in range(len(self.alpha)):  # each is drawn to the one before it, the first to the prior
-            before = (self._kept[j] + self._weight * before) / (self._tested[j] + self._weight)
+            before = (self._kept[j] + WEIGHT * before) / (self._tested[j] + WEIGHT)
             self.alpha[j] = before
 
     def rates(self, verify_s: np.ndarray, draft_s: float) -> np.ndarray:
@@ -180,16 +173,15 @@ class _Positions:
 class _Calibration:
     """How often drafts were kept, by a number known before: a probability, the length of a match."""
 
-    def __init__(self, edges: Sequence[float], prior: Sequence[float], weight: float, fade: float) -> None:
+    def __init__(self, edges: Sequence[float], prior: Sequence[float]) -> None:
         self._edges, self._prior = edges, prior
         self._kept, self._tested = np.zeros(len(prior)), np.zeros(len(prior))
-        self._weight, self._fade = weight, fade
 
     def bin(self, value: float) -> int:
         return int(np.searchsorted(self._edges, value))
 
     def chance(self, at: int) -> float:
-        return float((self._kept[at] + self._weight * self._prior[at]) / (self._tested[at] + self._weight))
+        return float((self._kept[at] + WEIGHT * self._prior[at]) / (self._tested[at] + WEIGHT))
 
     def learn(self, bins: Sequence[int], n_accepted: int) -> None:
         for j, at in enumerate(bins[: n_accepted + 1]):  # those behind the first rejection were not tested
@@ -199,23 +191,8 @@ class _Calibration:
 
     def forget(self, at: int) -> None:
         """A little, so that a bin whose drafts are dropped is tested again one day."""
-        self._kept[at] *= self._fade
-        self._tested[at] *= self._fade
-
-
-class _Recent:
-    """Tokens and seconds of recent drafting rounds."""
-
-    def __init__(self, step_s: float, weight: float, prior: float, fade: float) -> None:
-        self._tokens, self._seconds, self._fade = weight * (1 + prior), weight * step_s, fade
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        self._tokens = self._tokens * self._fade + tokens
-        self._seconds = self._seconds * self._fade + seconds
-
-    @property
-    def rate(self) -> float:
-        return self._tokens / self._seconds
+        self._kept[at] *= FADE
+        self._tested[at] *= FADE
 
 
 def _cheapest_ahead(verify_s: np.ndarray) -> np.ndarray:

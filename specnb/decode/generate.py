@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from specnb.decode import loop
-from specnb.decode.accept import LOSSY, RULES, Rule, rule_named
+from specnb.decode.accept import LOSSY, RULES, Rule, require_trees, rule_of
 from specnb.decode.control import Controller, FixedK
+from specnb.decode.loop import Stopping, StopRules, require_text
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.decode.stopping import Stopping, StopRules, require_text
-from specnb.decode.tree import require_trees
 from specnb.draft.base import Drafter, tree_nodes
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError
@@ -93,11 +92,11 @@ def generate(
     >>> drafted.token_ids == generate(target, [0], max_new_tokens=16).token_ids
     True
     """
-    control = k if isinstance(k, Controller) or k is None else FixedK(k)
     sampling = Sampling(temperature, top_k, top_p, rule, seed)
-    verify = rule_named(rule, sampling)
+    rule_of(sampling)  # what is wrong is refused before anything is opened
     rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
     limits = StopRules(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eog)
+    control = k if isinstance(k, Controller) or k is None else FixedK(k)
     opened: list[LanguageModel | Drafter] = []
     try:
         fallback = None
@@ -116,11 +115,11 @@ def generate(
             _require_chains(drafter, control)
         ids = prompt_ids(target, prompt)
         stopping = Stopping(limits, target.vocab)
-        chooser = Chooser(sampling, Draws(np.random.default_rng(sampling.seed)))
+        chooser = Chooser(sampling, Draws(np.random.default_rng(seed)))
         if drafter is None:
             run = partial(loop.autoregressive, target, ids)
         else:
-            run = partial(loop.speculative, target, drafter, ids, control=control, rule=verify)
+            run = partial(loop.speculative, target, drafter, ids, control=control)
         began = perf_counter()
         after_prompt = loop.prefill(target, ids, drafter)
         prefill_s = perf_counter() - began

@@ -1,4 +1,4 @@
-"""The two loops: plain decoding, and speculative decoding.
+"""The two loops: plain decoding, and speculative decoding; and where they end.
 
 Both work on ids, yield one `Round` a cycle, and keep one invariant between cycles: the target's state holds every
 token so far but the newest, which the next forward feeds. Only the first cycle finds the newest token fed as well:
@@ -7,20 +7,20 @@ plain steps. They know nothing of backends, text or drafters' kinds.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 
 import numpy as np
 
-from specnb.decode import tree
-from specnb.decode.accept import Rule
-from specnb.decode.control import Belief, Controller, Outcome
+from specnb.decode import accept
+from specnb.decode.control import Belief, Controller, RoundOutcome
 from specnb.decode.sampling import Chooser
-from specnb.decode.stopping import Stopping
 from specnb.draft.base import Drafter, Picker, Proposal, TokenView, tree_nodes
 from specnb.errors import CapacityError, InputError, NonFiniteLogits, StateError
 from specnb.lm.base import LanguageModel
-from specnb.records import Round
+from specnb.lm.vocab import Vocabulary
+from specnb.records import Round, StopReason
 
 NOTHING = Proposal(())
 """A round without drafts."""
@@ -49,20 +49,27 @@ def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter |
 
 
 def autoregressive(
-    target: LanguageModel, prompt_ids: Sequence[int], after_prompt: np.ndarray, *, chooser: Chooser, stopping: Stopping
+    target: LanguageModel,
+    prompt_ids: Sequence[int],
+    after_prompt: np.ndarray,
+    *,
+    chooser: Chooser,
+    stopping: "Stopping",
 ) -> Iterator[Round]:
     """Plain decoding, one token a forward, from what `prefill` returned. Every round has k = 0."""
     tokens = list(prompt_ids)
     for index in count():
-        if stopping.reason or _out_of_context(target, tokens, stopping):
+        if stopping.ended(len(tokens), target.caps.n_ctx):
             return
         ahead = after_prompt if index == 0 else None
         _require_state(target, tokens, ahead)
         began = perf_counter()
         logits = _logits(target, tokens, NOTHING, ahead)
         verified = perf_counter()
-        with _located(target, tokens, NOTHING, logits):
+        try:
             token, _ = chooser.pick(logits[0])
+        except NonFiniteLogits as error:
+            raise _located(error, target, tokens, NOTHING, logits) from error
         committed = stopping.admit((token,))
         tokens.extend(committed)
         verify_s, other_s = verified - began, perf_counter() - verified
@@ -77,8 +84,7 @@ def speculative(
     *,
     control: Controller,
     chooser: Chooser,
-    stopping: Stopping,
-    rule: Rule,
+    stopping: "Stopping",
 ) -> Iterator[Round]:
     """Speculative decoding: draft as many tokens as `control` says, verify in ONE forward, commit, rewind.
 
@@ -90,35 +96,42 @@ def speculative(
         commit    x7  x8  y9         three tokens for one call of the target
         rewind    1                  the state holds 0..8, y9 is the newest
 
-    Leviathan et al. 2211.17192, algorithm 1. `after_prompt` is what `prefill` returned. With a lossless rule the tokens
-    are those of `autoregressive` (greedy), or follow the same distribution. Drafts are a chain or a tree, as the
-    drafter likes. Raises InputError before the first token for a drafter of trees and a target that cannot verify them.
+    Leviathan et al. 2211.17192, algorithm 1. `after_prompt` is what `prefill` returned; the rule is that of
+    `chooser.sampling`. With a lossless rule the tokens are those of `autoregressive` (greedy), or follow the same
+    distribution. Drafts are a chain or a tree, as the drafter likes. Raises InputError before the first token for a
+    drafter of trees and a target that cannot verify them.
     """
     if tree_nodes(drafter):
-        tree.require_trees(target)
-    tokens = list(prompt_ids)  # ours: the caller's list is never touched, and drafters see it read-only
+        accept.require_trees(target)
+    rule = accept.rule_of(chooser.sampling)
+    tokens = list(prompt_ids)  # the caller's list is never touched, and drafters see this one read-only
     view = TokenView(tokens)
     control.start(target.vocab.raw_bytes(tokens))
     for index in count():
-        if stopping.reason or _out_of_context(target, tokens, stopping):
+        if stopping.ended(len(tokens), target.caps.n_ctx):
             return
         began = perf_counter()
         # no drafts beyond the context or the widest forward; nor, of a path, beyond the length limit
         limit = min(control.draft_length(), target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
         picker = _StoppingPicker(chooser, control) if control.reads_drafts else chooser
-        with _located(target, tokens):
+        try:
             proposal = _proposed(target, drafter, view, limit, stopping.remaining - 1, picker)
+        except NonFiniteLogits as error:
+            where = f"while drafting, after {len(tokens)} tokens"
+            raise NonFiniteLogits(f"{where}: {error}. The draft model is broken or overflows") from error
         drafted = perf_counter()
         ahead = after_prompt if index == 0 else None
         _require_state(target, tokens, ahead)
         logits = _logits(target, tokens, proposal, ahead)
         verified = perf_counter()
-        with _located(target, tokens, proposal, logits):
+        try:
             verdict = rule(logits, proposal, chooser)
+        except NonFiniteLogits as error:
+            raise _located(error, target, tokens, proposal, logits) from error
         committed = stopping.admit((*(proposal.ids[node] for node in verdict.path), verdict.next_id))
         tokens.extend(committed)
         n_accepted = min(len(verdict.path), len(committed))  # fewer when generation ended inside the accepted drafts
-        control.update(Outcome(len(proposal.ids), n_accepted, target.vocab.decode_bytes(committed)))
+        control.update(RoundOutcome(len(proposal.ids), n_accepted, target.vocab.decode_bytes(committed)))
         accepted_at = perf_counter()
         # The target holds the old tokens and all drafts. Keep the committed ones but the newest, so that its state
         # is again "tokens so far, less one"; the drafter does the same with its own.
@@ -179,12 +192,12 @@ def _proposed(
     proposal = drafter.propose(view, asked, picker) if min(asked, depth) > 0 else NOTHING
     if len(proposal.ids) > max(asked, 0):
         raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, but was asked for {asked}")
-    if proposal.tree is None:
-        if proposal.q_draft is not None:
-            _require_rows(target, drafter, proposal)
-        return proposal
-    tree.require_trees(target)
-    return tree.checked(proposal, depth)
+    if proposal.tree is not None:
+        accept.require_trees(target)
+        return accept.checked(proposal, depth)
+    if proposal.q_draft is not None:
+        _require_rows(target, drafter, proposal)
+    return proposal
 
 
 def _require_rows(target: LanguageModel, drafter: Drafter, proposal: Proposal) -> None:
@@ -203,13 +216,6 @@ def _require_rows(target: LanguageModel, drafter: Drafter, proposal: Proposal) -
                 f"drafter {drafter.name}: draft {at} of a round is token {token} with q = {chance}, from a row that "
                 f"sums to {total}; expected q above 0 and a sum of 1. Report the row that the draft was drawn from"
             )
-
-
-def _out_of_context(target: LanguageModel, tokens: list[int], stopping: Stopping) -> bool:
-    """End the generation when the next forward would not fit; says so in `stopping.reason`."""
-    if len(tokens) > target.caps.n_ctx:
-        stopping.reason = "context"
-    return stopping.reason is not None
 
 
 def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead: np.ndarray | None) -> np.ndarray:
@@ -247,31 +253,92 @@ def _require_state(target: LanguageModel, tokens: list[int], ahead: np.ndarray |
         )
 
 
-class _located:
-    """Adds position and layer to a NonFiniteLogits that passes through (a class: cheaper than a generator).
+def _located(
+    error: NonFiniteLogits, target: LanguageModel, tokens: list[int], proposal: Proposal, logits: np.ndarray
+) -> NonFiniteLogits:
+    """The error with position and layer; `logits` are the rows after the last of `tokens` and after each draft."""
+    bad = int(np.argmax(~np.isfinite(logits.max(axis=1))))
+    fed = [*tokens, *proposal.up_to(bad - 1)]
+    layer = target.locate_nonfinite(fed)
+    source = f"the first module with a non-finite output is {layer}" if layer else "no module can be named here"
+    remedy = "Try dtype=float32 or check the weights"
+    return NonFiniteLogits(f"{target.name}, after {len(fed)} tokens: {error}; {source}. {remedy}")
 
-    `logits` are the rows after the last of `tokens` and after each draft; without them the drafter was at work.
+
+# --- where a generation ends ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """End at an end-of-generation token (unless `ignore_eog`), after `max_new_tokens`, or once a stop string appears.
+
+    The end-of-generation token is part of the generated ids; a stop string is not part of the text.
     """
 
-    def __init__(
-        self, target: LanguageModel, tokens: list[int], proposal: Proposal = NOTHING, logits: np.ndarray | None = None
-    ) -> None:
-        self._target, self._tokens, self._proposal, self._logits = target, tokens, proposal, logits
+    max_new_tokens: int = 128
+    stop_strings: tuple[str, ...] = ()
+    ignore_eog: bool = False
 
-    def __enter__(self) -> None:
-        return None
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise InputError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
+        if not all(self.stop_strings):
+            raise InputError("a stop string must not be empty")
+        for text in self.stop_strings:
+            require_text(text, "a stop string")
 
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if not isinstance(error, NonFiniteLogits):
-            return
-        if self._logits is None:
-            where = f"while drafting, after {len(self._tokens)} tokens"
-            raise NonFiniteLogits(f"{where}: {error}. The draft model is broken or overflows") from error
-        bad = int(np.argmax(~np.isfinite(self._logits.max(axis=1))))
-        tokens = [*self._tokens, *self._proposal.up_to(bad - 1)]
-        layer = self._target.locate_nonfinite(tokens)
-        source = f"the first module with a non-finite output is {layer}" if layer else "no module can be named here"
-        raise NonFiniteLogits(
-            f"{self._target.name}, after {len(tokens)} tokens: {error}; {source}. "
-            "Try dtype=float32 or check the weights"
-        ) from error
+
+def require_text(text: str, noun: str) -> None:
+    """Refuse half a surrogate pair, which has no bytes; a command line gives it for bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise InputError(f"{noun} holds {half!a}, which is no text in UTF-8: write whole characters") from error
+
+
+class Stopping:
+    """Decides token by token, so that a block of tokens ends where single steps would; `reason` is set at the end."""
+
+    def __init__(self, rules: StopRules, vocab: Vocabulary) -> None:
+        self._rules, self._vocab = rules, vocab
+        self._strings = tuple(s.encode() for s in rules.stop_strings)
+        self._text = bytearray()
+        self._count = 0
+        self.reason: StopReason | None = "length" if rules.max_new_tokens == 0 else None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self._rules.max_new_tokens - self._count
+
+    def ended(self, n_tokens: int, n_ctx: int) -> bool:
+        """Whether generation is over: also where the next forward, after `n_tokens`, would not fit into the context."""
+        if self.reason is None and n_tokens > n_ctx:
+            self.reason = "context"
+        return self.reason is not None
+
+    def admit(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The leading part of `ids` that belongs to the generation; sets `reason` when it ends inside or after it."""
+        for n, token in enumerate(ids, start=1):
+            self._count += 1
+            self.reason = self._reason_after(token)
+            if self.reason:
+                return tuple(ids[:n])
+        return tuple(ids)
+
+    def _reason_after(self, token: int) -> StopReason | None:
+        if token in self._vocab.eog and not self._rules.ignore_eog:
+            return "eog"
+        if self._strings:
+            piece = b"" if token in self._vocab.eog else self._vocab.piece(token)  # an ignored end is not shown
+            self._text += piece
+            reach = len(piece) + max(len(s) for s in self._strings)
+            if any(s in self._text[-reach:] for s in self._strings):
+                return "stop_string"
+        return "length" if self.remaining <= 0 else None
+
+    def cut(self, text: str) -> str:
+        """`text` up to the first stop string."""
+        ends = [at for s in self._rules.stop_strings if (at := text.find(s)) >= 0]
+        return text[: min(ends)] if ends else text

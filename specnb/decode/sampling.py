@@ -1,6 +1,6 @@
 """The settings of sampling, and from a row of logits to a token: temperature, top-k, top-p, and the random draws.
 
-Rows are float64. Nothing is papered over: a row with NaN or +inf, or without a finite entry, raises. -inf is a
+ProbRows are float64. Nothing is papered over: a row with NaN or +inf, or without a finite entry, raises. -inf is a
 legal "never". Ties go to the lowest id, everywhere.
 """
 
@@ -57,15 +57,17 @@ class Sampling:
         np.exp(row, out=row)
         if self.top_p < 1 or 0 < self.top_k < len(row):
             # ranked by logits, not by the row: exp gives 1.0 for several of them when they are close
-            order = _descending(logits)[: self.top_k or None]
+            order = np.argsort(-logits, kind="stable")[: self.top_k or None]
             mass = np.cumsum(row[order])
             # the smallest set whose mass reaches top_p; it always holds the best token
             nucleus = 1 + int(np.searchsorted(mass, self.top_p * mass[-1])) if self.top_p < 1 else len(order)
-            row = _keep(row, order[:nucleus])
+            kept = np.zeros_like(row)
+            kept[order[:nucleus]] = row[order[:nucleus]]
+            row = kept
         return row / row.sum()
 
 
-class Rows:
+class ProbRows:
     """Probability rows of logits `(n, vocab)`, each computed when it is first asked for."""
 
     def __init__(self, logits: np.ndarray, sampling: Sampling) -> None:
@@ -78,12 +80,6 @@ class Rows:
         return self._rows[index]
 
 
-def typical_threshold(p: np.ndarray, epsilon: float = 0.09, delta: float = 0.3) -> float:
-    """The probability above which typical acceptance keeps a token of the row `p (vocab,)`: Medusa 2401.10774, 2.3."""
-    entropy = -float(np.sum(p[p > 0] * np.log(p[p > 0])))
-    return min(epsilon, delta * float(np.exp(-entropy)))
-
-
 def argmax(logits: np.ndarray) -> int:
     """Index of the largest logit, the lowest id among equals. Raises NonFiniteLogits.
 
@@ -93,16 +89,6 @@ def argmax(logits: np.ndarray) -> int:
     if not np.isfinite(logits[best]):
         raise NonFiniteLogits(f"the row of logits has {logits[best]} at token {best} as its largest entry")
     return best
-
-
-def _descending(row: np.ndarray) -> np.ndarray:
-    return np.argsort(-row, kind="stable")
-
-
-def _keep(row: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    kept = np.zeros_like(row)
-    kept[ids] = row[ids]
-    return kept
 
 
 class Draws:

@@ -19,9 +19,9 @@ import numpy as np
 import pandas as pd
 
 from specnb.decode import accept
-from specnb.decode.accept import Acceptance, Rows
+from specnb.decode.accept import Acceptance
 from specnb.decode.generate import generate
-from specnb.decode.sampling import Chooser, Draws, argmax
+from specnb.decode.sampling import Chooser, Draws, ProbRows, argmax
 from specnb.divergence.planting import replaced
 from specnb.divergence.sampling import FROM_TARGET, MISREPORTED, NOT_DRAWN, Audit, Tally
 from specnb.divergence.sampling.log import listened
@@ -33,7 +33,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.toy import ToyLM, markov
 from specnb.measure.experiment import Progress, models_of, record_of, silent
-from specnb.measure.fork import explain_fork
+from specnb.measure.pair import explain_fork
 from specnb.params import LosslessParams
 from specnb.prompts import CATEGORIES, Prompt, prompts
 from specnb.records import Generation, RunRecord
@@ -158,7 +158,7 @@ class _Misreporting(Chooser):
 class _FromTarget(Draws):
     """Draws the extra token from the target's row wherever the tests end, whatever weights it is given."""
 
-    def __init__(self, draws: Draws, p_target: Rows) -> None:
+    def __init__(self, draws: Draws, p_target: ProbRows) -> None:
         self._draws, self._p_target, self._kept = draws, p_target, 0
 
     def uniform(self) -> float:
@@ -177,7 +177,7 @@ def _from_target(rule: Any, draws_at: int) -> Any:
     """The rule with faulty draws; `draws_at` is their place among its arguments, of which the first is p_target."""
 
     @wraps(rule)
-    def faulty(p_target: Rows, *args: Any) -> Acceptance:
+    def faulty(p_target: ProbRows, *args: Any) -> Acceptance:
         rest = list(args)
         rest[draws_at - 1] = _FromTarget(rest[draws_at - 1], p_target)
         return rule(p_target, *rest)

@@ -13,7 +13,7 @@ from specnb.divergence import kv_slots
 from specnb.divergence.ladder import TIMES_FLOOR
 from specnb.errors import InputError
 from specnb.io import read_json, write_atomic
-from specnb.measure.acceptance import Share
+from specnb.measure.triage import Share
 from specnb.paths import project_dir
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ class Proposal(NamedTuple):
 
     Without a `tree` each id follows the one before it. With one, id i follows id `tree.parents[i]`, or for -1 the
     newest token: several guesses for one place, of which no two under the same parent may be the same token. Trees are
-    deterministic, `q_draft` None (see `decode.tree`).
+    deterministic, `q_draft` None (see `decode.accept`).
     """
 
     ids: tuple[int, ...]

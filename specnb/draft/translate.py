@@ -146,7 +146,7 @@ class StringMatch:
     The last token of a proposal may be the beginning of a longer one. To hold it back takes one more draft step a
     round; with a draft whose pieces are split in two (30 %, 80 % of them) that gained nothing greedily, and at most
     0.1 tokens a round at temperature 0.8. So the drafts for one K are not the first of those for a larger one
-    (`nested`), and a recording answers for one K only (`measure.trace.follow`).
+    (`nested`), and a recording answers for one K only (`measure.recording.follow`).
 
     Raises VocabularyMismatch when target or draft has no tokenizer.
     """

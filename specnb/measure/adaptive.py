@@ -4,7 +4,9 @@ The measurement behind notebook 02. All replays are greedy, so they are exact, d
 while a draft model is followed the controllers walk along, and it goes astray as far as they read.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -18,15 +20,21 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.content import ContentK, detect
 from specnb.measure.cost import NAMED, CostCurve, straight_curve, verify_costs
-from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
-from specnb.measure.fork import explain_draft
-from specnb.measure.ksweep import check_prompts
-from specnb.measure.recording import Recording, Trace
+from specnb.measure.experiment import (
+    Progress,
+    check_prompts,
+    models_of,
+    prompts_of,
+    record_of,
+    saving_failures,
+    silent,
+)
+from specnb.measure.pair import explain_draft
+from specnb.measure.recording import Recording, Trace, follow, require_followed
 from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk
-from specnb.measure.trace import follow, require_followed
 from specnb.params import AdaptiveKParams
 from specnb.paths import project_dir
-from specnb.prompts import Prompt, prompts, read_jsonl
+from specnb.prompts import Prompt, read_jsonl
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "02_adaptive_k"
@@ -63,65 +71,59 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
 
     Raises what `specnb.load` and `generate` raise; what was generated before is saved as a failed run.
     """
-    started = datetime.now(UTC)
-    chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
-    target = load(params.target)
+    started, chosen = datetime.now(UTC), prompts_of(params)
     drafters: list[Drafter] = []
     generations: list[Generation] = []
     measured: dict[str, Any] = {}
+    with ExitStack() as opened:
+        target = opened.enter_context(closing(load(params.target)))
 
-    def recorded(error: BaseException | None = None) -> RunRecord:
-        models = models_of(target, drafters)
-        return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measured, error=error)
+        def recorded(error: BaseException | None = None) -> RunRecord:
+            models = models_of(target, drafters)
+            return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measured, error=error)
 
-    try:
         with saving_failures(generations, recorded):
             for name in params.drafters:
-                drafters.append(load_drafter(name, target, strict=True).drafter)
+                drafters.append(opened.enter_context(closing(load_drafter(name, target, strict=True).drafter)))
             require_followed(drafters)
             asked = questions(params.conversations) if target.vocab.chat_template else ()
             check_prompts(target, [*chosen, *asked], params.max_new_tokens)
             curve, measured["c"] = verify_costs(target, drafters, params.k_max)
             measured["verify_curve"] = curve.model_dump(mode="json")
             costs = {name: Cost(curve, c) for name, c in measured["c"].items()}
-            trace = _follow_all(params, target, drafters, costs, chosen, asked, generations, progress)
+            recordings: list[Recording] = []
+            walkers = _Walkers(costs, params.k_max)
+            for at, prompt in enumerate((*chosen, *asked)):
+                progress(at, len(chosen) + len(asked), f"{prompt.id}: generate and follow")
+                generations.append(_plain(params, target, prompt))
+                recordings += follow(
+                    target, drafters, generations[-1], walking=walkers.along(_content(generations[-1])),
+                    k_max=params.k_max, max_new_tokens=params.max_new_tokens,
+                )  # fmt: skip
+            trace = Trace(tuple(recordings))
             measured["replay"] = list(_replayed(trace, costs, params.k_max))
             measured["draft_forks"] = []
             for drafter, live in _live(params, target, drafters, costs, chosen, progress):
                 generations.append(live)
                 measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
             return Study(recorded(), trace)
-    finally:
-        for drafter in drafters:
-            drafter.close()
-        target.close()
 
 
-def _follow_all(
-    params: AdaptiveKParams,
-    target: LanguageModel,
-    drafters: Sequence[Drafter],
-    costs: Mapping[str, Cost],
-    chosen: Sequence[Prompt],
-    asked: Sequence[Prompt],
-    generations: list[Generation],
-    progress: Progress,
-) -> Trace:
-    """Append the plain generation of every prompt and question to `generations`; every drafter followed along each."""
-    recordings: list[Recording] = []
-    common = {"k_max": params.k_max, "max_new_tokens": params.max_new_tokens}
-    total = len(chosen) + len(asked)
-    walkers = _Walkers(costs, params.k_max)
-    for at, prompt in enumerate(chosen):
-        progress(at, total, f"{prompt.id}: generate and follow")
-        generations.append(generate(target, prompt, max_new_tokens=params.max_new_tokens, seed=params.seed))
-        recordings += follow(target, drafters, generations[-1], walking=walkers.along(prompt.category), **common)
-    answers = answered(target, asked, max_new_tokens=params.max_new_tokens, seed=params.seed)
-    for at, answer in enumerate(answers, start=1):
-        progress(len(chosen) + at, total, f"{answer.prompt_id}: answered and followed")
-        generations.append(answer)
-        recordings += follow(target, drafters, answer, walking=walkers.along(SWITCHING), **common)
-    return Trace(tuple(recordings))
+def _plain(params: AdaptiveKParams, target: LanguageModel, prompt: Prompt) -> Generation:
+    """The greedy answer; the category of a question is what its answer turned out to be."""
+    generation = generate(target, prompt, max_new_tokens=params.max_new_tokens, seed=params.seed)
+    if not switches(generation):
+        return generation
+    return generation.model_copy(update={"category": detect(prompt.messages[-1].content, generation.text)})
+
+
+def switches(text: Generation | Recording) -> bool:
+    """Whether it answers a conversation's question."""
+    return text.prompt_id.startswith(PREFIX)
+
+
+def _content(text: Generation | Recording) -> str:
+    return SWITCHING if switches(text) else text.category
 
 
 class _Walkers:
@@ -156,9 +158,9 @@ def _live(
     progress: Progress,
 ) -> Iterator[tuple[Drafter, Generation]]:
     """The first prompts of each content with every controller, fresh for each prompt."""
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     for at, prompt in enumerate(chosen):
-        seen[prompt.category] = seen.get(prompt.category, 0) + 1
+        seen[prompt.category] += 1
         if seen[prompt.category] > params.live_prompts:
             continue
         for drafter in drafters:
@@ -198,7 +200,7 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[d
         recordings = trace.select(drafter=drafter).recordings
         contents: dict[str, list[Recording]] = {}
         for recording in recordings:
-            contents.setdefault(SWITCHING if switches(recording) else recording.category, []).append(recording)
+            contents.setdefault(_content(recording), []).append(recording)
         contents = {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
         exact = {id(r): [fixed_k(r, k) for k in range(k_max + 1)] for r in recordings}
         for machine, cost in machines(drafter_cost).items():
@@ -228,17 +230,3 @@ def questions(limit: int) -> tuple[Prompt, ...]:
         for talk in (read_jsonl(path)[:limit] if limit else ())
         for turn, upto in enumerate(range(1, len(talk.messages) + 1, 2), start=1)
     )
-
-
-def answered(
-    target: LanguageModel, asked: Sequence[Prompt], *, max_new_tokens: int, seed: int = 0
-) -> Iterator[Generation]:
-    """Each question answered greedily; the category is what the answer turned out to be."""
-    for prompt in asked:
-        generation = generate(target, prompt, max_new_tokens=max_new_tokens, seed=seed)
-        yield generation.model_copy(update={"category": detect(prompt.messages[-1].content, generation.text)})
-
-
-def switches(recording: Recording) -> bool:
-    """Whether the recording is of a conversation's question."""
-    return recording.prompt_id.startswith(PREFIX)

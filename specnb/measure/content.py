@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
-from specnb.decode.control import Controller, Outcome
+from specnb.decode.control import Controller, RoundOutcome
 from specnb.paths import project_dir
 from specnb.prompts import Prompt, json_lines, prompts, validated
 
@@ -177,7 +177,7 @@ class ContentK(Controller):
     def draft_length(self) -> int:
         return REPORT_K[self._detect(self._prompt, self._text.decode("utf-8", errors="ignore"))]
 
-    def update(self, outcome: Outcome) -> None:
+    def update(self, outcome: RoundOutcome) -> None:
         self._text += outcome.text
 
 

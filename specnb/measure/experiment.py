@@ -1,4 +1,4 @@
-"""What every experiment does alike: report progress, and put what was made into a record."""
+"""What every experiment does alike: choose prompts, report progress, and put what was made into a record."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,13 +7,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from specnb.decode.generate import prompt_ids
 from specnb.draft.base import Drafter, model_of
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import CapacityError, InputError, SpecnbError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import local_file, parse
 from specnb.params import Params
-from specnb.prompts import Prompt, digest
+from specnb.prompts import Prompt, digest, prompts
 from specnb.provenance import provenance
 from specnb.records import Generation, RunRecord
 from specnb.store import run_id, save
@@ -24,6 +25,25 @@ Progress = Callable[[int, int, str], None]
 
 def silent(_done: int, _total: int, _what: str) -> None:
     """The progress of nobody."""
+
+
+def prompts_of(params: Params) -> list[Prompt]:
+    """The first `prompts_per_category` prompts of each of the `categories`."""
+    return [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
+
+
+def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_tokens: int) -> None:
+    """Every prompt can be encoded and fits with its answer: told now rather than an hour later."""
+    for prompt in chosen:
+        try:
+            n = len(prompt_ids(target, prompt))
+        except InputError as error:
+            raise InputError(f"prompt {prompt.id} cannot be used with {target.name}: {error}") from error
+        if n + max_new_tokens > target.caps.n_ctx:
+            raise CapacityError(
+                f"prompt {prompt.id} has {n} tokens; with {max_new_tokens} new ones it exceeds the {target.caps.n_ctx} "
+                f"of {target.name}: load it with a larger n_ctx"
+            )
 
 
 def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 Live runs are interleaved with the plain ones. What a replay predicts is measured against them, and so is its time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any
@@ -11,14 +12,22 @@ from typing import Any
 from specnb.decode.generate import generate, prompt_ids
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
-from specnb.errors import CapacityError, InputError
+from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.measure.cost import CostCurve, verify_costs
-from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
-from specnb.measure.fork import explain_fork
+from specnb.measure.cost import verify_costs
+from specnb.measure.experiment import (
+    Progress,
+    check_prompts,
+    models_of,
+    prompts_of,
+    record_of,
+    saving_failures,
+    silent,
+)
+from specnb.measure.pair import fork_of
+from specnb.measure.recording import follow, require_followed
 from specnb.measure.replay import Cost, sweep
-from specnb.measure.trace import follow, require_followed
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
@@ -26,56 +35,38 @@ from specnb.records import Generation, RunRecord
 EXPERIMENT = "01_k_sweep"
 
 
-def run(params: KSweepParams, *, progress: Progress | None = None) -> RunRecord:
+def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
     """Run the sweep; the record holds every generation, the verify cost curve, c, and the forks that were found.
 
     Raises what `specnb.load` and `generate` raise; prompts are checked before anything is timed. What was generated
     before an error or an interrupt is saved, as a record whose status is failed. A draft model that cannot be loaded
     ends the run: a sweep without its drafter answers nothing.
     """
-    started = datetime.now(UTC)
-    chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
-    target = load(params.target, **_engine(params))
-    drafter: Drafter | None = None
+    started, chosen = datetime.now(UTC), prompts_of(params)
+    drafters: list[Drafter] = []
     generations: list[Generation] = []
-    measurements: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
+    with ExitStack() as opened:
+        target = opened.enter_context(closing(load(params.target, **_engine(params))))
 
-    def recorded(error: BaseException | None = None) -> RunRecord:
-        models = models_of(target, [drafter] if drafter else [])
-        return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measurements, error=error)
+        def recorded(error: BaseException | None = None) -> RunRecord:
+            models = models_of(target, drafters)
+            return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measured, error=error)
 
-    try:
         with saving_failures(generations, recorded):
-            drafter = load_drafter(params.drafter, target, strict=True).drafter
+            drafter = opened.enter_context(closing(load_drafter(params.drafter, target, strict=True).drafter))
+            drafters.append(drafter)
             if params.rule == "token":
-                require_followed([drafter])
+                require_followed(drafters)
             check_prompts(target, chosen, params.max_new_tokens)
-            curve, c = verify_costs(target, [drafter], max(params.k_max, *params.ks))
-            measurements |= {"verify_curve": curve.model_dump(mode="json"), "c": c[drafter.name]}
-            _generate_all(params, target, drafter, chosen, progress or silent, generations)
-            measurements["forks"] = list(_forks(target, generations))
+            curve, c = verify_costs(target, drafters, max(params.k_max, *params.ks))
+            measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c[drafter.name]}
+            _generate_all(params, target, drafter, chosen, progress, generations)
+            measured["forks"] = list(_forks(target, generations))
             if params.rule == "token":  # a lossy rule's text depends on the drafts, the block rule keeps more of them
-                measurements["replay"] = _replay(params, target, drafter, generations, measurements)
-                measurements["turns"] = list(_turns(params, target, drafter, measurements))
+                measured["replay"] = _replay(params, target, drafter, generations, Cost(curve, measured["c"]))
+                measured["turns"] = list(_turns(params, target, drafter, Cost(curve, measured["c"])))
             return recorded()
-    finally:
-        if drafter is not None:
-            drafter.close()
-        target.close()
-
-
-def check_prompts(target: LanguageModel, chosen: list[Prompt], max_new_tokens: int) -> None:
-    """Every prompt can be encoded and fits with its answer: told now rather than an hour later."""
-    for prompt in chosen:
-        try:
-            n = len(prompt_ids(target, prompt))
-        except InputError as error:
-            raise InputError(f"prompt {prompt.id} cannot be used with {target.name}: {error}") from error
-        if n + max_new_tokens > target.caps.n_ctx:
-            raise CapacityError(
-                f"prompt {prompt.id} has {n} tokens; with {max_new_tokens} new ones it exceeds the {target.caps.n_ctx} "
-                f"of {target.name}: load it with a larger n_ctx"
-            )
 
 
 def _generate_all(
@@ -102,23 +93,19 @@ def _generate_all(
     progress(total, total, "done")
 
 
-def _cost(measurements: Mapping[str, Any]) -> Cost:
-    return Cost(CostCurve.model_validate(measurements["verify_curve"]), measurements["c"])
-
-
 def _replay(
     params: KSweepParams,
     target: LanguageModel,
     drafter: Drafter,
     generations: list[Generation],
-    measured: Mapping[str, Any],
+    cost: Cost,
 ) -> dict[str, Any]:
     """Every K along every plain generation, how long that took, and how long the live runs of as many K's take.
 
     `live_s` scales the live runs' time from their K's to all: what the same grid costs live. The plain generations
     are part of both and counted in neither.
     """
-    ks, cost = range(1, params.k_max + 1), _cost(measured)
+    ks = range(1, params.k_max + 1)
     wanted = sorted({*ks, *params.ks})
     began = perf_counter()
     rows: list[dict[str, Any]] = []
@@ -131,9 +118,7 @@ def _replay(
     return {"rows": rows, "replay_s": replay_s, "live_s": sum(live) / len(params.ks) * len(ks)}
 
 
-def _turns(
-    params: KSweepParams, target: LanguageModel, drafter: Drafter, measured: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
+def _turns(params: KSweepParams, target: LanguageModel, drafter: Drafter, cost: Cost) -> Iterator[dict[str, Any]]:
     """Conversations, cut after each turn of the user, answered greedily and replayed with the largest live K.
 
     None for a model without a chat template.
@@ -148,7 +133,7 @@ def _turns(
             (recording,) = follow(
                 target, [drafter], generation, k_max=max(params.ks), max_new_tokens=params.max_new_tokens
             )
-            (row,) = sweep(recording, [max(params.ks)], _cost(measured))
+            (row,) = sweep(recording, [max(params.ks)], cost)
             yield row | {"prompt_id": prompt.id, "turn": turn, "prompt_tokens": len(generation.prompt_ids)}
 
 
@@ -166,8 +151,7 @@ def _forks(target: LanguageModel, generations: Sequence[Generation]) -> Iterator
     for generation in generations:
         if generation.temperature > 0 or generation.k == 0:
             continue
-        base = baseline_of(generations, generation)
-        fork = explain_fork(target, generation.prompt_ids, base.token_ids, generation.token_ids, width=generation.k + 1)
+        fork = fork_of(target, baseline_of(generations, generation), generation)
         if fork is not None:
             yield {"prompt_id": generation.prompt_id, "k": generation.k, **fork.model_dump(mode="json")}
 

@@ -1,8 +1,15 @@
-"""One prompt, speculatively and plainly, side by side: what `specnb generate` prints."""
+"""The same prompt twice, speculatively and plainly: side by side, and where greedy texts part, rounding or a fault?
 
-from collections.abc import Mapping
+A forward of n tokens adds in another order than n forwards of one, so logits differ by rounding (the width noise).
+Where the two best tokens are closer than that, either may win, and both are right. Anything else is a fault, and a
+block forward that is plainly wrong must not excuse itself with its own error: noise beyond what rounding can do in
+the model's type is a fault too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from specnb.decode.generate import PromptLike, generate
@@ -10,11 +17,32 @@ from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, room_for_both
-from specnb.measure.fork import Fork, explain_fork
 from specnb.records import Generation, Summary
+
+ROUNDING = {True: 1e-3, False: 0.1}
+"""Most noise that rounding explains, as a share of a row's range (largest minus median logit): float32, coarser.
+Measured on SmolLM2-135M: 1e-5 in float32, up to 0.03 in bfloat16 and with 4-bit weights."""
 
 WARM_UP_TOKENS = 4
 HEADS = "medusa"
+
+
+class Fork(BaseModel):
+    """The first position where two token sequences differ, and how close the two candidates were there.
+
+    `margin` is the distance of their logits in single steps; `noise` the largest difference that blocks of `width`
+    tokens make to the two best logits of a row on the way there, and `noise_share` the same as a share of the row's
+    range. `near_tie`: margin <= 2 * noise, and the noise is small enough to be rounding.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    position: int
+    token_ids: tuple[int, int]
+    margin: float
+    noise: float
+    noise_share: float
+    near_tie: bool
 
 
 class PairSummary(Summary):
@@ -30,7 +58,7 @@ class PairSummary(Summary):
     notes: tuple[str, ...] = Field(default=(), description="of heads: what is doubtful, and which tree was chosen")
 
 
-class Pair(BaseModel):
+class PairRun(BaseModel):
     """A generation, its baseline if one was asked for, and the comparison."""
 
     model_config = ConfigDict(frozen=True)
@@ -52,7 +80,7 @@ def run_pair(
     heads_checkpoint: str | None = None,
     tree: str | None = None,
     **settings: Any,
-) -> Pair:
+) -> PairRun:
     """Load the models, generate (warm-up of 4 tokens first, uncounted), and compare with plain decoding.
 
     `translate` is that of `load_drafter`; `settings` are those of `specnb.generate`. `heads_checkpoint` and `tree` are
@@ -72,35 +100,98 @@ def run_pair(
     try:
         if drafter_name:
             drafter, fallback = load_drafter(drafter_name, target, strict=strict, translate=translate, **options)
-        notes = getattr(drafter, "findings", ())
         for warm in (drafter, None) if with_baseline else (drafter,):
             generate(target, prompt, drafter=warm, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
         baseline = generate(target, prompt, **settings) if with_baseline else None
         generation = generate(target, prompt, drafter=drafter, **settings)
         generation = generation.model_copy(update={"fallback": fallback})
-        summary = _summary(target, generation, baseline, settings).model_copy(update={"notes": notes})
-        return Pair(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
+        step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else None
+        comparison = _comparison(target, generation, baseline) if baseline else {}
+        summary = PairSummary(
+            **generation.summary(step_s).model_dump(), **comparison, notes=getattr(drafter, "findings", ())
+        )
+        return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
     finally:
         if drafter is not None:
             drafter.close()
         target.close()
 
 
-def _summary(
-    target: LanguageModel, generation: Generation, baseline: Generation | None, settings: Mapping[str, Any]
-) -> PairSummary:
-    if baseline is None:
-        return PairSummary(**generation.summary().model_dump())
-    plain = baseline.tokens_per_s
-    identical = generation.token_ids == baseline.token_ids
-    fork = None
-    if not identical and generation.temperature == 0:
-        fork = explain_fork(
-            target, generation.prompt_ids, baseline.token_ids, generation.token_ids, width=generation.k + 1
+def _comparison(target: LanguageModel, generation: Generation, baseline: Generation) -> Mapping[str, Any]:
+    """The fields of a PairSummary that need a baseline."""
+    rates = generation.tokens_per_s, baseline.tokens_per_s
+    return {
+        "speedup": rates[0] / rates[1] if all(rates) else None,
+        "identical": generation.token_ids == baseline.token_ids,
+        "fork": None if generation.temperature > 0 else fork_of(target, baseline, generation),
+    }
+
+
+def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> Fork | None:
+    """The fork of a greedy generation from the plain one of the same prompt; None where one begins with the other."""
+    return explain_fork(target, plain.prompt_ids, plain.token_ids, drafted.token_ids, width=drafted.k + 1)
+
+
+def explain_fork(
+    target: LanguageModel, prompt_ids: Sequence[int], a: Sequence[int], b: Sequence[int], *, width: int
+) -> Fork | None:
+    """Measure margin and noise at the first fork of two generations after `prompt_ids`; None when there is none.
+
+    Runs the target twice over the common tokens, in single steps and in blocks of `width`. Resets it.
+    """
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if at is None:
+        return None
+    watched, single, ranges = [], [], []
+    for row in _rows(target, prompt_ids, a[:at], 1):
+        best = np.argpartition(row, -2)[-2:] if len(watched) < at else np.array([a[at], b[at]])
+        watched.append(best)
+        single.append(row[best])
+        ranges.append(float(row.max() - np.median(row)))
+    blocks = [row[ids] for row, ids in zip(_rows(target, prompt_ids, a[:at], max(2, width)), watched, strict=True)]
+    differences = np.abs(np.array(single) - np.array(blocks)).max(axis=1)
+    noise, share = float(differences.max()), float((differences / np.maximum(ranges, 1e-9)).max())
+    margin = abs(float(single[-1][0] - single[-1][1]))
+    near_tie = margin <= 2 * noise and share <= ROUNDING[target.caps.lossless_dtype]
+    return Fork(position=at, token_ids=(a[at], b[at]), margin=margin, noise=noise, noise_share=share, near_tie=near_tie)
+
+
+def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tuple[int, int]]) -> Fork | None:
+    """The first token that `model` drafted otherwise live than in a replay of (drafted, kept) a round, if there is one.
+
+    Live it feeds two tokens at once after a fully accepted round, a replay feeds one; weights of few bits round these
+    differently. None also where only the number of drafts differs: then a rule stopped elsewhere. Rounds are chains.
+    """
+    pairs = list(zip(live.rounds, replayed, strict=False))
+    first = next((i for i, (live_round, (_, kept)) in enumerate(pairs) if live_round.n_accepted != kept), None)
+    if first is None:
+        return None
+    live_round, (drafted, kept) = pairs[first]
+    before = sum(earlier.n_accepted + 1 for earlier, _ in pairs[:first])
+    common = live.token_ids[: before + min(live_round.n_accepted, kept)]
+    right = live.token_ids[len(common)]
+    if live_round.n_accepted < kept:
+        wrong = (
+            live_round.draft_ids[live_round.n_accepted] if live_round.n_accepted < len(live_round.draft_ids) else right
         )
-    return PairSummary(
-        **generation.summary(1 / plain if plain else None).model_dump(),
-        speedup=generation.tokens_per_s / plain if plain and generation.tokens_per_s else None,
-        identical=identical,
-        fork=fork,
-    )
+    else:
+        *_, row = _rows(model, live.prompt_ids, common, 1)
+        wrong = int(row.argmax()) if kept < drafted else right
+    return explain_fork(model, live.prompt_ids, (*common, right), (*common, wrong), width=2)
+
+
+def _rows(target: LanguageModel, prompt_ids: Sequence[int], ids: Sequence[int], width: int) -> Iterator[np.ndarray]:
+    """Rows of logits after the prompt and after each of `ids`, from forwards of `width` tokens, as decoding has them.
+
+    The last forward is filled up as far as fits. Else one token left over would be a single step both times, and
+    show no noise at all.
+    """
+    target.reset()
+    yield target.forward(prompt_ids, n_logits=1)[0]
+    if not ids:
+        return target.reset()
+    fill = min(-len(ids) % width, target.caps.n_ctx - target.n_past - len(ids))
+    fed = [*ids, *[ids[-1]] * fill]
+    for start in range(0, len(fed), width):
+        yield from target.forward(fed[start : start + width])[: len(ids) - start]
+    target.reset()

@@ -1,7 +1,7 @@
 """One recording answers every K: rounds, acceptance and speed of speculative decoding without running it.
 
 Let x be the tokens that the target produced. Drafting and verifying are a Markov chain along x, and its law is known
-from one pass of the drafter over x (`measure.trace`), because losslessness makes x independent of the drafts:
+from one pass of the drafter over x (`measure.recording`), because losslessness makes x independent of the drafts:
 
 * greedy: a draft is kept exactly when it equals x, so a round that starts at position i keeps the common prefix;
 * temperature > 0: P(the draft is kept | x_i was committed) = min(1, q_draft(x_i) / p_target(x_i)), independently along
@@ -14,14 +14,16 @@ behind it. For a fixed K the expected number of rounds that start at each positi
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specnb.decode.control import Belief, Controller, Outcome
+from specnb.decode.control import Belief, Controller, RoundOutcome
 from specnb.errors import InputError
 from specnb.measure.cost import CostCurve
-from specnb.measure.recording import Recording
+
+if TYPE_CHECKING:
+    from specnb.measure.recording import Recording
 
 
 class Cost(NamedTuple):
@@ -61,7 +63,7 @@ class Counts(NamedTuple):
         return verify + self.steps * cost.c * cost.curve.seconds(1)
 
 
-def fixed_k(recording: Recording, k: int) -> Counts:
+def fixed_k(recording: "Recording", k: int) -> Counts:
     """Exact expected counts with draft length k, by one walk along the positions."""
     _require_k(recording, k)
     n = recording.n_tokens
@@ -87,7 +89,7 @@ def fixed_k(recording: Recording, k: int) -> Counts:
     return Counts(n, float(starts[:n].sum()), drafted, accepted, drafted, dict(by_width), tuple(tested), tuple(kept))
 
 
-def sweep(recording: Recording, ks: Sequence[int], cost: Cost) -> list[dict[str, Any]]:
+def sweep(recording: "Recording", ks: Sequence[int], cost: Cost) -> list[dict[str, Any]]:
     """A recording at every K: one flat row each, with the predicted seconds of decoding, plain ones beside them."""
     rows = []
     for k in ks:
@@ -123,7 +125,7 @@ Behind = Callable[[int, int], Belief]
 """The belief of the row that follows the wrong draft for a token (first) and so many drafts behind it (second)."""
 
 
-def walk(recording: Recording, controller: Controller, rng: np.random.Generator | None = None) -> list[Step]:
+def walk(recording: "Recording", controller: Controller, rng: np.random.Generator | None = None) -> list[Step]:
     """The rounds that `controller` makes along a recording; draws from `rng` where a draft is kept by chance.
 
     Greedy recordings need no `rng` and give the live run's rounds. Beyond the first wrong draft of a block a
@@ -134,7 +136,7 @@ def walk(recording: Recording, controller: Controller, rng: np.random.Generator 
 
 
 def rounds(
-    recording: Recording, controller: Controller, rng: np.random.Generator | None = None, behind: Behind | None = None
+    recording: "Recording", controller: Controller, rng: np.random.Generator | None = None, behind: Behind | None = None
 ) -> Iterator[Step]:
     """`walk`, a round at a time; `behind` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
@@ -152,12 +154,12 @@ def rounds(
         drafted, steps = _drafted(recording, controller, at, limit, n_kept, behind)
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
-        controller.update(Outcome(drafted, n_accepted, text))
+        controller.update(RoundOutcome(drafted, n_accepted, text))
         yield Step(at, drafted, steps, n_accepted)
         at += n_accepted + 1
 
 
-def counts_of(recording: Recording, steps: Sequence[Step]) -> Counts:
+def counts_of(recording: "Recording", steps: Sequence[Step]) -> Counts:
     """The counts of one walk."""
     longest = max((s.drafted for s in steps), default=0)
     left = recording.n_tokens
@@ -175,7 +177,7 @@ def counts_of(recording: Recording, steps: Sequence[Step]) -> Counts:
     )
 
 
-def oracle(recording: Recording, cost: Cost, k_max: int) -> tuple[list[int], float]:
+def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], float]:
     """The draft lengths that cost least in expectation, one for each position, and the seconds they take.
 
     Dynamic programming from the end: V(i) = min over K of cost(K) + E V(i + n_accepted + 1). It knows which drafts
@@ -207,7 +209,7 @@ def _kept(chances: Sequence[float], rng: np.random.Generator | None) -> int:
 
 
 def _drafted(
-    recording: Recording, controller: Controller, at: int, limit: int, n_kept: int, behind: Behind | None
+    recording: "Recording", controller: Controller, at: int, limit: int, n_kept: int, behind: Behind | None
 ) -> tuple[int, int]:
     """Drafts of the round after the controller's own end of drafting, and the drafter's forwards for them."""
     if controller.reads_drafts and limit and recording.support and recording.support[at]:
@@ -222,7 +224,7 @@ def _drafted(
     return limit, limit
 
 
-def _belief(recording: Recording, at: int, j: int, n_kept: int, behind: Behind | None) -> Belief:
+def _belief(recording: "Recording", at: int, j: int, n_kept: int, behind: Behind | None) -> Belief:
     """What the draft model's row for draft j says, in a round that starts after `at` tokens and keeps n_kept drafts."""
     over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
     beyond = j - n_kept - (not over)
@@ -231,7 +233,7 @@ def _belief(recording: Recording, at: int, j: int, n_kept: int, behind: Behind |
     return behind(at + n_kept, beyond)
 
 
-def _recorded(recording: Recording) -> Behind | None:
+def _recorded(recording: "Recording") -> Behind | None:
     """What the recording holds of the rows behind wrong drafts; None when they were not followed at all."""
 
     def behind(token: int, depth: int) -> Belief:
@@ -252,6 +254,6 @@ def _width(at: int, drafted: int) -> int:
     return drafted + (at > 0)
 
 
-def _require_k(recording: Recording, k: int) -> None:
+def _require_k(recording: "Recording", k: int) -> None:
     if not 0 <= k <= recording.k_max:
         raise InputError(f"the recording knows drafts up to K = {recording.k_max}, but K = {k} was asked for")

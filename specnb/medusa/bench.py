@@ -19,8 +19,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure import curve as training_curve
 from specnb.measure.bench import FEWEST, Timed, interleaved, table
-from specnb.measure.experiment import Progress, silent
-from specnb.measure.ksweep import check_prompts
+from specnb.measure.experiment import Progress, check_prompts, silent
 from specnb.medusa import gates
 from specnb.medusa.accuracy import accuracy_matrix
 from specnb.medusa.checkpoint import load_trained_heads

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specnb.decode.accept import require_trees
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.decode.tree import require_trees
 from specnb.draft.base import Picker, Proposal
 from specnb.errors import InputError, LoadError, NonFiniteLogits
 from specnb.lm.base import LanguageModel, TreeModel

@@ -19,9 +19,8 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.cost import NAMED, CostCurve
-from specnb.measure.recording import Trace
+from specnb.measure.recording import Trace, record
 from specnb.measure.replay import Cost, fixed_k
-from specnb.measure.trace import record
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
 

@@ -56,8 +56,7 @@ def make_trace(path: Path) -> None:
     from specnb.draft.lookup import LookupDrafter
     from specnb.draft.model import ModelDrafter
     from specnb.lm import toy
-    from specnb.measure.recording import Trace
-    from specnb.measure.trace import record
+    from specnb.measure.recording import Trace, record
     from specnb.prompts import Prompt
 
     target = toy.markov(6, order=2, seed=4, sharpness=3.0)

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from specnb.decode.control import Belief, FixedK, Outcome
+from specnb.decode.control import Belief, FixedK, RoundOutcome
 from specnb.decode.costaware import TRY, CostAware
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import straight_curve
+from specnb.measure.recording import record
 from specnb.measure.replay import Cost, counts_of, fixed_k, walk
-from specnb.measure.trace import record
 
 K_MAX = 16
 FLAT = Cost(straight_curve("flat", 1.02), 0.02)
@@ -21,34 +21,37 @@ def cost_aware(cost, **options):
     return CostAware([cost.curve.seconds(n) for n in range(K_MAX + 2)], cost.c * cost.curve.seconds(1), **options)
 
 
-def recordings(drafter, seeds=range(4), n=120, order=2):
-    made = []
+def recordings(drafter, seeds=range(4), n=120):
+    recorded = []
     for seed in seeds:
-        target = toy.markov(4, order=order, seed=seed)
-        own = {"lookup": LookupDrafter, "same": lambda t=target: ModelDrafter(t.__class__(t._logits_of, t.vocab))}
-        chosen = own[drafter]() if drafter in own else ModelDrafter(toy.markov(4, order=1, seed=seed + 50))
+        target = toy.markov(4, order=2, seed=seed)
+        chosen = {
+            "lookup": LookupDrafter(),
+            "same": ModelDrafter(toy.markov(4, order=2, seed=seed)),
+            "other": ModelDrafter(toy.markov(4, order=1, seed=seed + 50)),
+        }[drafter]
         ((_, (recording,)),) = record(target, [chosen], [[0, 1, 2]], k_max=K_MAX, max_new_tokens=n, astray=True)
-        made.append(recording)
-    return made
+        recorded.append(recording)
+    return recorded
 
 
 def seconds(group, control, cost):
     return sum(counts_of(r, walk(r, control)).seconds(cost) for r in group)
 
 
-def perfect(n=200):
-    """A recording in which every draft is right, by a draft model that is sure."""
+def even(kept, top, entropy, n=200):
+    """A recording in which every draft is kept, or none, by a draft model that is always equally sure."""
     (base,) = recordings("other", seeds=[0], n=n)
-    keep = tuple((1.0,) * min(drafts, base.n_tokens - i) for i, drafts in enumerate(base.offered))
-    sure = (Belief(0.99, 0.05),) * base.n_tokens
-    return base._replace(keep=keep, beliefs=sure, astray=())
+    keep = tuple((kept,) * min(drafts, base.n_tokens - i) for i, drafts in enumerate(base.offered))
+    return base._replace(keep=keep, beliefs=(Belief(top, entropy),) * base.n_tokens, astray=())
+
+
+def perfect():
+    return even(1.0, 0.99, 0.05)
 
 
 def hopeless(n=200):
-    """A recording in which no draft is right, by a draft model that does not know."""
-    return (base := perfect(n))._replace(
-        keep=tuple((0.0,) * len(chances) for chances in base.keep), beliefs=(Belief(0.3, 2.0),) * base.n_tokens
-    )
+    return even(0.0, 0.3, 2.0, n)
 
 
 def test_where_every_draft_is_kept_and_width_is_free_it_drafts_all_it_may():
@@ -99,7 +102,7 @@ def test_what_is_dropped_is_tried_again_one_day():
     for _ in range(40):
         control.draft_length()
         control.worth_copying(6, 4)
-        control.update(Outcome(0, 0, b"x"))
+        control.update(RoundOutcome(0, 0, b"x"))
     low = control._copied.chance(control._copied.bin(6))
     for _ in range(20):
         control._copied.learn([control._copied.bin(6)], 0)

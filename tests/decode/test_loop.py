@@ -1,4 +1,4 @@
-"""The two loops: what a round asks for, records and leaves behind; context, odd drafters, errors, time."""
+"""The two loops: what a round asks for, records and leaves behind; context, odd drafters, errors, time; the end."""
 
 from dataclasses import replace
 
@@ -9,13 +9,18 @@ from hypothesis import strategies as st
 
 from specnb.decode import accept, loop
 from specnb.decode.control import FixedK
+from specnb.decode.loop import Stopping, StopRules
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.decode.stopping import Stopping, StopRules
 from specnb.draft.base import Proposal, TokenView
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import CapacityError, InputError, StateError
 from specnb.lm import toy
+from specnb.lm.vocab import Vocabulary
+
+EACH_LOOP = pytest.mark.parametrize(
+    "drafter", [None, LookupDrafter(), ModelDrafter(toy.cyclic(7))], ids=["plain", "lookup", "lm"]
+)
 
 
 def sized(model, n_ctx, max_width=None):
@@ -23,21 +28,22 @@ def sized(model, n_ctx, max_width=None):
     return model
 
 
-def run(target, prompt, drafter=None, *, k=4, n=50, sampling=None, eog=False):
-    """All rounds and the state of the stopping rules."""
-    sampling = sampling or Sampling()
-    chooser = Chooser(sampling, Draws(np.random.default_rng(0)))
+def rounds_of(target, prompt, drafter=None, *, k=4, n=50, sampling=None, eog=False):
+    """The rounds, one by one, and the state of the stopping rules."""
     stopping = Stopping(StopRules(n, ignore_eog=not eog), target.vocab)
+    chooser = Chooser(sampling or Sampling(), Draws(np.random.default_rng(0)))
     after_prompt = loop.prefill(target, prompt, drafter)
+    common = {"chooser": chooser, "stopping": stopping}
     if drafter is None:
-        rounds = loop.autoregressive(target, prompt, after_prompt, chooser=chooser, stopping=stopping)
-    else:
-        rule = accept.rule_named("token", sampling)
-        rounds = loop.speculative(
-            target, drafter, prompt, after_prompt, control=FixedK(k), chooser=chooser, stopping=stopping, rule=rule
-        )
-    made = list(rounds)
-    return made, tuple(t for r in made for t in r.committed_ids), stopping.reason
+        return loop.autoregressive(target, prompt, after_prompt, **common), stopping
+    return loop.speculative(target, drafter, prompt, after_prompt, control=FixedK(k), **common), stopping
+
+
+def run(*given, **options):
+    """All rounds, their tokens, and why they ended."""
+    rounds, stopping = rounds_of(*given, **options)
+    rounds = list(rounds)
+    return rounds, tuple(t for r in rounds for t in r.committed_ids), stopping.reason
 
 
 class Counted:
@@ -80,7 +86,7 @@ def successors(size):
     return lambda tokens, k: [(tokens[-1] + 1 + j) % size for j in range(k)]
 
 
-# --- prefill --------------------------------------------------------------------------------------------------------
+# --- prefill and context --------------------------------------------------------------------------------------------
 
 
 def test_prefill_feeds_the_whole_prompt_shows_it_to_the_drafter_and_returns_the_logits_after_it():
@@ -89,41 +95,31 @@ def test_prefill_feeds_the_whole_prompt_shows_it_to_the_drafter_and_returns_the_
     after_prompt = loop.prefill(target, [0, 1, 2], spy)
     assert target.n_past == 3 and spy.started == [(0, 1, 2)]
     assert after_prompt.shape == (1, 5) and after_prompt[0].argmax() == 3
-    assert loop.prefill(target, [3])[0].argmax() == 4 and target.n_past == 1
+    with pytest.raises(CapacityError, match="5 tokens"):
+        loop.prefill(sized(Counted(toy.cyclic(5)), 4), [0, 1, 2, 3, 4])
 
 
-@pytest.mark.parametrize("drafter", [None, LookupDrafter(), ModelDrafter(toy.cyclic(7))], ids=["plain", "lookup", "lm"])
+@EACH_LOOP
 def test_n_tokens_take_a_prefill_and_at_most_n_minus_one_forwards(drafter):
     """The prompt's last token is not fed a second time: transformers and llama.cpp save this step as well."""
     target = Counted(toy.cyclic(7))
-    made, tokens, _ = run(target, [0, 1], drafter, k=0, n=5)
+    rounds, tokens, _ = run(target, [0, 1], drafter, k=0, n=5)
     assert target.fed == [[0, 1], [2], [3], [4], [5]] and tokens == (2, 3, 4, 5, 6)
-    assert [r.width for r in made] == [0, 1, 1, 1, 1]
+    assert [r.width for r in rounds] == [0, 1, 1, 1, 1]
 
 
 def test_the_first_round_verifies_its_drafts_alone():
     target = Counted(toy.cyclic(7))
-    made, tokens, _ = run(target, [0, 1], Spy(successors(7)), k=2, n=6)
+    rounds, tokens, _ = run(target, [0, 1], Spy(successors(7)), k=2, n=6)
     assert target.fed == [[0, 1], [2, 3], [4, 5, 6]] and tokens == (2, 3, 4, 5, 6, 0)
-    assert [(r.k, r.width, r.n_accepted) for r in made] == [(2, 2, 2), (2, 3, 2)]
+    assert [(r.k, r.width, r.n_accepted) for r in rounds] == [(2, 2, 2), (2, 3, 2)]
 
 
-def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_fed():
-    target = sized(toy.cyclic(5), 4)
-    with pytest.raises(CapacityError, match=r"has 5 tokens, but .* holds 4"):
-        loop.prefill(target, [0, 1, 2, 3, 4])
-    assert target.n_past == 0
-
-
-# --- the context ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("drafter", [None, LookupDrafter(), ModelDrafter(toy.cyclic(5))], ids=["plain", "lookup", "lm"])
+@EACH_LOOP
 def test_a_prompt_as_long_as_the_context_gets_one_token(drafter):
-    target = sized(toy.cyclic(5), 6)
-    made, tokens, reason = run(target, [0, 1, 2, 3, 4, 0], drafter)
-    assert tokens == (1,) and reason == "context" and len(made) == 1
-    assert target.n_past == 6
+    target = sized(toy.cyclic(7), 6)
+    rounds, tokens, reason = run(target, [0, 1, 2, 3, 4, 5], drafter)
+    assert tokens == (6,) and reason == "context" and len(rounds) == 1 and target.n_past == 6
 
 
 @given(
@@ -141,47 +137,37 @@ def test_the_context_ends_plain_and_speculative_alike(seed, prompt, room, draft_
     """Also with a drafter of smaller context, and with a target whose widest forward is below K + 1."""
     target = sized(toy.markov(5, order=2, seed=seed), len(prompt) + room, width)
     draft = sized(toy.markov(5, order=1, seed=seed), draft_ctx)
-    drafter = ModelDrafter(draft) if kind == "lm" else LookupDrafter()
     _, plain, why = run(target, prompt, n=n)
-    made, tokens, reason = run(target, prompt, drafter, k=k, n=n)
+    rounds, tokens, reason = run(target, prompt, ModelDrafter(draft) if kind == "lm" else LookupDrafter(), k=k, n=n)
     assert (tokens, reason) == (plain, why)
     assert reason == ("length" if n <= room + 1 else "context") and len(tokens) == min(n, room + 1)
-    assert all(r.width <= width for r in made)
+    assert all(r.width <= width for r in rounds)
 
 
-# --- how many drafts are asked for ----------------------------------------------------------------------------------
+# --- what a drafter is asked, shown, and may answer -----------------------------------------------------------------
 
 
-def test_no_more_drafts_are_asked_for_than_can_be_committed():
-    """A round commits up to k + 1 tokens: 10 tokens are 5 + 5, then nothing remains."""
+@pytest.mark.parametrize(("k", "n", "asked"), [(4, 10, [4, 4]), (50, 10, [9]), (4, 6, [4])])
+def test_no_more_drafts_are_asked_for_than_can_be_committed(k, n, asked):
+    """A round commits up to k + 1 tokens; a last token alone is a plain step."""
     spy = Spy(successors(7))
-    made, tokens, _ = run(toy.cyclic(7), [0], spy, k=4, n=10)
-    assert spy.asked == [4, 4] and [r.k for r in made] == [4, 4] and len(tokens) == 10
-    spy = Spy(successors(7))
-    made, tokens, _ = run(toy.cyclic(7), [0], spy, k=50, n=10)
-    assert spy.asked == [9] and len(made) == 1 and len(tokens) == 10
-    spy = Spy(successors(7))
-    run(toy.cyclic(7), [0], spy, k=4, n=6)
-    assert spy.asked == [4]  # the last token is the plain step of a round without drafts
+    _, tokens, _ = run(toy.cyclic(7), [0], spy, k=k, n=n)
+    assert spy.asked == asked and len(tokens) == n
 
 
 def test_more_drafts_than_asked_for_are_refused():
     """Else a careless drafter would be recorded under a wrong K, and overrun the context near its end."""
     careless = Spy(lambda tokens, k: successors(7)(tokens, k + 1))
-    with pytest.raises(InputError, match="drafter spy proposed 5 tokens, but was asked for 4"):
+    with pytest.raises(InputError, match="spy proposed 5 tokens"):
         run(toy.cyclic(7), [0], careless, k=4)
     assert len(run(toy.cyclic(7), [0], careless, k=0, n=3)[0]) == 3
 
 
-# --- what the drafter sees ------------------------------------------------------------------------------------------
-
-
 def test_the_drafter_is_told_the_whole_sequence_after_every_round():
     spy = Spy(lambda tokens, k: [(tokens[-1] + 1) % 7, 0, 0][:k])  # one right, then wrong
-    made, tokens, _ = run(toy.cyclic(7), [3, 4], spy, k=3, n=7)
-    whole = (3, 4, *tokens)
-    ends = np.cumsum([2] + [len(r.committed_ids) for r in made])[1:]
-    assert spy.seen == [whole[:end] for end in ends]
+    rounds, tokens, _ = run(toy.cyclic(7), [3, 4], spy, k=3, n=7)
+    ends = np.cumsum([2] + [len(r.committed_ids) for r in rounds])[1:]
+    assert spy.seen == [(3, 4, *tokens)[:end] for end in ends]
 
 
 def test_the_view_reads_like_a_sequence_and_cannot_be_written():
@@ -194,77 +180,6 @@ def test_the_view_reads_like_a_sequence_and_cannot_be_written():
     with pytest.raises(AttributeError):
         view.other = 1
     assert not hasattr(view, "append") and not hasattr(view, "extend")
-
-
-# --- errors pass, and the next call starts clean --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("step", ["start", "propose", "commit"])
-def test_an_error_of_the_drafter_passes_and_leaves_nothing_behind(step):
-    target, drafter = toy.markov(5, order=2, seed=3), ModelDrafter(toy.markov(5, seed=4))
-    expected = run(target, [0, 1], drafter, n=20)[1]
-
-    class Breaking(ModelDrafter):
-        calls = 0
-
-        def _maybe(self, name):
-            Breaking.calls += name == step
-            if name == step and Breaking.calls == (1 if step == "start" else 3):
-                raise RuntimeError(f"broken {step}")
-
-        def start(self, tokens):
-            self._maybe("start")
-            super().start(tokens)
-
-        def propose(self, tokens, k, rng):
-            proposal = super().propose(tokens, k, rng)
-            self._maybe("propose")
-            return proposal
-
-        def commit(self, tokens):
-            self._maybe("commit")
-            super().commit(tokens)
-
-    broken, prompt = Breaking(toy.markov(5, seed=4)), [0, 1]
-    with pytest.raises(RuntimeError, match=f"broken {step}"):
-        run(target, prompt, broken, n=20)
-    assert prompt == [0, 1]
-    assert run(target, prompt, broken, n=20)[1] == expected
-
-
-@pytest.mark.parametrize("drafter", [None, LookupDrafter()], ids=["plain", "lookup"])
-def test_another_user_of_the_same_model_is_noticed(drafter):
-    """Its tokens would be in the state, and change the output without a word."""
-    target = toy.cyclic(7)
-    chooser, stopping = Chooser(Sampling(), Draws(np.random.default_rng(0))), Stopping(StopRules(20), target.vocab)
-    after_prompt = loop.prefill(target, [0, 1, 2], drafter)
-    common = {"chooser": chooser, "stopping": stopping}
-    rounds = (
-        loop.autoregressive(target, [0, 1, 2], after_prompt, **common)
-        if drafter is None
-        else loop.speculative(
-            target,
-            drafter,
-            [0, 1, 2],
-            after_prompt,
-            control=FixedK(3),
-            rule=accept.rule_named("token", Sampling()),
-            **common,
-        )
-    )
-    next(rounds)
-    run(target, [5, 5, 5, 5, 5], n=3)
-    with pytest.raises(StateError, match="used by another generation"):
-        next(rounds)
-
-
-def test_accept_probabilities_end_where_the_generation_does():
-    """Three drafts were accepted, but the second of them is the end."""
-    target = toy.cyclic(7)
-    target.vocab = replace(target.vocab, eog=frozenset({2}))
-    (made,), _, reason = run(target, [0], Spy(successors(7)), k=4, eog=True)
-    assert reason == "eog" and made.committed_ids == (1, 2) and made.draft_ids == (1, 2, 3, 4)
-    assert made.n_accepted == 2 and made.accept_prob == (1.0, 1.0)
 
 
 class Misreporting(Spy):
@@ -285,7 +200,6 @@ GOOD = [0.7, 0.3, 0.0]
     ("rows", "named"),
     [
         ([GOOD], r"\(1, 3\).*\(2, 3\)"),
-        ([GOOD[:2]] * 2, r"\(2, 2\).*\(2, 3\)"),
         ([GOOD, [0.0, 0.5, 0.5]], "draft 1 .*token 0.* 0.0"),
         ([[float("nan")] * 3, GOOD], "draft 0 .*nan"),
         ([GOOD, [float("inf"), 0.0, 0.0]], "draft 1 .*inf"),
@@ -294,12 +208,53 @@ GOOD = [0.7, 0.3, 0.0]
 )
 def test_a_drafter_that_misreports_its_rows_is_named_with_the_place_and_the_value(rows, named):
     """Such drafts were kept with certainty: min(1, nan) is 1, and so is min(1, p/0)."""
-    target = toy.markov(3, order=1, seed=0)
     with pytest.raises(InputError, match=f"(?s)spy.*{named}"):
-        run(target, [0, 1], Misreporting(rows), k=2, sampling=Sampling(1.0))
+        run(toy.markov(3, order=1, seed=0), [0, 1], Misreporting(rows), k=2, sampling=Sampling(1.0))
 
 
-# --- time -----------------------------------------------------------------------------------------------------------
+# --- errors pass, and the next call starts clean --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step", "call"), [("start", 1), ("propose", 3), ("commit", 3)])
+def test_an_error_of_the_drafter_passes_and_leaves_nothing_behind(step, call):
+    target, drafter, calls = toy.markov(5, order=2, seed=3), ModelDrafter(toy.markov(5, seed=4)), []
+    expected = run(target, [0, 1], drafter, n=20)[1]
+    method = getattr(drafter, step)
+
+    def breaking(*given):
+        result = method(*given)
+        calls.append(step)
+        if len(calls) == call:
+            raise RuntimeError(f"broken {step}")
+        return result
+
+    setattr(drafter, step, breaking)
+    with pytest.raises(RuntimeError, match=f"broken {step}"):
+        run(target, [0, 1], drafter, n=20)
+    assert run(target, [0, 1], drafter, n=20)[1] == expected
+
+
+@pytest.mark.parametrize("drafter", [None, LookupDrafter()], ids=["plain", "lookup"])
+def test_another_user_of_the_same_model_is_noticed(drafter):
+    """Its tokens would be in the state, and change the output without a word."""
+    target = toy.cyclic(7)
+    rounds, _ = rounds_of(target, [0, 1, 2], drafter, k=3)
+    next(rounds)
+    run(target, [5, 5, 5, 5, 5], n=3)
+    with pytest.raises(StateError):
+        next(rounds)
+
+
+# --- what a round records -------------------------------------------------------------------------------------------
+
+
+def test_accept_probabilities_end_where_the_generation_does():
+    """Three drafts were accepted, but the second of them is the end."""
+    target = toy.cyclic(7)
+    target.vocab = replace(target.vocab, eog=frozenset({2}))
+    (only,), _, reason = run(target, [0], Spy(successors(7)), k=4, eog=True)
+    assert reason == "eog" and only.committed_ids == (1, 2) and only.draft_ids == (1, 2, 3, 4)
+    assert only.n_accepted == 2 and only.accept_prob == (1.0, 1.0)
 
 
 def test_every_second_of_a_round_is_booked_once(monkeypatch):
@@ -319,8 +274,84 @@ def test_every_second_of_a_round_is_booked_once(monkeypatch):
     spy.propose = taking(5, lambda tokens, k, rng: Proposal(successors(7)(tokens, k), None, 4.0))
     spy.commit = taking(2, spy.commit)
     monkeypatch.setattr(accept, "greedy", taking(0.5, accept.greedy))
-    made, _, _ = run(target, [0], spy, k=3, n=8)
-    assert [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in made] == [(5, 10, 3, 0.5, 14)] * 2
-    made, _, _ = run(target, [0], n=2)
-    times = [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in made]
+    rounds, _, _ = run(target, [0], spy, k=3, n=8)
+    assert [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in rounds] == [(5, 10, 3, 0.5, 14)] * 2
+    rounds, _, _ = run(target, [0], n=2)
+    times = [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in rounds]
     assert times == [(0, 0, 0, 0, 0), (0, 10, 0, 0, 10)]  # the first forward is the prefill's
+
+
+# --- where a generation ends ----------------------------------------------------------------------------------------
+
+# 0 and 1 end a generation; 1 is no control token, so its piece could be seen; 2 is control, but no end
+PIECES = (b"<end>", b"b", b"<ctl>", b"a", b"ab", b"ca", b"\xc3", b"\xa9", b"x\xc3\xa9y", b"", b"abc", b"\xe2\x82")
+VOCAB = Vocabulary(PIECES, eog=frozenset({0, 1}), special=frozenset({0, 2}))
+IDS = st.lists(st.integers(0, len(PIECES) - 1), max_size=14)
+STRINGS = st.lists(st.sampled_from(["a", "ab", "abca", "é", "éy", "ay", "bb", "<end>", "caab"]), max_size=3)
+
+
+def stopping(n=100, *strings, ignore_eog=False):
+    return Stopping(StopRules(n, tuple(strings), ignore_eog), VOCAB)
+
+
+@given(IDS, st.lists(st.integers(1, 5), min_size=14, max_size=14), st.integers(1, 14), STRINGS, st.booleans())
+def test_any_split_into_blocks_ends_at_the_first_prefix_that_satisfies_a_rule(ids, sizes, n, strings, ignore_eog):
+    """Against the definition, which rereads the whole text after each token."""
+
+    def reason_of(prefix):
+        if prefix[-1] in VOCAB.eog and not ignore_eog:
+            return "eog"
+        if any(s.encode() in VOCAB.decode_bytes(i for i in prefix if i not in VOCAB.eog) for s in strings):
+            return "stop_string"
+        return "length" if len(prefix) == n else None
+
+    end = next((m for m in range(1, len(ids) + 1) if reason_of(ids[:m])), len(ids))
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    blocks = [tuple(ids[at : at + size]) for at, size in zip(starts, sizes, strict=True)]
+    for split in (blocks, [(i,) for i in ids], [ids]):
+        state, kept = stopping(n, *strings, ignore_eog=ignore_eog), []
+        for block in split:
+            kept += () if state.reason else state.admit(block)
+        assert kept == ids[:end] and state.remaining == n - end
+        assert state.reason == (reason_of(ids[:end]) if ids else None)
+
+
+@pytest.mark.parametrize(
+    ("strings", "ids", "kept", "text"),
+    [
+        (("caab",), (3, 5, 4, 3), (3, 5, 4), "a"),  # across token borders, the rest of the block dropped
+        (("bc",), (3, 10, 3), (3, 10), "aa"),  # inside one token: the completing token is kept, the text is cut
+        (("é",), (3, 6, 7, 3), (3, 6, 7), "a"),  # a character in two tokens ends at its last byte
+        (("y", "x"), (3, 8), (3, 8), "a"),  # both are there: the text ends before the first
+        (("ac",), (3, 2, 9, 5), (3, 2, 9, 5), ""),  # a control token and an empty one between have no text
+        (("aca",), (3, 1, 5, 3), (3, 1, 5), ""),  # nor has an ignored end
+        (("é",), (6, 6, 11, 7), None, ""),  # half a character is no match
+        (("<ctl>", "<end>"), (2, 0), None, ""),  # nor are the names of control tokens
+        (("b",), (1, 1), None, ""),
+    ],
+)  # fmt: skip
+def test_stop_strings(strings, ids, kept, text):
+    state = stopping(100, *strings, ignore_eog=True)
+    assert state.admit(ids) == (kept or ids) and state.reason == ("stop_string" if kept else None)
+    if kept:
+        assert state.cut(VOCAB.decode(i for i in kept if i not in VOCAB.eog)) == text
+
+
+def test_a_long_text_is_not_read_again_for_every_token():
+    """A stop string that ends far back would have ended the generation there; only the newest bytes are looked at."""
+
+    class Watched(bytearray):
+        looked = 0
+
+        def __getitem__(self, index):
+            Watched.looked += len(range(*index.indices(len(self))))
+            return super().__getitem__(index)
+
+        def __contains__(self, text):
+            Watched.looked += len(self)
+            return super().__contains__(text)
+
+    state = stopping(10_000, "zzzz")
+    state._text = Watched()
+    state.admit([3] * 2000)
+    assert Watched.looked <= 2000 * 8

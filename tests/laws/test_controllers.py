@@ -5,30 +5,28 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from specnb.decode import accept, loop
 from specnb.decode.control import (
     Belief,
     ConfidenceStop,
     Controller,
     EntropyStop,
     FixedK,
-    Outcome,
     RollingAcceptance,
+    RoundOutcome,
 )
 from specnb.decode.costaware import CostAware
 from specnb.decode.generate import generate
-from specnb.decode.sampling import Chooser, Sampling
-from specnb.decode.stopping import Stopping, StopRules
+from specnb.decode.sampling import Sampling
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.content import ContentK
 from specnb.measure.cost import CostCurve
-from specnb.measure.recording import Trace
+from specnb.measure.recording import Trace, record
 from specnb.measure.replay import Cost, counts_of, fixed_k, oracle, walk
-from specnb.measure.trace import record
 from specnb.prompts import prompts
-from tests.laws.enumerate import distribution, total_variation
+from tests.laws.enumerate import total_variation
+from tests.laws.test_distribution import loop_law
 
 PROMPT = [0, 1, 2, 0, 1]
 CURVE = CostCurve(model="m", context=1, widths=(1, 2, 9, 25), samples_s=((1.0,), (1.1,), (1.4,), (2.6,)))
@@ -80,26 +78,10 @@ WAYS = [("token", "model"), ("block", "model"), ("token", "lookup")]
     ],
 )
 def test_sampled_output_has_the_targets_distribution(control, rule, name):
-    target, sampling = toy.markov(3, order=1, seed=4), Sampling(1.0)
+    target, sampling = toy.markov(3, order=1, seed=4), Sampling(1.0, rule=rule)
     drafter = LookupDrafter() if name == "lookup" else ModelDrafter(toy.markov(3, order=1, seed=7))
-
-    def law(speculative):
-        def program(draws):
-            stopping = Stopping(StopRules(4), target.vocab)
-            common = {"chooser": Chooser(sampling, draws), "stopping": stopping}
-            if speculative:
-                after = loop.prefill(target, PROMPT[:2], drafter)
-                rounds = loop.speculative(
-                    target, drafter, PROMPT[:2], after, control=CONTROLLERS[control](),
-                    rule=accept.rule_named(rule, sampling), **common,
-                )  # fmt: skip
-            else:
-                rounds = loop.autoregressive(target, PROMPT[:2], loop.prefill(target, PROMPT[:2]), **common)
-            return tuple(t for r in rounds for t in r.committed_ids)
-
-        return distribution(program)
-
-    assert total_variation(law(True), law(False)) < 1e-9
+    law = loop_law(target, drafter, sampling, 4, CONTROLLERS[control], PROMPT[:2])
+    assert total_variation(law, loop_law(target, None, sampling, 4, prompt=PROMPT[:2])) < 1e-9
 
 
 @pytest.mark.parametrize("control", CONTROLLERS)
@@ -151,17 +133,12 @@ class OracleK(Controller):
     name = "oracle"
 
     def __init__(self, plan: Sequence[int]) -> None:
-        self._plan = tuple(plan)
-        self.k_max = max(self._plan, default=0)
-        self._at = 0
-
-    def start(self, prompt: bytes) -> None:
-        self._at = 0
+        self._plan, self._at, self.k_max = tuple(plan), 0, max(plan, default=0)
 
     def draft_length(self) -> int:
         return self._plan[self._at] if self._at < len(self._plan) else 0
 
-    def update(self, outcome: Outcome) -> None:
+    def update(self, outcome: RoundOutcome) -> None:
         self._at += outcome.n_accepted + 1
 
 
@@ -201,14 +178,10 @@ def test_the_report_controller_to_the_letter():
     control = RollingAcceptance()
     assert control.draft_length() == 12
     lengths = []
-    for rate in (1.0, 1.0, 1.0, 1.0):
-        control.update(loop.Outcome(10, int(10 * rate), b""))
+    for n_accepted in [10] * 4 + [0] * 12:
+        control.update(RoundOutcome(10, n_accepted, b""))
         lengths.append(control.draft_length())
-    assert lengths == [16, 20, 24, 24]
-    for _ in range(12):
-        control.update(loop.Outcome(10, 0, b""))
-        lengths.append(control.draft_length())
-    assert lengths[4:] == [24, 24, 20, 16, 12, 8, 4, 4, 4, 4, 4, 4]
+    assert lengths == [16, 20, 24, 24, 24, 24, 20, 16, 12, 8, 4, 4, 4, 4, 4, 4]
 
 
 @pytest.mark.slow  # the toys make the same rounds by default, and a real draft model is replayed in test_replay
@@ -233,8 +206,3 @@ def test_the_prompt_reaches_controllers_with_its_turns(monkeypatch):
     control = ContentK(detector=lambda prompt, generated: seen.append((prompt, generated)) or "code")
     generate(target, [0, 1, 2], drafter=LookupDrafter(), k=control, max_new_tokens=3)
     assert seen[0] == ("<|user|>ab", "") and seen[-1][1] != ""
-
-
-def test_the_interface_alone_chooses_nothing():
-    with pytest.raises(NotImplementedError):
-        Controller().draft_length()

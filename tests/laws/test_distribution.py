@@ -1,12 +1,14 @@
 """The law of sampling: speculative output has the target's distribution, by exact enumeration of the shipped loop."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from specnb.decode import accept, loop
 from specnb.decode.control import FixedK
+from specnb.decode.loop import Stopping, StopRules
 from specnb.decode.sampling import Chooser, Sampling
-from specnb.decode.stopping import Stopping, StopRules
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -14,41 +16,31 @@ from specnb.lm import toy
 from tests.laws.enumerate import distribution, total_variation
 
 PROMPT = (0, 1, 0)
-SETTINGS = [
-    Sampling(temperature=1.0),
-    Sampling(temperature=0.6),
-    Sampling(temperature=1.3, top_k=2),
-    Sampling(temperature=1.0, top_p=0.8),
-]
+ONE = Sampling(temperature=1.0)
+SETTINGS = [ONE, Sampling(temperature=0.6), Sampling(temperature=1.3, top_k=2), Sampling(temperature=1.0, top_p=0.8)]
 
 
-def plain_law(target, sampling, n, prompt=PROMPT):
+def rounds_of(target, drafter, sampling, n, control, draws, prompt=PROMPT):
+    """The rounds of the shipped loop, whose random decisions are those of `draws`; without a drafter the plain ones."""
+    after_prompt = loop.prefill(target, prompt, drafter)
+    common = {"chooser": Chooser(sampling, draws), "stopping": Stopping(StopRules(n), target.vocab)}
+    if drafter is None:
+        return loop.autoregressive(target, prompt, after_prompt, **common)
+    return loop.speculative(target, drafter, prompt, after_prompt, control=control, **common)
+
+
+def loop_law(target, drafter, sampling, n, control=lambda: None, prompt=PROMPT):
+    """Of the tokens; `control` makes a controller for each run."""
+
     def program(draws):
-        stopping = Stopping(StopRules(n), target.vocab)
-        after_prompt = loop.prefill(target, prompt)
-        rounds = loop.autoregressive(target, prompt, after_prompt, chooser=Chooser(sampling, draws), stopping=stopping)
+        rounds = rounds_of(target, drafter, sampling, n, control(), draws, prompt)
         return tuple(t for r in rounds for t in r.committed_ids)
 
     return distribution(program)
 
 
 def speculative_law(target, drafter, sampling, n, k, rule="token", prompt=PROMPT):
-    def program(draws):
-        stopping = Stopping(StopRules(n), target.vocab)
-        after_prompt = loop.prefill(target, prompt, drafter)
-        rounds = loop.speculative(
-            target,
-            drafter,
-            prompt,
-            after_prompt,
-            control=FixedK(k),
-            chooser=Chooser(sampling, draws),
-            stopping=stopping,
-            rule=accept.rule_named(rule, sampling),
-        )
-        return tuple(t for r in rounds for t in r.committed_ids)
-
-    return distribution(program)
+    return loop_law(target, drafter, replace(sampling, rule=rule), n, lambda: FixedK(k), prompt)
 
 
 def closed_form_law(target, sampling, n, prompt=PROMPT):
@@ -67,46 +59,35 @@ def closed_form_law(target, sampling, n, prompt=PROMPT):
     return law
 
 
+def off_by(target, drafter, sampling, n, k, rule="token"):
+    """How far the loop is from the closed form: total variation."""
+    law = speculative_law(target, drafter, sampling, n, k, rule)
+    return total_variation(law, closed_form_law(target, sampling, n))
+
+
+def draft_model(seed):
+    return ModelDrafter(toy.markov(3, order=1, seed=seed))
+
+
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_plain_decoding_follows_the_closed_form(sampling):
     target = toy.markov(3, order=2, seed=1, eog=frozenset({2}))
-    assert total_variation(plain_law(target, sampling, 3), closed_form_law(target, sampling, 3)) < 1e-9
+    assert total_variation(loop_law(target, None, sampling, 3), closed_form_law(target, sampling, 3)) < 1e-9
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_model_drafter_keeps_the_law(rule, sampling, seed):
-    target = toy.markov(3, order=2, seed=seed)
-    drafter = ModelDrafter(toy.markov(3, order=1, seed=100 + seed))
-    law = speculative_law(target, drafter, sampling, n=3, k=2, rule=rule)
-    assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
+def test_drafters_keep_the_law(rule, sampling):
+    for seed in range(3):
+        target = toy.markov(3, order=2, seed=seed)
+        assert off_by(target, draft_model(100 + seed), sampling, 3, 2, rule) < 1e-9
+    assert off_by(toy.markov(3, order=2, seed=3), LookupDrafter(), sampling, 4, 3, rule) < 1e-9
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_three_drafts_a_round_keep_the_law(rule):
-    sampling = Sampling(temperature=1.0)
-    target = toy.markov(3, order=2, seed=7)
-    drafter = ModelDrafter(toy.markov(3, order=1, seed=8))
-    law = speculative_law(target, drafter, sampling, n=4, k=3, rule=rule)
-    assert total_variation(law, closed_form_law(target, sampling, 4)) < 1e-9
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_lookup_keeps_the_law(rule, sampling):
-    target = toy.markov(3, order=2, seed=3)
-    law = speculative_law(target, LookupDrafter(), sampling, n=4, k=3, rule=rule)
-    assert total_variation(law, closed_form_law(target, sampling, 4)) < 1e-9
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_end_of_generation_inside_a_block_keeps_the_law(rule):
-    sampling = Sampling(temperature=1.0)
-    target = toy.markov(3, order=2, seed=5, eog=frozenset({2}))
-    drafter = ModelDrafter(toy.markov(3, order=1, seed=6))
-    law = speculative_law(target, drafter, sampling, n=3, k=2, rule=rule)
-    assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
+def test_longer_blocks_and_an_end_inside_one_keep_the_law(rule):
+    assert off_by(toy.markov(3, order=2, seed=7), draft_model(8), ONE, 4, 3, rule) < 1e-9
+    assert off_by(toy.markov(3, order=2, seed=5, eog=frozenset({2})), draft_model(6), ONE, 3, 2, rule) < 1e-9
 
 
 def test_a_drafter_with_other_sampling_settings_keeps_the_law():
@@ -116,34 +97,25 @@ def test_a_drafter_with_other_sampling_settings_keeps_the_law():
         def propose(self, tokens, k, rng):
             return super().propose(tokens, k, Chooser(Sampling(temperature=3.0), rng.draws))
 
-    sampling = Sampling(temperature=0.7)
-    target = toy.markov(3, order=2, seed=11)
-    law = speculative_law(target, Flatter(toy.markov(3, seed=12)), sampling, n=3, k=2)
-    assert total_variation(law, closed_form_law(target, sampling, 3)) < 1e-9
+    drafter = Flatter(toy.markov(3, seed=12))
+    assert off_by(toy.markov(3, order=2, seed=11), drafter, Sampling(temperature=0.7), 3, 2) < 1e-9
 
 
-def expected_tokens(rule, target, drafter, sampling, k):
+def expected_tokens(rule, target, drafter, k):
     """Mean committed tokens of the first round, exactly."""
+    sampling = replace(ONE, rule=rule)
 
     def program(draws):
-        stopping = Stopping(StopRules(k + 1), target.vocab)
-        after_prompt = loop.prefill(target, PROMPT, drafter)
-        rounds = loop.speculative(
-            target, drafter, PROMPT, after_prompt, control=FixedK(k), chooser=Chooser(sampling, draws),
-            stopping=stopping, rule=accept.rule_named(rule, sampling),
-        )  # fmt: skip
-        return len(next(rounds).committed_ids)
+        return len(next(rounds_of(target, drafter, sampling, k + 1, FixedK(k), draws)).committed_ids)
 
     return sum(n * p for n, p in distribution(program).items())
 
 
 def test_block_verification_never_commits_fewer_tokens():
-    sampling = Sampling(temperature=1.0)
     gains = []
     for seed in range(10):
-        target = toy.markov(3, order=2, seed=seed)
-        drafter = ModelDrafter(toy.markov(3, order=1, seed=50 + seed))
-        token, block = (expected_tokens(rule, target, drafter, sampling, 3) for rule in ("token", "block"))
+        pair = toy.markov(3, order=2, seed=seed), draft_model(50 + seed)
+        token, block = (expected_tokens(rule, *pair, 3) for rule in ("token", "block"))
         gains.append(block - token)
     assert min(gains) > -1e-12 and max(gains) > 0.01
 
@@ -171,15 +143,15 @@ def _residual_forgotten(p_target, q_draft, draft_ids, draws):
     """After a rejection draws from p instead of norm(max(p - q, 0))."""
     for i, x in enumerate(draft_ids):
         if not draws.bernoulli(min(1.0, p_target[i][x] / q_draft[i][x])):
-            return accept.Acceptance(i, draws.categorical(p_target[i]), ())
-    return accept.Acceptance(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), ())
+            return accept.Acceptance.leading(i, draws.categorical(p_target[i]))
+    return accept.Acceptance.leading(len(draft_ids), draws.categorical(p_target[len(draft_ids)]))
 
 
 def _bonus_from_the_row_before(p_target, q_draft, draft_ids, draws):
     kept = accept.token_verification(p_target, q_draft, draft_ids, draws)
     if kept.n_accepted < len(draft_ids):
         return kept
-    return accept.Acceptance(kept.n_accepted, draws.categorical(p_target[len(draft_ids) - 1]), ())
+    return kept._replace(next_id=draws.categorical(p_target[len(draft_ids) - 1]))
 
 
 def _shortest_prefix_first(p_target, q_draft, draft_ids, draws):
@@ -190,38 +162,18 @@ def _shortest_prefix_first(p_target, q_draft, draft_ids, draws):
         if not draws.bernoulli(weight):
             break
         kept = i + 1
-    if kept == len(draft_ids):
-        return accept.Acceptance(kept, draws.categorical(p_target[kept]), ())
-    return accept.Acceptance(kept, draws.categorical(np.maximum(p_target[kept] - q_draft[kept], 0.0)), ())
+    rest = p_target[kept] if kept == len(draft_ids) else np.maximum(p_target[kept] - q_draft[kept], 0.0)
+    return accept.Acceptance.leading(kept, draws.categorical(rest))
 
 
 @pytest.mark.parametrize("faulty", [_residual_forgotten, _bonus_from_the_row_before, _shortest_prefix_first])
 def test_planted_faults_in_a_rule_break_the_law(faulty):
-    sampling = Sampling(temperature=1.0)
-    target = toy.markov(3, order=2, seed=0)
-    drafter = ModelDrafter(toy.markov(3, order=1, seed=100))
-
     def rule(logits, proposal, chooser):
         rows = np.stack([chooser.sampling.probabilities(row) for row in logits])
         q = proposal.q_draft if proposal.q_draft is not None else np.empty((0, 3))
         return faulty(rows, q, proposal.ids, chooser.draws)
 
-    def program(draws):
-        stopping = Stopping(StopRules(3), target.vocab)
-        after_prompt = loop.prefill(target, PROMPT, drafter)
-        rounds = loop.speculative(
-            target,
-            drafter,
-            PROMPT,
-            after_prompt,
-            control=FixedK(2),
-            chooser=Chooser(sampling, draws),
-            stopping=stopping,
-            rule=rule,
-        )
-        return tuple(t for r in rounds for t in r.committed_ids)
-
-    assert total_variation(distribution(program), closed_form_law(target, sampling, 3)) > 0.005
+    assert off_by(toy.markov(3, order=2, seed=0), draft_model(100), ONE, 3, 2, rule) > 0.005
 
 
 def test_verifying_an_argmax_draft_with_p_over_q_breaks_the_law():
@@ -230,15 +182,9 @@ def test_verifying_an_argmax_draft_with_p_over_q_breaks_the_law():
             logits = self.model.forward(tokens[self.model.n_past :], n_logits=1)[0]
             return Proposal((int(np.argmax(logits)),), rng.sampling.probabilities(logits)[None])
 
-    sampling = Sampling(temperature=1.0)
-    target = toy.markov(3, order=2, seed=0)
-    law = speculative_law(target, ArgmaxWithSoftmax(toy.markov(3, seed=100)), sampling, n=2, k=1)
-    assert total_variation(law, closed_form_law(target, sampling, 2)) > 0.005
+    assert off_by(toy.markov(3, order=2, seed=0), ArgmaxWithSoftmax(toy.markov(3, seed=100)), ONE, 2, 1) > 0.005
 
 
 def test_typical_acceptance_is_lossy_and_says_so():
-    sampling = Sampling(temperature=1.0)
-    target = toy.markov(3, order=2, seed=0)
-    law = speculative_law(target, ModelDrafter(toy.markov(3, seed=100)), sampling, n=3, k=2, rule="typical")
-    assert total_variation(law, closed_form_law(target, sampling, 3)) > 0.005
+    assert off_by(toy.markov(3, order=2, seed=0), ModelDrafter(toy.markov(3, seed=100)), ONE, 3, 2, "typical") > 0.005
     assert "typical" in accept.LOSSY

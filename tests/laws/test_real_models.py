@@ -7,7 +7,7 @@ from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm.vocab import first_difference
-from specnb.measure.fork import explain_fork
+from specnb.measure.pair import explain_fork
 from specnb.prompts import prompts
 
 pytestmark = pytest.mark.model

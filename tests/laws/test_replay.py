@@ -12,9 +12,8 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure.recording import Recording
+from specnb.measure.recording import Recording, follow, record
 from specnb.measure.replay import fixed_k, walk
-from specnb.measure.trace import follow, record
 from specnb.prompts import prompts
 
 PROMPT = [0, 1, 2, 0, 1]

@@ -14,8 +14,8 @@ from specnb.draft.spelling import GrowingSpelling
 from specnb.draft.token_map import SAMPLE
 from specnb.draft.translate import StringMatch, TokenIntersection
 from specnb.errors import InputError
+from specnb.measure.recording import follow
 from specnb.measure.replay import fixed_k
-from specnb.measure.trace import follow
 from tests.laws.enumerate import total_variation
 from tests.laws.test_distribution import SETTINGS, closed_form_law, speculative_law
 from tests.laws.vocabularies import Respelled, model, rewritten

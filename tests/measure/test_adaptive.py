@@ -16,7 +16,7 @@ from specnb.lm import toy
 from specnb.measure import adaptive
 from specnb.measure.adaptive import SWITCHING
 from specnb.measure.cost import CostCurve
-from specnb.measure.trace import follow
+from specnb.measure.recording import follow
 from specnb.params import AdaptiveKParams
 
 SMALL = AdaptiveKParams(

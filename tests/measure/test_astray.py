@@ -8,8 +8,8 @@ from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
+from specnb.measure.recording import Astray, follow, together
 from specnb.measure.replay import Step, rounds, walk
-from specnb.measure.trace import Astray, follow, together
 
 PROMPTS = ([0, 1, 2, 0, 1], [3], [1, 1, 2])
 VERIFY = [0.0, *(1.0 + 0.05 * n for n in range(1, 26))]
@@ -152,4 +152,4 @@ def test_controllers_that_walked_have_learned():
     control, alone = CostAware(VERIFY, 0.01), CostAware(VERIFY, 0.01)
     recording, _ = followed("near", 0, walking=[control])
     list(rounds(recording, alone))
-    assert control._recent.rate == alone._recent.rate != CostAware(VERIFY, 0.01)._recent.rate
+    assert control._recent_rate == alone._recent_rate != CostAware(VERIFY, 0.01)._recent_rate

@@ -16,8 +16,8 @@ from specnb.draft.translate import StringMatch
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import adaptive, ksweep
+from specnb.measure.recording import follow
 from specnb.measure.replay import fixed_k, walk
-from specnb.measure.trace import follow
 from specnb.params import AdaptiveKParams, ExplorerParams, KSweepParams
 from tests.laws.vocabularies import model
 

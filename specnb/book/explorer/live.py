@@ -17,8 +17,7 @@ from specnb.measure.bench import Interval, bootstrap, rate_ratio
 from specnb.measure.cost import CostCurve, verify_costs
 from specnb.measure.experiment import Progress, models_of, record_of, silent
 from specnb.measure.ksweep import baseline_of
-from specnb.measure.recording import Recording, Trace
-from specnb.measure.trace import record, require_followed
+from specnb.measure.recording import Recording, Trace, record, require_followed
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord

@@ -4,11 +4,12 @@ The rule runs as it would have run, with the same random numbers in the same ord
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from specnb.decode.accept import Acceptance, rule_named
+from specnb.decode.accept import Acceptance, rule_of
 from specnb.decode.generate import PromptLike, generate, prompt_ids
 from specnb.decode.sampling import Chooser, Draws
 from specnb.divergence.sampling.terms import Position
@@ -54,7 +55,7 @@ class Listener:
         if proposal.tree is not None:
             raise InputError("a tree of drafts is verified as one: draft a chain (tree=chain) to audit sampling")
         noted = _Noted(chooser.draws)
-        rule = rule_named("token", chooser.sampling)
+        rule = rule_of(replace(chooser.sampling, rule="token"))
         verdict = rule(logits, proposal, Chooser(chooser.sampling, noted))
         self._round(logits, proposal, chooser, verdict, noted.uniforms)
         return verdict

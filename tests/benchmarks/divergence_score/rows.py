@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specnb.measure.acceptance import Share
+from specnb.measure.triage import Share
 
 NOTHING = "-"
 """Named or expected where there is no module to name: the model itself is the empty path."""

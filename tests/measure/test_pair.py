@@ -5,16 +5,14 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specnb.decode.control import FixedK
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
-from specnb.measure.fork import explain_draft, explain_fork, first_fork
+from specnb.measure.pair import explain_draft, explain_fork
+from specnb.measure.recording import record
 from specnb.measure.replay import walk
-from specnb.measure.trace import record
 
 
 class Noisy(toy.ToyLM):
@@ -46,25 +44,16 @@ PROMPT = (0, 0)
 PLAIN, OTHER = (1, 1, 2, 1), (1, 1, 3, 1)  # part at position 2, chosen after 4 tokens
 
 
-@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
-def test_the_first_fork_by_definition(a, b):
-    at = first_fork(a, b)
-    if at is None:
-        assert a[: len(b)] == b[: len(a)]
-    else:
-        assert a[:at] == b[:at] and a[at] != b[at]
-
-
-def test_a_clear_winner_is_no_near_tie():
-    fork = explain_fork(near(gap=0.5, noise=0.1), PROMPT, PLAIN, OTHER, width=3)
-    assert (fork.position, fork.token_ids, fork.near_tie) == (2, (2, 3), False)
-    assert fork.margin == pytest.approx(0.5) and fork.noise == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize(("gap", "tie"), [(0.0, True), (0.125, True), (0.25, True), (0.375, False)])
 def test_a_near_tie_is_a_margin_of_at_most_twice_the_noise(gap, tie):
     """Both candidates may move, in opposite directions, by the noise."""
-    assert explain_fork(near(gap, noise=0.125), PROMPT, PLAIN, OTHER, width=3).near_tie is tie
+    fork = explain_fork(near(gap, noise=0.125), PROMPT, PLAIN, OTHER, width=3)
+    assert (fork.position, fork.token_ids, fork.near_tie) == (2, (2, 3), tie)
+    assert fork.margin == pytest.approx(gap) and fork.noise == pytest.approx(0.125)
+
+
+def test_without_a_difference_there_is_no_fork():
+    assert explain_fork(near(0.5, 0.1), PROMPT, PLAIN, PLAIN[:2], width=3) is None
 
 
 @pytest.mark.parametrize(("float32", "limit"), [(True, 0.005), (False, 0.5)])
