@@ -2,32 +2,21 @@
 
 `detect` looks for an open Markdown fence, then at the shapes of the last lines (the newest count most); running text is
 prose or general by its words and by what the prompt asks for, which also decides while little has been written. It
-reads lines of a bounded tail only. `report_rule` is the heuristic of the field report, kept beside it. `ContentK` is
-the controller that asks a detector; `confusion` judges detectors by labelled cases.
+reads lines of a bounded tail only. `ContentK` is the controller that asks it; `data/content` says how well it does.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, get_args
-
-import pandas as pd
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from specnb.decode.control import Controller, RoundOutcome
-from specnb.paths import project_dir
-from specnb.prompts import Prompt, json_lines, prompts, validated
 
 Kind = Literal["code", "json", "prose", "general"]
-KINDS: tuple[str, ...] = get_args(Kind)
-Detector = Callable[[str, str], str]
-"""(prompt, text generated so far) -> kind."""
 
 TAIL = 480  # characters whose lines are looked at: about ten lines
 ENOUGH = 40  # with fewer characters than this the prompt decides
 REQUEST = 8192  # characters of the prompt's end in which the last request is looked for
-
-_REPORT_CHARACTERS = frozenset("{}();[]def class import return")
 
 # Shapes of a whole line, tried in this order; "bracket", "hash" and "indented" go with their neighbours.
 _SHAPES = {
@@ -99,18 +88,6 @@ def detect(prompt: str, generated: str) -> Kind:
     return _by_lines(body, by_asked if request else -0.02)
 
 
-def report_rule(prompt: str, generated: str) -> Kind:
-    """The field report's heuristic (its section 4), to the letter, on the text of prompt and generation.
-
-    Its `code_chars` is a set of single characters, most of them plain letters, so nearly any text is "code".
-    """
-    text = prompt + generated
-    score = sum(1 for c in text if c in _REPORT_CHARACTERS) / len(text) if text else 0.0
-    if score > 0.05 or "    " in text:
-        return "code"
-    return "json" if '"' in text and ":" in text else "prose"
-
-
 def _fences(text: str) -> tuple[str | None, str]:
     """The language ("" for none) and body of the fence that is open; else None and the text's end without fences."""
     pieces = text.split("```")
@@ -157,70 +134,21 @@ def _weighted_lines(text: str) -> Iterator[tuple[str, float, str]]:
         age *= 0.9 if words else 0.6
 
 
-REPORT_K: Mapping[str, int] = {"code": 22, "json": 10, "general": 10, "prose": 6}
+REPORT_K: Mapping[Kind, int] = {"code": 22, "json": 10, "general": 10, "prose": 6}
 """Middle of the report's range for each content: 20-24, 8-12, 8-12, 4-8."""
 
 
 class ContentK(Controller):
-    """K by the kind of text that is being written: the report's table, with a detector of content."""
+    """K by the kind of text that is being written: the report's table."""
 
     name = "content K"
-
-    def __init__(self, detector: Detector = detect) -> None:
-        self._detect = detector
-        self.k_max = max(REPORT_K.values())
-        self._prompt, self._text = "", bytearray()
+    k_max = max(REPORT_K.values())
 
     def start(self, prompt: bytes) -> None:
         self._prompt, self._text = prompt.decode("utf-8", errors="ignore"), bytearray()
 
     def draft_length(self) -> int:
-        return REPORT_K[self._detect(self._prompt, self._text.decode("utf-8", errors="ignore"))]
+        return REPORT_K[detect(self._prompt, self._text.decode("utf-8", errors="ignore"))]
 
     def update(self, outcome: RoundOutcome) -> None:
         self._text += outcome.text
-
-
-class Snippet(BaseModel):
-    """A labelled case: the prompt as the model reads it, what was generated so far, the kind of what is written."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    id: str
-    kind: Kind
-    prompt: str
-    generated: str
-    note: str = ""
-
-
-def load_snippets() -> tuple[Snippet, ...]:
-    """The shipped cases, `data/content/snippets.jsonl`, in file order."""
-    path = project_dir() / "data" / "content" / "snippets.jsonl"
-    return tuple(validated(Snippet, value, f"{path}:{number}") for number, value in json_lines(path))
-
-
-def from_prompts() -> tuple[Snippet, ...]:
-    """Cases in which nothing is generated yet: the shipped prompts whose category is a kind of content."""
-    labelled = [p for kind in KINDS for p in prompts(kind)]
-    return tuple(Snippet(id=p.id, kind=p.category, prompt=prompt_text(p), generated="") for p in labelled)
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """What a ChatML model reads: the text as it is, messages as turns, up to where the answer begins."""
-    if prompt.messages is None:
-        return prompt.text
-    turns = (f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in prompt.messages)
-    return "".join(turns) + "<|im_start|>assistant\n"
-
-
-def confusion(detector: Detector, cases: Iterable[Snippet]) -> pd.DataFrame:
-    """Counts, shape (4, 4): rows the true kind, columns the detected one, both in the order of `KINDS`."""
-    counts = pd.DataFrame(0, index=pd.Index(KINDS, name="true"), columns=pd.Index(KINDS, name="detected"))
-    for case in cases:
-        counts.loc[case.kind, detector(case.prompt, case.generated)] += 1
-    return counts
-
-
-def accuracy(counts: pd.DataFrame) -> tuple[int, int]:
-    """(right, all) of a confusion table: the counts, since a share alone hides how few cases there are."""
-    return int(sum(counts.loc[kind, kind] for kind in KINDS)), int(counts.to_numpy().sum())

@@ -195,14 +195,3 @@ def test_walks_make_the_live_rounds_of_the_real_model(opened):
             live = generate(target, prompt, drafter=drafter, k=CONTROLLERS[name](), max_new_tokens=20)
             steps = walk(recording, CONTROLLERS[name]())
             assert [(s.drafted, s.n_accepted) for s in steps] == rounds_of(live), (drafter.name, name)
-
-
-def test_the_prompt_reaches_controllers_with_its_turns(monkeypatch):
-    """Control tokens included: without them the content of a chat cannot be told."""
-    seen = []
-    vocab = toy.letters(4)
-    target = toy.markov(4, seed=1)
-    target.vocab = type(vocab)(pieces=(b"<|user|>", b"a", b"b", b"c"), special=frozenset({0}))
-    control = ContentK(detector=lambda prompt, generated: seen.append((prompt, generated)) or "code")
-    generate(target, [0, 1, 2], drafter=LookupDrafter(), k=control, max_new_tokens=3)
-    assert seen[0] == ("<|user|>ab", "") and seen[-1][1] != ""

@@ -19,18 +19,18 @@ class Clock:
         self.now, self.log = 0.0, []
         monkeypatch.setattr(bench, "perf_counter", lambda: self.now)
 
-    def method(self, name, seconds, tokens=10):
-        """`seconds` and `tokens` may depend on the prompt."""
+    def method(self, name, seconds, tokens=lambda prompt: 10):
+        """`seconds` and `tokens` depend on the prompt."""
 
         def run(prompt):
             self.log.append((name, prompt))
-            return list(range(tokens(prompt) if callable(tokens) else tokens))
+            return list(range(tokens(prompt)))
 
         return self.taking(seconds, run)
 
     def taking(self, seconds, run):
         def timed(prompt):
-            self.now += seconds(prompt) if callable(seconds) else seconds
+            self.now += seconds(prompt)
             return run(prompt)
 
         return timed
@@ -41,110 +41,95 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-# --- interleaving ---------------------------------------------------------------------------------------------------
+def always(seconds):
+    return lambda prompt: seconds
 
 
-def test_the_order_turns_from_prompt_to_prompt_and_repeat_to_repeat(clock):
-    methods = {n: clock.method(n, 1) for n in "abc"}
-    order = "".join(r.method for r in interleaved(methods, [7, 8, 9], repeats=2))
-    assert order == "abc" + "bca" + "cab" + "bca" + "cab" + "abc"
+def by_method(methods, prompts, **options):
+    return compare(methods, prompts, baseline="plain", **options).set_index("method")
 
 
-def test_each_method_warms_up_once_on_the_first_prompt_uncounted(clock):
-    slow = iter([500.0, 1.0, 1.0])
-    runs = list(interleaved({"a": clock.method("a", lambda _: next(slow)), "b": clock.method("b", 2)}, [7, 8]))
-    assert clock.log[:2] == [("a", 7), ("b", 7)] and len(clock.log) == 2 + 4
-    assert {r.method: r.wall_s for r in runs} == {"a": 1.0, "b": 2.0}
-
-
-# --- comparing ------------------------------------------------------------------------------------------------------
+def test_methods_warm_up_once_uncounted_and_their_order_turns_from_prompt_to_prompt_and_repeat_to_repeat(clock):
+    slow = iter([500.0] + [1.0] * 6)
+    methods = {n: clock.method(n, lambda _, n=n: next(slow) if n == "a" else 2.0) for n in "abc"}
+    runs = list(interleaved(methods, [7, 8, 9], repeats=2))
+    assert clock.log[:3] == [("a", 7), ("b", 7), ("c", 7)] and len(clock.log) == 3 + 18
+    assert "".join(r.method for r in runs) == "abc" + "bca" + "cab" + "bca" + "cab" + "abc"
+    assert {r.method: r.wall_s for r in runs} == {"a": 1.0, "b": 2.0, "c": 2.0}
 
 
 def test_the_baseline_is_exactly_one_and_a_known_ratio_is_found(clock):
-    methods = {
-        "plain": clock.method("plain", lambda p: 1.0 + p / 3),
-        "double": clock.method("double", lambda p: (1.0 + p / 3) / 2),
-        "half": clock.method("half", lambda p: (1.0 + p / 3) * 2),
-    }
-    frame = compare(methods, [1, 2, 3, 4, 5], baseline="plain", repeats=2).set_index("method")
-    assert frame.index.tolist() == ["plain", "double", "half"]
+    ratios = {"plain": 1.0, "double": 2.0, "half": 0.5}
+    methods = {name: clock.method(name, lambda p, r=r: (1.0 + p / 3) / r) for name, r in ratios.items()}
+    frame = by_method(methods, [1, 2, 3, 4, 5], repeats=2)
     assert frame.loc["plain", ["speedup", "low", "high"]].tolist() == [1.0, 1.0, 1.0]
-    for name, ratio in {"double": 2.0, "half": 0.5}.items():
+    for name, ratio in ratios.items():
         assert frame.loc[name, ["speedup", "low", "high"]].tolist() == pytest.approx([ratio] * 3)
-    total = 5 + 15 / 3
-    assert frame["tokens_per_s"].tolist() == pytest.approx([50 / total, 100 / total, 25 / total])
+        assert frame.loc[name, "tokens_per_s"] == pytest.approx(50 / (5 + 15 / 3) * ratio)
     assert frame["n_prompts"].tolist() == [5] * 3 and frame["identical"].tolist() == [5] * 3
+    few = by_method(methods, range(FEWEST - 1))
+    assert few["speedup"].tolist() == pytest.approx([1.0, 2.0, 0.5]) and few[["low", "high"]].isna().all(axis=None)
 
 
 def test_the_speedup_is_total_over_total_paired_by_prompt(clock):
     """A long prompt weighs more than a short one: the mean of the ratios would be 1.6."""
     plain, fast = [1.0, 1.0, 1.0, 1.0, 16.0], [0.25, 1.0, 1.0, 1.0, 16.0]
     methods = {"plain": clock.method("plain", plain.__getitem__), "fast": clock.method("fast", fast.__getitem__)}
-    row = compare(methods, range(5), baseline="plain").set_index("method").loc["fast"]
+    row = by_method(methods, range(5)).loc["fast"]
     assert row["speedup"] == pytest.approx(20 / 19.25) and row["low"] == 1.0 < row["high"] < 4.0
-
-
-def test_too_few_prompts_give_no_interval(clock):
-    methods = {"plain": clock.method("plain", 2.0), "fast": clock.method("fast", 1.0)}
-    frame = compare(methods, range(FEWEST - 1), baseline="plain")
-    assert frame["speedup"].tolist() == [1.0, 2.0] and frame[["low", "high"]].isna().all(axis=None)
 
 
 def test_on_the_same_text_only_prompts_that_part_are_left_out(clock):
     """The third prompt is ten times as fast, but for another text."""
     methods = {
-        "plain": clock.method("plain", 1.0, tokens=3),
-        "other": lambda p: clock.method("other", 0.05 if p == 2 else 0.5, tokens=3)(p)[: 2 if p == 2 else 3],
+        "plain": clock.method("plain", always(1.0), lambda p: 3),
+        "other": clock.method("other", lambda p: 0.05 if p == 2 else 0.5, lambda p: 2 if p == 2 else 3),
     }
-    whole, same = (
-        compare(methods, [0, 1, 2], baseline="plain", same_text=s).set_index("method") for s in (False, True)
-    )
-    assert whole.loc["other", "n_prompts"] == 3 and whole.loc["other", "speedup"] > 2
-    assert same.loc["other", ["n_prompts", "identical", "speedup"]].tolist() == [2, 2, pytest.approx(2.0)]
-    none = compare(methods, [2], baseline="plain", same_text=True).set_index("method").loc["other"]
+    whole, same = (by_method(methods, [0, 1, 2], same_text=s).loc["other"] for s in (False, True))
+    assert whole["n_prompts"] == 3 and whole["speedup"] > 2
+    assert same[["n_prompts", "identical", "speedup"]].tolist() == [2, 2, pytest.approx(2.0)]
+    none = by_method(methods, [2], same_text=True).loc["other"]
     assert none["n_prompts"] == 0 and np.isnan(none["speedup"])
 
 
 def test_tau_and_acceptance_come_with_our_methods_only(clock):
-    target = toy.cyclic(5)
+    target, prompts = toy.cyclic(5), [[0, 1, 2, 3, 4, 0], [0]]
     methods = {
-        "plain": clock.taking(1, lambda p: generate(target, p, max_new_tokens=20)),
-        "lookup": clock.taking(1, lambda p: generate(target, p, drafter=LookupDrafter(), k=4, max_new_tokens=20)),
-        "foreign": clock.method("foreign", 1.0),
+        "plain": clock.taking(always(1), lambda p: generate(target, p, max_new_tokens=20)),
+        "lookup": clock.taking(
+            always(1), lambda p: generate(target, p, drafter=LookupDrafter(), k=4, max_new_tokens=20)
+        ),
+        "foreign": clock.method("foreign", always(1)),
     }
-    frame = compare(methods, [[0, 1, 2, 3, 4, 0], [0]], baseline="plain").set_index("method")
-    made = [methods["lookup"](p) for p in ([0, 1, 2, 3, 4, 0], [0])]
+    frame, generations = by_method(methods, prompts), [methods["lookup"](p) for p in prompts]
     assert frame.loc["plain", "tau"] == 1.0 and np.isnan(frame.loc["plain", "acceptance_rate"])
-    assert frame.loc["lookup", "tau"] == 40 / sum(len(g.rounds) for g in made) > 1
-    accepted, drafted = (sum(getattr(g, n) for g in made) for n in ("accepted_tokens", "total_draft_tokens"))
+    assert frame.loc["lookup", "tau"] == 40 / sum(len(g.rounds) for g in generations) > 1
+    accepted, drafted = (sum(getattr(g, n) for g in generations) for n in ("accepted_tokens", "total_draft_tokens"))
     assert frame.loc["lookup", "acceptance_rate"] == accepted / drafted
     assert frame.loc["foreign", ["tau", "acceptance_rate"]].isna().all()
-    assert frame.loc["lookup", "identical"] == 2 and frame.loc["foreign", "identical"] == 0
+    assert frame["identical"].tolist() == [2, 2, 0]
 
 
 # --- the bootstrap --------------------------------------------------------------------------------------------------
 
-ROWS = st.lists(st.tuples(*[st.floats(0.1, 100)] * 4), min_size=FEWEST, max_size=9)
+ROWS = st.lists(st.tuples(*[st.floats(0.1, 100)] * 4), min_size=1, max_size=9)
 
 
 @given(ROWS)
 @settings(max_examples=25, deadline=None, derandomize=True)  # holds for all but contrived samples
-def test_the_interval_contains_the_value(rows):
-    made = bootstrap(rows, rate_ratio)
-    assert made.low * (1 - 1e-12) <= made.value <= made.high * (1 + 1e-12)
-    assert made.value == pytest.approx(rate_ratio(np.array(rows))) and made.level == 0.95
-
-
-@pytest.mark.parametrize("n", range(1, FEWEST))
-def test_a_few_rows_have_a_value_but_no_interval(n):
-    made = bootstrap([(10, 2, 10, 5)] * n, rate_ratio)
-    assert made.value == 2.5 and np.isnan([made.low, made.high]).all()
+def test_the_interval_contains_the_value_and_few_rows_have_none(rows):
+    interval = bootstrap(rows, rate_ratio)
+    assert interval.value == pytest.approx(rate_ratio(np.array(rows)))
+    if len(rows) < FEWEST:
+        assert np.isnan([interval.low, interval.high]).all()
+    else:
+        assert interval.low * (1 - 1e-12) <= interval.value <= interval.high * (1 + 1e-12)
 
 
 def test_the_interval_covers_what_it_says():
     """200 samples of 20 from a known distribution: about 90 % of the 90 % intervals hold its mean."""
     rng, held = np.random.default_rng(1), 0
     for _ in range(200):
-        made = bootstrap(rng.exponential(1.0, (20, 1)) + 1, lambda r: float(r.mean()), level=0.9, draws=300)
-        held += made.low <= 2.0 <= made.high
+        interval = bootstrap(rng.exponential(1.0, (20, 1)) + 1, lambda r: float(r.mean()), level=0.9, draws=300)
+        held += interval.low <= 2.0 <= interval.high
     assert 160 <= held <= 190

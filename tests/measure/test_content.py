@@ -1,24 +1,19 @@
-"""Content: what the detectors promise for any text, and how often they are right on the labelled cases."""
+"""Content: what the detector promises for any text, and how often it is right on the labelled cases."""
 
+import json
 from time import perf_counter
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from specnb.decode.generate import generate
+from specnb.draft.lookup import LookupDrafter
+from specnb.lm import toy
 from specnb.measure import content
-from specnb.measure.content import (
-    ENOUGH,
-    KINDS,
-    REQUEST,
-    TAIL,
-    accuracy,
-    confusion,
-    detect,
-    from_prompts,
-    load_snippets,
-    report_rule,
-)
+from specnb.measure.content import ENOUGH, REPORT_K, REQUEST, TAIL, ContentK, detect
+from specnb.paths import project_dir
+from specnb.prompts import prompts
 
 CHAT = "<|im_start|>user\nHow does this work?<|im_end|>\n<|im_start|>assistant\n"
 STORY = "She put her hand into her pocket and felt the key, still warm. He looked at her and said nothing. "
@@ -37,8 +32,7 @@ texts = st.text() | st.lists(pieces | st.text(max_size=8), max_size=60).map("".j
 
 @given(st.sampled_from(["", CHAT, "Write a poem."]), texts)
 def test_any_growing_text_has_one_of_the_four_kinds(prompt, generated):
-    assert all(detect(prompt, generated[:end]) in KINDS for end in range(0, len(generated) + 1, 7))
-    assert report_rule(prompt, generated) in KINDS
+    assert all(detect(prompt, generated[:end]) in REPORT_K for end in range(0, len(generated) + 1, 7))
 
 
 @given(texts, texts, st.text(min_size=1), st.sampled_from(["", CHAT]))
@@ -84,24 +78,26 @@ def test_fences_switches_and_requests(prompt, generated, kind):
     assert detect(prompt, generated) == kind
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [("she sat", "code"), ("", "prose"), ("WHY", "prose"), ('WHY: "OH"' + "O" * 20, "json"),
-     ("O" * 100 + "    " + "O" * 100, "code"), ("O" * 19 + ";", "prose"), ("O" * 18 + ";", "code")],
-)  # fmt: skip
-def test_the_reports_rule_counts_single_letters(text, kind):
-    assert report_rule("", text) == kind
+def labelled():
+    """(prompt, generated, kind): the snippets, and the shipped prompts with nothing generated yet."""
+    lines = (project_dir() / "data" / "content" / "snippets.jsonl").read_text(encoding="utf-8").splitlines()
+    snippets = [(case["prompt"], case["generated"], case["kind"]) for case in map(json.loads, lines)]
+    return snippets + [(_text(prompt), "", kind) for kind in REPORT_K for prompt in prompts(kind)]
 
 
-@pytest.mark.parametrize(
-    ("detector", "cases", "right"),
-    [(report_rule, from_prompts, (14, 56)), (report_rule, load_snippets, (34, 114)),
-     (detect, from_prompts, (56, 56)), (detect, load_snippets, (114, 114))],
-)  # fmt: skip
-def test_detectors_are_right_as_often_as_measured(detector, cases, right):
-    table = confusion(detector, cases())
-    assert accuracy(table) == right
-    assert detector is detect or table["code"].sum() == right[1]
+def _text(prompt):
+    if prompt.messages is None:
+        return prompt.text
+    turns = (f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in prompt.messages)
+    return "".join(turns) + "<|im_start|>assistant\n"
+
+
+def n_right():
+    return sum(detect(prompt, generated) == kind for prompt, generated, kind in labelled())
+
+
+def test_the_detector_is_right_as_often_as_measured():
+    assert n_right() == len(labelled()) == 114 + 56
 
 
 @pytest.mark.parametrize(
@@ -114,8 +110,16 @@ def test_detectors_are_right_as_often_as_measured(detector, cases, right):
     ids=["blind to fences", "every line weighs the same", "the prompt is never asked"],
 )
 def test_a_planted_fault_costs_cases(monkeypatch, fault):
-    cases = load_snippets() + from_prompts()
-    best, _ = accuracy(confusion(detect, cases))
     for name, value in fault.items():
         monkeypatch.setattr(content, name, value)
-    assert accuracy(confusion(detect, cases))[0] <= best - 3
+    assert n_right() <= 170 - 3
+
+
+def test_the_prompt_reaches_the_controller_with_its_turns(monkeypatch):
+    """Control tokens included: without them the content of a chat cannot be told."""
+    seen = []
+    monkeypatch.setattr(content, "detect", lambda *texts: seen.append(texts) or "code")
+    target = toy.markov(4, seed=1)
+    target.vocab = type(target.vocab)(pieces=(b"<|user|>", b"a", b"b", b"c"), special=frozenset({0}))
+    generate(target, [0, 1, 2], drafter=LookupDrafter(), k=ContentK(), max_new_tokens=3)
+    assert seen[0] == ("<|user|>ab", "") and seen[-1][1] != ""

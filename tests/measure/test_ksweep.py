@@ -10,7 +10,7 @@ from specnb.draft.load import LoadedDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import CapacityError, InputError, LoadError
 from specnb.lm import toy
-from specnb.measure import ksweep
+from specnb.measure import experiment, ksweep
 from specnb.params import KSweepParams
 
 SMALL = KSweepParams(
@@ -28,13 +28,11 @@ class Reading(toy.ToyLM):
 class House:
     """The target and the drafter that the sweep opens; remembers what was opened and closed."""
 
-    def __init__(self, monkeypatch, drafter=None):
-        self.target, self.drafter, self.opened, self.closed = toy.markov(7, order=2, seed=1), drafter, [], []
+    def __init__(self, monkeypatch):
+        self.target, self.opened, self.closed = toy.markov(7, order=2, seed=1), [], []
         self.target.__class__, self.target.name = Reading, "smollm2-135m?backend=hf"
         self.target.close = lambda: self.closed.append("target")
         monkeypatch.setattr(ksweep, "load", self.load)
-        if drafter is not None:
-            monkeypatch.setattr(ksweep, "load_drafter", lambda *_, **__: LoadedDrafter(drafter))
 
     def load(self, name, **options):
         self.opened.append((name, options))
@@ -46,88 +44,110 @@ def house(monkeypatch):
     return House(monkeypatch)
 
 
-def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature(house):
-    made = ksweep.run(SMALL).generations
-    runs = [(g.category, g.prompt_id, g.temperature, g.k) for g in made]
+def run(**changes):
+    return ksweep.run(SMALL.model_copy(update=changes))
+
+
+@pytest.fixture(scope="module")
+def record():
+    with pytest.MonkeyPatch.context() as patch:
+        House(patch)
+        return run(k_max=5)
+
+
+def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature(record):
+    runs = [(g.category, g.prompt_id, g.temperature, g.k) for g in record.generations]
     assert len(set(runs)) == len(runs) == 4 * 2 * 3
-    assert {g.k for g in made} == {0, 1, 3} and {g.category for g in made} == {"code", "prose"}
-    assert all((g.drafter == "") == (g.k == 0) for g in made)
-    assert all(max(r.k for r in g.rounds) <= g.k for g in made)
+    assert {g.k for g in record.generations} == {0, 1, 3} and {g.category for g in record.generations} == {
+        "code",
+        "prose",
+    }
+    assert all((g.drafter == "") == (g.k == 0) for g in record.generations)
+    assert all(max(r.k for r in g.rounds) <= g.k for g in record.generations)
 
 
-def test_the_record_says_what_was_asked_and_where_it_ran(house):
-    made = ksweep.run(SMALL)
-    assert made.experiment == "01_k_sweep" and made.params == SMALL.model_dump(mode="json")
-    assert made.status == "completed" and made.started < made.ended
-    assert [(m["role"], m["id"]) for m in made.provenance["models"]] == [("target", house.target.name)]
-    assert house.opened == [("smollm2-135m", {"backend": "hf", "dtype": "bfloat16"})] and house.closed == ["target"]
+def test_the_record_says_what_was_asked_and_the_tables_and_their_checks_hold(record):
+    assert record.experiment == "01_k_sweep" and record.params["k_max"] == 5 and record.status == "completed"
+    assert [m["role"] for m in record.provenance["models"]] == ["target"]
+    assert tables.checks(record)["ok"].all() and record.measurements["forks"] == []
+    assert len(tables.k_sweep(record)) == (2 + 1) * 2 * 3
+    assert tables.verify_cost(record)["width"].tolist() == [1, 2, 3, 5, 6] and record.measurements["c"] == 0.0
+
+
+def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
+    sweep = tables.replayed(record)
+    assert set(sweep["k"]) == {1, 2, 3, 4, 5} and len(sweep) == (2 + 1) * 2 * 5
+    greedy = tables.replay_check(record).query("temperature == 0")
+    assert greedy["k"].tolist() == [1, 3] and greedy["tau_ratio"].tolist() == pytest.approx([1.0, 1.0])
+    check = "greedy replays that make the rounds of their live run"
+    assert tables.checks(record).set_index("check").loc[check, "of"] == 8
+    assert (tables.sweep_time(record)[["replay_s", "live_s"]] > 0).all(axis=None)
+    assert "pay" in tables.verdict(tables.best_k(sweep), tables.verify_cost(record))
+    wrong = record.model_copy(deep=True)
+    for row in wrong.measurements["replay"]["rows"]:
+        row["rounds"] += row["prompt_id"] == "code-01" and row["k"] == 3 and row["temperature"] == 0
+    failed = tables.checks(wrong).query("not ok")
+    assert failed["check"].tolist() == [check] and (failed["of"] - failed["hold"]).tolist() == [1]
 
 
 @pytest.mark.parametrize(
     ("change", "options"),
     [
+        ({}, {"backend": "hf", "dtype": "bfloat16"}),
         ({"backend": "", "dtype": ""}, {}),
-        ({"backend": "hf", "dtype": ""}, {"backend": "hf"}),
         ({"backend": "llama"}, {"backend": "llama"}),  # its weights have a type of their own
     ],
     ids=str,
 )
 def test_engine_options_that_are_empty_are_left_to_the_name(house, change, options):
-    ksweep.run(SMALL.model_copy(update={"ks": [1], "categories": ["code"], **change}))
-    assert house.opened == [("smollm2-135m", options)]
+    house.target.forward = lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(**change)
+    assert house.opened == [("smollm2-135m", options)] and house.closed == ["target"]
 
 
-def test_the_tables_read_the_record_and_its_checks_hold(house):
-    made = ksweep.run(SMALL)
-    assert tables.checks(made)["ok"].all() and made.measurements["forks"] == []
-    assert len(tables.k_sweep(made)) == (2 + 1) * 2 * 3
-    assert tables.verify_cost(made)["width"].tolist() == [1, 2, 3, 5, 9, 17, 25]
-    assert made.measurements["c"] == 0.0
-
-
-def test_a_draft_model_has_a_cost(monkeypatch):
+def test_a_draft_model_has_a_cost(house, monkeypatch):
     draft = toy.markov(7, seed=2)
     draft.caps, draft.name = replace(draft.caps, n_ctx=64), "smollm2-135m:q4_0"
-    house = House(monkeypatch, ModelDrafter(draft))
     draft.close = lambda: house.closed.append("drafter")
-    made = ksweep.run(SMALL)
-    assert made.measurements["c"] > 0 and sorted(house.closed) == ["drafter", "target"]
-    assert [m["role"] for m in made.provenance["models"]] == ["target", "drafter"]
-    assert made.measurements["verify_curve"]["context"] == 32  # what both hold
+    monkeypatch.setattr(ksweep, "load_drafter", lambda *_, **__: LoadedDrafter(ModelDrafter(draft)))
+    record = run()
+    assert record.measurements["c"] > 0 and house.closed == ["drafter", "target"]
+    assert [m["role"] for m in record.provenance["models"]] == ["target", "drafter"]
+    assert record.measurements["verify_curve"]["context"] == 32  # what both hold
 
 
 def test_a_greedy_run_that_differs_is_followed_to_its_fork(house):
     """A target whose wider forwards are wrong: speculation then differs from plain decoding by more than rounding."""
-    forward, n_fed = house.target.forward, []
+    forward = house.target.forward
 
     def wrong_when_wide(ids, n_logits=None):
         logits = forward(ids, n_logits)
-        n_fed.append(len(ids))
         return -logits if len(ids) == 2 and len(logits) == 2 else logits
 
     house.target.forward = wrong_when_wide
-    made = ksweep.run(SMALL.model_copy(update={"temperatures": [0.0]}))
-    forks = made.measurements["forks"]
+    record = run(temperatures=[0.0])
+    forks = record.measurements["forks"]
     assert forks and {f["k"] for f in forks} <= {1, 3} and {"position", "margin", "noise", "near_tie"} <= set(forks[0])
-    assert tables.checks(made).loc[0, "hold"] == sum(f["near_tie"] for f in forks) + sum(
-        g.token_ids == ksweep.baseline_of(made.generations, g).token_ids for g in made.generations if g.k
-    )
+    drafted = [g for g in record.generations if g.k]
+    same = sum(g.token_ids == ksweep.baseline_of(record.generations, g).token_ids for g in drafted)
+    assert tables.checks(record).loc[0, "hold"] == same + sum(f["near_tie"] for f in forks)
 
 
 def test_prompts_that_do_not_fit_are_told_before_anything_is_timed(house, monkeypatch):
     monkeypatch.setattr(ksweep, "verify_costs", lambda *_, **__: pytest.fail("timed"))
     house.target.caps = replace(house.target.caps, n_ctx=20)
-    with pytest.raises(CapacityError, match=r"prompt code-\S+ has \d+ tokens; with 6 new ones it exceeds the 20"):
-        ksweep.run(SMALL)
+    with pytest.raises(CapacityError, match=r"prompt code-\S+ has \d+ tokens"):
+        run()
     house.target.encode = lambda text: (_ for _ in ()).throw(InputError("no token for it"))
-    with pytest.raises(InputError, match=r"prompt code-\S+ cannot be used with .*: no token for it"):
-        ksweep.run(SMALL)
+    with pytest.raises(InputError, match=r"prompt code-\S+ .*no token for it"):
+        run()
 
 
 def test_without_its_drafter_a_sweep_answers_nothing(house, monkeypatch):
     monkeypatch.setattr("specnb.draft.translate.load", lambda name, **_: (_ for _ in ()).throw(LoadError("damaged")))
     with pytest.raises(LoadError, match="damaged"):
-        ksweep.run(SMALL.model_copy(update={"drafter": "small.gguf"}))
+        run(drafter="small.gguf")
     assert house.closed == ["target"]
 
 
@@ -140,43 +160,29 @@ def test_what_was_generated_before_an_error_is_saved(house, monkeypatch, tmp_pat
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
     with pytest.raises(type(error)):
         ksweep.run(SMALL, progress=broken)
-    assert house.closed == ["target"]
     (folder,) = (tmp_path / "01_k_sweep").iterdir()
     saved = store.load(folder)
     assert saved.status == "failed" and len(saved.generations) == 3
     assert saved.error == f"{type(error).__name__}: {error}"
 
 
-def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(house):
-    made = ksweep.run(SMALL.model_copy(update={"k_max": 5}))
-    sweep = tables.replayed(made)
-    assert set(sweep["k"]) == {1, 2, 3, 4, 5} and len(sweep) == (2 + 1) * 2 * 5
-    greedy = tables.replay_check(made).query("temperature == 0")
-    assert greedy["k"].tolist() == [1, 3] and greedy["tau_ratio"].tolist() == pytest.approx([1.0, 1.0])
-    assert (
-        tables.checks(made).set_index("check").loc["greedy replays that make the rounds of their live run", "of"] == 8
-    )
-    assert (tables.sweep_time(made)[["replay_s", "live_s"]] > 0).all(axis=None)
-    assert "pay" in tables.verdict(tables.best_k(sweep), tables.verify_cost(made))
+def test_a_record_that_cannot_be_saved_does_not_hide_the_error_that_ended_the_run(monkeypatch):
+    def full(record):
+        raise InputError(f"cannot write {record}")
 
-
-def test_a_replay_that_miscounts_fails_the_check(house):
-    made = ksweep.run(SMALL)
-    for row in made.measurements["replay"]["rows"]:
-        row["rounds"] += row["prompt_id"] == "code-01" and row["k"] == 3 and row["temperature"] == 0
-    failed = tables.checks(made).query("not ok")
-    assert failed["check"].tolist() == ["greedy replays that make the rounds of their live run"]
-    assert (failed["of"] - failed["hold"]).tolist() == [1]
+    monkeypatch.setattr(experiment, "save", full)
+    with pytest.raises(ZeroDivisionError) as caught, experiment.saving_failures([1], lambda error: "results/x"):
+        raise ZeroDivisionError
+    assert "results/x" in caught.value.__notes__[0]
 
 
 def test_a_lossy_rule_is_not_replayed(house):
-    made = ksweep.run(SMALL.model_copy(update={"rule": "typical", "temperatures": [0.7]}))
-    assert "replay" not in made.measurements and set(tables.replayed(made)["k"]) == {0, 1, 3}
+    record = run(rule="typical", temperatures=[0.7])
+    assert "replay" not in record.measurements and set(tables.replayed(record)["k"]) == {0, 1, 3}
 
 
 def test_conversations_are_followed_turn_by_turn(house):
     house.target.vocab = replace(house.target.vocab, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    made = ksweep.run(SMALL.model_copy(update={"conversations": 2}))
-    frame = tables.turns(made)
+    frame = tables.turns(run(conversations=2))
     assert frame["turn"].tolist() == [1, 2, 3] and frame["conversations"].tolist() == [2, 2, 2]
     assert frame["prompt_tokens"].is_monotonic_increasing and (frame["drafted"] >= frame["accepted"]).all()

@@ -1,0 +1,230 @@
+"""What a recording may follow: exact for every setting that it takes, refused with the value for every other.
+
+Behind wrong drafts no more is followed than controllers ask for, and it is the same as in full.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specnb.book.explorer import live as explorer
+from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, FixedK
+from specnb.decode.costaware import CostAware
+from specnb.decode.generate import generate
+from specnb.draft.load import LoadedDrafter
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.draft.translate import StringMatch
+from specnb.errors import InputError
+from specnb.lm import toy
+from specnb.measure import adaptive, ksweep
+from specnb.measure.recording import follow, together
+from specnb.measure.replay import Step, fixed_k, rounds, walk
+from specnb.params import AdaptiveKParams, ExplorerParams, KSweepParams
+from tests.laws import vocabularies
+
+PROMPT = [0, 1, 2, 0, 1]
+DRAFTERS = {"lookup": LookupDrafter, "model": lambda: ModelDrafter(toy.markov(4, order=1, seed=3))}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_a_narrow_forward_bounds_replayed_drafts_as_it_bounds_live_ones(name, width):
+    target = toy.markov(4, order=2, seed=2)
+    target.caps = replace(target.caps, max_width=width)
+    (recording,) = follow(target, [DRAFTERS[name]()], generate(target, PROMPT, max_new_tokens=30), max_new_tokens=30)
+    for k in (1, 3, 6):
+        live = generate(target, PROMPT, drafter=DRAFTERS[name](), k=k, max_new_tokens=30)
+        replayed, counts = fixed_k(recording, k), (len(live.rounds), live.total_draft_tokens, live.accepted_tokens)
+        assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_k": 2}, {"top_p": 0.6}], ids=str)
+def test_top_k_and_top_p_are_replayed_as_they_were_sampled(name, cut):
+    target, live, replayed = toy.markov(4, order=2, seed=2), [], []
+    for seed in range(1 if cut == {"top_k": 1} else 120):
+        settings = {"max_new_tokens": 20, "temperature": 1.0, "seed": seed, **cut}
+        live.append(len(generate(target, PROMPT, drafter=DRAFTERS[name](), k=3, **settings).rounds))
+        (recording,) = follow(target, [DRAFTERS[name]()], generate(target, PROMPT, **settings), max_new_tokens=20)
+        replayed.append(fixed_k(recording, 3).rounds)
+    spread = np.hypot(np.std(live), np.std(replayed)) / np.sqrt(len(live))
+    assert abs(np.mean(live) - np.mean(replayed)) <= 3 * spread
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+class Heads(LookupDrafter):
+    """Reads hidden states of `target`."""
+
+    reads_hidden = True
+
+    def __init__(self):
+        super().__init__()
+        self.name = "medusa"
+
+
+class Planned(LookupDrafter):
+    tree_nodes = 5
+
+
+@pytest.mark.parametrize(
+    ("drafters", "named"),
+    [([Heads()], "medusa"), ([Planned()], "trees of 5"), ([LookupDrafter(), LookupDrafter()], "2 of the drafters")],
+)
+def test_drafters_that_cannot_be_followed_are_refused(drafters, named):
+    target = toy.markov(4, order=2, seed=1)
+    with pytest.raises(InputError, match=named):
+        follow(target, drafters, generate(target, PROMPT, max_new_tokens=9), max_new_tokens=9)
+
+
+def test_a_generation_of_another_target_length_or_drafter_is_refused():
+    target = toy.markov(4, order=2, seed=1)
+    plain = generate(target, PROMPT, max_new_tokens=9)
+    drafted = generate(target, PROMPT, drafter=LookupDrafter(), k=3, max_new_tokens=9)
+    stranger, old = (plain.model_copy(update=u) for u in ({"target": "stranger"}, {"max_new_tokens": None}))
+    for generation, n, named in [(stranger, 9, "stranger"), (plain, 10, "= 9"), (drafted, 9, "K = 3")]:
+        with pytest.raises(InputError, match=named):
+            follow(target, [LookupDrafter()], generation, max_new_tokens=n)
+    assert follow(target, [LookupDrafter()], old, max_new_tokens=9)  # a record from before it was kept
+
+
+def test_a_controller_that_reads_rows_is_not_replayed_along_strings():
+    target = vocabularies.model((b"a", b"b", b"ab"), order=2, seed=1)
+    drafter = StringMatch(vocabularies.model((b"ba", b"b", b"a"), seed=2), target)
+    plain = generate(target, [0, 1, 2], max_new_tokens=12)
+    (recording,) = follow(target, [drafter], plain, k_max=4, max_new_tokens=12, only_k_max=True)
+    assert fixed_k(recording, 4).drafted
+    with pytest.raises(InputError, match="reads drafts"):
+        walk(recording, ConfidenceStop(4, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("module", "run"),
+    [
+        (ksweep, lambda: ksweep.run(KSweepParams(max_new_tokens=4))),
+        (adaptive, lambda: adaptive.run(AdaptiveKParams(max_new_tokens=4))),
+        (explorer, lambda: explorer.Workbench.open(ExplorerParams(max_new_tokens=4))),
+    ],
+)
+def test_experiments_refuse_before_the_work(monkeypatch, module, run):
+    target = toy.markov(4, seed=1)
+    target.forward = lambda *_: pytest.fail("worked")
+    monkeypatch.setattr(module, "load", lambda *_, **__: target)
+    monkeypatch.setattr(module, "load_drafter", lambda *_, **__: LoadedDrafter(Heads()))
+    with pytest.raises(InputError, match="medusa"):
+        run()
+
+
+# --- behind wrong drafts --------------------------------------------------------------------------------------------
+
+VERIFY = [0.0, *(1.0 + 0.05 * n for n in range(1, 26))]
+
+
+class Counted(toy.ToyLM):
+    """Keeps the lengths of what it was fed."""
+
+    def forward(self, ids, n_logits=None):
+        self.fed = [*getattr(self, "fed", []), len(ids)]
+        return super().forward(ids, n_logits)
+
+
+class ReadsAll(Controller):
+    """Drafts as many as it may from `start` tokens on, and reads every row."""
+
+    name, k_max, reads_drafts = "reads all", 24, True
+
+    def __init__(self, start=0):
+        self._left = start
+
+    def draft_length(self):
+        return 0 if self._left > 0 else self.k_max
+
+    def update(self, outcome):
+        self._left -= outcome.n_accepted + 1
+
+
+def readers():
+    return [
+        ConfidenceStop(24, 0.4), ConfidenceStop(24, 0.2, cumulative=True), EntropyStop(24, gamma=0.3, threshold=0.45),
+        CostAware(VERIFY, 0.01, patience=3),
+    ]  # fmt: skip
+
+
+def followed(order, seed, walking=(), prompt=PROMPT, n=40, **options):
+    """A recording and what its draft model was fed; an `order` of 1000 looks back over everything: one wrong token left
+    in its state shows."""
+    target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
+    draft = toy.markov(4, order=order, seed=seed + 1)
+    draft.__class__ = Counted
+    drafter, plain = ModelDrafter(draft), generate(target, prompt, max_new_tokens=n)
+    (recording,) = follow(target, [drafter], plain, max_new_tokens=n, walking={drafter.name: walking}, **options)
+    return recording, draft.fed
+
+
+@pytest.mark.parametrize("order", [1000, 1])
+def test_along_what_was_followed_for_them_controllers_walk_as_along_everything(order):
+    """Fresh ones and such that have learned on earlier texts, each with the others at once."""
+    for seed in range(6):
+        walking, later, full = readers(), readers(), readers()
+        for prompt in (PROMPT, [3], [1, 1, 2]):
+            lazy, _ = followed(order, seed, walking=[*readers(), *walking], prompt=prompt)
+            whole, _ = followed(order, seed, prompt=prompt, astray=True)
+            for control, other in zip([*readers(), *later], [*readers(), *full], strict=True):
+                assert walk(lazy, control) == walk(whole, other), (seed, control.name)
+            pairs = list(zip(lazy.astray, whole.astray, strict=True))
+            assert all(asked == all_of[: len(asked)] for asked, all_of in pairs)
+
+
+@pytest.mark.parametrize("order", [1000, 1])
+def test_everything_is_all_that_rounds_reach_and_no_more(order):
+    for seed in range(6):
+        for n in (1, 2, 3, 40):
+            whole, _ = followed(order, seed, n=n, astray=True)
+            asked, _ = followed(order, seed, n=n, walking=[ReadsAll(start) for start in range(n)])
+            assert asked.astray == whole.astray
+
+
+def test_the_less_they_read_the_less_is_followed_and_true_tokens_are_fed_once_more_at_most():
+    rows = []
+    for p_min in (0.9, 0.5, 0.4, 0.0):
+        recording, fed = followed(1000, 0, walking=[ConfidenceStop(24, p_min)])
+        rows.append((sum(map(len, recording.astray)), len(fed)))
+    assert rows == sorted(rows) and rows[0][0] < rows[-1][0] / 5 and rows[0][1] < rows[-1][1]
+    (alone, fed), (asked, more) = followed(1000, 0), followed(1000, 0, walking=[FixedK(24)])
+    assert alone.astray == () and not any(asked.astray) and fed == more
+    for seed in range(6):
+        _, before = followed(1000, seed)
+        recording, fed = followed(1000, seed, walking=[*readers(), *readers(), CostAware(VERIFY, 0.3)])
+        assert sum(fed) - sum(before) - sum(map(len, recording.astray)) <= recording.n_tokens
+
+
+def test_a_controller_that_reads_further_is_refused():
+    recording, _ = followed(1, 0, walking=[ConfidenceStop(24, 0.9)])
+    walk(recording, ConfidenceStop(24, 0.9))
+    with pytest.raises(InputError, match="wrong draft for token"):
+        walk(recording, ReadsAll())
+
+
+def test_whoever_is_furthest_behind_walks_on():
+    """Rounds start in the order of the text, whatever their lengths."""
+    seen = []
+
+    def walking(lengths):
+        at = 0
+        for length in lengths:
+            seen.append(at)
+            yield Step(at, length, 0, length - 1)
+            at += length
+
+    together(map(walking, ([5, 1, 1, 9], [1] * 9, [], [3, 3, 3])))
+    assert seen == sorted(seen) and len(seen) == 4 + 9 + 3
+
+
+def test_controllers_that_walked_have_learned():
+    control, alone = CostAware(VERIFY, 0.01), CostAware(VERIFY, 0.01)
+    recording, _ = followed(1, 0, walking=[control])
+    list(rounds(recording, alone))
+    assert control._recent_rate == alone._recent_rate != CostAware(VERIFY, 0.01)._recent_rate
