@@ -109,9 +109,9 @@ class RollingAcceptance(Controller):
     def update(self, outcome: RoundOutcome) -> None:
         self._rates.append(outcome.n_accepted / outcome.k if outcome.k else 0.0)
         mean = sum(self._rates) / len(self._rates)
-        if mean > 0.80 and self._k < self.k_max:
+        if mean > 0.80:
             self._k = min(self._k + 4, self.k_max)
-        elif mean < 0.60 and self._k > self.k_min:
+        elif mean < 0.60:
             self._k = max(self._k - 4, self.k_min)
 
 

@@ -119,20 +119,24 @@ def compare(
 
 def table(runs: Sequence[Timed], *, baseline: str, same_text: bool = False) -> pd.DataFrame:
     """The table of `compare` from runs that are there already: of all prompts, or of some of them."""
-    names = dict.fromkeys(run.method for run in runs)
-    return pd.DataFrame([_row(name, baseline, runs, same_text) for name in names])
+    by_method: dict[str, dict[int, list[Timed]]] = {}
+    for run in runs:
+        by_method.setdefault(run.method, {}).setdefault(run.prompt, []).append(run)
+    return pd.DataFrame(
+        [_row(name, by_prompt, by_method[baseline], same_text) for name, by_prompt in by_method.items()]
+    )
 
 
-def _row(name: str, baseline: str, runs: Sequence[Timed], same_text: bool) -> dict[str, Any]:
-    mine, base = _by_prompt(runs, name), _by_prompt(runs, baseline)
-    same = [p for p in mine if mine[p][0].token_ids == base[p][0].token_ids]
+def _row(name: str, by_prompt: dict[int, list[Timed]], base: dict[int, list[Timed]], same_text: bool) -> dict[str, Any]:
+    """Of one method; `by_prompt` its repeats, `base` those of the baseline."""
+    same = [p for p in by_prompt if by_prompt[p][0].token_ids == base[p][0].token_ids]
     if same_text:
-        mine = {p: mine[p] for p in same}
-    rows = [(*_total(mine[p]), *_total(base[p])) for p in mine]
+        by_prompt = {p: by_prompt[p] for p in same}
+    rows = [(*_total(by_prompt[p]), *_total(base[p])) for p in by_prompt]
     if not rows:  # the other methods' timings are worth keeping
         return {"method": name, "identical": 0, "n_prompts": 0}
     speedup = bootstrap(rows, rate_ratio)
-    generations = [r.generation for of_prompt in mine.values() for r in of_prompt if r.generation]
+    generations = [r.generation for repeats in by_prompt.values() for r in repeats if r.generation]
     drafted = sum(g.total_draft_tokens for g in generations)
     rounds = sum(len(g.rounds) for g in generations)
     return {
@@ -144,16 +148,8 @@ def _row(name: str, baseline: str, runs: Sequence[Timed], same_text: bool) -> di
         "tau": sum(len(g.token_ids) for g in generations) / rounds if rounds else None,
         "acceptance_rate": sum(g.accepted_tokens for g in generations) / drafted if drafted else None,
         "identical": len(same),
-        "n_prompts": len(mine),
+        "n_prompts": len(by_prompt),
     }
-
-
-def _by_prompt(runs: Sequence[Timed], method: str) -> dict[int, list[Timed]]:
-    by_prompt: dict[int, list[Timed]] = {}
-    for run in runs:
-        if run.method == method:
-            by_prompt.setdefault(run.prompt, []).append(run)
-    return by_prompt
 
 
 def _total(runs: list[Timed]) -> tuple[float, float]:

@@ -11,6 +11,7 @@ shares. So they are followed no further than somebody asks (`Astray`).
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 from pathlib import Path
@@ -164,24 +165,19 @@ def record(
 
 def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -> None:
     """Refuse, before any work, drafters that `follow` would get wrong, and two of one name. Raises InputError."""
-    names = [drafter.name for drafter in drafters]
+    names = Counter(drafter.name for drafter in drafters)
     for drafter in drafters:
-        if names.count(drafter.name) > 1:
-            raise InputError(f"{names.count(drafter.name)} of the drafters are called {drafter.name}: give each once")
-        if tree_nodes(drafter):
-            raise InputError(
-                f"{drafter.name} drafts trees of {tree_nodes(drafter)} nodes, and only chains are replayed"
-            )
-        if getattr(drafter, "reads_hidden", False):
-            raise InputError(
-                f"{drafter.name} reads the target's hidden states, which no recording holds yet: measure it live "
-                "(specnb generate, specnb bench medusa)"
-            )
-        if not (only_k_max or getattr(drafter, "nested", True)):
-            raise InputError(
-                f"{drafter.name} drafts text: its drafts for a smaller K are not the first of those for a larger one. "
-                "Translate by tokens, or follow it with only_k_max, K by K"
-            )
+        faults = {
+            f"is the name of {names[drafter.name]} drafters: give each once": names[drafter.name] > 1,
+            f"drafts trees of {tree_nodes(drafter)} nodes, and only chains are replayed": tree_nodes(drafter) > 0,
+            "reads the target's hidden states, which no recording holds yet: measure it live (specnb generate, specnb "
+            "bench medusa)": getattr(drafter, "reads_hidden", False),
+            "drafts text: its drafts for a smaller K are not the first of those for a larger one. Translate by tokens, "
+            "or follow it with only_k_max, K by K": not (only_k_max or getattr(drafter, "nested", True)),
+        }
+        for fault, held in faults.items():
+            if held:
+                raise InputError(f"{drafter.name} {fault}")
 
 
 def follow(

@@ -150,7 +150,9 @@ def rounds(
     at = 0
     while at < recording.n_tokens:
         limit = min(controller.draft_length(), recording.offered[at])
-        n_kept = _kept(recording.keep[at][:limit], rng)
+        chances = recording.keep[at][:limit]
+        sure = (chance >= 1.0 or (chance > 0.0 and rng.random() < chance) for chance in chances)
+        n_kept = next((j for j, kept in enumerate(sure) if not kept), len(chances))
         drafted, steps = _drafted(recording, controller, at, limit, n_kept, behind)
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
@@ -199,13 +201,6 @@ def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], f
                 best, plan[i] = total, k
         value[i] = best
     return plan, float(value[0])
-
-
-def _kept(chances: Sequence[float], rng: np.random.Generator | None) -> int:
-    for j, chance in enumerate(chances):
-        if not (chance >= 1.0 or (chance > 0.0 and rng.random() < chance)):
-            return j
-    return len(chances)
 
 
 def _drafted(

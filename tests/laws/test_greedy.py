@@ -74,39 +74,31 @@ def test_a_drafter_never_evaluates_a_token_twice():
 # --- three published faults, each shown by a variant that has it ----------------------------------------------------
 
 
-def test_a_drafter_cannot_change_the_tokens():
-    """ "HelloHello": drafting appended to the caller's tokens. Here it gets a view without any way to do so."""
+class Appending(LookupDrafter):
+    def propose(self, tokens, k, rng):
+        tokens.append(tokens[-1])
+        return Proposal(())
 
-    class Appending(LookupDrafter):
-        def propose(self, tokens, k, rng):
-            tokens.append(0)
-            return super().propose(tokens, k, rng)
 
-    class Assigning(LookupDrafter):
-        def propose(self, tokens, k, rng):
-            tokens[-1] = 0
-            return super().propose(tokens, k, rng)
+class Assigning(LookupDrafter):
+    def propose(self, tokens, k, rng):
+        tokens[-1] = 0
+        return Proposal(())
 
+
+def test_a_drafter_cannot_change_the_tokens(monkeypatch):
+    """ "HelloHello": drafting appended to the caller's tokens. Here it gets a view without any way to do so.
+
+    Handed the list itself, the state would no longer be "tokens so far".
+    """
     prompt = [0, 1, 2]
-    with pytest.raises(AttributeError, match="append"):
-        generate(toy.cyclic(5), prompt, drafter=Appending(), k=2, max_new_tokens=8)
-    with pytest.raises(TypeError, match="item assignment"):
-        generate(toy.cyclic(5), prompt, drafter=Assigning(), k=2, max_new_tokens=8)
-    generate(toy.cyclic(5), prompt, drafter=LookupDrafter(), k=2, max_new_tokens=8)
+    for drafter, error in ((Appending(), AttributeError), (Assigning(), TypeError)):
+        with pytest.raises(error):
+            generate(toy.cyclic(5), prompt, drafter=drafter, k=2, max_new_tokens=8)
     assert prompt == [0, 1, 2]
-
-
-def test_what_a_shared_list_would_do(monkeypatch):
-    """The faulty variant of the above: hand out the list itself, and the state no longer is "tokens so far"."""
     monkeypatch.setattr("specnb.decode.loop.TokenView", lambda tokens: tokens)
-
-    class Appending(LookupDrafter):
-        def propose(self, tokens, k, rng):
-            tokens.append(tokens[-1])
-            return Proposal(())
-
-    with pytest.raises(StateError, match="this generation left 4 there"):
-        generate(toy.cyclic(5), [0, 1, 2], drafter=Appending(), k=2, max_new_tokens=6)
+    with pytest.raises(StateError):
+        generate(toy.cyclic(5), prompt, drafter=Appending(), k=2, max_new_tokens=6)
 
 
 def test_each_draft_sees_the_drafts_before_it():
@@ -147,20 +139,6 @@ def test_bad_logits_stop_the_run_with_their_place(bad, temperature, drafter):
     target = toy.ToyLM(logits_of, toy.letters(4))
     with pytest.raises(NonFiniteLogits, match=r"after \d tokens.*logits_of"):
         generate(target, [0, 1, 2], drafter=LookupDrafter() if drafter else None, k=2, temperature=temperature)
-
-
-def test_what_a_uniform_fallback_would_do():
-    """The faulty variant: the run ends well, with tokens that no model chose."""
-    from specnb.decode.sampling import Sampling
-
-    class Hiding(Sampling):
-        def probabilities(self, logits):
-            return np.full(len(logits), 1 / len(logits)) if np.isnan(logits).any() else super().probabilities(logits)
-
-    row = np.array([np.nan, 1.0, 2.0])
-    assert Hiding(temperature=1.0).probabilities(row).tolist() == [1 / 3] * 3
-    with pytest.raises(NonFiniteLogits):
-        Sampling(temperature=1.0).probabilities(row)
 
 
 def test_bad_logits_of_the_draft_model_are_named_as_such():

@@ -77,38 +77,47 @@ def test_self_draft_is_a_coarser_copy_of_the_target(opened):
     assert fork is None or fork.near_tie
 
 
+def ahead_and_back(model, n, forget):
+    """Logits of ten tokens after sixty: fed at once, and after `n` others that were forgotten."""
+    ids = model.encode(PROMPT.messages[0].content)[:80]
+    rows = []
+    for ahead in (0, n):
+        model.reset()
+        model.forward(ids[:60], n_logits=0)
+        if ahead:
+            model.forward(ids[70 : 70 + n])
+            forget()
+        rows.append(model.forward(ids[60:70]))
+    return rows
+
+
 @pytest.mark.parametrize("n", [1, 3, 8])
 @pytest.mark.parametrize(
     "name", [*FLOAT32, *(pytest.param(name, marks=pytest.mark.slow) for name in REDUCED)]
 )  # all of one model, then the next: three stay open
 def test_rewind_equals_never_having_gone_ahead(opened, name, n):
     model = opened(name)
-    ids = model.encode(PROMPT.messages[0].content)[:80]
-    model.reset()
-    model.forward(ids[:60], n_logits=0)
-    expected = model.forward(ids[60:70])
-    model.reset()
-    model.forward(ids[:60], n_logits=0)
-    model.forward(ids[70 : 70 + n])
-    model.rewind(n)
-    assert model.n_past == 60
-    again = model.forward(ids[60:70])
-    np.testing.assert_array_equal(again, expected)
+    never, again = ahead_and_back(model, n, lambda: model.rewind(n))
+    np.testing.assert_array_equal(again, never)
 
 
-def test_a_planted_rewind_fault_is_seen(opened, monkeypatch):
+def test_a_planted_rewind_fault_is_seen(opened):
     """A rewind that forgets one token too few leaves the law above broken."""
     model = opened("smollm2-135m?backend=hf")
-    ids = model.encode(PROMPT.messages[0].content)[:80]
+
+    def forget():
+        model._engine.keep(61)
+        model._engine.held = 60
+
+    never, again = ahead_and_back(model, 3, forget)
+    assert np.abs(again - never).max() > 0.01
+
+
+def rows_of(model, ids, past, width):
+    """Logits of the tokens after the first `past`, in forwards of `width`."""
     model.reset()
-    model.forward(ids[:60], n_logits=0)
-    expected = model.forward(ids[60:70])
-    model.reset()
-    model.forward(ids[:60], n_logits=0)
-    model.forward(ids[70:73])
-    model._engine.keep(61)
-    model._engine.held = 60
-    assert np.abs(model.forward(ids[60:70]) - expected).max() > 0.01
+    model.forward(ids[:past], n_logits=0)
+    return np.concatenate([model.forward(ids[i : i + width]) for i in range(past, len(ids), width)])
 
 
 @pytest.mark.slow
@@ -118,15 +127,18 @@ def test_bfloat16_on_a_cpu_gives_a_token_the_same_bits_at_every_width(opened):
     if not model.caps.same_bits_up_to:
         pytest.skip("torch's kernels for this CPU round a row by the number of rows: forks are near-ties instead")
     ids = [token for p in prompts("edit", limit=3) for token in model.encode(p.messages[0].content)][:280]
-
-    def rows(width):
-        model.reset()
-        model.forward(ids[:170], n_logits=0)
-        return np.concatenate([model.forward(ids[i : i + width]) for i in range(170, 280, width)])
-
-    single = rows(1)
+    single = rows_of(model, ids, 170, 1)
     for width in (2, 3, 5, 9, 13, 64):
-        np.testing.assert_array_equal(rows(width), single, err_msg=f"width {width}")
+        np.testing.assert_array_equal(rows_of(model, ids, 170, width), single, err_msg=f"width {width}")
+
+
+@pytest.mark.slow
+def test_fixed_width_makes_widths_equal_bit_for_bit(opened):
+    model = opened("smollm2-135m?fixed_width=6")
+    ids = model.encode(PROMPT.messages[0].content)[:60]
+    single = rows_of(model, ids, 30, 1)
+    for width in (2, 3, 5, 6):
+        np.testing.assert_array_equal(rows_of(model, ids, 30, width), single, err_msg=f"width {width}")
 
 
 def test_both_engines_read_the_same_model(opened):
@@ -157,21 +169,6 @@ def test_blocks_and_prefill_agree_with_single_steps(opened):
         np.testing.assert_allclose(steps, whole, atol=2e-3)
         model.reset()
         np.testing.assert_allclose(model.forward(ids, n_logits=3), whole[-3:], atol=2e-3)
-
-
-@pytest.mark.slow
-def test_fixed_width_makes_widths_equal_bit_for_bit(opened):
-    model = opened("smollm2-135m?fixed_width=6")
-    ids = model.encode(PROMPT.messages[0].content)[:60]
-
-    def rows(width):
-        model.reset()
-        model.forward(ids[:30], n_logits=0)
-        return np.concatenate([model.forward(ids[i : i + width]) for i in range(30, 60, width)])
-
-    single = rows(1)
-    for width in (2, 3, 5, 6):
-        np.testing.assert_array_equal(rows(width), single, err_msg=f"width {width}")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure.recording import Recording, follow, record
+from specnb.measure.recording import follow, record
 from specnb.measure.replay import fixed_k, walk
 from specnb.prompts import prompts
 
@@ -88,33 +88,28 @@ def test_sampled_replay_is_the_mean_of_live_runs(name, k):
     assert abs(np.mean(live) - np.mean(replayed)) < 2.576 * spread
 
 
-def planted(recording: Recording, k: int, fault: str) -> float:
-    """`fixed_k` by hand with an off-by-one: the rounds it then counts."""
+def rounds_by_hand(recording, k, bonus=1, correction=1):
+    """`fixed_k` for greedy recordings; a planted fault leaves out the bonus token, or the correction."""
     i = rounds = 0
     while i < recording.n_tokens:
         chances = recording.keep[i][: min(k, recording.offered[i])]
         kept = next((j for j, chance in enumerate(chances) if not chance), len(chances))
+        i += kept + (bonus if kept == len(chances) else correction) or 1
         rounds += 1
-        if fault == "no bonus":
-            i += kept + (kept < len(chances)) or 1
-        elif fault == "no correction":
-            i += kept or 1
-        else:
-            i += kept + 1
     return rounds
 
 
 def test_planted_off_by_ones_are_seen():
     target = toy.markov(4, order=2, seed=1)
-    ((_, (recording,)),) = record(target, [drafter_named("same", 1)], [PROMPT], max_new_tokens=30)
-    ((_, (other,)),) = record(target, [drafter_named("other", 1)], [PROMPT], max_new_tokens=30)
-    live = [
-        len(generate(target, PROMPT, drafter=drafter_named(n, 1), k=4, max_new_tokens=30).rounds)
-        for n in ("same", "other")
-    ]
-    assert [planted(recording, 4, ""), planted(other, 4, "")] == live
-    assert planted(recording, 4, "no bonus") != live[0]
-    assert planted(other, 4, "no correction") != live[1]
+    recordings, live = [], []
+    for name in ("same", "other"):
+        ((_, (recording,)),) = record(target, [drafter_named(name, 1)], [PROMPT], max_new_tokens=30)
+        recordings.append(recording)
+        generation = generate(target, PROMPT, drafter=drafter_named(name, 1), k=4, max_new_tokens=30)
+        live.append(len(generation.rounds))
+    assert [rounds_by_hand(recording, 4) for recording in recordings] == live
+    assert rounds_by_hand(recordings[0], 4, bonus=0) != live[0]
+    assert rounds_by_hand(recordings[1], 4, correction=0) != live[1]
 
 
 @pytest.mark.model

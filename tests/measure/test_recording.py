@@ -72,7 +72,7 @@ class Planned(LookupDrafter):
 
 @pytest.mark.parametrize(
     ("drafters", "named"),
-    [([Heads()], "medusa"), ([Planned()], "trees of 5"), ([LookupDrafter(), LookupDrafter()], "2 of the drafters")],
+    [([Heads()], "medusa"), ([Planned()], "trees of 5"), ([LookupDrafter(), LookupDrafter()], "name of 2 drafters")],
 )
 def test_drafters_that_cannot_be_followed_are_refused(drafters, named):
     target = toy.markov(4, order=2, seed=1)
