@@ -57,12 +57,18 @@ def rounds_of(made):
 
 @pytest.mark.parametrize("control", CONTROLLERS)
 @pytest.mark.parametrize("name", ["lookup", "other", "same", "far"])
-def test_greedy_output_is_that_of_plain_decoding(control, name):
-    for seed in range(5):
-        target = toy.markov(4, order=2, seed=seed)
-        plain = generate(target, PROMPT, max_new_tokens=60)
-        made = generate(target, PROMPT, drafter=drafter_named(name, seed), k=CONTROLLERS[control](), max_new_tokens=60)
-        assert made.token_ids == plain.token_ids and made.controller == CONTROLLERS[control]().name
+def test_greedy_output_is_that_of_plain_decoding_and_a_walk_makes_the_live_rounds(control, name):
+    """Integer for integer: drafted and kept in every round, whatever the controller looks at."""
+    for seed in range(6):
+        target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
+        for n in (1, 2, 60):
+            drafter, controller = drafter_named(name, seed), CONTROLLERS[control]()
+            live = generate(target, PROMPT, drafter=drafter, k=controller, max_new_tokens=n)
+            recorded = record(target, [drafter_named(name, seed)], [PROMPT], max_new_tokens=n, astray=True)
+            ((plain, (recording,)),) = recorded
+            assert live.token_ids == plain.token_ids and live.controller == controller.name
+            steps = walk(recording, CONTROLLERS[control]())
+            assert [(s.drafted, s.n_accepted) for s in steps] == rounds_of(live), (seed, n)
 
 
 READERS = ["confidence", "cumulative", "entropy", "cost-aware", "rolling"]
@@ -82,21 +88,6 @@ def test_sampled_output_has_the_targets_distribution(control, rule, name):
     drafter = LookupDrafter() if name == "lookup" else ModelDrafter(toy.markov(3, order=1, seed=7))
     law = loop_law(target, drafter, sampling, 4, CONTROLLERS[control], PROMPT[:2])
     assert total_variation(law, loop_law(target, None, sampling, 4, prompt=PROMPT[:2])) < 1e-9
-
-
-@pytest.mark.parametrize("control", CONTROLLERS)
-@pytest.mark.parametrize("name", ["lookup", "other", "same", "far"])
-def test_a_greedy_walk_makes_the_live_rounds(control, name):
-    """Integer for integer: drafted and kept in every round, whatever the controller looks at."""
-    for seed in range(6):
-        target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
-        for n in (1, 2, 40):
-            live = generate(
-                target, PROMPT, drafter=drafter_named(name, seed), k=CONTROLLERS[control](), max_new_tokens=n
-            )
-            ((_, (recording,)),) = record(target, [drafter_named(name, seed)], [PROMPT], max_new_tokens=n, astray=True)
-            steps = walk(recording, CONTROLLERS[control]())
-            assert [(s.drafted, s.n_accepted) for s in steps] == rounds_of(live), (seed, n)
 
 
 def test_without_the_rows_astray_only_what_is_wasted_differs():

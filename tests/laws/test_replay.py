@@ -5,8 +5,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from specnb.decode.control import ConfidenceStop, EntropyStop
-from specnb.decode.costaware import CostAware
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -15,20 +13,11 @@ from specnb.lm import toy
 from specnb.measure.recording import follow, record
 from specnb.measure.replay import fixed_k, walk
 from specnb.prompts import prompts
-
-PROMPT = [0, 1, 2, 0, 1]
-
-
-def counts_of(made):
-    return len(made.rounds), made.total_draft_tokens, made.accepted_tokens
+from tests.laws.test_controllers import CONTROLLERS, PROMPT, drafter_named
 
 
-def drafter_named(name, seed):
-    if name == "lookup":
-        return LookupDrafter()
-    if name == "far":  # looks back over everything: one wrong token left in its state shows
-        return ModelDrafter(toy.markov(4, order=1000, seed=seed))
-    return ModelDrafter(toy.markov(4, order=1, seed=seed + 1) if name == "other" else toy.markov(4, order=2, seed=seed))
+def counts_of(generation):
+    return len(generation.rounds), generation.total_draft_tokens, generation.accepted_tokens
 
 
 @pytest.mark.parametrize("name", ["lookup", "other", "same"])
@@ -45,12 +34,7 @@ def test_greedy_replay_equals_live_integer_for_integer(name, eog, seed):
             assert replayed.by_width == Counter(r.width for r in live.rounds), (n, k)
 
 
-READERS = {
-    "confidence": lambda: ConfidenceStop(24, 0.45),
-    "cumulative": lambda: ConfidenceStop(24, 0.2, cumulative=True),
-    "entropy": lambda: EntropyStop(24, gamma=0.3, threshold=0.45),
-    "cost-aware": lambda: CostAware([0, *(1 + 0.05 * n for n in range(1, 26))], 0.1, patience=3),
-}
+READERS = [make for make in CONTROLLERS.values() if make().reads_drafts]
 
 
 @pytest.mark.parametrize("name", ["other", "same", "far"])
@@ -61,9 +45,9 @@ def test_followed_no_further_than_controllers_read_it_gives_their_live_rounds(na
     for n in (1, 2, 40):
         drafter = drafter_named(name, seed)
         made = generate(target, PROMPT, max_new_tokens=n)
-        walking = {drafter.name: [control() for control in READERS.values()]}
+        walking = {drafter.name: [control() for control in READERS]}
         (recording,) = follow(target, [drafter], made, max_new_tokens=n, walking=walking)
-        for control in READERS.values():
+        for control in READERS:
             live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=control(), max_new_tokens=n)
             steps = [(s.drafted, s.n_accepted) for s in walk(recording, control())]
             assert steps == [(r.k, r.n_accepted) for r in live.rounds], (control().name, n)
