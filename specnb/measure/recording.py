@@ -12,7 +12,7 @@ shares. So they are followed no further than somebody asks (`Astray`).
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import merge
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.io import write_atomic
 from specnb.lm.base import Capabilities, LanguageModel
-from specnb.measure.replay import Step, rounds
+from specnb.measure.replay import rounds
 from specnb.records import Generation
 
 FORMAT = 2
@@ -238,7 +238,9 @@ def follow(
             paths = Astray(drafter.model, generation, wrong, _pass_width(drafter.model.caps))
             if astray:
                 paths.follow_all(recording.offered)
-            together(rounds(recording, control, behind=paths.belief) for control in walkers)
+            walks = (rounds(recording, control, behind=paths.belief) for control in walkers)
+            for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
+                pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
             recording = recording._replace(astray=paths.beliefs)
         recordings.append(recording)
     return recordings
@@ -390,9 +392,3 @@ class Astray:
         self._on, self._fed = path, 0
         for start in range(self._model.n_past, len(true), self._width):
             self._model.forward(true[start : start + self._width], n_logits=1)
-
-
-def together(walks: Iterable[Iterator[Step]]) -> None:
-    """Walk all to their ends, always the one that is furthest behind: what they ask comes in the order of the text."""
-    for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
-        pass

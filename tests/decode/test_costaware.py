@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specnb.decode.control import Belief, FixedK, RoundOutcome
+from specnb.decode.control import Belief, FixedK
 from specnb.decode.costaware import TRY, CostAware
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -95,18 +95,3 @@ def test_a_controller_that_ignores_the_costs_does_not():
 def test_of_a_long_match_more_is_copied_than_of_a_short_one():
     control = cost_aware(Cost(straight_curve("middle", 2.5)))
     assert control.worth_copying(1, 12) < control.worth_copying(4, 12) <= control.worth_copying(16, 12) == 12
-
-
-def test_what_is_dropped_is_tried_again_one_day():
-    control = cost_aware(DEAR)
-    for _ in range(40):
-        control.draft_length()
-        control.worth_copying(6, 4)
-        control.update(RoundOutcome(0, 0, b"x"))
-    low = control._copied.chance(control._copied.bin(6))
-    for _ in range(20):
-        control._copied.learn([control._copied.bin(6)], 0)
-    assert control._copied.chance(control._copied.bin(6)) < low
-    for _ in range(400):
-        control._copied.forget(control._copied.bin(6))
-    assert control._copied.chance(control._copied.bin(6)) == pytest.approx(low, abs=0.05)

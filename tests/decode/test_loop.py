@@ -11,7 +11,7 @@ from specnb.decode import accept, loop
 from specnb.decode.control import FixedK
 from specnb.decode.loop import Stopping, StopRules
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.draft.base import Proposal, TokenView
+from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import CapacityError, InputError, StateError
@@ -108,20 +108,6 @@ def test_n_tokens_take_a_prefill_and_at_most_n_minus_one_forwards(drafter):
     assert [r.width for r in rounds] == [0, 1, 1, 1, 1]
 
 
-def test_the_first_round_verifies_its_drafts_alone():
-    target = Counted(toy.cyclic(7))
-    rounds, tokens, _ = run(target, [0, 1], Spy(successors(7)), k=2, n=6)
-    assert target.fed == [[0, 1], [2, 3], [4, 5, 6]] and tokens == (2, 3, 4, 5, 6, 0)
-    assert [(r.k, r.width, r.n_accepted) for r in rounds] == [(2, 2, 2), (2, 3, 2)]
-
-
-@EACH_LOOP
-def test_a_prompt_as_long_as_the_context_gets_one_token(drafter):
-    target = sized(toy.cyclic(7), 6)
-    rounds, tokens, reason = run(target, [0, 1, 2, 3, 4, 5], drafter)
-    assert tokens == (6,) and reason == "context" and len(rounds) == 1 and target.n_past == 6
-
-
 @given(
     seed=st.integers(0, 5000),
     prompt=st.lists(st.integers(0, 4), min_size=1, max_size=6),
@@ -168,18 +154,6 @@ def test_the_drafter_is_told_the_whole_sequence_after_every_round():
     rounds, tokens, _ = run(toy.cyclic(7), [3, 4], spy, k=3, n=7)
     ends = np.cumsum([2] + [len(r.committed_ids) for r in rounds])[1:]
     assert spy.seen == [(3, 4, *tokens)[:end] for end in ends]
-
-
-def test_the_view_reads_like_a_sequence_and_cannot_be_written():
-    tokens = [5, 6, 7]
-    view = TokenView(tokens)
-    tokens.append(8)
-    assert list(view) == [5, 6, 7, 8] and view[-1] == 8 and view[1:3] == (6, 7) and len(view) == 4 and 6 in view
-    with pytest.raises(TypeError):
-        view[0] = 1
-    with pytest.raises(AttributeError):
-        view.other = 1
-    assert not hasattr(view, "append") and not hasattr(view, "extend")
 
 
 class Misreporting(Spy):

@@ -139,16 +139,3 @@ def test_one_controller_goes_through_the_answers_of_a_conversation(study):
     without = study._replace(trace=study.trace.select(prompt_id="code-01"))
     with pytest.raises(InputError, match="conversations of 1 or more"):
         tables.trajectory(without, drafter, ["cost-aware"])
-
-
-def test_what_was_generated_before_an_error_is_saved(monkeypatch):
-    saved = []
-
-    def broken(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("specnb.measure.experiment.save", saved.append)
-    with pytest.raises(KeyboardInterrupt):
-        run(_replayed=broken)
-    (record,) = saved
-    assert record.status == "failed" and len(record.generations) == 8 and "verify_curve" in record.measurements
