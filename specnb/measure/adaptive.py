@@ -20,15 +20,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.content import ContentK, detect
 from specnb.measure.cost import NAMED, CostCurve, straight_curve, verify_costs
-from specnb.measure.experiment import (
-    Progress,
-    check_prompts,
-    models_of,
-    prompts_of,
-    record_of,
-    saving_failures,
-    silent,
-)
+from specnb.measure.experiment import Progress, check_prompts, models_of, prompts_of, record_of, saving_failures, silent
 from specnb.measure.pair import explain_draft
 from specnb.measure.recording import Recording, Trace, follow, require_followed
 from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk

@@ -16,15 +16,7 @@ from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.cost import verify_costs
-from specnb.measure.experiment import (
-    Progress,
-    check_prompts,
-    models_of,
-    prompts_of,
-    record_of,
-    saving_failures,
-    silent,
-)
+from specnb.measure.experiment import Progress, check_prompts, models_of, prompts_of, record_of, saving_failures, silent
 from specnb.measure.pair import fork_of
 from specnb.measure.recording import follow, require_followed
 from specnb.measure.replay import Cost, sweep

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specnb.decode.control import Belief, FixedK
+from specnb.decode.control import Belief, FixedK, RoundOutcome
 from specnb.decode.costaware import TRY, CostAware
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -90,6 +90,14 @@ def test_a_controller_that_ignores_the_costs_does_not():
     group = recordings("other")
     best = min(sum(fixed_k(r, k).seconds(DEAR) for r in group) for k in range(K_MAX + 1))
     assert best / seconds(group, FixedK(4), DEAR) < 0.6
+
+
+def test_for_a_drafter_that_tells_nothing_k_is_the_best_by_position():
+    control = cost_aware(Cost(straight_curve("middle", 2.5)))
+    for _ in range(60):
+        k = control.draft_length()
+        control.update(RoundOutcome(k, min(k, 2), b""))
+    assert control.draft_length() == 2
 
 
 def test_of_a_long_match_more_is_copied_than_of_a_short_one():

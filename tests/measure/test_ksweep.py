@@ -12,6 +12,7 @@ from specnb.errors import CapacityError, InputError, LoadError
 from specnb.lm import toy
 from specnb.measure import experiment, ksweep
 from specnb.params import KSweepParams
+from specnb.prompts import prompts
 
 SMALL = KSweepParams(
     ks=[1, 3], temperatures=[0.0, 0.7], categories=["code", "prose"], prompts_per_category=2, max_new_tokens=6
@@ -136,8 +137,9 @@ def test_a_greedy_run_that_differs_is_followed_to_its_fork(house):
 
 def test_prompts_that_do_not_fit_are_told_before_anything_is_timed(house, monkeypatch):
     monkeypatch.setattr(ksweep, "verify_costs", lambda *_, **__: pytest.fail("timed"))
-    house.target.caps = replace(house.target.caps, n_ctx=20)
-    with pytest.raises(CapacityError, match=r"prompt code-\S+ has \d+ tokens"):
+    n = len(house.target.encode(prompts("code")[0].text))
+    house.target.caps = replace(house.target.caps, n_ctx=n + SMALL.max_new_tokens - 1)
+    with pytest.raises(CapacityError, match=f"prompt code-01 has {n} tokens"):
         run()
     house.target.encode = lambda text: (_ for _ in ()).throw(InputError("no token for it"))
     with pytest.raises(InputError, match=r"prompt code-\S+ .*no token for it"):

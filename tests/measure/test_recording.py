@@ -25,7 +25,15 @@ from specnb.params import AdaptiveKParams, ExplorerParams, KSweepParams
 from tests.laws import vocabularies
 
 PROMPT = [0, 1, 2, 0, 1]
-DRAFTERS = {"lookup": LookupDrafter, "model": lambda: ModelDrafter(toy.markov(4, order=1, seed=3))}
+
+
+def draft_model(n_ctx):
+    model = toy.markov(4, order=1, seed=3)
+    model.caps = replace(model.caps, n_ctx=n_ctx)
+    return ModelDrafter(model)
+
+
+DRAFTERS = {"lookup": LookupDrafter, "model": lambda: draft_model(4096), "short": lambda: draft_model(16)}
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
