@@ -6,9 +6,9 @@ rejection, a bonus after full acceptance. All but `typical` leave the target's d
 has them by name. ProbRows are asked for one by one, only as far as needed, so a lazy sequence saves softmaxes.
 
 A tree holds several guesses for one place. Its drafts are deterministic, so each child of a node is a point mass.
-Rejection sampling tries one child after the other: the first, x, is kept with p(x), the next, y, with its share
-p(y) / (1 - p(x)) of what is left of p, and so on (recursive rejection sampling: SpecInfer, Miao et al. 2305.09781,
-section 4.3). All in all child y is kept with p(y), and the correction is distributed as p without the children. Drawing
+Rejection sampling tries one child after the other (recursive rejection sampling: SpecInfer, Miao et al. 2305.09781,
+section 4.3). The first, x, is kept with p(x), the next, y, with its share p(y) / (1 - p(x)) of what is left of p, and
+so on. All in all child y is kept with p(y), and the correction is distributed as p without the children. Drawing
 once from p and going to the child that holds the token drawn, if there is one, is the same law in one draw. No rule
 can do better: whatever is committed first has the law p, so the walk cannot go on more often than p has mass on the
 children. At temperature 0 p is a point mass on the argmax, and the walk is greedy decoding.
@@ -96,8 +96,8 @@ def point_mass(p_target: ProbRows, draft_ids: Sequence[int], draws: Draws) -> Ac
 def block_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
     """Verify the block as a whole: never fewer expected tokens than `token_verification`, same law.
 
-    Sun et al. 2403.10444, algorithm 2: w_i = min(1, w_{i-1} p(x_i)/q(x_i)) is the weight with which the first i
-    drafts can be kept; the longest prefix whose test succeeds is kept, and the correction comes from
+    Sun et al. 2403.10444, algorithm 2. The first i drafts can be kept with the weight
+    w_i = min(1, w_{i-1} p(x_i)/q(x_i)). The longest prefix whose test succeeds is kept, and the correction comes from
     norm(max(w p - q, 0)). `accept_prob[i]` is the test h_{i+1} of prefix i + 1.
     """
     k = len(draft_ids)

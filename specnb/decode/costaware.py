@@ -35,18 +35,19 @@ class CostAware(Controller):
     is known of a draft depends on the drafter:
 
     * lookup: how often copied tokens are kept is learned by the length of the match, which grows with each of them
-      that is kept. Of a proposal as many are verified as win the most tokens over rate * T's rise, the rate being
-      that of recent rounds;
-    * a draft model: how often drafts are kept is learned by the model's own largest probability. A token is verified
-      if the chance that it is reached and kept, P, pays for the wider forward (P >= rate * T's slope), and another
-      drafted if P times the usual alpha pays for the draft as well. The rate is that of recent drafting rounds.
+      that is kept. As many are verified as win the most tokens over rate * T's rise;
+    * a draft model: how often drafts are kept is learned by the model's own largest probability. Let P be the chance
+      that a token is reached and kept. It is verified if P pays for the wider forward (P >= rate * T's slope), and
+      another is drafted if P times the usual alpha pays for the draft as well.
+
+    The rate is that of recent drafting rounds.
 
     For a drafter that tells neither, K is the draft length of the highest expected rate.
 
     Estimates fade towards what is assumed at first, PRIOR, an optimist's view: drafts that are never made teach
-    nothing. Where plain decoding is faster K is 0, and drafting is tried again for TRY rounds after `patience` tokens,
-    or later: a try that loses time waits for so many tokens that it cost LOSS of theirs. What was learned is kept from
-    one generation to the next.
+    nothing. Where plain decoding is faster K is 0. Drafting is tried again for TRY rounds after `patience` tokens, or
+    later: a try that lost time waits for so many tokens that it cost LOSS of theirs. What was learned is kept from one
+    generation to the next.
     """
 
     name = "cost-aware"

@@ -102,9 +102,9 @@ def compare(
     """Time `methods` on `prompts` against `baseline`, one of them; one row a method.
 
     Columns: method, tokens_per_s, speedup with low and high (bootstrap over prompts, paired with the baseline on
-    the same prompt), tau and acceptance_rate where the method is ours, identical (prompts whose tokens equal the
-    baseline's), n_prompts. With `same_text` a method is compared on those prompts only: where two methods round
-    differently their texts part, and how well a text can be drafted has nothing to do with how fast a method is.
+    the same prompt), tau and acceptance_rate where the method returns a Generation, identical (prompts whose tokens
+    equal the baseline's), n_prompts. With `same_text` a method is compared on those prompts only. Where two methods
+    round differently their texts part, and how well a text can be drafted says nothing of how fast a method is.
 
     >>> from functools import partial
     >>> from specnb.decode.generate import generate

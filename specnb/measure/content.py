@@ -1,8 +1,8 @@
 """What kind of text is being written: code, json, prose or general. Cheap enough to ask before every round.
 
-`detect` looks for an open Markdown fence, then at the shapes of the last lines (the newest count most); running text is
-prose or general by its words and by what the prompt asks for, which also decides while little has been written. It
-reads lines of a bounded tail only. `ContentK` is the controller that asks it; `data/content` says how well it does.
+`detect` looks for an open Markdown fence, then at the shapes of the last lines, of which the newest count most. Running
+text is prose or general by its words and by what the prompt asks for, which also decides while little has been written.
+`ContentK` is the controller that asks it; `data/content` says how well it does.
 """
 
 import re

@@ -1,9 +1,8 @@
 """The same prompt twice, speculatively and plainly: side by side, and where greedy texts part, rounding or a fault?
 
 A forward of n tokens adds in another order than n forwards of one, so logits differ by rounding (the width noise).
-Where the two best tokens are closer than that, either may win, and both are right. Anything else is a fault, and a
-block forward that is plainly wrong must not excuse itself with its own error: noise beyond what rounding can do in
-the model's type is a fault too.
+Where the two best tokens are closer than that, either may win, and both are right. Anything else is a fault. So is
+noise beyond what rounding can do in the model's type: a block forward that is plainly wrong must not excuse itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +29,9 @@ HEADS = "medusa"
 class Fork(BaseModel):
     """The first position where two token sequences differ, and how close the two candidates were there.
 
-    `margin` is the distance of their logits in single steps; `noise` the largest difference that blocks of `width`
-    tokens make to the two best logits of a row on the way there, and `noise_share` the same as a share of the row's
-    range. `near_tie`: margin <= 2 * noise, and the noise is small enough to be rounding.
+    `margin` is the distance of their logits in single steps. `noise` is the largest difference that blocks of tokens
+    make to the two best logits of a row on the way there; `noise_share` is the same as a share of the row's range.
+    `near_tie`: margin <= 2 * noise, and the noise is small enough to be rounding.
     """
 
     model_config = ConfigDict(frozen=True)

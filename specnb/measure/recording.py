@@ -4,9 +4,9 @@ Losslessness makes the generated tokens independent of the drafts, so one record
 controller (`measure.replay`). The tokens are generated once, plainly. A draft model is then followed in ONE
 teacher-forced pass, a deterministic drafter with one proposal a position.
 
-Live, drafts behind a wrong one are made and thrown away. A replay needs them only to know how many a controller that
-reads drafts would have made, and they are the dearest part of a recording: single steps, on a path that no other round
-shares. So they are followed no further than somebody asks (`Astray`).
+Live, drafts behind a wrong one are made and thrown away. A replay needs them only for controllers that read drafts: how
+many would they have made? They are the dearest part of a recording, single steps on a path that no other round shares.
+So they are followed no further than somebody asks (`Astray`).
 """
 
 import io
@@ -41,15 +41,16 @@ PASS_WIDTH = 64
 class Recording(NamedTuple):
     """One drafter along one generation. Positions count generated tokens.
 
-    `keep[i]` holds, for a round that starts after i generated tokens, the probability that draft j is kept given that
-    the drafts before it were and that the true token is committed; its length is the number of drafts that are on
-    offer there, at most k_max and at most the tokens that are left. `offered[i]` counts drafts beyond the end of the
-    generation too: they are drafted and verified all the same.
+    For a round that starts after i generated tokens:
 
-    `support[i]` is the length of the match that a lookup at position i copies from, 0 where there is none.
-    `beliefs[i]` is what the draft model's row for token i says about itself, along the true tokens (fewer, where its
-    context ends); `astray[i]` the same of the rows that follow where the draft for token i was wrong, and `astray[n]`
-    of those behind the last token (greedy only, as far as they were followed). `pieces[i]` is the text of token i.
+    * `keep[i][j]`: the probability that draft j is kept, given that those before it were and the true token is
+      committed. As many as are on offer there: at most k_max, and at most the tokens that are left;
+    * `offered[i]`: drafts on offer, those beyond the end of the generation too, which are verified all the same;
+    * `support[i]`: the length of the match that a lookup copies from, 0 where there is none;
+    * `beliefs[i]`: what the draft model's row for token i says, along the true tokens, as far as its context reaches;
+    * `astray[i]`: the same of the rows that follow a wrong draft for token i; `astray[n]` of those behind the last
+      token. Greedy only, as far as they were followed;
+    * `pieces[i]`: the text of token i.
     """
 
     prompt_id: str
@@ -151,9 +152,7 @@ def record(
 ) -> Iterator[tuple[Generation, list[Recording]]]:
     """Generate each prompt once with the target alone and follow every drafter along it.
 
-    Yields the plain generation and a Recording per drafter. `astray` follows wrong greedy drafts of a draft model as
-    well, as far as any controller may read (so it takes far longer): only how much controllers that stop within a
-    block would waste depends on it. Raises what `generate` raises.
+    Yields the plain generation and a Recording per drafter; `astray` as in `follow`. Raises what `generate` raises.
     """
     for prompt in prompts:
         generation = generate(target, prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
@@ -196,13 +195,13 @@ def follow(
     A draft model is followed in single steps where wide forwards round otherwise (`_pass_width`). Live it feeds two
     tokens at once after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
 
-    Wrong greedy drafts of a draft model are followed as far as any controller may read (`astray`), or only as far as
-    those do that are `walking` along the recording, by the drafter's name; they learn from it. The recording then
-    holds for every controller that reads no further, such as fresh ones that go the same way.
+    With `astray` wrong greedy drafts of a draft model are followed as far as any controller may read, which takes far
+    longer. Only how much is wasted by controllers that stop within a block depends on it. Without it they are followed
+    as far as those controllers read that are `walking` along the recording, by the drafter's name; these learn from it.
+    The recording then holds for every controller that reads no further, such as fresh ones that go the same way.
 
-    What `StringMatch` proposes for a smaller K is not the beginning of what it proposes for `k_max` (its last token may
-    be the beginning of a longer one), so it is followed only where no smaller K is asked of the recording:
-    `only_k_max` says so.
+    `StringMatch` proposes for a smaller K other tokens than the first of those for `k_max`: its last one may be the
+    beginning of a longer one. With `only_k_max` no smaller K is asked of the recording, and it is followed, too.
 
     Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
     or another `max_new_tokens` made.

@@ -1,11 +1,9 @@
 """The first screen, before any tensor: does the acceptance look like a poor drafter, or like a fault, and which?
 
 A drafter that is merely poor is right a few times in ten, evenly. Faults leave other marks: nothing is ever kept, all
-drafts of a round are one token, only the first is ever right, everything is right until some length and nothing from
-there on. One rule a fault, with the cases seen upstream, asks for a distance that no sound drafter was seen to reach,
-and for counts that carry it; with too few rounds the verdict is `inconclusive`, never a guess.
-
-What is counted (`Profile`) needs the rounds of any engine and no tensor.
+drafts of a round are one token, only the first is ever right, or nothing is from some length on. One rule a fault asks
+for a distance that no sound drafter was seen to reach, and for counts that carry it. With too few rounds the verdict is
+`inconclusive`, never a guess. What is counted (`Profile`) are the rounds of any engine.
 """
 
 from collections import Counter
