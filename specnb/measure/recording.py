@@ -214,7 +214,9 @@ def follow(
         )
     require_followed(drafters, only_k_max=only_k_max)
     sampling = Sampling(generation.temperature, generation.top_k, generation.top_p)
-    p_true = None if sampling.greedy else _true_probabilities(target, generation, sampling)
+    p_true = None
+    if not sampling.greedy and any(isinstance(drafter, ModelDrafter) for drafter in drafters):
+        p_true = _true_probabilities(target, generation, sampling)
     n_prompt, widest = len(generation.prompt_ids), min(k_max, target.caps.max_width - 1)
     most = [
         max(0, min(widest, max_new_tokens - i - 1, target.caps.n_ctx - n_prompt - i))
