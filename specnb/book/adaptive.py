@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from specnb.book.style import series, template
 from specnb.decode.control import Controller
 from specnb.errors import InputError
-from specnb.measure.adaptive import SWITCHING, Study, controllers, cost_of, switches, walk_session
+from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches, walk_session
 from specnb.measure.replay import counts_of, walk
 from specnb.records import RunRecord
 
@@ -46,7 +46,7 @@ def worst(share: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index(drop=True)
 
 
-def live_check(study: Study) -> pd.DataFrame:
+def live_check(study: ControllerStudy) -> pd.DataFrame:
     """Every live generation beside its replay: rounds, tokens drafted and kept; `same` where all three are equal.
 
     Greedy and from the same controller fresh for each prompt, so with lookup they are the same, integer for integer,
@@ -78,7 +78,7 @@ def live_check(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def trajectory(study: Study, drafter: str, policies: Sequence[str]) -> pd.DataFrame:
+def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) -> pd.DataFrame:
     """K of every round through the switching conversation: policy, token (position in its answers), k, content."""
     recordings = [r for r in study.trace.select(drafter=drafter).recordings if switches(r)]
     if not recordings:

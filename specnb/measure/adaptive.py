@@ -37,7 +37,7 @@ PREFIX = "turns."
 """Of the ids of questions, so that their recordings can be told from those of prompts."""
 
 
-class Study(NamedTuple):
+class ControllerStudy(NamedTuple):
     """The record, and the trace that everything replayed in it comes from."""
 
     record: RunRecord
@@ -58,7 +58,7 @@ def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
     return {control.name: control for control in all_controllers}
 
 
-def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
+def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerStudy:
     """Generate, follow every drafter, replay every controller on every machine, run some live.
 
     Raises what `specnb.load` and `generate` raise; what was generated before is saved as a failed run.
@@ -98,7 +98,7 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> Study:
             for drafter, live in _live(params, target, drafters, costs, chosen, progress):
                 generations.append(live)
                 measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
-            return Study(recorded(), trace)
+            return ControllerStudy(recorded(), trace)
 
 
 def _plain(params: AdaptiveKParams, target: LanguageModel, prompt: Prompt) -> Generation:

@@ -26,7 +26,7 @@ WARM_UP_TOKENS = 4
 HEADS = "medusa"
 
 
-class Fork(BaseModel):
+class TextFork(BaseModel):
     """The first position where two token sequences differ, and how close the two candidates were there.
 
     `margin` is the distance of their logits in single steps. `noise` is the largest difference that blocks of tokens
@@ -53,7 +53,7 @@ class PairSummary(Summary):
 
     speedup: float | None = None
     identical: bool | None = Field(default=None, description="tokens equal the baseline's")
-    fork: Fork | None = None
+    fork: TextFork | None = None
     notes: tuple[str, ...] = Field(default=(), description="of heads: what is doubtful, and which tree was chosen")
 
 
@@ -126,14 +126,14 @@ def _comparison(target: LanguageModel, generation: Generation, baseline: Generat
     }
 
 
-def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> Fork | None:
+def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> TextFork | None:
     """The fork of a greedy generation from the plain one of the same prompt; None where one begins with the other."""
     return explain_fork(target, plain.prompt_ids, plain.token_ids, drafted.token_ids, width=drafted.k + 1)
 
 
 def explain_fork(
     target: LanguageModel, prompt_ids: Sequence[int], a: Sequence[int], b: Sequence[int], *, width: int
-) -> Fork | None:
+) -> TextFork | None:
     """Measure margin and noise at the first fork of two generations after `prompt_ids`; None when there is none.
 
     Runs the target twice over the common tokens, in single steps and in blocks of `width`. Resets it.
@@ -152,10 +152,12 @@ def explain_fork(
     noise, share = float(differences.max()), float((differences / np.maximum(ranges, 1e-9)).max())
     margin = abs(float(single[-1][0] - single[-1][1]))
     near_tie = margin <= 2 * noise and share <= ROUNDING[target.caps.lossless_dtype]
-    return Fork(position=at, token_ids=(a[at], b[at]), margin=margin, noise=noise, noise_share=share, near_tie=near_tie)
+    return TextFork(
+        position=at, token_ids=(a[at], b[at]), margin=margin, noise=noise, noise_share=share, near_tie=near_tie
+    )
 
 
-def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tuple[int, int]]) -> Fork | None:
+def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tuple[int, int]]) -> TextFork | None:
     """The first token that `model` drafted otherwise live than in a replay of (drafted, kept) a round, if there is one.
 
     Live it feeds two tokens at once after a fully accepted round, a replay feeds one; weights of few bits round these

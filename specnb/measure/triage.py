@@ -22,7 +22,7 @@ from specnb.errors import InputError
 from specnb.records import Generation, RunRecord
 
 if TYPE_CHECKING:
-    from specnb.measure.pair import Fork, PairRun
+    from specnb.measure.pair import PairRun, TextFork
 
 LOOKUP = "lookup("
 """How the names of lookup drafters begin: that they rarely match is no fault."""
@@ -226,7 +226,7 @@ class Triage:
 
 
 def triage(
-    generations: Sequence[Generation], *, vocab_size: int, forks: Sequence["Fork | Mapping[str, Any]"] = ()
+    generations: Sequence[Generation], *, vocab_size: int, forks: Sequence["TextFork | Mapping[str, Any]"] = ()
 ) -> Triage:
     """Judge the rounds of generations with one drafter, in the order in which they were made.
 

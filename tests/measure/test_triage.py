@@ -9,7 +9,7 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm.toy import cyclic, markov
-from specnb.measure.pair import Fork
+from specnb.measure.pair import TextFork
 from specnb.measure.triage import Profile, Share, triage
 from specnb.ssm.ways import ScriptedDrafter
 
@@ -151,7 +151,7 @@ def test_a_change_of_content_is_no_change_with_time(target, truth):
 
 def test_a_text_that_leaves_plain_decoding_points_to_the_side_that_is_wrong(target, truth):
     perfect = planted(target, truth, lambda ids, tokens: ids)
-    hard, tie = Fork(**FORK, near_tie=False), FORK | {"near_tie": True}
+    hard, tie = TextFork(**FORK, near_tie=False), FORK | {"near_tie": True}
     assert names(perfect, forks=[hard, tie])[0] == "verify side" and not names(perfect, forks=[tie])
     poor = run(target, ScriptedDrafter(truth, 0.5, vocab_size=SIZE))
     for drafter in (poor, poor.model_copy(update={"drafter": LookupDrafter().name})):
