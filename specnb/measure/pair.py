@@ -152,9 +152,8 @@ def explain_fork(
     noise, share = float(differences.max()), float((differences / np.maximum(ranges, 1e-9)).max())
     margin = abs(float(single[-1][0] - single[-1][1]))
     near_tie = margin <= 2 * noise and share <= ROUNDING[target.caps.lossless_dtype]
-    return TextFork(
-        position=at, token_ids=(a[at], b[at]), margin=margin, noise=noise, noise_share=share, near_tie=near_tie
-    )
+    tokens = a[at], b[at]
+    return TextFork(position=at, token_ids=tokens, margin=margin, noise=noise, noise_share=share, near_tie=near_tie)
 
 
 def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tuple[int, int]]) -> TextFork | None:

@@ -1,6 +1,7 @@
 """Content: what the detector promises for any text, and how often it is right on the labelled cases."""
 
 import json
+from pathlib import Path
 from time import perf_counter
 
 import pytest
@@ -12,7 +13,6 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.lm import toy
 from specnb.measure import content
 from specnb.measure.content import ENOUGH, REPORT_K, REQUEST, TAIL, ContentK, detect
-from specnb.paths import project_dir
 from specnb.prompts import prompts
 
 CHAT = "<|im_start|>user\nHow does this work?<|im_end|>\n<|im_start|>assistant\n"
@@ -80,7 +80,7 @@ def test_fences_switches_and_requests(prompt, generated, kind):
 
 def labelled():
     """(prompt, generated, kind): the snippets, and the shipped prompts with nothing generated yet."""
-    lines = (project_dir() / "data" / "content" / "snippets.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (Path(__file__).parents[2] / "data" / "content" / "snippets.jsonl").read_text(encoding="utf-8").splitlines()
     snippets = [(case["prompt"], case["generated"], case["kind"]) for case in map(json.loads, lines)]
     return snippets + [(_text(prompt), "", kind) for kind in REPORT_K for prompt in prompts(kind)]
 
