@@ -22,8 +22,6 @@ OBJECT = '{\n  "name": "north gate",\n  "open": true,\n  "width": 3.5,\n'
 TALK = "The function multiplies its two arguments and returns the result, which is printed. You can change the numbers."
 OPEN = f"{TALK}\n\n```python\n"
 
-weighted = content._weighted_lines  # as it is, before a test plants a fault
-
 pieces = st.sampled_from(
     ["```", "```json\n", "\n\n", '"a": 1,', "{", "[1,", "def f(x):", "    x = 1", "- b", "She said", "."]
 )
@@ -92,27 +90,9 @@ def _text(prompt):
     return "".join(turns) + "<|im_start|>assistant\n"
 
 
-def n_right():
-    return sum(detect(prompt, generated) == kind for prompt, generated, kind in labelled())
-
-
-def test_the_detector_is_right_as_often_as_measured():
-    assert n_right() == len(labelled()) == 114 + 56
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"_fences": lambda text: (None, text[-TAIL:])},
-        {"_weighted_lines": lambda text: ((s, 1.0, x) for s, _, x in weighted(text))},
-        {"ENOUGH": 0},
-    ],
-    ids=["blind to fences", "every line weighs the same", "the prompt is never asked"],
-)
-def test_a_planted_fault_costs_cases(monkeypatch, fault):
-    for name, value in fault.items():
-        monkeypatch.setattr(content, name, value)
-    assert n_right() <= 170 - 3
+def test_the_detector_is_right_on_every_labelled_case():
+    cases = labelled()
+    assert len(cases) == 114 + 56 and [case for case in cases if detect(*case[:2]) != case[2]] == []
 
 
 def test_the_prompt_reaches_the_controller_with_its_turns(monkeypatch):
