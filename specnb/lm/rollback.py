@@ -28,8 +28,9 @@ A round of K = 3 behind the border at token 7; the second draft is rejected, so 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -79,26 +80,54 @@ class Engine(Protocol):
     def clear(self) -> None: ...
 
 
+class Recorder(Protocol):
+    """An engine's own way back over the tokens fed last: at most `depth`, and `reach` of them at this moment.
+
+    `spans_forwards`: it reaches back over several forwards, from `begin` on; else into the last one only. `base` is the
+    state that recording began with, where it spans forwards and is recording.
+    """
+
+    spans_forwards: bool
+    depth: int
+    reach: int
+    base: Saved | None
+    nbytes: int
+
+    def begin(self) -> None:
+        """Record from here on; what was fed before is out of reach."""
+        ...
+
+    def take_back(self, n: int) -> None:
+        """Undo the last `n` tokens, at most `reach`; the engine's `held` sinks."""
+        ...
+
+    def stop(self) -> None:
+        """Forget what was recorded; nothing is recorded until `begin`."""
+        ...
+
+    def uninstall(self) -> None: ...
+
+
 @dataclass
 class Cost:
-    """What going back has cost since the last reset. Tokens, but for the first two, which count calls."""
+    """What going back has cost since the last reset: calls of `save` and `restore`, then tokens.
+
+    `refed` in forwards of their own, `fused` as rows of a forward that was due anyway, `recomputed` from the start,
+    `taken_back` without any forward.
+    """
 
     n_saved: int = 0
     n_restored: int = 0
     refed: int = 0
-    """Fed again in a forward of their own."""
     fused: int = 0
-    """Fed again as rows of a forward that was due anyway."""
     recomputed: int = 0
-    """Fed again from the start."""
     taken_back: int = 0
-    """Undone without any forward."""
 
 
 class Rollback:
     """Base of all: forwards pass through, `rewind` goes back. `n_past` counts tokens as the caller knows them."""
 
-    kind: ClassVar[str]
+    kind: str
 
     def __init__(self, engine: Engine) -> None:
         self.cost = Cost()
@@ -255,46 +284,14 @@ class FusedReplay(Checkpoint):
             self._restore(keep)
 
 
-class Recorder(Protocol):
-    """An engine's own way back over the tokens fed last."""
+class Recorded(Checkpoint):
+    """`snapshots` and `replay`: the engine's recorder within its reach, beyond it the saved state or the start."""
 
-    spans_forwards: bool
-    """Whether it reaches back over several forwards, or into the last one only."""
-
-    depth: int
-    """Tokens it can take back at most."""
-
-    base: Saved | None
-    """The state it began with, where it spans forwards and is recording."""
-
-    reach: int
-    """Tokens that can be taken back now."""
-
-    nbytes: int
-
-    def begin(self) -> None:
-        """Record from here on; what was fed before is out of reach."""
-        ...
-
-    def take_back(self, n: int) -> None:
-        """Undo the last `n` tokens, at most `reach`; the engine's `held` sinks."""
-        ...
-
-    def stop(self) -> None:
-        """Forget what was recorded; nothing is recorded until `begin`."""
-        ...
-
-    def uninstall(self) -> None: ...
-
-
-class _Recorded(Checkpoint):
-    """Goes back by the engine's recorder within its reach, and by the saved state or from the start beyond."""
-
-    def __init__(self, engine: Engine, recorder: Recorder) -> None:
+    def __init__(self, engine: Engine, recorder: Recorder, kind: str) -> None:
         super().__init__(engine)
+        self.kind = kind
         self._recorder = recorder
         self._forwards = 0  # since the border
-        self._kept_border = False
 
     @property
     def nbytes(self) -> int:
@@ -306,18 +303,15 @@ class _Recorded(Checkpoint):
         self._forwards += 1
 
     def _record(self, n: int) -> None:
-        """Record the next `n` tokens too, from the border on; no more than `depth` of them are ever kept."""
+        """Record the next `n` tokens too, from the border on; more than `depth` go back as from a checkpoint there."""
+        recorder = self._recorder
         if self._at_border:
-            self._recorder.begin()
-            self._at_border, self._kept_border = False, False
-        if self._recorder.base and self._recorder.reach + n > self._recorder.depth:
-            if not self._kept_border:  # the way back to the border is now to feed again from there
-                self._saved, self._kept_border = self._recorder.base, True
-                self.cost.n_saved += 1
-            if n <= self._recorder.depth:
-                self._recorder.begin()
-            else:
-                self._recorder.stop()
+            recorder.begin()
+            self._at_border = False
+        if recorder.base and recorder.reach + n > recorder.depth:
+            self._saved = recorder.base
+            self.cost.n_saved += 1
+            recorder.stop()
 
     def _cover(self, n: int) -> None:
         """Save a state that the next `n` tokens would take out of reach.
@@ -352,28 +346,14 @@ class _Recorded(Checkpoint):
         self._recorder.uninstall()
 
 
-class Snapshots(_Recorded):
-    """The state after every position: llama.cpp's `n_rs_seq` planes, or what the torch layers passed through."""
-
-    kind = "snapshots"
-
-
-class ActivationReplay(_Recorded):
-    """The state at the border and the inputs of the recurrence since; accepted ones are run through it again."""
-
-    kind = "replay"
-
-
-WAYS: dict[str, Callable[..., Rollback]] = {
-    way.kind: way for way in (Crop, ActivationReplay, Snapshots, Checkpoint, FusedReplay, Recompute)
-}
+STRATEGIES = {strategy.kind: strategy for strategy in (Crop, Checkpoint, FusedReplay, Recompute)}
+KINDS = (AUTO, "replay", "snapshots", *STRATEGIES)
 
 
 def check_options(kind: str, depth: int) -> None:
     """Refuse an unknown way back, or a depth that records nothing."""
-    known = (AUTO, *WAYS)
-    if kind not in known:
-        raise InputError(f"unknown rollback {kind!r}; {did_you_mean(str(kind), known)}known: {', '.join(known)}")
+    if kind not in KINDS:
+        raise InputError(f"unknown rollback {kind!r}; {did_you_mean(str(kind), KINDS)}known: {', '.join(KINDS)}")
     if not 1 <= depth <= MAX_DEPTH:
         raise InputError(f"rollback_depth is {depth}: it must be 1 to {MAX_DEPTH}")
 
@@ -387,9 +367,9 @@ def choose(
     *,
     afford: Callable[[str], None] = lambda _name: None,
 ) -> Rollback:
-    """The way back `kind` for `model`, or with "auto" the first of `preferred` that is exact.
+    """The way back `kind` for `model`, or with "auto" the first of `preferred` that a probe finds exact.
 
-    A model that can crop need not be probed. `recorders` make what a way records with, or raise InputError where the
+    A model that can crop need not be probed. `recorders` open what a way records with, or raise InputError where the
     family or the engine has none; `afford(name)` raises MemoryShortError where there is no room for what it keeps.
     Raises InputError (not for this model), MemoryShortError, LoadError (a probe found it inexact).
     """
@@ -400,30 +380,22 @@ def choose(
         raise InputError(f"rollback=crop is not for {model.name}: {reason}")
     refused: list[str] = []
     for name in preferred if kind == AUTO else (kind,):
-        try:
-            way = WAYS[name](engine, recorders[name]()) if name in recorders else WAYS[name](engine)
-        except InputError as error:
-            if kind != AUTO:
-                raise
-            refused.append(str(error))
-            continue
-        model.rollback = way
-        try:
-            if goes_back(model):
-                afford(name)
-                return way
-            refused.append(f"{name} does not bring back the state that was")
-        except MemoryShortError as error:
-            if kind != AUTO:
-                way.close()
-                raise
-            refused.append(str(error))
-        except Exception as error:  # of a family, or a release of an engine, that does things otherwise
-            refused.append(f"{name} fails: {error}")
-        except BaseException:
-            way.close()
-            raise
-        way.close()
+        with ExitStack() as undo:
+            try:
+                recorded = name in recorders
+                model.rollback = Recorded(engine, recorders[name](), name) if recorded else STRATEGIES[name](engine)
+                undo.callback(model.rollback.close)
+                if goes_back(model):
+                    afford(name)
+                    undo.pop_all()
+                    return model.rollback
+                refused.append(f"{name} does not bring back the state that was")
+            except (InputError, MemoryShortError) as error:
+                if kind != AUTO:
+                    raise
+                refused.append(str(error))
+            except Exception as error:  # of a family, or a release of an engine, that does things otherwise
+                refused.append(f"{name} fails: {error}")
         model.reset()
     raise LoadError(f"{model.name} has no exact way back: {'; '.join(refused)}. Try rollback=recompute")
 
