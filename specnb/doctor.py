@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 
 from specnb.errors import SpecnbError
 from specnb.io import write_atomic
-from specnb.lm.memory import free_bytes, human_bytes
+from specnb.lm.preflight import free_bytes, human_bytes
 from specnb.paths import cache_dir
 from specnb.provenance import cpu_facts
 

@@ -267,10 +267,10 @@ def models(context: typer.Context, as_json: Json = False) -> None:
     """List the zoo and the models of the checkout: source, size, licence, present or not."""
     if context.invoked_subcommand:
         return
-    from specnb.lm import embedded, zoo
-    from specnb.lm.memory import human_bytes
+    from specnb.lm import zoo
+    from specnb.lm.preflight import human_bytes
 
-    rows = [*zoo.status(), *embedded.status()]
+    rows = zoo.status()
     if as_json:
         print_json([{**vars(row), "path": str(row.path)} for row in rows])
         return

@@ -190,7 +190,7 @@ def _next(out: str, backend: str, other: str | None) -> list[list[str]]:
 
 
 def _show(document: dict[str, Any]) -> None:
-    from specnb.lm.memory import human_bytes
+    from specnb.lm.preflight import human_bytes
 
     seen, fed = document["modules"], sum(map(len, document["token_ids"]))
     print(

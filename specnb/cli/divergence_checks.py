@@ -232,14 +232,14 @@ def _place(first: str | None) -> str:
 
 def _folder(name: str) -> Path | None:
     """Where the files of a transformers model lie, fetched by the hub's library or before; None for other models."""
-    from specnb.lm import embedded
+    from specnb.lm import zoo
     from specnb.lm.load import parse
     from specnb.registry import DRAFTERS
 
     spec = None if name in DRAFTERS else parse(name)
     if spec is None or spec.where != "hf":
         return None
-    folder = embedded.local_folder(spec.source)
+    folder = zoo.local_folder(spec.source)
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download

@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl
 from specnb.compat import gguf_header, hf_folder, shelf, tiktoken_file
 from specnb.compat.description import HUB, Description
 from specnb.errors import InputError
-from specnb.lm import embedded, zoo
+from specnb.lm import zoo
 
 
 class Reader(NamedTuple):
@@ -81,7 +81,9 @@ def _of_zoo(name: str) -> Description:
 
 READERS = (
     Reader(zoo.is_zoo_name, _of_zoo, opens=True),
-    Reader(lambda name: name in embedded.names(), lambda name: hf_folder.describe(embedded.folder(name)), opens=True),
+    Reader(
+        lambda name: name in zoo.embedded_names(), lambda name: hf_folder.describe(zoo.local_folder(name)), opens=True
+    ),
     Reader(lambda name: name.startswith(HUB), hf_folder.describe, opens=True, takes=("revision",)),
     Reader(lambda name: name.lower().endswith(".gguf"), lambda name: gguf_header.describe(_path(name)), opens=True),
     Reader(lambda name: name.lower().endswith(".tiktoken"), lambda name: tiktoken_file.describe(_path(name))),

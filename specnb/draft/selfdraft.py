@@ -9,9 +9,9 @@ from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.cache import made_once
 from specnb.lm.gguf import binding
 from specnb.lm.load import ModelSpec, local_file, parse
+from specnb.lm.zoo import made_once
 from specnb.paths import cache_dir
 
 

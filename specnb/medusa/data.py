@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 from specnb.errors import InputError, MemoryShortError
 from specnb.io import file_digest, write_atomic
 from specnb.lm.base import LanguageModel
-from specnb.lm.cache import need_space
 from specnb.lm.hf.hidden import pre_norm_states
+from specnb.lm.zoo import need_space
 from specnb.medusa import corpus
 from specnb.medusa.nets import Heads, draft_ids
 from specnb.medusa.text import Stream, Turns, Writing, number_of, seeds

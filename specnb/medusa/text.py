@@ -24,8 +24,7 @@ from specnb.errors import InputError
 from specnb.lm import chat
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.attention import attends_to_all
-from specnb.lm.hf.cache import new_cache
-from specnb.lm.hf.engine import cache_argument
+from specnb.lm.hf.engine import cache_argument, new_cache
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa.corpus import Document
 

@@ -7,9 +7,8 @@ import numpy as np
 import pandas as pd
 
 from specnb.errors import EngineError, InputError
-from specnb.lm import embedded
+from specnb.lm import zoo
 from specnb.lm.gguf import binding
-from specnb.lm.gguf import open as gguf_open
 from specnb.lm.gguf.engine import LlamaEngine
 from specnb.lm.load import load, local_file, parse
 
@@ -28,9 +27,9 @@ def llama_refusal(name: str) -> str:
         raise InputError(f"{name!r} is not opened by llama.cpp: add ?backend=llama")
     api = binding.library().api
     with ExitStack() as opened:
-        model = gguf_open.open_model(path, 0)
+        model = binding.open_model(path)
         opened.callback(api.llama_model_free, model)
-        context = gguf_open.open_context(model, 256, "f32", 1, False)
+        context = binding.open_context(model, 256, "f32", 1)
         opened.callback(api.llama_free, context)
         return _decoded_on(name, model, context, opened)
 
@@ -61,7 +60,7 @@ def transformers_crop(name: str) -> pd.DataFrame:
     of a model that never had the tokens, and whether the next token is still the same. `name` is an embedded model
     or a local folder.
     """
-    folder = embedded.local_folder(name)
+    folder = zoo.local_folder(name)
     prompt, wrong, ahead = _ids(N_PROMPT), _ids(N_BLOCK)[::-1], _ids(N_BLOCK)
     expected, cropped = _with_crop(folder, prompt, [], ahead), _with_crop(folder, prompt, wrong, ahead)
     model = load(name)

@@ -17,10 +17,10 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError
-from specnb.lm import embedded
+from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.cache import files_digest
 from specnb.lm.load import load, parse
+from specnb.lm.zoo import files_digest
 from specnb.measure.bench import Method, compare
 from specnb.measure.experiment import Progress, record_of, saving_failures, silent
 from specnb.params import RollbackParams
@@ -216,9 +216,10 @@ def attention_twin(name: str) -> Path:
     is free. `name` is an embedded model or a local folder. Raises InputError for anything else, and for a model
     without attention heads or a tokenizer.
     """
-    folder = embedded.local_folder(name)
+    folder = zoo.local_folder(name)
     if not (folder / "config.json").is_file():
-        raise InputError(f"{name!r} is neither an embedded model ({', '.join(embedded.names())}) nor a model's folder")
+        known = ", ".join(zoo.embedded_names())
+        raise InputError(f"{name!r} is neither an embedded model ({known}) nor a model's folder")
     files = (folder / file for file in ("config.json", *TOKENIZER))
     digest = files_digest(path for path in files if path.is_file())
     twin = cache_dir() / "twins" / f"{folder.resolve().name}-{digest[:16]}"

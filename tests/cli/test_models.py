@@ -2,7 +2,7 @@
 
 import json
 
-from specnb.lm.cache import made_once
+from specnb.lm.zoo import made_once
 
 
 def test_verify_names_the_damaged_file_and_ends_with_one(specnb, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specnb.lm.hf import record as hf_record
-from specnb.lm.hf.cache import recurrent_layers
+from specnb.lm.hf.engine import recurrent_layers
 from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, torch_model
 
@@ -70,7 +70,7 @@ def replay_error(model, pieces, accepted):
         at += n
     expected = {}
     for index, calls in recorder._inputs.items():
-        base = recorder._base.layers[index][1][0]
+        base = recorder.base.layers[index][1][0]
         options = recorder._options[index]
         inputs = hf_record._first(calls, K)
         assert inputs[0].shape[1] == K and float(base.abs().max()) > 0.01, "a state of zeros would agree with anything"

@@ -12,9 +12,9 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError, RewindError
-from specnb.lm.hf import cache as hf_cache
+from specnb.lm.hf import engine as hf_engine
 from specnb.lm.hf import record as hf_record
-from specnb.lm.hf.cache import KeptPastLayer, recurrent_layers
+from specnb.lm.hf.engine import KeptPastLayer, recurrent_layers
 from specnb.lm.hf.model import HfModel
 from specnb.lm.rollback import FusedReplay
 from tests.tiny_models import VOCAB, torch_model
@@ -258,7 +258,7 @@ def test_a_checkpoint_that_lacks_the_windows_is_seen(way, monkeypatch):
         for index, (_, states) in saved.layers.items():
             cache.layers[index].recurrent_states = {i: state.clone() for i, state in states.items()}
 
-    monkeypatch.setattr(hf_cache.SavedState, "put_back", put_back)
+    monkeypatch.setattr(hf_engine.SavedState, "put_back", put_back)
     check_fault_is_seen(model, plain)
 
 
@@ -388,9 +388,9 @@ def test_a_closed_model_lets_go_of_the_torch_model_and_says_so():
 
 
 def test_snapshots_that_the_memory_does_not_hold_are_not_kept(monkeypatch):
-    monkeypatch.setattr("specnb.lm.memory.free_bytes", lambda _device: 2**40)
+    monkeypatch.setattr("specnb.lm.preflight.free_bytes", lambda _device: 2**40)
     assert opened("mamba", n_ctx=64).caps.rewind == "snapshots"
-    monkeypatch.setattr("specnb.lm.memory.free_bytes", lambda _device: 2**20)
+    monkeypatch.setattr("specnb.lm.preflight.free_bytes", lambda _device: 2**20)
     with pytest.raises(MemoryShortError, match="what rollback=snapshots keeps of mamba does not fit"):
         opened("mamba", "snapshots")
 

@@ -9,12 +9,11 @@ import pytest
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
-from specnb.lm import memory
 from specnb.lm.gguf import engine as gguf_engine
-from specnb.lm.gguf import open as gguf_open
 from specnb.lm.gguf.convert import write_gguf
-from specnb.lm.gguf.model import GgufModel
+from specnb.lm.gguf.model import GgufModel, state_bytes
 from specnb.lm.hf.files import quiet
+from specnb.lm.preflight import Need
 from tests.laws.test_rollback import IDS, ROUNDS, Scripted
 from tests.tiny_hybrids import hybrid_folder
 
@@ -183,11 +182,11 @@ def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(
     model = GgufModel.open(file, threads=1, rollback="snapshots")
     model.forward(IDS[:9])  # an empty state saves as nothing
     one = model._engine.state_bytes
-    none, eight, sixteen = (gguf_open.state_bytes(model._model, 512, "f32", n) for n in (0, 8, 16))
+    none, eight, sixteen = (state_bytes(model._model, 512, "f32", n) for n in (0, 8, 16))
     assert 16 * 0.8 * one < sixteen - none < 16 * 2 * one  # an upper bound: every layer is counted as recurrent
     model.close()
-    room = memory.Need(file.stat().st_size, eight).total
-    monkeypatch.setattr("specnb.lm.memory.free_bytes", lambda _device: room)
+    room = Need(file.stat().st_size, eight).total
+    monkeypatch.setattr("specnb.lm.preflight.free_bytes", lambda _device: room)
     model = GgufModel.open(file, threads=1, kv="f32")
     assert model.caps.rewind == "fused"
     model.close()

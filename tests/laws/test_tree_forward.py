@@ -17,14 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specnb.errors import CapacityError, EngineError, InputError, StateError
-from specnb.lm import toy
+from specnb.lm import preflight, toy
 from specnb.lm.base import LanguageModel, TreeModel
 from specnb.lm.hf import attention as hf_attention
-from specnb.lm.hf import cache as hf_cache
 from specnb.lm.hf import engine as hf_engine
 from specnb.lm.hf import model as hf
-from specnb.lm.hf import tree as hf_tree
-from specnb.lm.hf.cache import FIRST_ROOM, KeptPastLayer
+from specnb.lm.hf.engine import FIRST_ROOM, KeptPastLayer
 from specnb.lm.hf.model import HfModel
 from specnb.lm.tree import Tree
 from tests.laws.trees import random_tree
@@ -401,12 +399,12 @@ BROKEN = {
 def test_a_broken_tree_is_seen_by_the_law_and_by_the_probe(name, plant):
     model, tree = made(name), Tree((-1, -1, 0, 1, 1, 4))
     family, _, attention = name.partition(", ")
-    assert hf_tree.probe_trees(model) == ""
+    assert preflight.probe_trees(model) == ""
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
         wrong = max(off_by(model, IDS[:9], tree), off_after(model, IDS[:9], tree, tree.path(5)))
         assert wrong > 100 * CLOSE
-        assert "do not get the logits" in hf_tree.probe_trees(model)
+        assert "do not get the logits" in preflight.probe_trees(model)
         assert "do not get the logits" in torch_lm(family, attention).caps.trees_reason
 
 
@@ -423,7 +421,7 @@ def test_a_model_whose_trees_fail_opens_without_them(monkeypatch):
 def test_trees_are_probed_at_the_first_look_and_in_a_state_of_their_own(monkeypatch):
     """Who never drafts a tree never pays for the probe; who asks amid a text finds the text as it was."""
     probes = []
-    monkeypatch.setattr(hf, "probe_trees", lambda model: probes.append(model) or hf_tree.probe_trees(model))
+    monkeypatch.setattr(hf, "probe_trees", lambda model: probes.append(model) or preflight.probe_trees(model))
     model = torch_lm()
     states = model.watch_hidden()
     model.forward(IDS[:5])
@@ -463,8 +461,8 @@ def test_capabilities_outlive_their_model_and_do_not_keep_it():
 
 def test_a_path_that_is_kept_moves_only_the_rows_that_have_to(monkeypatch):
     """With one index for all layers: the first of a path that is a prefix stay where they are."""
-    moved, rows = [], hf_cache._rows
-    monkeypatch.setattr(hf_cache, "_rows", lambda *args: moved.append(args[:2]) or rows(*args))
+    moved, rows = [], hf_engine._rows
+    monkeypatch.setattr(hf_engine, "_rows", lambda *args: moved.append(args[:2]) or rows(*args))
     model, tree = torch_lm(), Tree((-1, 0, 0, 2, 1, 2))
     for kept, expected in (([0, 1], []), ([0, 2, 5], [(9, (2, 5))] * 2), ([], [])):
         in_tree(model, IDS[:9], tree)

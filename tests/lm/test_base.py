@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specnb.errors import CapacityError, EngineError, InputError, RewindError
 from specnb.lm import toy
 from specnb.lm.base import LanguageModel
-from specnb.lm.gguf import open as gguf_open
+from specnb.lm.gguf import binding
 from specnb.lm.gguf.model import GgufModel
 from specnb.lm.hf import engine as hf_engine
 from specnb.lm.hf.model import HfModel
@@ -23,12 +23,9 @@ BAD_FORWARDS = {
     "no ids": ([], None, InputError),
     "negative id": ([4, -1], None, InputError),
     "id too large": ([VOCAB], None, InputError),
-    "huge id": ([2**70], None, InputError),
     "half an id": ([5.5], None, InputError),
     "text": ("ab", None, InputError),
-    "nested": ([[5]], None, InputError),
     "more rows than ids": ([5, 6], 3, InputError),
-    "fewer than no rows": ([5, 6], -1, InputError),
     "past the context": ([5] * (N_CTX - len(PAST) + 1), 0, CapacityError),
 }
 
@@ -38,15 +35,15 @@ def models(tmp_path_factory):
     """One model an engine; torch and llama.cpp in pieces of eight tokens, so that short inputs cross pieces."""
     folder = tmp_path_factory.mktemp("tiny")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf_open, "MAX_BATCH", 8)
+        patch.setattr(binding, "MAX_BATCH", 8)
         patch.setattr(hf_engine, "PREFILL_WIDTH", 8)
-        made = {
+        opened = {
             "toy": toy.ToyLM(toy.markov(VOCAB, order=2)._logits_of, toy.letters(VOCAB), n_ctx=N_CTX),
             "gguf": GgufModel.open(llama_gguf(folder / "m.gguf"), n_ctx=N_CTX, threads=1),
             "torch": HfModel.open(torch_folder(folder / "m"), n_ctx=N_CTX),
         }
-        yield made
-    for model in made.values():
+        yield opened
+    for model in opened.values():
         model.close()
 
 
@@ -61,6 +58,13 @@ def steps(model: LanguageModel, ids: list[int]) -> np.ndarray:
     return np.concatenate([model.forward([i]) for i in ids])
 
 
+def check_holds_past(model: LanguageModel) -> None:
+    """PAST is in the state, and nothing else: the next token gets the same logits as behind a fresh PAST."""
+    assert model.n_past == 3
+    rows = model.forward([8])
+    np.testing.assert_array_equal(rows, steps(model, [*PAST, 8])[-1:])
+
+
 def test_engines_are_language_models(model):
     assert isinstance(model, LanguageModel)
     assert model.caps.n_ctx == N_CTX and model.caps.rewind == "crop" and model.vocab.size == VOCAB
@@ -70,25 +74,19 @@ def test_engines_are_language_models(model):
 @pytest.mark.parametrize("name", BAD_FORWARDS)
 def test_a_refused_forward_changes_nothing(model, name):
     ids, n_logits, error = BAD_FORWARDS[name]
-    model.forward(PAST)
-    expected = model.forward([8])
-    model.reset()
-    model.forward(PAST)
-    with pytest.raises(error, match=r"\w+"):
+    steps(model, PAST)
+    with pytest.raises(error):
         model.forward(ids, n_logits)
-    assert model.n_past == 3
-    np.testing.assert_array_equal(model.forward([8]), expected)
+    check_holds_past(model)
 
 
 @pytest.mark.parametrize("n", [4, -1, 10**9])
 def test_a_refused_rewind_changes_nothing(model, n):
-    model.forward(PAST)
-    expected = model.forward([8])
+    steps(model, [*PAST, 9])
     model.rewind(1)
     with pytest.raises(RewindError, match=f"{n} tokens.*holds 3"):
         model.rewind(n)
-    assert model.n_past == 3
-    np.testing.assert_array_equal(model.forward([8]), expected)
+    check_holds_past(model)
 
 
 def test_the_context_can_be_filled_to_the_last_token(model):
@@ -105,14 +103,11 @@ def test_the_context_can_be_filled_to_the_last_token(model):
 def test_rows_are_those_of_single_steps_for_every_length_and_row_count(model, n):
     ids = [int(i) for i in np.random.default_rng(n).integers(3, VOCAB, n)]
     expected = steps(model, ids)
-    for rows in {None, 0, 1, 2, n // 2, n - 1, n}:
-        if rows is not None and rows > n:
-            continue
+    for rows in {0, 1, min(2, n), n // 2, n - 1, n}:
         model.reset()
-        out = model.forward(ids, rows)
-        want = n if rows is None else rows
-        assert out.shape == (want, VOCAB) and out.dtype == np.float32 and model.n_past == n
-        np.testing.assert_allclose(out, expected[n - want :], atol=1e-4)
+        out = model.forward(ids, None if rows == n else rows)
+        assert out.shape == (rows, VOCAB) and out.dtype == np.float32 and model.n_past == n
+        np.testing.assert_allclose(out, expected[n - rows :], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -144,7 +139,7 @@ def test_returned_rows_are_the_callers(model):
     np.testing.assert_array_equal(model.forward(PAST), kept)
 
 
-class _FailsAt:
+class FailsAt:
     """llama.cpp's interface whose `n`-th decode reports a failure after doing its work, or interrupts."""
 
     def __init__(self, api, n: int, error: type[BaseException] | None):
@@ -162,15 +157,13 @@ class _FailsAt:
 
 
 @pytest.mark.parametrize(("error", "seen"), [(None, EngineError), (KeyboardInterrupt, KeyboardInterrupt)])
-def test_a_decode_that_fails_in_the_second_piece_leaves_the_state_as_it_was(models, monkeypatch, error, seen):
+def test_a_decode_that_fails_in_the_second_piece_leaves_the_state_as_it_was(models, error, seen):
     model = models["gguf"]
-    expected = steps(model, [*PAST, 8])[-1:]
     steps(model, PAST)
-    monkeypatch.setattr(model._engine, "_api", _FailsAt(model._engine._api, 2, error))
-    with pytest.raises(seen):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(seen):
+        patch.setattr(model._engine, "_api", FailsAt(model._engine._api, 2, error))
         model.forward([9] * 12, 0)
-    assert model.n_past == 3
-    np.testing.assert_array_equal(model.forward([8]), expected)
+    check_holds_past(model)
 
 
 @pytest.mark.parametrize(
@@ -179,37 +172,33 @@ def test_a_decode_that_fails_in_the_second_piece_leaves_the_state_as_it_was(mode
 def test_a_torch_forward_that_fails_half_way_leaves_the_state_as_it_was(models, error, seen):
     """Some layers have stored the tokens when a later one fails; the state must not be longer for it."""
     model = models["torch"]
-    expected = steps(model, [*PAST, 8])[-1:]
     steps(model, PAST)
 
     def fail(*_):
         raise error
 
-    hook = model._engine.model.model.layers[1].mlp.register_forward_hook(fail)
-    with pytest.raises(seen):
+    with model.network.model.layers[1].mlp.register_forward_hook(fail), pytest.raises(seen):
         model.forward([9] * 12)
-    hook.remove()
-    assert model.n_past == 3 == model._engine.cache.get_seq_length()
-    np.testing.assert_array_equal(model.forward([8]), expected)
+    assert model._engine.cache.get_seq_length() == 3
+    check_holds_past(model)
 
 
 def test_a_failure_empties_a_state_that_cannot_go_back(tmp_path, monkeypatch):
     llama = GgufModel.open(mamba_gguf(tmp_path / "m.gguf"), threads=1)
-    expected = llama.forward(PAST)
-    monkeypatch.setattr(llama._engine, "_api", _FailsAt(llama._engine._api, 1, None))
+    torch = HfModel(torch_model("mamba", state_size=8), None, name="m")
+    expected = [model.forward(PAST) for model in (llama, torch)]
+    monkeypatch.setattr(llama._engine, "_api", FailsAt(llama._engine._api, 1, None))
     with pytest.raises(EngineError):
         llama.forward([8])
-    assert llama.n_past == 0
-    np.testing.assert_array_equal(llama.forward(PAST), expected)
-    llama.close()
-    torch = HfModel(torch_model("mamba", state_size=8), None, name="m")
-    expected = torch.forward(PAST)
-    hook = torch._engine.model.register_forward_pre_hook(lambda *_: SimpleNamespace().nothing)
-    with pytest.raises(EngineError):
+    with (
+        torch.network.register_forward_pre_hook(lambda *_: SimpleNamespace().nothing),
+        pytest.raises(EngineError),
+    ):
         torch.forward([8])
-    hook.remove()
-    assert torch.n_past == 0
-    np.testing.assert_array_equal(torch.forward(PAST), expected)
+    for model, rows in zip((llama, torch), expected, strict=True):
+        assert model.n_past == 0
+        np.testing.assert_array_equal(model.forward(PAST), rows)
+        model.close()
 
 
 def test_toys_are_what_they_say():

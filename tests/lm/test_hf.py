@@ -6,7 +6,7 @@ import torch
 
 from specnb.errors import InputError, LoadError
 from specnb.lm.hf import attention as hf_attention
-from specnb.lm.hf.cache import FIRST_ROOM, KeptPastLayer
+from specnb.lm.hf.engine import FIRST_ROOM
 from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, torch_folder, torch_model
 
@@ -186,50 +186,30 @@ def test_the_cache_grows_past_its_first_buffer_without_losing_anything(monkeypat
         np.testing.assert_allclose(model.forward(ids[5 : start + 9])[-4:], whole[start + 5 : start + 9], atol=1e-4)
 
 
-def test_the_cache_layer_by_hand():
-    layer, rng = KeptPastLayer(), np.random.default_rng(0)
-    held = torch.zeros(1, 2, 0, 4)
-    for n in (1, FIRST_ROOM - 2, 1, 1, 1, 700):
-        new = torch.from_numpy(rng.standard_normal((1, 2, n, 4), dtype=np.float32))
-        held = torch.cat([held, new], dim=2)
-        keys, values = layer.update(new, -new)
-        assert torch.equal(keys, held) and torch.equal(values, -held) and layer.get_seq_length() == held.shape[2]
-    layer.keep(held.shape[2] - 5)
-    layer.keep(10**6)
-    assert layer.get_seq_length() == held.shape[2] - 5
-    layer.keep(3)
-    keys, _ = layer.update(new[:, :, :1], new[:, :, :1])
-    assert torch.equal(keys, torch.cat([held[:, :, :3], new[:, :, :1]], dim=2))
-    layer.reset()
-    assert layer.get_seq_length() == 0
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", ["model.embed_tokens", "model.layers.1.mlp.up_proj", "model.norm", "lm_head"])
-def test_the_module_that_first_gives_nan_is_named(where, bad):
+@pytest.mark.parametrize("where", ["model.embed_tokens", "model.layers.1.mlp.up_proj", "lm_head"])
+def test_the_module_that_first_gives_nan_is_named(where):
     model = HfModel(torch_model("llama"), None, name="m")
     expected = model.forward(IDS[:5])
     assert model.locate_nonfinite(IDS) == ""
-    module = model._engine.model.get_submodule(where)
+    weight = model.network.get_submodule(where).weight
     with torch.no_grad():
-        kept = module.weight.clone()
-        module.weight.fill_(bad)
-    assert model.locate_nonfinite(IDS) == where
+        kept = weight.clone()
+        weight.fill_(float("inf"))
+        assert model.locate_nonfinite(IDS) == where
+        weight.copy_(kept)
     assert model.n_past == 5  # the state was left alone
-    with torch.no_grad():
-        module.weight.copy_(kept)
     model.rewind(5)
     np.testing.assert_array_equal(model.forward(IDS[:5]), expected)
-    assert not model._engine.model.lm_head._forward_hooks
+    assert not model.network.lm_head._forward_hooks
 
 
-def test_nan_is_found_in_a_recurrent_model_too():
-    model = HfModel(torch_model("mamba", state_size=8), None, name="m")
+def test_a_recurrent_model_with_nan_opens_and_the_run_says_where():
+    net = torch_model("mamba", state_size=8)
     with torch.no_grad():
-        model._engine.model.backbone.layers[1].mixer.out_proj.weight.fill_(float("nan"))
+        net.backbone.layers[1].mixer.out_proj.weight.fill_(float("nan"))
+    model = HfModel(net, None, name="m")
+    assert np.isnan(model.forward(IDS)).any()
     assert model.locate_nonfinite(IDS) == "backbone.layers.1.mixer.out_proj"
-    broken = HfModel(model._engine.model, None, name="opens with NaN weights: the run says where they are")
-    assert np.isnan(broken.forward(IDS)).any()
 
 
 def test_a_closed_model_says_so():

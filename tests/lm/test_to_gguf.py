@@ -19,7 +19,6 @@ import pytest
 from specnb.errors import InputError, LoadError
 from specnb.lm.gguf import binding, families
 from specnb.lm.gguf import convert as to_gguf
-from specnb.lm.gguf import open as gguf_open
 from specnb.lm.gguf import plan as gguf_plan
 from specnb.lm.gguf import tokenizer as gguf_tokenizer
 from specnb.lm.gguf.convert import write_gguf
@@ -517,7 +516,7 @@ class Raw:
 
 @pytest.fixture(scope="module")
 def loaded(ggufs) -> Iterator[dict[str, object]]:
-    models = {name: gguf_open.open_model(path, 0) for name, path in ggufs.items()}
+    models = {name: binding.open_model(path) for name, path in ggufs.items()}
     yield models
     for model in models.values():
         binding.library().api.llama_model_free(model)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from specnb.lm.hf.cache import new_cache
+from specnb.lm.hf.engine import new_cache
 from specnb.medusa import text
 from tests.tiny_models import torch_model
 

@@ -9,10 +9,10 @@ import pytest
 
 from data.models.train_tiny import recipe, shapes
 from data.models.train_tiny.card import card
-from specnb.lm import embedded
+from specnb.lm import zoo
 from specnb.medusa import corpus
 
-MODELS = embedded.root()
+MODELS = zoo.embedded_root()
 SHORT = recipe.Recipe(shapes.DRAFT, 6, batch_size=2, length=24, warmup=2, bf16=False)
 
 

@@ -15,7 +15,7 @@ import typer
 from tqdm import tqdm
 
 from specnb.errors import InputError
-from specnb.lm import embedded
+from specnb.lm import zoo
 from specnb.paths import cache_dir
 
 from .data import open_data, prepare
@@ -97,7 +97,7 @@ def command(
     if steps is not None and stage not in (Stage.TARGET, Stage.DRAFT, Stage.DISTIL):
         raise InputError(f"--steps {steps} needs --stage target, draft or distil: each has its own number")
     _check_device(device)
-    work, out = work or default_work(), out or embedded.root()
+    work, out = work or default_work(), out or zoo.embedded_root()
     for one in list(Stage)[1:] if stage is Stage.ALL else [stage]:
         trains = one in (Stage.TARGET, Stage.DRAFT, Stage.DISTIL)
         made = recipe(preset, one, steps=steps, seed=seed, bf16=bf16) if trains else None

@@ -31,6 +31,12 @@ FILE_TYPES = {
 """Weight types that `requantize` writes, with llama.cpp's number (LLAMA_FTYPE_*)."""
 
 
+KV_TYPES = {"f32": (0, 4), "f16": (1, 2)}
+"""KV cache types: ggml's number and bytes per value."""
+
+MAX_BATCH = 512
+
+
 class Library(NamedTuple):
     """The binding, the last error lines, and the log callback (a collected callback would crash the next log line)."""
 
@@ -73,22 +79,65 @@ def library() -> Library:
     return Library(api, errors, callback)
 
 
-GPU = 1
-"""GGML_BACKEND_DEVICE_TYPE_GPU."""
+@contextmanager
+def header(gguf: Path) -> Iterator[object]:
+    """A GGUF opened for its vocabulary only: no weights are read. For `vocabulary` and `tokenize`."""
+    model = open_model(gguf, vocab_only=True)
+    try:
+        yield model
+    finally:
+        library().api.llama_model_free(model)
 
 
-def gpu_free_bytes() -> int | None:
-    """Free memory of the GPUs that llama.cpp sees, in bytes; None where it sees none or cannot tell."""
-    lib, size, pointer = library().api._lib, ctypes.c_size_t, ctypes.c_void_p
-    count, get, kind, memory = (lib[f"ggml_backend_dev_{name}"] for name in ("count", "get", "type", "memory"))
-    count.restype, get.restype, get.argtypes = size, pointer, (size,)
-    kind.argtypes = (pointer,)
-    memory.restype, memory.argtypes = None, (pointer, ctypes.POINTER(size), ctypes.POINTER(size))
-    gpus = [device for device in map(get, range(count())) if kind(device) == GPU]
-    total, rooms = size(), [size() for _ in gpus]
-    for device, free in zip(gpus, rooms, strict=True):
-        memory(device, ctypes.byref(free), ctypes.byref(total))
-    return sum(free.value for free in rooms) or None
+def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False) -> object:
+    """llama_model_load_from_file; LoadError with llama.cpp's own reason."""
+    lib = library()
+    params = lib.api.llama_model_default_params()
+    params.n_gpu_layers, params.vocab_only = gpu_layers, vocab_only
+    lib.errors.clear()
+    model = lib.api.llama_model_load_from_file(os.fsencode(path), params)
+    if not model:
+        raise LoadError(f"llama.cpp cannot open {path}: {'; '.join(lib.errors) or 'it gives no reason'}")
+    return model
+
+
+def open_context(
+    model: object,
+    n_ctx: int,
+    kv: str,
+    threads: int,
+    *,
+    flash_attention: bool = False,
+    planes: int = 0,
+    callback: object = None,
+) -> object:
+    """llama_init_from_model: one sequence, every entry kept, equal threads for all widths.
+
+    `planes` snapshots of a recurrent state are asked for; architectures that have none get none. `callback` is shown
+    what is computed (`cb_eval`).
+    """
+    lib = library()
+    params = lib.api.llama_context_default_params()
+    params.n_ctx = n_ctx
+    params.n_batch = params.n_ubatch = min(MAX_BATCH, n_ctx)
+    params.n_seq_max = 1
+    params.n_rs_seq = planes
+    # width 1 and wider forwards take their threads from two fields; unequal ones would tilt T(n)/T(1)
+    params.n_threads = params.n_threads_batch = threads
+    params.type_k = params.type_v = KV_TYPES[kv][0]
+    params.flash_attn_type = 1 if flash_attention else 0
+    params.swa_full = True  # sliding-window layers keep every entry, so that a rewind is exact
+    params.no_perf = True
+    if callback is not None:  # llama.cpp takes it now or never
+        params.cb_eval = callback
+    lib.errors.clear()
+    context = lib.api.llama_init_from_model(model, params)
+    if not context:
+        raise LoadError(f"llama.cpp cannot make a context of {n_ctx} tokens: {'; '.join(lib.errors) or 'no reason'}")
+    if not lib.api.llama_get_memory(context) or lib.api.llama_model_has_encoder(model):
+        lib.api.llama_free(context)
+        raise LoadError("this model is an encoder, not a causal language model: it predicts no next token")
+    return context
 
 
 def metadata(model: object, key: str) -> str | None:
@@ -111,13 +160,9 @@ def vocabulary(model: object) -> Vocabulary:
         raise LoadError("this GGUF holds no vocabulary (its tokenizer.ggml.model names none): convert it again")
     buffer = ctypes.create_string_buffer(1024)
 
-    def piece(token: int) -> bytes:
-        n = api.llama_token_to_piece(vocab, token, buffer, len(buffer), 0, True)
-        if n < 0:  # longer than the buffer; llama.cpp returns the length needed
-            large = ctypes.create_string_buffer(-n)
-            n = api.llama_token_to_piece(vocab, token, large, -n, 0, True)
-            return large.raw[:n]
-        return buffer.raw[:n]
+    def piece(token: int, room: ctypes.Array = buffer) -> bytes:
+        n = api.llama_token_to_piece(vocab, token, room, len(room), 0, True)
+        return room.raw[:n] if n >= 0 else piece(token, ctypes.create_string_buffer(-n))  # the length needed
 
     def optional(token: int) -> int | None:
         return token if token >= 0 else None
@@ -134,22 +179,6 @@ def vocabulary(model: object) -> Vocabulary:
         add_bos=api.llama_vocab_get_add_bos(vocab),
         chat_template=template.decode("utf-8", errors="replace") if template else None,
     )
-
-
-@contextmanager
-def header(gguf: Path) -> Iterator[object]:
-    """A GGUF opened for its vocabulary only: no weights are read. For `vocabulary` and `tokenize`."""
-    lib = library()
-    params = lib.api.llama_model_default_params()
-    params.vocab_only = True
-    lib.errors.clear()
-    model = lib.api.llama_model_load_from_file(os.fsencode(gguf), params)
-    if not model:
-        raise LoadError(f"llama.cpp cannot read the header of {gguf}: {'; '.join(lib.errors) or 'no reason given'}")
-    try:
-        yield model
-    finally:
-        lib.api.llama_model_free(model)
 
 
 def tokenize(model: object, text: str, *, special: bool) -> list[int]:
@@ -178,7 +207,7 @@ def unspellable(vocab: Vocabulary, text: str) -> str | None:
     return next((c for c, b in raw if b not in known and any(bytes([x]) not in known for x in b)), None)
 
 
-def requantize(source: Path, dest: Path, type_name: str, *, threads: int = 0) -> None:
+def requantize(source: Path, dest: Path, type_name: str) -> None:
     """Write a copy of the GGUF `source` to `dest` with weights of `type_name` (see FILE_TYPES).
 
     Going down from an already quantised file adds its error to the new one's: a draft or a reference made this
@@ -187,7 +216,6 @@ def requantize(source: Path, dest: Path, type_name: str, *, threads: int = 0) ->
     lib = library()
     params = lib.api.llama_model_quantize_default_params()
     params.ftype = FILE_TYPES[type_name]
-    params.nthread = threads
     params.allow_requantize = True
     lib.errors.clear()
     code = lib.api.llama_model_quantize(os.fsencode(source), os.fsencode(dest), ctypes.byref(params))

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from specnb.errors import InputError, SpecnbError, did_you_mean
 from specnb.io import read_json
-from specnb.lm.cache import files_digest, made_once
 from specnb.lm.gguf import families
 from specnb.lm.gguf.binding import FILE_TYPES
 from specnb.lm.gguf.plan import Key, Plan, Weight
 from specnb.lm.gguf.tokenizer import tokenizer_keys
+from specnb.lm.zoo import files_digest, made_once
 from specnb.paths import cache_dir
 
 if TYPE_CHECKING:

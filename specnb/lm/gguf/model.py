@@ -4,6 +4,7 @@ Greedy results depend on the width of a forward only by rounding: llama.cpp uses
 several.
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,36 +14,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 
-from specnb.errors import InputError, MemoryShortError
+from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.base import Capabilities, check_forward
-from specnb.lm.cache import size_of
 from specnb.lm.gguf import binding
-from specnb.lm.gguf import open as gguf_open
+from specnb.lm.gguf.binding import KV_TYPES
 from specnb.lm.gguf.engine import LlamaEngine, PlaneRecorder
-from specnb.lm.memory import gguf_parts
+from specnb.lm.preflight import Need, kv_bytes, require
 from specnb.lm.rollback import AUTO, GoesBack, Recompute, Rollback, check_options, choose
+from specnb.lm.zoo import gguf_parts, size_of
+from specnb.provenance import quota_cores
 
 if TYPE_CHECKING:
     from specnb.lm.gguf.tensors import Watch
-
 
 DEPTH = 16
 """Planes that are asked for. From about 20 on llama.cpp ends the process for LFM2 (its graph has no room for more)."""
 
 PREFERRED = ("snapshots", "fused", "checkpoint", "recompute")
 
-
-def planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
-    """How many planes to ask the context for (`n_rs_seq`). Raises InputError for an unknown way back or depth."""
-    if kind == "replay":
-        raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
-    check_options(kind, depth)
-    if kind not in (AUTO, "snapshots") or not gguf_open.recurrent(model):
-        return 0
-    if depth > DEPTH and (binding.metadata(model, "general.architecture") or "").startswith("lfm2"):
-        raise InputError(f"rollback_depth is {depth}, but llama.cpp fails on more than {DEPTH} for LFM2")
-    return min(depth, max(0, n_ubatch - 2))  # else a GGML_ASSERT ends the process
+DEFAULT_N_CTX = 4096
+LIMITS = {"n_ctx": 2**31 - 1024, "threads": 512, "gpu_layers": 2**31 - 1, "fixed_width": binding.MAX_BATCH}
+"""Of the options: positions and layers are 32-bit integers in llama.cpp, and far more threads crash it."""
 
 
 class GgufModel(GoesBack):
@@ -91,51 +85,58 @@ class GgufModel(GoesBack):
         """Open a GGUF file.
 
         `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available);
-        `kv` type of the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `fixed_width` pads every
-        shorter forward to that many tokens, so that all run the same kernels and plain decoding equals verification
-        bit for bit, at the price of T(fixed_width) a plain step (0: off); `rollback` how the state of a recurrent
-        model goes back (crop, snapshots, fused, checkpoint, recompute; "auto": the first that a probe finds exact),
-        and `rollback_depth` how many tokens of it llama.cpp keeps snapshots of; `watch` is shown what is computed.
+        `kv` type of the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `gpu_layers` layers on a GPU,
+        whose memory llama.cpp judges; `fixed_width` pads every shorter forward to that many tokens, so that all run
+        the same kernels and plain decoding equals verification bit for bit, at the price of T(fixed_width) a plain
+        step (0: off); `rollback` how the state of a recurrent model goes back (crop, snapshots, fused, checkpoint,
+        recompute; "auto": the first that a probe finds exact), and `rollback_depth` how many tokens of it llama.cpp
+        keeps snapshots of; `watch` is shown what is computed.
 
         Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
-        gguf_open.check_file(path)
-        if kv and kv not in gguf_open.KV_TYPES:
-            raise InputError(f"unknown kv type {kv!r}; known: {', '.join(gguf_open.KV_TYPES)}")
+        _check_file(path)
+        if kv and kv not in KV_TYPES:
+            raise InputError(f"unknown kv type {kv!r}; known: {', '.join(KV_TYPES)}")
         asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers, "fixed_width": fixed_width}
         for option, value in asked.items():
-            if not 0 <= value <= gguf_open.LIMITS[option]:
-                raise InputError(f"{option} is {value}: it must be 0 to {gguf_open.LIMITS[option]}")
-        if gpu_layers and not binding.library().api.llama_supports_gpu_offload():
+            if not 0 <= value <= LIMITS[option]:
+                raise InputError(f"{option} is {value}: it must be 0 to {LIMITS[option]}")
+        api = binding.library().api
+        if gpu_layers and not api.llama_supports_gpu_offload():
             raise InputError(f"gpu_layers is {gpu_layers}, but this llama.cpp is built without a GPU; use gpu_layers=0")
         name = name or path.name
-        weights = sum(size_of(part) for part in gguf_parts(path))
-        share = gguf_open.gpu_share(path, gpu_layers)
-        gguf_open.require_room(name, weights, 0, share)
-        api = binding.library().api
+        weights = 0 if gpu_layers else sum(size_of(part) for part in gguf_parts(path))
+        require(Need(weights), name=name)
         with ExitStack() as undo:
-            model = gguf_open.open_model(path, gpu_layers)
+            model = binding.open_model(path, gpu_layers)
             undo.callback(api.llama_model_free, model)
-            dtype = gguf_open.weight_type(model)
+            dtype = weight_type(model)
             kv = kv or ("f32" if dtype == "f32" else "f16")
-            n_ctx = n_ctx or min(api.llama_model_n_ctx_train(model), gguf_open.DEFAULT_N_CTX)
+            n_ctx = n_ctx or min(api.llama_model_n_ctx_train(model), DEFAULT_N_CTX)
             # padding lies beyond the context that the caller sees, so that the last forward is padded too
             room = n_ctx + fixed_width
-            recurrent = gguf_open.recurrent(model)
+            recurrent = is_recurrent(model)
             if fixed_width and recurrent:
                 raise InputError(f"{name} has recurrent layers: padding cannot be taken back, use fixed_width=0")
-            threads = threads or gguf_open.available_cores()
-            planes = planes_wanted(model, rollback, rollback_depth, min(gguf_open.MAX_BATCH, room))
+            threads = threads or available_cores()
+            planes = _planes_wanted(model, rollback, rollback_depth, min(binding.MAX_BATCH, room))
             try:
-                state = gguf_open.state_bytes(model, room, kv, planes)
-                gguf_open.require_room(name, weights, state, share, loaded=True)
+                require(Need(weights, state_bytes(model, room, kv, planes)), name=name)
             except MemoryShortError:
                 if rollback != AUTO or not planes:
                     raise
                 planes = 0  # another way back needs none
-                gguf_open.require_room(name, weights, gguf_open.state_bytes(model, room, kv), share, loaded=True)
-            context = gguf_open.open_context(model, room, kv, threads, flash_attention, planes, watch)
+                require(Need(weights, state_bytes(model, room, kv)), name=name)
+            context = binding.open_context(
+                model,
+                room,
+                kv,
+                threads,
+                flash_attention=flash_attention,
+                planes=planes,
+                callback=watch and watch.callback,
+            )
             undo.callback(api.llama_free, context)
             caps = Capabilities(
                 engine="llama.cpp",
@@ -158,18 +159,13 @@ class GgufModel(GoesBack):
             )
             opened = cls(model, context, name=name, caps=caps, fixed_width=fixed_width, watch=watch)
             undo.pop_all()
-        try:
-            opened._choose_rollback(rollback)
-        except BaseException:
-            opened.close()
-            raise
+            undo.callback(opened.close)
+            planes = api.llama_n_rs_seq(context)  # what became of those asked for
+            recorders = {"snapshots": partial(PlaneRecorder, opened._engine, planes)}
+            opened.rollback = choose(opened, opened._engine, recorders, rollback, PREFERRED)
+            opened.caps = replace(caps, rewind=opened.rollback.kind)
+            undo.pop_all()
         return opened
-
-    def _choose_rollback(self, kind: str) -> None:
-        planes = binding.library().api.llama_n_rs_seq(self._context)  # what became of those asked for
-        recorders = {"snapshots": partial(PlaneRecorder, self._engine, planes)}
-        self.rollback = choose(self, self._engine, recorders, kind, PREFERRED)
-        self.caps = replace(self.caps, rewind=self.rollback.kind)
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         self._require_open()
@@ -188,7 +184,7 @@ class GgufModel(GoesBack):
 
     def close(self) -> None:
         if self._engine is not None:
-            self._engine.close()  # llama.cpp would end the process on a freed context
+            self._engine.close()
         self._free()
         self._engine = self._context = self._model = None
 
@@ -203,3 +199,67 @@ def _free(batch: object, context: object, model: object, _watch: "Watch | None")
     api.llama_batch_free(batch)
     api.llama_free(context)
     api.llama_model_free(model)
+
+
+def _check_file(path: Path) -> None:
+    """Refuse what is no GGUF file, before llama.cpp sees it."""
+    if not path.is_file():
+        raise InputError(f"no such model file: {path}")
+    with path.open("rb") as f:
+        magic = f.read(4)
+    if magic != b"GGUF":
+        raise LoadError(f"{path} is not a GGUF file (it starts with {magic!r}): fetch or convert it again")
+
+
+def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
+    """How many planes to ask the context for (`n_rs_seq`). Raises InputError for an unknown way back or depth."""
+    if kind == "replay":
+        raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
+    check_options(kind, depth)
+    if kind not in (AUTO, "snapshots") or not is_recurrent(model):
+        return 0
+    if depth > DEPTH and (binding.metadata(model, "general.architecture") or "").startswith("lfm2"):
+        raise InputError(f"rollback_depth is {depth}, but llama.cpp fails on more than {DEPTH} for LFM2")
+    return min(depth, max(0, n_ubatch - 2))  # else a GGML_ASSERT ends the process
+
+
+def available_cores() -> int:
+    """Physical cores this process may use: more threads than that make verification slower."""
+    physical = psutil.cpu_count(logical=False) or 1
+    try:
+        allowed = len(psutil.Process().cpu_affinity())
+    except AttributeError:  # macOS has no affinity
+        allowed = physical
+    return max(1, min(physical, allowed, math.ceil(quota_cores() or physical)))
+
+
+def weight_type(model: object) -> str:
+    """The weight type as the header states it, by its name in FILE_TYPES."""
+    number = binding.metadata(model, "general.file_type") or ""
+    names = {str(v): k for k, v in binding.FILE_TYPES.items()}
+    return names.get(number, f"ftype{number}" if number else "unknown")
+
+
+def is_recurrent(model: object) -> bool:
+    """Whether some layers keep a recurrent state."""
+    api = binding.library().api
+    return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
+
+
+def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
+    """Bytes of the KV cache and of the recurrent states with their `planes`, each counted as if all layers had it."""
+    api = binding.library().api
+    n_layers, arch = api.llama_model_n_layer(model), binding.metadata(model, "general.architecture")
+    # of a recurrent state: inner size x state size a layer, in float32 whatever the weights are
+    sizes = [binding.metadata(model, f"{arch}.ssm.{key}") for key in ("inner_size", "state_size")]
+    size = (1 + planes) * n_layers * math.prod(int(size) for size in sizes) * 4 if all(sizes) else 0
+    heads, kv_heads = api.llama_model_n_head(model), api.llama_model_n_head_kv(model)
+    if heads < 1 or kv_heads < 1:
+        return size
+    return size + kv_bytes(
+        n_layers=n_layers,
+        n_kv_heads=kv_heads,
+        head_dim=api.llama_model_n_embd(model) // heads,
+        n_ctx=n_ctx,
+        bytes_per_value=KV_TYPES[kv][1],
+    )

@@ -19,7 +19,7 @@ import numpy as np
 
 from specnb.errors import LoadError
 from specnb.lm.gguf import binding
-from specnb.lm.memory import gguf_parts
+from specnb.lm.zoo import gguf_parts
 
 REMEDY = "install llama-cpp-python as requirements.txt does"
 WEIGHTS = 1

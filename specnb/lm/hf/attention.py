@@ -1,19 +1,26 @@
-"""Attention that gives a token the same bits whether it is fed alone or in a block.
+"""Attention that gives a token the same bits alone and in a block, and attention to the nodes of a tree.
 
 In bfloat16 on a CPU, torch's matrix products compute a row alike for any number of rows from two up; its attention
 kernel does not, and in a type with 8 bits of precision that moves logits by tenths and flips near-ties between
 plain decoding and verification. Here short blocks are cut into calls of a few query rows, each against
-the keys up to its own token, padded with masked entries, which add exact zeros, to a multiple of LANES. Tests compare
-the bits, benchmarks the price.
+the keys up to its own token, padded with masked entries, which add exact zeros, to a multiple of LANES.
+
+Of a tree's node a model is told the position, and which keys it sees; a model that takes positions from elsewhere (the
+index of a key, as ALiBi does, or the length of the cache), or looks back through a window over indices, would run
+without an error and be wrong. `why_no_trees` reads that off the configuration; `preflight.probe_trees` finds the rest.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from specnb.lm.tree import Tree
 
 NAME = "specnb_rows"
 LANES = 64
@@ -24,6 +31,8 @@ ROWS = 16
 """Rows of a call when there are tokens to fill them: more calls of 8 cost more, as do larger ones."""
 MAX_ROWS = 64
 """Longer blocks are prefill, which plain and speculative decoding do alike."""
+MASKED = ("eager", "sdpa", NAME)
+"""Attention implementations of transformers that add a mask of four dimensions to the scores as it is."""
 
 
 def rowwise_attention(
@@ -213,3 +222,27 @@ def use_rowwise(model: PreTrainedModel) -> bool:
     AttentionMaskInterface.register(NAME, rowwise_mask)
     model.set_attn_implementation(NAME)
     return config._attn_implementation == NAME  # some families keep their own
+
+
+def tree_mask(tree: Tree, held: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What is added to the scores of `tree`'s nodes behind `held` tokens, `(1, 1, T, held + T)`: 0 or -inf.
+
+    Never boolean: eager attention would add False and True as 0 and 1, and say nothing.
+    """
+    hidden = np.pad(~tree.seen, ((0, 0), (held, 0)))  # the whole past is seen
+    return _minus_infinity(torch.from_numpy(hidden), dtype)[None, None].to(device)
+
+
+def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
+    """What in this model, or its way back, stands against trees; "" if nothing that can be read off."""
+    config = model.config.get_text_config(decoder=True)
+    name, attention = type(model).__name__, config._attn_implementation
+    if rollback != "crop":
+        return f"nodes are dropped from a cache, and the way back of this model is {rollback}"
+    if not attends_to_all(config):
+        return f"{name} has layers that attend to a window of the past, which they count by index, not by depth"
+    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{name} takes the positions of tokens from their index in the cache, not from position_ids"
+    if attention not in MASKED:
+        return f"its attention ({attention}) takes no mask of a tree; {' and '.join(MASKED[:2])} do"
+    return ""

@@ -1,24 +1,147 @@
 """One forward of a transformers model over its state, and the state's copies: what `rollback` builds on.
 
-Several families run without an error and forget: their state has another argument, lives in the modules, or is
-ignored by forwards of more than one token (Mamba, Falcon-Mamba, Jamba). `preflight` looks for them.
+A cache keeps what can be dropped again, and is copied where it cannot. Several families run without an error and
+forget: their state has another argument, lives in the modules, or is ignored by forwards of more than one token
+(Mamba, Falcon-Mamba, Jamba). `preflight` looks for them.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from specnb.errors import LoadError
-from specnb.lm.hf.cache import SavedState, keep_entries, new_cache
-from specnb.lm.hf.tree import tree_mask
+from specnb.lm.hf.attention import LANES, tree_mask
 from specnb.lm.preflight import Steps
 from specnb.lm.tree import Tree
 
 PREFILL_WIDTH = 512
+FIRST_ROOM = 256
 ARGUMENTS = ("past_key_values", "cache_params")
+
+
+class KeptPastLayer(DynamicLayer):
+    """KV of one layer, `(batch, kv_heads, length, head_dim)`, in a buffer that doubles when it is full.
+
+    transformers' own layer copies the whole cache at every step (torch.cat); here a step writes its new rows in
+    place, and a crop only moves the end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._length = 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self._length + key_states.shape[-2]
+        if self.keys.numel() == 0 or end > self.keys.shape[-2]:
+            self.keys = self._grown(self.keys, key_states, end)
+            self.values = self._grown(self.values, value_states, end)
+        self.keys[:, :, self._length : end] = key_states
+        self.values[:, :, self._length : end] = value_states
+        self._length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _grown(self, old: torch.Tensor, new: torch.Tensor, end: int) -> torch.Tensor:
+        batch, heads, _, dim = new.shape
+        room = new.new_zeros(batch, heads, max(FIRST_ROOM, -(-2 * end // LANES) * LANES), dim)
+        if self._length:
+            room[:, :, : self._length] = old[:, :, : self._length]
+        return room
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def keep(self, length: int) -> None:
+        """Forget what lies behind the first `length` positions."""
+        self._length = min(self._length, length)
+
+    def gather(self, start: int, nodes: Sequence[int]) -> None:
+        """Of the positions from `start` on keep these, counted from there, in this order and in place."""
+        end = start + len(nodes)
+        stay = next((at for at, node in enumerate(nodes) if at != node), len(nodes))
+        if stay < len(nodes):  # those before lie where they should
+            rows = _rows(start, tuple(nodes[stay:]), self.keys.device)
+            for held in (self.keys, self.values):
+                held[:, :, start + stay : end] = held.index_select(2, rows)
+        self._length = end
+
+
+@lru_cache(maxsize=1)
+def _rows(start: int, nodes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Positions of nodes behind `start`; every layer of a cache asks for the same ones in turn."""
+    return torch.tensor([start + node for node in nodes], device=device)
+
+
+CROPPABLE = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Layers of transformers whose entries KeptPastLayer keeps: each position has its own."""
+
+
+def new_cache(model: PreTrainedModel) -> Cache:
+    """An empty cache for `model`; sliding windows keep every position, for their masks, not the cache, forget."""
+    layers = DynamicCache(config=model.config).layers
+    return Cache(layers=[KeptPastLayer() if type(layer) in CROPPABLE else layer for layer in layers])
+
+
+def uncroppable(model: PreTrainedModel) -> str:
+    """What in the state of this model cannot go back by dropping entries; "" when all can."""
+    if getattr(model, "_is_stateful", False):
+        return f"{type(model).__name__} has recurrent layers, whose state keeps no past to go back to"
+    other = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers if type(layer) not in CROPPABLE}
+    return f"its cache holds {', '.join(sorted(other))}, which cannot be cropped exactly" if other else ""
+
+
+def recurrent_layers(cache: Cache) -> Iterator[tuple[int, LinearAttentionCacheLayerMixin]]:
+    """The layers with a recurrent or convolutional state that was written, by index."""
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.has_previous_state.values()):
+            yield index, layer
+
+
+def trim_window(layer: LinearAttentionCacheLayerMixin) -> None:
+    """Stop recording the past of a layer, and cut its convolution's window to the width it needs."""
+    LinearAttentionCacheLayerMixin.crop(layer, 0)
+    layer.record_past = False
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Copies of all recurrent states after `n_tokens` tokens, by layer: `(conv states, recurrent states)`.
+
+    Convolutional windows are `(batch, channels, kernel)`; recurrent states as the family keeps them.
+    """
+
+    n_tokens: int
+    layers: dict[int, tuple[dict[int, torch.Tensor | None], dict[int, torch.Tensor | None]]]
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (t for conv, states in self.layers.values() for t in (*conv.values(), *states.values()))
+        return sum(t.nbytes for t in tensors if t is not None)
+
+    @classmethod
+    def of(cls, cache: Cache, n_tokens: int) -> "SavedState":
+        return cls(
+            n_tokens, {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in recurrent_layers(cache)}
+        )
+
+    def put_back(self, cache: Cache) -> None:
+        """Overwrite the recurrent states of `cache`, which must have been written since. Attention is not touched."""
+        for index, (conv, states) in self.layers.items():
+            layer = cache.layers[index]
+            layer.conv_states = _copies(conv)
+            layer.recurrent_states = _copies(states)
+
+
+def _copies(states: dict[int, torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+    return {i: None if state is None else state.clone() for i, state in states.items()}
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -49,12 +172,10 @@ class TorchEngine:
         self.device = next(model.parameters()).device
         self.held = 0
         self.cache: Cache = new_cache(model)
-        self.listening = True
-        """False while forwards run that are not this state's: recorders keep nothing of them."""
         self.n_feeds = 0
         """Calls of `feed` and `feed_tree` so far; one may run the model more than once."""
         self.feeding = False
-        """True while the model runs to extend this state, and for nobody else."""
+        """True while the model runs to extend this state, and for nobody else: recorders keep nothing of other runs."""
         self.steps: Steps = "blocks"
         """Whether tokens are fed one by one, and from when on (`preflight.steps_needed`)."""
         self._last, self._doubled = last_position, doubled
@@ -135,7 +256,11 @@ class TorchEngine:
 
     def keep(self, n: int) -> bool:
         """The attention entries of the first `n` tokens only, however far each layer got. True: that never fails."""
-        keep_entries(self.cache, n)
+        for layer in self.cache.layers:
+            if isinstance(layer, KeptPastLayer):
+                layer.keep(n)
+            elif isinstance(layer, DynamicLayer) and layer.is_initialized:  # attention beside a recurrence (Falcon-H1)
+                layer.keys, layer.values = layer.keys[:, :, :n], layer.values[:, :, :n]
         self.held = n
         return True
 
@@ -154,30 +279,22 @@ class TorchEngine:
         """As `HfModel.locate_nonfinite`."""
         names: list[str] = []
 
-        def watch(name: str):
-            def hook(_module: torch.nn.Module, _inputs: object, output: object) -> None:
-                first = output[0] if isinstance(output, tuple) and output else output
-                if not names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
-                    names.append(name)
+        def hook(name: str, _module: torch.nn.Module, _inputs: object, output: object) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if not names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
+                names.append(name)
 
-            return hook
-
-        hooks = [module.register_forward_hook(watch(name)) for name, module in self.model.named_modules() if name]
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if name:
+                    hooks.enter_context(module.register_forward_hook(partial(hook, name)))
             self.run_apart(ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return names[0] if names else ""
 
     @torch.inference_mode()
     def run_apart(self, ids: Sequence[int]) -> None:
         """Run the model on `ids` from scratch, for the hooks in it; the state is left alone."""
-        self.listening = False
-        try:
-            positions = torch.arange(len(ids), device=self.device)[None]
-            tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
-            state = {self._state_argument: new_cache(self.model)}
-            self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
-        finally:
-            self.listening = True
+        positions = torch.arange(len(ids), device=self.device)[None]
+        tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
+        state = {self._state_argument: new_cache(self.model)}
+        self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)

@@ -8,10 +8,11 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import pre_tokenizers
@@ -29,16 +30,13 @@ from transformers.utils import logging as hf_logging
 
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.io import file_digest
-from specnb.lm.cache import expanded, made_once, need_space
 from specnb.lm.gguf import binding
-from specnb.lm.memory import Need, kv_bytes, require
+from specnb.lm.preflight import Need, kv_bytes, require
 from specnb.lm.vocab import Vocabulary
+from specnb.lm.zoo import expanded, made_once, need_space
 from specnb.paths import cache_dir
 
 DEFAULT_N_CTX = 4096
-MAX_LAYERS = 10_000
-"""A config may ask for any number, and each takes a while to count, even without memory."""
-
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Pre-tokenizers (`tokenizer.ggml.pre`) that part every digit first; transformers 5.23 converts them without that."""
 
@@ -56,56 +54,45 @@ PROBES = (
     "<|im_start|>user\nhi<|im_end|>",
 )
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def local_or_hub(source: Path | str) -> str:
     """A folder to load from (a GGUF is dequantised into one), or a hub id left as it is."""
-    if not str(source).strip():
+    name, path = str(source), expanded(source)
+    if not name.strip():
         raise InputError("the model name is empty: give a folder, hf:ORG/NAME or a .gguf file")
-    path = expanded(source)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"no such model file: {path}")
         return str(dequantised(path))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise InputError(f"{path} is not a model folder: it has no config.json")
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InputError(f"{path} is not a model folder: it has no config.json")
         return str(path)
-    if str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"no such model folder: {path}")
-    return str(source)
+    return name
 
 
 def load(
     source: str, *, dtype: torch.dtype, device: str, n_ctx: int, revision: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Check the memory, then load weights and tokenizer. A folder without a tokenizer gives None for it."""
+    # a repository's own code is never run: without the refusal transformers asks at the keyboard
+    options = {"pretrained_model_name_or_path": source, "revision": revision, "trust_remote_code": False}
+    folder = Path(source)
     try:
-        # a repository's own code is never run: without the refusal transformers asks at the keyboard
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(**options)
         _check_memory(config, dtype, device, n_ctx, source)
         with quiet():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=dtype,
-                revision=revision,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are in the report
-            )
-        refuse_missing(source, report)
-        return model.to(device), _tokenizer(source, revision)
+            model = _checked_model(source, dtype=dtype, **options)
+        if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+            return model.to(device), None
+        return model.to(device), AutoTokenizer.from_pretrained(**options)
     except Exception as error:
         raise load_error(source, error) from error
-
-
-def _tokenizer(source: str, revision: str) -> PreTrainedTokenizerBase | None:
-    folder = Path(source)
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-    if folder.is_dir() and not any((folder / name).exists() for name in names):
-        return None
-    return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
 
 
 def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
@@ -119,8 +106,6 @@ def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
 def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str) -> None:
     """Count parameters on the meta device (no memory), then ask for weights + state + margin."""
     text = config.get_text_config(decoder=True)
-    if getattr(text, "num_hidden_layers", 1) > MAX_LAYERS:
-        raise LoadError(f"{name}: its config.json asks for {text.num_hidden_layers} layers, more than {MAX_LAYERS}")
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     width = torch.finfo(dtype).bits // 8
@@ -144,12 +129,12 @@ def vocabulary(
     Without a tokenizer the pieces are placeholders that name the id.
     """
     eog = _ids(getattr(generation, "eos_token_id", None)) | _ids(getattr(config, "eos_token_id", None))
-    if tokenizer is None:
-        return Vocabulary(tuple(b"<%d>" % i for i in range(config.vocab_size)), kind="none", eog=frozenset(eog))
-    state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
-    added = dict(tokenizer.added_tokens_decoder.items())
-    to_bytes = _piece_reader(state)
     size = config.vocab_size  # the width of the logits; a tokenizer may know fewer ids, or more
+    if tokenizer is None:
+        return Vocabulary(tuple(b"<%d>" % i for i in range(size)), kind="none", eog=frozenset(eog))
+    state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
+    added = tokenizer.added_tokens_decoder
+    to_bytes = _piece_reader(state)
     names = tokenizer.convert_ids_to_tokens(list(range(size)))  # None for ids that it does not know
     pieces = [
         str(added[i]).encode() if i in added else to_bytes(name) if name is not None else b""
@@ -173,27 +158,32 @@ def _ids(value: int | list[int] | None) -> set[int]:
     return set() if value is None else set(value) if isinstance(value, list) else {value}
 
 
-def _piece_reader(state: dict):
+def _piece_reader(state: dict) -> Callable[[str], bytes]:
     """How the tokenizer's written pieces become bytes: byte-level BPE's alphabet, or sentencepiece's marks."""
-    if "ByteLevel" in json.dumps([state.get("decoder"), state.get("pre_tokenizer")]):
-        alphabet = {c: b for b, c in bytes_to_unicode().items()}
-        return lambda name: bytes(alphabet[c] for c in name) if all(c in alphabet for c in name) else name.encode()
+    alphabet = {c: b for b, c in bytes_to_unicode().items()}
+
+    def byte_level(name: str) -> bytes:
+        return bytes(alphabet[c] for c in name) if all(c in alphabet for c in name) else name.encode()
 
     def sentencepiece(name: str) -> bytes:
         if BYTE_PIECE.fullmatch(name):
             return bytes([int(name[3:5], 16)])
         return name.replace("\u2581", " ").encode()
 
-    return sentencepiece
+    steps = json.dumps([state.get("decoder"), state.get("pre_tokenizer")])
+    return byte_level if "ByteLevel" in steps else sentencepiece
 
 
 def dequantised(gguf: Path) -> Path:
     """Cached folder with the float32 weights and the tokenizer of a GGUF file; made on first use."""
-    made_by = f"{CONVERSION}-{version('transformers')}" + ("" if _llama_here() else "-without-llama")
+    try:
+        with_llama = bool(binding.library())
+    except LoadError:  # the weights need no llama.cpp
+        with_llama = False
+    made_by = f"{CONVERSION}-{version('transformers')}" + ("" if with_llama else "-without-llama")
     folder = cache_dir() / "dequantised" / f"{gguf.stem}-{file_digest(gguf)[:16]}-{made_by}"
-    made_once(folder, lambda partial: _dequantise(gguf, partial), n_bytes=0)
-    note = folder / NOTE
-    if differs := json.loads(note.read_text(encoding="utf-8"))["tokenizer_differs_on"]:
+    made_once(folder, lambda partial: _dequantise(gguf, partial, with_llama), n_bytes=0)
+    if differs := json.loads((folder / NOTE).read_text(encoding="utf-8"))["tokenizer_differs_on"]:
         warnings.warn(
             f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp: the engines will "
             "see different prompts; pass token ids to compare them",
@@ -202,46 +192,27 @@ def dequantised(gguf: Path) -> Path:
     return folder
 
 
-def _llama_here() -> bool:
-    try:
-        binding.library()
-    except LoadError:
-        return False
-    return True
+def _dequantise(gguf: Path, folder: Path, with_llama: bool) -> None:
+    from gguf import GGUFReader
 
-
-def _dequantise(gguf: Path, folder: Path) -> None:
     try:
-        _check_room(gguf)
+        n = sum(math.prod(int(d) for d in tensor.shape) for tensor in GGUFReader(gguf).tensors)
+        require(Need(8 * n), name=f"{gguf.name} as float32")  # twice while they are written
+        need_space(cache_dir(), 4 * n)
+        source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
         with quiet():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                gguf.parent,
-                gguf_file=gguf.name,
-                dtype=torch.float32,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are in the report
-            )
-            refuse_missing(str(gguf), report)
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            model = _checked_model(str(gguf), dtype=torch.float32, **source)
+            tokenizer = AutoTokenizer.from_pretrained(**source)
             # The tensors are plain float32 now; transformers refuses to save a model that says it is quantised.
             model.hf_quantizer, model.is_quantized = None, False
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config
-            differs = _complete(gguf, model, tokenizer) if _llama_here() else []
+            differs = _complete(gguf, model, tokenizer) if with_llama else []
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     except Exception as error:
         raise load_error(str(gguf), error) from error
     (folder / NOTE).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
-
-
-def _check_room(gguf: Path) -> None:
-    """Memory for the float32 weights, twice while they are written, and disk for them."""
-    from gguf import GGUFReader
-
-    n = sum(math.prod(int(d) for d in tensor.shape) for tensor in GGUFReader(gguf).tensors)
-    require(Need(8 * n, 0), device="cpu", name=f"{gguf.name} as float32")
-    need_space(cache_dir(), 4 * n)
 
 
 def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -260,17 +231,22 @@ def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizer
         return [t for t in texts if binding.tokenize(header, t, special=True) != tokenizer(t).input_ids]
 
 
-def refuse_missing(source: str, report: Mapping[str, Collection[str]]) -> None:
-    """Refuse weights that the files do not hold: transformers would leave them random and go on.
+def _checked_model(name: str, **options: Any) -> PreTrainedModel:
+    """`from_pretrained`, but for weights that the files do not hold: transformers would leave them random and go on.
 
-    `report` is `from_pretrained`'s loading info. Raises LoadError naming the first of them.
+    Raises LoadError naming the first of them.
     """
-    missing = sorted(report["missing_keys"]) + sorted(name for name, *_shapes in report["mismatched_keys"])
+    # mismatched sizes are in the report
+    model, report = AutoModelForCausalLM.from_pretrained(
+        **options, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    missing = sorted(report["missing_keys"]) + sorted(key for key, *_shapes in report["mismatched_keys"])
     if missing:
         raise LoadError(
-            f"{source!r} lacks {len(missing)} of the model's weights in the shape of its config (the first: "
+            f"{name!r} lacks {len(missing)} of the model's weights in the shape of its config (the first: "
             f"{missing[0]}): the download is incomplete, or config.json belongs to another model"
         )
+    return model
 
 
 def load_error(source: str, error: Exception) -> Exception:

@@ -34,19 +34,20 @@ def final_norm(net: PreTrainedModel) -> nn.Module:
 def pre_norm_states(net: PreTrainedModel) -> Iterator[list[Tensor]]:
     """A list that gets, of each forward inside the block, the states before the final norm, `(rows, n, hidden)`."""
     caught: list[Tensor] = []
-    hook = final_norm(net).register_forward_pre_hook(lambda _norm, inputs: caught.append(inputs[0]))
-    try:
+    with final_norm(net).register_forward_pre_hook(lambda _norm, inputs: caught.append(inputs[0])):
         yield caught
-    finally:
-        hook.remove()
 
 
-class Rows(NamedTuple):
+class HiddenRows(NamedTuple):
     """What one run of the norm saw, for the positions from `start` on: `pre` and `post` are `(n, hidden)`."""
 
     start: int
     pre: Tensor
     post: Tensor
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.pre)
 
 
 class HiddenStates:
@@ -57,7 +58,7 @@ class HiddenStates:
 
     def __init__(self, engine: TorchEngine, model: LanguageModel) -> None:
         self._engine, self._model = engine, model
-        self._rows: list[Rows] = []
+        self._rows: list[HiddenRows] = []
         self._feed = engine.n_feeds
         norm = final_norm(engine.model)
         _require_before_head(engine, norm)
@@ -73,28 +74,21 @@ class HiddenStates:
         check_settled(self._model, self._model.unsettled)
         n_past = self._model.n_past
         # rows behind the state are of tokens that were taken back, or of the second of a doubled step
-        for start, pre, post in reversed(self._rows) if position < n_past else ():
-            if start <= position < start + len(pre):
-                return pre[position - start], post[position - start]
+        for rows in reversed(self._rows) if position < n_past else ():
+            if rows.start <= position < rows.end:
+                return rows.pre[position - rows.start], rows.post[position - rows.start]
+        spans = ", ".join(f"{rows.start} to {rows.end - 1}" for rows in self._rows)
         raise StateError(
             f"no hidden state is held for position {position} of {self._model.name}: its state has {n_past} tokens, "
-            f"and of the last forward since watch_hidden are held {self._spans() or 'none'}; feed the token again"
+            f"and of the last forward since watch_hidden are held {spans or 'none'}; feed the token again"
         )
-
-    @property
-    def last_position(self) -> int:
-        """The last position that `at` knows. Raises StateError where it knows none."""
-        n_past = self._model.n_past
-        last = max((min(start + len(pre), n_past) for start, pre, _ in self._rows), default=0) - 1
-        self.at(last)
-        return last
 
     def keep_path(self, nodes: Sequence[int]) -> None:
         """Of the rows of the last forward, which were those of a tree's nodes, keep these, in their order."""
         if self._rows:  # else nobody listened yet
             start, pre, post = self._rows[-1]
             kept = torch.tensor(nodes, dtype=torch.long, device=pre.device)
-            self._rows = [Rows(start, pre[kept], post[kept])]
+            self._rows = [HiddenRows(start, pre[kept], post[kept])]
 
     def close(self) -> None:
         """Listen no more."""
@@ -107,27 +101,20 @@ class HiddenStates:
         if self._engine.n_feeds != self._feed:
             self._feed = self._engine.n_feeds
             self._rows.clear()
-        self._rows.append(Rows(self._engine.held, inputs[0][0], output[0]))
+        self._rows.append(HiddenRows(self._engine.held, inputs[0][0], output[0]))
         while sum(len(rows.pre) for rows in self._rows[1:]) >= PREFILL_WIDTH:
             del self._rows[0]
-
-    def _spans(self) -> str:
-        return ", ".join(f"{start} to {start + len(pre) - 1}" for start, pre, _ in self._rows)
 
 
 def _require_before_head(engine: TorchEngine, norm: nn.Module) -> None:
     """Refuse a norm whose output is not what lm_head is fed: the only norm of some decoders is that of embeddings."""
     seen: dict[str, Tensor] = {}
     head = engine.model.get_output_embeddings()
-    hooks = (
+    with (
         norm.register_forward_hook(lambda _norm, _inputs, output: seen.update(normed=output)),
         head.register_forward_pre_hook(lambda _head, inputs: seen.update(fed=inputs[0])),
-    )
-    try:
+    ):
         engine.run_apart([0])
-    finally:
-        for hook in hooks:
-            hook.remove()
     same = len(seen) == 2 and seen["normed"].shape == seen["fed"].shape
     if not same or not torch.allclose(seen["normed"], seen["fed"], rtol=0, atol=0, equal_nan=True):
         raise InputError(

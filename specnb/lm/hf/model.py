@@ -5,13 +5,13 @@ the cache, forgets); recurrent states go back by one of the strategies of `rollb
 passed; several model families count from 0 when they are not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
-from functools import partial
+from dataclasses import fields, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 from weakref import ref
 
 import numpy as np
@@ -21,22 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specnb.errors import EngineError, InputError, SpecnbError
 from specnb.lm.base import Capabilities, check_forward, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
-from specnb.lm.hf.attention import MAX_ROWS, use_rowwise
-from specnb.lm.hf.cache import uncroppable
-from specnb.lm.hf.engine import TorchEngine, doubtful
-from specnb.lm.hf.tree import ProbedLater, probe_trees, why_no_trees
-from specnb.lm.memory import Need, require
-from specnb.lm.preflight import same_bits, steps_needed
-from specnb.lm.rollback import (
-    AUTO,
-    DEPTH,
-    Crop,
-    GoesBack,
-    Recompute,
-    Rollback,
-    check_options,
-    choose,
-)
+from specnb.lm.hf.attention import MAX_ROWS, use_rowwise, why_no_trees
+from specnb.lm.hf.engine import TorchEngine, doubtful, uncroppable
+from specnb.lm.preflight import Need, probe_trees, require, same_bits, steps_needed
+from specnb.lm.rollback import AUTO, DEPTH, Crop, GoesBack, Recompute, Rollback, check_options, choose
 from specnb.lm.tree import Tree
 
 if TYPE_CHECKING:
@@ -93,18 +81,18 @@ class HfModel(GoesBack):
             details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
         )
         with hf_files.quiet():  # the first forwards tell once a process which fast kernels are not installed
-            self._engine.steps = steps_needed(self) if doubtful(model) else "blocks"
-            steps = self._engine.steps
-            self.rollback = _choose_rollback(self, self._engine, rollback, rollback_depth)
+            steps = self._engine.steps = steps_needed(self) if doubtful(model) else "blocks"
+            self.rollback = self._chosen_rollback(rollback, rollback_depth)
+        no_trees = why_no_trees(model, self.rollback.kind)
         self.caps = replace(
             self.caps,
             rewind=self.rollback.kind,
             details=self.caps.details | ({"steps": STEPS[steps]} if steps in STEPS else {}),
             same_bits_up_to=MAX_ROWS if rowwise and same_bits(self) else 0,
+            trees=not no_trees,
+            trees_reason=no_trees,
         )
-        reason = why_no_trees(model, self.rollback.kind)
-        self.caps = replace(self.caps, trees=not reason, trees_reason=reason)
-        if not reason:
+        if not no_trees:
             me = ref(self)  # capabilities go into records, which are not to keep a model in memory
             self.caps = ProbedLater.of(self.caps, lambda caps: _probe_apart(me(), caps))
 
@@ -128,7 +116,7 @@ class HfModel(GoesBack):
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the
         model's own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process);
         `exact` makes bfloat16 and float16 on a CPU give a token the same logits at every width (see
-        `hf_attention`; false: transformers' own attention, a little faster); `rollback` how the state of a recurrent
+        `lm.hf.attention`; false: transformers' own attention, a little faster); `rollback` how the state of a recurrent
         model goes back (crop, replay, snapshots, checkpoint, fused, recompute; "auto": the first that a probe finds
         exact), and `rollback_depth` over how many tokens replay and snapshots record (the others have no use for it).
 
@@ -136,8 +124,6 @@ class HfModel(GoesBack):
         """
         if dtype not in DTYPES:
             raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise InputError(f"device {device!r} was asked for, but torch sees no CUDA device; use device=cpu")
         if threads < 0 or n_ctx < 0:
             raise InputError(f"threads and n_ctx must be 0 or more, got {threads} and {n_ctx}")
         if threads:
@@ -213,18 +199,15 @@ class HfModel(GoesBack):
     def _or_back_to(self, n: int, action: str) -> Iterator[None]:
         """When the block fails or is interrupted, some layers longer than others: the state of the first `n` tokens.
 
-        A failure that is not ours becomes an EngineError.
+        A failure of torch becomes an EngineError.
         """
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self._go_back(n)
-            if isinstance(error, SpecnbError):
+            if isinstance(error, SpecnbError) or not isinstance(error, Exception):
                 raise
             raise EngineError(f"torch failed on {action} of {self.name} at position {n}: {error}") from error
-        except BaseException:
-            self._go_back(n)
-            raise
 
     def _go_back(self, n: int) -> None:
         self.unsettled = None
@@ -253,6 +236,48 @@ class HfModel(GoesBack):
         self._require_open()
         return self._engine.first_nonfinite(ids)
 
+    def _chosen_rollback(self, kind: str, depth: int) -> Rollback:
+        """The way back `kind`, or with "auto" the first that is exact. Raises as `rollback.choose`."""
+        check_options(kind, depth)
+        recorders = {}
+        if kind != AUTO or self.caps.rewind_reason:
+            from specnb.lm.hf.record import ActivationRecorder, StateRecorder
+
+            recorders = {
+                "replay": partial(ActivationRecorder, self._engine, depth),
+                "snapshots": partial(StateRecorder, self._engine, depth),
+            }
+        return choose(self, self._engine, recorders, kind, PREFERRED, afford=partial(self._require_room, depth))
+
+    def _require_room(self, depth: int, kind: str) -> None:
+        """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""
+        self.forward([0])
+        states = {"snapshots": 1 + depth, "recompute": 0}.get(kind, 1)
+        need = Need(0, states * self._engine.save().nbytes)
+        self.reset()
+        require(need, device=self.caps.device, name=f"what rollback={kind} keeps of {self.name}")
+
+
+class ProbedLater(Capabilities):
+    """Capabilities whose `trees` and `trees_reason` are found at the first look at either: most users look at none."""
+
+    @classmethod
+    def of(cls, caps: Capabilities, probe: Callable[[Capabilities], str]) -> Self:
+        """`caps`, which allow trees, but that `probe` is asked once what stands against them, "" if nothing."""
+        probed = cls(**{field.name: getattr(caps, field.name) for field in fields(caps)})
+        for name in ("trees", "trees_reason"):
+            del probed.__dict__[name]  # where the values below are then kept
+        probed.__dict__["_ask"] = lambda: probe(caps)
+        return probed
+
+    @cached_property
+    def trees_reason(self) -> str:
+        return self._ask()
+
+    @cached_property
+    def trees(self) -> bool:
+        return not self.trees_reason
+
 
 def _probe_apart(model: HfModel | None, caps: Capabilities) -> str:
     """`probe_trees` of a model that is said to have `caps`, in a state of its own: the look may come amid a text."""
@@ -262,26 +287,3 @@ def _probe_apart(model: HfModel | None, caps: Capabilities) -> str:
     engine.clear()
     twin._engine, twin.rollback, twin._hidden, twin.unsettled, twin.caps = engine, Crop(engine), None, None, caps
     return probe_trees(twin)
-
-
-def _choose_rollback(model: HfModel, engine: TorchEngine, kind: str, depth: int) -> Rollback:
-    """The way back `kind` for `model`, or with "auto" the first that is exact. Raises as `rollback.choose`."""
-    check_options(kind, depth)
-    recorders = {}
-    if kind != AUTO or model.caps.rewind_reason:
-        from specnb.lm.hf.record import ActivationRecorder, StateRecorder
-
-        recorders = {
-            "replay": partial(ActivationRecorder, engine, depth),
-            "snapshots": partial(StateRecorder, engine, depth),
-        }
-    return choose(model, engine, recorders, kind, PREFERRED, afford=partial(_require_room, model, engine, depth))
-
-
-def _require_room(model: HfModel, engine: TorchEngine, depth: int, kind: str) -> None:
-    """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""
-    model.forward([0])
-    states = {"snapshots": 1 + depth, "recompute": 0}.get(kind, 1)
-    need = Need(0, states * engine.save().nbytes)
-    model.reset()
-    require(need, device=model.caps.device, name=f"what rollback={kind} keeps of {model.name}")

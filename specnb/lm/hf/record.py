@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specnb.errors import InputError
-from specnb.lm.hf.cache import SavedState, recurrent_layers, trim_window
-from specnb.lm.hf.engine import TorchEngine
+from specnb.lm.hf.engine import SavedState, TorchEngine, recurrent_layers, trim_window
 
 DELTA_RULES = {
     "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
@@ -50,8 +49,8 @@ class ScanInputs(NamedTuple):
 class TorchRecorder:
     """The bookkeeping of both: the state at the border, the windows, and how many tokens were recorded since.
 
-    `depth` bounds what is recorded. A subclass has `_install`, which changes the mixers; `_recorded`, all tensors kept;
-    `_forget_from(kept)`, and `_state_at(index, base, kept)`: the state of a layer after the first `kept` tokens.
+    A subclass has `_install`, which changes the mixers; `_recorded`, all tensors kept; `_forget_from(kept)`, and
+    `_state_at(index, base, kept)`: the state of a layer after the first `kept` tokens.
     """
 
     spans_forwards = True
@@ -59,7 +58,8 @@ class TorchRecorder:
     def __init__(self, engine: TorchEngine, depth: int) -> None:
         self.depth = depth
         self._engine = engine
-        self._base: SavedState | None = None
+        self.base: SavedState | None = None
+        """The state that recording began with."""
         self._mixers = {module.layer_idx: module for module in engine.model.modules() if _writes_state(module)}
         if any("forward" in vars(mixer) for mixer in self._mixers.values()):
             raise InputError("this torch model is listened to already: close the other model that runs it, or copy it")
@@ -67,50 +67,42 @@ class TorchRecorder:
 
     @property
     def recording(self) -> bool:
-        return self._base is not None and self._engine.listening
-
-    @property
-    def base(self) -> SavedState | None:
-        """The state that recording began with."""
-        return self._base
+        return self.base is not None and self._engine.feeding
 
     @property
     def reach(self) -> int:
-        return self._engine.held - self._base.n_tokens if self._base else 0
+        return self._engine.held - self.base.n_tokens if self.base else 0
 
     @property
     def nbytes(self) -> int:
-        if self._base is None:
+        """Of the state at the border, what was recorded since, and the columns that entered the convolutions."""
+        if self.base is None:
             return 0
-        return self._base.nbytes + sum(t.nbytes for t in self._recorded()) + self._window_bytes()
-
-    def _window_bytes(self) -> int:
-        """Of the columns that entered the convolutions since."""
-        wider = 0
+        size = self.base.nbytes + sum(tensor.nbytes for tensor in self._recorded())
         for index, layer in recurrent_layers(self._engine.cache):
             for i, window in layer.conv_states.items():
                 if window is not None:
-                    wider += window.nbytes - self._base.layers[index][0][i].nbytes
-        return wider
+                    size += window.nbytes - self.base.layers[index][0][i].nbytes
+        return size
 
     def begin(self) -> None:
         self.stop()
         for _, layer in recurrent_layers(self._engine.cache):
             layer.record_past = True
-        self._base = self._engine.save()
+        self.base = self._engine.save()
 
     def stop(self) -> None:
         for _, layer in recurrent_layers(self._engine.cache):
             if layer.record_past:
                 trim_window(layer)
-        self._base = None
+        self.base = None
         self._forget_from(0)
 
     @torch.inference_mode()
     def take_back(self, n: int) -> None:
         kept = self.reach - n
         for index, layer in recurrent_layers(self._engine.cache):
-            conv, states = self._base.layers[index]
+            conv, states = self.base.layers[index]
             for i, window in layer.conv_states.items():
                 if window is not None:
                     layer.conv_states[i] = window[..., : conv[i].shape[-1] + kept]
@@ -171,9 +163,8 @@ class ActivationRecorder(TorchRecorder):
 
         def heard_step(state, x, dt, A, B, *rest, **options):
             if self.recording:  # here dt comes repeated along the head
-                self._inputs[index].append(
-                    ScanInputs(x[:, None].clone(), dt[:, None, :, 0].clone(), B[:, None].clone())
-                )
+                inputs = (x[:, None], dt[:, None, :, 0], B[:, None])
+                self._inputs[index].append(ScanInputs(*(tensor.clone() for tensor in inputs)))
             return run_step(state, x, dt, A, B, *rest, **options)
 
         def replay(state: torch.Tensor, inputs: ScanInputs) -> torch.Tensor:
@@ -244,10 +235,10 @@ def _names(mixer: torch.nn.Module) -> tuple[str, ...]:
 def _recurrence(mixer: torch.nn.Module) -> str:
     """The name of its recurrence for blocks; "" for a mixer that only convolves. Raises InputError for an unknown."""
     names = _names(mixer)
-    known = [block for block in DELTA_RULES | SCANS if block in names]
+    known = next((block for block in DELTA_RULES | SCANS if block in names), "")
     if not known and "update_recurrent_state" in names:
         raise InputError(f"{type(mixer).__name__} has no recurrence that can be replayed: use rollback=snapshots")
-    return known[0] if known else ""
+    return known
 
 
 def _writes_state(module: torch.nn.Module) -> bool:

@@ -1,0 +1,86 @@
+"""Memory is counted before a model is loaded: the numbers are right, and a refusal carries all of them."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from specnb.errors import InputError, MemoryShortError
+from specnb.lm import preflight
+from specnb.lm.preflight import Need, free_bytes, human_bytes, kv_bytes, require
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def test_what_a_model_needs_is_weights_state_and_a_margin():
+    # SmolLM2-135M: 30 layers, 3 key/value heads of 64; a position is 2 * 30 * 3 * 64 values
+    assert kv_bytes(30, 3, 64, 2048, 2) == 2 * 30 * 3 * 64 * 2048 * 2
+    assert Need(GIB).total == GIB + 256 * MIB
+    assert Need(100 * GIB).margin_bytes == 5 * GIB
+    assert Need(100 * GIB, 1, 0).total == 100 * GIB + 1
+
+
+def test_what_does_not_fit_is_refused_with_every_number(monkeypatch):
+    need = Need(3 * GIB, GIB, 512 * MIB)
+    monkeypatch.setattr(preflight, "free_bytes", lambda device: need.total)
+    require(need, name="draft.gguf")
+    monkeypatch.setattr(preflight, "free_bytes", lambda device: 2 * GIB)
+    with pytest.raises(MemoryShortError) as caught:
+        require(need, name="draft.gguf")
+    for part in ("draft.gguf", "cpu", "4.50 GiB", "3.00 GiB", "1.00 GiB", "512.0 MiB", "2.00 GiB", "2.50 GiB"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 B"), (812, "812 B"), (1024, "1.0 KiB"), (256 * MIB, "256.0 MiB"), (3 * GIB, "3.00 GiB")],
+)
+def test_bytes_are_written_for_people(n_bytes, text):
+    assert human_bytes(n_bytes) == text
+
+
+def group(folder: Path, **files: object) -> Path:
+    folder.mkdir(parents=True)
+    for name, value in files.items():
+        (folder / f"memory.{name}").write_text(f"{value}\n")
+    return folder
+
+
+GROUPS = {
+    "none": ([], 5 * GIB),
+    "without a limit": ([{"max": "max", "current": GIB}], 5 * GIB),
+    "a limit": ([{"max": 4 * GIB, "current": GIB}], 3 * GIB),
+    "a limit above what is free": ([{"max": 64 * GIB, "current": GIB}], 5 * GIB),
+    "a soft limit": ([{"max": "max", "high": 2 * GIB, "current": GIB}], GIB),
+    "file pages that the kernel drops": (
+        [{"max": 4 * GIB, "current": 3 * GIB, "stat": f"anon 7\ninactive_file {2 * GIB}\nactive_file 77"}], 3 * GIB),
+    "the tightest of two": ([{"max": 8 * GIB, "current": GIB}, {"max": 4 * GIB, "current": 3 * GIB}], GIB),
+    "over its limit": ([{"max": GIB, "current": 2 * GIB}], 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_control_group_bounds_free_memory(monkeypatch, tmp_path, name):
+    groups, free = GROUPS[name]
+    folders = [group(tmp_path / str(i), **files) for i, files in enumerate(groups)]
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * GIB))
+    monkeypatch.setattr(preflight, "cgroup_folders", {"memory": folders}.get)
+    assert free_bytes("cpu") == free
+
+
+def test_vram_is_what_the_driver_has_free_and_torch_holds_unused(monkeypatch):
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        current_device=lambda: 1,
+        mem_get_info=lambda index: ((10 + index) * GIB, 80 * GIB),
+        memory_reserved=lambda index: 3 * GIB,
+        memory_allocated=lambda index: 2 * GIB,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert (free_bytes("cuda:0"), free_bytes("cuda"), free_bytes("cuda:1")) == (11 * GIB, 12 * GIB, 12 * GIB)
+    for device in ("cuda:2", "cuda:-1", "tpu", ""):
+        with pytest.raises(InputError, match=f"'{device}'"):
+            free_bytes(device)
