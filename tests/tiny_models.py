@@ -129,6 +129,45 @@ TORCH_CONFIG = {
 }
 
 
+_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_conv": 4,
+           "mamba_expand": 2, "mamba_chunk_size": 8}  # fmt: skip
+FAMILIES = {
+    # attention
+    "mistral": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3": {"head_dim": 8},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "bart": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4},
+    "deepseek_v3": {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+                    "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 2, "num_experts_per_tok": 1,
+                    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2, "moe_intermediate_size": 16},
+    # recurrent and hybrid
+    "qwen3_next": {"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+                   "shared_expert_intermediate_size": 16, "head_dim": 16, **_DELTA},
+    "qwen3_5_text": {"num_hidden_layers": 4, "head_dim": 16, **_DELTA},
+    "olmo_hybrid": {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], **_DELTA,
+                    "linear_num_key_heads": 4},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "falcon_h1": {"head_dim": 8, **_MAMBA2, "mamba_d_ssm": 64},
+    "bamba": {"attn_layer_indices": [1], **_MAMBA2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1,
+                         "shared_intermediate_size": 16, **_MAMBA2},
+    "lfm2": {"full_attn_idxs": [1]},
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8,
+               "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_expand": 2, "attention_head_dim": 16,
+               "attention_hidden_size": 64, "chunk_size": 8, "num_mem_blocks": 1},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "head_dim": 8, "mamba_num_heads": 8,
+                   "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "conv_kernel": 4, "chunk_size": 8,
+                   "expand": 2},
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
+    "jamba": {"num_hidden_layers": 4, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
+              "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
+}  # fmt: skip
+"""What the small configuration of a family needs beyond TORCH_CONFIG."""
+
+
 def torch_model(kind: str = "llama", *, seed: int = 0, **config: object):
     """A random transformers model of two layers; weights large enough for logits to depend on the whole past."""
     import torch
@@ -136,7 +175,8 @@ def torch_model(kind: str = "llama", *, seed: int = 0, **config: object):
 
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(TORCH_CONFIG | config)))
+        whole = TORCH_CONFIG | FAMILIES.get(kind, {}) | config
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **whole))
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.3)

@@ -5,7 +5,7 @@ A `LanguageModel` is a state (the tokens it was fed) and a forward. It knows not
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import index
+from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -129,13 +129,10 @@ def check_tree(model: LanguageModel, ids: Sequence[int], tree: Tree) -> None:
 
 
 def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) -> list[int]:
-    """The nodes as ints; refuse them unless they lead from the committed text down `tree`, the last one fed."""
+    """The nodes as a list; refuse them unless they lead from the committed text down `tree`, the last one fed."""
     if tree is None:
         raise StateError(f"keep_path of {model.name} settles a forward_tree, and there is none to settle")
-    try:
-        path = [index(node) for node in nodes]
-    except TypeError as error:
-        raise InputError(f"a path is a list of whole numbers, got {nodes!r:.80}") from error
+    path = list(nodes)
     if tree.path(path[-1] if path else COMMITTED) != path:
         raise InputError(
             f"nodes {path!r:.80} are no path of the last tree of {model.name}: give a node that follows the "
@@ -145,15 +142,10 @@ def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) ->
 
 
 def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None) -> int:
-    """Validate the arguments of `forward` before an engine sees them; returns the number of logits rows.
-
-    The engines would abort the process or fail deep inside on these; here each is one clear error.
-    """
-    if len(ids) == 0:
-        raise InputError(f"forward of {model.name} needs at least one token id, got none")
+    """Validate the arguments of `forward`; returns the number of logits rows. The engines would abort the process."""
     array = np.asarray(ids)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(f"forward of {model.name} takes a flat list of whole token ids, got {ids!r:.80}")
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+        raise InputError(f"forward of {model.name} takes a flat list of at least one token id, got {ids!r:.80}")
     lowest, highest = int(array.min()), int(array.max())
     if lowest < 0 or highest >= model.vocab.size:
         bad = lowest if lowest < 0 else highest
@@ -169,15 +161,10 @@ def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None
     return rows
 
 
-def check_rewind(model: LanguageModel, n: int) -> int:
-    """The number as an int; refuse a rewind that the state does not hold or the engine cannot do exactly."""
-    try:
-        n = index(n)
-    except TypeError as error:
-        raise RewindError(f"cannot rewind {n!r} tokens of {model.name}: give a whole number") from error
-    if not 0 <= n <= model.n_past:
-        raise RewindError(f"cannot rewind {n} tokens of {model.name}: its state holds {model.n_past}")
+def check_rewind(model: LanguageModel, n: int) -> None:
+    """Refuse a rewind that the state does not hold or the engine cannot do exactly."""
+    if not isinstance(n, Integral) or not 0 <= n <= model.n_past:
+        raise RewindError(f"cannot rewind {n!r} tokens of {model.name}: its state holds {model.n_past}")
     if n > model.caps.rewind_depth:
         why = model.caps.rewind_reason or f"its limit is {model.caps.rewind_depth}"
         raise RewindError(f"cannot rewind {n} tokens of {model.name}: {why}")
-    return n

@@ -422,7 +422,8 @@ class GoesBack:
 
     def rewind(self, n: int) -> None:
         self._require_open()
-        n, before = check_rewind(self, n), self.n_past
+        check_rewind(self, n)
+        before = self.n_past
         try:
             self.rollback.rewind(n)
         except BaseException:  # what brings a state back may run the model, and be interrupted

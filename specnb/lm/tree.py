@@ -10,10 +10,8 @@ their children (topological order), which is what makes every triangular solve o
     path of node 3: 0, 2, 3 (a c d)                  d      1 . 1 1
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 
 import numpy as np
 
@@ -27,14 +25,19 @@ COMMITTED = -1
 class Tree:
     """Parents of the nodes 0..T-1, in topological order; one tree serves all rows of a batch.
 
-    Raises InputError for a parent that is no whole number, is below -1, or does not come before its child (which
-    also rules out cycles).
+    Raises InputError for a parent that is below -1, or does not come before its child (which also rules out cycles).
     """
 
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parents", _checked(self.parents))
+        object.__setattr__(self, "parents", tuple(map(int, self.parents)))
+        for node, parent in enumerate(self.parents):
+            if not COMMITTED <= parent < node:
+                raise InputError(
+                    f"parents[{node}] is {parent}: a parent is -1 (the committed text) or an earlier node, at most "
+                    f"{node - 1} here; list parents before their children"
+                )
 
     @classmethod
     def chain(cls, length: int) -> "Tree":
@@ -97,17 +100,3 @@ class Tree:
     def _require(self, node: int) -> None:
         if not COMMITTED <= node < len(self):
             raise InputError(f"the tree has nodes 0 to {len(self) - 1}, and -1 for the committed text; got {node}")
-
-
-def _checked(parents: Sequence[int]) -> tuple[int, ...]:
-    try:
-        whole = tuple(index(parent) for parent in parents)
-    except TypeError as error:
-        raise InputError(f"parents must be a list of whole numbers, one a node, got {parents!r}") from error
-    for node, parent in enumerate(whole):
-        if not COMMITTED <= parent < node:
-            raise InputError(
-                f"parents[{node}] is {parent}: a parent is -1 (the committed text) or an earlier node, at most "
-                f"{node - 1} here; list parents before their children"
-            )
-    return whole

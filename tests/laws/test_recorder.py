@@ -14,11 +14,7 @@ from specnb.lm.hf.engine import recurrent_layers
 from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, torch_model
 
-CONFIGS = {
-    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
-    "qwen3_5_text": {"num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-                     "linear_key_head_dim": 8, "linear_value_head_dim": 6},
-}  # fmt: skip
+CONFIGS = {"mamba2": {"n_groups": 2, "chunk_size": 4}, "qwen3_5_text": {"linear_value_head_dim": 6}}
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 20)]
 PROMPT, K = 5, 6
 PIECES = {"one block": [K], "steps": [1] * K, "mixed": [1, 4, 1]}

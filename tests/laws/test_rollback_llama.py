@@ -9,18 +9,18 @@ import pytest
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
-from specnb.lm.gguf import engine as gguf_engine
 from specnb.lm.gguf.convert import write_gguf
+from specnb.lm.gguf.engine import PlaneRecorder
 from specnb.lm.gguf.model import GgufModel, state_bytes
 from specnb.lm.hf.files import quiet
 from specnb.lm.preflight import Need
-from tests.laws.test_rollback import IDS, ROUNDS, Scripted
+from tests.laws.test_rollback import IDS, ROUNDS, Scripted, interrupted
 from tests.tiny_hybrids import hybrid_folder
 
-KEEP_SNAPSHOTS = ("qwen35-grouped", "lfm2")
-FAMILIES = (*KEEP_SNAPSHOTS, "mamba2")
+CHOSEN = {"qwen35-grouped": "snapshots", "lfm2": "snapshots", "mamba2": "fused"}
+"""What the architecture keeps decides."""
 STRATEGIES = ("snapshots", "fused", "checkpoint", "recompute")
-PAIRS = [(f, way) for f in FAMILIES for way in STRATEGIES if way != "snapshots" or f in KEEP_SNAPSHOTS]
+PAIRS = [(f, way) for f in CHOSEN for way in STRATEGIES if way != "snapshots" or CHOSEN[f] == way]
 K = 6
 CLOSE = 2e-3
 """Of logits with a spread of several: llama.cpp's kernels for one token round otherwise than those for several."""
@@ -31,7 +31,7 @@ def files(tmp_path_factory):
     base = tmp_path_factory.mktemp("hybrids")
     with quiet():
         return {
-            name: write_gguf(hybrid_folder(base / name, name), base / f"{name}.gguf", dtype="f32") for name in FAMILIES
+            name: write_gguf(hybrid_folder(base / name, name), base / f"{name}.gguf", dtype="f32") for name in CHOSEN
         }
 
 
@@ -57,17 +57,10 @@ def check_same_ahead(model: GgufModel, plain: GgufModel) -> None:
         np.testing.assert_allclose(model.forward(ids), plain.forward(ids), atol=CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("family", "chosen"), [("qwen35-grouped", "snapshots"), ("lfm2", "snapshots"), ("mamba2", "fused")]
-)
-def test_the_way_back_is_chosen_by_what_the_architecture_keeps(family, chosen, opened):
-    assert opened(family).caps.rewind == chosen
-
-
 @pytest.mark.parametrize(("family", "way"), PAIRS)
 def test_logits_after_any_number_of_accepted_tokens_are_those_of_the_plain_run(family, way, opened):
     model, plain = opened(family, way), opened(family, "recompute", n_ctx=500)
-    assert model.caps.rewind == way
+    assert model.caps.rewind == way and opened(family).caps.rewind == CHOSEN[family]
     for prompt in (2, 9):
         for accepted in range(K + 1):
             for each in (model, plain):
@@ -145,24 +138,20 @@ def test_drafts_beyond_the_snapshots_go_back_by_the_saved_state(opened):
     assert model.rollback.cost.recomputed == 0 and model.rollback.cost.n_restored == 1
 
 
-def test_a_reach_that_believes_llama_is_seen(opened, monkeypatch):
+def test_a_reach_that_believes_llama_is_seen_and_such_a_model_not_opened(opened, files, monkeypatch):
     """seq_rm says True to the whole of the last decode, and the logits are wrong: the planted fault."""
-    monkeypatch.setattr(gguf_engine.PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
     model, plain = opened("qwen35-grouped", "snapshots"), opened("qwen35-grouped", "recompute")
+    monkeypatch.setattr(PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
     for each in (model, plain):
         each.forward(IDS[:9])
     model.forward(IDS[20:24])
     model.rewind(4)
     assert np.abs(model.forward([4, 8]) - plain.forward([4, 8])).max() > 0.5
-
-
-def test_a_model_whose_way_back_is_broken_is_not_opened(files, monkeypatch):
-    monkeypatch.setattr(gguf_engine.PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
     with pytest.raises(LoadError, match="no exact way back: snapshots does not bring back"):
         GgufModel.open(files["qwen35-grouped"], threads=1, rollback="snapshots")
-    model = GgufModel.open(files["qwen35-grouped"], threads=1)
-    assert model.caps.rewind == "fused"
-    model.close()
+    other = GgufModel.open(files["qwen35-grouped"], threads=1)
+    assert other.caps.rewind == "fused"
+    other.close()
 
 
 def test_saved_states_do_not_outlive_a_reset(opened):
@@ -209,31 +198,19 @@ def test_a_closed_model_says_so_and_ends_no_process(files):
     kept = model.rollback
     model.close()
     model.close()
-    uses = (
-        lambda: kept.nbytes,
-        lambda: kept.forward([3], 1),
-        kept.reset,
-        lambda: model.n_past,
-        lambda: model.rewind(1),
-    )
-    for use in uses:
+    for use in (lambda: kept.nbytes, lambda: kept.forward([3], 1), kept.reset, lambda: model.n_past):
         with pytest.raises(InputError, match="was closed: load it again"):
             use()
 
 
 @pytest.mark.parametrize("way", ["fused", "checkpoint", "recompute"])
-def test_an_interrupt_while_going_back_leaves_no_wrong_state(way, opened, monkeypatch):
+def test_an_interrupt_while_going_back_leaves_no_wrong_state(way, opened):
     model, plain = opened("qwen35-grouped", way), opened("qwen35-grouped", "recompute", n_ctx=500)
-
-    def interrupted(*_args):
-        raise KeyboardInterrupt
-
     model.forward(IDS[:9])
     model.forward(IDS[20:26])
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(model._engine, "restore" if way == "fused" else "feed", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            model.rewind(3)
+        model.rewind(3)
     assert model.n_past == 0
     for each in (model, plain):
         each.forward(IDS[:9])

