@@ -27,15 +27,15 @@ A round of K = 3 behind the border at token 7; the second draft is rejected, so 
     recompute     tokens 0 to 9 are fed again
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from specnb.errors import InputError, LoadError, MemoryShortError, did_you_mean
-from specnb.lm.base import LanguageModel, check_rewind
+from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, SpecnbError, did_you_mean
+from specnb.lm.base import Capabilities, LanguageModel, check_forward, check_rewind
 from specnb.lm.preflight import goes_back
 
 AUTO = "auto"
@@ -404,31 +404,42 @@ class GoesBack:
     """What both engines' models do alike: the state lies in an `_engine` (None once closed), behind a `Rollback`."""
 
     name: str
+    caps: Capabilities
     rollback: Rollback
 
     def _require_open(self) -> None:
         if self._engine is None:
             raise InputError(f"{self.name} was closed: load it again")
 
-    def _go_back(self, n: int) -> None:
-        """After a failure: the state of the first `n` tokens again; one that cannot be cropped is emptied."""
-        if self.rollback.kind != "crop" or not self._engine.keep(n):
-            self.rollback.reset()
+    @contextmanager
+    def _or_back_to(self, n: int) -> Iterator[None]:
+        """When the block fails or is interrupted: the state of the first `n` tokens, or none if it cannot be cropped.
+
+        Some layers may have come further than others by then. An engine's own failure becomes an EngineError.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.rollback.kind != "crop" or not self._engine.keep(n):
+                self.rollback.reset()
+            if isinstance(error, SpecnbError) or not isinstance(error, Exception):
+                raise
+            raise EngineError(f"{self.caps.engine} failed with {self.name} at position {n}: {error}") from error
 
     @property
     def n_past(self) -> int:
         self._require_open()
         return self.rollback.n_past
 
+    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        rows = check_forward(self, ids, n_logits)
+        with self._or_back_to(self.n_past):
+            return self.rollback.forward(ids, rows)
+
     def rewind(self, n: int) -> None:
-        self._require_open()
         check_rewind(self, n)
-        before = self.n_past
-        try:
+        with self._or_back_to(self.n_past):
             self.rollback.rewind(n)
-        except BaseException:  # what brings a state back may run the model, and be interrupted
-            self._go_back(before)
-            raise
 
     def reset(self) -> None:
         self._require_open()

@@ -253,10 +253,7 @@ def changed(*_args) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [
-        (window_forgotten, "does not bring back the state"),
-        (changed, "fails: a kernel takes other"),
-    ],
+    [(window_forgotten, "does not bring back the state"), (changed, "fails: .*a kernel takes")],
 )
 def test_a_way_back_that_is_broken_is_not_used_and_leaves_nothing_behind(monkeypatch, fault, reason):
     net = torch_model("qwen3_5_text")

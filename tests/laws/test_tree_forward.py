@@ -389,7 +389,7 @@ def test_a_model_whose_trees_fail_opens_without_them_and_is_probed_before_the_fi
     monkeypatch.setattr(hf_engine, "tree_mask", changed)
     model = torch_lm()
     model.forward(IDS[:3])
-    with pytest.raises(InputError, match="cannot compute trees: a tree fails: torch failed on a tree of 8 nodes"):
+    with pytest.raises(InputError, match=r"cannot compute trees: a tree fails: .*made otherwise"):
         model.forward_tree(IDS[3:5], Tree((-1, -1)))
     assert not model.caps.trees and model.n_past == 3 and model.unsettled is None
 

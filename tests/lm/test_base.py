@@ -190,10 +190,7 @@ def test_a_failure_empties_a_state_that_cannot_go_back(tmp_path, monkeypatch):
     monkeypatch.setattr(llama._engine, "_api", FailsAt(llama._engine._api, 1, None))
     with pytest.raises(EngineError):
         llama.forward([8])
-    with (
-        torch.network.register_forward_pre_hook(lambda *_: SimpleNamespace().nothing),
-        pytest.raises(EngineError),
-    ):
+    with torch.network.register_forward_pre_hook(lambda *_: SimpleNamespace().nothing), pytest.raises(EngineError):
         torch.forward([8])
     for model, rows in zip((llama, torch), expected, strict=True):
         assert model.n_past == 0

@@ -213,11 +213,7 @@ def test_a_forward_that_failed_leaves_no_rows_of_its_own(where, left):
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("bart", "does not feed the output of its"),
-        ("bloom", "2 candidates for its final norm"),
-    ],
+    ("kind", "why"), [("bart", "does not feed the output of its"), ("bloom", "2 candidates for its final norm")]
 )
 def test_a_norm_that_does_not_stand_before_the_head_is_refused(kind, why):
     model = HfModel(torch_model(kind), None, name=kind)

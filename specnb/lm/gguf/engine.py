@@ -42,14 +42,7 @@ class LlamaEngine:
     """
 
     def __init__(
-        self,
-        name: str,
-        context: object,
-        vocab_size: int,
-        *,
-        width: int,
-        fixed_width: int,
-        watch: "Watch | None" = None,
+        self, name: str, context: object, vocab_size: int, *, width: int, fixed_width: int, watch: "Watch | None" = None
     ) -> None:
         self.held = 0
         self.last_decoded = 0

@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import psutil
 
 from specnb.errors import InputError, LoadError, MemoryShortError
-from specnb.lm.base import Capabilities, check_forward
+from specnb.lm.base import Capabilities
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES
 from specnb.lm.gguf.engine import LlamaEngine, PlaneRecorder
@@ -150,12 +149,7 @@ class GgufModel(GoesBack):
                 # flash attention rounds to 16 bits inside, for every type of cache
                 lossless_dtype=dtype == kv == "f32" and not flash_attention,
                 same_bits_up_to=fixed_width,
-                details={
-                    "threads": threads,
-                    "kv": kv,
-                    "flash_attention": flash_attention,
-                    "fixed_width": fixed_width,
-                },
+                details={"threads": threads, "kv": kv, "flash_attention": flash_attention, "fixed_width": fixed_width},
             )
             opened = cls(model, context, name=name, caps=caps, fixed_width=fixed_width, watch=watch)
             undo.pop_all()
@@ -166,15 +160,6 @@ class GgufModel(GoesBack):
             opened.caps = replace(caps, rewind=opened.rollback.kind)
             undo.pop_all()
         return opened
-
-    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        self._require_open()
-        rows, before = check_forward(self, ids, n_logits), self.n_past
-        try:
-            return self.rollback.forward(ids, rows)
-        except BaseException:  # an interrupt too: whole or partial pieces may be stored already
-            self._go_back(before)
-            raise
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         self._require_open()

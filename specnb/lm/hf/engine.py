@@ -180,6 +180,8 @@ class TorchEngine:
         """Whether tokens are fed one by one, and from when on (`preflight.steps_needed`)."""
         self._last, self._doubled = last_position, doubled
         self._state_argument = cache_argument(model)
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self._no_rows = np.empty((0, vocab_size), dtype=np.float32)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
@@ -196,7 +198,7 @@ class TorchEngine:
                 break
             self._step(piece, 1)
         if not rows:
-            return np.empty((0, 0), dtype=np.float32)
+            return self._no_rows
         return self._step(tail, rows)[0].float().cpu().numpy()
 
     @torch.inference_mode()
@@ -219,7 +221,7 @@ class TorchEngine:
         if not self.held and self.steps == "later":
             return self._step(ids, max(1, rows))[0, max(1, rows) - rows :].float().cpu().numpy()
         kept = [self._step([token], 1)[0] for token in ids][len(ids) - rows :]
-        return torch.cat(kept).float().cpu().numpy() if kept else np.empty((0, 0), dtype=np.float32)
+        return torch.cat(kept).float().cpu().numpy() if kept else self._no_rows
 
     def _step(self, ids: Sequence[int], keep: int) -> torch.Tensor:
         """One forward; logits `(1, keep, vocab)` in the model's dtype."""

@@ -5,8 +5,7 @@ the cache, forgets); recurrent states go back by one of the strategies of `rollb
 passed; several model families count from 0 when they are not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import fields, replace
 from functools import cached_property, partial
@@ -18,8 +17,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specnb.errors import EngineError, InputError, SpecnbError
-from specnb.lm.base import Capabilities, check_forward, check_path, check_settled, check_tree
+from specnb.errors import InputError
+from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.attention import MAX_ROWS, use_rowwise, why_no_trees
 from specnb.lm.hf.engine import TorchEngine, doubtful, uncroppable
@@ -141,35 +140,27 @@ class HfModel(GoesBack):
         )
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        self._require_open()
         check_settled(self, self.unsettled)
-        rows, before = check_forward(self, ids, n_logits), self.n_past
-        with self._or_back_to(before, f"{len(ids)} ids"):
-            logits = self.rollback.forward(list(ids), rows)
-        return logits if rows else np.empty((0, self.vocab.size), dtype=np.float32)
+        return super().forward(ids, n_logits)
 
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
         """As `TreeModel.forward_tree`. A chain gets the bits of `forward`; other trees agree up to rounding."""
-        self._require_open()
         check_settled(self, self.unsettled)
         check_tree(self, ids, tree)
-        with self._or_back_to(self.n_past, f"a tree of {len(tree)} nodes"):
-            logits = self._engine.feed_tree(list(ids), tree)
+        with self._or_back_to(self.n_past):
+            logits = self._engine.feed_tree(ids, tree)
             self.unsettled = tree
         return logits
 
     def keep_path(self, nodes: Sequence[int]) -> None:
-        self._require_open()
-        path = check_path(self, nodes, self.unsettled)
-        start = self.n_past - len(self.unsettled)
-        with self._or_back_to(start, f"keeping {len(path)} nodes"):
+        path, start = check_path(self, nodes, self.unsettled), self.n_past - len(self.unsettled)
+        with self._or_back_to(start):
+            self.unsettled = None
             self._engine.keep_path(start, path)
             if self._hidden:
                 self._hidden.keep_path(path)
-            self.unsettled = None
 
     def rewind(self, n: int) -> None:
-        self._require_open()
         check_settled(self, self.unsettled)
         super().rewind(n)
 
@@ -194,24 +185,6 @@ class HfModel(GoesBack):
 
             self._hidden = HiddenStates(self._engine, self)
         return self._hidden
-
-    @contextmanager
-    def _or_back_to(self, n: int, action: str) -> Iterator[None]:
-        """When the block fails or is interrupted, some layers longer than others: the state of the first `n` tokens.
-
-        A failure of torch becomes an EngineError.
-        """
-        try:
-            yield
-        except BaseException as error:
-            self._go_back(n)
-            if isinstance(error, SpecnbError) or not isinstance(error, Exception):
-                raise
-            raise EngineError(f"torch failed on {action} of {self.name} at position {n}: {error}") from error
-
-    def _go_back(self, n: int) -> None:
-        self.unsettled = None
-        super()._go_back(n)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:
