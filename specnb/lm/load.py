@@ -20,7 +20,7 @@ from specnb.errors import InputError, MemoryShortError
 from specnb.io import read_json
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.preflight import Need, require
+from specnb.lm.preflight import require
 from specnb.lm.zoo import expanded, gguf_parts, size_of
 from specnb.registry import DRAFTERS
 
@@ -104,21 +104,21 @@ def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tu
     """The name of the draft model, or None and the reason where it does not fit into memory beside the target.
 
     Asked before either is loaded, for the file pages of an open model look as if they were free. Counted are weights
-    and margins on the devices that the names give; a state is checked when its model is opened. Drafters that are no
+    and a margin on the devices that the names give; a state is checked when its model is opened. Drafters that are no
     models pass. With `strict` MemoryShortError is raised instead.
     """
     if draft is None or draft in DRAFTERS:
         return draft, None
-    needs: dict[str, list[Need]] = {}
+    weights: dict[str, int] = {}
     try:
         for spec in (parse(target), parse(draft)):
+            device = spec.options.get("device", "cpu")
             if not int(spec.options.get("gpu_layers", 0)):  # what part llama.cpp puts where is for it to know
-                needs.setdefault(spec.options.get("device", "cpu"), []).append(Need(weights_bytes(spec)))
+                weights[device] = weights.get(device, 0) + weights_bytes(spec)
     except (InputError, ValueError):  # for `load` to say
         return draft, None
     try:
-        for device, pair in needs.items():
-            both = Need(sum(n.weights_bytes for n in pair), 0, sum(n.margin_bytes for n in pair))
+        for device, both in weights.items():
             require(both, name=f"{draft} beside {target}", device=device)
     except MemoryShortError as error:
         if strict:

@@ -7,7 +7,6 @@ opened model and compare logits; all leave the state empty.
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -36,47 +35,34 @@ DROPPED, KEPT = PROBE.path(6), PROBE.path(7)
 Steps = Literal["blocks", "later", "single"]
 
 
-@dataclass(frozen=True)
-class Need:
-    """Bytes a model takes: weights, state (KV cache, recurrent state) and a margin for work buffers.
-
-    `margin_bytes` is `max(256 MiB, 5 % of the weights)` if not given.
-    """
-
-    weights_bytes: int
-    state_bytes: int = 0
-    margin_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.margin_bytes is None:
-            margin = max(MIN_MARGIN_BYTES, math.ceil(MARGIN_SHARE * self.weights_bytes))
-            object.__setattr__(self, "margin_bytes", margin)
-
-    @property
-    def total(self) -> int:
-        """Weights, state and margin together, bytes."""
-        return self.weights_bytes + self.state_bytes + self.margin_bytes
-
-
 def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: float) -> int:
     """Bytes of the key and value cache of an attention model for `n_ctx` positions."""
     return math.ceil(2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value)
 
 
-def require(need: Need, *, name: str, device: str = "cpu") -> None:
-    """Refuse a `need` that the free memory of `device` does not hold; `name` is that of the model in the error.
+def need_bytes(weights: int, state: int = 0) -> int:
+    """Bytes a model takes: weights, state (KV cache, recurrent state) and a margin for work buffers."""
+    return weights + state + _margin_bytes(weights)
+
+
+def _margin_bytes(weights: int) -> int:
+    return max(MIN_MARGIN_BYTES, math.ceil(MARGIN_SHARE * weights))
+
+
+def require(weights: int, state: int = 0, *, name: str, device: str = "cpu") -> None:
+    """Refuse what the free memory of `device` does not hold, in bytes; `name` is that of the model in the error.
 
     Raises MemoryShortError with every number and the remedy, and InputError for a device that is not there.
     """
-    free = free_bytes(device)
-    if need.total <= free:
+    free, need = free_bytes(device), need_bytes(weights, state)
+    if need <= free:
         return
-    parts = (need.weights_bytes, need.state_bytes, need.margin_bytes)
-    weights, state, margin = (human_bytes(part) for part in parts)
+    shown = [human_bytes(size) for size in (need, weights, state, _margin_bytes(weights), free, need - free)]
     raise MemoryShortError(
-        f"{name} does not fit on {device}: it needs {human_bytes(need.total)} (weights {weights} + state {state} + "
-        f"margin {margin}), {human_bytes(free)} is free, {human_bytes(need.total - free)} short; use a smaller context "
-        "(n_ctx), a smaller quantisation, or the target alone without a draft model"
+        "{} does not fit on {}: it needs {} (weights {} + state {} + margin {}), {} is free, {} short; use a smaller "
+        "context (n_ctx), a smaller quantisation, or the target alone without a draft model".format(
+            name, device, *shown
+        )
     )
 
 

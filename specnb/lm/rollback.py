@@ -59,23 +59,21 @@ class Saved(Protocol):
 
 
 class Engine(Protocol):
-    """What the strategies ask of an engine: a state of `held` tokens, without any way back of its own."""
+    """A state of `held` tokens, without any way back of its own.
+
+    `feed` appends ids and returns the logits `(rows, vocab)` of the last of them. `crop` drops the attention entries
+    of the last n tokens, and leaves recurrent states as they are; `restore` drops the tokens since `saved`.
+    """
 
     held: int
 
-    def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        """Append `ids`; logits `(rows, vocab)` of the last of them."""
-        ...
+    def feed(self, ids: Sequence[int], rows: int) -> np.ndarray: ...
 
-    def crop(self, n: int) -> None:
-        """Drop the attention entries of the last `n` tokens; `held` sinks. Recurrent states are left as they are."""
-        ...
+    def crop(self, n: int) -> None: ...
 
     def save(self) -> Saved: ...
 
-    def restore(self, saved: Saved) -> None:
-        """The state of `saved` again; the tokens since are dropped."""
-        ...
+    def restore(self, saved: Saved) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -83,8 +81,9 @@ class Engine(Protocol):
 class Recorder(Protocol):
     """An engine's own way back over the tokens fed last: at most `depth`, and `reach` of them at this moment.
 
-    `spans_forwards`: it reaches back over several forwards, from `begin` on; else into the last one only. `base` is the
-    state that recording began with, where it spans forwards and is recording.
+    `begin` records from here on, what was fed before is out of reach; `take_back` undoes the last n tokens; `stop`
+    forgets what was recorded; `uninstall` leaves the engine as it was. Where it `spans_forwards` it reaches back over
+    several, and `base` is the state that it began with; else it reaches into the last forward only.
     """
 
     spans_forwards: bool
@@ -93,17 +92,11 @@ class Recorder(Protocol):
     base: Saved | None
     nbytes: int
 
-    def begin(self) -> None:
-        """Record from here on; what was fed before is out of reach."""
-        ...
+    def begin(self) -> None: ...
 
-    def take_back(self, n: int) -> None:
-        """Undo the last `n` tokens, at most `reach`; the engine's `held` sinks."""
-        ...
+    def take_back(self, n: int) -> None: ...
 
-    def stop(self) -> None:
-        """Forget what was recorded; nothing is recorded until `begin`."""
-        ...
+    def stop(self) -> None: ...
 
     def uninstall(self) -> None: ...
 

@@ -9,7 +9,7 @@ import pandas as pd
 from specnb.errors import EngineError, InputError
 from specnb.lm import zoo
 from specnb.lm.gguf import binding
-from specnb.lm.gguf.engine import LlamaEngine
+from specnb.lm.gguf.model import LlamaEngine
 from specnb.lm.load import load, local_file, parse
 
 N_PROMPT, N_BLOCK = 12, 4

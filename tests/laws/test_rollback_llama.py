@@ -10,10 +10,9 @@ from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.gguf.convert import write_gguf
-from specnb.lm.gguf.engine import PlaneRecorder
-from specnb.lm.gguf.model import GgufModel, state_bytes
+from specnb.lm.gguf.model import GgufModel, PlaneRecorder, state_bytes
 from specnb.lm.hf.files import quiet
-from specnb.lm.preflight import Need
+from specnb.lm.preflight import need_bytes
 from tests.laws.test_rollback import IDS, ROUNDS, Scripted, interrupted
 from tests.tiny_hybrids import hybrid_folder
 
@@ -174,7 +173,7 @@ def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(
     none, eight, sixteen = (state_bytes(model._model, 512, "f32", n) for n in (0, 8, 16))
     assert 16 * 0.8 * one < sixteen - none < 16 * 2 * one  # an upper bound: every layer is counted as recurrent
     model.close()
-    room = Need(file.stat().st_size, eight).total
+    room = need_bytes(file.stat().st_size, eight)
     monkeypatch.setattr("specnb.lm.preflight.free_bytes", lambda _device: room)
     model = GgufModel.open(file, threads=1, kv="f32")
     assert model.caps.rewind == "fused"

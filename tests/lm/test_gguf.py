@@ -87,7 +87,7 @@ def test_weights_of_all_parts_and_the_context_are_asked_for_before_they_are_made
     parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
     parts[0].write_bytes(file.read_bytes())
     parts[1].write_bytes(bytes(1000))
-    both = preflight.Need(file.stat().st_size + 1000).total
+    both = preflight.need_bytes(file.stat().st_size + 1000)
     monkeypatch.setattr(preflight, "free_bytes", lambda device: both - 1)
     with pytest.raises(MemoryShortError, match=parts[0].name):
         GgufModel.open(parts[0])

@@ -112,12 +112,12 @@ def pair_with(monkeypatch, free_mib: int, target: str, draft: str | None, **opti
 
 
 def test_a_draft_is_weighed_beside_its_target_before_either_is_loaded(monkeypatch):
-    names = ("smollm2-135m:f32", "smollm2-135m:f16")  # 515 and 258 MiB, and a margin of 256 each
-    assert pair_with(monkeypatch, 1300, *names) == (names[1], None)
-    refused, reason = pair_with(monkeypatch, 1280, *names)
+    names = ("smollm2-135m:f32", "smollm2-135m:f16")  # 515 and 258 MiB, and a margin of 256
+    assert pair_with(monkeypatch, 1040, *names) == (names[1], None)
+    refused, reason = pair_with(monkeypatch, 1020, *names)
     assert refused is None and "MemoryShortError" in reason
     with pytest.raises(MemoryShortError, match=names[1]):
-        pair_with(monkeypatch, 1280, *names, strict=True)
+        pair_with(monkeypatch, 1020, *names, strict=True)
     for draft in (None, "lookup", "self", "medusa", "smolm2"):  # no model, or none that can be weighed
         assert pair_with(monkeypatch, 0, names[0], draft) == (draft, None)
     on_gpu = (names[0], f"{names[1]}?gpu_layers=99")

@@ -9,7 +9,7 @@ import pytest
 
 from specnb.errors import InputError, MemoryShortError
 from specnb.lm import preflight
-from specnb.lm.preflight import Need, free_bytes, human_bytes, kv_bytes, require
+from specnb.lm.preflight import free_bytes, human_bytes, kv_bytes, need_bytes, require
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -17,19 +17,17 @@ MIB, GIB = 1 << 20, 1 << 30
 def test_what_a_model_needs_is_weights_state_and_a_margin():
     # SmolLM2-135M: 30 layers, 3 key/value heads of 64; a position is 2 * 30 * 3 * 64 values
     assert kv_bytes(30, 3, 64, 2048, 2) == 2 * 30 * 3 * 64 * 2048 * 2
-    assert Need(GIB).total == GIB + 256 * MIB
-    assert Need(100 * GIB).margin_bytes == 5 * GIB
-    assert Need(100 * GIB, 1, 0).total == 100 * GIB + 1
+    assert need_bytes(GIB) == GIB + 256 * MIB
+    assert need_bytes(100 * GIB, 1) == 105 * GIB + 1
 
 
 def test_what_does_not_fit_is_refused_with_every_number(monkeypatch):
-    need = Need(3 * GIB, GIB, 512 * MIB)
-    monkeypatch.setattr(preflight, "free_bytes", lambda device: need.total)
-    require(need, name="draft.gguf")
+    monkeypatch.setattr(preflight, "free_bytes", lambda device: need_bytes(3 * GIB, GIB))
+    require(3 * GIB, GIB, name="draft.gguf")
     monkeypatch.setattr(preflight, "free_bytes", lambda device: 2 * GIB)
     with pytest.raises(MemoryShortError) as caught:
-        require(need, name="draft.gguf")
-    for part in ("draft.gguf", "cpu", "4.50 GiB", "3.00 GiB", "1.00 GiB", "512.0 MiB", "2.00 GiB", "2.50 GiB"):
+        require(3 * GIB, GIB, name="draft.gguf")
+    for part in ("draft.gguf", "cpu", "4.25 GiB", "3.00 GiB", "1.00 GiB", "256.0 MiB", "2.00 GiB", "2.25 GiB"):
         assert part in str(caught.value)
 
 

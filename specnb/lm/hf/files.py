@@ -31,7 +31,7 @@ from transformers.utils import logging as hf_logging
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.io import file_digest
 from specnb.lm.gguf import binding
-from specnb.lm.preflight import Need, kv_bytes, require
+from specnb.lm.preflight import kv_bytes, require
 from specnb.lm.vocab import Vocabulary
 from specnb.lm.zoo import expanded, made_once, need_space
 from specnb.paths import cache_dir
@@ -118,7 +118,7 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
         bytes_per_value=width,
     )
     weights = width * sum(p.numel() for p in skeleton.parameters())
-    require(Need(weights, state), device=device, name=name)
+    require(weights, state, device=device, name=name)
 
 
 def vocabulary(
@@ -197,7 +197,7 @@ def _dequantise(gguf: Path, folder: Path, with_llama: bool) -> None:
 
     try:
         n = sum(math.prod(int(d) for d in tensor.shape) for tensor in GGUFReader(gguf).tensors)
-        require(Need(8 * n), name=f"{gguf.name} as float32")  # twice while they are written
+        require(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
         need_space(cache_dir(), 4 * n)
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
         with quiet():

@@ -22,7 +22,7 @@ from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.attention import MAX_ROWS, use_rowwise, why_no_trees
 from specnb.lm.hf.engine import TorchEngine, doubtful, uncroppable
-from specnb.lm.preflight import Need, probe_trees, require, same_bits, steps_needed
+from specnb.lm.preflight import probe_trees, require, same_bits, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, Crop, GoesBack, Recompute, Rollback, check_options, choose
 from specnb.lm.tree import Tree
 
@@ -226,9 +226,9 @@ class HfModel(GoesBack):
         """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""
         self.forward([0])
         states = {"snapshots": 1 + depth, "recompute": 0}.get(kind, 1)
-        need = Need(0, states * self._engine.save().nbytes)
+        n_bytes = states * self._engine.save().nbytes
         self.reset()
-        require(need, device=self.caps.device, name=f"what rollback={kind} keeps of {self.name}")
+        require(0, n_bytes, device=self.caps.device, name=f"what rollback={kind} keeps of {self.name}")
 
 
 class ProbedLater(Capabilities):
