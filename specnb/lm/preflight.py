@@ -210,7 +210,7 @@ def probe_trees(model: TreeModel) -> str:
         model.forward(past, 0)
         rows = model.forward_tree(nodes, PROBE)
         model.keep_path(KEPT)
-        found = [rows[DROPPED], rows[KEPT], model.forward(after)]
+        in_tree = [rows[DROPPED], rows[KEPT], model.forward(after)]
         model.reset()
         model.forward(past, 0)
         dropped = model.forward([nodes[i] for i in DROPPED])
@@ -221,7 +221,7 @@ def probe_trees(model: TreeModel) -> str:
     finally:
         model.reset()
     tolerance = TOLERANCE[model.caps.lossless_dtype]
-    pairs = [(rows, chain) for rows, chain in zip(found, expected, strict=True) if np.isfinite(chain).all()]
+    pairs = [(rows, chain) for rows, chain in zip(in_tree, expected, strict=True) if np.isfinite(chain).all()]
     if all(apart(rows, chain) < tolerance for rows, chain in pairs):
         return ""
     return "the nodes of a tree do not get the logits that their paths get"

@@ -336,8 +336,8 @@ def verify() -> list[Verified]:
     """Read every fetched and derived file in the cache, and compare its sha256 with the one pinned or noted."""
     known = {entry.file(None): {"": entry.member_sha256} for entry in ENTRIES.values() if entry.file(None).is_file()}
     for note in sorted(cache_dir().rglob(f"*{NOTE}")):
-        made = note.with_name(note.name.removesuffix(NOTE))
-        known[made] = json.loads(note.read_text(encoding="utf-8"))["files"]
+        derived = note.with_name(note.name.removesuffix(NOTE))
+        known[derived] = json.loads(note.read_text(encoding="utf-8"))["files"]
     names = {row.path: row.name for row in status()}
     return [
         Verified(names.get(path) or str(path.relative_to(cache_dir())), path, _is_sound(path, files))

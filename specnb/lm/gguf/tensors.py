@@ -130,31 +130,27 @@ class Node:
         return Node(self._raw.view_src) if self._raw.view_src else self
 
     @property
+    def _buffer(self) -> int | None:
+        return self.base._raw.buffer
+
+    @property
     def buffer(self) -> str:
         """Name of the buffer that it lies in; "" where it has none."""
-        held = self.base._raw.buffer
-        return self._ggml.ggml_backend_buffer_name(held).decode() if held else ""
+        return self._ggml.ggml_backend_buffer_name(self._buffer).decode() if self._buffer else ""
 
     @property
     def is_weight(self) -> bool:
         """Whether it is (a view of) a tensor of a model file."""
-        held = self.base._raw.buffer
-        return bool(held) and self._ggml.ggml_backend_buffer_get_usage(held) == WEIGHTS
+        return bool(self._buffer) and self._ggml.ggml_backend_buffer_get_usage(self._buffer) == WEIGHTS
 
     @property
-    def readable(self) -> bool:
-        """Whether its memory is this process's own."""
-        held = self.base._raw.buffer
-        if not held or not self.data:
-            return False
-        return self._ggml.ggml_backend_buffer_is_host(held) or self.reordered
+    def _on_host(self) -> bool:
+        return bool(self._buffer) and self._ggml.ggml_backend_buffer_is_host(self._buffer)
 
     @property
     def reordered(self) -> bool:
         """Whether it is a weight whose bytes are not in the order of the file."""
-        held = self.base._raw.buffer
-        plain = not held or self._ggml.ggml_backend_buffer_is_host(held)
-        return not plain and self.buffer.startswith(REORDERED)
+        return not self._on_host and self.buffer.startswith(REORDERED)
 
     def overlaps(self, other: "Node") -> bool:
         """Whether they share memory."""
@@ -162,7 +158,7 @@ class Node:
 
     def raw_bytes(self) -> memoryview | bytes:
         """Its bytes as they lie there, of whatever type; a copy where they are on another device."""
-        if self.readable:
+        if self.data and (self._on_host or self.reordered):  # this process's own memory
             return memoryview((ctypes.c_uint8 * self.nbytes).from_address(self.data)).cast("B")
         out = ctypes.create_string_buffer(self.nbytes)
         self._ggml.ggml_backend_tensor_get(self.address, out, 0, self.nbytes)
@@ -244,9 +240,8 @@ class Watch:
             yield
         finally:
             self._decoding = False
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
 
     def _called(self, address: int, ask: bool, _user_data: object) -> bool:
         """An exception cannot pass through C: it is kept, and the rest of the graph computed in one piece."""
