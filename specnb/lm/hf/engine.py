@@ -105,12 +105,6 @@ def recurrent_layers(cache: Cache) -> Iterator[tuple[int, LinearAttentionCacheLa
             yield index, layer
 
 
-def trim_window(layer: LinearAttentionCacheLayerMixin) -> None:
-    """Stop recording the past of a layer, and cut its convolution's window to the width it needs."""
-    LinearAttentionCacheLayerMixin.crop(layer, 0)
-    layer.record_past = False
-
-
 @dataclass(frozen=True)
 class SavedState:
     """Copies of all recurrent states after `n_tokens` tokens, by layer: `(conv states, recurrent states)`.

@@ -14,9 +14,10 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from specnb.errors import InputError
-from specnb.lm.hf.engine import SavedState, TorchEngine, recurrent_layers, trim_window
+from specnb.lm.hf.engine import SavedState, TorchEngine, recurrent_layers
 
 DELTA_RULES = {
     "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
@@ -94,7 +95,8 @@ class TorchRecorder:
     def stop(self) -> None:
         for _, layer in recurrent_layers(self._engine.cache):
             if layer.record_past:
-                trim_window(layer)
+                LinearAttentionCacheLayerMixin.crop(layer, 0)  # cuts the window to the width that it needs
+                layer.record_past = False
         self.base = None
         self._forget_from(0)
 
