@@ -30,7 +30,6 @@ from transformers.utils import logging as hf_logging
 
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.io import file_digest
-from specnb.lm.gguf import binding
 from specnb.lm.preflight import kv_bytes, require
 from specnb.lm.vocab import Vocabulary
 from specnb.lm.zoo import expanded, made_once, need_space
@@ -176,12 +175,11 @@ def _piece_reader(state: dict) -> Callable[[str], bytes]:
 
 def dequantised(gguf: Path) -> Path:
     """Cached folder with the float32 weights and the tokenizer of a GGUF file; made on first use."""
-    try:
-        with_llama = bool(binding.library())
-    except LoadError:  # the weights need no llama.cpp
-        with_llama = False
-    made_by = f"{CONVERSION}-{version('transformers')}" + ("" if with_llama else "-without-llama")
+    made_by = f"{CONVERSION}-{version('transformers')}"
     folder = cache_dir() / "dequantised" / f"{gguf.stem}-{file_digest(gguf)[:16]}-{made_by}"
+    with_llama = folder.is_dir() or _llama_here()  # a whole folder needs no llama.cpp to be opened
+    if not with_llama:
+        folder = folder.with_name(f"{folder.name}-without-llama")
     made_once(folder, lambda partial: _dequantise(gguf, partial, with_llama), n_bytes=0)
     if differs := json.loads((folder / NOTE).read_text(encoding="utf-8"))["tokenizer_differs_on"]:
         warnings.warn(
@@ -190,6 +188,15 @@ def dequantised(gguf: Path) -> Path:
             stacklevel=2,
         )
     return folder
+
+
+def _llama_here() -> bool:
+    from specnb.lm.gguf import binding
+
+    try:
+        return bool(binding.library())
+    except LoadError:
+        return False
 
 
 def _dequantise(gguf: Path, folder: Path, with_llama: bool) -> None:
@@ -220,6 +227,8 @@ def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizer
 
     Returns the probes that the two tokenizers still split differently.
     """
+    from specnb.lm.gguf import binding
+
     with binding.header(gguf) as header:
         vocab = binding.vocabulary(header)
         model.generation_config.eos_token_id = sorted(vocab.eog) or None
