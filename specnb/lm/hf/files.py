@@ -178,10 +178,10 @@ def _llama_here() -> bool:
 
 
 def _dequantise(gguf: Path, folder: Path, with_llama: bool) -> None:
-    from gguf import GGUFReader
+    from specnb.lm.gguf.header import read_header
 
     try:
-        n = sum(math.prod(int(d) for d in tensor.shape) for tensor in GGUFReader(gguf).tensors)
+        n = sum(map(math.prod, read_header(gguf).shapes.values()))
         require(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
         need_space(cache_dir(), 4 * n)
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
