@@ -182,6 +182,9 @@ def _dequantise(gguf: Path, folder: Path, with_llama: bool) -> None:
 
     try:
         n = sum(map(math.prod, read_header(gguf).shapes.values()))
+    except InputError as error:  # a damaged file: of a draft model, no reason to lose the generation
+        raise LoadError(str(error)) from error
+    try:
         require(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
         need_space(cache_dir(), 4 * n)
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
