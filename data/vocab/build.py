@@ -18,13 +18,14 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from specnb.compat import gguf_header, shelf, tiktoken_file
+from specnb.compat import gguf, shelf, tiktoken_file
 from specnb.compat.description import Description
-from specnb.compat.gguf_vocab import CONTROL, NORMAL, UNUSED, USER_DEFINED
+from specnb.compat.gguf import CONTROL, USER_DEFINED
 from specnb.compat.pieces import ALPHABET
 from specnb.errors import InputError
 from specnb.io import write_atomic
 
+NORMAL, UNUSED = 1, 5  # gguf.TokenType
 _LETTERS = {byte: letter for letter, byte in ALPHABET.items()}
 
 
@@ -142,7 +143,7 @@ def write(path: Path, described: Description, source: Source) -> Path:
 def _described(source: Source, file: Path, data: bytes, scratch: Path) -> Description:
     """The description of a source; one without pad rows gets those that `vocab_size` asks for."""
     if file.suffix == ".gguf":
-        return without_padding(gguf_header.describe(file))
+        return without_padding(gguf.describe(file))
     if file.suffix == ".tiktoken":
         tokens, merges = _tiktoken(tiktoken_file.describe(file).vocab.pieces)
     else:
@@ -152,7 +153,7 @@ def _described(source: Source, file: Path, data: bytes, scratch: Path) -> Descri
         tokens[i] = (text, CONTROL if looks_control(text) or text in source.control else USER_DEFINED)
     size = source.vocab_size or max(tokens) + 1
     _write_gguf(scratch, source, [tokens.get(i, (f"[PAD{i}]", UNUSED)) for i in range(size)], merges)
-    return without_padding(gguf_header.describe(scratch))
+    return without_padding(gguf.describe(scratch))
 
 
 def without_padding(described: Description) -> Description:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
-from specnb.compat import gguf_header, hf_folder, shelf, tiktoken_file
+from specnb.compat import gguf, hf_folder, shelf, tiktoken_file
 from specnb.compat.description import HUB, Description
 from specnb.errors import InputError
 from specnb.lm import embedded, zoo
@@ -75,7 +75,7 @@ def _is_folder(name: str) -> bool:
 def _of_zoo(name: str) -> Description:
     """A copy of another type is not made for its header's sake: but for the type it is that of the file as shipped."""
     entry, kind = zoo.parse(name)
-    described = gguf_header.describe(zoo.path(entry.name))
+    described = gguf.describe(zoo.path(entry.name))
     return described if kind is None else replace(described, quantisation=kind)
 
 
@@ -83,7 +83,7 @@ READERS = (
     Reader(zoo.is_zoo_name, _of_zoo, opens=True),
     Reader(lambda name: name in embedded.names(), lambda name: hf_folder.describe(embedded.folder(name)), opens=True),
     Reader(lambda name: name.startswith(HUB), hf_folder.describe, opens=True, takes=("revision",)),
-    Reader(lambda name: name.lower().endswith(".gguf"), lambda name: gguf_header.describe(_path(name)), opens=True),
+    Reader(lambda name: name.lower().endswith(".gguf"), lambda name: gguf.describe(_path(name)), opens=True),
     Reader(lambda name: name.lower().endswith(".tiktoken"), lambda name: tiktoken_file.describe(_path(name))),
     Reader(lambda name: name.lower().endswith(".json"), lambda name: hf_folder.describe(_path(name))),
     Reader(lambda name: name.lower() in shelf.names(), shelf.describe),

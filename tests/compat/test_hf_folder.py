@@ -286,12 +286,12 @@ def test_encode_is_the_real_tokenizer_without_special_tokens(folder):
 
 @pytest.mark.model
 def test_the_dequantised_folder_is_its_gguf():
-    from specnb.compat import gguf_header
+    from specnb.compat import gguf
     from specnb.lm import zoo
     from specnb.lm.hf.files import dequantised
 
     gguf = zoo.path("smollm2-135m")
-    theirs, ours = gguf_header.describe(gguf), describe(dequantised(gguf))
+    theirs, ours = gguf.describe(gguf), describe(dequantised(gguf))
     assert ours.vocab.pieces == theirs.vocab.pieces and ours.vocab.digest == theirs.vocab.digest
     special = ("added", "bos", "eos", "pad", "add_bos", "add_eos")
     for field in (*special, "merges", "n_ctx", "rope", "n_tokens", "vocab_size"):

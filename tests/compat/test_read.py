@@ -6,7 +6,7 @@ from specnb.compat.read import describe, opens
 from specnb.errors import InputError
 from specnb.lm import zoo
 from specnb.lm.gguf import binding
-from tests.compat.test_gguf_header import bpe_file, letters_and
+from tests.compat.test_gguf import bpe_file, letters_and
 from tests.compat.test_hf_folder import byte_level_tokenizer, folder_of, line, tiktoken
 
 
