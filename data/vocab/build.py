@@ -18,12 +18,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from specnb.compat import gguf, shelf, tiktoken_file
+from specnb.compat import gguf, read, shelf
 from specnb.compat.description import Description
 from specnb.compat.gguf import CONTROL, USER_DEFINED
-from specnb.compat.pieces import ALPHABET
 from specnb.errors import InputError
 from specnb.io import write_atomic
+from specnb.lm.vocab import ALPHABET
 
 NORMAL, UNUSED = 1, 5  # gguf.TokenType
 _LETTERS = {byte: letter for letter, byte in ALPHABET.items()}
@@ -145,7 +145,7 @@ def _described(source: Source, file: Path, data: bytes, scratch: Path) -> Descri
     if file.suffix == ".gguf":
         return without_padding(gguf.describe(file))
     if file.suffix == ".tiktoken":
-        tokens, merges = _tiktoken(tiktoken_file.describe(file).vocab.pieces)
+        tokens, merges = _tiktoken(read.tiktoken(file).vocab.pieces)
     else:
         tokens, merges = _tokenizer_json(json.loads(data))
     first = max(tokens) + 1

@@ -8,6 +8,7 @@ tiny-hybrid                         the same, of a model that comes with the che
 tokenizer.json  x.tiktoken          a tokenizer alone
 """
 
+import base64
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
-from specnb.compat import gguf, hf_folder, shelf, tiktoken_file
+from specnb.compat import folder, gguf, shelf
 from specnb.compat.description import HUB, Description
 from specnb.errors import InputError
+from specnb.io import read_bytes
 from specnb.lm import embedded, zoo
+from specnb.lm.vocab import Vocabulary
 
 
 class Reader(NamedTuple):
@@ -54,11 +57,10 @@ def _reader(name: str | Path) -> tuple[str, Reader]:
     for reader in READERS:
         if reader.fits(text):
             return text, reader
-    zoo_names = ", ".join(zoo.ENTRIES)
     raise InputError(
-        f"{str(name)!r} is nothing that describes a tokenizer: give a zoo name ({zoo_names}), a name of the shelf "
-        f"({', '.join(shelf.names())}), a .gguf file, a folder "
-        "with config.json, hf:ORG/NAME, a tokenizer.json or a *.tiktoken file that exists"
+        f"{str(name)!r} is nothing that describes a tokenizer: give a zoo name ({', '.join(zoo.ENTRIES)}), a name of "
+        f"the shelf ({', '.join(shelf.names())}), a .gguf file, a folder with config.json, hf:ORG/NAME, a "
+        "tokenizer.json or a *.tiktoken file that exists"
     )
 
 
@@ -79,14 +81,42 @@ def _of_zoo(name: str) -> Description:
     return described if kind is None else replace(described, quantisation=kind)
 
 
+MAX_TIKTOKEN_BYTES = 128 << 20
+
+
+def tiktoken(path: Path) -> Description:
+    """Pieces of a *.tiktoken file, one "base64 rank" a line, the rank being the id.
+
+    Special tokens are not in it (they are code), so bos, eos and `encode` are None. Raises InputError naming the line
+    for text that is not base64, ids out of range, and ids used twice.
+    """
+    pieces: dict[int, bytes] = {}
+    for number, line in enumerate(read_bytes(path, MAX_TIKTOKEN_BYTES).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            word, rank = line.split()
+            piece, i = base64.b64decode(word, validate=True), int(rank)
+            if not 0 <= i < folder.MAX_ID or i in pieces:
+                raise ValueError(f"the id {i} is used before, or not below {folder.MAX_ID}")
+        except ValueError as error:
+            raise InputError(f"{path}: line {number} is {line[:60]!r}, expected BASE64 ID ({error})") from error
+        pieces[i] = piece
+    if not pieces:
+        raise InputError(f"{path} holds no token: it is no tiktoken file, or empty")
+    size = 1 + max(pieces)
+    vocab = Vocabulary(tuple(pieces.get(i, b"") for i in range(size)), kind="bpe", pre="tiktoken")
+    return Description(name=path.stem, source=str(path), vocab=vocab, n_tokens=size, vocab_size=size)
+
+
 READERS = (
     Reader(zoo.is_zoo_name, _of_zoo, opens=True),
-    Reader(lambda name: name in embedded.names(), lambda name: hf_folder.describe(embedded.folder(name)), opens=True),
-    Reader(lambda name: name.startswith(HUB), hf_folder.describe, opens=True, takes=("revision",)),
+    Reader(lambda name: name in embedded.names(), lambda name: folder.describe(embedded.folder(name)), opens=True),
+    Reader(lambda name: name.startswith(HUB), folder.describe, opens=True, takes=("revision",)),
     Reader(lambda name: name.lower().endswith(".gguf"), lambda name: gguf.describe(_path(name)), opens=True),
-    Reader(lambda name: name.lower().endswith(".tiktoken"), lambda name: tiktoken_file.describe(_path(name))),
-    Reader(lambda name: name.lower().endswith(".json"), lambda name: hf_folder.describe(_path(name))),
+    Reader(lambda name: name.lower().endswith(".tiktoken"), lambda name: tiktoken(_path(name))),
+    Reader(lambda name: name.lower().endswith(".json"), lambda name: folder.describe(_path(name))),
     Reader(lambda name: name.lower() in shelf.names(), shelf.describe),
-    Reader(_is_folder, lambda name: hf_folder.describe(_path(name)), opens=True),
+    Reader(_is_folder, lambda name: folder.describe(_path(name)), opens=True),
 )
 """Tried in order; the first that fits reads."""

@@ -1,13 +1,16 @@
-"""Vocabulary: what each token id means, as bytes, and which ids are special.
+"""Vocabulary: what each token id means, as bytes, and which ids are special; and how tokenizer.json writes bytes.
 
 Knows nothing about how text becomes tokens (the models' `encode` does that) and nothing about logits.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any
 
 from specnb.errors import VocabularyMismatch
 
@@ -65,6 +68,55 @@ class Vocabulary:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; bytes that are no valid UTF-8 (a cut character) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+def _alphabet() -> dict[str, int]:
+    """Printable Latin-1 letters stand for themselves, the other bytes for U+0100 and on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+ALPHABET = MappingProxyType(_alphabet())
+"""The letter of byte-level BPE (GPT-2's) and its byte."""
+BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+def byte_level(piece: str) -> bytes:
+    """The bytes of a byte-level piece; its text where a character of it stands for no byte."""
+    return bytes(ALPHABET[c] for c in piece) if ALPHABET.keys() >= set(piece) else piece.encode()
+
+
+def sentencepiece(piece: str) -> bytes:
+    """The bytes of a piece in which U+2581 stands for a space and <0x0A> for a byte."""
+    if BYTE_PIECE.fullmatch(piece):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace("\u2581", " ").encode()
+
+
+def spelling_of(tokenizer: dict[str, Any]) -> Callable[[str], bytes]:
+    """How the pieces in a tokenizer.json become bytes. Added tokens stand for themselves."""
+    steps = rule_names([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
+    return byte_level if "ByteLevel" in steps else sentencepiece
+
+
+def kind_of(tokenizer: dict[str, Any]) -> str:
+    """The kind of a tokenizer.json by llama.cpp's names; a BPE with bytes as pieces is its "spm"."""
+    model = tokenizer.get("model", {})
+    named = str(model.get("type") or "unknown").lower()
+    if named == "bpe" and model.get("byte_fallback") is True:
+        return "spm"
+    return {"wordpiece": "wpm", "unigram": "ugm"}.get(named, named)
+
+
+def rule_names(rule: object) -> list[str]:
+    """Names of a tokenizer.json's rule and of those inside it, in order."""
+    if isinstance(rule, list):
+        return [name for part in rule for name in rule_names(part)]
+    if not isinstance(rule, dict):
+        return []
+    named = [rule["type"]] if isinstance(rule.get("type"), str) else []
+    return named + rule_names(list(rule.values()))
 
 
 def first_difference(target: Vocabulary, draft: Vocabulary) -> int | None:

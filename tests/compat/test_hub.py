@@ -12,7 +12,7 @@ from specnb.compat import shelf
 from specnb.compat.check import Verdict, check
 from specnb.compat.read import describe
 from specnb.errors import FetchError
-from tests.compat.test_hf_folder import byte_level_tokenizer, folder_of
+from tests.compat.test_folder import byte_level_tokenizer, folder_of
 
 LLAMA = "meta-llama/Llama-3.2-1B-Instruct"
 COMMITS = {"main": "a" * 40, "older": "b" * 40}

@@ -6,8 +6,8 @@ from specnb.compat.read import describe, opens
 from specnb.errors import InputError
 from specnb.lm import zoo
 from specnb.lm.gguf import binding
+from tests.compat.test_folder import byte_level_tokenizer, folder_of, line, tiktoken
 from tests.compat.test_gguf import bpe_file, letters_and
-from tests.compat.test_hf_folder import byte_level_tokenizer, folder_of, line, tiktoken
 
 
 def test_each_kind_of_source_finds_its_reader(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ transformers' conversion leaves out of the tokenizer and of the set of end token
 
 import json
 import math
-import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging as hf_logging
 
 from specnb.errors import InputError, LoadError, SpecnbError
@@ -32,7 +30,7 @@ from specnb.io import file_digest
 from specnb.lm.cache import expanded, made_once, need_space
 from specnb.lm.gguf import binding
 from specnb.lm.memory import Need, kv_bytes, require
-from specnb.lm.vocab import Vocabulary
+from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 from specnb.paths import cache_dir
 
 DEFAULT_N_CTX = 4096
@@ -55,8 +53,6 @@ PROBES = (
     "naïve 日本語 🙂\t\t{};",
     "<|im_start|>user\nhi<|im_end|>",
 )
-
-BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def local_or_hub(source: Path | str) -> str:
@@ -148,7 +144,7 @@ def vocabulary(
         return Vocabulary(tuple(b"<%d>" % i for i in range(config.vocab_size)), kind="none", eog=frozenset(eog))
     state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     added = dict(tokenizer.added_tokens_decoder.items())
-    to_bytes = _piece_reader(state)
+    to_bytes = spelling_of(state)
     size = config.vocab_size  # the width of the logits; a tokenizer may know fewer ids, or more
     names = tokenizer.convert_ids_to_tokens(list(range(size)))  # None for ids that it does not know
     pieces = [
@@ -158,7 +154,7 @@ def vocabulary(
     probe = tokenizer("x").input_ids
     return Vocabulary(
         pieces=tuple(pieces),
-        kind=str(state.get("model", {}).get("type", "unknown")).lower(),
+        kind=kind_of(state),
         pre=str((state.get("pre_tokenizer") or {}).get("type", "")).lower(),
         bos=tokenizer.bos_token_id,
         eos=tokenizer.eos_token_id,
@@ -171,20 +167,6 @@ def vocabulary(
 
 def _ids(value: int | list[int] | None) -> set[int]:
     return set() if value is None else set(value) if isinstance(value, list) else {value}
-
-
-def _piece_reader(state: dict):
-    """How the tokenizer's written pieces become bytes: byte-level BPE's alphabet, or sentencepiece's marks."""
-    if "ByteLevel" in json.dumps([state.get("decoder"), state.get("pre_tokenizer")]):
-        alphabet = {c: b for b, c in bytes_to_unicode().items()}
-        return lambda name: bytes(alphabet[c] for c in name) if all(c in alphabet for c in name) else name.encode()
-
-    def sentencepiece(name: str) -> bytes:
-        if BYTE_PIECE.fullmatch(name):
-            return bytes([int(name[3:5], 16)])
-        return name.replace("\u2581", " ").encode()
-
-    return sentencepiece
 
 
 def dequantised(gguf: Path) -> Path:

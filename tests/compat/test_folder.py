@@ -8,12 +8,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from specnb.compat import tiktoken_file
+from specnb.compat import read
 from specnb.compat.description import Rope, State
-from specnb.compat.hf_folder import describe
-from specnb.compat.pieces import ALPHABET
+from specnb.compat.folder import describe
 from specnb.errors import InputError
 from specnb.lm.hf.files import vocabulary
+from specnb.lm.vocab import ALPHABET
 
 LETTER = {b: c for c, b in ALPHABET.items()}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -120,6 +120,16 @@ def refused(source, *words):
     return message
 
 
+def changed(*path, to):
+    """The byte-level tokenizer with one value replaced."""
+    tokenizer = byte_level_tokenizer()
+    node = tokenizer
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = to
+    return tokenizer
+
+
 # --- what a folder says ----------------------------------------------------------------------------------------------
 
 
@@ -166,11 +176,11 @@ def test_pieces_and_special_ids_are_those_of_the_torch_engine(folder):
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<|bos|>", eos_token="<|im_end|>"
     )
     config = Qwen2Config(**{k: v for k, v in CONFIG.items() if k != "model_type"})
-    theirs = vocabulary(tokenizer, config, GenerationConfig(eos_token_id=[259, 260]))
-    ours = describe(folder).vocab
-    assert ours.pieces == theirs.pieces
+    engine = vocabulary(tokenizer, config, GenerationConfig(eos_token_id=[259, 260]))
+    described = describe(folder).vocab
+    assert described.pieces == engine.pieces
     for field in ("kind", "pre", "bos", "eos", "eog", "special", "add_bos"):
-        assert getattr(ours, field) == getattr(theirs, field), field
+        assert getattr(described, field) == getattr(engine, field), field
 
 
 def test_sentencepiece_pieces_and_fallback_bytes(tmp_path):
@@ -214,11 +224,11 @@ def test_state_by_model_type_or_layers(tmp_path, config, state):
     assert describe(folder_of(tmp_path / "m", byte_level_tokenizer(), config)).state is state
 
 
-@pytest.mark.parametrize("own", [{}, {"add_bos_token": False, "add_eos_token": True}])
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": False, "add_eos_token": True}])
 @pytest.mark.parametrize(
     ("single", "expected"), [(["BOS", "A"], (True, False)), (["A", "EOS"], (False, True)), (["A"], (False, False))]
 )
-def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, own, single, expected):
+def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, flags, single, expected):
     """By tokenizer.json; the flags of tokenizer_config.json do nothing beside one."""
     steps = {
         "A": {"Sequence": {"id": "A", "type_id": 0}},
@@ -232,16 +242,16 @@ def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, own, singl
         "ids": [259],
         "tokens": ["<|im_end|>"],
     }
-    own = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast", **own}
-    folder = folder_of(tmp_path / "m", tokenizer, tokenizer_config=own)
+    stated = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast", **flags}
+    folder = folder_of(tmp_path / "m", tokenizer, tokenizer_config=stated)
     d = describe(folder)
     ids = AutoTokenizer.from_pretrained(folder)("x").input_ids
     assert (d.add_bos, d.add_eos) == expected == (ids[0] == 261, ids[-1] == 259)
 
 
 def test_chat_templates_in_their_three_places(tmp_path, folder):
-    own = {"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}
-    assert describe(folder_of(folder, tokenizer_config=own)).vocab.chat_template == "D"
+    listed = {"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}
+    assert describe(folder_of(folder, tokenizer_config=listed)).vocab.chat_template == "D"
     assert describe(folder_of(folder, tokenizer_config={"chat_template": "S"})).vocab.chat_template == "S"
     (folder / "chat_template.jinja").write_text("J")
     assert describe(folder).vocab.chat_template == "J"
@@ -290,29 +300,16 @@ def test_the_dequantised_folder_is_its_gguf():
     from specnb.lm import zoo
     from specnb.lm.hf.files import dequantised
 
-    gguf = zoo.path("smollm2-135m")
-    theirs, ours = gguf.describe(gguf), describe(dequantised(gguf))
-    assert ours.vocab.pieces == theirs.vocab.pieces and ours.vocab.digest == theirs.vocab.digest
+    path = zoo.path("smollm2-135m")
+    header, folder = gguf.describe(path), describe(dequantised(path))
+    assert folder.vocab.pieces == header.vocab.pieces and folder.vocab.digest == header.vocab.digest
     special = ("added", "bos", "eos", "pad", "add_bos", "add_eos")
     for field in (*special, "merges", "n_ctx", "rope", "n_tokens", "vocab_size"):
-        assert getattr(ours, field) == getattr(theirs, field), field
+        assert getattr(folder, field) == getattr(header, field), field
     for field in ("special", "eog", "kind", "chat_template"):
-        assert getattr(ours.vocab, field) == getattr(theirs.vocab, field), field
+        assert getattr(folder.vocab, field) == getattr(header.vocab, field), field
     text = "def f(x):\n    return 1234 # 日本 🙂\n"
-    assert ours.encode(text) == theirs.encode(text)
-
-
-# --- hostile files ---------------------------------------------------------------------------------------------------
-
-
-def changed(*path, to):
-    """The byte-level tokenizer with one value replaced."""
-    tokenizer = byte_level_tokenizer()
-    node = tokenizer
-    for key in path[:-1]:
-        node = node[key]
-    node[path[-1]] = to
-    return tokenizer
+    assert folder.encode(text) == header.encode(text)
 
 
 # --- tiktoken --------------------------------------------------------------------------------------------------------
@@ -329,27 +326,37 @@ def line(piece, i):
 
 def test_a_tiktoken_file_is_pieces_by_rank(tmp_path):
     path = tiktoken(tmp_path / "o.tiktoken", line(b"\xff", 2), line(b" the", 0), b"", line(b"a", 4))
-    d = tiktoken_file.describe(path)
+    d = read.tiktoken(path)
     assert d.vocab.pieces == (b" the", b"", b"\xff", b"", b"a") and (d.n_tokens, d.vocab_size) == (5, 5)
     assert d.bos is None and d.encode is None and d.vocab.special == frozenset()
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "words"),
+    ("lines", "value"),
+    [([line(b"a", 0), line(b"b", 0)], "Yg=="), ([b"YQ== -1"], "-1"), ([b"Y!Q== 0"], "Y!Q=="), ([], "no token")],
+)
+def test_a_tiktoken_file_that_cannot_be_is_one_error_with_the_line(tmp_path, lines, value):
+    with pytest.raises(InputError, match=value):
+        read.tiktoken(tiktoken(tmp_path / "o.tiktoken", *lines))
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "value"),
     [
-        (changed("model", "vocab", "a", to=-1), ["model.vocab['a']", "-1"]),
-        (changed("model", "vocab", "a", to=10**12), ["model.vocab['a']", str(10**12)]),
-        (changed("model", "vocab", "a", to=98), ["98"]),
-        (changed("model", "vocab", to={}), []),
-        (changed("model", "vocab", to=[["a", 0.0], ["a", 0.0]]), ["model.vocab", "'a'"]),
-        (changed("model", to=None), []),
-        (changed("model", "merges", to=[["a"]]), []),
-        (changed("added_tokens", 0, "content", to="<think>"), ["added_tokens", "<think>"]),
+        (changed("model", "vocab", "a", to=-1), "-1"),
+        (changed("model", "vocab", "a", to=10**12), str(10**12)),
+        (changed("model", "vocab", "a", to=4 * 10**9), str(4 * 10**9)),  # not as many pieces are made
+        (changed("model", "vocab", to={}), ""),
+        (changed("model", to=None), ""),
+        (changed("model", "merges", to=[["a"]]), ""),
     ],
 )
-def test_a_tokenizer_that_cannot_be_is_one_error_with_the_value(tmp_path, tokenizer, words):
+def test_a_tokenizer_that_cannot_be_is_one_error_with_the_value(tmp_path, tokenizer, value):
     folder = folder_of(tmp_path / "m", tokenizer)
-    refused(folder, str(folder / "tokenizer.json"), *words)
+    refused(folder, str(folder), value)
 
 
 @pytest.mark.parametrize(
@@ -369,24 +376,9 @@ def test_a_config_that_cannot_be_is_one_error_with_the_value(tmp_path, config, w
 
 
 def test_a_special_token_that_the_tokenizer_does_not_have_and_other_tokenizers_are_named(tmp_path):
-    own = {"eos_token": "<nowhere>"}
-    refused(folder_of(tmp_path / "m", byte_level_tokenizer(), tokenizer_config=own), "eos_token", "<nowhere>")
+    named = {"eos_token": "<nowhere>"}
+    refused(folder_of(tmp_path / "m", byte_level_tokenizer(), tokenizer_config=named), "eos_token", "<nowhere>")
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     refused(folder_of(tmp_path), "tokenizer.model")
-    refused(tmp_path / "absent", "absent")
-
-
-@pytest.mark.parametrize("name", ["hf:", "hf:a/b/c", "hf:a b"])
-def test_what_is_no_hub_id_is_named(name):
-    refused(name, name)
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [([line(b"a", 0), line(b"b", 0)], ["2", "'b'"]), ([b"YQ== -1"], ["-1"]), ([b"Y!Q== 0"], ["Y!Q=="]), ([], [])],
-)
-def test_a_tiktoken_file_that_cannot_be_is_one_error_with_the_line(tmp_path, lines, words):
-    path = tiktoken(tmp_path / "o.tiktoken", *lines)
-    with pytest.raises(InputError) as caught:
-        tiktoken_file.describe(path)
-    assert all(word in str(caught.value) for word in (str(path), *words))
+    for absent in (tmp_path / "absent", "hf:", "hf:a/b/c", "hf:a b"):
+        refused(absent, str(absent))

@@ -1,0 +1,316 @@
+"""A transformers folder, a lone tokenizer.json or a hub id, described from its small files: no weights, no code run.
+
+The tokenizer is opened by the `tokenizers` library, as the engines open it: ids, added tokens and what is put around a
+text are the library's answers.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specnb.compat.description import HUB, Description, Merges, Rope, state_of
+from specnb.errors import FetchError, InputError, SpecnbError
+from specnb.io import read_json, read_text
+from specnb.lm.vocab import Vocabulary, kind_of, rule_names, spelling_of
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+TOKENIZER_CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
+GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
+SMALL_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, TEMPLATE)
+# fetched too, a few megabytes: to say that a tokenizer is there in a form that is not read
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+MAX_ID = 4_000_000
+MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES = 128 << 20, 16 << 20, 4 << 20
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+"""Names that model families give to the context length; the first that is stated holds."""
+
+
+def describe(source: Path | str, *, revision: str = "main") -> Description:
+    """A folder, a tokenizer.json, or `hf:ORG/NAME`, whose small files are fetched once into the hub's own cache.
+
+    `revision` of a hub model is a branch, a tag or a commit.
+
+    Without config.json `vocab_size` is the tokenizer's; without tokenizer.json `vocab` is None. `normalizer` names the
+    steps ("NFC"). Raises InputError naming file, key, value and remedy; FetchError if the hub cannot give the files.
+    """
+    text = str(source)
+    if text.startswith(HUB):
+        repo = text.removeprefix(HUB)
+        return _of_folder(_fetched(repo, revision), name=repo, source=text)
+    path = Path(source)
+    if path.is_dir():
+        return _of_folder(path, name=path.resolve().name, source=text)
+    tokenizer = _tokenizer(path)
+    with _reading(path):
+        return _tokenized(tokenizer, {}, {}, {}, None, {"name": path.parent.resolve().name, "source": str(path)})
+
+
+def _fetched(repo: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError
+
+    instead = f"or give a folder with {', '.join(SMALL_FILES[:3])}"
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=[*SMALL_FILES, *OTHER_TOKENIZERS]))
+    except HFValidationError as error:
+        raise InputError(f"{HUB}{repo} is no hub id ({str(error).splitlines()[0]}): write hf:ORG/NAME") from error
+    except GatedRepoError as error:
+        raise FetchError(
+            f"{HUB}{repo} is gated: accept its licence on the model's page of the hub, log in with `hf auth login` (or "
+            f"set HF_TOKEN), and ask again; {instead}"
+        ) from error
+    except Exception as error:  # the hub's library raises its own errors, those of its transport, and OSError
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise FetchError(
+            f"cannot fetch the tokenizer of {HUB}{repo} ({revision}): {reason.rstrip('.')}. Check the name and the "
+            f"network (a private model needs a login), {instead}"
+        ) from error
+
+
+def _of_folder(folder: Path, *, name: str, source: str) -> Description:
+    has_config, has_tokenizer = ((folder / file).exists() for file in (CONFIG, TOKENIZER))
+    others = [file for file in OTHER_TOKENIZERS if (folder / file).exists()]
+    if not has_tokenizer and (others or not has_config):
+        raise InputError(
+            f"{source} has no tokenizer.json ({f'only {others[0]}' if others else 'nor a config.json'}): save it with "
+            "transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
+        )
+    config, special_map, tokenizer_config, generation = (
+        read_json(folder / file, MAX_CONFIG_BYTES) if (folder / file).exists() else {}
+        for file in (CONFIG, SPECIAL_MAP, TOKENIZER_CONFIG, GENERATION)
+    )
+    tokenizer = _tokenizer(folder / TOKENIZER) if has_tokenizer else None
+    with _reading(folder):
+        facts = {"name": name, "source": source, **_model_facts(config)}
+        if tokenizer is None:
+            special = {key: _first_id(_text_config(config), f"{key}_token_id") for key in ("bos", "eos", "pad")}
+            return Description(**facts, **special, vocab_size=_vocab_size(config))
+        template = _template(folder, tokenizer_config)
+        return _tokenized(tokenizer, special_map | tokenizer_config, config, generation, template, facts)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Make one InputError, which names the file, of an object of another form than expected."""
+    try:
+        yield
+    except SpecnbError:
+        raise
+    except BaseException as error:
+        # the library raises plain Exceptions, and its panics derive from BaseException
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(
+            f"{path} does not have the expected form ({type(error).__name__}: {str(error)[:200]}): correct it, "
+            "or fetch it again"
+        ) from error
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer.json as JSON and as the library opens it. `added` are the ids of added tokens, with their entries."""
+
+    path: Path
+    state: dict[str, Any]
+    library: Any
+    added: Mapping[int, Any]
+
+    def encode(self, text: str) -> list[int]:
+        """Special tokens are neither added nor looked for."""
+        with _reading(self.path):
+            return self.library.encode(text, add_special_tokens=False).ids
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """The ids that a text gets before and after it."""
+        whole, plain = self.library.encode("x").ids, self.library.encode("x", add_special_tokens=False).ids
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return whole[:at], whole[at + len(plain) :]
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    state = read_json(path, MAX_TOKENIZER_BYTES)
+    with _reading(path):
+        from tokenizers import Tokenizer as Library
+
+        library = Library.from_str(json.dumps(state))
+        library.encode_special_tokens = True  # <|im_end|> in a text is ten characters, not one token
+        return Tokenizer(path, state, library, library.get_added_tokens_decoder())
+
+
+def _pieces(tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes of ids 0..n-1; b"" for an id that is skipped."""
+    vocab, spelled = tokenizer.library.get_vocab(with_added_tokens=True), spelling_of(tokenizer.state)
+    if (last := max(vocab.values())) >= MAX_ID:
+        raise ValueError(f"the largest id is {last}, expected less than {MAX_ID}")
+    pieces = [b""] * (1 + last)
+    for piece, i in vocab.items():
+        pieces[i] = tokenizer.added[i].content.encode() if i in tokenizer.added else spelled(piece)
+    return pieces
+
+
+def _merges(stored: list | None) -> Merges | None:
+    """Either spelling of a rule, "left right" or ["left", "right"], gives the digest that a GGUF's rules give."""
+    if stored is None:
+        return None
+    digest = hashlib.sha256()
+    for merge in stored:
+        if not isinstance(merge, str):
+            left, right = merge
+            # converters write a space inside a piece as U+0120
+            merge = " ".join(part.replace(" ", "\u0120") for part in (left, right))
+        digest.update(merge.encode("utf-8", "surrogatepass") + b"\n")
+    return Merges(len(stored), digest.hexdigest())
+
+
+def _tokenized(
+    tokenizer: Tokenizer, stated: dict, config: dict, generation: dict, template: str | None, facts: dict[str, Any]
+) -> Description:
+    """`stated` is tokenizer_config.json over special_tokens_map.json; all but the tokenizer may be empty."""
+    text, pieces = _text_config(config), _pieces(tokenizer)
+    n_tokens = len(pieces)
+    size = _vocab_size(config) or n_tokens
+    before, after = tokenizer.around()
+    bos, eos, pad = (
+        _special(tokenizer, stated, f"{key}_token", _first_id(text, f"{key}_token_id")) for key in ("bos", "eos", "pad")
+    )
+    # where no file names BOS or EOS, what the tokenizer puts around a text is it
+    bos = before[0] if bos is None and before else bos
+    eos = after[0] if eos is None and after else eos
+    eog = frozenset().union(*(_ids(part, "eos_token_id") for part in (generation, text, config)))
+    eog |= frozenset() if eos is None else {eos}
+    _require_known(max(size, n_tokens), {"bos": [bos], "eos": [eos, *eog], "pad": [pad]})
+    add_bos = bos is not None and bos in before
+    vocab = Vocabulary(
+        pieces=(*pieces[:size], *(b"" for _ in range(size - n_tokens))),
+        kind=kind_of(tokenizer.state),
+        pre=((tokenizer.state.get("pre_tokenizer") or {}).get("type") or "").lower(),
+        bos=bos,
+        eos=eos,
+        eog=eog,
+        special=frozenset(i for i, token in tokenizer.added.items() if token.special and i < size),
+        add_bos=add_bos,
+        chat_template=template,
+    )
+    return Description(
+        **facts,
+        vocab=vocab,
+        n_tokens=n_tokens,
+        vocab_size=size,
+        bos=bos,
+        eos=eos,
+        pad=pad,
+        add_bos=add_bos,
+        add_eos=eos is not None and eos in after,
+        added=frozenset(i for i in tokenizer.added if i < size),
+        normalizer=" ".join(n for n in rule_names(tokenizer.state.get("normalizer")) if n != "Sequence") or None,
+        merges=_merges(tokenizer.state["model"].get("merges")),
+        encode=tokenizer.encode,
+    )
+
+
+def _special(tokenizer: Tokenizer, stated: dict, key: str, fallback: int | None) -> int | None:
+    """The id of a special token: by its text, which is also given as {"content": …}, else as the config has it."""
+    value = stated.get(key)
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is None:
+        return fallback
+    token = tokenizer.library.token_to_id(text)
+    if token is None:
+        raise InputError(f"{tokenizer.path} has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}")
+    return token
+
+
+def _template(folder: Path, tokenizer_config: dict) -> str | None:
+    """A chat template: its own file, or in tokenizer_config.json, where it may be a list with one named default."""
+    if (folder / TEMPLATE).exists():
+        return read_text(folder / TEMPLATE, MAX_TEMPLATE_BYTES)
+    stored = tokenizer_config.get("chat_template")
+    return {t["name"]: t["template"] for t in stored}.get("default") if isinstance(stored, list) else stored
+
+
+# --- the config ------------------------------------------------------------------------------------------------------
+
+
+def _require_known(n: int, special: Mapping[str, list[int | None]]) -> None:
+    for key, ids in special.items():
+        for i in ids:
+            if i is not None and not 0 <= i < n:
+                raise ValueError(f"{key}_token_id is {i}, expected one of {n} ids")
+
+
+def _text_config(config: dict) -> dict:
+    """The language model's own part of a config: its `text_config`, where it has one (multimodal models)."""
+    return config.get("text_config") or config
+
+
+def _model_facts(config: dict) -> dict[str, Any]:
+    """Fields of a Description."""
+    text = _text_config(config)
+    kind = text.get("model_type") or config.get("model_type")
+    # tokens that stand for positions to be drafted: of PARD, of the draft models that vLLM calls ptd, of DFlash
+    flash = text.get("dflash_config") or {}
+    mask = (text.get("pard_token"), text.get("ptd_token_id"), flash.get("mask_token_id"))
+    return {
+        "architecture": kind,
+        "n_ctx": next((n for key in CONTEXT_KEYS if (n := text.get(key))), None),
+        "rope": _rope(text),
+        "quantisation": _quantisation(config, text),
+        "state": state_of(kind, text.get("layer_types") or ()),
+        "mask": frozenset(i for i in mask if i is not None),
+    }
+
+
+def _vocab_size(config: dict) -> int | None:
+    """Rows of logits."""
+    size = _text_config(config).get("vocab_size", config.get("vocab_size"))
+    if size is not None and (not isinstance(size, int) or not 0 <= size <= MAX_ID):
+        raise ValueError(f"vocab_size is {size!r}, expected 0 to {MAX_ID}")
+    return size
+
+
+def _ids(config: dict, key: str) -> frozenset[int]:
+    """An id or a list of ids."""
+    value = config.get(key)
+    return frozenset() if value is None else frozenset(value if isinstance(value, list) else [value])
+
+
+def _first_id(config: dict, key: str) -> int | None:
+    """An id, or the first of a list of ids. A padding id of -1 is none: so the first Llamas wrote it."""
+    value = config.get(key)
+    if key == "pad_token_id" and value == -1:
+        return None
+    return next(iter(value), None) if isinstance(value, list) else value
+
+
+def _rope(text: dict) -> Rope | None:
+    """transformers 5 writes `rope_parameters`; before that it was `rope_theta` and `rope_scaling`."""
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    base = scaling.get("rope_theta") or text.get("rope_theta") or text.get("rotary_emb_base")
+    kind = scaling.get("rope_type") or scaling.get("type")
+    factor = scaling.get("factor")
+    named = None if kind in (None, "default") else kind if factor is None else f"{kind} {factor:g}"
+    if base is None and named is None:
+        return None
+    dims, width, heads = (text.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    if dims is None and width and heads:
+        dims = width // heads
+    share = scaling.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+    return Rope(base and float(base), None if dims is None else int(dims * share), named)
+
+
+def _quantisation(config: dict, text: dict) -> str | None:
+    """ "gptq 4" where the weights are quantised, else the type they are stored in."""
+    quantised = config.get("quantization_config") or {}
+    if method := quantised.get("quant_method"):
+        bits = quantised.get("bits")
+        return method if bits is None else f"{method} {bits}"
+    names = (part.get(key) for key in ("dtype", "torch_dtype") for part in (text, config))
+    return next((name for name in names if name), None)
