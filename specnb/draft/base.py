@@ -1,4 +1,41 @@
-"""The interface of whatever proposes tokens. Knows nothing about verification."""
+"""The interface of whatever proposes tokens. Knows nothing about verification.
+
+How to add a drafter: write a class with the five members of `Drafter`, a function that makes one for a target, and an
+entry of `registry.DRAFTERS`. `tests/draft/test_conformance.py` then tries it, and `--drafter bigram` runs it.
+
+    # specnb/draft/bigram.py
+    from specnb.draft.base import Proposal
+
+    class Bigram:
+        '''Proposes what followed the newest token last time.'''
+
+        name, vocab = "bigram", None  # no model, so no vocabulary to compare with the target's
+
+        def start(self, tokens):
+            self.after, self.seen = {}, 1
+            self.commit(tokens)
+
+        def propose(self, tokens, k, rng):
+            ids = [*tokens[-1:]]
+            while ids and len(ids) <= k and ids[-1] in self.after:
+                ids.append(self.after[ids[-1]])
+            return Proposal(tuple(ids[1:]))  # no rows of q_draft: each id is a point mass
+
+        def commit(self, tokens):
+            self.after.update((tokens[i - 1], tokens[i]) for i in range(self.seen, len(tokens)))
+            self.seen = len(tokens)
+
+        def close(self):
+            pass
+
+    def bigram_drafter(target, *, translate="auto", **options):
+        return Bigram(**options)
+
+    # specnb/registry.py
+    DRAFTERS["bigram"] = "specnb.draft.bigram:bigram_drafter"
+
+`propose` may change the state (a model reads its own drafts); `commit` then rewinds it to the tokens that became true.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, overload
@@ -111,8 +148,8 @@ class TokenView(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> tuple[int, ...]: ...
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        found = self._tokens[index]
-        return tuple(found) if isinstance(index, slice) else found
+        part = self._tokens[index]
+        return tuple(part) if isinstance(index, slice) else part
 
     def __len__(self) -> int:
         return len(self._tokens)

@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specnb.draft.base import Drafter
-from specnb.errors import FetchError, LoadError
+from specnb.errors import FetchError, InputError, LoadError, did_you_mean
 from specnb.lm.base import LanguageModel
 from specnb.registry import DRAFTERS, MODEL_DRAFTER, resolve
 
@@ -25,9 +25,9 @@ class LoadedDrafter(NamedTuple):
 
 
 def load_drafter(
-    what: str, target: LanguageModel, *, strict: bool = False, translate: str = "auto", **options: Any
+    name: str, target: LanguageModel, *, strict: bool = False, translate: str = "auto", **options: Any
 ) -> LoadedDrafter:
-    """A drafter for `target`: one of `registry.DRAFTERS`, or the name of a draft model.
+    """Open a drafter for `target`: one of `registry.DRAFTERS`, or the name of a draft model.
 
     A draft model that cannot be fetched or loaded, or does not fit the memory, is no reason to lose the generation:
     the result then has no drafter and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot
@@ -40,9 +40,14 @@ def load_drafter(
     where the ids that both have mean the same, rows are sliced, and nothing is lost.
     """
     try:
-        make = resolve(DRAFTERS[what]) if what in DRAFTERS else partial(resolve(MODEL_DRAFTER), what)
+        make = resolve(DRAFTERS[name]) if name in DRAFTERS else partial(resolve(MODEL_DRAFTER), name)
         return LoadedDrafter(make(target, translate=translate, **options))
     except (LoadError, FetchError) as error:
         if strict:
             raise
         return LoadedDrafter(None, f"{type(error).__name__}: {error}")
+    except InputError as error:
+        near = did_you_mean(name, list(DRAFTERS)) if name not in DRAFTERS else ""
+        if near:
+            raise InputError(f"{error}; of the drafters {near.strip()}") from error
+        raise

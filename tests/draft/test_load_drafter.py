@@ -132,6 +132,13 @@ def test_a_file_that_is_no_gguf_is_a_fallback_and_one_that_is_not_there_a_mistak
         load_drafter(str(tmp_path / "y.gguf"), toy.cyclic(5))
 
 
+def test_a_mistyped_drafter_is_answered_with_the_drafter_that_is_near():
+    with pytest.raises(InputError, match="lookup"):
+        load_drafter("lokup", toy.cyclic(5))
+    with pytest.raises(InputError, match="smollm2-135m"):
+        load_drafter("smolm2", toy.cyclic(5))
+
+
 # --- lookup and self ------------------------------------------------------------------------------------------------
 
 

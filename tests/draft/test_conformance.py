@@ -1,0 +1,107 @@
+"""What every drafter keeps to, whatever it proposes. One that is registered and needs no model is tried unasked."""
+
+import textwrap
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specnb.decode.generate import generate
+from specnb.decode.sampling import Chooser, Draws, Sampling
+from specnb.draft import base
+from specnb.draft.base import Proposal, TokenView
+from specnb.draft.model import ModelDrafter
+from specnb.draft.translate import StringMatch, TokenIntersection
+from specnb.registry import DRAFTERS, resolve
+from tests.laws.vocabularies import model
+
+NEEDS_A_MODEL = {"self": "requantises the target's file", "medusa": "heads of one target"}
+"""Registered drafters that no toy target can have; their own tests hold them to the same laws."""
+PIECES = (b"a", b"b", b"ab", b"c", b"ba")
+
+
+def target_model(seed=0):
+    return model(PIECES, order=2, seed=seed)
+
+
+def documented(target):
+    """The drafter of "How to add a drafter"."""
+    lines = base.__doc__.splitlines()
+    start, end = (next(i for i, line in enumerate(lines) if name in line) for name in ("/bigram.py", "/registry.py"))
+    names = {}
+    exec(textwrap.dedent("\n".join(lines[start:end])), names)
+    return names["bigram_drafter"](target)
+
+
+MAKERS = {
+    **{name: resolve(entry) for name, entry in DRAFTERS.items() if name not in NEEDS_A_MODEL},
+    "documented": documented,
+    "model": lambda target: ModelDrafter(model(PIECES, seed=7)),
+    "model of a short context": lambda target: ModelDrafter(model(PIECES, seed=7, n_ctx=9)),
+    "shared tokens": lambda target: ModelDrafter(TokenIntersection(model((b"b", b"a", b"x"), seed=8), target)),
+    "strings": lambda target: StringMatch(model((b"b", b"a", b"c"), seed=9), target),
+}
+every_drafter = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def chooser(temperature, seed=0):
+    return Chooser(Sampling(temperature), Draws(np.random.default_rng(seed)))
+
+
+ROUND = st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(0, 4), st.booleans())
+"""K, how many drafts are kept, the token that follows them, and whether the end cut it off."""
+
+
+@every_drafter
+@given(
+    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    rounds=st.lists(ROUND, max_size=6),
+    temperature=st.sampled_from([0.0, 0.8]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_proposal_is_sound_and_what_a_fresh_drafter_would_propose(make, prompt, rounds, temperature):
+    """At most k ids of the target; rows that sum to one, or none; after `commit` nothing is left of rejected drafts."""
+    target, tokens = target_model(), list(prompt)
+    view, drafter = TokenView(tokens), make(target)
+    drafter.start(view)
+    for k, kept, following, cut in rounds:
+        proposal = drafter.propose(view, k, chooser(temperature))
+        check(proposal, k, target.vocab.size)
+        fresh = make(target)
+        fresh.start(TokenView(list(tokens)))
+        again = fresh.propose(view, k, chooser(temperature))
+        assert proposal.ids == again.ids
+        if proposal.q_draft is not None:
+            np.testing.assert_array_equal(proposal.q_draft, again.q_draft)
+        committed = [*proposal.ids[:kept], following]
+        tokens += committed[: max(1, len(committed) - cut)]
+        drafter.commit(view)
+    drafter.close()
+
+
+def check(proposal: Proposal, k: int, vocab_size: int) -> None:
+    assert len(proposal.ids) <= k and all(0 <= token < vocab_size for token in proposal.ids)
+    assert proposal.forward_s >= 0
+    if proposal.q_draft is not None:
+        assert proposal.q_draft.shape == (len(proposal.ids), vocab_size) and proposal.q_draft.dtype == np.float64
+        np.testing.assert_allclose(proposal.q_draft.sum(axis=1), 1, atol=1e-9)
+        assert (proposal.q_draft >= 0).all()
+        assert all(row[token] > 0 for row, token in zip(proposal.q_draft, proposal.ids, strict=True))
+
+
+@every_drafter
+@pytest.mark.parametrize("seed", range(3))
+def test_greedy_output_is_that_of_plain_decoding_and_a_drafter_serves_again(make, seed):
+    target = target_model(seed)
+    drafter = make(target)
+    for prompt in ([0], [0, 1, 0, 1, 0], [3, 2, 4]):
+        plain = generate(target, prompt, max_new_tokens=30)
+        drafted = generate(target, prompt, drafter=drafter, k=4, max_new_tokens=30)
+        assert drafted.token_ids == plain.token_ids
+        assert generate(target, prompt, drafter=drafter, k=1, max_new_tokens=30).token_ids == plain.token_ids
+    drafter.close()
+
+
+def test_drafters_that_are_left_out_are_registered():
+    assert NEEDS_A_MODEL.keys() <= DRAFTERS.keys()
