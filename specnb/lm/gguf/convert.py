@@ -12,24 +12,13 @@ from typing import TYPE_CHECKING
 from specnb.errors import InputError, SpecnbError, did_you_mean
 from specnb.io import read_json
 from specnb.lm.cache import files_digest, made_once
-from specnb.lm.gguf import families
 from specnb.lm.gguf.binding import FILE_TYPES
-from specnb.lm.gguf.plan import Key, Plan, Weight
+from specnb.lm.gguf.families import FAMILIES, Key, Plan, Weight
 from specnb.lm.gguf.tokenizer import tokenizer_keys
 from specnb.paths import cache_dir
 
 if TYPE_CHECKING:
     import numpy as np
-    from gguf import GGUFWriter
-    from transformers import PretrainedConfig
-
-FAMILIES: Mapping[str, Callable[["PretrainedConfig"], Plan]] = {
-    "qwen3_5_text": families.qwen35,
-    "lfm2": families.lfm2,
-    "mamba2": families.mamba2,
-    "qwen3": families.qwen3,
-}
-"""`model_type` of a config.json -> its plan."""
 
 DTYPES = ("f16", "f32", "bf16")
 MAX_TEXT_BYTES = 64 << 20
@@ -160,15 +149,22 @@ def _weight_files(folder: Path) -> list[Path]:
 def _write(
     dest: Path, name: str, plan: Plan, keys: Mapping[str, Key], dtype: str, read: Callable[[Weight], "np.ndarray"]
 ) -> None:
-    from gguf import GGUFWriter
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(dest, plan.arch)
+    # each key with the type that llama.cpp's loader asks for: gguf-py has no method for some of the names
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    general = {"general.name": name, "general.file_type": FILE_TYPES[dtype]}
     try:
-        _add(writer, {"general.name": name, "general.file_type": FILE_TYPES[dtype]})
-        _add(writer, {f"{plan.arch}.{key}": value for key, value in plan.keys.items()})
-        _add(writer, keys)
+        for key, value in {**general, **{f"{plan.arch}.{k}": v for k, v in plan.keys.items()}, **keys}.items():
+            add.get(type(value), writer.add_array)(key, value)
         for weight in plan.weights:
-            _announce(writer, weight, dtype)
+            kind = _type(weight, dtype)
+            n_bytes = int(np.prod(weight.written_shape, dtype=np.int64)) * (4 if kind == "f32" else 2)
+            # numpy's type is only looked at for packed bytes; the true one is the last argument
+            raw_dtype = GGMLQuantizationType[kind.upper()]
+            writer.add_tensor_info(weight.name, weight.written_shape, np.dtype(np.float32), n_bytes, raw_dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -178,29 +174,8 @@ def _write(
         writer.close()
 
 
-def _add(writer: "GGUFWriter", keys: Mapping[str, Key]) -> None:
-    """Each key with the type that llama.cpp's loader asks for: gguf-py has no method for some of the names."""
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in keys.items():
-        add.get(type(value), writer.add_array)(key, value)
-
-
 def _type(weight: Weight, dtype: str) -> str:
     return "f32" if weight.exact else dtype
-
-
-def _announce(writer: "GGUFWriter", weight: Weight, dtype: str) -> None:
-    import numpy as np
-    from gguf import GGMLQuantizationType
-
-    width = {"f32": 4, "f16": 2, "bf16": 2}[_type(weight, dtype)]
-    writer.add_tensor_info(
-        weight.name,
-        weight.written_shape,
-        np.dtype(np.float32),  # only looked at for packed bytes; the type is the last argument
-        int(np.prod(weight.written_shape, dtype=np.int64)) * width,
-        raw_dtype=GGMLQuantizationType[_type(weight, dtype).upper()],
-    )
 
 
 def _values(weight: Weight, dtype: str, tensor: "np.ndarray") -> "np.ndarray":
@@ -208,7 +183,8 @@ def _values(weight: Weight, dtype: str, tensor: "np.ndarray") -> "np.ndarray":
     import numpy as np
     from gguf import GGMLQuantizationType, quantize
 
-    changed = np.ascontiguousarray(weight.change(tensor), dtype=np.float32)
+    changed = (weight.change(tensor) if weight.change else tensor).reshape(weight.written_shape)
+    changed = np.ascontiguousarray(changed, dtype=np.float32)
     kind = _type(weight, dtype)
     with np.errstate(over="ignore"):
         packed = quantize(changed, GGMLQuantizationType[kind.upper()])

@@ -6,12 +6,12 @@ its own expression is one of those, because another would split text otherwise, 
 
 import json
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specnb.errors import InputError
-from specnb.lm.gguf.plan import Key
-from specnb.lm.vocab import Vocabulary
+from specnb.lm.gguf.families import Key
+from specnb.lm.vocab import ALPHABET, Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,14 +124,9 @@ def _check_model(model: dict[str, Any], pre: str) -> None:
         raise _refusal({key: model[key] for key in set_}, "llama.cpp has no such option")
     if model.get("ignore_merges", False) != (pre in IGNORE_MERGES):
         raise _refusal({"ignore_merges": model.get("ignore_merges")}, f"llama.cpp does otherwise for {pre}")
-    if model["unk_token"] is not None and (missing := _bytes_without_token(model["vocab"])):
-        raise _refusal(model["unk_token"], f"{missing} bytes become this token, llama.cpp drops them")
-
-
-def _bytes_without_token(vocab: Collection[str]) -> int:
-    from tokenizers import pre_tokenizers
-
-    return len(set(pre_tokenizers.ByteLevel.alphabet()) - set(vocab))
+    missing = ALPHABET.keys() - model["vocab"].keys()
+    if model["unk_token"] is not None and missing:
+        raise _refusal(model["unk_token"], f"{len(missing)} bytes become this token, llama.cpp drops them")
 
 
 def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
