@@ -7,7 +7,9 @@ those whose torch and llama.cpp code were compared, logit by logit (tests/lm/tes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
 
 from specnb.errors import InputError, SpecnbError, did_you_mean
 from specnb.io import read_json
@@ -16,9 +18,6 @@ from specnb.lm.gguf.binding import FILE_TYPES
 from specnb.lm.gguf.families import FAMILIES, Key, Plan, Weight
 from specnb.lm.gguf.tokenizer import tokenizer_keys
 from specnb.paths import cache_dir
-
-if TYPE_CHECKING:
-    import numpy as np
 
 DTYPES = ("f16", "f32", "bf16")
 MAX_TEXT_BYTES = 64 << 20
@@ -110,14 +109,16 @@ def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
     return plan, tokenizer_keys(tokenizer, vocabulary(tokenizer, config, generation))
 
 
-def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], "np.ndarray"]:
+def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], np.ndarray]:
     """A reader of the planned tensors as float32, after checking that the files hold exactly those."""
     from safetensors import safe_open
 
-    where = {}
-    for path in _weight_files(folder):
+    where: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))
         where |= dict.fromkeys(file.keys(), file)
+    if not where:
+        raise InputError(f"{folder} has no model.safetensors: weights in other forms are not read")
     wanted = {weight.source for weight in plan.weights}
     if missing := sorted(wanted - set(where)):
         raise InputError(f"{folder} lacks {len(missing)} tensors of its config (the first: {missing[0]})")
@@ -127,7 +128,7 @@ def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], "
         if (shape := tuple(where[weight.source].get_slice(weight.source).get_shape())) != weight.shape:
             raise InputError(f"{folder}: {weight.source} has the shape {shape}, its config says {weight.shape}")
 
-    def read(weight: Weight) -> "np.ndarray":
+    def read(weight: Weight) -> np.ndarray:
         tensor = where[weight.source].get_tensor(weight.source)
         if not tensor.is_floating_point():
             raise InputError(f"{folder}: {weight.source} is {tensor.dtype}: quantised weights are not read")
@@ -136,20 +137,9 @@ def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], "
     return read
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    sharded = index.exists()
-    names = sorted(set(read_json(index, MAX_TEXT_BYTES)["weight_map"].values())) if sharded else ["model.safetensors"]
-    for name in names:
-        if not (folder / name).is_file():
-            raise InputError(f"{folder} has no file {name[:100]!r} with weights: only safetensors are read")
-    return [folder / name for name in names]
-
-
 def _write(
-    dest: Path, name: str, plan: Plan, keys: Mapping[str, Key], dtype: str, read: Callable[[Weight], "np.ndarray"]
+    dest: Path, name: str, plan: Plan, keys: Mapping[str, Key], dtype: str, read: Callable[[Weight], np.ndarray]
 ) -> None:
-    import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(dest, plan.arch)
@@ -178,9 +168,8 @@ def _type(weight: Weight, dtype: str) -> str:
     return "f32" if weight.exact else dtype
 
 
-def _values(weight: Weight, dtype: str, tensor: "np.ndarray") -> "np.ndarray":
+def _values(weight: Weight, dtype: str, tensor: np.ndarray) -> np.ndarray:
     """The bytes to write. InputError for values that are not finite, or that float16 does not reach."""
-    import numpy as np
     from gguf import GGMLQuantizationType, quantize
 
     changed = (weight.change(tensor) if weight.change else tensor).reshape(weight.written_shape)

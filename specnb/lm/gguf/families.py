@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PretrainedConfig
 
-Change = Callable[["np.ndarray"], "np.ndarray"]
+Change = Callable[[np.ndarray], np.ndarray]
 Key = bool | int | float | str | Sequence[bool] | Sequence[int] | Sequence[str]
 
 LINEAR, CONV, FULL = "linear_attention", "conv", "full_attention"
@@ -105,7 +106,7 @@ ssm_out.weight              linear_attn.out_proj.weight         hidden,values   
 
 def qwen3(config: "PretrainedConfig") -> Plan:
     """Keys and weights of a `Qwen3Config`. InputError for what llama.cpp's code for qwen3 does not compute."""
-    _require_silu(config, attention_bias=False)
+    _require(config, hidden_act="silu", attention_bias=False)
     if set(config.layer_types) != {FULL}:
         raise _refusal("layer_types", config.layer_types, "llama.cpp's qwen3 has no sliding windows")
     sizes = _sizes(config, config.head_dim)
@@ -115,10 +116,9 @@ def qwen3(config: "PretrainedConfig") -> Plan:
 
 def qwen35(config: "PretrainedConfig") -> Plan:
     """Keys and weights of a `Qwen3_5TextConfig`. InputError for what llama.cpp's code for qwen35 does not compute."""
-    _require_silu(config, attention_bias=False)
-    _require(config, "rms_norm_eps", 1e-6, "llama.cpp takes it for the length of q and k too, transformers 1e-6")
     state = config.linear_key_head_dim
-    _require(config, "linear_value_head_dim", state, "llama.cpp's recurrent state is square (linear_key_head_dim)")
+    # llama.cpp takes the norms' epsilon for the length of q and k too, and its recurrent state is square
+    _require(config, hidden_act="silu", attention_bias=False, rms_norm_eps=1e-6, linear_value_head_dim=state)
     _require_both(config, LINEAR, FULL)
     n_keys, n_values = config.linear_num_key_heads, config.linear_num_value_heads
     sizes = _sizes(config, config.head_dim, gates=1) | {
@@ -132,7 +132,7 @@ def qwen35(config: "PretrainedConfig") -> Plan:
     changes = {
         "norm": lambda w: 1 + w,
         "by_head": by_head,
-        "decay_by_head": lambda w: _decay(by_head(w)),
+        "decay_by_head": lambda w: -np.exp(by_head(w)),
         "by_value": by_value,
         "columns_by_value": lambda w: by_value(w.T).T,
         "after_keys": _tiled_rows(n_keys, n_values, state, start=2 * n_keys * state),
@@ -143,29 +143,18 @@ def qwen35(config: "PretrainedConfig") -> Plan:
     return _plan("qwen35", config, _qwen35_keys(config), TOP, layers, sizes, changes=changes, skipped=("mtp.",))
 
 
-def tiled_heads(n_keys: int, n_values: int, width: int) -> "np.ndarray":
+def tiled_heads(n_keys: int, n_values: int, width: int) -> np.ndarray:
     """Where each of `n_values * width` rows comes from when value heads go from grouped to tiled order."""
-    import numpy as np
-
     return np.arange(n_values * width).reshape(n_keys, n_values // n_keys, width).swapaxes(0, 1).ravel()
 
 
 def _tiled_rows(n_keys: int, n_values: int, width: int, start: int = 0) -> Change:
     """Value heads of `width` rows each, from row `start` on, in tiled order."""
 
-    def reorder(weight: "np.ndarray") -> "np.ndarray":
-        import numpy as np
-
+    def reorder(weight: np.ndarray) -> np.ndarray:
         return np.concatenate([weight[:start], weight[start:][tiled_heads(n_keys, n_values, width)]])
 
     return reorder
-
-
-def _decay(weight: "np.ndarray") -> "np.ndarray":
-    """A from log(-A)."""
-    import numpy as np
-
-    return -np.exp(weight)
 
 
 def _qwen_keys(config: "PretrainedConfig") -> dict[str, Key]:
@@ -235,7 +224,7 @@ shortconv.conv.weight       conv.conv.weight                    hidden,1,window-
 
 def lfm2(config: "PretrainedConfig") -> Plan:
     """Keys and weights of an `Lfm2Config`. InputError for what llama.cpp's code for lfm2 does not compute."""
-    _require(config, "conv_bias", False, "llama.cpp adds none")
+    _require(config, conv_bias=False)
     if config.conv_L_cache < 2:
         raise _refusal("conv_L_cache", config.conv_L_cache, "a window of one keeps no state, which ends llama.cpp")
     _require_both(config, CONV, FULL)
@@ -287,10 +276,7 @@ ssm_out.weight              mixer.out_proj.weight               hidden,inner
 
 def mamba2(config: "PretrainedConfig") -> Plan:
     """Keys and weights of a `Mamba2Config`. InputError for what llama.cpp's code for mamba2 does not compute."""
-    _require_silu(config, use_bias=False)
-    _require(config, "use_conv_bias", True, "llama.cpp asks for one")
-    if tuple(config.time_step_limit) != (0.0, float("inf")):
-        raise _refusal("time_step_limit", config.time_step_limit, "llama.cpp does not limit time steps")
+    _require(config, hidden_act="silu", use_bias=False, use_conv_bias=True, time_step_limit=(0.0, float("inf")))
     heads, groups = config.num_heads, config.n_groups
     inner = heads * config.head_dim
     channels = inner + 2 * groups * config.state_size
@@ -320,7 +306,7 @@ def mamba2(config: "PretrainedConfig") -> Plan:
         "ssm.group_count": groups,
     }
     layers = [MAMBA2_LAYER] * config.num_hidden_layers
-    changes = {"decay": _decay}
+    changes = {"decay": lambda log: -np.exp(log)}
     return _plan("mamba2", config, keys, MAMBA2_TOP, layers, sizes, prefix="backbone.layers", changes=changes)
 
 
@@ -405,16 +391,12 @@ def _decoder_keys(config: "PretrainedConfig", feed_forward: int) -> dict[str, Ke
     }
 
 
-def _require_silu(config: "PretrainedConfig", **biases: bool) -> None:
-    _require(config, "hidden_act", "silu", "llama.cpp has no other here")
-    for name, value in biases.items():
-        _require(config, name, value, "llama.cpp adds none")
-
-
-def _require(config: "PretrainedConfig", name: str, wanted: Any, why: str) -> None:
-    """InputError unless the field has the one value that llama.cpp's code for this model has built in."""
-    if (value := getattr(config, name, None)) != wanted:
-        raise _refusal(name, value, f"it must be {wanted!r}: {why}")
+def _require(config: "PretrainedConfig", **fields: Any) -> None:
+    """InputError unless each field has the one value that llama.cpp's code for this model has built in."""
+    for name, wanted in fields.items():
+        value = getattr(config, name, None)
+        if (tuple(value) if isinstance(value, list) else value) != wanted:
+            raise _refusal(name, value, f"llama.cpp computes with {wanted!r}")
 
 
 def _require_both(config: "PretrainedConfig", recurrent: str, full: str) -> None:
