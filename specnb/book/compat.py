@@ -31,7 +31,7 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
             x=names, y=names, zmin=0, zmax=len(order), colorscale=steps, showscale=False, xgap=2, ygap=2,
             z=[[None if c is None else order.index(c.verdict) + 0.5 for c in row] for row in rows],
             text=[["" if c is None else LOOKS[Verdict(c.verdict)][0] + _others(c) for c in row] for row in rows],
-            texttemplate="%{text}", customdata=[["" if c is None else _told(c) for c in row] for row in rows],
+            texttemplate="%{text}", customdata=[["" if c is None else _hover(c) for c in row] for row in rows],
             hovertemplate="%{customdata}<extra></extra>",
         )
     )  # fmt: skip
@@ -54,7 +54,7 @@ def _others(cell: tuple) -> str:
     return "".join(f" {letter}" for letter, accepts in wrong.items() if accepts is not None and accepts != fits)
 
 
-def _told(cell: tuple) -> str:
+def _hover(cell: tuple) -> str:
     shared = "" if pd.isna(cell.share_target) else f"<br>{cell.share_target:.1%} of the target's pieces shared"
     text = f"{cell.draft} for {cell.target}: {cell.verdict}{shared}"
     if pd.isna(cell.first_difference):
@@ -78,11 +78,11 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
                 hovertemplate=f"{row.vocabulary}<br>{row.accepted} of {row.drafted} accepted<extra></extra>",
             )
         )  # fmt: skip
-    told = drawn.dropna(subset=["predicted_rate"])
-    if not told.empty:
+    predicted = drawn.dropna(subset=["predicted_rate"])
+    if not predicted.empty:
         figure.add_trace(
             go.Scatter(
-                x=told["text_shared"], y=told["predicted_rate"], mode="markers", text=told["vocabulary"],
+                x=predicted["text_shared"], y=predicted["predicted_rate"], mode="markers", text=predicted["vocabulary"],
                 marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the first",
                 hovertemplate="%{text}<br>predicted %{y:.2f}<extra></extra>",
             )

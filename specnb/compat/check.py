@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from specnb.compat.description import Description
+from specnb.compat.description import Description, tokens_of
 from specnb.compat.findings import BESIDE_TOKENS, Finding, IdComparison, compare_ids, findings
-from specnb.compat.foreign import tokens_of
 from specnb.compat.predict import predict, reach_of
 from specnb.draft.token_map import Fit, Overlap, Tokens, Way, fit
 from specnb.errors import InputError
@@ -129,13 +128,13 @@ class Report(NamedTuple):
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with its target. Only descriptions are read, no weights."""
     pair = tokens_of(target), tokens_of(draft)
-    found, ids = (None, None) if None in pair else (fit(*pair), compare_ids(*pair))
+    fitted, ids = (None, None) if None in pair else (fit(*pair), compare_ids(*pair))
     return Report(
         target.name,
         draft.name,
-        _verdict(found),
-        found and found.way,
-        found and found.overlap,
+        _verdict(fitted),
+        fitted and fitted.way,
+        fitted and fitted.overlap,
         ids,
         findings(target, draft, ids),
         _llama_cpp(target, draft),
@@ -158,22 +157,22 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
     return pd.DataFrame([_row(described[i], described[j], (tokens[i], tokens[j])) for i, j in pairs])
 
 
-def _verdict(found: Fit | None) -> Verdict:
-    return Verdict.UNKNOWN if found is None else OF_WAY[found.way]
+def _verdict(fitted: Fit | None) -> Verdict:
+    return Verdict.UNKNOWN if fitted is None else OF_WAY[fitted.way]
 
 
 def _row(target: Description, draft: Description, pair: tuple[Tokens | None, Tokens | None]) -> dict[str, object]:
-    found, ids = (None, None) if None in pair else (fit(*pair), compare_ids(*pair))
+    fitted, ids = (None, None) if None in pair else (fit(*pair), compare_ids(*pair))
     return {
         "target": target.name,
         "draft": draft.name,
-        "verdict": str(_verdict(found)),
-        "way": found and str(found.way),
+        "verdict": str(_verdict(fitted)),
+        "way": fitted and str(fitted.way),
         "first_difference": ids and ids.first_difference,
         "n_different": ids and ids.n_different,
-        "share_target": found and found.overlap.of_target,
-        "share_draft": found and found.overlap.of_draft,
-        "text_shared": found and found.overlap.target_uses,
+        "share_target": fitted and fitted.overlap.of_target,
+        "share_draft": fitted and fitted.overlap.of_draft,
+        "text_shared": fitted and fitted.overlap.target_uses,
         "llama_cpp": _llama_cpp(target, draft).accepts,
         "transformers": _transformers(target, draft).accepts,
     }

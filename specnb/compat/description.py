@@ -1,13 +1,17 @@
 """What decides whether two models can speculate together, as one value, wherever it was read from.
 
-Readers (`compat.gguf_header`, `compat.hf_folder`, `compat.shelf`) make descriptions; `compat.check` compares them.
+Readers (`compat.gguf`, `compat.folder`, `compat.shelf`) make descriptions; `compat.check` compares them.
 A description needs no weights, and says None for whatever its source does not state.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
+from specnb.draft.spelling import Longest
+from specnb.draft.token_map import Tokens
+from specnb.errors import InputError, SpecnbError
 from specnb.lm.vocab import Vocabulary
 
 HUB = "hf:"
@@ -77,36 +81,22 @@ class Description:
     encode: Callable[[str], list[int]] | None = None
 
 
-# Architectures by llama.cpp's names and by transformers' `model_type`: from llm_arch_is_recurrent and
-# llm_arch_is_hybrid of llama.cpp, and from the classes of transformers 5.23 that say `_is_stateful` (lfm2, whose short
-# convolutions are the state, does not say it). One that is in no list is not guessed.
-RECURRENT = frozenset(
-    {
-        *("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
-        *("falcon_mamba", "rwkv", "xlstm"),
-    }
-)
-HYBRID = frozenset(
-    {
-        *("jamba", "falcon_h1", "plamo2", "granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"),
-        *("qwen3next", "kimi_linear", "bailingmoe3", "kimi_k3", "glm5_next", "qwen35", "qwen35moe", "qwen4exp"),
-        *("deepseek4", "minimax_01"),
-        *("bamba", "granitemoehybrid", "zamba", "zamba2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
-        *("olmo_hybrid", "recurrent_gemma", "deepseek_v4", "bailing_hybrid", "zaya", "lfm2_moe", "lfm3", "minimax"),
-    }
-)
-ATTENTION = frozenset(
-    {
-        *("llama", "llama4", "mistral", "mistral3", "mixtral", "qwen", "qwen2", "qwen2moe", "qwen2_moe", "qwen2vl"),
-        *("qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3moe", "qwen3_moe", "qwen3vl", "qwen3_vl", "gemma", "gemma2"),
-        *("gemma3", "gemma3n", "gemma4", "phi", "phi2", "phi3", "phimoe", "gpt2", "gptneox", "gpt_neox", "gptj"),
-        *("gpt_bigcode", "gpt_oss", "falcon", "mpt", "bloom", "opt", "starcoder", "starcoder2", "refact", "codeshell"),
-        *("deepseek", "deepseek2", "deepseek_v2", "deepseek_v3", "cohere", "cohere2", "command_r", "stablelm", "olmo"),
-        *("olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "exaone", "exaone4", "glm", "glm4", "chatglm"),
-        *("glm4_moe", "glm4moe", "internlm2", "baichuan", "minicpm", "minicpm3", "orion", "dbrx", "arctic", "nemotron"),
-        *("ernie4_5", "hunyuan_moe", "hunyuan_dense", "bert", "nomic_bert", "t5", "apertus", "seed_oss"),
-    }
-)
+ARCHITECTURES = {
+    State.RECURRENT: "mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7 falcon_mamba rwkv xlstm",
+    State.HYBRID: "jamba falcon_h1 plamo2 granitehybrid lfm2 lfm2moe nemotron_h nemotron_h_moe qwen3next kimi_linear "
+    "bailingmoe3 kimi_k3 glm5_next qwen35 qwen35moe qwen4exp deepseek4 minimax_01 bamba granitemoehybrid zamba zamba2 "
+    "qwen3_next qwen3_5 qwen3_5_moe qwen4_exp olmo_hybrid recurrent_gemma deepseek_v4 bailing_hybrid zaya lfm2_moe "
+    "lfm3 minimax",
+    State.ATTENTION: "llama llama4 mistral mistral3 mixtral qwen qwen2 qwen2moe qwen2_moe qwen2vl qwen2_vl qwen2_5_vl "
+    "qwen3 qwen3moe qwen3_moe qwen3vl qwen3_vl gemma gemma2 gemma3 gemma3n gemma4 phi phi2 phi3 phimoe gpt2 gptneox "
+    "gpt_neox gptj gpt_bigcode gpt_oss falcon mpt bloom opt starcoder starcoder2 refact codeshell deepseek deepseek2 "
+    "deepseek_v2 deepseek_v3 cohere cohere2 command_r stablelm olmo olmo2 olmo3 olmoe granite granitemoe smollm3 "
+    "exaone exaone4 glm glm4 chatglm glm4_moe glm4moe internlm2 baichuan minicpm minicpm3 orion dbrx arctic nemotron "
+    "ernie4_5 hunyuan_moe hunyuan_dense bert nomic_bert t5 apertus seed_oss",
+}
+"""By llama.cpp's names and by transformers' `model_type`: llm_arch_is_recurrent and llm_arch_is_hybrid of llama.cpp, and
+the classes of transformers 5.23 that say `_is_stateful` (lfm2, whose short convolutions are the state, does not)."""
+STATE_OF = {name: state for state, names in ARCHITECTURES.items() for name in names.split()}
 RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm", "rwkv", "hybrid"})
 """Entries of a config's `layer_types`; ATTENTION_LAYERS are the others that are known."""
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
@@ -123,9 +113,41 @@ def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State
     if architecture is None:
         return None
     name = architecture.lower().replace("-", "_").removesuffix("_text")
-    if name in RECURRENT:
-        return State.RECURRENT
-    if name in HYBRID:
-        return State.HYBRID
-    plain = name in ATTENTION or (kinds and kinds <= ATTENTION_LAYERS)
-    return State.ATTENTION if plain else None
+    return STATE_OF.get(name, State.ATTENTION if kinds and kinds <= ATTENTION_LAYERS else None)
+
+
+class Family:
+    """A description as the reader and writer of its tokens; without its tokenizer, longest piece first.
+
+    Raises InputError for a description without pieces.
+    """
+
+    def __init__(self, described: Description) -> None:
+        if described.vocab is None:
+            raise InputError(f"the pieces of {described.name} are not at hand: take a name of data/vocab, or a file")
+        self.name: str = described.name
+        self.vocab: Vocabulary = described.vocab
+        self._encode = described.encode
+
+    @cached_property
+    def _longest(self) -> Longest:
+        return Longest(self)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Control tokens are not recognised in the text."""
+        return self._longest.spell(text.encode()) if self._encode is None else self._encode(text)
+
+
+def tokens_of(described: Description) -> Tokens | None:
+    """A description's tokens, to be compared with others'; None where only facts are published.
+
+    A tokenizer that cannot be opened is done without, as where there is none.
+    """
+    if described.vocab is None:
+        return None
+    tokens = Tokens(Family(described))
+    try:
+        tokens.sample  # noqa: B018 - opens the tokenizer
+    except SpecnbError:
+        return Tokens(Family(replace(described, encode=None)))
+    return tokens

@@ -65,12 +65,12 @@ Finder = Callable[[Description, Description], Finding | None]
 
 def findings(target: Description, draft: Description, ids: IdComparison | None) -> tuple[Finding, ...]:
     """All findings, the gravest first, in the order of the topics among equals."""
-    found = [
+    differences = [
         *_of_pieces(target, draft, ids),
         *_of_probes(target, draft),
         *(f for find in FINDERS if (f := find(target, draft)) is not None),
     ]
-    return tuple(sorted(found, key=lambda f: -f.severity))
+    return tuple(sorted(differences, key=lambda f: -f.severity))
 
 
 def _of_pieces(target: Description, draft: Description, o: IdComparison | None) -> Iterator[Finding]:

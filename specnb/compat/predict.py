@@ -1,9 +1,9 @@
 """What acceptance a verdict predicts, before anything is run, and the most that any draft could reach.
 
 The formula. `reach` is the share of the tokens of an ordinary text (as the target writes it) that the draft can put
-forward; `own` the chance that this draft is right about a token when it may write the target's own tokens. Then
+forward; `quality` the chance that this draft is right about a token when it may write the target's own tokens. Then
 
-    alpha = own * reach,   tau = 1 + alpha + … + alpha^K,   acceptance = (tau - 1) / K        (Leviathan 2211.17192)
+    alpha = quality * reach,   tau = 1 + alpha + … + alpha^K,   acceptance = (tau - 1) / K        (Leviathan 2211.17192)
 
 It assumes that being within reach and being easy to guess have nothing to do with one another, that a draft is as good
 behind a token it had to spell as behind one of its own, and that the text at hand is an ordinary one. The second errs
@@ -14,7 +14,7 @@ it on code and text that is edited in a chat.
 The bound assumes nothing but `reach`: a token out of reach is never an accepted draft, so each takes a target call of
 its own, and no call commits more than K + 1: tau <= min(K + 1, 1 / (1 - reach)).
 
-What it does not know: how good the draft is. `own` comes from a run of the same draft in the target's vocabulary, or is
+What it does not know: how good the draft is. `quality` comes from a run of the same draft in the target's vocabulary, or is
 1, the best there can be. A model of another family has no such run.
 """
 
@@ -37,18 +37,18 @@ class Prediction(NamedTuple):
     tau_bound: float
 
 
-def reach_of(found: Fit) -> float | None:
+def reach_of(fit: Fit) -> float | None:
     """The share of an ordinary text's tokens that a draft can put forward; None where no tokenizer could count it.
 
     Strings reach every token: whatever text the draft writes is spelled in the target's tokens.
     """
     whole = {Way.SAME: 1.0, Way.STRINGS: 1.0, Way.NONE: 0.0}
-    return whole.get(found.way, found.overlap.target_uses)
+    return whole.get(fit.way, fit.overlap.target_uses)
 
 
-def predict(reach: float, k: int, own: float = 1.0) -> Prediction:
-    """The acceptance at draft length `k`, 1 or more; `reach` and `own` are shares from 0 to 1."""
-    alpha = reach * own
+def predict(reach: float, k: int, quality: float = 1.0) -> Prediction:
+    """The acceptance at draft length `k`, 1 or more; `reach` and `quality` are shares from 0 to 1."""
+    alpha = reach * quality
     accepted = sum(alpha**j for j in range(1, k + 1))
     return Prediction(alpha, 1 + accepted, accepted / k, bound(reach, k))
 
@@ -58,11 +58,11 @@ def bound(reach: float, k: int) -> float:
     return k + 1.0 if reach * (k + 1) >= k else 1 / (1 - reach)
 
 
-def chance_of(made: Iterable[Generation]) -> float | None:
+def chance_of(generations: Iterable[Generation]) -> float | None:
     """The chance that a draft was kept given that those before it were, over all rounds; None without a draft.
 
     Drafts behind the first wrong one of a round were not judged, and do not count; in a tree a position counts once.
     """
-    rounds = [r for generation in made for r in generation.rounds]
+    rounds = [r for generation in generations for r in generation.rounds]
     judged = sum(r.n_tested for r in rounds)
     return sum(r.n_accepted for r in rounds) / judged if judged else None

@@ -9,9 +9,8 @@ import pytest
 from specnb.book import compat as figures
 from specnb.compat import shelf
 from specnb.compat.check import Verdict, check, matrix
-from specnb.compat.description import Description, Rope, State
+from specnb.compat.description import Description, Rope, State, tokens_of
 from specnb.compat.findings import Severity, compare_ids
-from specnb.compat.foreign import tokens_of
 from specnb.errors import InputError, LoadError
 from specnb.lm.vocab import Vocabulary
 

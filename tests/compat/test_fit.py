@@ -6,7 +6,7 @@ import pytest
 
 from specnb.compat import shelf
 from specnb.compat.check import OF_WAY, Verdict, check, matrix
-from specnb.compat.foreign import Family, tokens_of
+from specnb.compat.description import Family, tokens_of
 from specnb.compat.read import describe
 from specnb.draft import translate as translate_module
 from specnb.draft.token_map import Tokens, Way, fit

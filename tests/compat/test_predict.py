@@ -15,9 +15,9 @@ from tests.laws.vocabularies import model
 SHARE = st.floats(0, 1)
 
 
-@given(reach=SHARE, own=SHARE, k=st.integers(1, 24))
-def test_a_prediction_is_a_mean_over_all_outcomes_and_within_the_bound(reach, own, k):
-    made = predict(reach, k, own)
+@given(reach=SHARE, quality=SHARE, k=st.integers(1, 24))
+def test_a_prediction_is_a_mean_over_all_outcomes_and_within_the_bound(reach, quality, k):
+    made = predict(reach, k, quality)
     a = made.alpha
     outcomes = [a**n * (1 - a if n < k else 1) for n in range(k + 1)]  # P(n drafts are kept)
     kept = sum(n * p for n, p in enumerate(outcomes))

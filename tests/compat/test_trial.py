@@ -6,8 +6,7 @@ import pytest
 
 from specnb.book import compat as figures
 from specnb.compat import predict, shelf, trial
-from specnb.compat.description import Description
-from specnb.compat.foreign import Family, speaking
+from specnb.compat.description import Description, Family
 from specnb.decode.generate import generate
 from specnb.draft.translate import fitted
 from specnb.errors import InputError, VocabularyMismatch
@@ -60,7 +59,7 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     seen = []
     record = trial.run(SMALL, progress=lambda *step: seen.append(step))
     rows = record.measurements["trial"]
-    assert [r["vocabulary"] for r in rows] == [trial.OWN, "turned", "half"]
+    assert [r["vocabulary"] for r in rows] == [trial.UNCHANGED, "turned", "half"]
     assert [done for done, _, _ in seen] == list(range(8)) and {total for _, total, _ in seen} == {8}
     assert len(record.generations) == 2 * 4 and [m.closed for m in models.values()] == [1, 1, 0]
     assert all(r["same_text"] and 0 <= r["accepted"] <= r["drafted"] for r in rows)
@@ -89,7 +88,7 @@ def test_what_was_predicted_stands_beside_what_came_of_it(models):
 def test_a_prediction_is_made_from_the_drafts_own_run_and_the_reach_alone(models, monkeypatch):
     candidate = trial._candidate
     monkeypatch.setattr(
-        trial, "_candidate", lambda *a, **o: candidate(*a, **o)._replace(reach=1.0 if a[0] == trial.OWN else 0.8)
+        trial, "_candidate", lambda *a, **o: candidate(*a, **o)._replace(reach=1.0 if a[0] == trial.UNCHANGED else 0.8)
     )
     own, turned, _ = trial.run(SMALL).measurements["trial"]
     made = trial.run(SMALL).generations[2:4]
@@ -100,7 +99,7 @@ def test_a_prediction_is_made_from_the_drafts_own_run_and_the_reach_alone(models
 
 def test_a_draft_model_of_another_family_is_no_measure_of_itself(models, monkeypatch):
     """Its own run is a translated one, so nothing follows from it for the others."""
-    monkeypatch.setitem(models, "d", speaking(reading(sharpness=1.0), Family(FAMILIES["half"])))
+    monkeypatch.setitem(models, "d", trial.speaking(reading(sharpness=1.0), Family(FAMILIES["half"])))
     rows = trial.run(SMALL).measurements["trial"]
     assert rows[0]["translated"] == "tokens" and not any(r["predicted_rate"] for r in rows)
 
@@ -117,7 +116,7 @@ def test_a_family_without_pieces_or_with_nothing_in_common_is_refused():
     with pytest.raises(InputError, match="facts-only"):
         Family(Description(name="facts-only", source="facts"))
     with pytest.raises(VocabularyMismatch, match="share not one token"):
-        speaking(reading(), Family(family("cyrillic", "д", "ж")))
+        trial.speaking(reading(), Family(family("cyrillic", "д", "ж")))
 
 
 def test_the_figure_shows_each_vocabulary(models):
@@ -127,7 +126,7 @@ def test_the_figure_shows_each_vocabulary(models):
     figure = figures.overlap_against_acceptance(table)
     *marks, predicted = figure.data
     assert [t.name.split(" (")[0] for t in marks] == table["vocabulary"].tolist()
-    assert predicted.name == "predicted from the first" and list(predicted.text) == [trial.OWN]
+    assert predicted.name == "predicted from the first" and list(predicted.text) == [trial.UNCHANGED]
     assert len(figures.overlap_against_acceptance(table.assign(predicted_rate=None)).data) == len(marks)
 
 
@@ -138,7 +137,7 @@ def test_the_figure_shows_each_vocabulary(models):
 def test_a_real_draft_in_another_familys_vocabulary(opened, target_name, name):
     """In both engines: the text of plain decoding, drafts kept, the overlap in the record."""
     target = opened(target_name)
-    drafter = fitted(speaking(opened("smollm2-135m:q4_0?threads=1"), Family(shelf.describe(name))), target)
+    drafter = fitted(trial.speaking(opened("smollm2-135m:q4_0?threads=1"), Family(shelf.describe(name))), target)
     prompt = "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(values):\n"
     plain, made = (generate(target, prompt, max_new_tokens=16, **d) for d in ({}, {"drafter": drafter, "k": 4}))
     assert made.token_ids == plain.token_ids and made.accepted_tokens > 0
