@@ -8,7 +8,7 @@ from typing import Any
 
 DRAFTERS = {
     "lookup": "specnb.draft.lookup:lookup_drafter",
-    "self": "specnb.draft.selfdraft:self_drafter",
+    "self": "specnb.draft.load:self_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
 }
 """Drafters that need no model name: the command line's `--drafter`. Called as `(target, *, translate, **options)`."""

@@ -94,8 +94,8 @@ ARCHITECTURES = {
     "exaone exaone4 glm glm4 chatglm glm4_moe glm4moe internlm2 baichuan minicpm minicpm3 orion dbrx arctic nemotron "
     "ernie4_5 hunyuan_moe hunyuan_dense bert nomic_bert t5 apertus seed_oss",
 }
-"""By llama.cpp's names and by transformers' `model_type`: llm_arch_is_recurrent and llm_arch_is_hybrid of llama.cpp, and
-the classes of transformers 5.23 that say `_is_stateful` (lfm2, whose short convolutions are the state, does not)."""
+"""By llama.cpp's names (llm_arch_is_recurrent, llm_arch_is_hybrid) and by `model_type` of the classes of transformers
+5.23 that say `_is_stateful` (lfm2, whose short convolutions are the state, does not)."""
 STATE_OF = {name: state for state, names in ARCHITECTURES.items() for name in names.split()}
 RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm", "rwkv", "hybrid"})
 """Entries of a config's `layer_types`; ATTENTION_LAYERS are the others that are known."""

@@ -166,8 +166,8 @@ class _Cursor:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.place, self._data = path, 0, data
 
-    def error(self, what: str) -> InputError:
-        return InputError(f"{self.path} {what} (byte {self.place}): {AGAIN}")
+    def error(self, fault: str) -> InputError:
+        return InputError(f"{self.path} {fault} (byte {self.place}): {AGAIN}")
 
     def take(self, n: int) -> bytes:
         start, end = self.place, self.place + n

@@ -14,8 +14,8 @@ it on code and text that is edited in a chat.
 The bound assumes nothing but `reach`: a token out of reach is never an accepted draft, so each takes a target call of
 its own, and no call commits more than K + 1: tau <= min(K + 1, 1 / (1 - reach)).
 
-What it does not know: how good the draft is. `quality` comes from a run of the same draft in the target's vocabulary, or is
-1, the best there can be. A model of another family has no such run.
+What it does not know: how good the draft is. `quality` comes from a run of the same draft in the target's vocabulary,
+or is 1, the best there can be. A model of another family has no such run.
 """
 
 from collections.abc import Iterable

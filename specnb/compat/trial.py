@@ -151,9 +151,9 @@ def _row(
 ) -> dict[str, Any]:
     """Counts over all prompts; `same_text` of greedy runs only (None above temperature 0).
 
-    `predicted_*` from `reach` and `quality` alone (None where one is not known). `in_reach` is the share of the tokens that
-    were generated in the end which could be drafted: no draft could make `tau` larger than `tau_bound`, which follows
-    from it.
+    `predicted_*` from `reach` and `quality` alone (None where one is not known). `in_reach` is the share of the tokens
+    that were generated in the end which could be drafted: no draft could make `tau` larger than `tau_bound`, which
+    follows from it.
     """
     translation = getattr(tried.drafter, "translation", None)
     n_drafted, accepted = sum(g.total_draft_tokens for g in drafted), sum(g.accepted_tokens for g in drafted)

@@ -28,9 +28,9 @@ def written(model: LanguageModel, before: bytes, added: bytes) -> tuple[int, ...
             ids = model.encode((context + added).decode(), special=False)
         except (UnicodeDecodeError, InputError):  # half a character, or letters that the tokenizer does not know
             continue
-        found = _last(model, ids, added)
-        if found is not None and never.isdisjoint(found):
-            return found
+        spelled = _last(model, ids, added)
+        if spelled is not None and never.isdisjoint(spelled):
+            return spelled
     return None
 
 
@@ -40,8 +40,8 @@ def _last(model: LanguageModel, ids: Sequence[int], added: bytes) -> tuple[int, 
     while missing > 0 and at > 0:
         at -= 1
         missing -= len(model.vocab.piece(ids[at]))
-    found = tuple(ids[at:])
-    return found if model.vocab.decode_bytes(found) == added else None
+    last = tuple(ids[at:])
+    return last if model.vocab.decode_bytes(last) == added else None
 
 
 def _from_a_character(text: bytes) -> bytes:

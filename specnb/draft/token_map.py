@@ -27,7 +27,7 @@ How do I sort a list of numbers? Use `sorted(numbers, reverse=True)`. That's it,
 
 
 class Tokenizing(Protocol):
-    """What reads and writes tokens: a LanguageModel, or the description of one (`compat.foreign.Family`)."""
+    """What reads and writes tokens: a LanguageModel, or the description of one (`compat.description.Family`)."""
 
     name: str
     vocab: Vocabulary
@@ -52,17 +52,17 @@ class Tokens:
         vocab, special = self.vocab, self.vocab.control
         if vocab.kind == "none":  # without a tokenizer the pieces only name the ids
             return {}
-        found: dict[tuple[bytes, bool], int] = {}
+        id_of: dict[tuple[bytes, bool], int] = {}
         repeated: set[tuple[bytes, bool]] = set()
         for token, piece in enumerate(vocab.pieces):
             key = (piece, token in special)
-            if piece and found.setdefault(key, token) != token:
+            if piece and id_of.setdefault(key, token) != token:
                 repeated.add(key)
         for key in repeated:
             ids = None if key[1] else written(self._model, b"", key[0])
             if ids and len(ids) == 1:
-                found[key] = ids[0]
-        return found
+                id_of[key] = ids[0]
+        return id_of
 
     @cached_property
     def known(self) -> frozenset[tuple[bytes, bool]]:
@@ -117,10 +117,10 @@ class Overlap(NamedTuple):
         return self.shared / max(1, self.draft_pieces)
 
     def __str__(self) -> str:
-        told = f"{self.shared} pieces shared: {self.of_target:.1%} of the target's, {self.of_draft:.1%} of the draft's"
+        text = f"{self.shared} pieces shared: {self.of_target:.1%} of the target's, {self.of_draft:.1%} of the draft's"
         if self.target_uses is None or self.draft_uses is None:
-            return told
-        return f"{told}; of the tokens of an ordinary text {self.target_uses:.0%} and {self.draft_uses:.0%}"
+            return text
+        return f"{text}; of the tokens of an ordinary text {self.target_uses:.0%} and {self.draft_uses:.0%}"
 
 
 def overlap(target: Tokens, draft: Tokens) -> Overlap:
@@ -163,10 +163,9 @@ class TokenMap:
     def draft_of(self, token: int) -> int | None:
         """The draft's id of a target's token, or None: it is then read as the text it is written with.
 
-        That holds for control tokens too. Only a BOS that the target puts before every text is the draft's own BOS: it
-        says nothing but that a text begins. Others say who speaks, or what follows, and a draft that has not got them
-        still reads "<|im_start|>user" in letters; an EOS in its place would end the text there. (A draft of SmolLM2
+        That holds for control tokens too: a draft that lacks them still reads "<|im_start|>user" in letters. (SmolLM2
         behind GPT-NeoX's tokens, two chats: 95 of 127 drafts kept when read as text, 72 of 219 with EOS instead.)
+        Only a BOS that the target puts before every text is the draft's BOS.
         """
         if token == self._target.bos and self._target.add_bos and token not in self._draft_of:
             return self._draft.bos
@@ -180,17 +179,14 @@ def columns(ids: np.ndarray) -> np.ndarray | slice:
     return ids
 
 
-CANNOT_SPELL = frozenset({"wpm", "wordpiece", "none"})
-"""Kinds of tokenizers whose pieces do not spell the text back: blanks and case are lost (WordPiece, by llama.cpp's name
-and by transformers'), or there is no tokenizer."""
+CANNOT_SPELL = frozenset({"wpm", "none"})
+"""Kinds of tokenizers whose pieces do not spell the text back: WordPiece loses blanks and case."""
 
 ENOUGH_SHARED = 0.8
 """Share of the tokens the target uses in an ordinary text from which on shared tokens draft better than strings.
 
-The temperature is not known when a drafter is chosen. Above 0 drafts are best drawn, which only shared tokens can be;
-strings pay where the target uses many tokens that the draft lacks. Tokens a round, shared tokens against strings, with
-a draft of SmolLM2-135M behind other vocabularies (K = 4, four prompts, 24 to 32 tokens): at temperature 0.8 2.51
-against 1.94 where 95 % is shared, 2.13 against 1.94 at 87 %, 1.71 against 1.78 at 77 %; greedy 2.78 against 2.72,
+Tokens a round, shared tokens against strings, of SmolLM2-135M behind other vocabularies (K = 4): at temperature 0.8
+2.51 against 1.94 where 95 % is shared, 2.13 against 1.94 at 87 %, 1.71 against 1.78 at 77 %; greedy 2.78 against 2.72,
 2.56 against 2.56, 2.04 against 2.23.
 """
 
@@ -224,13 +220,8 @@ def fit(target: Tokens, draft: Tokens) -> Fit:
         return Fit(Way.SAME, common)
     if common.shared and ids_agree(target, draft):
         return Fit(Way.SLICING, common)
-    return Fit(_translated(target, draft, common), common)
-
-
-def _translated(target: Tokens, draft: Tokens, common: Overlap) -> Way:
-    if {target.vocab.kind, draft.vocab.kind} & CANNOT_SPELL:
-        return Way.NONE
-    if not common.shared:
-        return Way.NONE if None in (common.target_uses, common.draft_uses) else Way.STRINGS
-    few = common.target_uses is not None and common.target_uses < ENOUGH_SHARED
-    return Way.STRINGS if few else Way.TOKENS
+    uses = common.target_uses, common.draft_uses
+    if {target.vocab.kind, draft.vocab.kind} & CANNOT_SPELL or (not common.shared and None in uses):
+        return Fit(Way.NONE, common)
+    few = not common.shared or (uses[0] is not None and uses[0] < ENOUGH_SHARED)
+    return Fit(Way.STRINGS if few else Way.TOKENS, common)

@@ -17,7 +17,7 @@ import numpy as np
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import CONTEXT, HEALED, GrowingSpelling, Longest, whole_characters, written
-from specnb.draft.token_map import Fit, Overlap, Tokenizing, TokenMap, Tokens, Way, columns, fit
+from specnb.draft.token_map import Overlap, Tokenizing, TokenMap, Tokens, Way, columns, fit
 from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 from specnb.lm.load import load
@@ -121,8 +121,8 @@ class TokenIntersection:
     def _spelling(self, token: int) -> tuple[int, ...]:
         """The draft tokens of a target's token, by itself; at least one, for each token has its place in the state."""
         if token not in self._spelled:
-            own, text = self._map.draft_of(token), self.vocab.pieces[token]
-            ids = (own,) if own is not None else written(self.model, b"", text) or tuple(self._longest.spell(text))
+            same, text = self._map.draft_of(token), self.vocab.pieces[token]
+            ids = (same,) if same is not None else written(self.model, b"", text) or tuple(self._longest.spell(text))
             self._spelled[token] = ids or (self._blank,)
         return self._spelled[token]
 
@@ -143,10 +143,9 @@ class StringMatch:
     tokenizer writes behind the text so far; drafting ends at a control token. It is deterministic given the text, so
     `q_draft` is None. Both tokenizers see a window of the text, so that a round costs the same at any length.
 
-    The last token of a proposal may be the beginning of a longer one. To hold it back takes one more draft step a
-    round; with a draft whose pieces are split in two (30 %, 80 % of them) that gained nothing greedily, and at most
-    0.1 tokens a round at temperature 0.8. So the drafts for one K are not the first of those for a larger one
-    (`nested`), and a recording answers for one K only (`measure.trace.follow`).
+    The last token of a proposal may be the beginning of a longer one (to hold it back gained at most 0.1 tokens a
+    round). So the drafts for one K are not the first of those for a larger one (`nested`), and a recording answers for
+    one K only (`measure.trace.follow`).
 
     Raises VocabularyMismatch when target or draft has no tokenizer.
     """
@@ -154,9 +153,9 @@ class StringMatch:
     nested = False
 
     def __init__(self, model: LanguageModel, target: LanguageModel, token_map: TokenMap | None = None) -> None:
-        for one in (target, model):
-            if one.vocab.kind == "none":
-                raise VocabularyMismatch(f"{one.name} was opened without a tokenizer: its tokens are no text to draft")
+        for side in (target, model):
+            if side.vocab.kind == "none":
+                raise VocabularyMismatch(f"{side.name} was opened without a tokenizer: its tokens are no text to draft")
         self._map = token_map or TokenMap(Tokens(target), Tokens(model))
         self.translation = Translation(Way.STRINGS, self._map.overlap)
         self.model, self.name, self.vocab = model, model.name, target.vocab
@@ -183,7 +182,7 @@ class StringMatch:
             return Proposal(())
         before, text = self._target.vocab.raw_bytes(tokens[-CONTEXT:]), b""
         drafted: list[int] = []
-        found: tuple[int, ...] = ()
+        spelled: tuple[int, ...] = ()
         forward_s = 0.0
         feed: Sequence[int] = ids[self.model.n_past :]
         while True:
@@ -197,11 +196,11 @@ class StringMatch:
                 break
             drafted.append(token)
             text += vocab.pieces[token]
-            found = written(self._target, before, whole_characters(text)) or found
+            spelled = written(self._target, before, whole_characters(text)) or spelled
             feed = (token,)
-            if rng.enough or len(found) >= k or len(drafted) == most:
+            if rng.enough or len(spelled) >= k or len(drafted) == most:
                 break
-        return Proposal(found[:k], None, forward_s)
+        return Proposal(spelled[:k], None, forward_s)
 
     def commit(self, tokens: Sequence[int]) -> None:
         ids = self._spelling.ids
@@ -228,14 +227,14 @@ class StringMatch:
         """Spell the tokens that are new: text as text, control tokens as the draft's own where it has their like."""
         text, vocab = bytearray(), self._target.vocab
         for token in tokens[self._seen :]:
-            own = self._map.draft_of(token) if token in vocab.control else None
-            if own is None:  # text, or a control token that is read as the text it is written with
+            control = self._map.draft_of(token) if token in vocab.control else None
+            if control is None:  # text, or a control token that is read as the text it is written with
                 text += vocab.pieces[token]
                 continue
             self._spelling.add(bytes(text))
             text.clear()
-            if self._spelling.ids != [own]:  # the BOS that is there already
-                self._spelling.add_control(own)
+            if self._spelling.ids != [control]:  # the BOS that is there already
+                self._spelling.add_control(control)
         self._spelling.add(bytes(text))
         self._seen = len(tokens)
 
@@ -267,22 +266,18 @@ def fitted(model: LanguageModel, target: LanguageModel, translate: str = "auto")
     """
     if translate == "refuse":
         require_same(target.vocab, model.vocab, names=(target.name, model.name))
-    ours, theirs = Tokens(target), Tokens(model)
-    found = fit(ours, theirs)
-    if found.way is Way.SAME:
+    pair = Tokens(target), Tokens(model)
+    best, overlap = fit(*pair)
+    if best is Way.SAME:
         return ModelDrafter(model)
-    way = FORCED.get(translate, found.way)
+    way = FORCED.get(translate, best)
     if way is Way.NONE:
-        raise _no_way(model, target, found)
-    pairs = TokenMap(ours, theirs)
+        raise VocabularyMismatch(
+            f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind}): {overlap}, and "
+            "its text cannot be spelled in the target's tokens. Use a drafter with the target's tokenizer, a "
+            "requantised copy of the target (--drafter self), or --drafter lookup, which needs no draft model"
+        )
+    token_map = TokenMap(*pair)
     if way is Way.STRINGS:
-        return StringMatch(model, target, pairs)
-    return ModelDrafter(TokenIntersection(model, target, pairs))
-
-
-def _no_way(model: LanguageModel, target: LanguageModel, found: Fit) -> VocabularyMismatch:
-    return VocabularyMismatch(
-        f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind}): {found.overlap}, and "
-        "its text cannot be spelled in the target's tokens. Use a drafter with the target's tokenizer, a requantised "
-        "copy of the target (--drafter self), or --drafter lookup, which needs no draft model"
-    )
+        return StringMatch(model, target, token_map)
+    return ModelDrafter(TokenIntersection(model, target, token_map))

@@ -56,7 +56,7 @@ def write_gguf(folder: Path | str, dest: Path | str, *, dtype: str = "f16") -> P
     """
     folder, dest = Path(folder).expanduser(), Path(dest).expanduser()
     check_dtype(dtype)
-    with _one_error(folder):
+    with _single_error(folder):
         plan, keys = _describe(folder)
         with ExitStack() as stack:
             read = _tensors(folder, plan, stack)
@@ -71,7 +71,7 @@ def check_dtype(dtype: str) -> None:
 
 
 @contextmanager
-def _one_error(folder: Path) -> Iterator[None]:
+def _single_error(folder: Path) -> Iterator[None]:
     """Broken files make safetensors, tokenizers and transformers raise nearly any class."""
     try:
         yield

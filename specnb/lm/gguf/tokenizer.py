@@ -24,10 +24,10 @@ QWEN2 = _WORDS + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _LINES
 QWEN35 = _WORDS + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _LINES
 LLAMA3 = _WORDS + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+" + _LINES
 
-OWN_REGEX, DIGITS = "ByteLevel's own", "single digits"
+BUILT_IN, DIGITS = "ByteLevel's regex", "single digits"
 PRE_TYPES: Mapping[tuple[str, ...], str] = {
-    (OWN_REGEX,): "gpt-2",
-    (DIGITS, OWN_REGEX): "smollm",
+    (BUILT_IN,): "gpt-2",
+    (DIGITS, BUILT_IN): "smollm",
     (f"split {QWEN2}",): "qwen2",
     (f"split {QWEN35}",): "qwen35",
     (f"split {LLAMA3}",): "llama-bpe",
@@ -73,8 +73,8 @@ def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> d
     return keys
 
 
-def _refusal(what: object, why: str) -> InputError:
-    shown = what if isinstance(what, str) and what.isprintable() else repr(what)
+def _refusal(part: object, why: str) -> InputError:
+    shown = part if isinstance(part, str) and part.isprintable() else repr(part)
     return InputError(f"tokenizer: {shown:.400}: {why}; such a tokenizer runs in torch only (?backend=hf)")
 
 
@@ -101,7 +101,7 @@ def _pre_type(state: dict[str, Any]) -> str:
             steps.append(f"split {step['pattern'].get('Regex')}")
         elif kind == "ByteLevel" and not step["add_prefix_space"]:
             spelled = True
-            steps += [OWN_REGEX] if step["use_regex"] else []
+            steps += [BUILT_IN] if step["use_regex"] else []
         else:
             raise _refusal(step, "llama.cpp has no such pre-tokenizer")
     if not spelled:
