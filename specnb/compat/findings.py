@@ -23,6 +23,7 @@ class Severity(IntEnum):
 
 
 EXAMPLES = 5
+NEVER_DRAFTED = "ids that only one of them has are never drafted"
 
 
 class IdComparison(NamedTuple):
@@ -73,23 +74,19 @@ def findings(target: Description, draft: Description, ids: IdComparison | None) 
     return tuple(sorted(differences, key=lambda f: -f.severity))
 
 
-def _of_pieces(target: Description, draft: Description, o: IdComparison | None) -> Iterator[Finding]:
-    if o is None:
+def _of_pieces(target: Description, draft: Description, ids: IdComparison | None) -> Iterator[Finding]:
+    if ids is None:
         held = ["at hand" if d.vocab else "not at hand" for d in (target, draft)]
         remedies = dict.fromkeys(_how_to_get(d) for d in (target, draft) if d.vocab is None)
         yield Finding("pieces", Severity.BREAKS, *held, " ".join(remedies))
         return
-    if o.n_different:
-        at, a, b = o.examples[0]
-        yield Finding(
-            "pieces", Severity.BREAKS, f"id {at} is {a!r}", f"{b!r}; {o.n_different} ids differ",
-            "drafted ids would mean other texts: translate (load_drafter does), or take a draft of the same tokenizer",
-        )  # fmt: skip
-    if o.n_target != o.n_draft:
-        yield Finding(
-            "len(tokenizer)", Severity.NOTE if not o.n_different else Severity.LOWERS, str(o.n_target), str(o.n_draft),
-            "ids that only one of them has are never drafted",
-        )  # fmt: skip
+    if ids.n_different:
+        at, a, b = ids.examples[0]
+        remedy = "drafted ids would mean other texts: translate (load_drafter does), or take a draft of this tokenizer"
+        yield Finding("pieces", Severity.BREAKS, f"id {at} is {a!r}", f"{b!r}; {ids.n_different} ids differ", remedy)
+    if ids.n_target != ids.n_draft:
+        severity = Severity.LOWERS if ids.n_different else Severity.NOTE
+        yield Finding("len(tokenizer)", severity, str(ids.n_target), str(ids.n_draft), NEVER_DRAFTED)
 
 
 def _how_to_get(described: Description) -> str:
@@ -106,9 +103,7 @@ def _differ(topic: str, read: Callable[[Description], object], severity: Severit
 
     def find(target: Description, draft: Description) -> Finding | None:
         a, b = read(target), read(draft)
-        if a is None or b is None or a == b:
-            return None
-        return Finding(topic, severity, _shown(a), _shown(b), remedy)
+        return None if a is None or b is None or a == b else Finding(topic, severity, _shown(a), _shown(b), remedy)
 
     return find
 
@@ -130,10 +125,8 @@ def _padding(target: Description, draft: Description) -> Finding | None:
     if a is None or b is None or a == b:
         return None
     rows = f"{a - (target.n_tokens or a)} and {b - (draft.n_tokens or b)} rows are padding"
-    return Finding(
-        "vocab_size", Severity.NOTE, str(a), str(b),
-        f"no mismatch by itself ({rows}): logits are cut to the ids that both know",
-    )  # fmt: skip
+    remedy = f"no mismatch by itself ({rows}): logits are cut to the ids that both know"
+    return Finding("vocab_size", Severity.NOTE, str(a), str(b), remedy)
 
 
 def _rope(described: Description) -> str | None:
@@ -142,13 +135,12 @@ def _rope(described: Description) -> str | None:
 
 
 def _mask_tokens(target: Description, draft: Description) -> Finding | None:
-    if not draft.mask:
-        return None
-    return Finding(
-        "modified draft", Severity.LOWERS, "-", f"mask tokens {_shown(draft.mask)}",
+    remedy = (
         "it was trained to draft several tokens at once from mask tokens (PARD 2504.18583): drafting one at a time "
-        "works but is not what it was tuned for; take the model it was made from",
-    )  # fmt: skip
+        "works but is not what it was tuned for; take the model it was derived from"
+    )
+    masks = f"mask tokens {_shown(draft.mask)}"
+    return Finding("modified draft", Severity.LOWERS, "-", masks, remedy) if draft.mask else None
 
 
 def _state(role: str, pick: int) -> Finder:
@@ -156,11 +148,12 @@ def _state(role: str, pick: int) -> Finder:
         state = (target, draft)[pick].state
         if state in (None, State.ATTENTION):
             return None
-        return Finding(
-            f"state of the {role}", Severity.BREAKS, target.state or "unknown", draft.state or "unknown",
+        remedy = (
             f"a {state} state cannot be cropped: rejected tokens are taken back by replay, snapshots or a saved state "
-            "(rollback=, notebook 04); an engine that crops all the same continues from a wrong state",
-        )  # fmt: skip
+            "(rollback=, notebook 04); an engine that crops all the same continues from a wrong state"
+        )
+        states = (d.state or "unknown" for d in (target, draft))
+        return Finding(f"state of the {role}", Severity.BREAKS, *states, remedy)
 
     return find
 
@@ -168,38 +161,40 @@ def _state(role: str, pick: int) -> Finder:
 def _context(target: Description, draft: Description) -> Finding | None:
     if target.n_ctx is None or draft.n_ctx is None or draft.n_ctx >= target.n_ctx:
         return None
-    return Finding(
-        "context length", Severity.NOTE, str(target.n_ctx), str(draft.n_ctx),
-        "drafting ends where the draft's context does; generation goes on without it",
-    )  # fmt: skip
+    remedy = "drafting ends where the draft's context does; generation goes on without it"
+    return Finding("context length", Severity.NOTE, str(target.n_ctx), str(draft.n_ctx), remedy)
 
 
 def _of_probes(target: Description, draft: Description) -> Iterator[Finding]:
     """What the real tokenizers do with PROBES; one that cannot be opened costs its finding, not the verdict."""
-    written, sides = [], ("target", "draft")
-    for described, side in zip((target, draft), sides, strict=True):
+    ids_of: list[dict[str, list[int]]] = []
+    for side, described in enumerate((target, draft)):
         try:
             encode = described.encode
-            written.append({name: encode(text) for name, text in PROBES.items()} if encode else {})
+            ids_of.append({name: encode(text) for name, text in PROBES.items()} if encode else {})
         except SpecnbError as error:
-            written.append({})
-            shown = [_shown(str(error)) if name == side else "-" for name in sides]
+            ids_of.append({})
             remedy = "its tokenizer cannot be opened, so no text was tried; the pieces are compared all the same"
-            yield Finding("tokenizer", Severity.NOTE, *shown, remedy)
-    other = next((name for name, ids in written[0].items() if ids != written[1].get(name, ids)), None)
+            yield Finding("tokenizer", Severity.NOTE, *_beside(side, str(error)), remedy)
+    other = next((name for name, ids in ids_of[0].items() if ids != ids_of[1].get(name, ids)), None)
     if other is not None:
-        yield Finding(
-            "same text, other ids", Severity.LOWERS, f"{other}: {_shown(written[0][other])}", _shown(written[1][other]),
+        remedy = (
             "prompts are encoded by the target alone; a draft that was trained on another cut of the same text "
-            "guesses worse",
-        )  # fmt: skip
-    for described, ids_of, side in zip((target, draft), written, sides, strict=True):
-        name = next((n for n, ids in ids_of.items() if not _spells(described, ids, PROBES[n])), None)
+            "guesses worse"
+        )
+        shown = f"{other}: {_shown(ids_of[0][other])}", _shown(ids_of[1][other])
+        yield Finding("same text, other ids", Severity.LOWERS, *shown, remedy)
+    for side, described in enumerate((target, draft)):
+        name = next((n for n, ids in ids_of[side].items() if not _spells(described, ids, PROBES[n])), None)
         if name is not None:
-            back = _shown(described.vocab.decode_bytes(ids_of[name]))
-            shown = [f"{name}: {back}" if role == side else "-" for role in sides]
+            back = f"{name}: {_shown(described.vocab.decode_bytes(ids_of[side][name]))}"
             remedy = "its tokens do not spell the text back: translating through text loses what is lost here"
-            yield Finding("round trip", Severity.NOTE, *shown, remedy)
+            yield Finding("round trip", Severity.NOTE, *_beside(side, back), remedy)
+
+
+def _beside(side: int, text: str) -> tuple[str, str]:
+    """The two values of a finding that is about one of the two."""
+    return ("-", _shown(text)) if side else (_shown(text), "-")
 
 
 def _spells(described: Description, ids: Sequence[int], text: str) -> bool:
@@ -223,9 +218,8 @@ def _normalizer(target: Description, draft: Description) -> Finding | None:
     flags = ["add_space_prefix" in text or "remove_extra" in text for text in (a or "", b or "")]
     if a is None or b is None or a == b or flags[0] != flags[1]:  # GGUF states flags, tokenizer.json steps
         return None
-    return Finding(
-        "normalizer", Severity.LOWERS, _shown(a), _shown(b), "texts are changed differently before they are cut"
-    )
+    remedy = "texts are changed differently before they are cut"
+    return Finding("normalizer", Severity.LOWERS, _shown(a), _shown(b), remedy)
 
 
 ALGORITHMS = frozenset(
@@ -261,7 +255,7 @@ FINDERS: tuple[Finder, ...] = (
     _differ("add_eos", lambda d: d.add_eos, _N, "the draft reads the target's prompt as it is"),
     _differ("end of generation", lambda d: d.vocab and d.vocab.eog, _N, "a draft past the target's end is discarded"),
     _differ("control tokens", lambda d: d.vocab and d.vocab.special, _N, "control tokens match by text and kind only"),
-    _differ("added tokens", lambda d: d.added or None, _N, "ids that only one of them has are never drafted"),
+    _differ("added tokens", lambda d: d.added or None, _N, NEVER_DRAFTED),
     _differ(
         "merges", lambda d: d.merges and f"{d.merges.count} ({d.merges.digest[:8]})", _L, "texts are cut differently"
     ),

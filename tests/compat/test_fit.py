@@ -1,21 +1,19 @@
-"""One decision: what the verdict says is what the loader does, on every pair of real vocabularies."""
+"""One decision: what the verdict says is what the loader does, for each way there is."""
 
 from functools import cache
 
 import pytest
 
 from specnb.compat import shelf
-from specnb.compat.check import OF_WAY, Verdict, check, matrix
+from specnb.compat.check import OF_WAY, check
 from specnb.compat.description import Family, tokens_of
 from specnb.compat.read import describe
-from specnb.draft import translate as translate_module
-from specnb.draft.token_map import Tokens, Way, fit
+from specnb.draft.token_map import Way, fit
 from specnb.draft.translate import fitted
 from specnb.errors import VocabularyMismatch
 from specnb.lm import toy
 
 SMALL = ("smollm2", "gpt-neox", "mpt", "phi-3", "bert-bge")
-LISTS = (*SMALL, "qwen2", "qwen2.5", "deepseek-v4", "gpt-2", "falcon")
 CONSTRUCTED = [  # way, target, draft: pairs whose drafters are really made
     (Way.SAME, "gpt-neox", "mpt"),
     (Way.SLICING, "qwen2", "qwen2.5"),
@@ -31,9 +29,9 @@ described = cache(shelf.describe)
 def carrying(name):
     """A model with the vocabulary and the tokenizer of a family; nothing is computed with it."""
     family = Family(described(name))
-    made = toy.ToyLM(lambda _: pytest.fail("a token was fed"), family.vocab, name=name)
-    made.encode = family.encode
-    return made
+    model = toy.ToyLM(lambda _: pytest.fail("a token was fed"), family.vocab, name=name)
+    model.encode = family.encode
+    return model
 
 
 def taken(model, target):
@@ -51,35 +49,6 @@ def test_the_drafter_is_the_one_of_the_verdict(way, target, draft):
     report = check(described(target), described(draft))
     assert report.way is way and report.verdict is OF_WAY[way]
     assert taken(carrying(draft), carrying(target)) is way
-
-
-@pytest.mark.parametrize("lists", [SMALL, pytest.param(LISTS, marks=pytest.mark.slow)], ids=["small", "all"])
-def test_the_loader_takes_the_verdicts_way_on_every_pair_of_the_shelf(monkeypatch, lists):
-    """Tables are kept from pair to pair, and drafters are named instead of made: there are up to 90 pairs."""
-
-    class Named:
-        def __init__(self, way):
-            self.translation = self
-            self.how = way
-
-    monkeypatch.setattr(translate_module, "Tokens", cache(Tokens))
-    monkeypatch.setattr(translate_module, "TokenMap", lambda *_: None)
-    monkeypatch.setattr(translate_module, "StringMatch", lambda *_: Named(Way.STRINGS))
-    monkeypatch.setattr(translate_module, "ModelDrafter", lambda made: made)
-    monkeypatch.setattr(translate_module, "TokenIntersection", lambda *_: Named("shared"))
-    models = {name: carrying(name) for name in lists}
-    rows = matrix([described(name) for name in lists])
-    said = {(row.target, row.draft): row for row in rows.itertuples()}
-    for (target, draft), row in said.items():
-        try:
-            made = fitted(models[draft], models[target])
-        except VocabularyMismatch:
-            assert row.way == Way.NONE and row.verdict == Verdict.IMPOSSIBLE, (target, draft)
-            continue
-        how = {"shared": {Way.SLICING, Way.TOKENS}, Way.STRINGS: {Way.STRINGS}}
-        allowed = {Way.SAME} if made is models[draft] else how[made.how]
-        assert row.way in allowed, (target, draft)
-    assert len(said) == len(lists) * (len(lists) - 1) and set(rows["way"]) >= {Way.SAME, Way.TOKENS, Way.NONE}
 
 
 def test_a_forced_way_is_taken_whatever_the_verdict():

@@ -237,11 +237,8 @@ def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, flags, sin
     }
     tokenizer = byte_level_tokenizer()
     tokenizer["post_processor"]["single"] = [steps[name] for name in single]
-    tokenizer["post_processor"]["special_tokens"]["<|im_end|>"] = {
-        "id": "<|im_end|>",
-        "ids": [259],
-        "tokens": ["<|im_end|>"],
-    }
+    end = {"id": "<|im_end|>", "ids": [259], "tokens": ["<|im_end|>"]}
+    tokenizer["post_processor"]["special_tokens"]["<|im_end|>"] = end
     stated = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast", **flags}
     folder = folder_of(tmp_path / "m", tokenizer, tokenizer_config=stated)
     d = describe(folder)
@@ -257,12 +254,6 @@ def test_chat_templates_in_their_three_places(tmp_path, folder):
     assert describe(folder).vocab.chat_template == "J"
 
 
-def test_special_tokens_map_names_what_the_config_does_not(tmp_path):
-    files = {"special_tokens_map": {"eos_token": "<think>"}, "tokenizer_config": {"pad_token": "<|im_end|>"}}
-    d = describe(folder_of(tmp_path / "m", byte_level_tokenizer(), {"vocab_size": 272, "eos_token_id": 259}, **files))
-    assert (d.eos, d.pad) == (260, 259) and d.vocab.eog == {259, 260}
-
-
 def test_merges_have_one_digest_in_both_spellings(tmp_path):
     tokenizer = byte_level_tokenizer()
     pairs = describe(folder_of(tmp_path / "a", tokenizer)).merges
@@ -274,8 +265,11 @@ def test_merges_have_one_digest_in_both_spellings(tmp_path):
 
 def test_ends_are_gathered_from_every_config(tmp_path):
     config = {"eos_token_id": 260, "text_config": {"vocab_size": 272, "eos_token_id": [259, 258]}}
-    d = describe(folder_of(tmp_path / "m", byte_level_tokenizer(), config, generation_config={"eos_token_id": 257}))
-    assert d.vocab.eog == {257, 258, 259, 260} and d.eos == 259
+    files = {"generation_config": {"eos_token_id": 257}, "tokenizer_config": {"pad_token": "<|im_end|>"}}
+    d = describe(folder_of(tmp_path / "m", byte_level_tokenizer(), config, **files))
+    assert d.vocab.eog == {257, 258, 259, 260} and (d.eos, d.pad) == (259, 259)
+    d = describe(folder_of(tmp_path / "m", None, config, special_tokens_map={"eos_token": "<think>"}))
+    assert d.vocab.eog == {257, 258, 259, 260} and d.eos == 260
 
 
 # --- a tokenizer alone, encode ---------------------------------------------------------------------------------------

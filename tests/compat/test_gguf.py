@@ -174,41 +174,27 @@ def as_llama_cpp(path):
     return d
 
 
-FIM = ["<|fim_prefix|>", "<fim_suffix>", "<MID>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
-
-
 @pytest.mark.parametrize(
-    ("tokens", "types", "pairs"),
+    ("tokens", "types", "pairs", "eot"),
     [
-        (["<|im_end|>"], [NORMAL], []),  # a control token that is not marked as one
-        (["<|im_end|>", "<|endoftext|>", "<|end|>"], [CONTROL] * 3, []),
-        (["<|im_end|>"], [UNUSED], []),  # its piece is its text, not b""
-        (["<|unused1|>", "x y", "ÿ€", ""], [UNUSED, USER_DEFINED, UNKNOWN, NORMAL], []),
-        (["not in the alphabet €"], [NORMAL], []),
-        (["<｜end▁of▁sentence｜>"], [NORMAL], []),
-        (FIM, [NORMAL] * 6, []),
-        (FIM, [NORMAL] * 6, [u32("tokenizer.ggml.fim_pad_token_id", 3), u32("tokenizer.ggml.prefix_token_id", 4)]),
-        (["<|return|>", "<|call|>", "<|end|>", "<|start|>", "<|channel|>"], [CONTROL] * 5, []),
-        (["<|call|>", "<|end|>"], [CONTROL] * 2, []),
-        (["<|return|>", "<|flush|>", "<|end|>"], [CONTROL] * 3, []),
-        (["<|calls|>", "<|flush|>", "<|end|>"], [CONTROL] * 3, []),
-        (["<|tool_response>", "</s>"], [CONTROL] * 2, []),
-        (["</s>", "[e~[", "<turn|>", "<eos>"], [NORMAL] * 4, []),
-        (["<|eom_id|>", "<|eot_id|>"], [CONTROL] * 2, [u32("tokenizer.ggml.eot_token_id", 5)]),
-        (["e", "é€"][1:], [BYTE + 5], []),  # a type that nobody knows
-        ([], [], [u32("tokenizer.ggml.eom_token_id", 9), u32("tokenizer.ggml.bos_token_id", 0)]),
-        ([], [], [boolean("tokenizer.ggml.add_bos_token", 1), boolean("tokenizer.ggml.add_eos_token", 1)]),
-        ([], [], [string("tokenizer.chat_template", "{{ x }}"), u32("tokenizer.ggml.padding_token_id", 3)]),
+        (["<|im_end|>"], [NORMAL], [], 256),  # a control token that is not marked as such
+        (["<|im_end|>", "<|endoftext|>"], [CONTROL] * 2, [], None),  # either could be it
+        (["<|im_end|>", "<|eot_id|>"], [CONTROL] * 2, [u32("tokenizer.ggml.eot_token_id", 5)], 5),
+        (["<|im_end|>"], [UNUSED], [], 256),  # its piece is its text, not b""
+        (["<|unused1|>", "x y", "ÿ€", ""], [UNUSED, USER_DEFINED, UNKNOWN, NORMAL], [], None),
+        (["<|fim_pad|>", "<|repo_name|>", "</s>"], [NORMAL] * 3, [string("tokenizer.chat_template", "{{ x }}")], None),
+        ([], [], [boolean("tokenizer.ggml.add_bos_token", 1), boolean("tokenizer.ggml.add_eos_token", 1)], None),
     ],
 )
-def test_special_tokens_and_odd_pieces_are_llama_cpps(tmp_path, tokens, types, pairs):
+def test_the_vocabulary_from_key_values_is_that_of_the_file(tmp_path, tokens, types, pairs, eot):
     path = bpe_file(tmp_path, letters_and(*tokens), *pairs, types=[NORMAL] * 256 + types)
-    as_llama_cpp(path)
+    assert as_llama_cpp(path).eot == eot
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "tekken", "qwen2", "glm4", "gemma4", "sarvam-moe", "smollm"])
+@pytest.mark.parametrize("pre", ["llama-bpe", "glm4", "gemma4"])
 def test_defaults_by_pre_tokenizer_are_llama_cpps(tmp_path, pre):
-    as_llama_cpp(bpe_file(tmp_path, letters_and("▁a"), pre=pre))
+    d = as_llama_cpp(bpe_file(tmp_path, letters_and("▁a"), pre=pre))
+    assert d.add_bos == (pre != "glm4") and d.bos == (None if pre == "glm4" else 11)
 
 
 @pytest.mark.parametrize("model", ["llama", "t5", "bert"])

@@ -1,13 +1,21 @@
 """One name, one reader: whatever a user may write is described or refused with what could be written instead."""
 
-import pytest
+from fnmatch import fnmatch
 
+import httpx
+import pytest
+from huggingface_hub.errors import GatedRepoError
+
+from specnb.compat import shelf
+from specnb.compat.check import Verdict, check
 from specnb.compat.read import describe, opens
-from specnb.errors import InputError
+from specnb.errors import FetchError, InputError
 from specnb.lm import zoo
 from specnb.lm.gguf import binding
 from tests.compat.test_folder import byte_level_tokenizer, folder_of, line, tiktoken
 from tests.compat.test_gguf import bpe_file, letters_and
+
+REQUEST = httpx.Request("GET", "https://hub.invalid")
 
 
 def test_each_kind_of_source_finds_its_reader(tmp_path, monkeypatch):
@@ -55,3 +63,50 @@ def test_what_can_be_run_is_told_from_what_only_describes(tmp_path):
     folder = folder_of(tmp_path / "m", byte_level_tokenizer())
     assert [opens(n) for n in ("smollm2-135m:q4_0", "hf:a/b?revision=x", folder, "x.gguf")] == [True] * 4
     assert [opens(n) for n in ("gpt-2", "qwen3-0.6b", folder / "tokenizer.json", "o.tiktoken")] == [False] * 4
+
+
+# --- the hub ------------------------------------------------------------------------------------------------------
+
+LLAMA = "meta-llama/Llama-3.2-1B-Instruct"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """What is asked of the hub's library; it answers with the folder of a tokenizer."""
+    asked = []
+    folder = folder_of(tmp_path / "snapshot", byte_level_tokenizer())
+
+    def download(repo, **options):
+        asked.append((repo, options))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return asked
+
+
+def test_a_tokenizer_is_fetched_at_its_revision_without_weights_and_without_code(hub):
+    described = describe("hf:org/tiny?revision=older&backend=hf")
+    assert described.vocab.size == 272 and described.name == "hf:org/tiny?revision=older&backend=hf"
+    ((repo, options),) = hub
+    assert (repo, options["revision"]) == ("org/tiny", "older")
+    assert not any(fnmatch(name, p) for p in options["allow_patterns"] for name in ("model.safetensors", "modeling.py"))
+
+
+def test_a_gated_model_is_one_error_with_the_remedy(monkeypatch):
+    def refuse(*_, **__):
+        raise GatedRepoError("403\nCannot access gated repo", response=httpx.Response(403, request=REQUEST))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(FetchError, match=r"hf:org/gated .*hf auth login") as caught:
+        describe("hf:org/gated")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_family_that_may_not_be_shipped_is_compared_once_its_name_on_the_hub_is_given(hub):
+    """The verdict on facts alone says which name that is."""
+    draft = shelf.describe("smollm2")
+    report = check(shelf.describe("llama-3.2-1b-instruct"), draft)
+    (pieces,) = (f for f in report.findings if f.topic == "pieces")
+    name = next(word for word in pieces.remedy.split() if word.startswith("hf:"))
+    assert report.verdict is Verdict.UNKNOWN and name == f"hf:{LLAMA}"
+    assert check(describe(name), draft).verdict is Verdict.TRANSLATION and hub[0][0] == LLAMA

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specnb.book import compat as figures
-from specnb.compat import predict, shelf, trial
+from specnb.compat import shelf, trial
 from specnb.compat.description import Description, Family
 from specnb.decode.generate import generate
 from specnb.draft.translate import fitted
@@ -83,18 +83,6 @@ def test_what_was_predicted_stands_beside_what_came_of_it(models):
     # no toy writes the ordinary text, so the share of it that is in reach is not known, and nothing is predicted
     assert turned["text_shared"] is half["text_shared"] is turned["predicted_rate"] is half["predicted_tau"] is None
     assert turned["in_reach"] == 1.0 > half["in_reach"] > 0 and half["tau_bound"] < turned["tau_bound"] == 1 + SMALL.k
-
-
-def test_a_prediction_is_made_from_the_drafts_own_run_and_the_reach_alone(models, monkeypatch):
-    candidate = trial._candidate
-    monkeypatch.setattr(
-        trial, "_candidate", lambda *a, **o: candidate(*a, **o)._replace(reach=1.0 if a[0] == trial.UNCHANGED else 0.8)
-    )
-    own, turned, _ = trial.run(SMALL).measurements["trial"]
-    made = trial.run(SMALL).generations[2:4]
-    expected = predict.predict(0.8, SMALL.k, predict.chance_of(made))
-    assert (turned["predicted_rate"], turned["predicted_tau"]) == (expected.acceptance_rate, expected.tau)
-    assert own["predicted_tau"] > turned["predicted_tau"]
 
 
 def test_a_draft_model_of_another_family_is_no_measure_of_itself(models, monkeypatch):
