@@ -5,6 +5,7 @@ check(describe("smollm2-135m"), describe("qwen2.5-0.5b-instruct")).verdict   # n
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -183,48 +184,38 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
 
     Type, add_bos and bos, add_eos and eos, size difference <= 128, texts from id 5.
     """
-    if target.vocab is not None and draft.vocab is not None and target.vocab.kind != draft.vocab.kind:
+    pair, vocabs = (target, draft), (target.vocab, draft.vocab)
+    if None not in vocabs and target.vocab.kind != draft.vocab.kind:
         return Opinion(False, f"vocabulary types {target.vocab.kind} and {draft.vocab.kind}")
     for name in ("bos", "eos"):
-        adds = [getattr(d, f"add_{name}") for d in (target, draft)]
-        ids = [getattr(d, name) for d in (target, draft)]
+        adds, ids = ([getattr(d, key) for d in pair] for key in (f"add_{name}", name))
         if None in adds:
             return Opinion(None, f"add_{name} is not known of both")
         if adds[0] != adds[1]:
             return Opinion(False, f"add_{name} {adds[0]} and {adds[1]}")
         if adds[0] and ids[0] != ids[1]:
             return Opinion(False, f"{name.upper()} {ids[0]} and {ids[1]}, which are added to every prompt")
-    sizes = [d.vocab_size for d in (target, draft)]
+    sizes = [d.vocab_size for d in pair]
     if None in sizes:
         return Opinion(None, "vocab_size is not known of both")
     if abs(sizes[0] - sizes[1]) > SIZE_DIFFERENCE:
         return Opinion(False, f"sizes {sizes[0]} and {sizes[1]} differ by more than {SIZE_DIFFERENCE}")
-    if target.vocab is None or draft.vocab is None:
+    if None in vocabs:
         return Opinion(None, "the texts of the tokens are not at hand")
-    return _texts(target, draft)
-
-
-def _texts(target: Description, draft: Description) -> Opinion:
-    end = min(target.vocab_size, draft.vocab_size)
-    texts = [d.vocab.pieces[: d.n_tokens] for d in (target, draft)]
-    rows = [text[FIRST_TEXT:end] + (b"",) * (end - max(FIRST_TEXT, len(text))) for text in texts]
-    at = next((i for i, (a, b) in enumerate(zip(*rows, strict=True), FIRST_TEXT) if a != b), None)
+    known = [[piece or b"[PAD]" for piece in d.vocab.pieces[: d.n_tokens]] for d in pair]
+    rows = list(zip_longest(*(pieces[: min(sizes)] for pieces in known), fillvalue=b"[PAD]"))
+    at = next((i for i, (a, b) in enumerate(rows) if i >= FIRST_TEXT and a != b), None)
     if at is None:
         return Opinion(True, f"type, added BOS and EOS, sizes and texts from id {FIRST_TEXT} agree")
-    a, b = (rows[side][at - FIRST_TEXT] or b"[PAD]" for side in (0, 1))
-    return Opinion(False, f"token {at} is {a!r} and {b!r}")
+    return Opinion(False, f"token {at} is {rows[at][0]!r} and {rows[at][1]!r}")
 
 
 def _transformers(target: Description, draft: Description) -> Opinion:
-    """What generation's check of transformers 5.23 says.
-
-    It looks at `config.vocab_size` alone: equal sizes are taken for equal tokenizers, other sizes for other tokenizers.
-    """
+    """What generation's check of transformers 5.23 says: equal sizes are taken for equal tokenizers."""
     sizes = [d.vocab_size for d in (target, draft)]
     if None in sizes:
         return Opinion(None, "vocab_size is not known of both")
     if sizes[0] == sizes[1]:
         return Opinion(True, f"config.vocab_size is {sizes[0]} in both; the tokenizers are not compared")
-    return Opinion(
-        False, f"config.vocab_size {sizes[0]} and {sizes[1]}: taken for different tokenizers, it asks for both of them"
-    )
+    different = f"config.vocab_size {sizes[0]} and {sizes[1]}"
+    return Opinion(False, f"{different}: taken for different tokenizers, it asks for both of them")

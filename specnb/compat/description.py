@@ -27,15 +27,6 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding: base frequency, rotated dimensions, and scaling as "kind factor", such as "yarn 4"."""
-
-    base: float | None = None
-    dims: int | None = None
-    scaling: str | None = None
-
-
-@dataclass(frozen=True)
 class Merges:
     """The merge rules of a BPE, as their number and the sha256 of all of them in order, one "left right" a line."""
 
@@ -73,7 +64,6 @@ class Description:
     normalizer: str | None = None
     merges: Merges | None = None
     n_ctx: int | None = None
-    rope: Rope | None = None
     quantisation: str | None = None
     state: State | None = None
     hub: str | None = None

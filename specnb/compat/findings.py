@@ -129,11 +129,6 @@ def _padding(target: Description, draft: Description) -> Finding | None:
     return Finding("vocab_size", Severity.NOTE, str(a), str(b), remedy)
 
 
-def _rope(described: Description) -> str | None:
-    rope = described.rope
-    return None if rope is None or rope.base is None else f"base {rope.base:g}, scaling {rope.scaling or 'none'}"
-
-
 def _mask_tokens(target: Description, draft: Description) -> Finding | None:
     remedy = (
         "it was trained to draft several tokens at once from mask tokens (PARD 2504.18583): drafting one at a time "
@@ -261,7 +256,6 @@ FINDERS: tuple[Finder, ...] = (
     ),
     _differ("chat template", lambda d: d.vocab and d.vocab.chat_template, _N, "the target's template is used for both"),
     _context,
-    _differ("RoPE", _rope, _N, "each model uses its own"),
     _differ("quantisation", lambda d: d.quantisation, _N, "the draft's only changes how often it is right"),
     _mask_tokens,
     _state("target", 0),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specnb.compat.description import HUB, Description, Merges, Rope, state_of
+from specnb.compat.description import HUB, Description, Merges, state_of
 from specnb.errors import FetchError, InputError, SpecnbError
 from specnb.io import read_json, read_text
 from specnb.lm.vocab import Vocabulary, kind_of, rule_names, spelling_of
@@ -261,7 +261,6 @@ def _model_facts(config: dict) -> dict[str, Any]:
     return {
         "architecture": kind,
         "n_ctx": next((n for key in CONTEXT_KEYS if (n := text.get(key))), None),
-        "rope": _rope(text),
         "quantisation": _quantisation(config, text),
         "state": state_of(kind, text.get("layer_types") or ()),
         "mask": frozenset(i for i in mask if i is not None),
@@ -288,22 +287,6 @@ def _first_id(config: dict, key: str) -> int | None:
     if key == "pad_token_id" and value == -1:
         return None
     return next(iter(value), None) if isinstance(value, list) else value
-
-
-def _rope(text: dict) -> Rope | None:
-    """transformers 5 writes `rope_parameters`; before that it was `rope_theta` and `rope_scaling`."""
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    base = scaling.get("rope_theta") or text.get("rope_theta") or text.get("rotary_emb_base")
-    kind = scaling.get("rope_type") or scaling.get("type")
-    factor = scaling.get("factor")
-    named = None if kind in (None, "default") else kind if factor is None else f"{kind} {factor:g}"
-    if base is None and named is None:
-        return None
-    dims, width, heads = (text.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
-    if dims is None and width and heads:
-        dims = width // heads
-    share = scaling.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
-    return Rope(base and float(base), None if dims is None else int(dims * share), named)
 
 
 def _quantisation(config: dict, text: dict) -> str | None:

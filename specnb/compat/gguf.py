@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from specnb.compat.description import Description, Merges, Rope, state_of
+from specnb.compat.description import Description, Merges, state_of
 from specnb.errors import InputError, LoadError
 from specnb.lm.gguf import binding
 from specnb.lm.vocab import Vocabulary
@@ -90,7 +90,6 @@ def describe(path: Path | str) -> Description:
         architecture=architecture,
         vocab_size=_rows(header, architecture),
         n_ctx=header.get(f"{architecture}.context_length", int),
-        rope=_rope(header, architecture),
         quantisation=_quantisation(header),
         state=state_of(architecture),
         normalizer=_normalizer(header),
@@ -306,20 +305,6 @@ def _merges(header: Header) -> Merges | None:
     if stored is None:
         return None
     return Merges(len(stored), hashlib.sha256(b"".join(merge + b"\n" for merge in stored)).hexdigest())
-
-
-def _rope(header: Header, architecture: str | None) -> Rope | None:
-    """Frequencies that are stored as a tensor (Llama 3.1's) are not read: such a scaling is None."""
-
-    def stated(key: str, kind: type = int | float) -> Any:
-        return header.get(f"{architecture}.rope.{key}", kind)
-
-    base, dims = stated("freq_base"), stated("dimension_count")
-    factor = stated("scaling.factor") or stated("scale_linear")
-    # llama.cpp scales linearly where only a factor is given
-    kind = stated("scaling.type", str) or ("linear" if factor else None)
-    scaling = None if kind in (None, "none") else kind if factor is None else f"{kind} {factor:g}"
-    return None if base is None and dims is None and scaling is None else Rope(base, dims, scaling)
 
 
 def _quantisation(header: Header) -> str | None:

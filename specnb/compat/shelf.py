@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from specnb import io
-from specnb.compat.description import HUB, Description, Merges, Rope, State
+from specnb.compat.description import HUB, Description, Merges, State
 from specnb.errors import InputError, did_you_mean
 from specnb.lm.vocab import Vocabulary
 from specnb.paths import project_dir
@@ -59,7 +59,6 @@ class Facts(BaseModel):
     add_eos: bool | None = None
     mask: frozenset[int] = frozenset()
     n_ctx: int | None = None
-    rope: Rope | None = None
     state: State | None = None
 
 
@@ -90,7 +89,7 @@ def describe(name: str) -> Description:
         name=name,
         source=f"facts: {entry.source}{defaults}",
         hub=None if entry.tokenizer else f"{HUB}{entry.model}",
-        **{key: getattr(entry, key) for key in (*same, "n_ctx", "rope", "state")},
+        **{key: getattr(entry, key) for key in (*same, "n_ctx", "state")},
     )
     return described if entry.tokenizer is None else _with_pieces(described, entry, _list(entry.tokenizer))
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from specnb.compat import read
-from specnb.compat.description import Rope, State
+from specnb.compat.description import State
 from specnb.compat.folder import describe
 from specnb.errors import InputError
 from specnb.lm.hf.files import vocabulary
@@ -83,7 +83,6 @@ CONFIG = {
     "bos_token_id": 261,
     "eos_token_id": 259,
     "max_position_embeddings": 32768,
-    "rope_theta": 1e6,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "torch_dtype": "bfloat16",
@@ -139,7 +138,7 @@ def test_every_field_that_a_folder_states(folder):
     assert (d.name, d.source, d.architecture, d.state) == ("Model-1", str(folder), "qwen2", State.ATTENTION)
     assert (d.bos, d.eos, d.pad, d.add_bos, d.add_eos) == (261, 259, 259, True, False)
     assert d.vocab.eog == {259, 260} and d.vocab.special == {259, 261} and d.added == {259, 260, 261}
-    assert (d.n_ctx, d.rope, d.quantisation) == (32768, Rope(base=1e6, dims=16), "bfloat16")
+    assert (d.n_ctx, d.quantisation) == (32768, "bfloat16")
     assert (d.vocab.kind, d.vocab.pre, d.normalizer) == ("bpe", "bytelevel", "NFC Lowercase")
     assert d.vocab.chat_template == "{{ x }}"
     assert (d.n_tokens, d.vocab_size, d.vocab.size) == (262, 272, 272)
@@ -191,22 +190,9 @@ def test_sentencepiece_pieces_and_fallback_bytes(tmp_path):
 
 
 def test_a_nested_text_config_holds(tmp_path):
-    nested = {**CONFIG, "model_type": "qwen3_5_text", "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}
+    nested = {**CONFIG, "model_type": "qwen3_5_text"}
     d = describe(folder_of(tmp_path / "m", byte_level_tokenizer(), {"model_type": "qwen3_5", "text_config": nested}))
-    assert (d.architecture, d.state, d.vocab_size, d.rope.base) == ("qwen3_5_text", State.HYBRID, 272, 5e6)
-
-
-@pytest.mark.parametrize(
-    ("config", "rope"),
-    [
-        ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4}}, Rope(1e4, None, "linear 4")),
-        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}}, Rope(5e5, None, "llama3 8")),
-        ({"rope_theta": 1e4, "head_dim": 128, "partial_rotary_factor": 0.25}, Rope(1e4, 32, None)),
-        ({"vocab_size": 300}, None),
-    ],
-)
-def test_rope_in_its_spellings(tmp_path, config, rope):
-    assert describe(folder_of(tmp_path / "m", byte_level_tokenizer(), config)).rope == rope
+    assert (d.architecture, d.state, d.vocab_size) == ("qwen3_5_text", State.HYBRID, 272)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +284,7 @@ def test_the_dequantised_folder_is_its_gguf():
     header, folder = gguf.describe(path), describe(dequantised(path))
     assert folder.vocab.pieces == header.vocab.pieces and folder.vocab.digest == header.vocab.digest
     special = ("added", "bos", "eos", "pad", "add_bos", "add_eos")
-    for field in (*special, "merges", "n_ctx", "rope", "n_tokens", "vocab_size"):
+    for field in (*special, "merges", "n_ctx", "n_tokens", "vocab_size"):
         assert getattr(folder, field) == getattr(header, field), field
     for field in ("special", "eog", "kind", "chat_template"):
         assert getattr(folder.vocab, field) == getattr(header.vocab, field), field
@@ -359,7 +345,7 @@ def test_a_tokenizer_that_cannot_be_is_one_error_with_the_value(tmp_path, tokeni
         ({"vocab_size": -1}, ["vocab_size", "-1"]),
         ({"vocab_size": "many"}, ["vocab_size", "'many'"]),
         ({"eos_token_id": 4000}, ["eos_token_id", "4000"]),
-        ({"rope_theta": "x"}, ["'x'"]),
+        ({"layer_types": 3}, ["int"]),
         ('{"vocab_size": 1', ["JSON"]),
         ("[]", ["list"]),
     ],

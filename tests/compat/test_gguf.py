@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specnb.compat.description import Description, Rope, State
+from specnb.compat.description import Description, State
 from specnb.compat.gguf import describe
 from specnb.errors import InputError
 from specnb.lm.gguf import binding
@@ -102,10 +102,6 @@ def written(tmp_path):
     out.add_uint16("split.count", 2)
     out.add_name("Tiny")
     out.add_context_length(4096)
-    out.add_rope_freq_base(10_000_000.0)
-    out.add_rope_dimension_count(64)
-    out.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    out.add_rope_scaling_factor(4.0)
     out.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("qwen2")
@@ -129,7 +125,6 @@ def written(tmp_path):
 def test_every_field_that_a_header_states(written):
     d = describe(written)
     assert (d.name, d.source, d.architecture, d.n_ctx) == ("Tiny", str(written), "qwen3next", 4096)
-    assert d.rope == Rope(base=10_000_000.0, dims=64, scaling="yarn 4")
     assert (d.quantisation, d.state) == ("q4_k_m", State.HYBRID)
     assert (d.eos, d.pad, d.add_bos, d.add_eos) == (257, 258, False, False)
     assert (d.vocab_size, d.vocab.size, d.n_tokens) == (272, 272, 259) and d.added == {257, 258}
@@ -233,7 +228,7 @@ def test_the_real_header_is_what_llama_cpp_reads(opened):
     d = as_llama_cpp(path)
     assert d.vocab.pieces == opened("smollm2-135m").vocab.pieces
     assert (d.n_tokens, d.vocab_size, d.n_ctx, d.quantisation) == (49152, 49152, 8192, "q4_1")
-    assert d.rope == Rope(base=100_000.0, dims=64) and d.merges.count == 48900
+    assert d.merges.count == 48900
     assert d.encode("Hello 12 é") == opened("smollm2-135m").encode("Hello 12 é", special=False)
 
 
