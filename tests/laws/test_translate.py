@@ -161,9 +161,7 @@ PIECES = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"bc", b"abc", b""])
     n_ctx=st.sampled_from([4, 15, 4096]),
 )
 @settings(max_examples=300, deadline=None)
-def test_greedy_equals_plain_whatever_the_pieces(
-    target_pieces, draft_pieces, seed, k, prompt, make, temperature, controller, n_ctx
-):
+def test_greedy_equals_plain_whatever_the_pieces(pieces, seed, k, prompt, make, temperature, controller, n_ctx):
     target = model([b"a", *pieces[0]], order=2, seed=seed)
     draft = model([*pieces[1], b"a"], seed=seed + 1, n_ctx=n_ctx)
     prompt = [token % target.vocab.size for token in prompt]
