@@ -5,7 +5,7 @@ import hashlib
 import json
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from specnb.compat import read
@@ -16,7 +16,6 @@ from specnb.lm.hf.files import vocabulary
 from specnb.lm.vocab import ALPHABET
 
 LETTER = {b: c for c, b in ALPHABET.items()}
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 AS_OBJECT = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
@@ -26,55 +25,28 @@ def letters(raw):
     return "".join(LETTER[b] for b in raw)
 
 
-def added(i, content, special=True):
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": i, "content": content, "special": special, **flags}
-
-
-def byte_level_tokenizer():
-    """256 letters, three merges, and three added tokens of which one is no control token."""
-    vocab = {LETTER[b]: b for b in range(256)}
-    vocab |= {letters(b" t"): 256, letters(b"he"): 257, letters(b" the"): 258}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [added(259, "<|im_end|>"), added(260, "<think>", special=False), added(261, "<|bos|>")],
-        "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]},
-        "pre_tokenizer": BYTE_LEVEL,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<|bos|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [261], "tokens": ["<|bos|>"]}},
-        },
-        "decoder": BYTE_LEVEL,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocab,
-            "merges": [["Ġ", "t"], ["h", "e"], ["Ġt", "he"]],
-        },
-    }
+def byte_level_tokenizer(single="<|bos|> $A"):
+    """256 letters, three merges, three added tokens (<think> is no control token); `single` is its template."""
+    vocab = {LETTER[b]: b for b in range(256)} | {letters(b" t"): 256, letters(b"he"): 257, letters(b" the"): 258}
+    tokenizer = Tokenizer(models.BPE(vocab, [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    tokenizer.add_special_tokens(["<|bos|>"])
+    special = [("<|im_end|>", 259), ("<|bos|>", 261)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    return json.loads(tokenizer.to_str())
 
 
 def sentencepiece_tokenizer():
-    vocab = [["<unk>", 0.0], ["▁", -1.0], ["▁a", -2.0], ["<0x0A>", -3.0], ["<0xFF>", -4.0], ["b", -5.0]]
-    return {
-        "version": "1.0",
-        "added_tokens": [added(0, "<unk>")],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
-        "model": {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": True},
-    }
+    vocab = [("<unk>", 0.0), ("▁", -1.0), ("▁a", -2.0), ("<0x0A>", -3.0), ("<0xFF>", -4.0), ("b", -5.0)]
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<unk>"])
+    return json.loads(tokenizer.to_str())
 
 
 CONFIG = {
@@ -149,25 +121,6 @@ def test_every_field_that_a_folder_states(folder):
     assert d.merges.count == 3 and d.merges.digest == hashlib.sha256("Ġ t\nh e\nĠt he\n".encode()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        [added(265, "<|a|>"), added(259, "<|b|>"), added(270, "<|c|>")],  # with holes, and not in order
-        [added(259, "<|b|>"), added(260, letters(b" t")), added(65, "<|c|>")],  # a text of the vocabulary; its id
-        [added(3, letters(b" t")), added(7, "<|b|>")],
-    ],
-)
-def test_added_tokens_have_the_ids_that_the_library_gives_them(tmp_path, tokens):
-    tokenizer = changed("added_tokens", to=tokens)
-    tokenizer["post_processor"] = None
-    d = describe(folder_of(tmp_path / "m", tokenizer, {}))
-    library = Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
-    assert d.added == d.vocab.special == {library.token_to_id(token["content"]) for token in tokens}
-    for token in tokens:
-        assert d.vocab.pieces[library.token_to_id(token["content"])] == token["content"].encode()
-    assert d.n_tokens == library.get_vocab_size()
-
-
 def test_pieces_and_special_ids_are_those_of_the_torch_engine(folder):
     """One meaning of an id in the whole package: as `lm.hf.files` reads the opened tokenizer."""
     # AutoTokenizer would take Qwen's own class, which adds tokens that it misses
@@ -210,23 +163,14 @@ def test_state_by_model_type_or_layers(tmp_path, config, state):
     assert describe(folder_of(tmp_path / "m", byte_level_tokenizer(), config)).state is state
 
 
-@pytest.mark.parametrize("flags", [{}, {"add_bos_token": False, "add_eos_token": True}])
 @pytest.mark.parametrize(
-    ("single", "expected"), [(["BOS", "A"], (True, False)), (["A", "EOS"], (False, True)), (["A"], (False, False))]
+    ("single", "expected"), [("<|bos|> $A", (True, False)), ("$A <|im_end|>", (False, True)), ("$A", (False, False))]
 )
-def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, flags, single, expected):
+def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, single, expected):
     """By tokenizer.json; the flags of tokenizer_config.json do nothing beside one."""
-    steps = {
-        "A": {"Sequence": {"id": "A", "type_id": 0}},
-        "BOS": {"SpecialToken": {"id": "<|bos|>", "type_id": 0}},
-        "EOS": {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
-    }
-    tokenizer = byte_level_tokenizer()
-    tokenizer["post_processor"]["single"] = [steps[name] for name in single]
-    end = {"id": "<|im_end|>", "ids": [259], "tokens": ["<|im_end|>"]}
-    tokenizer["post_processor"]["special_tokens"]["<|im_end|>"] = end
-    stated = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast", **flags}
-    folder = folder_of(tmp_path / "m", tokenizer, tokenizer_config=stated)
+    flags = {"add_bos_token": False, "add_eos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}
+    stated = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", **flags}
+    folder = folder_of(tmp_path / "m", byte_level_tokenizer(single), tokenizer_config=stated)
     d = describe(folder)
     ids = AutoTokenizer.from_pretrained(folder)("x").input_ids
     assert (d.add_bos, d.add_eos) == expected == (ids[0] == 261, ids[-1] == 259)
