@@ -5,10 +5,9 @@ model, described by what its publisher states, with the pieces of its tokenizer'
 
 A list is a parquet file with a row for each id: `piece` (bytes; empty for padding), `special` (control token), `added`
 (added to the trained vocabulary). What else is known of it stands as JSON in the footer. `data/vocab/build.py` makes
-the lists; a list is read if it is the file that SHA256SUMS names.
+the lists.
 """
 
-import hashlib
 import json
 import tomllib
 from dataclasses import replace
@@ -18,13 +17,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from specnb import io
 from specnb.compat.description import HUB, Description, Merges, State
 from specnb.errors import InputError, did_you_mean
 from specnb.lm.vocab import Vocabulary
 from specnb.paths import project_dir
 
-MAX_FILE_BYTES = 8 << 20
 META_KEY = b"specnb.vocab"
 SUMS = "SHA256SUMS"
 SPECIAL_IDS = ("bos", "eos", "pad", "eot")
@@ -69,7 +66,7 @@ def folder() -> Path:
 
 def names() -> list[str]:
     """Every name that `describe` knows: the lists first, then the models of facts.toml."""
-    return [*sorted(_sums()), *_entries()]
+    return [*_lists(), *_entries()]
 
 
 def describe(name: str) -> Description:
@@ -77,11 +74,11 @@ def describe(name: str) -> Description:
 
     A list's `source` is its file. A model's begins with "facts:", names the documents, and says which defaults are
     llama.cpp's; `from_memory` says what no document shows. `hub` names where a tokenizer that may not be shipped is to
-    be had. Raises InputError for an unknown name, and for a list that is not the one of SHA256SUMS.
+    be had. Raises InputError for an unknown name.
     """
     name = name.lower()
-    if name in _sums():
-        return _list(name)
+    if name in _lists():
+        return read_list(folder() / f"{name}.parquet")[0]
     entry = facts(name)
     defaults = f"; llama.cpp's default: {', '.join(entry.defaults)}" if entry.defaults else ""
     same = (*SPECIAL_IDS, "architecture", "vocab_size", "n_tokens", "add_bos", "add_eos", "mask", "from_memory")
@@ -91,7 +88,11 @@ def describe(name: str) -> Description:
         hub=None if entry.tokenizer else f"{HUB}{entry.model}",
         **{key: getattr(entry, key) for key in (*same, "n_ctx", "state")},
     )
-    return described if entry.tokenizer is None else _with_pieces(described, entry, _list(entry.tokenizer))
+    return (
+        described
+        if entry.tokenizer is None
+        else _with_pieces(described, entry, read_list(folder() / f"{entry.tokenizer}.parquet")[0])
+    )
 
 
 def facts(name: str) -> Facts:
@@ -105,10 +106,9 @@ def facts(name: str) -> Facts:
 
 def read_list(path: Path) -> tuple[Description, dict]:
     """The description in the list at `path`, and all that its footer states."""
-    import pyarrow
     from pyarrow import parquet
 
-    file = parquet.ParquetFile(pyarrow.BufferReader(io.read_bytes(path, MAX_FILE_BYTES)))
+    file = parquet.ParquetFile(path)
     pieces, special, added = (column.to_pylist() for column in file.read(use_threads=False).columns)
     stated = json.loads(file.metadata.metadata[META_KEY])
     ids = range(len(pieces))
@@ -129,14 +129,6 @@ def read_list(path: Path) -> tuple[Description, dict]:
     return described, stated
 
 
-def _list(name: str) -> Description:
-    path = folder() / f"{name}.parquet"
-    digest = hashlib.sha256(io.read_bytes(path, MAX_FILE_BYTES)).hexdigest()
-    if digest != _sums()[name]:
-        raise InputError(f"{path}: sha256 {digest}, {SUMS} says {_sums()[name]}; restore it from the checkout")
-    return read_list(path)[0]
-
-
 def _with_pieces(described: Description, entry: Facts, tokenizer: Description) -> Description:
     """The list's pieces, padded to the model's row of logits, with the model's own ids."""
     n, size = tokenizer.n_tokens, entry.vocab_size or tokenizer.vocab_size
@@ -154,10 +146,8 @@ def _with_pieces(described: Description, entry: Facts, tokenizer: Description) -
 
 
 @cache
-def _sums() -> dict[str, str]:
-    """The lists' names and sha256, from the file that `sha256sum -c` reads too."""
-    lines = (line.split() for line in (folder() / SUMS).read_text().splitlines())
-    return {file.removesuffix(".parquet"): digest for digest, file in lines}
+def _lists() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in folder().glob("*.parquet")))
 
 
 @cache

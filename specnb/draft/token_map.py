@@ -223,5 +223,5 @@ def fit(target: Tokens, draft: Tokens) -> Fit:
     uses = common.target_uses, common.draft_uses
     if {target.vocab.kind, draft.vocab.kind} & CANNOT_SPELL or (not common.shared and None in uses):
         return Fit(Way.NONE, common)
-    few = not common.shared or (uses[0] is not None and uses[0] < ENOUGH_SHARED)
+    few = uses[0] is not None and uses[0] < ENOUGH_SHARED
     return Fit(Way.STRINGS if few else Way.TOKENS, common)

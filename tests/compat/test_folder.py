@@ -26,14 +26,14 @@ def letters(raw):
 
 
 def byte_level_tokenizer(single="<|bos|> $A"):
-    """256 letters, three merges, three added tokens (<think> is no control token); `single` is its template."""
+    """256 letters, three merges, three added tokens (<thînk> is no control token); `single` is its template."""
     vocab = {LETTER[b]: b for b in range(256)} | {letters(b" t"): 256, letters(b"he"): 257, letters(b" the"): 258}
     tokenizer = Tokenizer(models.BPE(vocab, [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_end|>"])
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    tokenizer.add_tokens([AddedToken("<thînk>", normalized=False)])
     tokenizer.add_special_tokens(["<|bos|>"])
     special = [("<|im_end|>", 259), ("<|bos|>", 261)]
     tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
@@ -115,7 +115,7 @@ def test_every_field_that_a_folder_states(folder):
     assert d.vocab.chat_template == "{{ x }}"
     assert (d.n_tokens, d.vocab_size, d.vocab.size) == (262, 272, 272)
     assert d.vocab.pieces[:256] == tuple(bytes([b]) for b in range(256)) and d.vocab.pieces[258] == b" the"
-    assert d.vocab.pieces[259] == b"<|im_end|>" and set(d.vocab.pieces[262:]) == {b""}
+    assert d.vocab.pieces[259:261] == (b"<|im_end|>", "<thînk>".encode()) and set(d.vocab.pieces[262:]) == {b""}
     bare = describe(folder_of(folder.with_name("bare"), None, {**CONFIG, "pard_token": 271}))
     assert (bare.vocab, bare.vocab_size, bare.eos, bare.mask) == (None, 272, 259, {271})
     assert d.merges.count == 3 and d.merges.digest == hashlib.sha256("Ġ t\nh e\nĠt he\n".encode()).hexdigest()
@@ -153,6 +153,7 @@ def test_a_nested_text_config_holds(tmp_path):
     [
         ({"model_type": "mamba2"}, State.RECURRENT),
         ({"model_type": "falcon_h1"}, State.HYBRID),
+        ({"model_type": "falcon-h1"}, State.HYBRID),
         ({"model_type": "new", "layer_types": ["full_attention", "linear_attention"]}, State.HYBRID),
         ({"model_type": "new", "layer_types": ["linear_attention"]}, State.RECURRENT),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention", "sliding_attention"]}, State.ATTENTION),
@@ -198,7 +199,7 @@ def test_ends_are_gathered_from_every_config(tmp_path):
     files = {"generation_config": {"eos_token_id": 257}, "tokenizer_config": {"pad_token": "<|im_end|>"}}
     d = describe(folder_of(tmp_path / "m", byte_level_tokenizer(), config, **files))
     assert d.vocab.eog == {257, 258, 259, 260} and (d.eos, d.pad) == (259, 259)
-    d = describe(folder_of(tmp_path / "m", None, config, special_tokens_map={"eos_token": "<think>"}))
+    d = describe(folder_of(tmp_path / "m", None, config, special_tokens_map={"eos_token": "<thînk>"}))
     assert d.vocab.eog == {257, 258, 259, 260} and d.eos == 260
 
 

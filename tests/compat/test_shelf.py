@@ -78,11 +78,9 @@ def test_a_model_has_its_lists_pieces_its_own_row_of_logits_and_its_own_ids(name
     assert all(i >= n for i in described.mask), "a mask token is no token of the target"
 
 
-def test_a_list_that_is_not_the_one_summed_up_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(shelf, "folder", lambda: tmp_path)
-    (tmp_path / "gpt-2.parquet").write_bytes((FOLDER / "mpt.parquet").read_bytes())
-    with pytest.raises(InputError, match=shelf._sums()["gpt-2"]):
-        shelf.describe("gpt-2")
+def test_the_lists_are_those_of_their_sums():
+    sums = dict(line.split()[::-1] for line in (FOLDER / shelf.SUMS).read_text().splitlines())
+    assert sums == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FOLDER.glob("*.parquet")}
 
 
 def test_a_list_is_made_from_tiktokens_ranks_and_the_added_tokens(tmp_path, monkeypatch):
