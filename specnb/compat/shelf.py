@@ -78,7 +78,7 @@ def describe(name: str) -> Description:
     """
     name = name.lower()
     if name in _lists():
-        return read_list(folder() / f"{name}.parquet")[0]
+        return _list(name)
     entry = facts(name)
     defaults = f"; llama.cpp's default: {', '.join(entry.defaults)}" if entry.defaults else ""
     same = (*SPECIAL_IDS, "architecture", "vocab_size", "n_tokens", "add_bos", "add_eos", "mask", "from_memory")
@@ -88,11 +88,7 @@ def describe(name: str) -> Description:
         hub=None if entry.tokenizer else f"{HUB}{entry.model}",
         **{key: getattr(entry, key) for key in (*same, "n_ctx", "state")},
     )
-    return (
-        described
-        if entry.tokenizer is None
-        else _with_pieces(described, entry, read_list(folder() / f"{entry.tokenizer}.parquet")[0])
-    )
+    return described if entry.tokenizer is None else _with_pieces(described, entry, _list(entry.tokenizer))
 
 
 def facts(name: str) -> Facts:
@@ -127,6 +123,10 @@ def read_list(path: Path) -> tuple[Description, dict]:
         **{key: stated[key] for key in (*SPECIAL_IDS, "name", "n_tokens", "add_bos", "add_eos", "normalizer")},
     )
     return described, stated
+
+
+def _list(name: str) -> Description:
+    return read_list(folder() / f"{name}.parquet")[0]
 
 
 def _with_pieces(described: Description, entry: Facts, tokenizer: Description) -> Description:
