@@ -1,35 +1,27 @@
 """A GGUF file described from its header: no tensor is read, so a first part that was cut after its header will do.
 
-The vocabulary is what llama.cpp makes of it, from a copy of the header's key-values. The key-values and the list of
-tensors are read here (versions 2 and 3, little endian; format: ggml/docs/gguf.md). `gguf.GGUFReader` takes 10 s and
-490 MB more for 150,000 tokens, where this takes 0.2 s and 20 MB, and it refuses a file whose tensors are cut off.
+The vocabulary is what llama.cpp makes of it, from a copy of the header's key-values.
 """
 
 import hashlib
-import mmap
 import re
 import struct
 import tempfile
 import weakref
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from specnb.compat.description import Description, Merges, state_of
 from specnb.errors import InputError, LoadError
 from specnb.lm.gguf import binding
+from specnb.lm.gguf.header import ARRAY, STRING, Header, read_header
 from specnb.lm.vocab import Vocabulary
 
-STRING, ARRAY = 8, 9
-SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-"""struct's code of each GGUF value type of fixed width."""
-
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # gguf.TokenType
-AGAIN = "the file is damaged or incomplete: fetch or convert it again"
 ARCHITECTURE, MODEL, MERGES = "general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.merges"
 TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
@@ -41,33 +33,6 @@ END_OF_TURN = frozenset(
     "<｜end▁of▁sentence｜> <end_of_utterance>".encode().split()
 )
 """Where a header names no end of turn, llama.cpp takes one of these, and of several any."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a GGUF says before its tensors. `packed` holds each key with its value as they stand in the file.
-
-    Of the tensors `shapes` are known by name, the fastest dimension first.
-    """
-
-    path: Path
-    values: dict[str, Any]
-    packed: dict[str, bytes]
-    shapes: dict[str, tuple[int, ...]]
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return the value of `key`, `default` where it is not stated. Raises InputError for another type."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self.fault(key, value, f"expected {getattr(kind, '__name__', kind)}")
-        return value
-
-    def fault(self, key: str, value: object, why: str) -> InputError:
-        """The error that names the file, the key, its value, what is wrong with it and the remedy."""
-        shown = repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
-        return InputError(f"{self.path}: {key} is {shown[:80]}: {why}; {AGAIN}")
 
 
 def describe(path: Path | str) -> Description:
@@ -95,94 +60,6 @@ def describe(path: Path | str) -> Description:
         normalizer=_normalizer(header),
     )
     return described if header.get(MODEL, str, "none") in ("none", "no_vocab") else _with_vocab(header, described)
-
-
-# --- the header ------------------------------------------------------------------------------------------------------
-
-
-def read_header(path: Path) -> Header:
-    """The header of the file at `path`. Raises InputError, naming file, offset and value, for one that is not sound."""
-    if not path.is_file():
-        raise InputError(f"no such model file: {path}")
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(path, data)
-    except (OSError, ValueError) as error:  # mmap: an empty file
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"cannot read {path}: {error}") from error
-
-
-def _parse(path: Path, data: mmap.mmap) -> Header:
-    at = _Cursor(path, data)
-    magic = at.take(4)
-    if magic != b"GGUF":
-        raise InputError(f"{path} is not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
-    version = at.number("<I")
-    if version not in (2, 3):
-        raise InputError(
-            f"{path} is GGUF version {version:#x} (big endian from 0x10000 on); 2 and 3 in little endian are read: "
-            "convert it again"
-        )
-    n_tensors, n_keys = at.number("<Q"), at.number("<Q")
-    values: dict[str, Any] = {}
-    packed: dict[str, bytes] = {}
-    for _ in range(n_keys):
-        start, key = at.place, at.text()
-        if key in values:
-            raise at.error(f"has the key {key!r} a second time")
-        values[key] = _value(at, key)
-        packed[key] = data[start : at.place]
-    return Header(path, values, packed, dict(_tensor(at) for _ in range(n_tensors)))
-
-
-def _value(at: "_Cursor", key: str) -> Any:
-    """A number, text or bool; of arrays a list of bytes, or a numpy array."""
-    kind = at.number("<I")
-    if kind == STRING:
-        return at.text()
-    n = None
-    if kind == ARRAY:
-        kind, n = at.number("<I"), at.number("<Q")
-        if kind == STRING:
-            return [at.string() for _ in range(n)]
-    if kind not in SCALARS:
-        raise at.error(f"gives {key!r} the unknown value type {kind}")
-    code = SCALARS[kind]
-    return at.number(code) if n is None else np.frombuffer(at.take(n * struct.calcsize(code)), dtype=code)
-
-
-def _tensor(at: "_Cursor") -> tuple[str, tuple[int, ...]]:
-    name, n_dims = at.text(), at.number("<I")
-    shape = struct.unpack(f"<{n_dims}Q", at.take(8 * n_dims))
-    at.take(4 + 8)  # its type, and where its data starts
-    return name, shape
-
-
-class _Cursor:
-    """A position in a file; nothing is taken that is not there, whatever lengths are announced."""
-
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.place, self._data = path, 0, data
-
-    def error(self, fault: str) -> InputError:
-        return InputError(f"{self.path} {fault} (byte {self.place}): {AGAIN}")
-
-    def take(self, n: int) -> bytes:
-        start, end = self.place, self.place + n
-        if end > len(self._data):
-            raise self.error(f"ends inside its header: {n} bytes are announced, {len(self._data) - start} are left")
-        self.place = end
-        return self._data[start:end]
-
-    def number(self, code: str) -> int | float | bool:
-        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
-
-    def string(self) -> bytes:
-        return self.take(self.number("<Q"))
-
-    def text(self) -> str:
-        return self.string().decode("utf-8", errors="replace")
 
 
 # --- the vocabulary --------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.io import file_digest
 from specnb.lm.cache import expanded, made_once, need_space
 from specnb.lm.gguf import binding
+from specnb.lm.gguf.header import read_header
 from specnb.lm.memory import Need, kv_bytes, require
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 from specnb.paths import cache_dir
@@ -219,9 +220,10 @@ def _dequantise(gguf: Path, folder: Path) -> None:
 
 def _check_room(gguf: Path) -> None:
     """Memory for the float32 weights, twice while they are written, and disk for them."""
-    from gguf import GGUFReader
-
-    n = sum(math.prod(int(d) for d in tensor.shape) for tensor in GGUFReader(gguf).tensors)
+    try:
+        n = sum(map(math.prod, read_header(gguf).shapes.values()))
+    except InputError as error:  # a damaged file: of a draft model, no reason to lose the generation
+        raise LoadError(str(error)) from error
     require(Need(8 * n, 0), device="cpu", name=f"{gguf.name} as float32")
     need_space(cache_dir(), 4 * n)
 
