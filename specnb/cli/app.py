@@ -313,8 +313,8 @@ def bench_medusa(
     if as_json:
         print_json(result.document())
     else:
-        for title, columns, rows in result.tables():
-            print_table(title, columns, rows)
+        for title, table in result.tables():
+            print_frame(title, table)
     raise typer.Exit(0 if result.checked.passed else 1)
 
 
