@@ -1,37 +1,26 @@
-"""Figures and tables of notebook 05: faults and their fingerprints, the ablation, speed and its parts."""
+"""Figures of notebook 05: faults and their fingerprints, training that can be watched, speed and its parts."""
+
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from specnb.book.plot import Plot
 from specnb.book.style import COLOURS, series, spread, template
+from specnb.measure.experiment import Progress, silent
+from specnb.medusa.bench import ALL, PARTS
+from specnb.medusa.train import Report
 
-COUNTED = ("alpha_1", "kept", "tested")
-ALL, PARTS = "all", ("draft", "verify", "rewind", "other")
 FINGERPRINT = {
     "alpha_1": "drafts kept (alpha_1)",
     "right_normed_once": "right, were the norm applied once",
     "copies": "equal to the backbone's own next token",
 }
 """Columns of `medusa.faults.judge` that tell faults apart, and what they are called."""
-
-
-def fingerprints(faults: pd.DataFrame) -> pd.DataFrame:
-    """Every fault in numbers, shares in percent: drafts kept, the fingerprint, and the tau of a chain."""
-    kept = [f"{a:.1%} ({k}/{n})" if n else "" for a, k, n in zip(*(faults[c] for c in COUNTED), strict=True)]
-    shares = {name: faults[name].map("{:.1%}".format) for name in ("right", "right_normed_once", "copies", "repeats")}
-    return pd.DataFrame({"fault": faults["fault"], "alpha_1": kept, **shares, "tau": faults["tau"].round(2)})
-
-
-def chains(accuracy: np.ndarray) -> pd.DataFrame:
-    """What greedy chains of 1, 2, … heads come to if heads are right independently of one another, as trees assume.
-
-    `accuracy (heads, ranks)` are marginal. Columns: heads, tau, acceptance_rate (accepted / drafted).
-    """
-    accepted = np.cumprod(np.asarray(accuracy)[:, 0]).cumsum()
-    heads = np.arange(1, len(accepted) + 1)
-    return pd.DataFrame({"heads": heads, "tau": 1 + accepted, "acceptance_rate": accepted / heads}).round(2)
+EVERY = 2
+"""Steps between two drawings: one of them takes the browser longer than a short step."""
 
 
 def faults(table: pd.DataFrame, died: pd.DataFrame) -> go.Figure:
@@ -43,26 +32,24 @@ def faults(table: pd.DataFrame, died: pd.DataFrame) -> go.Figure:
         cols=2, rows=1, column_widths=[0.65, 0.35], horizontal_spacing=0.12,
         subplot_titles=["each fault in numbers", "the schedule that died"],
     )  # fmt: skip
-    names = table["fault"].tolist()
     for index, (column, label) in enumerate(FINGERPRINT.items()):
-        shares = (100 * table[column].astype(float)).tolist()
-        figure.add_trace(
-            go.Scatter(x=shares, y=names, mode="markers", name=label, marker=series(index)["marker"] | {"size": 11},
-                       orientation="h", offsetgroup=label,
-                       hovertemplate=f"%{{y}}<br>{label}: %{{x:.1f}} %<extra></extra>"),
-            row=1, col=1,
+        mark = go.Scatter(
+            x=(100 * table[column].astype(float)).tolist(), y=table["fault"].tolist(), mode="markers", name=label,
+            marker=series(index)["marker"] | {"size": 11}, orientation="h", offsetgroup=label,
+            hovertemplate=f"%{{y}}<br>{label}: %{{x:.1f}} %<extra></extra>",
         )  # fmt: skip
-    loss = {"x": died["step"].tolist(), "y": died["loss"].tolist(), "text": [f"{rate:.2g}" for rate in died["lr"]]}
-    figure.add_trace(
-        go.Scatter(**loss, mode="lines+markers", name="loss of all heads, weighted", **series(3),
-                   hovertemplate="step %{x}: %{y:.2f} nats, learning rate %{text}<extra></extra>"),
-        row=1, col=2,
+        figure.add_trace(mark, row=1, col=1)
+    loss = go.Scatter(
+        x=died["step"].tolist(), y=died["loss"].tolist(), text=[f"{rate:.2g}" for rate in died["lr"]],
+        mode="lines+markers", name="loss of all heads, weighted", **series(3),
+        hovertemplate="step %{x}: %{y:.2f} nats, learning rate %{text}<extra></extra>",
     )  # fmt: skip
-    if (dead := died["lr"] == 0).any():
-        figure.add_vrect(
-            x0=died.loc[~dead, "step"].max(), x1=died["step"].max(), fillcolor="#888", opacity=0.25, line_width=0,
-            annotation_text="rate 0", annotation_position="top left", row=1, col=2,
-        )  # fmt: skip
+    figure.add_trace(loss, row=1, col=2)
+    last_alive = died.loc[died["lr"] > 0, "step"].max()
+    figure.add_vrect(
+        x0=last_alive, x1=died["step"].max(), fillcolor="#888", opacity=0.25, line_width=0, annotation_text="rate 0",
+        annotation_position="top left", row=1, col=2,
+    )  # fmt: skip
     figure.update_xaxes(title_text="share of positions (%)", range=[-3, 103], col=1)
     figure.update_xaxes(title_text="step", col=2)
     figure.update_yaxes(autorange="reversed", col=1)
@@ -73,19 +60,6 @@ def faults(table: pd.DataFrame, died: pd.DataFrame) -> go.Figure:
     )  # fmt: skip
 
 
-def ablation_table(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `medusa.practice.ablate` with a column for each head's held-out accuracies, in percent."""
-    heads = max((len(shares) for shares in table["top1"] if isinstance(shares, list)), default=0)
-    percent = {
-        f"{top} head {head}": [round(100 * s[head], 1) if isinstance(s, list) else None for s in table[top]]
-        for top in ("top1", "top5")
-        for head in range(heads)
-    }
-    sizes = ["own_mb", "shared_mb", "read_mb"]
-    costs = table[["variant", "parameters", *sizes, "draft_ms"]].round(dict.fromkeys((*sizes, "draft_ms"), 2))
-    return costs.assign(**percent)
-
-
 def speed(table: pd.DataFrame) -> go.Figure:
     """Speed-up over plain decoding by category, with intervals, beside the parts that a round's time goes to."""
     figure = make_subplots(
@@ -94,22 +68,22 @@ def speed(table: pd.DataFrame) -> go.Figure:
     )  # fmt: skip
     for index, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
         labels = [f"tau {row.tau:.2f}, {row.identical} of {row.n_prompts} texts as plain" for row in rows.itertuples()]
-        figure.add_trace(
-            go.Bar(x=rows["category"].tolist(), y=rows["speedup"].tolist(), name=kind, text=labels, textposition="none",
-                   error_y=spread(rows["speedup"], rows["low"], rows["high"]), marker_color=COLOURS[index],
-                   hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} times plain<br>%{{text}}<extra></extra>"),
-            row=1, col=1,
+        bar = go.Bar(
+            x=rows["category"].tolist(), y=rows["speedup"].tolist(), name=kind, text=labels, textposition="none",
+            error_y=spread(rows["speedup"], rows["low"], rows["high"]), marker_color=COLOURS[index],
+            hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} times plain<br>%{{text}}<extra></extra>",
         )  # fmt: skip
+        figure.add_trace(bar, row=1, col=1)
     whole = table[table["category"] == ALL]
     before = np.zeros(len(whole))
     for index, part in enumerate(PARTS):
         shares = 100 * whole[f"{part}_share"].to_numpy(dtype=float)
-        figure.add_trace(
-            go.Bar(x=shares.tolist(), y=whole["kind"].tolist(), base=before.tolist(), name=part, orientation="h",
-                   marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(),
-                   hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>"),
-            row=1, col=2,
+        bar = go.Bar(
+            x=shares.tolist(), y=whole["kind"].tolist(), base=before.tolist(), name=part, orientation="h",
+            marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(),
+            hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>",
         )  # fmt: skip
+        figure.add_trace(bar, row=1, col=2)
         before = before + shares
     figure.add_shape(type="line", x0=0, x1=1, xref="x domain", y0=1, y1=1, yref="y", line={"color": "#222", "width": 1})
     figure.update_yaxes(title_text="speed-up (plain = 1)", rangemode="tozero", col=1)
@@ -118,8 +92,64 @@ def speed(table: pd.DataFrame) -> go.Figure:
     return figure.update_layout(template=template(), title_text="Medusa and Hydra against plain decoding")
 
 
-def speeds(table: pd.DataFrame) -> pd.DataFrame:
-    """What a reader needs of `Study.time`: the rounds, the ratio and its interval, tokens a second, the time split."""
-    columns = ["kind", "category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s", "plain_tokens_per_s"]
-    shares = [f"{part}_share" for part in PARTS]
-    return table[[*columns, *shares, "identical", "n_prompts"]].round(2)
+class TrainingView:
+    """Draws trainings while they go on: `plot` is the widget, `figure` the same when it stands still.
+
+    `runs` are the names of the trainings to come, in their order, a row of panels each. `progress` is told the seconds
+    that a training will take before its first step, and what is left of them.
+    """
+
+    def __init__(self, runs: list[str], n_heads: int, *, progress: Progress = silent) -> None:
+        self._runs, self._n_heads, self._progress = list(runs), n_heads, progress
+        self._steps, self._seconds = 0, 0.0
+        self._rows: list[dict[str, Any]] = []
+        self._notes: list[str] = []
+        self.plot = Plot(self.figure())
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """Columns: run, step, head, loss (of all heads, weighted), head_loss, top1, top5 (unweighted, of the batch)."""
+        return pd.DataFrame(self._rows, columns=["run", "step", "head", "loss", "head_loss", "top1", "top5"])
+
+    def starts(self, run: str, steps: int, seconds_a_step: float) -> None:
+        self._steps, self._seconds = steps, seconds_a_step
+        note = f"{run}: {steps} steps of {seconds_a_step:.2f} s, about {steps * seconds_a_step:.0f} s"
+        self._notes.append(note)
+        self._progress(0, steps, note)
+
+    def step(self, run: str, report: Report) -> None:
+        for head in range(self._n_heads):
+            shares = {name: float(values[head]) for name, values in report.heads._asdict().items()}
+            self._rows.append({"run": run, "step": report.step, "head": head, "loss": report.loss, **shares})
+        left = (self._steps - report.step) * self._seconds
+        self._progress(report.step, self._steps, f"{run}: about {left:.0f} s left")
+        if report.step % EVERY == 0 or report.step == self._steps:
+            self.plot.update([{"x": line.x, "y": line.y} for line in self.figure().data])
+
+    def figure(self) -> go.Figure:
+        """Loss, top-1 and top-5 over steps, a row of panels for each run, a line for each head."""
+        figure = make_subplots(
+            rows=len(self._runs), cols=3, shared_xaxes=True, horizontal_spacing=0.08, vertical_spacing=0.14,
+            subplot_titles=[t for run in self._runs for t in (f"{run}: loss", "top-1 of a batch", "top-5 of a batch")],
+        )  # fmt: skip
+        for row, run in enumerate(self._runs, start=1):
+            of_run = self.history[self.history["run"] == run]
+            once = of_run[of_run["head"] == 0]
+            lines = [(1, 6, "all heads, weighted", once["step"], once["loss"])]
+            for column, field in enumerate(("top1", "top5"), start=2):
+                for head, of_head in ((head, of_run[of_run["head"] == head]) for head in range(self._n_heads)):
+                    lines.append((column, head, f"head {head}", of_head["step"], 100 * of_head[field].astype(float)))
+            for column, index, name, x, y in lines:
+                line = go.Scatter(
+                    x=x.tolist(), y=y.tolist(), mode="lines", name=name, legendgroup=name, line=series(index)["line"],
+                    showlegend=row == 1 and column < 3, hovertemplate=f"{name}, step %{{x}}: %{{y:.3g}}<extra></extra>",
+                )  # fmt: skip
+                figure.add_trace(line, row=row, col=column)
+            for column, title in enumerate(("loss (nats)", "top-1 (%)", "top-5 (%)"), start=1):
+                mode = "normal" if column == 1 else "tozero"
+                figure.update_yaxes(title_text=title, rangemode=mode, row=row, col=column)
+        figure.update_xaxes(title_text="step", row=len(self._runs))
+        title = "Training heads" + "".join(f"<br><sup>{n}, foretold before the first step</sup>" for n in self._notes)
+        return figure.update_layout(
+            template=template(), title_text=title, height=300 * len(self._runs) + 100, margin={"t": 130}
+        )

@@ -33,7 +33,7 @@ def medusa(
 
     given = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
     with ProgressBar() as progress:
-        result = heads_bench.run(heads_bench.checked_params(**given), progress=progress)
+        result = heads_bench.run(heads_bench.HeadsBenchParams.checked(**given), progress=progress)
     if as_json:
         print_json(result.document())
     else:

@@ -6,7 +6,6 @@ true tokens j ... j + i. States are caught by another hook than a drafter's, whi
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ PIECE = 32
 """Most tokens of one forward along a text: their logits stay small."""
 ROWS = 64
 """States that a head is asked about at once."""
+TOPS = (1, 5)
 
 
 class States(NamedTuple):
@@ -42,8 +42,7 @@ class States(NamedTuple):
         return self.pre_norm if contract == "pre_norm" else self.post_norm
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """A generated text `ids (n,)` int64 and its `n` states; `best (n,)` are the backbone's own next tokens in them."""
 
     ids: Tensor
@@ -177,6 +176,23 @@ def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
 def accuracy_matrix(table: pd.DataFrame) -> np.ndarray:
     """The marginal accuracies `(n_heads, ranks)` that a tree is grown from."""
     return table.pivot(index="head", columns="rank", values="marginal").fillna(0.0).to_numpy()
+
+
+def accuracy_by_head(scores: Sequence[Scores]) -> pd.DataFrame:
+    """How often each head has the true token among its best `top`, with intervals over prompts.
+
+    Columns: head, top (1, 5), accuracy, low, high, n.
+    """
+    rows = []
+    for head in range(scores[0].rank.shape[1]):
+        ranks = [of_prompt.rank[:, head][of_prompt.rank[:, head] != NO_LABEL] for of_prompt in scores]
+        for top in TOPS:
+            share = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
+            n = sum(map(len, ranks))
+            rows.append(
+                {"head": head, "top": top, "accuracy": share.value, "low": share.low, "high": share.high, "n": n}
+            )
+    return pd.DataFrame(rows)
 
 
 def share_interval(counts: Sequence[Sequence[float]]) -> Interval:

@@ -5,12 +5,12 @@ is timed on. Wall times are whole calls, prefill included, of the same target in
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, field_validator
 
 from specnb.decode.generate import generate
 from specnb.errors import InputError
@@ -26,6 +26,7 @@ from specnb.medusa.accuracy import accuracy_matrix
 from specnb.medusa.checkpoint import load_trained_heads
 from specnb.medusa.drafter import (
     AUTO,
+    CHAIN,
     Drafting,
     HeadsDrafter,
     accuracy_of,
@@ -35,28 +36,29 @@ from specnb.medusa.drafter import (
 )
 from specnb.medusa.gates import Checked, served_counts
 from specnb.medusa.nets import Heads, network
+from specnb.medusa.tree import TreePlan, fastest
+from specnb.params import Params
 from specnb.prompts import CATEGORIES, Category, Prompt, digest, prompts
 from specnb.provenance import provenance
+from specnb.records import Generation
 
 TARGET = "smollm2-135m?backend=hf&dtype=bfloat16"
 PLAIN, ALL = "plain", "all"
 PARTS = ("draft", "verify", "rewind", "other")
 
 
-class HeadsBenchParams(BaseModel):
+class HeadsBenchParams(Params):
     """What is timed. `tree` is auto, chain or a number of nodes; `k` cuts the drafts.
 
     auto is the tree of the most tokens a second by costs measured here and accuracies on held-out training text.
 
-    `dtype` replaces that of the target's name. `num_trials` runs of each prompt count by their median, after
-    `warmup_steps` uncounted generations by each method.
+    `dtype` replaces that of the target's name; `categories` may be a text with commas. `num_trials` runs of each
+    prompt count by their median, after `warmup_steps` uncounted generations by each method.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = TARGET
     heads_checkpoint: str | None = None
-    categories: tuple[Category, ...] = Field(default=CATEGORIES, min_length=1)
+    categories: list[Category] = Field(default=list(CATEGORIES), min_length=1)
     prompts_per_category: int = Field(default=2, ge=1)
     num_trials: int = Field(default=5, ge=1)
     warmup_steps: int = Field(default=2, ge=1)
@@ -66,18 +68,10 @@ class HeadsBenchParams(BaseModel):
     dtype: str | None = None
     seed: int = Field(default=0, ge=0)
 
-
-def checked_params(**given: Any) -> HeadsBenchParams:
-    """The parameters, `categories` as a text with commas if need be. Raises InputError that names each bad value."""
-    if isinstance(given.get("categories"), str):
-        given["categories"] = given["categories"].split(",")
-    try:
-        return HeadsBenchParams(**given)
-    except ValidationError as error:
-        # a list that is left without its bad entries is no second mistake
-        wrong = [e for e in error.errors() if e["type"] != "too_short"] or error.errors()
-        message = "; ".join(f"{'.'.join(map(str, e['loc']))} is {e['input']!r:.80}: {e['msg']}" for e in wrong)
-        raise InputError(f"bench medusa: {message}") from error
+    @field_validator("categories", mode="before")
+    @classmethod
+    def _names(cls, names: Any) -> Any:
+        return names.split(",") if isinstance(names, str) else names
 
 
 @dataclass(frozen=True)
@@ -93,19 +87,19 @@ class HeadsBench:
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of text for a reader: the gates, then their diagnoses or the speeds."""
-        gates = [["passed" if g.passed else "FAILED", g.name, g.says] for g in self.checked.gates]
-        shown = [(self.loaded, ["", "gate", "measured"], gates)]
+        rows = [["passed" if g.passed else "FAILED", g.name, g.says] for g in self.checked.gates]
+        shown = [(self.loaded, ["", "gate", "measured"], rows)]
         if self.speeds is None or self.drafting is None:
             rows = [list(diagnosis) for diagnosis in self.checked.diagnoses]
             return [*shown, ("no speed: a gate failed", ["diagnosis", "seen", "what to do"], rows)]
-        rows = shown_rows(self.speeds)
+        rows = [[cell(row) for cell in SHOWN.values()] for row in self.speeds.to_dict(orient="records")]
         return [*shown, (f"{self.params.target}: {self.drafting.says}", list(SHOWN), rows)]
 
     def document(self) -> dict[str, Any]:
         """One JSON document; without the speeds where a gate failed."""
         document = {
             "params": self.params, "provenance": self.provenance, "loaded": self.loaded,
-            "passed": self.checked.passed, "gates": [asdict(gate) for gate in self.checked.gates],
+            "passed": self.checked.passed, "gates": [gate._asdict() for gate in self.checked.gates],
             "diagnoses": [d._asdict() for d in self.checked.diagnoses],
             "alpha": rows_of(self.checked.served), "accuracy": rows_of(self.checked.accuracy),
         }  # fmt: skip
@@ -126,7 +120,7 @@ class HeadsBench:
 def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     """Load, run the gates, and time what passed them."""
     tree_size(params.tree)  # before a model is opened for nothing
-    timed, judged = chosen_prompts(params)
+    timed, judged = chosen_prompts(params.categories, params.prompts_per_category)
     target = load(params.target, **({"dtype": params.dtype} if params.dtype else {}))
     try:
         net = network(target)
@@ -143,20 +137,24 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
         if not checked.passed:
             return HeadsBench(params, str(report), checked, facts)
         progress(0, 1, "costs of trees")
-        drafting = chosen_drafts(target, heads, checked, params, accuracy_of(report.path))
-        speeds = time_prompts(target, heads, drafting, timed, params, progress)
+        drafting = chosen_drafts(target, heads, checked, accuracy_of(report.path), params.tree)
+        drafting = drafting._replace(k=min(drafting.k, params.k or drafting.k))
+        speeds = time_prompts(
+            target, heads, drafting, timed, max_new_tokens=params.max_new_tokens, num_trials=params.num_trials,
+            warmup_steps=params.warmup_steps, progress=progress,
+        )  # fmt: skip
         return HeadsBench(params, str(report), checked, facts, drafting, speeds)
     finally:
         target.close()
 
 
-def chosen_prompts(params: HeadsBenchParams) -> tuple[list[Prompt], list[Prompt]]:
+def chosen_prompts(categories: Sequence[str], timed: int) -> tuple[list[Prompt], list[Prompt]]:
     """Those that are timed, the first of each category; and those that are judged, the last, FEWEST in all or more.
 
     Raises InputError where a category has too few for both.
     """
-    by_category = {category: prompts(category) for category in params.categories}
-    each, timed = -(-FEWEST // len(by_category)), params.prompts_per_category
+    by_category = {category: prompts(category) for category in categories}
+    each = -(-FEWEST // len(by_category))
     for category, of in by_category.items():
         if timed + each > len(of):
             raise InputError(
@@ -170,9 +168,9 @@ def chosen_prompts(params: HeadsBenchParams) -> tuple[list[Prompt], list[Prompt]
 
 
 def chosen_drafts(
-    target: LanguageModel, heads: Heads, checked: Checked, params: HeadsBenchParams, trained: np.ndarray | None
+    target: LanguageModel, heads: Heads, checked: Checked, trained: np.ndarray | None, tree: str = AUTO
 ) -> Drafting:
-    """What `params.tree` and `params.k` come to on this machine; something is drafted even where it does not pay.
+    """What `tree` comes to on this machine; something is drafted even where it does not pay.
 
     A tree is grown from `trained`, the accuracies `(heads, ranks)` that came with the heads, of far more text than the
     gates see; only where there are none, from those that the gates measured.
@@ -180,12 +178,19 @@ def chosen_drafts(
     known = (trained,)
     if trained is None:
         known = accuracy_matrix(checked.accuracy), f"measured here on {len(checked.plain)} prompts"
-    drafts = choose_drafts(target, heads, tree_size(params.tree), *known)
+    drafts = choose_drafts(target, heads, tree_size(tree), *known)
     if drafts.plan is not None and not len(drafts.plan):
-        best = max(drafts.candidates[1:], key=lambda c: c.tokens_per_s).plan
+        best = fastest(drafts.candidates[1:]).plan
         says = f"{drafts.says}; timed all the same is one of {len(best)} nodes"
-        drafts = replace(drafts, plan=best, k=len(best), says=says)
-    return replace(drafts, k=min(drafts.k, params.k or drafts.k))
+        drafts = drafts._replace(plan=best, k=len(best), says=says)
+    return drafts
+
+
+def sizes_table(drafting: Drafting) -> pd.DataFrame:
+    """The candidates, each once: nodes, depth, tokens, seconds."""
+    # nodes of no worth are left out, so that two sizes asked for may be one tree
+    sizes = {len(c.plan): (len(c.plan), c.plan.depth, c.tokens, c.seconds) for c in reversed(drafting.candidates)}
+    return pd.DataFrame(sorted(sizes.values()), columns=["nodes", "depth", "tokens", "seconds"])
 
 
 def time_prompts(
@@ -193,26 +198,62 @@ def time_prompts(
     heads: Heads,
     drafting: Drafting,
     timed: Sequence[Prompt],
-    params: HeadsBenchParams,
+    *,
+    max_new_tokens: int,
+    num_trials: int = 1,
+    warmup_steps: int = 1,
     progress: Progress = silent,
 ) -> pd.DataFrame:
     """Interleaved runs, plain and with heads; `speed_table` of them."""
     drafter = HeadsDrafter(target, heads, drafting.plan)
-    name, settings = heads.config.kind, {"max_new_tokens": params.max_new_tokens}
+    name, settings = heads.config.kind, {"max_new_tokens": max_new_tokens}
     methods = {
         PLAIN: lambda prompt: generate(target, prompt, **settings),
         name: lambda prompt: generate(target, prompt, drafter=drafter, k=drafting.k, **settings),
     }
-    for warm in range(params.warmup_steps - 1):  # `interleaved` makes one more
+    for warm in range(warmup_steps - 1):  # `interleaved` makes one more
         for method in methods.values():
             method(timed[warm % len(timed)])
     runs: list[Timed] = []
-    total = len(timed) * len(methods) * params.num_trials
+    total = len(timed) * len(methods) * num_trials
     progress(0, total, "timing")
-    for run in interleaved(methods, timed, repeats=params.num_trials):
+    for run in interleaved(methods, timed, repeats=num_trials):
         runs.append(run)
         progress(len(runs), total, f"timing: {timed[run.prompt].id}")
     return speed_table(runs, [prompt.category for prompt in timed], name)
+
+
+def identity(
+    target: LanguageModel,
+    heads: Heads,
+    plan: TreePlan | None,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+) -> pd.DataFrame:
+    """Decode every prompt plainly, with a chain of all heads and, where there is a `plan`, with that tree.
+
+    One row for each shape: drafts a round, tokens compared and those that `differ`, prompts, tau. Meant for a float32
+    target: in other types rounding may change a text.
+    """
+    texts = [generate(target, prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
+    rows = []
+    for shape in (None, plan)[: 1 + bool(plan)]:
+        drafter, k = HeadsDrafter(target, heads, shape), heads.config.n_heads if shape is None else len(shape)
+        drafted = [generate(target, prompt, drafter=drafter, k=k, max_new_tokens=max_new_tokens) for prompt in prompts]
+        rows.append({
+            "shape": CHAIN if shape is None else "tree", "drafts": k, "prompts": len(prompts),
+            "tokens": sum(len(text.token_ids) for text in texts),
+            "differ": sum(_differing(a, b) for a, b in zip(drafted, texts, strict=True)),
+            "tau": sum(len(text.token_ids) for text in drafted) / sum(len(text.rounds) for text in drafted),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _differing(generation: Generation, other: Generation) -> int:
+    """Places at which the two texts have different tokens, or only one has a token."""
+    a, b = generation.token_ids, other.token_ids
+    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -260,8 +301,3 @@ SHOWN: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "identical": lambda row: f"{row['identical']}/{row['n_prompts']}",
 }
 """Columns for a reader, and what stands in them."""
-
-
-def shown_rows(speeds: pd.DataFrame) -> list[list[str]]:
-    """The rows of a `speed_table` as text, in the columns SHOWN."""
-    return [[cell(row) for cell in SHOWN.values()] for row in speeds.to_dict(orient="records")]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -27,7 +27,7 @@ from specnb.io import write_atomic
 from specnb.lm.load import load
 from specnb.measure.curve import TRAINING_FILE
 from specnb.medusa import layouts
-from specnb.medusa.layouts import CONFIG_FILE, LAYOUTS, MAP, OWN, Stored, layout_of, open_source
+from specnb.medusa.layouts import CONFIG_FILE, LAYOUTS, MAP, OWN, HeadsFile
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, misfits
 from specnb.paths import project_dir
 
@@ -91,13 +91,7 @@ def folder_of(name_or_path: str | Path) -> Path:
     return path
 
 
-def save(
-    heads: Heads,
-    folder: Path,
-    *,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    facts: Mapping[str, object] | None = None,
-) -> Path:
+def save(heads: Heads, folder: Path, *, dtype: str = "bfloat16", facts: Mapping[str, object] | None = None) -> Path:
     """Write `heads` to `folder` in our layout, whole or not at all; `facts` go to training.json. Returns the folder.
 
     Older heads in it are replaced, other files kept. Raises InputError for weights that are not finite, and a folder
@@ -114,7 +108,7 @@ def save(
     return Path(folder)
 
 
-def convert(heads: Heads, folder: Path, layout: str) -> tuple[str, ...]:
+def convert(heads: Heads, folder: Path, layout: str) -> list[str]:
     """Write `heads` to `folder` in a layout of `layouts.LAYOUTS`, in their types; sentences on what that changed.
 
     Raises InputError for heads that the layout cannot hold, and then writes nothing.
@@ -156,12 +150,10 @@ def load_trained_heads(
     sizes, another backbone; InputError where there is nothing to read.
     """
     backbone = net_or_backbone if isinstance(net_or_backbone, Backbone) else Backbone.of(net_or_backbone)
-    source = open_source(folder_of(path))
-    layout = layout_of(source)
-    stored = layouts.read(layout, source, backbone)
-    config, dtype = stored.config, backbone.lm_head.dtype
-    usable, faults = _usable(stored, backbone)
-    findings = _untrained(usable)
+    stored = layouts.open_file(folder_of(path))
+    config, names = layouts.read(stored, backbone)
+    usable, faults = _usable(stored, config, names, backbone)
+    findings, converted, dtype = _untrained(usable), stored.converted, backbone.lm_head.dtype
     if config.backbone not in ("", backbone.digest):
         (findings if any_backbone else faults).append(
             f"the heads were trained on another model ({config.backbone_name or 'not named'}, digest "
@@ -170,12 +162,11 @@ def load_trained_heads(
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise HeadsMismatch(
-            f"{source.file} cannot be used: {'; '.join(faults[:SHOWN])}{more}. Nothing was loaded: give heads "
+            f"{stored.file} cannot be used: {'; '.join(faults[:SHOWN])}{more}. Nothing was loaded: give heads "
             "that were trained for this model, or convert the file again (specnb heads convert)"
         )
-    heads = Heads(config, backbone, usable.get("token_map"))
+    heads = Heads(config, backbone, usable.get(MAP))
     heads.load_state_dict(usable, strict=True)
-    converted = list(stored.converted)
     for kind in sorted({tensor.dtype for tensor in usable.values() if tensor.is_floating_point()}, key=str):
         if torch.promote_types(kind, dtype) != dtype:
             converted.append(f"rounded from {kind} to {dtype}, the model's")
@@ -183,29 +174,31 @@ def load_trained_heads(
         named = f" (it names {config.backbone_name})" if config.backbone_name else ""
         converted.append(f"no digest of the model that the heads were trained on{named}: only sizes were compared")
     return heads.eval(), LoadReport(
-        path=source.file, layout=layout, config=config, n_parameters=heads.cost()["parameters"],
-        bytes=source.file.stat().st_size, converted=tuple(converted), findings=tuple(findings),
+        path=stored.file, layout=stored.layout, config=config, n_parameters=heads.cost()["parameters"],
+        bytes=stored.file.stat().st_size, converted=tuple(converted), findings=tuple(findings),
     )  # fmt: skip
 
 
-def _usable(stored: Stored, backbone: Backbone) -> tuple[dict[str, Tensor], list[str]]:
+def _usable(
+    stored: HeadsFile, config: HeadsConfig, names: Mapping[str, str], backbone: Backbone
+) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors that can be put on the backbone, and everything that keeps the others, or all, from it."""
     usable, faults, dtype = {}, [], backbone.lm_head.dtype
-    for name, shape in expected_shapes(stored.config).items():
-        tensor, shown = stored.tensors.get(name), repr(stored.names.get(name, name))
-        kinds = (torch.int64,) if name == "token_map" else DTYPES
+    for name, shape in expected_shapes(config).items():
+        there = names.get(name, name)
+        tensor, kinds = stored.tensors.get(there), (torch.int64,) if name == MAP else DTYPES
         if tensor is None:
-            faults.append(f"{shown} is missing")
+            faults.append(f"{there!r} is missing")
         elif tuple(tensor.shape) != shape:
-            faults.append(f"{shown} has shape {tuple(tensor.shape)} instead of {shape}")
+            faults.append(f"{there!r} has shape {tuple(tensor.shape)} instead of {shape}")
         elif tensor.dtype not in kinds:
-            faults.append(f"{shown} is of {tensor.dtype}, not {' or '.join(map(str, kinds))}")
+            faults.append(f"{there!r} is of {tensor.dtype}, not {' or '.join(map(str, kinds))}")
+        elif tensor.is_floating_point() and not bool(tensor.to(dtype).isfinite().all()):
+            faults.append(f"{there!r} has NaN or infinity (in {dtype})")
         else:
             usable[name] = tensor.clone()  # what the file holds is mapped, and may change under us
-            if tensor.is_floating_point() and not bool(tensor.to(dtype).isfinite().all()):
-                faults.append(f"{shown} has NaN or infinity (in {dtype})")
-    bad_map = MAP in stored.names and MAP not in usable  # told above
-    config = stored.config.model_copy(update={"draft_vocab": 0}) if bad_map else stored.config
+    if config.draft_vocab and MAP not in usable:  # a fault above
+        config = config.model_copy(update={"draft_vocab": 0})
     return usable, [*stored.faults, *misfits(config, backbone, usable.get(MAP)), *faults]
 
 
@@ -221,7 +214,7 @@ def _untrained(tensors: Mapping[str, Tensor]) -> list[str]:
 def _holds(folder: Path, layout: str) -> bool:
     """Whether there are heads of that layout in a folder, and not, say, a model of the same file name."""
     try:
-        return layout_of(open_source(folder / LAYOUTS[layout].file)) == layout
+        return layouts.open_file(folder / LAYOUTS[layout].file).layout == layout
     except InputError:
         return False
 
@@ -229,6 +222,39 @@ def _holds(folder: Path, layout: str) -> bool:
 def _require_layout(name: str) -> None:
     if name not in LAYOUTS:
         raise InputError(f"no layout {name[:80]!r}: {did_you_mean(name, list(LAYOUTS))}there are {', '.join(LAYOUTS)}")
+
+
+def card(name: str, facts: Mapping[str, Any]) -> str:
+    """The README.md of trained heads, from the facts of their training."""
+    heads, recipe, text, last = facts["heads"], facts["recipe"], facts["text"], facts["log"][-1]
+    rows = enumerate(zip(last["top1"], last["top5"], last["head_loss"], strict=True), start=1)
+    accuracy = "\n".join(f"| {i} | {top1:.3f} | {top5:.3f} | {loss:.2f} |" for i, (top1, top5, loss) in rows)
+    origin = (
+        f"of a given file (sha256 `{text['texts']}`), whose tokens are the labels"
+        if "texts" in text
+        else "by the backbone itself, on seeds from the permissively licensed texts of `specnb/medusa/corpus.py`; its "
+        "own greedy choices are the labels"
+    )
+    return f"""# {name}
+
+{heads["n_heads"]} {heads["kind"].capitalize()} heads for `{heads["backbone_name"]}`, {facts["parameters"]:,} \
+parameters of their own (their shape is in `config.json`). The licence of the backbone holds, too.
+
+`specnb generate --target '{heads["backbone_name"].partition("&exact")[0]}' --drafter medusa --heads-checkpoint \
+{name} --baseline --prompt …`
+
+On held-out text, of whose tokens {text["coverage"]:.1%} can be drafted at all (head k drafts the token k + 1 places \
+behind the newest):
+
+| head | right at once | among five | loss (nats) |
+|---|---|---|---|
+{accuracy}
+
+Made with `{facts["command"]}` (torch {facts["torch"]}): {last["step"]:,} of {recipe["steps"]:,} steps, \
+{last["examples"]:,} examples, {last["seconds"] / 3600:.2f} hours. All settings and curves are in `training.json`.
+
+The text, {text["tokens"]["train"]:,} tokens and {text["tokens"]["held_out"]:,} held out, is {origin}.
+"""
 
 
 def command(

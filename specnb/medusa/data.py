@@ -14,7 +14,7 @@ backbone's to foretell.
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,26 +29,22 @@ from transformers import PreTrainedModel
 from specnb.errors import InputError, MemoryShortError
 from specnb.io import file_digest, write_atomic
 from specnb.lm.base import LanguageModel
-from specnb.lm.cache import need_space
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa import corpus
 from specnb.medusa.nets import Heads, draft_ids
-from specnb.medusa.text import Stream, Turns, Writing, number_of, seeds
+from specnb.medusa.text import OnTokens, Turns, Writer, Writing, number_of, seeds
 from specnb.prompts import json_lines
 
-FACTS_FILE = "facts.json"
-SPLITS = ("train", "held_out")
-MAX_TOKENS = 1 << 28
-HELD_OUT_EVERY = 20
-"""Of given texts, every so many rows one is held out."""
+FACTS_FILE, SPLITS = "facts.json", ("train", "held_out")
+MAX_TOKENS, HELD_OUT_EVERY = 1 << 28, 20
+"""Of given texts: most tokens that are read, and of how many rows one is held out."""
 FILE_ROWS, FORWARD_ROWS = 256, 4
 """Rows of given text in one file; and of one forward: wide enough for matrix products, small enough for a cache."""
 NO_LABEL = -100
-OnTokens = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Rows:
+class TextRows:
     """Written rows: `tokens (rows, length)` int32 and `own (rows, length)` bool, the backbone's greedy choices."""
 
     tokens: np.ndarray
@@ -63,7 +59,7 @@ class Rows:
         return hashlib.sha256(self.tokens.tobytes() + np.packbits(self.own).tobytes()).hexdigest()
 
     def save(self, file: Path) -> None:
-        """Whole or not at all."""
+        """Write them whole or not at all."""
         packed = io.BytesIO()
         np.savez_compressed(packed, tokens=self.tokens, own=self.own)
         write_atomic(file, packed.getvalue())
@@ -80,7 +76,7 @@ def write(
     *,
     batches: dict[str, int],
     backbone: str,
-    writing: Writing | None = None,
+    writing: Writing,
     packages: Iterable[str] = corpus.LICENCES,
     shard: tuple[int, int] = (0, 1),
     on_tokens: OnTokens = lambda n: None,
@@ -88,12 +84,11 @@ def write(
     """Have `model` write the batches of each split that are not in `folder` yet, with their hidden states.
 
     `backbone` is the model's digest; seeds are of the `packages` that are installed. `shard` (i, n) writes every n-th
-    batch from the i-th on. Raises InputError when the folder holds text made otherwise.
+    batch from the i-th on. Raises InputError when the folder holds text of other settings, and for a full disk.
     """
-    writing = writing or Writing()
     documents = dict(zip(SPLITS, corpus.split(corpus.documents(corpus.installed(packages))), strict=True))
     digests = {split: corpus.corpus_digest(texts) for split, texts in documents.items()}
-    require_same(folder, {"writing": asdict(writing), "backbone": backbone, "model": model.name, "corpus": digests})
+    _require_same(folder, {"writing": asdict(writing), "backbone": backbone, "model": model.name, "corpus": digests})
     turns = Turns.of(model) if model.vocab.chat_template else None
     for split, n in batches.items():
         for number in range(shard[0], n, shard[1]):
@@ -104,9 +99,9 @@ def write(
             endless = seeds(model, documents[split], longest=writing.longest_seed, seed=number_of(key), turns=turns)
             # the shortest first: the common part is read in one forward
             batch = sorted(islice(endless, writing.batch_size), key=lambda seed: len(seed.ids))
-            written = Stream(model.network, model.vocab.eog, turns, writing, key).run(batch, on_tokens)
-            Rows(written.tokens, written.own).save(file)
-            _save_states(file, written.states)
+            tokens, is_own, states = Writer(model, turns, writing, key).run(batch, on_tokens)
+            TextRows(tokens, is_own).save(file)
+            _save_states(file, states)
 
 
 def write_given(model: LanguageModel, texts: Path, folder: Path, *, backbone: str, length: int) -> None:
@@ -114,7 +109,7 @@ def write_given(model: LanguageModel, texts: Path, folder: Path, *, backbone: st
 
     Raises InputError when the folder holds other text, there is too little, or a line is anything else.
     """
-    require_same(folder, {"texts": file_digest(texts), "length": length, "backbone": backbone, "model": model.name})
+    _require_same(folder, {"texts": file_digest(texts), "length": length, "backbone": backbone, "model": model.name})
     if (folder / "train-00000.npz").is_file():
         return
     ids = np.fromiter(islice(_given_ids(model, texts), MAX_TOKENS), dtype=np.int32)
@@ -125,7 +120,7 @@ def write_given(model: LanguageModel, texts: Path, folder: Path, *, backbone: st
     for split, chosen in (("held_out", rows[held_out]), ("train", rows[~held_out])):
         for number in reversed(range(-(-len(chosen) // FILE_ROWS))):  # the first file last: then all are there
             part = chosen[number * FILE_ROWS : (number + 1) * FILE_ROWS]
-            Rows(part, np.ones(part.shape, dtype=bool)).save(folder / f"{split}-{number:05d}.npz")
+            TextRows(part, np.ones(part.shape, dtype=bool)).save(folder / f"{split}-{number:05d}.npz")
 
 
 def _given_ids(model: LanguageModel, texts: Path) -> Iterator[int]:
@@ -136,34 +131,30 @@ def _given_ids(model: LanguageModel, texts: Path) -> Iterator[int]:
         yield from sorted(model.vocab.eog)[:1]
 
 
+@torch.inference_mode()
 def compute_states(net: PreTrainedModel, folder: Path, *, backbone: str, on_tokens: OnTokens = lambda n: None) -> None:
     """Write the states of every file of text in `folder` that has none yet; `backbone` is the digest of `net`.
 
-    Raises InputError where the text was made with another backbone or the states are not finite, FetchError where the
-    disk is full.
+    Raises InputError where the text is of another backbone, the states are not finite, or the disk is full.
     """
     require_backbone(folder, backbone)
     for file in files(folder):
-        if not _states_of(file).is_file():
-            tokens = torch.from_numpy(Rows.load(file).tokens).long()
-            _save_states(file, torch.cat([_states(net, part, on_tokens) for part in tokens.split(FORWARD_ROWS)]))
-
-
-@torch.inference_mode()
-def _states(net: PreTrainedModel, tokens: Tensor, on_tokens: OnTokens) -> Tensor:
-    """`(rows, length, hidden)` bfloat16 of `tokens (rows, length)`."""
-    with pre_norm_states(net) as caught:
-        net(input_ids=tokens.to(net.device), use_cache=False, logits_to_keep=1)
-    on_tokens(tokens.numel())
-    return caught[0].to(torch.bfloat16).cpu()
+        if _states_of(file).is_file():
+            continue
+        parts = []
+        for tokens in torch.from_numpy(TextRows.load(file).tokens).long().split(FORWARD_ROWS):
+            with pre_norm_states(net) as caught:
+                net(input_ids=tokens.to(net.device), use_cache=False, logits_to_keep=1)
+            parts.append(caught[0].to(torch.bfloat16).cpu())
+            on_tokens(tokens.numel())
+        _save_states(file, torch.cat(parts))
 
 
 def _save_states(file: Path, states: Tensor) -> None:
     if not bool(torch.isfinite(states).all()):
         raise InputError("the backbone's hidden states are not finite: try another dtype")
-    need_space(file.parent, states.numel() * 2)
     packed = io.BytesIO()
-    np.save(packed, states.to(torch.bfloat16).cpu().view(torch.int16).numpy())
+    np.save(packed, states.view(torch.int16).numpy())
     write_atomic(_states_of(file), packed.getvalue())
 
 
@@ -171,10 +162,10 @@ def _states_of(file: Path) -> Path:
     return file.with_suffix(".hidden.npy")
 
 
-def read(folder: Path, split: str) -> Rows:
+def read(folder: Path, split: str) -> TextRows:
     """All rows of a split. Raises InputError where there are none."""
-    parts = [Rows.load(file) for file in files(folder, split)]
-    return Rows(np.concatenate([p.tokens for p in parts]), np.concatenate([p.own for p in parts]))
+    parts = [TextRows.load(file) for file in files(folder, split)]
+    return TextRows(np.concatenate([p.tokens for p in parts]), np.concatenate([p.own for p in parts]))
 
 
 def read_states(folder: Path, split: str) -> Tensor:
@@ -188,10 +179,8 @@ def read_states(folder: Path, split: str) -> Tensor:
         raise InputError(f"no hidden states in {folder} ({error}): run --stage hidden") from error
     n_bytes, free = sum(part.nbytes for part in parts), psutil.virtual_memory().available
     if n_bytes > free:
-        raise MemoryShortError(
-            f"the hidden states of {split} take {n_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB of memory are free: train "
-            "on fewer batches"
-        )
+        size = f"{n_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB of memory are free"
+        raise MemoryShortError(f"the hidden states of {split} take {size}: train on fewer batches")
     return torch.from_numpy(np.concatenate(parts)).view(torch.bfloat16)
 
 
@@ -203,26 +192,25 @@ def files(folder: Path, split: str = "*") -> list[Path]:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What the text was made with: settings, model, backbone and corpus digests. InputError where there is none."""
+    """What the text was written with: settings, model, backbone and corpus digests. InputError where there is none."""
     file = folder / FACTS_FILE
     if not file.is_file():
         raise InputError(f"no {FACTS_FILE} in {folder}: write the text first (--stage data)")
     return json.loads(file.read_text())
 
 
-def require_same(folder: Path, made_with: dict[str, Any]) -> None:
-    """Note in a new folder what its text is made with. Raises InputError where it holds text made otherwise."""
+def _require_same(folder: Path, settings: dict[str, Any]) -> None:
+    """Note in a new folder what its text is written with. Raises InputError where it holds text of other settings."""
     if not (folder / FACTS_FILE).is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / FACTS_FILE, json.dumps(made_with, indent=1).encode())
-    elif facts(folder) != json.loads(json.dumps(made_with)):
-        raise InputError(f"{folder} holds text that was made otherwise ({FACTS_FILE}): give another folder")
+        write_atomic(folder / FACTS_FILE, json.dumps(settings, indent=1).encode())
+    elif facts(folder) != json.loads(json.dumps(settings)):
+        raise InputError(f"{folder} holds text of other settings ({FACTS_FILE}): give another folder")
 
 
 def require_backbone(folder: Path, backbone: str) -> None:
-    """Refuse text that was written by, or cut for, another backbone: its states would be another's (InputError)."""
+    """Refuse text of another backbone: its states would be another's (InputError)."""
     if (other := facts(folder).get("backbone")) != backbone:
-        raise InputError(f"{folder} was made with backbone {str(other)[:12]}, not {backbone[:12]}: use another folder")
+        raise InputError(f"{folder} holds text of backbone {str(other)[:12]}, not {backbone[:12]}: use another folder")
 
 
 class Batch(NamedTuple):
@@ -238,8 +226,10 @@ class Batch(NamedTuple):
 class Examples:
     """All examples of a split, drawn by step: the batch of step n is a function of (seed, n) alone."""
 
-    def __init__(self, rows: Rows, states: Tensor, *, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
-        """`states (rows, length, size)` as of `read_states`."""
+    def __init__(
+        self, rows: TextRows, states: Tensor, *, n_heads: int, token_map: Tensor | None, vocab_size: int
+    ) -> None:
+        """`states (rows, length, hidden)` as of `read_states`."""
         n_rows, length = rows.tokens.shape
         self._hidden = states.flatten(0, 1)
         self._tokens = torch.from_numpy(rows.tokens.astype(np.int64)).flatten()
@@ -254,11 +244,11 @@ class Examples:
         self._order: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0))
 
     @classmethod
-    def of(cls, folder: Path, split: str, rows: Rows, heads: Heads) -> Self:
-        """The examples of the `rows` of a split, with their states in `folder`, for these heads."""
+    def of(cls, folder: Path, split: str, heads: Heads) -> Self:
+        """The examples of a split of the text in `folder`, for these heads."""
         token_map = None if heads.token_map is None else heads.token_map.cpu()
         sizes = {"n_heads": heads.config.n_heads, "vocab_size": heads.config.vocab_size}
-        return cls(rows, read_states(folder, split), token_map=token_map, **sizes)
+        return cls(read(folder, split), read_states(folder, split), token_map=token_map, **sizes)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -285,7 +275,7 @@ class Examples:
         return Batch(self._hidden[at], self._tokens[since], labels, self._hidden[since] if later else None)
 
 
-def most_frequent(rows: Rows, n: int) -> Tensor:
+def most_frequent(rows: TextRows, n: int) -> Tensor:
     """The `n` tokens that the backbone wrote most often, ascending, int64: a draft vocabulary.
 
     Where it wrote fewer different ones, the most frequent of what else stands in the text follow: they are likely in
@@ -298,6 +288,6 @@ def most_frequent(rows: Rows, n: int) -> Tensor:
     return torch.from_numpy(np.sort(np.lexsort((-every, -counts))[:n]))
 
 
-def coverage(rows: Rows, token_map: Tensor | None) -> float:
+def coverage(rows: TextRows, token_map: Tensor | None) -> float:
     """Share of the backbone's own tokens that the draft vocabulary holds."""
     return 1.0 if token_map is None else float(np.isin(rows.tokens[rows.own], token_map.numpy()).mean())

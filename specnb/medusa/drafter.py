@@ -7,26 +7,25 @@ the newest. In the first round the prompt is the newest that was fed, and nothin
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.decode.tree import require_trees
 from specnb.draft.base import Picker, Proposal
 from specnb.errors import InputError, LoadError, NonFiniteLogits
-from specnb.lm.base import LanguageModel, TreeModel
-from specnb.lm.tree import COMMITTED, Tree
-from specnb.measure.cost import CONTEXT, CostCurve, verify_curve
+from specnb.lm.base import LanguageModel
+from specnb.lm.tree import COMMITTED
+from specnb.measure.cost import CONTEXT
 from specnb.measure.curve import TRAINING_FILE, training_card
 from specnb.medusa.checkpoint import load_trained_heads, shipped
 from specnb.medusa.layouts import CONFIG_FILE
 from specnb.medusa.nets import Heads, digest, network
-from specnb.medusa.tree import PUBLISHED, SIZES, Candidate, Choice, TreePlan, checked_accuracy, choose, grow
+from specnb.medusa.tree import PUBLISHED, SIZES, WIDTHS, Candidate, TreePlan, candidates, fastest, grow, tree_curve
 
 INPUTS = ("pre_norm", "post_norm")
 """Norm contracts, in the order in which a target shows a hidden state: before the final norm and after it."""
@@ -150,45 +149,7 @@ def _broken(head: int) -> NonFiniteLogits:
     return NonFiniteLogits(f"head {head} has NaN or infinite logits")
 
 
-WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)
-REPEATS = 5
-
-
-def tree_curve(
-    target: TreeModel, *, widths: Sequence[int] = WIDTHS, context: int = CONTEXT, repeats: int = REPEATS
-) -> CostCurve:
-    """T(n) of forwards of whole trees: a root, the newest token, and n - 1 guesses after it; T(1) is the plain step.
-
-    As `measure.cost.verify_curve` measures it. What a forward takes depends on the number of nodes, not on their tree.
-    Raises InputError for a target without trees, and for widths that do not fit it.
-    """
-    require_trees(target)
-    return verify_curve(_Rooted(target), widths=widths, context=context, repeats=repeats)
-
-
-class _Rooted:
-    """A target whose forwards of several tokens, all rows asked for, are forwards of trees."""
-
-    def __init__(self, target: TreeModel) -> None:
-        self._target = target
-        self.name, self.vocab, self.caps = target.name, target.vocab, target.caps
-
-    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        if n_logits is not None or len(ids) == 1:
-            return self._target.forward(ids, n_logits)
-        return self._target.forward_tree(ids, Tree((COMMITTED, *[0] * (len(ids) - 1))))
-
-    def rewind(self, n: int) -> None:
-        if n == 1:
-            self._target.rewind(n)
-        else:
-            self._target.keep_path([])
-
-    def reset(self) -> None:
-        self._target.reset()
-
-
-def drafting_s(target: LanguageModel, heads: Heads, depth: int, *, repeats: int = REPEATS) -> float:
+def drafting_s(target: LanguageModel, heads: Heads, depth: int, *, repeats: int = 5) -> float:
     """Median seconds in which heads draft a tree of `depth`, one node a level; leaves the target empty."""
     drafter = HeadsDrafter(target, heads, TreePlan.chain(depth))
     greedy = Chooser(Sampling(), Draws(np.random.default_rng(0)))
@@ -203,8 +164,8 @@ def drafting_s(target: LanguageModel, heads: Heads, depth: int, *, repeats: int 
     return float(np.median(samples[2:]))
 
 
-def best_tree(target: LanguageModel, heads: Heads, accuracy: np.ndarray) -> Choice:
-    """The tree of the most expected tokens a second for heads of marginal `accuracy (heads, ranks)`, or none at all.
+def timed_trees(target: LanguageModel, heads: Heads, accuracy: np.ndarray) -> list[Candidate]:
+    """Trees for heads of marginal `accuracy (heads, ranks)`, by size; the first is plain decoding.
 
     Measures the target's cost of trees and the heads' for each depth. Raises InputError for a target without trees.
     """
@@ -214,11 +175,10 @@ def best_tree(target: LanguageModel, heads: Heads, accuracy: np.ndarray) -> Choi
         raise InputError(f"{target.name} holds {target.caps.n_ctx} tokens: too few to verify drafts")
     curve = tree_curve(target, widths=[n for n in WIDTHS if n <= widest], context=min(CONTEXT, room))
     cost = {depth: drafting_s(target, heads, depth) for depth in range(1, len(accuracy) + 1)}
-    return choose(accuracy, curve.seconds, cost.__getitem__, [n for n in SIZES if n < widest])
+    return candidates(accuracy, curve.seconds, cost.__getitem__, [n for n in SIZES if n < widest])
 
 
 CHAIN, AUTO = "chain", "auto"
-TREE_HELP = f"{CHAIN}, {AUTO}, or a number of nodes"
 TreeOption = str | int | TreePlan
 
 
@@ -235,7 +195,7 @@ def heads_drafter(
     `TreePlan`, or "auto", which measures what trees cost here and takes the one that pays by the accuracies that came
     with the heads, those on held-out training text: on prompts of other kinds rounds are shorter than expected.
     `translate` is for draft models: heads draft the target's own tokens. Raises InputError, also for what the loader
-    finds wrong.
+    refuses.
     """
     asked = tree_size(tree)
     network(target)
@@ -250,59 +210,55 @@ def heads_drafter(
     return HeadsDrafter(target, heads, drafting.plan, findings=(*report.findings, *notes))
 
 
-@dataclass(frozen=True)
-class Drafting:
+class Drafting(NamedTuple):
     """What is drafted and why: the plan (None: a chain), drafts a round, and the candidates it was chosen among."""
 
     plan: TreePlan | None
     k: int
     says: str
-    candidates: tuple[Candidate, ...] = ()
+    candidates: Sequence[Candidate] = ()
 
 
 def choose_drafts(
     target: LanguageModel,
     heads: Heads,
-    asked: str | int | TreePlan,
+    asked: TreeOption,
     accuracy: np.ndarray | None,
     source: str = "that came with the heads",
 ) -> Drafting:
     """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown."""
     n_heads = heads.config.n_heads
-    table = (PUBLISHED if accuracy is None else accuracy)[:n_heads]
     if isinstance(asked, TreePlan):
         return Drafting(asked, len(asked), f"a tree of {len(asked)} nodes is drafted, as given")
     if isinstance(asked, int):
-        plan = grow(table, asked)[0]
+        plan = grow((PUBLISHED if accuracy is None else accuracy)[:n_heads], asked)[0]
         by = "published for Vicuna 7B, for these heads came without any" if accuracy is None else source
         return Drafting(plan, len(plan), f"a tree of {len(plan)} nodes is drafted, as asked for, by accuracies {by}")
+    why = ""
     if asked == CHAIN:
-        return Drafting(None, n_heads, "a chain is drafted, as asked for")
-    if accuracy is None:
-        says = "a chain is drafted: the heads came without the accuracies that a tree is chosen by"
-        return Drafting(None, n_heads, says)
-    if not target.caps.trees:
-        why = target.caps.trees_reason or target.caps.engine
-        return Drafting(None, n_heads, f"a chain is drafted: {target.name} cannot verify trees ({why})")
-    (plan, tokens, seconds), candidates = best_tree(target, heads, table)
+        why = "as asked for"
+    elif accuracy is None:
+        why = "the heads came without the accuracies that a tree is chosen by"
+    elif not target.caps.trees:
+        why = f"{target.name} cannot verify trees ({target.caps.trees_reason or target.caps.engine})"
+    if why:
+        return Drafting(None, n_heads, f"a chain is drafted: {why}")
+    trees = timed_trees(target, heads, accuracy[:n_heads])
+    best = fastest(trees)
     says = "nothing is drafted: by what was measured here, plain decoding is faster than any tree"
-    if len(plan):
-        expected = f"{tokens:.2f} tokens a round, {tokens / seconds:.1f} a second expected by accuracies {source}"
-        says = f"a tree of {len(plan)} nodes is drafted: {expected}"
-    return Drafting(plan, len(plan), says, candidates)
+    if len(best.plan):
+        expected = f"{best.tokens:.2f} tokens a round, {best.tokens_per_s:.1f} a second expected by accuracies {source}"
+        says = f"a tree of {len(best.plan)} nodes is drafted: {expected}"
+    return Drafting(best.plan, len(best.plan), says, trees)
 
 
-def tree_size(tree: TreeOption) -> str | int | TreePlan:
+def tree_size(tree: TreeOption) -> TreeOption:
     """What a user wrote as `--tree`, checked: a plan, a number of nodes, chain or auto."""
     if isinstance(tree, TreePlan) or tree in (CHAIN, AUTO):
         return tree
-    try:
-        nodes = int(tree)
-    except (TypeError, ValueError):
-        nodes = 0
-    if nodes < 1 or isinstance(tree, float):
-        raise InputError(f"a tree is {TREE_HELP} (1 or more), got {str(tree)[:80]!r}")
-    return nodes
+    if str(tree).isdecimal() and int(tree) > 0:
+        return int(tree)
+    raise InputError(f"a tree is {CHAIN}, {AUTO}, or a number of nodes (1 or more), got {str(tree)[:80]!r}")
 
 
 def accuracy_of(checkpoint: Path) -> np.ndarray | None:
@@ -311,10 +267,19 @@ def accuracy_of(checkpoint: Path) -> np.ndarray | None:
     They stand in training.json under `accuracy`, a list for each head. Raises InputError for what are none.
     """
     accuracy = training_card(checkpoint).get("accuracy")
+    if accuracy is None:
+        return None
     try:
-        return None if accuracy is None else checked_accuracy(accuracy)
-    except InputError as error:
-        raise InputError(f"{TRAINING_FILE} of {checkpoint}: {error}; train again, or remove `accuracy`") from error
+        table = np.array(accuracy, dtype=np.float64)
+        sound = table.ndim == 2 and table.size and (table >= 0).all() and (table.sum(axis=1) < 1 + 1e-6).all()
+    except (TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise InputError(
+            f"{TRAINING_FILE} of {checkpoint}: accuracy is {accuracy!r:.200}, not a row a head of how often each rank "
+            "alone was right; train again, or remove it"
+        )
+    return table
 
 
 def fitting_checkpoint(target: LanguageModel) -> Path:

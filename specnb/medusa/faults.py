@@ -7,6 +7,7 @@ and its learning rate had decayed to zero.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pandas as pd
@@ -20,13 +21,18 @@ from specnb.measure.experiment import Progress, silent
 from specnb.medusa import checkpoint, gates
 from specnb.medusa.accuracy import NO_LABEL, Trace, score, states, trace
 from specnb.medusa.checkpoint import LoadReport
-from specnb.medusa.loop import Recipe
+from specnb.medusa.data import Examples
 from specnb.medusa.nets import Backbone, Heads, network, new_heads
-from specnb.medusa.practice import practise, sets
+from specnb.medusa.study import practise
+from specnb.medusa.train import Recipe
 from specnb.prompts import Prompt
 
 STEPS, ALIVE, EVERY = 18, 12, 3
 """Of the schedule that dies: all steps, those that have a rate, and those from line to line of its log."""
+
+
+SHARES = ("right", "right_normed_once", "copies", "repeats")
+"""Columns of `fingerprint`."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,11 @@ def never_loaded(heads: Heads, backbone: Backbone, seed: int) -> Planted:
     return Planted("never loaded", "never loaded", untrained.eval(), None)
 
 
+def none(heads: Heads, report: LoadReport) -> Planted:
+    """The heads as they are."""
+    return Planted("none", "", heads, report, training_curve.read(report.path))
+
+
 def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: bool) -> Planted:
     """Trained heads that are fed the state normed `twice`, or not at all."""
     config = heads.config.model_copy(update={"input": "pre_norm"})
@@ -71,16 +82,17 @@ def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: b
     return Planted(fault, "double norm" if twice else "missing norm", heads_with_norm.eval(), report)
 
 
-def rate_died(heads: Heads, backbone: Backbone, recipe: Recipe, text: Path, folder: Path) -> Planted:
-    """New heads, trained with a schedule that dies, saved and loaded again with the log; else by `recipe`."""
-    fresh = new_heads(heads.config, backbone, heads.token_map, recipe.seed)
+def rate_died(heads: Heads, backbone: Backbone, text: Path, *, peak_lr: float, seed: int) -> Planted:
+    """New heads, trained on the folder `text` with a schedule that dies, saved and loaded again with the log."""
+    fresh = new_heads(heads.config, backbone, heads.token_map, seed)
     # all examples in every batch: the loss of so few steps then falls without noise, as that of thousands does
-    whole = {"batch_size": len(sets(text, fresh)["train"]), "steps": STEPS, "warmup": 1}
-    dying = DyingRecipe(**vars(recipe) | whole)
-    log = practise("rate died", fresh, dying, text, folder / "run", save_every=EVERY).log
-    checkpoint.save(fresh, folder / "heads", facts={"log": log})
-    loaded, report = checkpoint.load_trained_heads(folder / "heads", backbone)
-    return Planted("learning rate died", "dead schedule", loaded, report, training_curve.read(report.path))
+    n = len(Examples.of(text, "train", fresh))
+    dying = DyingRecipe(STEPS, batch_size=n, peak_lr=peak_lr, warmup=1, seed=seed)
+    log = practise("rate died", fresh, dying, text, save_every=EVERY).log
+    with TemporaryDirectory(prefix="specnb-heads-") as folder:
+        checkpoint.save(fresh, Path(folder) / "heads", facts={"log": log})
+        loaded, report = checkpoint.load_trained_heads(Path(folder) / "heads", backbone)
+        return Planted("learning rate died", "dead schedule", loaded, report, training_curve.read(report.path))
 
 
 def judge(
@@ -88,7 +100,7 @@ def judge(
     planted: Sequence[Planted],
     prompts: Sequence[Prompt],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int = 24,
     seed: int = 0,
     progress: Progress = silent,
 ) -> pd.DataFrame:

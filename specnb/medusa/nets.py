@@ -139,7 +139,7 @@ def digest(net: PreTrainedModel) -> str:
 class ResidualBlock(nn.Module):
     """x + SiLU(W [x; conditions] + b), with W and b zero at the start: then it is the identity."""
 
-    def __init__(self, size: int, *, conditions: int = 0, bias: bool = True) -> None:
+    def __init__(self, size: int, *, conditions: int, bias: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(size * (1 + conditions), size, bias=bias)
         nn.init.zeros_(self.linear.weight)
@@ -164,8 +164,11 @@ class Head(nn.Module):
         self.lm_head = None
         if config.lm_head == "private":
             self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False)
-        elif config.lm_head == "low_rank":
-            self.lm_head = LowRank(config.hidden_size, config.draft_size, config.rank)
+        elif config.lm_head == "low_rank":  # B A x is added to what the shared lm_head says, with B zero at the start
+            down = nn.Linear(config.hidden_size, config.rank, bias=False)
+            up = nn.Linear(config.rank, config.draft_size, bias=False)
+            nn.init.zeros_(up.weight)
+            self.lm_head = nn.Sequential(OrderedDict(down=down, up=up))
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
         """Features `(…, hidden)` of normed hidden states `x (…, hidden)`; `seen (…, conditions, hidden)`."""
@@ -174,19 +177,6 @@ class Head(nn.Module):
         for block in others:
             x = block(x)
         return x
-
-
-class LowRank(nn.Module):
-    """What a head adds to the shared lm_head: B A x, with B zero at the start."""
-
-    def __init__(self, hidden: int, vocab: int, rank: int) -> None:
-        super().__init__()
-        self.down = nn.Linear(hidden, rank, bias=False)
-        self.up = nn.Linear(rank, vocab, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(self.down(x))
 
 
 class Heads(nn.Module):
@@ -268,11 +258,11 @@ class Heads(nn.Module):
         """
         normed = self.normed(hidden)
         features = torch.stack([self.features(i, normed) for i in range(self.config.n_heads)])
-        private = [head.lm_head(f) if head.lm_head else 0 for head, f in zip(self.heads, features, strict=True)]
+        added = [head.lm_head(f) for head, f in zip(self.heads, features, strict=True) if head.lm_head]
         if self.config.lm_head == "private":
-            return torch.stack(private).float()
+            return torch.stack(added).float()
         shared = F.linear(features, self.shared_lm_head)
-        return (shared + torch.stack(private) if self.config.lm_head == "low_rank" else shared).float()
+        return (shared + torch.stack(added) if added else shared).float()
 
     def full_ids(self, draft_ids: Tensor) -> Tensor:
         """Vocabulary ids of draft ids."""

@@ -1,310 +1,298 @@
-"""Do these heads work? The measurement of notebook 05, section by section, into one record.
+"""Do these heads work? Short trainings that a reader can watch, an ablation, and the record of notebook 05.
 
-A section is a method: it measures, keeps what it found for the record, and returns it as a table.
+The trainings are short of what heads need by a factor of hundreds: they show how training goes, and in which order the
+variants of an ablation come, not what they can reach.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol, Self
 
 import pandas as pd
+from torch import Tensor, nn
 
-from specnb.decode.generate import generate, prompt_ids
 from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure import curve as training_curve
-from specnb.measure.bench import FEWEST
-from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
-from specnb.medusa import faults, gates
-from specnb.medusa.accuracy import NO_LABEL, Scores, score, share_interval, trace
-from specnb.medusa.bench import (
-    HeadsBenchParams,
-    checked_params,
-    chosen_drafts,
-    chosen_prompts,
-    rows_of,
-    time_prompts,
-)
+from specnb.measure.experiment import Progress, models_of, record_of, silent
+from specnb.medusa import bench, data, gates
+from specnb.medusa.accuracy import accuracy_by_head, score, trace
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
-from specnb.medusa.drafter import Drafting, HeadsDrafter, accuracy_of
+from specnb.medusa.data import SPLITS, Examples
+from specnb.medusa.drafter import Drafting, accuracy_of, drafting_s
 from specnb.medusa.gates import Checked
-from specnb.medusa.loop import Recipe
-from specnb.medusa.nets import Backbone, Heads, network, new_heads
-from specnb.medusa.practice import Watch, ablate, practise, survives_a_kill, write_text
-from specnb.medusa.tree import TreePlan
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
+from specnb.medusa.text import Writing
+from specnb.medusa.train import Recipe, Report, evaluate, train
 from specnb.params import MedusaParams
-from specnb.prompts import Prompt
-from specnb.records import Generation, RunRecord
+from specnb.records import RunRecord
 
 EXPERIMENT, KINDS = "05_medusa", ("medusa", "hydra")
-TOPS, CHAIN = (1, 5), "chain"
-RESUMED, FRESH = "resumed", "from scratch"
-BATCH = 128
-"""Positions a step of the short trainings."""
-FAULT_TOKENS = 24
-"""At most, of the texts that planted faults are judged on: what they do shows soon."""
-PROBE = 64
-"""Tokens whose states are compared."""
-RATE, RESUMED_RATE = 2e-3, 1e-4
-"""Highest learning rates: that of the preset `cpu`, and one that trained heads are not thrown off by."""
+PACKAGES = ("rich", "transformers")
+"""Whose texts the seeds are from: the smallest with code and prose on both sides of the split, read in seconds."""
+REPEATS = 15
+"""Drafts behind a median."""
 
 
-def section(name: str, *, after: str = "") -> Callable[[Callable[..., pd.DataFrame]], Callable[..., pd.DataFrame]]:
-    """Keep the table of a method under `name` for the record; on an error the record so far is saved.
+def write_text(params: MedusaParams, folder: Path, progress: Progress = silent) -> pd.DataFrame:
+    """Have the backbone write `rows` rows of `row_tokens` to learn from, and as many held out; with their states.
 
-    Raises InputError where the section `after`, which it needs, was not run.
+    One row: tokens of each split, how many are the backbone's own choice, seconds.
+    """
+    rows, length = params.rows, params.row_tokens
+    writing = Writing(
+        length=length, batch_size=rows, longest_seed=length // 3, longest_answer=length // 2,
+        longest_request=max(1, length // 4), seed=params.seed,
+    )  # fmt: skip
+    began, total, done = perf_counter(), len(SPLITS) * rows * length, 0
+
+    def on_tokens(n: int) -> None:
+        nonlocal done
+        done = min(total, done + n)
+        progress(done, total, "text by the backbone, and its states")
+
+    # row-wise exact attention is for one sequence, and this is a batch
+    with closing(load(params.target, backend="hf", dtype=params.dtype, exact=False)) as writer:
+        data.write(
+            writer, folder, batches=dict.fromkeys(SPLITS, 1), backbone=Backbone.of(writer.network).digest,
+            writing=writing, packages=PACKAGES, on_tokens=on_tokens,
+        )  # fmt: skip
+    text = {split: data.read(folder, split) for split in SPLITS}
+    sizes = {f"{split}_tokens": part.tokens.size for split, part in text.items()}
+    sizes |= {f"{split}_own": part.n_own for split, part in text.items()}
+    return pd.DataFrame([sizes | {"seconds": perf_counter() - began}])
+
+
+class Watch(Protocol):
+    """Who is told of a training: the seconds of a step before the first one, then every step."""
+
+    def starts(self, run: str, steps: int, seconds_a_step: float) -> None: ...
+
+    def step(self, run: str, report: Report) -> None: ...
+
+
+class Practice(NamedTuple):
+    """A short training: its `log`, and a `table` of a row for each head.
+
+    Columns: run, head, steps, told_s, took_s (seconds foretold and taken), and held-out top1_before, top1,
+    top5_before, top5.
     """
 
-    def decorated(method: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
-        @wraps(method)
-        def measured(self: "Study", *args: Any, **options: Any) -> pd.DataFrame:
-            with saving_failures(self._generations(), self.record):
-                if after and after not in self.measured:
-                    raise InputError(f"{name} needs the section {after}: run that first")
-                table = method(self, *args, **options)
-                self.measured[name] = rows_of(table)
-                return table
+    log: list[dict[str, Any]]
+    table: pd.DataFrame
 
-        return measured
 
-    return decorated
+def practise(
+    run: str, heads: Heads, recipe: Recipe, text: Path, *, watch: Watch | None = None, save_every: int = 0
+) -> Practice:
+    """Train `heads` in place by the loop that trained the shipped ones; `save_every` 0 logs the last step only."""
+    examples, held_out = (Examples.of(text, split, heads) for split in SPLITS)
+    before, told_s = evaluate(heads.float(), recipe, held_out), 0.0
+
+    def on_start(seconds: float, left: int) -> None:
+        nonlocal told_s
+        told_s = seconds * left
+        if watch:
+            watch.starts(run, recipe.steps, seconds)
+
+    began = perf_counter()
+    with TemporaryDirectory(prefix="specnb-heads-") as folder:
+        log = train(
+            heads, recipe, examples, held_out, Path(folder), data=data.read(text, "train").digest(),
+            save_every=save_every or recipe.steps, on_start=on_start,
+            on_step=lambda report: watch and watch.step(run, report),
+        )  # fmt: skip
+    columns = {"run": run, "head": range(heads.config.n_heads), "steps": recipe.steps, "told_s": told_s,
+               "took_s": perf_counter() - began}  # fmt: skip
+    for top in ("top1", "top5"):
+        columns |= {f"{top}_before": before[top], top: log[-1][top]}
+    return Practice(log, pd.DataFrame(columns))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One change of an ablation. Heads that are not `trained` are only costed."""
+
+    name: str
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    all_tokens: bool = False
+    norm: bool = True
+    trained: bool = True
+
+
+VARIANTS = (
+    Variant("shared lm_head"),
+    Variant("without the norm", norm=False),
+    Variant("Hydra", {"kind": "hydra"}),
+    Variant("low rank", {"lm_head": "low_rank", "rank": 32}),
+    Variant("private lm_heads", {"lm_head": "private"}),
+    Variant("shared, all tokens", all_tokens=True),
+    # weights, gradients and optimizer of such matrices are 1.8 GB for four heads on SmolLM2-135M
+    Variant("private, all tokens", {"lm_head": "private"}, all_tokens=True, trained=False),
+)
+"""The first is what the others differ from in one thing. Without the norm the blocks are fed the state in front of the
+final norm as it is, which is what the Medusa note says it did."""
+
+
+def ablate(
+    target: LanguageModel,
+    config: HeadsConfig,
+    token_map: Tensor | None,
+    recipe: Recipe,
+    text: Path,
+    *,
+    progress: Progress = silent,
+) -> pd.DataFrame:
+    """Cost and train every variant of heads of `config` and `token_map` on the folder `text`; one row each.
+
+    Columns: variant, kind, lm_head, draft_vocab, parameters, own_mb, shared_mb and read_mb (of 10^6 bytes; `read_mb`
+    in one draft of all heads, in the target's type), draft_ms (median), steps, and lists by head of held-out top1 and
+    top5, None for what was only costed. Variants of all tokens are left out where the first has them anyway.
+    """
+    chosen = [v for v in VARIANTS if token_map is not None or not v.all_tokens]
+    backbone, rows = Backbone.of(network(target)), []
+    for done, variant in enumerate(chosen):
+        progress(done, len(chosen), f"ablation: {variant.name}")
+        heads = variant_heads(variant, config, token_map, backbone, recipe.seed)
+        n_heads, hydra, cost = heads.config.n_heads, heads.config.kind == "hydra", heads.cost()
+        row = {
+            "variant": variant.name, "kind": heads.config.kind, "lm_head": heads.config.lm_head,
+            "draft_vocab": heads.config.draft_size, "parameters": cost["parameters"],
+            "own_mb": cost["own_bytes"] / 1e6, "shared_mb": cost["shared_bytes"] / 1e6,
+            # a Medusa's features meet the shared lm_head in one product, those of a Hydra head after head
+            "read_mb": (cost["own_bytes"] + cost["shared_bytes"] * (n_heads if hydra else 1)) / 1e6,
+            "draft_ms": 1e3 * drafting_s(target, heads, n_heads, repeats=REPEATS),
+            "steps": 0, "top1": None, "top5": None,
+        }  # fmt: skip
+        if variant.trained:
+            last = practise(variant.name, heads, recipe, text).log[-1]
+            row |= {"steps": last["step"], "top1": last["top1"], "top5": last["top5"]}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def variant_heads(
+    variant: Variant, config: HeadsConfig, token_map: Tensor | None, backbone: Backbone, seed: int
+) -> Heads:
+    """Untrained heads of a variant."""
+    token_map = None if variant.all_tokens else token_map
+    n = 0 if token_map is None else len(token_map)
+    changed = HeadsConfig(**(config.model_dump() | {"draft_vocab": n} | dict(variant.changed)))
+    if not variant.norm:
+        # the state as it is: pre-norm heads whose norm does nothing
+        backbone, changed = replace(backbone, norm=nn.Identity()), changed.model_copy(update={"input": "pre_norm"})
+    return new_heads(changed, backbone, token_map, seed)
 
 
 class Study:
-    """The opened target, its two sets of heads, prompts, and the sections. `close` it in the end."""
+    """The opened target, its two sets of heads by kind, the prompts, and what was measured. `close` it in the end.
 
-    def __init__(
-        self, params: MedusaParams, target: LanguageModel, loaded: Mapping[str, tuple[Heads, LoadReport]], work: Path
-    ) -> None:
-        self.params, self.target, self.work = params, target, work
+    `timed` and `judged` are prompts, `text` is the folder of the text to practise on. `checked` and `drafting`, by
+    kind, are those of `gate` and `choose`.
+    """
+
+    def __init__(self, params: MedusaParams, target: LanguageModel) -> None:
+        self.params, self.target, self.backbone = params, target, Backbone.of(network(target))
+        loaded = {kind: loaded_heads(getattr(params, kind), kind, target) for kind in KINDS}
         self.heads = {kind: heads for kind, (heads, _) in loaded.items()}
         self.reports = {kind: report for kind, (_, report) in loaded.items()}
+        self.timed, self.judged = bench.chosen_prompts(params.categories, params.prompts_per_category)
         self.checked: dict[str, Checked] = {}
         self.drafting: dict[str, Drafting] = {}
-        self.measured: dict[str, Any] = {}
-        self._started = datetime.now(UTC)
-        self._opened = ExitStack()
+        self._measured: dict[str, Any] = {}
+        self._started, self._folder = datetime.now(UTC), TemporaryDirectory(prefix="specnb-heads-")
+        self.text = Path(self._folder.name) / "text"
 
     @classmethod
     def open(cls, params: MedusaParams) -> Self:
         """Load the target and both checkpoints."""
-        with ExitStack() as opened:
-            target = load(params.target, backend="hf", dtype=params.dtype)
-            opened.callback(target.close)
-            loaded = {kind: loaded_heads(getattr(params, kind), kind, target) for kind in KINDS}
-            work = Path(opened.enter_context(TemporaryDirectory(prefix="specnb-heads-")))
-            study = cls(params, target, loaded, work)
-            study._opened = opened.pop_all()
-            return study
+        return cls(params, load(params.target, backend="hf", dtype=params.dtype))
 
     def close(self) -> None:
-        """Free the target and remove what the short trainings left."""
-        self._opened.close()
+        """Free the target and remove the text."""
+        self._folder.cleanup()
+        self.target.close()
 
-    @property
-    def text(self) -> Path:
-        """The folder of the text to practise on."""
-        return self.work / "text"
+    def keep(self, name: str, table: pd.DataFrame) -> pd.DataFrame:
+        """Put a table into the record under `name`, and return it."""
+        self._measured[name] = bench.rows_of(table)
+        return table
 
-    @cached_property
-    def bench(self) -> HeadsBenchParams:
-        """What `specnb bench medusa` would be asked for the same measurement."""
-        p = self.params
-        return checked_params(
-            target=p.target, categories=tuple(p.categories), prompts_per_category=p.prompts_per_category, num_trials=1,
-            warmup_steps=1, max_new_tokens=p.max_new_tokens, seed=p.seed,
-        )  # fmt: skip
+    def _keep_both(self, name: str, table_of: Callable[[str], pd.DataFrame]) -> pd.DataFrame:
+        """Keep the tables of both kinds as one, whose first column is the kind."""
+        tables = pd.concat({kind: table_of(kind) for kind in KINDS}, names=["kind"])
+        return self.keep(name, tables.reset_index(level="kind").reset_index(drop=True))
 
-    @cached_property
-    def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Those that are timed, and those that heads are judged on."""
-        return chosen_prompts(self.bench)
-
-    @cached_property
-    def backbone(self) -> Backbone:
-        return Backbone.of(network(self.target))
-
-    def record(self, error: BaseException | None = None) -> RunRecord:
+    def record(self) -> RunRecord:
         """The record of what has been measured so far; the same run id at any time."""
-        models = models_of(self.target, [])
-        models += [
-            {"role": "drafter", "id": getattr(self.params, kind), "sha256": file_digest(self.reports[kind].path)}
-            for kind in KINDS
+        models = models_of(self.target, []) + [
+            {"role": "drafter", "id": getattr(self.params, kind), "sha256": file_digest(report.path)}
+            for kind, report in self.reports.items()
         ]
+        plain = [checked.plain for checked in self.checked.values()][:1]
+        generations = sum((*plain, *(checked.chains for checked in self.checked.values())), ())
         return record_of(
-            EXPERIMENT, self.params, [*self.prompts[0], *self.prompts[1]], self.target, models, self._started,
-            self._generations(), self.measured, error=error,
+            EXPERIMENT, self.params, [*self.timed, *self.judged], self.target, models, self._started, generations,
+            self._measured,
         )  # fmt: skip
 
-    def _generations(self) -> list[Generation]:
-        """Plain texts once, and the chains of both kinds."""
-        plain = next((checked.plain for checked in self.checked.values()), ())
-        return [*plain, *(g for checked in self.checked.values() for g in checked.chains)]
-
-    @section("text")
-    def write(self, progress: Progress = silent) -> pd.DataFrame:
-        """Text by the backbone, made now. One row: what it holds, and the seconds it took."""
-        p = self.params
-        return pd.DataFrame([write_text(
-            p.target, self.work / "text", rows=p.rows, length=p.row_tokens, dtype=p.dtype, seed=p.seed,
-            progress=progress,
-        )])  # fmt: skip
-
-    @section("faults", after="text")
-    def plant(self, progress: Progress = silent) -> pd.DataFrame:
-        """The faults of the Medusa note on the Medusa heads: `faults.judge`, sound heads in the first row."""
-        heads, report, backbone = self.heads["medusa"], self.reports["medusa"], self.backbone
-        with TemporaryDirectory(dir=self.work) as folder:
-            progress(0, 1, "a schedule that dies")
-            died = faults.rate_died(heads, backbone, self._recipe(RATE, teacher=0.0), self.text, Path(folder))
-        planted = [
-            faults.Planted("none", "", heads, report, training_curve.read(report.path)),
-            faults.never_loaded(heads, backbone, self.params.seed),
-            faults.other_norm(heads, backbone, report, twice=False),
-            faults.other_norm(heads, backbone, report, twice=True),
-            died,
-        ]
-        self.measured["died"] = rows_of(pd.DataFrame(vars(died.curve)))
-        return faults.judge(
-            self.target, planted, self.prompts[1][:FEWEST], seed=self.params.seed, progress=progress,
-            max_new_tokens=min(FAULT_TOKENS, self.params.max_new_tokens),
-        )  # fmt: skip
-
-    @property
-    def died(self) -> pd.DataFrame:
-        """The log of the schedule that died, after `plant`: step, lr, loss."""
-        return pd.DataFrame(self.measured["died"])
-
-    @section("last_hidden_state")
-    def last_hidden_state(self) -> pd.DataFrame:
-        """Which state transformers' `hidden_states[-1]` is: `faults.last_hidden_state`."""
-        return faults.last_hidden_state(self.target, prompt_ids(self.target, self.prompts[1][0])[:PROBE])
-
-    @section("practice", after="text")
-    def practise(self, watch: Watch | None = None) -> pd.DataFrame:
-        """The Medusa heads go on for a few steps, and new ones begin; a row for each head and training."""
-        resumed, fresh = self._new_heads(), self._new_heads()
-        resumed.load_state_dict(self.heads["medusa"].state_dict())
-        with TemporaryDirectory(dir=self.work) as folder:
-            runs = [
-                practise(name, heads, self._recipe(rate), self.text, Path(folder) / name, watch=watch)
-                for name, heads, rate in ((RESUMED, resumed, RESUMED_RATE), (FRESH, fresh, RATE))
-            ]
-        return pd.DataFrame([row for run in runs for row in run.rows()])
-
-    @section("killed", after="text")
-    def kill(self) -> pd.DataFrame:
-        """A training that was killed and went on, against one that was not: `practice.survives_a_kill`."""
-        with TemporaryDirectory(dir=self.work) as folder:
-            return survives_a_kill(self._new_heads, self.text, Path(folder), seed=self.params.seed)
-
-    @section("ablation", after="text")
-    def ablate(self, progress: Progress = silent) -> pd.DataFrame:
-        """One part of the Medusa heads changed at a time: `practice.ablate`."""
-        shipped = self.heads["medusa"]
-        recipe = self._recipe(RATE, steps=self.params.ablation_steps, teacher=0.0)
-        return ablate(self.target, shipped.config, shipped.token_map, recipe, self.text, progress=progress)
-
-    @section("gates")
     def gate(self, progress: Progress = silent) -> pd.DataFrame:
         """The gates on both sets of heads. A row for each gate: kind, gate, passed, says."""
-        for kind, heads in self.heads.items():
-            report = self.reports[kind]
+        for kind, report in self.reports.items():
             self.checked[kind] = gates.run(
-                self.target, heads, report, self.prompts[1], curve=training_curve.read(report.path),
+                self.target, self.heads[kind], report, self.judged, curve=training_curve.read(report.path),
                 max_new_tokens=self.params.max_new_tokens, seed=self.params.seed, progress=progress,
             )  # fmt: skip
-        return pd.DataFrame([
-            {"kind": kind, "gate": g.name, "passed": g.passed, "says": g.says}
-            for kind, checked in self.checked.items() for g in checked.gates
-        ])  # fmt: skip
+        return self._keep_both("gates", lambda kind: self.checked[kind].table())
 
-    @section("accuracy", after="gates")
     def accuracy(self) -> pd.DataFrame:
         """Of each head on the judged prompts: kind, head, top, accuracy, low, high, n."""
-        return pd.concat([
-            by_head([score(self.heads[kind], trace(self.target, g)) for g in checked.plain]).assign(kind=kind)
-            for kind, checked in self.checked.items()
-        ], ignore_index=True)  # fmt: skip
+        return self._keep_both("accuracy", lambda kind: accuracy_by_head(
+            [score(self.heads[kind], trace(self.target, text)) for text in self.checked[kind].plain]
+        ))  # fmt: skip
 
-    @section("served", after="gates")
     def served(self) -> pd.DataFrame:
         """alpha by position of greedy chains: kind, position, alpha, low, high, kept, tested."""
-        tables = [checked.served.assign(kind=kind) for kind, checked in self.checked.items()]
-        return pd.concat(tables, ignore_index=True)
+        return self._keep_both("served", lambda kind: self.checked[kind].served)
 
-    @section("trees", after="gates")
     def choose(self) -> pd.DataFrame:
-        """The tree of each kind that pays here; a row for each size: nodes, depth, tokens, seconds.
+        """The tree of each kind that pays here; a row for each size: kind, nodes, depth, tokens, seconds.
 
         `tokens` are expected by the accuracies of the training text, not by those that `accuracy` measures.
         """
-        for kind, checked in self.checked.items():
-            trained = accuracy_of(self.reports[kind].path)
-            self.drafting[kind] = chosen_drafts(self.target, self.heads[kind], checked, self.bench, trained)
-        trees = pd.DataFrame([
-            {"kind": kind, "nodes": len(c.plan), "depth": c.plan.depth, "tokens": c.tokens, "seconds": c.seconds}
-            for kind, drafting in self.drafting.items() for c in drafting.candidates
-        ])  # fmt: skip
-        # nodes of no worth are left out, so that two sizes asked for may be one tree
-        return trees.drop_duplicates(["kind", "nodes"]) if len(trees) else trees
+        for kind, report in self.reports.items():
+            trained = accuracy_of(report.path)
+            self.drafting[kind] = bench.chosen_drafts(self.target, self.heads[kind], self.checked[kind], trained)
+        return self._keep_both("trees", lambda kind: bench.sizes_table(self.drafting[kind]))
 
-    @section("speeds", after="trees")
     def time(self, progress: Progress = silent) -> pd.DataFrame:
         """Speeds of both kinds by category. Raises InputError where a gate failed: no speed then."""
-        tables = []
-        for kind, drafting in self.drafting.items():
-            if not self.checked[kind].passed:
-                why = "; ".join(f"{d.name} ({d.evidence}): {d.remedy}" for d in self.checked[kind].diagnoses)
+        for kind, checked in self.checked.items():
+            if not checked.passed:
+                why = "; ".join(f"{d.name} ({d.evidence}): {d.remedy}" for d in checked.diagnoses)
                 raise InputError(f"no speed of {kind} heads that failed a gate: {why or 'no known fault fits'}")
-            table = time_prompts(self.target, self.heads[kind], drafting, self.prompts[0], self.bench, progress)
-            tables.append(table.assign(kind=kind))
-        return pd.concat(tables, ignore_index=True)
+        return self._keep_both("speeds", lambda kind: bench.time_prompts(
+            self.target, self.heads[kind], self.drafting[kind], self.timed, progress=progress,
+            max_new_tokens=self.params.max_new_tokens,
+        ))  # fmt: skip
 
-    @section("identity", after="trees")
-    def compare_texts(self, progress: Progress = silent) -> pd.DataFrame:
-        """Chains and the chosen trees against plain decoding in float32: `identity`."""
+    def compare_texts(self) -> pd.DataFrame:
+        """Chains and the chosen trees against plain decoding in float32: `bench.identity`."""
         p = self.params
-        of = {c: [prompt for prompt in self.prompts[0] if prompt.category == c] for c in p.categories}
-        prompts = [prompt for of_category in of.values() for prompt in of_category[: p.identity_prompts]]
-        target = load(p.target, backend="hf", dtype="float32")
-        with closing(target):
-            drafting = {
-                kind: (loaded_heads(getattr(p, kind), kind, target)[0], chosen.plan)
-                for kind, chosen in self.drafting.items()
-            }
-            return identity(target, drafting, prompts, max_new_tokens=p.max_new_tokens, progress=progress)
-
-    def _new_heads(self) -> Heads:
-        """Untrained heads like the shipped Medusa's."""
-        shipped = self.heads["medusa"]
-        return new_heads(shipped.config, self.backbone, shipped.token_map, self.params.seed)
-
-    def _recipe(self, rate: float, *, steps: int = 0, teacher: float = 0.5) -> Recipe:
-        steps = steps or self.params.steps
-        return Recipe(
-            steps, batch_size=BATCH, peak_lr=rate, warmup=max(1, steps // 10), teacher=teacher, seed=self.params.seed
-        )
-
-
-def by_head(scores: list[Scores]) -> pd.DataFrame:
-    """How often each head has the true token among its best `top`, with intervals over prompts."""
-    rows = []
-    for head in range(scores[0].rank.shape[1]):
-        ranks = [score.rank[:, head][score.rank[:, head] != NO_LABEL] for score in scores]
-        for top in TOPS:
-            interval = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
-            rows.append({
-                "head": head, "top": top, "accuracy": interval.value, "low": interval.low, "high": interval.high,
-                "n": sum(map(len, ranks)),
-            })  # fmt: skip
-    return pd.DataFrame(rows)
+        by_category = [[prompt for prompt in self.timed if prompt.category == c] for c in p.categories]
+        prompts = [prompt for of_category in by_category for prompt in of_category[: p.identity_prompts]]
+        with closing(load(p.target, backend="hf", dtype="float32")) as target:
+            return self._keep_both("identity", lambda kind: bench.identity(
+                target, loaded_heads(getattr(p, kind), kind, target)[0], self.drafting[kind].plan, prompts,
+                max_new_tokens=p.max_new_tokens,
+            ))  # fmt: skip
 
 
 def loaded_heads(name_or_path: str, kind: str, target: LanguageModel) -> tuple[Heads, LoadReport]:
@@ -313,40 +301,3 @@ def loaded_heads(name_or_path: str, kind: str, target: LanguageModel) -> tuple[H
     if heads.config.kind != kind:
         raise InputError(f"{name_or_path!r} are {heads.config.kind} heads, given as {kind}: give each its own")
     return heads, report
-
-
-def identity(
-    target: LanguageModel,
-    drafting: Mapping[str, tuple[Heads, TreePlan | None]],
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    progress: Progress = silent,
-) -> pd.DataFrame:
-    """Decode every prompt plainly and with each of `drafting`, as a chain and, where it has a plan, as that tree.
-
-    One row for each kind and shape: drafts a round, tokens compared and those that `differ`, prompts, tau. The target
-    is float32: in other types rounding may change a text.
-    """
-    plain = [generate(target, prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
-    shapes = [
-        (kind, heads, plan) for kind, (heads, tree) in drafting.items() for plan in ([None, tree] if tree else [None])
-    ]
-    rows = []
-    for done, (kind, heads, plan) in enumerate(shapes):
-        progress(done, len(shapes), f"{target.caps.dtype}: {kind}")
-        drafter, k = HeadsDrafter(target, heads, plan), heads.config.n_heads if plan is None else len(plan)
-        texts = [generate(target, prompt, drafter=drafter, k=k, max_new_tokens=max_new_tokens) for prompt in prompts]
-        rows.append({
-            "kind": kind, "shape": CHAIN if plan is None else "tree", "drafts": k, "prompts": len(prompts),
-            "tokens": sum(len(text.token_ids) for text in plain),
-            "differ": sum(differing(a, b) for a, b in zip(texts, plain, strict=True)),
-            "tau": sum(len(text.token_ids) for text in texts) / sum(len(text.rounds) for text in texts),
-        })  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def differing(generation: Generation, other: Generation) -> int:
-    """Places at which the two texts have different tokens, or only one has a token."""
-    a, b = generation.token_ids, other.token_ids
-    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))

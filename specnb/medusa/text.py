@@ -1,7 +1,7 @@
 """Text by the backbone itself: what it is asked to write from, and rows of it, written token by token.
 
 Seeds are of the kinds that people send: code and prose to go on with, and chat requests to explain, edit, summarise
-or extract, made from the permissively licensed texts of `corpus`; and next to nothing, an opening of a few words or an
+or extract, from the permissively licensed texts of `corpus`; and next to nothing, an opening of a few words or an
 empty request, from which the backbone draws the rest itself. Nothing of `data/prompts` is among them.
 
 A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where the answer ends early or runs into a loop,
@@ -9,13 +9,13 @@ a request that the backbone draws itself and answers again: nothing is padded.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -153,11 +153,12 @@ DRAWING_TEMPERATURE = 0.8
 """Of requests and of the first tokens of texts; the rest is greedy."""
 LONGEST_LOOP, LOOP_CHECK = 48, 8
 """Tokens of the longest loop that is recognised, and how often one is looked for."""
+OnTokens = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Writing:
-    """How the text is made: rows of `length` tokens in batches of `batch_size`, after seeds of at most `longest_seed`.
+    """How the text is written: rows of `length` tokens in batches of `batch_size`, seeds of at most `longest_seed`.
 
     An answer is at most `longest_answer` tokens, a request that the backbone writes `longest_request`.
     """
@@ -170,49 +171,38 @@ class Writing:
     seed: int = 0
 
 
-class Written(NamedTuple):
-    """`tokens (rows, length)` int32, `own (rows, length)` bool: the backbone's greedy choices, and
-    `states (rows, length, hidden)` bfloat16, in front of the final norm."""
-
-    tokens: np.ndarray
-    own: np.ndarray
-    states: torch.Tensor
-
-
 class _Row:
-    """Where one row stands: what it must write next, or whose turn it is and for how many tokens more."""
+    """Where one row stands: what must come next (`forced`), or whose turn it is and for how many tokens more."""
 
     def __init__(self, seed: Seed, writing: Writing, rng: np.random.Generator) -> None:
+        self._writing, self._rng = writing, rng
         self.forced = list(seed.ids)
-        self._made, self._rng = writing, rng
         self._begin(seed.kind != ASKED, seed.lead)
 
     def _begin(self, answering: bool, lead: int) -> None:
-        self.answering = answering
-        self.lead = min(lead, self._made.longest_answer // 2) if answering else 0
-        self.left = self._made.longest_answer if answering else self._made.longest_request
-        self.answer: list[int] = []
+        self.answering, self._answer = answering, []
+        self._lead = min(lead, self._writing.longest_answer // 2)
+        self._left = self._writing.longest_answer if answering else self._writing.longest_request
 
     @property
     def draws(self) -> bool:
         """Whether the next token is drawn."""
-        return not self.answering or len(self.answer) < self.lead
+        return not self.answering or len(self._answer) < self._lead
 
     def write(self, token: int) -> None:
-        self.left -= 1
+        self._left -= 1
         if self.answering:
-            self.answer.append(token)
+            self._answer.append(token)
 
     @property
-    def done(self) -> bool:
+    def over(self) -> bool:
         """Whether the turn is over without an end token."""
-        if self.left <= 0:
-            return True
-        return self.answering and len(self.answer) % LOOP_CHECK == 0 and loops(self.answer)
+        looped = self.answering and len(self._answer) % LOOP_CHECK == 0 and loops(self._answer)
+        return self._left <= 0 or looped
 
-    def hand_over(self, forced: list[int]) -> None:
+    def hand_over(self, forced: Iterable[int]) -> None:
         """The other's turn, after the tokens that the template puts between."""
-        self.forced = forced
+        self.forced = list(forced)
         self._begin(not self.answering, lead_of(ASKED, self._rng))
 
 
@@ -226,51 +216,49 @@ def loops(tokens: Sequence[int]) -> bool:
     return False
 
 
-class Stream:
-    """One batch of rows. `key` is what its random numbers come from."""
+class Writer:
+    """Writes one batch of rows; its random numbers come from `key`."""
 
-    def __init__(
-        self, net: PreTrainedModel, ends: frozenset[int], turns: Turns | None, writing: Writing, key: list[int]
-    ) -> None:
-        self._net, self._ends, self._turns, self._made = net, sorted(ends), turns, writing
-        known = inspect.signature(net.forward).parameters
+    def __init__(self, model: LanguageModel, turns: Turns | None, writing: Writing, key: list[int]) -> None:
+        self._net, self._ends, self._turns, self._writing = model.network, model.vocab.eog, turns, writing
+        known = inspect.signature(self._net.forward).parameters
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._generator = torch.Generator().manual_seed(number_of([*key, 1]))
         self._rng = np.random.default_rng([*key, 2])
 
     @torch.inference_mode()
-    def run(self, chosen: list[Seed], on_tokens: Callable[[int], None]) -> Written:
-        """Rows after `chosen` seeds. `on_tokens` gets the tokens of each step."""
-        length = self._made.length
-        rows = [_Row(seed, self._made, self._rng) for seed in chosen]
-        tokens = np.zeros((len(rows), length), dtype=np.int32)
-        is_own = np.zeros((len(rows), length), dtype=bool)
+    def run(self, seeds: Sequence[Seed], on_tokens: OnTokens) -> tuple[np.ndarray, np.ndarray, Tensor]:
+        """Rows after `seeds`; `on_tokens` gets the number of tokens of each step.
+
+        Returns tokens `(rows, length)` int32, whether each is the backbone's greedy choice `(rows, length)` bool, and
+        states `(rows, length, hidden)` bfloat16, in front of the final norm.
+        """
+        length = self._writing.length
+        rows = [_Row(seed, self._writing, self._rng) for seed in seeds]
+        tokens, is_own = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
         known = min(len(row.forced) for row in rows)
         for row, line in zip(rows, tokens, strict=True):
-            line[:known] = row.forced[:known]
-            row.forced = row.forced[known:]
+            line[:known], row.forced = row.forced[:known], row.forced[known:]
         state = {cache_argument(self._net): new_cache(self._net)}
         with grouped(self._net), pre_norm_states(self._net) as caught:
             for at in range(known, length):
                 logits = self._feed(tokens, slice(0 if at == known else at - 1, at), state)
-                self._write(rows, at, logits, tokens, is_own)
+                self._step(rows, at, logits, tokens, is_own)
                 on_tokens(len(rows))
             self._feed(tokens, slice(length - 1, length), state)  # nothing follows: for its state alone
-        return Written(tokens, is_own, torch.cat(caught, dim=1).to(torch.bfloat16).cpu())
+        return tokens, is_own, torch.cat(caught, dim=1).to(torch.bfloat16).cpu()
 
-    def _feed(self, tokens: np.ndarray, fed: slice, state: dict[str, object]) -> torch.Tensor:
+    def _feed(self, tokens: np.ndarray, fed: slice, state: dict[str, object]) -> Tensor:
         """Logits `(rows, vocab)` behind the last token fed."""
         device = self._net.device
         return self._net(
             input_ids=torch.from_numpy(tokens[:, fed]).long().to(device),
             position_ids=torch.arange(fed.start, fed.stop, device=device)[None].expand(len(tokens), -1),
-            use_cache=True,
-            **state,
-            **self._keep,
-        ).logits[:, -1]
+            use_cache=True, **state, **self._keep,
+        ).logits[:, -1]  # fmt: skip
 
-    def _write(self, rows: list[_Row], at: int, logits: torch.Tensor, tokens: np.ndarray, is_own: np.ndarray) -> None:
-        """The token of every row at position `at`: forced, the best, or drawn."""
+    def _step(self, rows: list[_Row], at: int, logits: Tensor, tokens: np.ndarray, is_own: np.ndarray) -> None:
+        """The token of every row at position `at`: forced, the best, or drawn; and whose turn it is then."""
         best = logits.argmax(-1).tolist()
         drawing = [i for i, row in enumerate(rows) if not row.forced and row.draws]
         drawn = dict(zip(drawing, self._draw(logits[drawing]), strict=True)) if drawing else {}
@@ -279,21 +267,17 @@ class Stream:
                 tokens[i, at] = row.forced.pop(0)
                 continue
             is_own[i, at] = not row.draws
-            tokens[i, at] = drawn.get(i, best[i])
-            row.write(int(tokens[i, at]))
-            self._turn(row, tokens[i, at] in self._ends)
+            tokens[i, at] = token = drawn.get(i, best[i])
+            row.write(token)
+            if self._turns and (token in self._ends or row.over):  # without a chat template there is nobody else
+                after = self._turns.to_request if row.answering else self._turns.to_answer
+                # the end token that was just written is the first of what the template puts behind a message
+                ended = token in self._ends and after and after[0] in self._ends
+                row.hand_over(after[1:] if ended else after)
 
-    def _draw(self, logits: torch.Tensor) -> list[int]:
+    def _draw(self, logits: Tensor) -> list[int]:
         chances = (logits.float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
         return torch.multinomial(chances, 1, generator=self._generator)[:, 0].tolist()
-
-    def _turn(self, row: _Row, ended: bool) -> None:
-        """Hand over where the answer or the request has ended; without a chat template there is nobody else."""
-        if self._turns is None or not (ended or row.done):
-            return
-        after = self._turns.to_request if row.answering else self._turns.to_answer
-        # the end token that was just written is the first of what the template puts behind a message
-        row.hand_over(list(after[1:] if ended and after and after[0] in self._ends else after))
 
 
 def number_of(key: list[int]) -> int:
@@ -309,13 +293,13 @@ product. Rows are as they would be alone up to rounding only; exact verification
 
 def grouped_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     **kwargs: object,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' attention interface: query `(rows, heads, 1, dim)`, key and value `(rows, kv_heads, length, dim)`.
 
     Blocks of more than one token, and masked ones, go to transformers' own. Returns `(rows, 1, heads, dim)`.

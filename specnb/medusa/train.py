@@ -1,54 +1,371 @@
-"""Train heads: `specnb heads train --kind medusa --preset cpu`.
+"""Train heads: `specnb heads train --kind medusa --preset cpu`. The backbone is frozen, and never run by the loop.
 
 Stages, each of which goes on where it was stopped: text by the backbone, its hidden states, the heads, and the export
 to a folder that `specnb generate --drafter medusa --heads-checkpoint FOLDER` opens. Several GPUs:
-`accelerate launch -m specnb.medusa.train --target '…&device=cuda' …`, after `--stage data` in as many shards.
+`accelerate launch -m specnb.medusa.train --target '…&device=cuda' …`, after `--stage data` in as many shards. Every
+process then takes its share of each batch, and gradients are averaged: the same run, but for rounding and for shares
+that differ in how many labels they have. A run that was killed goes on and ends with the same bits.
 """
 
+import hashlib
 import json
+import math
 import shlex
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import dataclass
-from enum import StrEnum
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import typer
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from pydantic import ValidationError
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from specnb import script
-from specnb.errors import InputError
+from specnb.errors import EngineError, InputError, NonFiniteLogits
 from specnb.io import write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf import attention as hf_attention
 from specnb.lm.load import load
-from specnb.medusa import checkpoint, data, loop
-from specnb.medusa.data import SPLITS, Examples, Rows
-from specnb.medusa.loop import Recipe, Report
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
+from specnb.medusa import checkpoint, data
+from specnb.medusa.data import NO_LABEL, SPLITS, Batch, Examples
+from specnb.medusa.nets import OUTSIDE, Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.text import Writing
+from specnb.medusa.tree import RANKS
 from specnb.paths import cache_dir
+
+CHECKPOINT_FILE, LOG_FILE = "checkpoint.pt", "log.jsonl"
+HELD_OUT = 4096
+"""Held-out examples behind each logged accuracy."""
+TOP = 5
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`steps` of AdamW on `batch_size` positions each; the rate rises for `warmup` steps and falls along a cosine.
+
+    `head_weight` to the power of k is the weight of head k's loss (Cai et al. 2401.10774, section 2.2.1). `teacher`
+    is the share of the loss that compares with the backbone's own probabilities instead of its greedy token
+    (soft targets; Hydra's teacher loss, Ankner et al. 2402.05109). What of Hydra's weights is applied to embeddings
+    is moved at `embedding_rate` times the rate: AdamW moves every weight about as far, whatever it is applied to, and
+    embeddings may be much smaller than normed hidden states (SmolLM2-135M: 0.1 against 1.1 in the median dimension).
+    """
+
+    steps: int
+    batch_size: int = 2048
+    peak_lr: float = 1e-3
+    warmup: int = 500
+    eta_min: float = 1e-5
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    head_weight: float = 0.8
+    teacher: float = 0.0
+    embedding_rate: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive = min(self.steps, self.batch_size, self.eta_min, self.embedding_rate) > 0
+        if not positive or not 0 <= self.teacher <= 1 or self.eta_min > self.peak_lr:
+            raise InputError(
+                f"a recipe has positive numbers, a teacher from 0 to 1, and a rate of at least eta_min, got {self}"
+            )
+
+    def lr(self, step: int) -> float:
+        """The rate of a step, counted from 0: above zero at the first, peak_lr after warm-up, eta_min at the last."""
+        if step < self.warmup:
+            return self.peak_lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - 1 - self.warmup)
+        return self.eta_min + (self.peak_lr - self.eta_min) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+PRESETS = {
+    "report": Recipe(30_000, batch_size=4096, peak_lr=3e-4),
+    "reference": Recipe(30_000, batch_size=4096, peak_lr=1e-3),
+    "cpu": Recipe(2500, batch_size=1024, peak_lr=2e-3, warmup=100, embedding_rate=8.0),
+    "minute": Recipe(60, batch_size=512, peak_lr=2e-3, warmup=5, embedding_rate=8.0),
+}
+"""`report` is the Medusa note's, `reference` the same at the rate of the original repository; both are for a GPU.
+`cpu` takes about an hour on two cores, `minute` is for looking on."""
+
+
+def recipe(preset: str, **changed: Any) -> Recipe:
+    """A preset; what is not None in `changed` takes the place of its values. Raises InputError: no such preset."""
+    if preset not in PRESETS:
+        raise InputError(f"no preset {preset!r}: there are {', '.join(PRESETS)}")
+    values = {key: value for key, value in changed.items() if value is not None}
+    if "steps" in values:  # a short run with a long warm-up would never reach its rate
+        values = {"warmup": min(PRESETS[preset].warmup, values["steps"] // 10)} | values
+    return replace(PRESETS[preset], **values)
+
+
+class Measured(NamedTuple):
+    """Of each head `(n_heads,)`, unweighted, over the examples that have a label for it.
+
+    `head_loss` is the cross-entropy in nats over labels that the draft vocabulary holds; `top1` and `top5` the shares
+    of all labels that are the best, or among the best five, of its row.
+    """
+
+    head_loss: Tensor
+    top1: Tensor
+    top5: Tensor
+
+
+class Objective(nn.Module):
+    """The loss of a batch: sum over heads of head_weight^k times (1 - teacher) hard + teacher soft.
+
+    Hard is the cross-entropy with the backbone's greedy token, soft the divergence KL(backbone's row || head's row)
+    over the draft vocabulary, both in nats.
+    """
+
+    def __init__(self, heads: Heads, recipe: Recipe) -> None:
+        super().__init__()
+        self.heads, self.recipe = heads, recipe
+
+    def forward(self, hidden: Tensor, ids: Tensor, labels: Tensor, later: Tensor | None) -> tuple[Tensor, Measured]:
+        """Return (loss, Measured without gradients) of a `Batch`, which has `later` where there is a teacher."""
+        heads, total, measured = self.heads, hidden.new_zeros((), dtype=torch.float32), []
+        states = heads.as_input(hidden.to(heads.shared_lm_head.dtype))
+        for i in range(heads.config.n_heads):
+            logits = heads.logits(i, heads.features(i, heads.normed(states), ids)).float()
+            rows = logits.log_softmax(-1)
+            hard, top1, top5 = _hard(rows, labels[:, i])
+            loss = hard
+            if self.recipe.teacher:
+                known = labels[:, i] != NO_LABEL
+                apart = F.kl_div(rows, self._teacher_rows(later[:, i]), reduction="none", log_target=True).sum(-1)
+                soft = (apart * known).sum() / known.sum().clamp(min=1)
+                loss = (1 - self.recipe.teacher) * hard + self.recipe.teacher * soft
+            total = total + self.recipe.head_weight**i * loss
+            measured.append(torch.stack([hard.detach(), top1, top5]))
+        return total, Measured(*torch.stack(measured, dim=1))
+
+    @torch.no_grad()
+    def _teacher_rows(self, later: Tensor) -> Tensor:
+        """Log probabilities of the backbone in the states where it chose the labels, over the draft vocabulary."""
+        heads = self.heads
+        normed = heads.normed(heads.as_input(later.to(heads.shared_lm_head.dtype)))
+        return F.linear(normed, heads.shared_lm_head).float().log_softmax(-1)
+
+
+@torch.no_grad()
+def rank_shares(heads: Heads, examples: Batch) -> Tensor:
+    """Share of a head's labels that are the r-th best token of its row, `(n_heads, RANKS)`: by these trees grow."""
+    batch = _on_device(examples, heads)
+    states = heads.as_input(batch.hidden.to(heads.shared_lm_head.dtype))
+    shares = []
+    for i in range(heads.config.n_heads):
+        labels = batch.labels[:, i]
+        best = heads.logits(i, heads.features(i, heads.normed(states), batch.ids)).topk(RANKS, dim=-1).indices
+        hits = (best == labels[:, None]) & (labels >= 0)[:, None]
+        shares.append(hits.sum(0) / (labels != NO_LABEL).sum().clamp(min=1))
+    return torch.stack(shares)
+
+
+def _hard(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean cross-entropy over the labels that can be drafted; top-1 and top-5 over all that there are."""
+    in_vocab = labels >= 0
+    there = (labels != NO_LABEL).sum().clamp(min=1)
+    loss = F.nll_loss(rows, labels.masked_fill(labels == OUTSIDE, NO_LABEL), ignore_index=NO_LABEL, reduction="sum")
+    with torch.no_grad():
+        best = rows.topk(min(TOP, rows.shape[-1]), dim=-1).indices
+        hits = (best == labels[:, None]) & in_vocab[:, None]
+    return loss / in_vocab.sum().clamp(min=1), hits[:, 0].sum() / there, hits.any(-1).sum() / there
+
+
+class Report(NamedTuple):
+    """A step: its number, its weighted loss, and the unweighted figures of each head on its batch."""
+
+    step: int
+    loss: float
+    heads: Measured
+
+
+def train(
+    heads: Heads,
+    recipe: Recipe,
+    examples: Examples,
+    held_out: Examples,
+    folder: Path,
+    *,
+    data: str,
+    start: str = "",
+    save_every: int = 100,
+    on_start: Callable[[float, int], None] = lambda seconds, left: None,
+    on_step: Callable[[Report], None] = lambda report: None,
+) -> list[dict[str, Any]]:
+    """Train `heads` in place to `recipe.steps`, from `folder`'s checkpoint if there is one; returns the log.
+
+    Weights are float32 while they are trained, and of the backbone's type again afterwards.
+
+    `data` is the digest of the text, and `start` says which heads these were at first: a checkpoint is gone on with
+    only where both, the recipe, the heads' config and their token map are the same. `on_start` gets the seconds of
+    a step, measured before the first, and the steps that are left. A line of the log has step, examples, lr, the
+    weighted loss, seconds, and what `evaluate` returns; every `save_every` steps it and the checkpoint are written.
+
+    Raises InputError (another run in the folder), NonFiniteLogits, EngineError (a gradient that is not
+    finite); the last checkpoint is whole.
+    """
+    accelerator = Accelerator(cpu=heads.shared_lm_head.device.type == "cpu")
+    heads.float()
+    try:
+        optimizer = torch.optim.AdamW(
+            [p for p in heads.parameters() if p.requires_grad], lr=recipe.peak_lr, weight_decay=recipe.weight_decay
+        )
+        run = _identity(heads, recipe, data, start)
+        step, log = _resume(folder, run, heads, optimizer)
+        # what heads borrow is where the backbone is, and so must they be
+        objective, optimizer = accelerator.prepare(Objective(heads, recipe), optimizer, device_placement=[False, False])
+        loop = _Loop(objective, optimizer, recipe, examples, accelerator)
+        if step < recipe.steps:
+            on_start(loop.seconds_of_a_step(step), recipe.steps - step)
+        since = time.perf_counter()
+        while step < recipe.steps:
+            report = loop.step(step)
+            step += 1
+            on_step(report)
+            if step % save_every == 0 or step == recipe.steps:
+                now = time.perf_counter()
+                log.append(
+                    {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1), "loss": report.loss}
+                    | evaluate(heads, recipe, held_out)
+                    | {"seconds": now - since + (log[-1]["seconds"] if log else 0.0)}
+                )  # fmt: skip
+                if accelerator.is_main_process:
+                    _save(folder, {"run": run, "step": step, "log": log}, heads, optimizer)
+                since = time.perf_counter()
+    finally:
+        heads.to(heads.shared_lm_head.dtype)
+    return log
+
+
+@torch.no_grad()
+def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> dict[str, list[float]]:
+    """Return head_loss, top1 and top5 of each head, unweighted, on HELD_OUT examples spread evenly."""
+    with _matmuls(heads):
+        _, losses = Objective(heads, recipe)(*_on_device(held_out.spread(HELD_OUT, later=recipe.teacher > 0), heads))
+    return {name: [round(float(x), 5) for x in values] for name, values in losses._asdict().items()}
+
+
+@dataclass(frozen=True)
+class _Loop:
+    objective: nn.Module
+    optimizer: torch.optim.Optimizer
+    recipe: Recipe
+    examples: Examples
+    accelerator: Accelerator
+
+    @property
+    def heads(self) -> Heads:
+        return self.accelerator.unwrap_model(self.objective).heads
+
+    def seconds_of_a_step(self, step: int) -> float:
+        """Of a forward and backward without a step, so that the time left is known before the first."""
+        self._loss(step)
+        began = time.perf_counter()
+        loss, _ = self._loss(step)
+        self.accelerator.backward(loss)
+        self.optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - began
+
+    def step(self, step: int) -> Report:
+        loss, measured = self._loss(step)
+        if not loss.isfinite():
+            raise NonFiniteLogits(
+                f"the loss of step {step} is {float(loss.detach())}: lower peak_lr ({self.recipe.peak_lr}) or clip; "
+                "the last checkpoint is whole"
+            )
+        self.accelerator.backward(loss)
+        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self.recipe.clip)
+        if not norm.isfinite():
+            raise EngineError(f"the gradient of step {step} is not finite: lower peak_lr ({self.recipe.peak_lr})")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.lr(step)
+        with self._embeddings_faster():
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Report(step + 1, float(loss.detach()), measured)
+
+    @contextmanager
+    def _embeddings_faster(self) -> Iterator[None]:
+        """Every step inside the block goes `embedding_rate` times as far where weights are applied to embeddings."""
+        rate, weights = self.recipe.embedding_rate, [] if self.recipe.embedding_rate == 1 else self.heads.on_embeddings
+        before = [weight.clone() for weight in weights]
+        yield
+        with torch.no_grad():
+            for weight, old in zip(weights, before, strict=True):
+                weight.copy_(torch.lerp(old, weight, rate))
+
+    def _loss(self, step: int) -> tuple[Tensor, Measured]:
+        recipe, rank, n = self.recipe, self.accelerator.process_index, self.accelerator.num_processes
+        batch = self.examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed, later=recipe.teacher > 0)
+        share = Batch(*(None if part is None else part[rank::n] for part in batch))
+        with _matmuls(self.heads):
+            return self.objective(*_on_device(share, self.heads))
+
+
+def _on_device(batch: Batch, heads: Heads) -> Batch:
+    return Batch(*(None if part is None else part.to(heads.shared_lm_head.device) for part in batch))
+
+
+def _matmuls(heads: Heads) -> torch.autocast:
+    """Matrix products in bfloat16 unless the backbone is float32; losses are float32."""
+    dtype, device = heads.shared_lm_head.dtype, heads.shared_lm_head.device.type
+    return torch.autocast(device, torch.bfloat16, enabled=dtype != torch.float32)
+
+
+def _save(folder: Path, place: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer) -> None:
+    """Write log and weights in one file, replaced in one go; the readable log is a copy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{CHECKPOINT_FILE}.part"
+    torch.save(place | {"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}, part)
+    part.replace(folder / CHECKPOINT_FILE)
+    write_atomic(folder / LOG_FILE, "".join(json.dumps(line) + "\n" for line in place["log"]).encode())
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """Return what `train` saved last: run, step, log, heads, optimizer; None if nothing."""
+    file = folder / CHECKPOINT_FILE
+    return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
+
+
+def _identity(heads: Heads, recipe: Recipe, data: str, start: str) -> dict[str, Any]:
+    """What makes a run this run and no other, in plain values."""
+    token_map = b"" if heads.token_map is None else heads.token_map.cpu().numpy().tobytes()
+    return {
+        "recipe": asdict(recipe), "heads": heads.config.model_dump(), "data": data, "start": start,
+        "token_map": hashlib.sha256(token_map).hexdigest(),
+    }  # fmt: skip
+
+
+def _resume(
+    folder: Path, run: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer
+) -> tuple[int, list[dict[str, Any]]]:
+    saved = read_checkpoint(folder)
+    if saved is None:
+        return 0, []
+    if other := [
+        f"{key} was {saved['run'][key]!s:.200}, is {run[key]!s:.200}" for key in run if saved["run"][key] != run[key]
+    ]:
+        raise InputError(f"{folder} holds another run: {'; '.join(other)}. Use another folder")
+    heads.load_state_dict(saved["heads"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["step"], saved["log"]
+
+
+# --- the stages of `specnb heads train` ---
 
 TARGET = "smollm2-135m?backend=hf&dtype=bfloat16&exact=False"
 """Row-wise attention (`exact`) is for one sequence, and batches of text are written here."""
 HELD_OUT_BATCHES = 2
 PLACES = frozenset({"stage", "work", "out", "shard", "save_every"})
 """Options that say where and how far, not what heads come out."""
-
-
-class Stage(StrEnum):
-    """What one call does; `all` does the others in order."""
-
-    ALL = "all"
-    DATA = "data"
-    HIDDEN = "hidden"
-    HEADS = "heads"
-    EXPORT = "export"
+_bar = partial(tqdm, unit_scale=True, mininterval=2)
 
 
 @dataclass(frozen=True)
@@ -91,11 +408,12 @@ class Work:
             data.write_given(self.target, self.texts, self.text, backbone=backbone, length=writing.length)
         else:
             batches = {"held_out": HELD_OUT_BATCHES, "train": self.batches}
-            mine = sum(len(range(self.shard[0], n, self.shard[1])) for n in batches.values())
-            with _bar(desc="text", total=mine * writing.batch_size * writing.length, unit="tokens") as bar:
+            n_mine = sum(len(range(self.shard[0], n, self.shard[1])) for n in batches.values())
+            with _bar(desc="text", total=n_mine * writing.batch_size * writing.length, unit="tokens") as bar:
                 data.write(
-                    self.target, self.text, batches=batches, backbone=backbone, shard=self.shard, on_tokens=bar.update
-                )
+                    self.target, self.text, batches=batches, backbone=backbone, writing=writing, shard=self.shard,
+                    on_tokens=bar.update,
+                )  # fmt: skip
         rows = data.read(self.text, "train")
         return f"{rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {self.text}"
 
@@ -107,9 +425,9 @@ class Work:
 
     def train(self) -> str:
         """Stage 3: the heads, from their last checkpoint on."""
-        rows, size = self._rows(), self.recipe.batch_size
-        heads = self.new_heads(rows["train"])
-        sets = {split: Examples.of(self.text, split, rows[split], heads) for split in SPLITS}
+        rows, size = self._rows("train"), self.recipe.batch_size
+        heads = self.new_heads(rows)
+        examples, held_out = (Examples.of(self.text, split, heads) for split in SPLITS)
         with _bar(desc="heads", total=self.recipe.steps * size, unit="examples") as bar:
 
             def on_start(seconds: float, left: int) -> None:
@@ -120,23 +438,22 @@ class Work:
                 bar.set_postfix_str(f"loss {report.loss:.3f}, top-1 by head {top1}", refresh=False)
                 bar.update(report.step * size - bar.n)
 
-            last = loop.train(
-                heads, self.recipe, sets["train"], sets["held_out"], self.run, data=rows["train"].digest(),
-                start=self.start or "", save_every=self.save_every, on_start=on_start, on_step=on_step,
+            last = train(
+                heads, self.recipe, examples, held_out, self.run, data=rows.digest(), start=self.start or "",
+                save_every=self.save_every, on_start=on_start, on_step=on_step,
             )[-1]  # fmt: skip
         return f"step {last['step']}: held-out top-1 by head {last['top1']}"
 
     def export(self, out: Path) -> str:
-        """Stage 4: the trained heads as a checkpoint with the facts of their making, and their card."""
-        saved, rows = loop.read_checkpoint(self.run), self._rows()
+        """Stage 4: the trained heads as a checkpoint with the facts of their training, and their card."""
+        saved, rows = read_checkpoint(self.run), {split: self._rows(split) for split in SPLITS}
         if saved is None:
             raise InputError(f"nothing was trained in {self.run}: run --stage heads first")
         if saved["run"]["data"] != rows["train"].digest():
             raise InputError(f"{self.text} holds other text than {self.run} was trained on: train again, or restore it")
         heads = self.new_heads(rows["train"])
         heads.load_state_dict(saved["heads"])
-        held_out = Examples.of(self.text, "held_out", rows["held_out"], heads).spread(4 * loop.HELD_OUT, later=False)
-        shares = loop.rank_shares(heads, loop.on_device(held_out, heads))
+        held_out = Examples.of(self.text, "held_out", heads).spread(4 * HELD_OUT, later=False)
         text = data.facts(self.text) | {
             "digest": saved["run"]["data"],
             "tokens": {split: part.tokens.size for split, part in rows.items()},
@@ -146,15 +463,15 @@ class Work:
         facts = {
             "heads": heads.config.model_dump(), "preset": self.preset, "start": self.start, "command": self.command,
             "recipe": saved["run"]["recipe"], "log": saved["log"], "text": text,
-            "accuracy": [[round(share, 5) for share in row] for row in shares.tolist()],
+            "accuracy": [[round(share, 5) for share in row] for row in rank_shares(heads, held_out).tolist()],
             "parameters": heads.cost()["parameters"], "torch": torch.__version__.split("+")[0],
         }  # fmt: skip
-        checkpoint.save(heads, out, dtype="bfloat16", facts=facts)
-        write_atomic(out / "README.md", card(out.name, facts).encode())
+        checkpoint.save(heads, out, facts=facts)
+        write_atomic(out / "README.md", checkpoint.card(out.name, facts).encode())
         last = {"parameters": facts["parameters"], "coverage": text["coverage"]} | saved["log"][-1]
         return json.dumps(last, indent=1)
 
-    def new_heads(self, rows: Rows) -> Heads:
+    def new_heads(self, rows: data.TextRows) -> Heads:
         """Untrained heads, or those of `start`. Raises InputError for options that make no heads, or not those."""
         if self.start:
             heads, _ = checkpoint.load_trained_heads(self.start, self.backbone)
@@ -173,56 +490,22 @@ class Work:
         token_map = data.most_frequent(rows, config.draft_vocab) if config.draft_vocab else None
         return new_heads(config, self.backbone, token_map, self.recipe.seed)
 
-    def _rows(self) -> dict[str, Rows]:
-        """The text by split. Raises InputError where it is another backbone's, or not as much as was asked for."""
+    def _rows(self, split: str) -> data.TextRows:
+        """The text of a split. Raises InputError where it is another backbone's, or not as much as was asked for."""
         data.require_backbone(self.text, self.backbone.digest)
         n = len(data.files(self.text, "train"))
         if self.texts is None and n != self.batches:
             raise InputError(f"{self.text} holds {n} batches, {self.batches} were asked for: say --batches {n}")
-        return {split: data.read(self.text, split) for split in SPLITS}
-
-
-def card(name: str, facts: Mapping[str, Any]) -> str:
-    """The README.md of trained heads, from the facts of their training."""
-    heads, recipe, text, last = facts["heads"], facts["recipe"], facts["text"], facts["log"][-1]
-    rows = enumerate(zip(last["top1"], last["top5"], last["head_loss"], strict=True), start=1)
-    accuracy = "\n".join(f"| {i} | {top1:.3f} | {top5:.3f} | {loss:.2f} |" for i, (top1, top5, loss) in rows)
-    origin = (
-        f"of a given file (sha256 `{text['texts']}`), whose tokens are the labels"
-        if "texts" in text
-        else "by the backbone itself, on seeds from the permissively licensed texts of `specnb/medusa/corpus.py`; its "
-        "own greedy choices are the labels"
-    )
-    return f"""# {name}
-
-{heads["n_heads"]} {heads["kind"].capitalize()} heads for `{heads["backbone_name"]}`, {facts["parameters"]:,} \
-parameters of their own (their shape is in `config.json`). The licence of the backbone holds, too.
-
-`specnb generate --target '{heads["backbone_name"].partition("&exact")[0]}' --drafter medusa --heads-checkpoint \
-{name} --baseline --prompt …`
-
-On held-out text, of whose tokens {text["coverage"]:.1%} can be drafted at all (head k drafts the token k + 1 places \
-behind the newest):
-
-| head | right at once | among five | loss (nats) |
-|---|---|---|---|
-{accuracy}
-
-Made with `{facts["command"]}` (torch {facts["torch"]}): {last["step"]:,} of {recipe["steps"]:,} steps, \
-{last["examples"]:,} examples, {last["seconds"] / 3600:.2f} hours. All settings and curves are in `training.json`.
-
-The text, {text["tokens"]["train"]:,} tokens and {text["tokens"]["held_out"]:,} held out, is {origin}.
-"""
-
-
-_bar = partial(tqdm, unit_scale=True, mininterval=2)
+        return data.read(self.text, split)
 
 
 def command(
     context: typer.Context,
     kind: Annotated[str, typer.Option(help="medusa | hydra")] = "medusa",
     preset: Annotated[str, typer.Option(help="report | reference (GPU), cpu, minute")] = "cpu",
-    stage: Annotated[Stage, typer.Option(help="one stage, or all in order")] = Stage.ALL,
+    stage: Annotated[
+        Literal["all", "data", "hidden", "heads", "export"], typer.Option(help="one stage, or all in order")
+    ] = "all",
     target: Annotated[str, typer.Option(help="the backbone, a torch model")] = TARGET,
     work: Annotated[Path | None, typer.Option(help="text, states and checkpoints [the cache]")] = None,
     out: Annotated[Path | None, typer.Option(help="folder of the heads [in --work]")] = None,
@@ -253,24 +536,24 @@ def command(
                "embedding_rate": embedding_rate, "seed": seed}  # fmt: skip
     home = work or cache_dir() / "medusa"
     processes = PartialState(cpu="device=cuda" not in target)  # before the model, which goes to this process's GPU
-    recipe = loop.recipe(preset, **changed)
+    training = recipe(preset, **changed)
     with closing(load(target)) as model:
         backbone = Backbone.of(network(model))
         if model.caps.details.get("attention") == hf_attention.NAME:
             raise InputError(f"{target!r} has row-wise attention, which takes no batches: add exact=False to it")
         job = Work(
-            home, model, backbone, options, preset, recipe, batches=batches, shard=_shard(shard), texts=texts,
+            home, model, backbone, options, preset, training, batches=batches, shard=_shard(shard), texts=texts,
             start=start, save_every=save_every, command=_typed(context),
         )  # fmt: skip
-        stages: dict[Stage, Callable[[], str]] = {
-            Stage.DATA: job.write_text,
-            Stage.HIDDEN: job.compute_hidden,
-            Stage.HEADS: job.train,
-            Stage.EXPORT: lambda: job.export(out or home / f"{kind}-{preset}-export"),
+        stages: dict[str, Callable[[], str]] = {
+            "data": job.write_text,
+            "hidden": job.compute_hidden,
+            "heads": job.train,
+            "export": lambda: job.export(out or home / f"{kind}-{preset}-export"),
         }
-        for name in list(stages) if stage is Stage.ALL else [stage]:
+        for name in stages if stage == "all" else [stage]:
             # files are written by one process while the others wait; heads are trained by all at once
-            if name is Stage.HEADS or processes.is_main_process:
+            if name == "heads" or processes.is_main_process:
                 summary = stages[name]()
             processes.wait_for_everyone()
             if processes.is_main_process:

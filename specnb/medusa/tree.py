@@ -5,7 +5,7 @@ best one of the second head": Cai et al. 2401.10774, section 2.3.3). More nodes 
 is chosen by tokens a second, from measured accuracies and costs, as in Sequoia (Chen et al. 2402.12374).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -13,12 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specnb.decode.tree import require_trees
 from specnb.errors import InputError
+from specnb.lm.base import TreeModel
 from specnb.lm.tree import COMMITTED, Tree
+from specnb.measure.cost import CONTEXT, CostCurve, verify_curve
 
 MAX_NODES = 1024
 RANKS = 10
 """Best tokens of a head whose accuracies are kept: as many children as a tree's node may have."""
+WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 PUBLISHED = np.diff(
     [
@@ -76,24 +80,8 @@ class TreePlan:
         return tuple(tuple(node for node in range(len(self)) if at[node] == depth) for depth in range(self.depth))
 
     def first(self, n: int) -> "TreePlan":
-        """The plan of the first `n` nodes; of a plan that `grow` made, the best one of that size."""
+        """The plan of the first `n` nodes; of a plan of `grow`, the best one of that size."""
         return self if n >= len(self) else TreePlan(self.parents[:n], self.ranks[:n])
-
-
-def checked_accuracy(accuracy: np.ndarray) -> np.ndarray:
-    """The table `(heads, ranks)` in float64. Raises InputError where it cannot be one of marginal accuracies."""
-    try:
-        table = np.asarray(accuracy, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"accuracies are a table of numbers, a row a head, got {accuracy!r:.200}") from error
-    if table.ndim != 2 or not table.size or not ((table >= 0) & (table <= 1)).all():
-        raise InputError(f"accuracies are a table (heads, ranks) of shares from 0 to 1, got {table!r:.200}")
-    if (most := float(table.sum(axis=1).max())) > 1 + 1e-6:
-        raise InputError(
-            f"the accuracies of a head sum to {most:.4g}: give how often each rank alone was right, numpy.diff of "
-            "top-1, top-2, …"
-        )
-    return table
 
 
 def grow(accuracy: np.ndarray, n_nodes: int) -> tuple[TreePlan, float]:
@@ -141,34 +129,63 @@ class Candidate(NamedTuple):
         return self.tokens / self.seconds
 
 
-class Choice(NamedTuple):
-    """The candidate with the most tokens a second, and all of them, by size; the first of these has no nodes."""
-
-    best: Candidate
-    table: tuple[Candidate, ...]
-
-
-def choose(
+def candidates(
     accuracy: np.ndarray,
     seconds: Callable[[int], float],
     draft_s: Callable[[int], float] = lambda _depth: 0.0,
     sizes: Iterable[int] = SIZES,
-) -> Choice:
-    """The tree for heads of marginal `accuracy (heads, ranks)` with the most expected tokens a second.
+) -> list[Candidate]:
+    """The trees for heads of marginal `accuracy (heads, ranks)`, by size: of each the one of most tokens a second.
 
     `seconds(n)` is T(n), of a target forward of n tokens: a tree of n nodes takes T(n + 1). `draft_s(depth)` are
     seconds of drafting a round: Hydra drafts level by level, so that a shallower tree may win. Plain decoding, 1 token
-    in T(1), is always among the candidates.
+    in T(1), is the first.
     """
-
-    def candidate(plan: TreePlan, tokens: float) -> Candidate:
-        verify, draft = seconds(len(plan) + 1), draft_s(plan.depth) if len(plan) else 0.0
-        return Candidate(plan, tokens, verify + draft)
-
-    candidates = [candidate(TreePlan((), ()), 1.0)]
+    trees = [Candidate(TreePlan((), ()), 1.0, seconds(1))]
     for size in sorted(set(sizes) - {0}):
         grown = (grow(accuracy[:depth], size) for depth in range(1, len(accuracy) + 1))
-        timed = [candidate(plan, tokens) for plan, tokens in grown if len(plan)]
+        timed = [
+            Candidate(plan, tokens, seconds(len(plan) + 1) + draft_s(plan.depth)) for plan, tokens in grown if len(plan)
+        ]
         if timed:
-            candidates.append(max(timed, key=lambda c: c.tokens_per_s))
-    return Choice(max(candidates, key=lambda c: c.tokens_per_s), tuple(candidates))
+            trees.append(fastest(timed))
+    return trees
+
+
+def fastest(trees: Iterable[Candidate]) -> Candidate:
+    """The one of most tokens a second."""
+    return max(trees, key=lambda candidate: candidate.tokens_per_s)
+
+
+def tree_curve(
+    target: TreeModel, *, widths: Sequence[int] = WIDTHS, context: int = CONTEXT, repeats: int = 5
+) -> CostCurve:
+    """T(n) of forwards of whole trees: a root, the newest token, and n - 1 guesses after it; T(1) is the plain step.
+
+    What a forward takes depends on the number of nodes, not on their tree. Raises InputError for a target without
+    trees, and for widths that do not fit it.
+    """
+    require_trees(target)
+    return verify_curve(_Rooted(target), widths=widths, context=context, repeats=repeats)
+
+
+class _Rooted:
+    """A target whose forwards of several tokens, all rows asked for, are forwards of trees."""
+
+    def __init__(self, target: TreeModel) -> None:
+        self._target = target
+        self.name, self.vocab, self.caps = target.name, target.vocab, target.caps
+
+    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        if n_logits is not None or len(ids) == 1:
+            return self._target.forward(ids, n_logits)
+        return self._target.forward_tree(ids, Tree((COMMITTED, *[0] * (len(ids) - 1))))
+
+    def rewind(self, n: int) -> None:
+        if n == 1:
+            self._target.rewind(n)
+        else:
+            self._target.keep_path([])
+
+    def reset(self) -> None:
+        self._target.reset()

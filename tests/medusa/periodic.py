@@ -1,13 +1,16 @@
 """A backbone that walks in circles: its greedy text is known for ever, so what heads must say is known as well."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from specnb.lm.hf.model import HfModel
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig
+from specnb.medusa import data, nets
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, draft_ids
 from tests.tiny_models import VOCAB, torch_model
 
 PERIOD = 6
@@ -76,14 +79,14 @@ def fit(
         state = net.model.embed_tokens.weight[FIRST:].clone()
         for _ in range(norms):
             state = net.model.norm(state)
-    tokens = torch.arange(FIRST, VOCAB)
+    tokens, ids = torch.arange(FIRST, VOCAB), draft_ids(heads.token_map, VOCAB)
     since = torch.stack([after(tokens, 1 + i) for i in range(heads.config.n_heads)], dim=1)
     optimizer = torch.optim.Adam(heads.parameters(), lr=lr)
     log = []
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate = schedule(step / steps) * lr
         losses = [
-            F.cross_entropy(heads.logits(i, heads.features(i, state, since)), after(tokens, 2 + i + shift))
+            F.cross_entropy(heads.logits(i, heads.features(i, state, since)), ids[after(tokens, 2 + i + shift)])
             for i in range(heads.config.n_heads)
         ]
         optimizer.zero_grad()
@@ -95,10 +98,28 @@ def fit(
     return log
 
 
-def new_heads(target: HfModel, **changed: object) -> Heads:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # the first weights of a low rank product
-        return Heads(config(**changed), Backbone.of(target.network))
+def new_heads(target: HfModel, token_map: torch.Tensor | None = None, **changed: object) -> Heads:
+    n = 0 if token_map is None else len(token_map)
+    # a seed, for the first weights of a low rank product
+    return nets.new_heads(config(draft_vocab=n, **changed), Backbone.of(target.network), token_map, 0)
+
+
+def walks(length: int) -> np.ndarray:
+    """Rows of tokens `(rows, length)`: along every circle from every place."""
+    starts = torch.arange(FIRST, FIRST + PERIOD * CIRCLES)
+    return torch.stack([after(starts, n) for n in range(length)], dim=1).numpy().astype(np.int32)
+
+
+def write_text(target: HfModel, folder: Path, *, length: int, n_given: int = 0) -> None:
+    """A folder to practise on: `walks`, whose first `n_given` tokens are not the backbone's; and their states."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backbone = Backbone.of(target.network).digest
+    (folder / "facts.json").write_text(json.dumps({"backbone": backbone}))
+    rows = walks(length)
+    own = np.broadcast_to(np.arange(length) >= n_given, rows.shape)
+    for split in ("train", "held_out"):
+        np.savez_compressed(folder / f"{split}-00000.npz", tokens=rows, own=own)
+    data.compute_states(target.network, folder, backbone=backbone)
 
 
 def randomised(heads: Heads, spread: float, seed: int = 0) -> Heads:

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from specnb.medusa.loop import Recipe
+from specnb.medusa.practice import VARIANTS, Variant, variant_heads
 
 from specnb.errors import InputError
 from specnb.medusa import data, faults, practice
-from specnb.medusa.loop import Recipe
 from specnb.medusa.nets import Backbone
-from specnb.medusa.practice import VARIANTS, Variant, variant_heads
 from specnb.medusa.study import identity
 from specnb.medusa.tree import TreePlan
 from specnb.prompts import Prompt

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from specnb.medusa.loop import PRESETS, Recipe, recipe
 from typer.testing import CliRunner
 
 from specnb.errors import EngineError, InputError, NonFiniteLogits
 from specnb.medusa import data, loop
-from specnb.medusa.loop import PRESETS, Recipe, recipe
 from specnb.medusa.nets import OUTSIDE, Backbone, Heads, HeadsConfig
 from tests.tiny_models import torch_model
 
