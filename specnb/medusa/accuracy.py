@@ -1,4 +1,4 @@
-"""How often heads are right, measured without speculating: along the target's own greedy text, in served alignment.
+"""How often heads are right: along the target's own greedy text, in served alignment, and in the rounds of chains.
 
 Row j of a trace is the state that a round is served which starts after j + 1 generated tokens: that of the token
 before the newest one. The backbone says generated token j from it, head i token j + 1 + i, and a Hydra is shown the
@@ -28,6 +28,10 @@ PIECE = 32
 ROWS = 64
 """States that a head is asked about at once."""
 TOPS = (1, 5)
+NEAR_TIE = 1e-4
+"""A first choice that leads by less than this share of its logit may differ between two float32 forwards."""
+HALF_TIES = 4
+"""The same in units of a 16-bit type's spacing: state and logit are each rounded once, on both sides."""
 
 
 class States(NamedTuple):
@@ -201,3 +205,56 @@ def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
     if not rows:
         return Interval(*(float("nan"),) * 3, 0.95)
     return bootstrap(rows, lambda data: float(data[:, 0].sum() / data[:, 1].sum()))
+
+
+def served_counts(generation: Generation) -> np.ndarray:
+    """Drafts kept and drafts tested by position (of a tree, by depth) in a greedy generation: `(positions, 2)`."""
+    counts = np.zeros((max((r.n_tested for r in generation.rounds), default=0), 2))
+    for r in generation.rounds:
+        counts[: r.n_accepted, 0] += 1
+        counts[: r.n_tested, 1] += 1
+    return counts
+
+
+def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
+    """Of greedy generations: position (1..), alpha, low, high (bootstrap over prompts), kept, tested."""
+    counts, rows = [served_counts(counted) for counted in generations], []
+    for k in range(max(map(len, counts), default=0)):
+        of_prompts = [counted[k] if k < len(counted) else np.zeros(2) for counted in counts]
+        kept, tested = np.sum(of_prompts, axis=0)
+        interval = share_interval(of_prompts)
+        rows.append({
+            "position": k + 1, "alpha": interval.value, "low": interval.low, "high": interval.high,
+            "kept": int(kept), "tested": int(tested),
+        })  # fmt: skip
+    return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
+
+
+class Compared(NamedTuple):
+    """Rounds that drafted; those that accept otherwise than scored, at near-ties and not; right first drafts."""
+
+    rounds: int
+    near_ties: int
+    apart: int
+    right: int
+
+
+def near_tie(target: LanguageModel, heads: Heads) -> float:
+    """The lead of a first choice, as a share of its logit, below which two forwards may choose differently."""
+    return NEAR_TIE if target.caps.lossless_dtype else HALF_TIES * torch.finfo(heads.shared_lm_head.dtype).eps
+
+
+def compare_rounds(chain: Generation, scored: Scores, ties: float) -> Compared:
+    """Each round of a greedy chain, behind j + 1 tokens, must accept what row j of the scores is right about."""
+    rounds = near = apart = right = done = 0
+    for r in chain.rounds:
+        row, done = done - 1, done + len(r.committed_ids)
+        if not r.k:
+            continue
+        rank = scored.rank[row, : r.k]
+        expected = int(np.logical_and.accumulate(rank == 0).sum())  # behind the end of the text no rank is 0
+        rounds, right = rounds + 1, right + int(rank[0] == 0)
+        if expected != r.n_accepted:
+            tie = scored.margin[row, min(expected, r.n_accepted)] <= ties
+            near, apart = near + int(tie), apart + int(not tie)
+    return Compared(rounds, near, apart, right)

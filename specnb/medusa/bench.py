@@ -22,7 +22,7 @@ from specnb.measure.bench import FEWEST, Timed, interleaved, table
 from specnb.measure.experiment import Progress, silent
 from specnb.measure.ksweep import check_prompts
 from specnb.medusa import gates
-from specnb.medusa.accuracy import accuracy_matrix
+from specnb.medusa.accuracy import accuracy_matrix, served_counts
 from specnb.medusa.checkpoint import load_trained_heads
 from specnb.medusa.drafter import (
     AUTO,
@@ -34,7 +34,7 @@ from specnb.medusa.drafter import (
     fitting_checkpoint,
     tree_size,
 )
-from specnb.medusa.gates import Checked, served_counts
+from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Heads, network
 from specnb.medusa.tree import TreePlan, fastest
 from specnb.params import Params

@@ -26,7 +26,8 @@ from specnb.lm.base import LanguageModel
 from specnb.measure.bench import Interval, bootstrap
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
-from specnb.medusa.accuracy import NO_LABEL, Scores, States, Trace, accuracy_table, score, share_interval, states, trace
+from specnb.medusa import accuracy
+from specnb.medusa.accuracy import NO_LABEL, Compared, Scores, States, Trace, score, share_interval, trace
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.drafter import HeadsDrafter
 from specnb.medusa.nets import Backbone, Heads, network
@@ -38,10 +39,6 @@ PROBE = 32
 """Tokens whose logits zero-block heads are held against the backbone's."""
 EXACT = 1e-5
 """Largest relative difference of float32 logits that are the same but for the order of additions."""
-NEAR_TIE = 1e-4
-"""A first choice that leads by less than this share of its logit may differ between two float32 forwards."""
-HALF_TIES = 4
-"""The same in units of a 16-bit type's spacing: state and logit are each rounded once, on both sides."""
 HALF_UNEXPLAINED = 0.01
 """Share of rounds that may differ otherwise in 16-bit types, where a state may differ in many of its digits."""
 
@@ -153,7 +150,7 @@ def run(
         longest = max(((*text.prompt_ids, *text.token_ids[:-1]) for text in plain), key=len)
         evidence = Evidence(
             heads=heads, norm=backbone.norm, traces=traces, scores=scores, curve=curve,
-            probe=states(target, longest, min(PROBE, len(longest))),
+            probe=accuracy.states(target, longest, min(PROBE, len(longest))),
             # in 16-bit types the spacing of the largest logit: both sides are rounded by half of it at most
             tolerance=max(EXACT, torch.finfo(heads.shared_lm_head.dtype).eps),
         )  # fmt: skip
@@ -167,7 +164,8 @@ def run(
             causes = tuple(diagnose(evidence, failed))
             gates = [gate if gate.passed else gate._replace(diagnoses=causes) for gate in gates]
     progress(len(prompts) + 1, len(prompts) + 1, "gates: judged")
-    return Checked(tuple(gates), accuracy_table(scores), served_alpha(chains), tuple(plain), tuple(chains))
+    tables = accuracy.accuracy_table(scores), accuracy.served_alpha(chains)
+    return Checked(tuple(gates), *tables, tuple(plain), tuple(chains))
 
 
 def _loader(report: LoadReport | None, e: Evidence) -> Gate:
@@ -237,9 +235,9 @@ def _serving(
     rows = []
     for alone, chain, scored in zip(plain, chains, scores, strict=True):
         alone_scores = scored if chain.token_ids == alone.token_ids else score(heads, trace(target, chain))
-        rows.append(compare_rounds(chain, alone_scores, near_tie(target, heads)))
+        rows.append(accuracy.compare_rounds(chain, alone_scores, accuracy.near_tie(target, heads)))
     total = Compared(*map(sum, zip(*rows, strict=True)))
-    alpha = share_interval([counts[0] for drafted in chains if len(counts := served_counts(drafted))])
+    alpha = share_interval([counts[0] for drafted in chains if len(counts := accuracy.served_counts(drafted))])
     offline = share_interval([(row.right, row.rounds) for row in rows])
     measured = total._asdict() | {
         "served_alpha_1": alpha.value, "low": alpha.low, "high": alpha.high, "offline_alpha_1": offline.value,
@@ -272,61 +270,6 @@ def _schedule(e: Evidence) -> Gate:
 def _shown(interval: Interval) -> str:
     return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
-
-def served_counts(generation: Generation) -> np.ndarray:
-    """Drafts kept and drafts tested by position (of a tree, by depth) in a greedy generation: `(positions, 2)`."""
-    counts = np.zeros((max((r.n_tested for r in generation.rounds), default=0), 2))
-    for r in generation.rounds:
-        counts[: r.n_accepted, 0] += 1
-        counts[: r.n_tested, 1] += 1
-    return counts
-
-
-def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
-    """Of greedy generations: position (1..), alpha, low, high (bootstrap over prompts), kept, tested."""
-    counts, rows = [served_counts(counted) for counted in generations], []
-    for k in range(max(map(len, counts), default=0)):
-        of_prompts = [counted[k] if k < len(counted) else np.zeros(2) for counted in counts]
-        kept, tested = np.sum(of_prompts, axis=0)
-        interval = share_interval(of_prompts)
-        rows.append({
-            "position": k + 1, "alpha": interval.value, "low": interval.low, "high": interval.high,
-            "kept": int(kept), "tested": int(tested),
-        })  # fmt: skip
-    return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
-
-
-class Compared(NamedTuple):
-    """Rounds that drafted; those that accept otherwise than scored, at near-ties and not; right first drafts."""
-
-    rounds: int
-    near_ties: int
-    apart: int
-    right: int
-
-
-def near_tie(target: LanguageModel, heads: Heads) -> float:
-    """The lead of a first choice, as a share of its logit, below which two forwards may choose differently."""
-    return NEAR_TIE if target.caps.lossless_dtype else HALF_TIES * torch.finfo(heads.shared_lm_head.dtype).eps
-
-
-def compare_rounds(chain: Generation, scored: Scores, ties: float) -> Compared:
-    """Each round of a greedy chain, behind j + 1 tokens, must accept what row j of the scores is right about."""
-    rounds = near = apart = right = done = 0
-    for r in chain.rounds:
-        row, done = done - 1, done + len(r.committed_ids)
-        if not r.k:
-            continue
-        rank = scored.rank[row, : r.k]
-        expected = int(np.logical_and.accumulate(rank == 0).sum())  # behind the end of the text no rank is 0
-        rounds, right = rounds + 1, right + int(rank[0] == 0)
-        if expected != r.n_accepted:
-            tie = scored.margin[row, min(expected, r.n_accepted)] <= ties
-            near, apart = near + int(tie), apart + int(not tie)
-    return Compared(rounds, near, apart, right)
-
-
-# --- diagnoses ---
 
 STANDARD_ERRORS = 3.0
 LEAST_GAIN = 0.05

@@ -1,12 +1,17 @@
-"""Trained heads, built once a session: a backbone that walks in circles, and heads that know what comes."""
+"""Models and heads, built once a session: a random llama, a backbone that walks in circles, heads that know it."""
 
 import pytest
 
 from specnb.lm.hf.model import HfModel
 from specnb.medusa.nets import Heads
 from tests.medusa import periodic
+from tests.tiny_models import torch_model
 
-STEPS = 400
+
+@pytest.fixture(scope="session")
+def tiny() -> HfModel:
+    """A random llama: its texts are its own business, and so are its near-ties."""
+    return HfModel(torch_model("llama"), None, name="tiny")
 
 
 @pytest.fixture(scope="session")
@@ -19,5 +24,5 @@ def fitted(circles) -> dict[str, Heads]:
     """Sound heads of both kinds, right about every token of every circle."""
     heads = {kind: periodic.new_heads(circles, kind=kind) for kind in ("medusa", "hydra")}
     for of_kind in heads.values():
-        periodic.fit(of_kind, circles, steps=STEPS)
+        periodic.fit(of_kind, circles)
     return heads

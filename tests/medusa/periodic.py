@@ -23,10 +23,10 @@ for token in range(FIRST, VOCAB):
     NEXT[token] = start + (token - start + 1) % PERIOD
 
 
-def backbone_model(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> HfModel:
+def backbone_model(*, dtype: torch.dtype = torch.float32) -> HfModel:
     """A llama whose layers add nothing, and whose lm_head says for each token the next one of its circle."""
-    net = torch_model("llama", seed=seed, hidden_size=HIDDEN, tie_word_embeddings=False)
-    draw = torch.Generator().manual_seed(seed)
+    net = torch_model("llama", hidden_size=HIDDEN, tie_word_embeddings=False)
+    draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in net.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -34,18 +34,13 @@ def backbone_model(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> HfMo
         # a norm that is another one when it is applied twice, and states that are small without it
         net.model.norm.weight.copy_(torch.exp(0.9 * torch.randn(HIDDEN, generator=draw)))
         net.model.embed_tokens.weight.copy_(0.3 * torch.randn(VOCAB, HIDDEN, generator=draw))
-        said = F.normalize(net.model.norm(net.model.embed_tokens.weight), dim=-1)
-        net.lm_head.weight[NEXT] = 2 * said
+        net.lm_head.weight[NEXT] = 2 * F.normalize(net.model.norm(net.model.embed_tokens.weight), dim=-1)
     return HfModel(net.to(dtype), None, name="periodic")
 
 
 def prompts(n: int = CIRCLES) -> list[list[int]]:
     """One prompt in each of the first `n` circles."""
     return [[FIRST + PERIOD * i + j % PERIOD for j in range(i, i + 4)] for i in range(n)]
-
-
-def config(**changed: object) -> HeadsConfig:
-    return HeadsConfig(**({"n_heads": 3, "hidden_size": HIDDEN, "vocab_size": VOCAB} | changed))
 
 
 def after(tokens: torch.Tensor, n: int) -> torch.Tensor:
@@ -60,16 +55,7 @@ def cosine(done: float) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * done)
 
 
-def fit(
-    heads: Heads,
-    target: HfModel,
-    *,
-    norms: int = 1,
-    shift: int = 0,
-    steps: int = 300,
-    lr: float = 0.02,
-    schedule=cosine,
-) -> list:
+def fit(heads: Heads, target: HfModel, *, norms=1, shift=0, steps=400, lr=0.02, schedule=cosine) -> list[dict]:
     """Train heads to say what comes; `norms` final norms in front of their blocks, labels `shift` places further.
 
     Returns the log of the training, a line each ten steps.
@@ -99,45 +85,29 @@ def fit(
 
 
 def new_heads(target: HfModel, token_map: torch.Tensor | None = None, **changed: object) -> Heads:
-    n = 0 if token_map is None else len(token_map)
-    # a seed, for the first weights of a low rank product
-    return nets.new_heads(config(draft_vocab=n, **changed), Backbone.of(target.network), token_map, 0)
+    """Untrained heads on any tiny model, three unless told otherwise."""
+    backbone = Backbone.of(target.network)
+    sizes = {"n_heads": 3, "hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
+    sizes |= {"draft_vocab": 0 if token_map is None else len(token_map), "backbone": backbone.digest}
+    return nets.new_heads(HeadsConfig(**(sizes | changed)), backbone, token_map, 0)
 
 
-def walks(length: int) -> np.ndarray:
-    """Rows of tokens `(rows, length)`: along every circle from every place."""
-    starts = torch.arange(FIRST, FIRST + PERIOD * CIRCLES)
-    return torch.stack([after(starts, n) for n in range(length)], dim=1).numpy().astype(np.int32)
+def randomised(heads: Heads, spread: float = 0.2, seed: int = 0) -> Heads:
+    """Heads of normal noise: every one says something else, so whatever is mixed up shows."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in heads.parameters():
+            weight.normal_(0, spread, generator=draw)
+    return heads.eval().requires_grad_(False)
 
 
-def write_text(target: HfModel, folder: Path, *, length: int, n_given: int = 0) -> None:
-    """A folder to practise on: `walks`, whose first `n_given` tokens are not the backbone's; and their states."""
+def write_text(target: HfModel, folder: Path, *, length: int) -> None:
+    """A folder to practise on: rows along every circle from every place, and their states."""
     folder.mkdir(parents=True, exist_ok=True)
     backbone = Backbone.of(target.network).digest
     (folder / "facts.json").write_text(json.dumps({"backbone": backbone}))
-    rows = walks(length)
-    own = np.broadcast_to(np.arange(length) >= n_given, rows.shape)
+    starts = torch.arange(FIRST, FIRST + PERIOD * CIRCLES)
+    rows = torch.stack([after(starts, n) for n in range(length)], dim=1).numpy().astype(np.int32)
     for split in ("train", "held_out"):
-        np.savez_compressed(folder / f"{split}-00000.npz", tokens=rows, own=own)
+        data.TextRows(rows, np.ones(rows.shape, bool)).save(folder / f"{split}-00000.npz")
     data.compute_states(target.network, folder, backbone=backbone)
-
-
-def randomised(heads: Heads, spread: float, seed: int = 0) -> Heads:
-    """Blocks of normal noise."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in heads.heads.parameters():
-            weight.copy_(spread * torch.randn(weight.shape, generator=draw))
-    return heads.eval().requires_grad_(False)
-
-
-def as_torch_draws(heads: Heads, seed: int = 0) -> Heads:
-    """Blocks as nn.Linear makes them: what a benchmark measures that never loads its checkpoint."""
-    draw = np.random.default_rng(seed)
-    with torch.no_grad():
-        for head in heads.heads:
-            for block in head.blocks:
-                bound = block.linear.weight.shape[1] ** -0.5
-                for weight in block.parameters():
-                    weight.copy_(torch.from_numpy(draw.uniform(-bound, bound, weight.shape)))
-    return heads.eval().requires_grad_(False)

@@ -7,60 +7,39 @@ import torch
 from specnb.decode.generate import generate
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
-from specnb.lm.hf.model import HfModel
-from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_matrix, accuracy_table, score, states, trace
+from specnb.medusa import accuracy
+from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_matrix, accuracy_table, compare_rounds, score, trace
 from specnb.medusa.drafter import HeadsDrafter
-from specnb.medusa.gates import compare_rounds, near_tie, served_alpha, served_counts
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig
 from specnb.records import Generation, Round
 from tests.medusa import periodic
-from tests.tiny_models import VOCAB, WIDTH, torch_model
+from tests.tiny_models import VOCAB
 
+LAST = torch.arange(VOCAB - 24, VOCAB)
 KINDS = ("medusa", "hydra")
 
 
-@pytest.fixture(scope="module")
-def target():
-    """A random llama: its texts are its own business, and so are its near-ties."""
-    return HfModel(torch_model("llama", hidden_size=WIDTH), None, name="tiny")
-
-
-def random_heads(target, *, seed=0, draft_vocab=0, **changed):
-    backbone = Backbone.of(target.network)
-    config = HeadsConfig(hidden_size=WIDTH, vocab_size=VOCAB, draft_vocab=draft_vocab, **({"n_heads": 3} | changed))
-    token_map = torch.arange(VOCAB)[VOCAB - draft_vocab :] if draft_vocab else None
-    return periodic.randomised(Heads(config, backbone, token_map), 0.2, seed)
-
-
-def greedy(target, prompt, n=24, **options):
-    return generate(target, prompt, max_new_tokens=n, ignore_eog=True, **options)
+def greedy(target, prompt, **options):
+    return generate(target, prompt, max_new_tokens=24, ignore_eog=True, **options)
 
 
 # --- states ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 31, 40])
-def test_states_are_those_of_the_last_rows_and_give_the_logits(target, n):
+def test_states_are_those_of_the_last_rows_and_give_the_logits(tiny, n):
     ids = [int(i) for i in np.random.default_rng(n).integers(3, VOCAB, 45)]
-    seen = states(target, ids, n)
-    net = target.network
+    seen, net = accuracy.states(tiny, ids, n), tiny.network
     with torch.inference_mode():
         wide = net(input_ids=torch.tensor([ids]), output_hidden_states=True)
         torch.testing.assert_close(seen.post_norm, wide.hidden_states[-1][0, -n:], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(net.model.norm(seen.pre_norm), seen.post_norm, atol=1e-6, rtol=1e-6)
     np.testing.assert_allclose(seen.logits, wide.logits[0, -n:].numpy(), atol=1e-3)
-    assert target.n_past == 0
-
-
-def test_no_listener_is_left_behind_and_an_engine_without_a_network_is_refused(target):
-    states(target, [3, 4, 5], 1)
-    norm = target.network.model.norm
-    before = len(norm._forward_hooks)
+    hooks = len(net.model.norm._forward_hooks)
     with pytest.raises(InputError, match="outside the vocabulary"):
-        states(target, [3, VOCAB], 1)
-    assert len(norm._forward_hooks) == before and target.n_past == 0
+        accuracy.states(tiny, [3, VOCAB], 1)
+    assert len(net.model.norm._forward_hooks) == hooks and tiny.n_past == 0
     with pytest.raises(InputError, match="backend=hf"):
-        states(toy.cyclic(5), [1, 2], 1)
+        accuracy.states(toy.cyclic(5), [1, 2], 1)
 
 
 # --- answers that are known -----------------------------------------------------------------------------------------
@@ -68,35 +47,39 @@ def test_no_listener_is_left_behind_and_an_engine_without_a_network_is_refused(t
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_fitted_to_circles_are_right_every_time(circles, fitted, kind):
-    heads = fitted[kind]
     texts = [generate(circles, p, max_new_tokens=18) for p in periodic.prompts()]
-    table = accuracy_table([score(heads, trace(circles, text)) for text in texts])
+    scores = [score(fitted[kind], trace(circles, text)) for text in texts]
+    table = accuracy_table(scores)
     assert (table[table["rank"] == 0]["marginal"] > 0.95).all()
     assert list(table[table["rank"] == 0]["n"]) == [len(texts) * (17 - head) for head in range(3)]
-    chain = HeadsDrafter(circles, heads)
-    served = served_alpha([generate(circles, p, drafter=chain, k=3, max_new_tokens=18) for p in periodic.prompts()])
-    assert (served["alpha"] > 0.95).all()
+    by_head = accuracy.accuracy_by_head(scores)
+    assert (by_head["accuracy"] > 0.95).all() and by_head["n"].tolist() == [
+        len(texts) * (17 - i // 2) for i in range(6)
+    ]
+    chain = HeadsDrafter(circles, fitted[kind])
+    served = [generate(circles, p, drafter=chain, k=3, max_new_tokens=18) for p in periodic.prompts()]
+    assert (accuracy.served_alpha(served)["alpha"] > 0.95).all()
 
 
 def test_the_rank_of_a_token_is_its_place_in_the_row_ties_by_the_lower_id():
-    from specnb.medusa.accuracy import _rank
-
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]]).expand(6, -1)
     labels = torch.tensor([1, 2, 3, 0, NO_LABEL, 2])
     draft = torch.tensor([1, 2, 3, 0, NO_LABEL, -1])
-    assert _rank(logits, draft, labels).tolist() == [0, 1, 2, 3, NO_LABEL, 4]
+    assert accuracy._rank(logits, draft, labels).tolist() == [0, 1, 2, 3, NO_LABEL, 4]
 
 
-def test_a_token_that_the_draft_vocabulary_lacks_is_a_miss(target):
-    heads = random_heads(target, draft_vocab=8)
-    text = trace(target, greedy(target, [3, 4, 5]))
-    found = score(heads, text)
+def test_a_token_that_the_draft_vocabulary_lacks_is_a_miss(tiny):
+    heads = periodic.randomised(periodic.new_heads(tiny, LAST))
+    text = trace(tiny, greedy(tiny, [3, 4, 5]))
+    scores = score(heads, text)
     for head in range(3):
-        label = text.ids[1 + head :].numpy()
-        missing = label < VOCAB - 8
-        rank = found.rank[: len(label), head]
-        assert missing.any() and (rank[missing] == 8).all() and (rank[~missing] < 8).all()
-        assert (found.best[:, head] >= VOCAB - 8).all()
+        missing = text.ids[1 + head :].numpy() < VOCAB - len(LAST)
+        rank = scores.rank[: len(missing), head]
+        assert missing.any() and (rank[missing] == len(LAST)).all() and (rank[~missing] < len(LAST)).all()
+    assert (scores.best >= VOCAB - len(LAST)).all()
+    heads.heads[1].blocks[0].linear.bias[0] = float("nan")
+    with pytest.raises(NonFiniteLogits, match="head 1"):
+        score(heads, text)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -108,74 +91,52 @@ def test_a_shift_holds_heads_against_other_tokens(circles, shift):
     assert right.pop(shift) > 0.9 and max(right.values()) == 0.0
 
 
-def test_heads_that_give_nan_are_refused_rather_than_right(target):
-    heads = random_heads(target)
-    heads.heads[1].blocks[0].linear.bias[0] = float("nan")
-    with pytest.raises(NonFiniteLogits, match="head 1"):
-        score(heads, trace(target, greedy(target, [3, 4, 5])))
-
-
 # --- tables ---------------------------------------------------------------------------------------------------------
-
-
-def scores(*ranks):
-    rank = np.array(ranks)
-    return Scores(rank, np.zeros_like(rank), np.ones(rank.shape))
 
 
 def test_tables_by_hand():
     """Four positions of two heads; the second head has no label at the last one."""
-    one = scores([0, 0], [1, 0], [0, 2], [0, NO_LABEL])
-    table = accuracy_table([one])
+    rank = np.array([[0, 0], [1, 0], [0, 2], [0, NO_LABEL]])
+    table = accuracy_table([Scores(rank, np.zeros_like(rank), np.ones(rank.shape))])
     np.testing.assert_allclose(accuracy_matrix(table)[:, :3], [[3 / 4, 1 / 4, 0], [2 / 3, 0, 1 / 3]])
     assert table[table["head"] == 1]["cumulative"].tolist()[:3] == pytest.approx([2 / 3, 2 / 3, 1])
 
 
-def generation(*rounds):
-    """Rounds as (drafts, accepted, committed); the tokens are counted up."""
-    made, token = [], 0
-    for i, (k, accepted, n) in enumerate(rounds):
-        ids = tuple(range(token, token + n))
-        token += n
-        made.append(Round(i, k, accepted, (0,) * k, ids, (), 0, 0, 0, 0, 0, k + 1))
-    return Generation(
-        prompt_ids=(1,), token_ids=tuple(range(token)), rounds=tuple(made), wall_s=1.0, stop_reason="length"
-    )
-
-
 def test_served_counts_by_hand():
     """A plain round, all kept, one of three kept, none kept, and an end within the drafts, which rejects none."""
-    counts = served_counts(generation((0, 0, 1), (3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 2, 2)))
-    assert counts.tolist() == [[3, 4], [2, 3], [1, 1]]
+    rounds, n = [], 0
+    for i, (k, accepted, length) in enumerate([(0, 0, 1), (3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 2, 2)]):
+        rounds.append(Round(i, k, accepted, (0,) * k, tuple(range(n, n + length)), (), 0, 0, 0, 0, 0, k + 1))
+        n += length
+    text = Generation(
+        prompt_ids=(1,), token_ids=tuple(range(n)), rounds=tuple(rounds), wall_s=1.0, stop_reason="length"
+    )
+    assert accuracy.served_counts(text).tolist() == [[3, 4], [2, 3], [1, 1]]
 
 
 # --- served against scored ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("kind", "contract", "draft_vocab", "seed", "k"),
-    [("medusa", "pre_norm", 0, 1, 3), ("medusa", "post_norm", 24, 2, 2), ("hydra", "pre_norm", 24, 3, 3),
-     ("hydra", "post_norm", 0, 4, 1), ("medusa", "pre_norm", 24, 5, 1), ("hydra", "pre_norm", 0, 6, 2)],
+    ("kind", "contract", "token_map", "seed", "k"),
+    [("medusa", "pre_norm", None, 1, 3), ("medusa", "post_norm", LAST, 2, 2), ("hydra", "pre_norm", LAST, 3, 3),
+     ("hydra", "post_norm", None, 4, 1), ("medusa", "pre_norm", LAST, 5, 1), ("hydra", "pre_norm", None, 6, 2)],
 )  # fmt: skip
-def test_every_round_accepts_exactly_what_the_heads_are_offline_right_about(
-    target, kind, contract, draft_vocab, seed, k
-):
-    heads = random_heads(target, kind=kind, input=contract, draft_vocab=draft_vocab, seed=seed)
+def test_every_round_accepts_exactly_what_the_heads_are_offline_right_about(tiny, kind, contract, token_map, seed, k):
+    heads = periodic.randomised(periodic.new_heads(tiny, token_map, kind=kind, input=contract), seed=seed)
     prompt = [3 + seed % 50, 7, 3 + seed % 7]
-    plain, chain = greedy(target, prompt), greedy(target, prompt, drafter=HeadsDrafter(target, heads), k=k)
+    plain, chain = greedy(tiny, prompt), greedy(tiny, prompt, drafter=HeadsDrafter(tiny, heads), k=k)
     assert plain.token_ids == chain.token_ids
-    found = compare_rounds(chain, score(heads, trace(target, plain)), near_tie(target, heads))
-    assert found.apart == 0 and found.rounds == sum(r.k > 0 for r in chain.rounds)
+    compared = compare_rounds(chain, score(heads, trace(tiny, plain)), accuracy.near_tie(tiny, heads))
+    assert compared.apart == 0 and compared.rounds == sum(r.k > 0 for r in chain.rounds)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounds_that_were_served_another_state_are_seen(circles, fitted, kind, monkeypatch):
-    heads = fitted[kind]
-    hidden = circles.watch_hidden()
-    prompt = periodic.prompts()[1]
+    heads, hidden, prompt = fitted[kind], circles.watch_hidden(), periodic.prompts()[1]
     plain = generate(circles, prompt, max_new_tokens=24)
     monkeypatch.setattr(hidden, "at", lambda position, at=hidden.at: tuple(2 * part.flip(0) for part in at(position)))
     chain = generate(circles, prompt, drafter=HeadsDrafter(circles, heads), k=3, max_new_tokens=24)
     assert chain.token_ids == plain.token_ids
-    found = compare_rounds(chain, score(heads, trace(circles, plain)), near_tie(circles, heads))
-    assert found.apart > found.rounds / 2
+    compared = compare_rounds(chain, score(heads, trace(circles, plain)), accuracy.near_tie(circles, heads))
+    assert compared.apart > compared.rounds / 2

@@ -1,73 +1,65 @@
-"""Files of heads: written and read to the bit, strict about everything, and never a stray error."""
+"""Files of heads: five layouts written and read to the bit, strict about everything, and never a stray error."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specnb import script
 from specnb.errors import HeadsMismatch, InputError
 from specnb.medusa import checkpoint, layouts
 from specnb.medusa.checkpoint import convert, folder_of, load_trained_heads, save, shipped
 from specnb.medusa.layouts import LAYOUTS
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig
+from tests.medusa import periodic
 from tests.tiny_models import VOCAB, WIDTH, torch_model
 
 MAP = torch.arange(0, VOCAB, 3)
 HIDDEN = torch.linspace(-2, 2, WIDTH)[None]
-FOREIGN = [name for name in LAYOUTS if name != "specnb"]
 LM_HEADS = {"shared": {}, "private": {"lm_head": "private"}, "low_rank": {"lm_head": "low_rank", "rank": 4}}
 
 
 @pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    net = torch_model("llama", seed=5)
+def net():
+    model = torch_model("llama", seed=5)
     with torch.no_grad():
-        net.model.norm.weight.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(1))
+        model.model.norm.weight.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+@pytest.fixture(scope="module")
+def backbone(net) -> Backbone:
     return Backbone.of(net)
 
 
-def made(backbone: Backbone, token_map: torch.Tensor | None = None, **settings) -> Heads:
-    """Heads of random weights."""
+def random_heads(backbone: Backbone, token_map: torch.Tensor | None = None, **settings) -> Heads:
     known = {"n_heads": 3, "hidden_size": WIDTH, "vocab_size": VOCAB, "backbone": backbone.digest}
     known |= {"draft_vocab": 0 if token_map is None else len(token_map), "backbone_name": "tiny"}
-    heads = Heads(HeadsConfig(**(known | settings)), backbone, token_map)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.normal_(0, 0.2, generator=generator)
-    return heads
+    return periodic.randomised(Heads(HeadsConfig(**(known | settings)), backbone, token_map), seed=7)
 
 
-def saved(backbone: Backbone, folder: Path, **settings) -> Path:
-    return save(made(backbone, **settings), folder, dtype="float32")
-
-
-def same_state(one: Heads, other: Heads) -> bool:
-    ours, theirs = one.state_dict(), other.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+def same_state(heads: Heads, other: Heads) -> bool:
+    a, b = heads.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def alter(folder: Path, change) -> None:
-    """Let `change` work on the tensors of a folder in our layout."""
-    tensors = load_file(folder / "heads.safetensors")
+def alter(folder: Path, change=lambda tensors: None, **config) -> None:
+    """Let `change` work on the tensors of a folder of any layout, and set values in its config.json."""
+    (file,) = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt"))
+    load, store = (load_file, save_file) if file.suffix == ".safetensors" else (torch.load, torch.save)
+    tensors = load(file)
     change(tensors)
-    save_file(tensors, folder / "heads.safetensors")
+    store(tensors, file)
+    values = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(values))
 
 
-def reconfigure(folder: Path, **values) -> None:
-    config = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-# ---- our own layout
+# --- our own layout -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,8 +71,8 @@ def reconfigure(folder: Path, **values) -> None:
     ],
 )  # fmt: skip
 def test_what_is_saved_is_loaded_bit_by_bit(tmp_path, backbone, kind, lm_head, dtype, token_map, contract):
-    heads = made(backbone, token_map, kind=kind, input=contract, n_layers=2, bias=False, **LM_HEADS[lm_head])
-    folder = save(heads, tmp_path / "made", dtype=dtype, facts={"steps": 3})
+    heads = random_heads(backbone, token_map, kind=kind, input=contract, n_layers=2, bias=False, **LM_HEADS[lm_head])
+    folder = save(heads, tmp_path / "heads", dtype=dtype, facts={"steps": 3})
     assert files(folder) == ["config.json", "heads.safetensors", "training.json"]
     loaded, report = load_trained_heads(folder, backbone)
     rounded = {n: t.to(getattr(torch, dtype)).to(t.dtype) for n, t in heads.state_dict().items()}
@@ -88,67 +80,42 @@ def test_what_is_saved_is_loaded_bit_by_bit(tmp_path, backbone, kind, lm_head, d
     assert all(torch.equal(tensor, rounded[name]) for name, tensor in loaded.state_dict().items())
     assert loaded.config == heads.config == report.config
     assert report.clean and report.layout == "specnb" and not report.converted
-    again = save(loaded, tmp_path / "again", dtype=dtype)
-    assert (again / "heads.safetensors").read_bytes() == (folder / "heads.safetensors").read_bytes()
+    assert report.bytes == (folder / "heads.safetensors").stat().st_size
+    assert report.n_parameters == sum(p.numel() for p in heads.parameters())
 
 
-def test_an_older_folder_is_replaced_and_its_card_kept(tmp_path, backbone):
-    folder = save(made(backbone), tmp_path / "made", facts={"steps": 3})
+def test_older_heads_are_replaced_and_nothing_else(tmp_path, backbone, monkeypatch):
+    folder = save(random_heads(backbone), tmp_path / "heads", facts={"steps": 3})
     (folder / "README.md").write_text("card")
-    save(made(backbone, n_heads=2), folder)
-    assert files(folder) == ["README.md", "config.json", "heads.safetensors"]  # the facts told of other weights
+    save(random_heads(backbone, n_heads=2), folder)
+    assert files(folder) == ["README.md", "config.json", "heads.safetensors"]  # the facts were those of other weights
     assert load_trained_heads(folder, backbone)[0].config.n_heads == 2
-    assert files(tmp_path) == ["made"]
 
-
-def test_a_failed_write_leaves_the_old_folder(tmp_path, backbone, monkeypatch):
-    folder = saved(backbone, tmp_path / "made")
-    before = (folder / "heads.safetensors").read_bytes()
+    # vLLM's heads are a model.safetensors, and so is the model they sit on
+    torch_model("llama").save_pretrained(tmp_path / "model")
+    before = files(tmp_path / "model")
+    for taken, layout in ((tmp_path, "specnb"), (folder / "README.md", "note"), (tmp_path / "model", "vllm")):
+        with pytest.raises(InputError, match=str(taken)):
+            convert(random_heads(backbone), taken, layout)
+    assert files(tmp_path / "model") == before and files(tmp_path) == ["heads", "model"]
 
     def full_disk(path, data):
         if path.name == "config.json":
             raise OSError(28, "No space left on device")
         path.write_bytes(data)
 
-    monkeypatch.setattr("specnb.medusa.layouts.write_atomic", full_disk)
-    with pytest.raises(InputError, match="No space left"):
-        save(made(backbone, n_heads=2), folder)
-    assert (folder / "heads.safetensors").read_bytes() == before and files(tmp_path) == ["made"]
-    with pytest.raises(InputError, match="No space left"):
-        save(made(backbone), tmp_path / "new")
-    assert files(tmp_path) == ["made"]
+    monkeypatch.setattr(layouts, "write_atomic", full_disk)
+    for place in (folder, tmp_path / "new"):
+        with pytest.raises(InputError, match="No space left"):
+            save(random_heads(backbone), place)
+    assert load_trained_heads(folder, backbone)[0].config.n_heads == 2 and files(tmp_path) == ["heads", "model"]
 
 
-def test_a_folder_of_other_things_is_not_replaced(tmp_path, backbone):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputError, match="holds other things"):
-        save(made(backbone), tmp_path)
-    with pytest.raises(InputError, match="thesis"):
-        save(made(backbone), tmp_path / "thesis.tex")
-    assert files(tmp_path) == ["thesis.tex"]
-
-
-def test_a_model_of_the_same_file_names_is_not_replaced(tmp_path, backbone):
-    """vLLM's heads are a model.safetensors, and so is the model they sit on."""
-    torch_model("llama").save_pretrained(tmp_path)
-    before = (tmp_path / "model.safetensors").read_bytes()
-    with pytest.raises(InputError, match="holds other things"):
-        convert(made(backbone), tmp_path, "vllm")
-    assert (tmp_path / "model.safetensors").read_bytes() == before
-    convert(made(backbone), tmp_path / "heads", "vllm")
-    convert(made(backbone, n_heads=2), tmp_path / "heads", "vllm")
-    assert load_trained_heads(tmp_path / "heads", backbone)[0].config.n_heads == 2
-
-
-# ---- strict
-
+# --- strict ---------------------------------------------------------------------------------------------------------
 
 BROKEN = {
     "'heads.1.blocks.0.linear.bias' is missing": lambda t: t.pop("heads.1.blocks.0.linear.bias"),
     "'extra' is unexpected": lambda t: t.update(extra=torch.ones(1)),
-    "'heads.3.blocks.0.linear.weight' is unexpected": lambda t: t.update(
-        {"heads.3.blocks.0.linear.weight": torch.ones(1)}
-    ),
     "shape (5,) instead of (32,)": lambda t: t.update({"heads.0.blocks.0.linear.bias": torch.ones(5)}),
     "torch.int64, not": lambda t: t.update({"heads.1.blocks.0.linear.weight": torch.ones(WIDTH, WIDTH).long()}),
     "'heads.2.blocks.0.linear.weight' has NaN": lambda t: t["heads.2.blocks.0.linear.weight"].fill_(float("nan")),
@@ -156,63 +123,50 @@ BROKEN = {
 
 
 def test_one_error_lists_everything(tmp_path, backbone):
-    folder = saved(backbone, tmp_path / "made")
+    folder = save(random_heads(backbone), tmp_path / "heads")
     for change in BROKEN.values():
         alter(folder, change)
-    reconfigure(folder, vocab_size=99, backbone="0" * 64)
+    alter(folder, vocab_size=99, backbone="0" * 64)
     with pytest.raises(HeadsMismatch) as caught:
         load_trained_heads(folder, backbone)
-    words = (*BROKEN, "vocab_size 99", "another model", str(folder))
-    assert all(word in str(caught.value) for word in words)
+    assert all(word in str(caught.value) for word in (*BROKEN, "vocab_size 99", "another model", str(folder)))
 
 
-@pytest.mark.parametrize("values", [{"n_heads": 4}, {"n_heads": 2}, {"n_layers": 2}, {"bias": False}, {"kind": "hydra"},
-                                    {"lm_head": "private"}, {"hidden_size": 16}, {"draft_vocab": 8}])  # fmt: skip
+@pytest.mark.parametrize("values", [
+    {"n_heads": 4}, {"n_heads": 2}, {"n_layers": 2}, {"bias": False}, {"kind": "hydra"}, {"lm_head": "private"},
+    {"hidden_size": 16}, {"draft_vocab": 8},
+], ids=str)  # fmt: skip
 def test_a_config_that_lies_is_an_error(tmp_path, backbone, values):
-    folder = saved(backbone, tmp_path / "made")
-    reconfigure(folder, **values)
+    folder = save(random_heads(backbone), tmp_path / "heads")
+    alter(folder, **values)
     with pytest.raises(HeadsMismatch):
         load_trained_heads(folder, backbone)
 
 
 def test_heads_of_another_model_are_refused_unless_asked_for(tmp_path, backbone):
-    folder = saved(backbone, tmp_path / "made")
+    folder = save(random_heads(backbone), tmp_path / "heads")
     other = Backbone.of(torch_model("llama", seed=6))
-    with pytest.raises(HeadsMismatch, match=rf"another model \(tiny, digest {backbone.digest[:12]}"):
+    with pytest.raises(HeadsMismatch, match=backbone.digest[:12]):
         load_trained_heads(folder, other)
     heads, report = load_trained_heads(folder, other, any_backbone=True)
-    assert not report.clean and "another model" in str(report) and heads.config.backbone == backbone.digest
-    wider = Backbone.of(torch_model("llama", vocab_size=VOCAB + 8))
+    assert not report.clean and heads.config.backbone == backbone.digest
     with pytest.raises(HeadsMismatch, match="vocab_size 64, the backbone 72"):
-        load_trained_heads(folder, wider, any_backbone=True)
+        load_trained_heads(folder, Backbone.of(torch_model("llama", vocab_size=VOCAB + 8)), any_backbone=True)
 
 
-def test_findings_and_conversions_are_in_the_report(tmp_path, backbone):
-    folder = saved(backbone, tmp_path / "made", token_map=MAP)
-    heads, report = load_trained_heads(folder, backbone)
-    assert report.n_parameters == sum(p.numel() for p in heads.parameters()) == 3 * (WIDTH * WIDTH + WIDTH)
-    words = ("3 medusa heads", "layout specnb", "pre_norm", "shared", "22 of 64 tokens")
-    assert report.bytes == (folder / "heads.safetensors").stat().st_size and all(word in str(report) for word in words)
-    alter(folder, lambda t: [t[f"heads.1.blocks.0.linear.{part}"].zero_() for part in ("weight", "bias")])
-    reconfigure(folder, backbone="")
-    report = load_trained_heads(folder, backbone)[1]
-    assert report.findings == ("heads.1.blocks.0 is all zero: it was never trained",) and "no digest" in str(report)
-    reconfigure(folder, surprise=1)
-    with pytest.raises(InputError, match="surprise"):
-        load_trained_heads(folder, backbone)
-
-
-def test_rounding_is_told_and_overflow_refused(tmp_path, backbone):
-    folder = saved(backbone, tmp_path / "made")
+def test_untrained_blocks_rounding_and_overflow_are_reported(tmp_path, backbone):
+    folder = save(random_heads(backbone), tmp_path / "heads", dtype="float32")
     half = Backbone.of(torch_model("llama", seed=5).half())
-    report = load_trained_heads(folder, half, any_backbone=True)[1]
-    assert any("rounded from torch.float32 to torch.float16" in sentence for sentence in report.converted)
+    assert "torch.float32 to torch.float16" in str(load_trained_heads(folder, half, any_backbone=True)[1])
+    alter(folder, lambda t: [t[f"heads.1.blocks.0.linear.{part}"].zero_() for part in ("weight", "bias")], backbone="")
+    report = load_trained_heads(folder, backbone)[1]
+    assert len(report.findings) == 1 and "heads.1.blocks.0 " in report.findings[0] and "no digest" in str(report)
     alter(folder, lambda t: t["heads.0.blocks.0.linear.weight"].fill_(1e6))
-    with pytest.raises(HeadsMismatch, match=r"NaN or infinity \(in torch.float16\)"):
+    with pytest.raises(HeadsMismatch, match="float16"):
         load_trained_heads(folder, half, any_backbone=True)
 
 
-# ---- other layouts
+# --- other layouts --------------------------------------------------------------------------------------------------
 
 
 def holds(layout: str, heads: Heads) -> bool:
@@ -240,11 +194,11 @@ PAIRWISE = [
 def test_every_layout_gives_back_what_it_was_given(
     tmp_path, backbone, layout, kind, lm_head, bias, n_layers, token_map
 ):
-    heads = made(backbone, token_map, kind=kind, bias=bias, n_layers=n_layers, **LM_HEADS[lm_head])
+    heads = random_heads(backbone, token_map, kind=kind, bias=bias, n_layers=n_layers, **LM_HEADS[lm_head])
     if not holds(layout, heads):
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match=layout):
             convert(heads, tmp_path / "out", layout)
-        assert files(tmp_path) == [] and layout in str(caught.value)
+        assert files(tmp_path) == []
         return
     written = convert(heads, tmp_path / "out", layout)
     loaded, report = load_trained_heads(tmp_path / "out", backbone)
@@ -256,32 +210,30 @@ def test_every_layout_gives_back_what_it_was_given(
     assert all(not t.any() if "bias" in n else torch.equal(t, heads.shared_lm_head) for n, t in added.items())
     ids = torch.tensor([[3, 4, 5]])
     for head in range(3):
-        ours = heads.logits(head, heads.features(head, heads.normed(HIDDEN), ids))
         fed = loaded.as_input(HIDDEN)  # what this contract asks for, of the same state
-        theirs = loaded.logits(head, loaded.features(head, loaded.normed(fed), ids))
-        assert torch.equal(ours, theirs)
+        assert torch.equal(heads.draft_logits(head, HIDDEN, ids), loaded.draft_logits(head, fed, ids))
     assert loaded.config.input == ("pre_norm" if layout == "specnb" else "post_norm")
 
 
-def test_names_and_shapes_are_those_of_the_others(tmp_path, backbone):
-    """Literal names, as the sources of the other projects have them."""
-    heads = made(backbone, n_heads=2, lm_head="private")
-    expected = {
-        "note": {"heads.{i}.res_block.linear.weight": (32, 32), "heads.{i}.res_block.linear.bias": (32,),
-                 "heads.{i}.lm_head.weight": (64, 32)},
-        "medusa-v1": {"{i}.0.linear.weight": (32, 32), "{i}.0.linear.bias": (32,), "{i}.1.weight": (64, 32)},
-        "vllm": {"blocks.{i}.layers.0.weight": (32, 32), "blocks.{i}.layers.0.bias": (32,),
-                 "lm_heads.{i}.weight": (64, 32)},
-    }  # fmt: skip
-    for layout, shapes in expected.items():
-        convert(heads, tmp_path / layout, layout)
-        found = layouts.open_source(tmp_path / layout).tensors
-        assert {name: tuple(t.shape) for name, t in found.items()} == {
-            name.format(i=i): shape for name, shape in shapes.items() for i in range(2)
-        }
-    convert(made(backbone, n_heads=2, bias=False), tmp_path / "medusa-v2", "medusa-v2")
-    found = load_file(tmp_path / "medusa-v2" / "medusa_lm_head.safetensors")
-    assert set(found) == {f"{i}.0.linear.{part}" for i in range(2) for part in ("weight", "bias")}
+LITERAL = {
+    "note": ({"lm_head": "private"}, {"heads.{i}.res_block.linear.weight": (32, 32),
+             "heads.{i}.res_block.linear.bias": (32,), "heads.{i}.lm_head.weight": (64, 32)}),
+    "medusa-v1": ({"lm_head": "private"}, {"{i}.0.linear.weight": (32, 32), "{i}.0.linear.bias": (32,),
+                  "{i}.1.weight": (64, 32)}),
+    "medusa-v2": ({"bias": False}, {"{i}.0.linear.weight": (32, 32), "{i}.0.linear.bias": (32,)}),
+    "vllm": ({"lm_head": "private"}, {"blocks.{i}.layers.0.weight": (32, 32), "blocks.{i}.layers.0.bias": (32,),
+             "lm_heads.{i}.weight": (64, 32)}),
+}  # fmt: skip
+"""Names and shapes as the sources of the other projects have them."""
+
+
+@pytest.mark.parametrize("layout", LITERAL)
+def test_names_and_shapes_are_those_of_the_others(tmp_path, backbone, layout):
+    settings, shapes = LITERAL[layout]
+    convert(random_heads(backbone, n_heads=2, **settings), tmp_path / layout, layout)
+    tensors = layouts.open_file(tmp_path / layout).tensors
+    expected = {name.format(i=i): shape for name, shape in shapes.items() for i in range(2)}
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == expected
 
 
 def test_the_original_repository_computes_the_same(tmp_path, backbone):
@@ -295,163 +247,137 @@ def test_the_original_repository_computes_the_same(tmp_path, backbone):
         def forward(self, x):
             return x + torch.nn.functional.silu(self.linear(x))
 
-    heads = made(backbone, lm_head="private")
+    heads = random_heads(backbone, lm_head="private")
     convert(heads, tmp_path / "v1", "medusa-v1")
-    theirs = torch.nn.ModuleList(
+    original = torch.nn.ModuleList(
         torch.nn.Sequential(ResBlock(), torch.nn.Linear(WIDTH, VOCAB, bias=False)) for _ in range(3)
     )
-    theirs.load_state_dict(torch.load(tmp_path / "v1" / "medusa_lm_head.pt", weights_only=True), strict=True)
-    normed = backbone.norm(HIDDEN)
+    original.load_state_dict(torch.load(tmp_path / "v1" / "medusa_lm_head.pt", weights_only=True), strict=True)
     for head in range(3):
-        torch.testing.assert_close(theirs[head](normed), heads.draft_logits(head, HIDDEN))
+        torch.testing.assert_close(original[head](backbone.norm(HIDDEN)), heads.draft_logits(head, HIDDEN))
 
 
-def test_settings_of_vllm_are_told_or_refused(tmp_path, backbone):
-    heads = made(backbone)
-    convert(heads, tmp_path / "out", "vllm")
-    reconfigure(tmp_path / "out", medusa_fc_bias=False)
+ORDER = torch.randperm(len(MAP), generator=torch.Generator().manual_seed(2))
+
+
+def mixed_up(tensors: dict[str, torch.Tensor]) -> None:
+    """Most frequent tokens first, as vLLM's own description has it, all under a prefix, one lm_head in full."""
+    for name in list(tensors):
+        tensor = tensors.pop(name)
+        tensors[f"medusa_heads.{name}"] = tensor[ORDER] if "lm_heads" in name or name == "token_map" else tensor
+    full = torch.zeros(VOCAB, WIDTH)
+    full[MAP[ORDER]] = tensors["medusa_heads.lm_heads.1.weight"]
+    tensors["medusa_heads.lm_heads.1.weight"] = full
+    tensors["medusa_heads.token_map"] = tensors["medusa_heads.token_map"].int()
+
+
+def norms_inside(n, scale=1.0):
+    def change(tensors):
+        norm = Backbone.of(torch_model("llama", seed=5)).norm.weight
+        norm = torch.empty_like(norm).uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(1))
+        tensors.update({f"heads.{i}.norm.weight": scale * norm for i in range(n)})
+
+    return change
+
+
+def move(old, new):
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+PRIVATE = {"lm_head": "private"}
+READ = [
+    ("vllm", {}, None, {"medusa_fc_bias": False}, "vLLM drops them"),
+    ("vllm", {}, None, {"num_heads": 5}, "num_heads 5, the weights have 3"),
+    ("vllm", {}, move("lm_head.weight", "lm_heads.0.weight"), {}, "the backbone's own"),
+    ("vllm", PRIVATE | {"token_map": MAP}, mixed_up, {}, "token_map was sorted"),
+    ("medusa-v2", {}, None, {"medusa_num_heads": 5}, "medusa_num_heads 5, the weights have 3"),
+    ("medusa-v1", PRIVATE, None, {"medusa_num_layers": 4}, "medusa_num_layers 4, the weights have 1"),
+    ("note", PRIVATE | {"input": "post_norm"}, None, {}, "no norm inside"),
+    ("note", PRIVATE, norms_inside(3), {}, "frozen norm inside"),
+]
+
+
+@pytest.mark.parametrize(("layout", "settings", "change", "config", "said"), READ)
+def test_what_lies_otherwise_is_read_and_reported(tmp_path, backbone, layout, settings, change, config, said):
+    heads = random_heads(backbone, **settings)
+    convert(heads, tmp_path / "out", layout)
+    alter(tmp_path / "out", change or (lambda tensors: None), **config)
     loaded, report = load_trained_heads(tmp_path / "out", backbone)
-    assert same_state(loaded, heads) and "vLLM drops them" in str(report)
-    reconfigure(tmp_path / "out", logit_scale=0.5)
-    with pytest.raises(HeadsMismatch, match="logit_scale"):
+    assert same_state(loaded, heads) and said in str(report) and report.clean
+    if layout == "note":
+        assert loaded.config.input == heads.config.input
+
+
+REFUSED = [
+    ("vllm", {}, None, {"logit_scale": 0.5}, "logit_scale"),
+    ("vllm", {}, None, {"num_heads": "five"}, "num_heads"),
+    ("vllm", {}, lambda t: t.pop("lm_head.weight"), {}, "random lm_head"),
+    ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t.update(token_map=MAP + 5), {}, "outside the vocabulary"),
+    ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t.pop("token_map"), {}, "no token_map"),
+    ("note", PRIVATE, norms_inside(1), {}, "in 1 of 3 heads"),
+    ("note", PRIVATE, norms_inside(3, 2.0), {}, "not the backbone's final norm"),
+    *((layout, {}, change, {}, said) for layout in ("note", "medusa-v1", "medusa-v2", "vllm") for change, said in (
+        (lambda t: t.pop(bias_in(t)), "is missing"), (lambda t: t.update(extra=torch.ones(1)), "'extra' is unexpected"),
+        (lambda t: t.update({bias_in(t): torch.ones(3)}), "instead of"),
+        (lambda t: t.update({bias_in(t): torch.ones(WIDTH, dtype=torch.int8)}), "torch.int8"),
+    )),
+]  # fmt: skip
+
+
+def bias_in(tensors):
+    return next(name for name in sorted(tensors) if name.endswith(".bias"))
+
+
+@pytest.mark.parametrize(("layout", "settings", "change", "config", "said"), REFUSED)
+def test_foreign_files_are_checked_as_strictly(tmp_path, backbone, layout, settings, change, config, said):
+    convert(random_heads(backbone, **settings), tmp_path / "out", layout)
+    alter(tmp_path / "out", change or (lambda tensors: None), **config)
+    with pytest.raises(InputError, match=said):
         load_trained_heads(tmp_path / "out", backbone)
-    with pytest.raises(InputError, match="did you mean vllm"):
-        convert(heads, tmp_path / "other", "vlm")
-    save_file({"model.layers.0.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=r"model\.layers\.0\.weight"):
-        load_trained_heads(tmp_path, backbone)
 
 
+def test_an_lm_head_of_all_heads_that_is_not_the_backbones_is_each_heads(tmp_path, backbone):
+    convert(random_heads(backbone), tmp_path / "out", "vllm")
+    alter(tmp_path / "out", lambda t: t.update({"lm_head.weight": 2 * t["lm_head.weight"]}))
+    heads, _ = load_trained_heads(tmp_path / "out", backbone)
+    assert heads.config.lm_head == "private"
+    assert all(torch.equal(h.lm_head.weight, 2 * backbone.lm_head) for h in heads.heads)
+    smaller = Backbone.of(torch_model("llama", vocab_size=VOCAB - 8))
+    for settings in ({}, PRIVATE):
+        convert(random_heads(backbone, MAP, **settings), tmp_path / "mapped", "vllm")
+        with pytest.raises(HeadsMismatch, match="vocab_size 64, the backbone 56"):
+            load_trained_heads(tmp_path / "mapped", smaller)
+
+
+@torch.no_grad()
 def test_equal_blocks_fit_the_original_repository(tmp_path, backbone):
-    heads = made(backbone, n_layers=2)
-    with pytest.raises(InputError, match="medusa-v2"):
-        convert(heads, tmp_path / "out", "medusa-v2")
+    heads = random_heads(backbone, n_layers=2)
     for head in heads.heads:
         head.blocks[1].load_state_dict(head.blocks[0].state_dict())
     convert(heads, tmp_path / "out", "medusa-v2")
     assert same_state(load_trained_heads(tmp_path / "out", backbone)[0], heads)
 
 
-@pytest.mark.parametrize("layout", ["medusa-v1", "medusa-v2", "vllm"])
-def test_a_foreign_config_that_lies_is_told(tmp_path, backbone, layout):
-    convert(made(backbone), tmp_path / "out", layout)
-    key = "num_heads" if layout == "vllm" else "medusa_num_heads"
-    reconfigure(tmp_path / "out", **{key: 5})
-    heads, report = load_trained_heads(tmp_path / "out", backbone)
-    assert heads.config.n_heads == 3 and f"{key} 5, the weights have 3" in str(report)
-    reconfigure(tmp_path / "out", **{key: "five"})
-    with pytest.raises(InputError, match=key):
-        load_trained_heads(tmp_path / "out", backbone)
-
-
-@pytest.mark.parametrize("layout", FOREIGN)
-def test_foreign_weights_are_checked_as_strictly(tmp_path, backbone, layout):
-    convert(made(backbone), tmp_path / "out", layout)
-    file = tmp_path / "out" / LAYOUTS[layout].file
-    load, store = (load_file, save_file) if file.suffix == ".safetensors" else (torch.load, torch.save)
-    whole = load(file)
-    name = next(name for name in sorted(whole) if "linear.bias" in name or "layers.0.bias" in name)
-    for change, said in {
-        "missing": (lambda t: t.pop(name), "is missing"),
-        "unexpected": (lambda t: t.update(extra=torch.ones(1)), "'extra' is unexpected"),
-        "shape": (lambda t: t.update({name: torch.ones(3)}), "instead of"),
-        "integers": (lambda t: t.update({name: torch.ones(WIDTH, dtype=torch.int8)}), "torch.int8"),
-    }.values():
-        broken = dict(whole)
-        change(broken)
-        store(broken, file)
-        with pytest.raises(HeadsMismatch, match=said):
-            load_trained_heads(tmp_path / "out", backbone)
-    wider = Backbone.of(torch_model("llama", hidden_size=48, head_dim=12))
-    store(whole, file)
-    with pytest.raises(HeadsMismatch, match="hidden_size 32, the backbone 48"):
-        load_trained_heads(tmp_path / "out", wider)
-
-
-def test_a_note_with_its_norm_inside_is_fed_before_it(tmp_path, backbone):
-    heads = made(backbone, lm_head="private")
-    convert(heads, tmp_path / "out", "note")
-    file = tmp_path / "out" / "medusa_heads.pt"
-    state = torch.load(file)
-    torch.save(state | {f"heads.{i}.norm.weight": backbone.norm.weight for i in range(3)}, file)
-    loaded, report = load_trained_heads(file, backbone)
-    assert loaded.config.input == "pre_norm" and same_state(loaded, heads) and "norm inside" in str(report)
-    torch.save(state | {"heads.0.norm.weight": backbone.norm.weight}, file)
-    with pytest.raises(HeadsMismatch, match="in 1 of 3 heads"):
-        load_trained_heads(file, backbone)
-    torch.save(state | {f"heads.{i}.norm.weight": 2 * backbone.norm.weight for i in range(3)}, file)
-    with pytest.raises(HeadsMismatch, match="not the backbone's final norm"):
-        load_trained_heads(file, backbone)
-
-
-def test_a_note_inside_a_training_checkpoint_is_found(tmp_path, backbone):
-    heads = made(backbone, lm_head="private")
+def test_a_note_inside_a_training_checkpoint_is_read(tmp_path, backbone):
+    heads = random_heads(backbone, lm_head="private")
     convert(heads, tmp_path / "out", "note")
     state = torch.load(tmp_path / "out" / "medusa_heads.pt")
     singly = [{n.split(".", 2)[2]: t for n, t in state.items() if n.startswith(f"heads.{i}.")} for i in range(3)]
     file = tmp_path / "latest.pt"
     for wrapped in ({"step": 5, "heads": state}, {"step": 5, "heads": singly}):
         torch.save(wrapped, file)
-        assert same_state(load_trained_heads(file, backbone)[0], heads)
         assert same_state(load_trained_heads(tmp_path, backbone)[0], heads)
     torch.save({"heads": state, "average": state}, file)
     with pytest.raises(InputError, match="2 state dicts"):
         load_trained_heads(file, backbone)
 
 
-@torch.no_grad()
-def test_vllm_maps_in_any_order_and_full_rows(tmp_path, backbone):
-    """Most frequent tokens first, as vLLM's own description has it, and lm_heads with a row for every token."""
-    heads = made(backbone, MAP, lm_head="private")
-    convert(heads, tmp_path / "out", "vllm")
-    file = tmp_path / "out" / "model.safetensors"
-    whole = load_file(file)
-    order = torch.randperm(len(MAP), generator=torch.Generator().manual_seed(2))
-    mixed = {n: t[order] if "lm_heads" in n or n == "token_map" else t for n, t in whole.items()}
-    save_file({f"medusa_heads.{n}": t for n, t in mixed.items()}, file)
-    loaded, report = load_trained_heads(tmp_path / "out", backbone)
-    assert same_state(loaded, heads) and "token_map was sorted" in str(report)
-    full = torch.zeros(VOCAB, WIDTH)
-    full[MAP] = whole["lm_heads.1.weight"]
-    save_file(mixed | {"lm_heads.1.weight": full, "token_map": mixed["token_map"].int()}, file)
-    assert same_state(load_trained_heads(tmp_path / "out", backbone)[0], heads)
-    save_file(mixed | {"token_map": MAP + 5}, file)
-    with pytest.raises(HeadsMismatch, match="outside the vocabulary"):
-        load_trained_heads(tmp_path / "out", backbone)
-    smaller = Backbone.of(torch_model("llama", vocab_size=VOCAB - 8))
-    for lm_head in ({"lm_head": "private"}, {}):
-        convert(made(backbone, MAP, **lm_head), tmp_path / "other", "vllm")
-        with pytest.raises(HeadsMismatch, match="vocab_size 64, the backbone 56"):
-            load_trained_heads(tmp_path / "other", smaller)
-    save_file({n: t for n, t in mixed.items() if n != "token_map"}, file)
-    with pytest.raises(HeadsMismatch, match="no token_map"):
-        load_trained_heads(tmp_path / "out", backbone)
-
-
-def test_vllm_shared_lm_heads(tmp_path, backbone):
-    heads = made(backbone)
-    convert(heads, tmp_path / "out", "vllm")
-    file = tmp_path / "out" / "model.safetensors"
-    whole = load_file(file)
-    assert torch.equal(whole["lm_head.weight"], backbone.lm_head)
-    blocks = {n: t for n, t in whole.items() if n != "lm_head.weight"}
-    save_file(blocks | {"lm_heads.0.weight": whole["lm_head.weight"]}, file)
-    assert same_state(load_trained_heads(tmp_path / "out", backbone)[0], heads)
-    save_file(blocks | {"lm_head.weight": 2 * whole["lm_head.weight"]}, file)
-    private, report = load_trained_heads(tmp_path / "out", backbone)
-    assert private.config.lm_head == "private" and "not the backbone's" in str(report)
-    assert all(torch.equal(h.lm_head.weight, 2 * backbone.lm_head) for h in private.heads)
-    save_file(blocks, file)
-    with pytest.raises(HeadsMismatch, match="random lm_head"):
-        load_trained_heads(tmp_path / "out", backbone)
-
-
-# ---- hostile files
+# --- hostile files, names, the command ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["specnb", "note"])
 def test_only_our_errors_come_out_of_damaged_files(tmp_path, backbone, layout):
-    convert(made(backbone), tmp_path / "out", layout)
+    convert(random_heads(backbone), tmp_path / "out", layout)
     for file in sorted((tmp_path / "out").iterdir()):
         whole = file.read_bytes()
         for data in (b"", b"garbage", whole[: len(whole) // 2], whole[:9] + b"\xff" * 20 + whole[29:]):
@@ -471,42 +397,28 @@ class Evil:
 
 def test_nothing_pickled_is_run(tmp_path, backbone):
     torch.save({"heads.0.res_block.linear.weight": Evil(tmp_path / "was_here")}, tmp_path / "evil.pt")
-    with pytest.raises(InputError, match=r"evil\.pt.* code") as caught:
+    with pytest.raises(InputError, match=r"evil\.pt"):
         load_trained_heads(tmp_path / "evil.pt", backbone)
-    assert not (tmp_path / "was_here").exists() and "weights_only" not in str(caught.value)
-
-
-# ---- names and the command
+    assert not (tmp_path / "was_here").exists()
 
 
 def test_shipped_heads_go_by_name(tmp_path, backbone, monkeypatch):
     monkeypatch.setattr(checkpoint, "project_dir", lambda: tmp_path)
-    assert shipped() == {}
-    folder = saved(backbone, tmp_path / "data" / "heads" / "tiny-medusa")
-    (tmp_path / "data" / "heads" / "empty").mkdir()
+    folder = save(random_heads(backbone), tmp_path / "data" / "heads" / "tiny-medusa")
     assert shipped() == {"tiny-medusa": folder} and folder_of("tiny-medusa") == folder
-    assert load_trained_heads("tiny-medusa", backbone)[1].clean
     with pytest.raises(InputError, match="did you mean tiny-medusa"):
         folder_of("tiny-medussa")
-    with pytest.raises(InputError, match="holds no heads"):
+    with pytest.raises(InputError, match=str(tmp_path)):
         load_trained_heads(tmp_path, backbone)
 
 
-def test_the_command_converts(tmp_path, monkeypatch, capsys):
-    net = torch_model("llama", seed=5)
+def test_the_command_converts(tmp_path, net, specnb):
     net.save_pretrained(tmp_path / "net")
-    heads = made(Backbone.of(net))
-    save(heads, tmp_path / "made", dtype="float32")
-    line = ["checkpoint", str(tmp_path / "made"), "--backbone", str(tmp_path / "net"), "--to"]
-    monkeypatch.setattr(sys, "argv", [*line, "vllm", "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as ended:
-        script.run("checkpoint", checkpoint.command)
-    assert not ended.value.code
-    shown = capsys.readouterr().out
-    assert "3 medusa heads, layout specnb" in shown and "layout vllm" in shown
+    heads = random_heads(Backbone.of(net))
+    save(heads, tmp_path / "heads", dtype="float32")
+    words = ["heads", "convert", str(tmp_path / "heads"), "--backbone", str(tmp_path / "net"), "--out"]
+    code, shown, _ = specnb(*words, str(tmp_path / "out"), "--to", "vllm")
+    assert code == 0 and "3 medusa heads, layout specnb" in shown and "layout vllm" in shown
     assert same_state(load_trained_heads(tmp_path / "out", net)[0], heads)
-    monkeypatch.setattr(sys, "argv", [*line, "vlm", "--out", str(tmp_path / "no")])
-    with pytest.raises(SystemExit) as ended:
-        script.run("checkpoint", checkpoint.command)
-    assert ended.value.code == 2 and "did you mean vllm" in capsys.readouterr().err
-    assert not (tmp_path / "no").exists()
+    code, _, error = specnb(*words, str(tmp_path / "no"), "--to", "vlm")
+    assert code == 2 and "did you mean vllm" in error and not (tmp_path / "no").exists()

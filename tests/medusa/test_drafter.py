@@ -15,201 +15,121 @@ from specnb.errors import InputError, LoadError, NonFiniteLogits
 from specnb.lm import toy
 from specnb.lm.hf.model import HfModel
 from specnb.measure import pair
-from specnb.medusa import checkpoint
-from specnb.medusa import drafter as heads_load
-from specnb.medusa.drafter import HeadsDrafter, best_tree, drafting_s, tree_curve, tree_size
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig
-from specnb.medusa.tree import PUBLISHED, TreePlan, grow
-from tests.tiny_models import VOCAB, WIDTH, torch_model
+from specnb.measure.cost import CostCurve
+from specnb.medusa import checkpoint, drafter
+from specnb.medusa.drafter import HeadsDrafter, drafting_s, timed_trees
+from specnb.medusa.tree import PUBLISHED, TreePlan, fastest, grow, tree_curve
+from tests.medusa import periodic
+from tests.tiny_models import VOCAB, torch_model
 
 PROMPT = [1, 5, 9, 13]
 BUSH = TreePlan((-1, -1, 0, 0, 1, 2), (0, 1, 0, 2, 0, 0))
+ODD = torch.arange(1, 40, 2)
 KINDS = ("medusa", "hydra")
 
 
-def opened(seed=0, **config):
-    return HfModel(torch_model(seed=seed, **config), None, name="tiny")
-
-
-def made_heads(target, kind="medusa", *, n_heads=3, input="pre_norm", draft_vocab=0, scale=0.5, seed=1):
-    """Random heads: every one says something else, so whatever is mixed up shows."""
-    backbone = Backbone.of(target.network)
-    config = HeadsConfig(
-        kind=kind, n_heads=n_heads, hidden_size=WIDTH, vocab_size=VOCAB, input=input, draft_vocab=draft_vocab,
-        backbone=backbone.digest, backbone_name="tiny",
-    )  # fmt: skip
-    token_map = torch.arange(1, 2 * draft_vocab, 2) if draft_vocab else None
-    heads = Heads(config, backbone, token_map)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-    return heads.eval()
-
-
-@pytest.fixture(scope="module")
-def target():
-    return opened()
-
-
-def hidden_of(target, tokens):
-    """The hidden state after `tokens`, before and after the final norm, by another way than the drafter's."""
-    net = target.network
-    seen = {}
-    hook = net.model.norm.register_forward_hook(lambda _m, inputs, output: seen.update(pre=inputs[0], post=output))
-    with torch.inference_mode():
-        net(torch.tensor([list(tokens)]))
-    hook.remove()
-    return seen["pre"][0, -1], seen["post"][0, -1]
+def random_heads(target, kind="medusa", token_map=None, *, scale=0.5, **changed):
+    return periodic.randomised(periodic.new_heads(target, token_map, kind=kind, **changed), scale, seed=1)
 
 
 def rows_from_scratch(target, heads, tokens, paths):
     """Rows over the vocabulary of the head after each path of drafts, the last token of `tokens` being the newest."""
-    hidden = dict(zip(("pre_norm", "post_norm"), hidden_of(target, tokens[:-1]), strict=True))[heads.config.input]
+    seen = {}
+    hook = target.network.model.norm.register_forward_hook(lambda _m, x, y: seen.update(pre_norm=x[0], post_norm=y))
     with torch.inference_mode():
+        target.network(torch.tensor([list(tokens[:-1])]))
+        hook.remove()
+        hidden = seen[heads.config.input][0, -1]
         rows = [heads.draft_logits(len(path), hidden[None], torch.tensor([[tokens[-1], *path]]))[0] for path in paths]
     if heads.token_map is not None:
         rows = [torch.full((VOCAB,), -torch.inf).index_copy(0, heads.token_map, row) for row in rows]
     return [row.numpy() for row in rows]
 
 
-def proposals(target, drafter, **settings):
-    """What `drafter` proposed in each round of a generation, with the tokens it was told."""
-    found = []
-    plain = drafter.propose
+def proposals(target, drafting, **settings):
+    """A generation, and what was proposed in each round, with the tokens that the drafter was told."""
+    rounds, propose = [], drafting.propose
 
-    def propose(tokens, k, rng):
-        proposal = plain(tokens, k, rng)
-        found.append((tuple(tokens), proposal))
-        return proposal
+    def noted(tokens, k, rng):
+        rounds.append((tuple(tokens), propose(tokens, k, rng)))
+        return rounds[-1][1]
 
-    drafter.propose = propose
-    made = generate(target, PROMPT, drafter=drafter, ignore_eog=True, **({"max_new_tokens": 24} | settings))
-    return made, found
+    drafting.propose = noted
+    text = generate(target, PROMPT, drafter=drafting, ignore_eog=True, max_new_tokens=24, **settings)
+    return text, rounds
 
 
 # --- what they are fed, and which head speaks of which place --------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "contract", "draft_vocab"),
-    [("medusa", "pre_norm", 0), ("medusa", "post_norm", 20), ("hydra", "pre_norm", 20), ("hydra", "post_norm", 0)],
-)
-def test_a_chain_is_what_the_heads_say_of_the_last_computed_token(target, kind, contract, draft_vocab):
-    heads = made_heads(target, kind, input=contract, draft_vocab=draft_vocab)
-    made, found = proposals(target, HeadsDrafter(target, heads), k=3)
-    assert made.drafter == kind and found[0][1].ids == () and len(found) > 4
-    for tokens, proposal in found[1:]:
-        assert proposal.tree is None and proposal.q_draft is None and proposal.forward_s > 0
-        for j, token in enumerate(proposal.ids):
-            (row,) = rows_from_scratch(target, heads, tokens, [proposal.ids[:j]])
-            assert row[token] >= row.max() - 1e-3
-            assert not draft_vocab or token % 2 == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("draft_vocab", [0, 20])
-def test_a_tree_holds_the_ranks_of_the_plan(target, kind, draft_vocab):
-    heads = made_heads(target, kind, draft_vocab=draft_vocab)
-    _, found = proposals(target, HeadsDrafter(target, heads, BUSH))
-    assert found[0][1].ids == () and len(found) > 4
-    for tokens, proposal in found[1:]:
-        assert proposal.tree.parents == BUSH.first(len(proposal.ids)).parents and proposal.forward_s > 0
+@pytest.mark.parametrize(("kind", "contract", "token_map"), [
+    ("medusa", "pre_norm", None), ("medusa", "post_norm", ODD), ("hydra", "pre_norm", ODD),
+    ("hydra", "post_norm", None),
+])  # fmt: skip
+@pytest.mark.parametrize("plan", [None, BUSH], ids=["chain", "tree"])
+def test_drafts_are_what_the_heads_say_of_the_last_computed_token(tiny, kind, contract, token_map, plan):
+    heads = random_heads(tiny, kind, token_map, input=contract)
+    text, rounds = proposals(tiny, HeadsDrafter(tiny, heads, plan), k=6 if plan else 3)
+    assert text.drafter == kind and rounds[0][1].ids == () and len(rounds) > 4
+    for tokens, proposal in rounds[1:]:
+        assert proposal.q_draft is None and proposal.forward_s > 0
+        assert proposal.tree is None if plan is None else proposal.tree.parents == BUSH.first(len(proposal.ids)).parents
         for node, token in enumerate(proposal.ids):
-            (row,) = rows_from_scratch(target, heads, tokens, [proposal.up_to(node)[:-1]])
-            assert row[token] == pytest.approx(np.sort(row)[-1 - BUSH.ranks[node]], abs=1e-3)
+            path = proposal.ids[:node] if plan is None else proposal.up_to(node)[:-1]
+            (row,) = rows_from_scratch(tiny, heads, tokens, [path])
+            rank = BUSH.ranks[node] if plan else 0
+            assert row[token] == pytest.approx(np.sort(row)[-1 - rank], abs=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("plan", [None, BUSH], ids=["chain", "tree"])
-def test_greedy_output_is_plain_decoding(target, kind, temperature, plan):
-    heads = made_heads(target, kind, scale=0.02)  # nearly the backbone's next token: some drafts are right
+def test_greedy_output_is_plain_decoding(tiny, kind, temperature, plan):
+    heads = random_heads(tiny, kind, scale=0.02)  # nearly the backbone's next token: some drafts are right
     settings = {"max_new_tokens": 40, "ignore_eog": True}
-    made = generate(target, PROMPT, drafter=HeadsDrafter(target, heads, plan), temperature=temperature, **settings)
-    assert made.lossless and len(made.token_ids) == 40 and made.k == (6 if plan else 4)
+    text = generate(tiny, PROMPT, drafter=HeadsDrafter(tiny, heads, plan), temperature=temperature, **settings)
+    assert text.lossless and len(text.token_ids) == 40 and text.k == (6 if plan else 4)
     if not temperature:
-        assert made.token_ids == generate(target, PROMPT, **settings).token_ids
+        assert text.token_ids == generate(tiny, PROMPT, **settings).token_ids
 
 
-@pytest.mark.parametrize("plan", [None, TreePlan.chain(3), BUSH], ids=["chain", "chain tree", "tree"])
-def test_heads_that_know_the_text_are_accepted_where_they_should_be(plan):
-    """A backbone of period 5 and heads that say what comes i + 2 places behind: nothing is ever rejected."""
-    target = periodic()
-    heads = made_heads(target, scale=0.0)
-    speak(heads)
-    drafter = HeadsDrafter(target, heads, plan)
-    made = generate(
-        target, [0, 1, 2], drafter=drafter, k=3 if plan is None else None, max_new_tokens=40, ignore_eog=True
-    )
-    assert made.token_ids == tuple((3 + i) % 5 for i in range(40))
-    inner = made.rounds[1:-1]
-    assert all(r.n_accepted == 3 for r in inner) and made.rounds[0].k == 0
+class TooFar(HeadsDrafter):
+    """The planted fault: what heads say one token further on, one place too far; only acceptance shows it."""
+
+    def propose(self, tokens, k, rng):
+        proposal = super().propose(tokens, k, rng)
+        return proposal._replace(ids=tuple(int(periodic.NEXT[token]) for token in proposal.ids))
 
 
-def periodic():
-    """A network that says (t + 1) mod 5 after t: its layers add nothing, embedding t leads lm_head to t + 1."""
-    net = torch_model(num_hidden_layers=1, tie_word_embeddings=False)
-    with torch.no_grad():
-        for name, parameter in net.named_parameters():
-            if ".layers." in name and parameter.dim() > 1:
-                parameter.zero_()
-        net.get_input_embeddings().weight.zero_()
-        net.get_output_embeddings().weight.zero_()
-        for token in range(5):
-            net.get_input_embeddings().weight[token, token] = 1.0
-            net.get_output_embeddings().weight[(token + 1) % 5, token] = 1.0
-    return HfModel(net, None, name="periodic")
-
-
-def speak(heads):
-    """Head i of h = e_t turns to e_(t+1+i), with -2 e_t SiLU'd away: its argmax is t + 2 + i."""
-    with torch.no_grad():
-        for i, head in enumerate(heads.heads):
-            head.blocks[0].linear.bias.zero_()
-            weight = head.blocks[0].linear.weight
-            weight.zero_()
-            for token in range(5):
-                weight[(token + 1 + i) % 5, token] = 3.0
-
-
-def test_the_state_of_the_newest_token_would_be_the_wrong_one():
-    """The planted fault: heads fed one token further on draft one place too far, and only acceptance shows it."""
-    target = periodic()
-    heads = made_heads(target, scale=0.0)
-    speak(heads)
-
-    class TooFar(HeadsDrafter):
-        def propose(self, tokens, k, rng):
-            proposal = super().propose(tokens, k, rng)
-            return proposal._replace(ids=tuple((token + 1) % 5 for token in proposal.ids))
-
-    made = generate(target, [0, 1, 2], drafter=TooFar(target, heads), k=3, max_new_tokens=20, ignore_eog=True)
-    assert made.accepted_tokens == 0 and made.token_ids == tuple((3 + i) % 5 for i in range(20))
+@pytest.mark.parametrize(("plan", "faulty"), [(None, False), (None, True), (TreePlan.chain(3), False), (BUSH, False)])
+def test_heads_that_know_the_text_are_accepted_where_they_should_be(circles, fitted, plan, faulty):
+    drafting = (TooFar if faulty else HeadsDrafter)(circles, fitted["hydra"], plan)
+    prompt = periodic.prompts()[0]
+    text = generate(circles, prompt, drafter=drafting, k=6 if plan else 3, max_new_tokens=40)
+    assert text.token_ids == generate(circles, prompt, max_new_tokens=40).token_ids
+    assert text.rounds[0].k == 0 and {r.n_accepted for r in text.rounds[1:-1]} == {0 if faulty else 3}
 
 
 # --- sampling, controllers, how many --------------------------------------------------------------------------------
 
 
-def test_sampled_chains_carry_rows_over_the_whole_vocabulary(target):
-    heads = made_heads(target, draft_vocab=20)
-    made, found = proposals(target, HeadsDrafter(target, heads), k=3, temperature=1.0)
-    assert made.total_draft_tokens > 10
-    for tokens, proposal in found[1:]:
-        if not proposal.ids:
-            continue
+def test_sampled_chains_carry_rows_over_the_whole_vocabulary(tiny):
+    heads = random_heads(tiny, token_map=ODD)
+    text, rounds = proposals(tiny, HeadsDrafter(tiny, heads), k=3, temperature=1.0)
+    assert text.total_draft_tokens > 10
+    for tokens, proposal in (drafted for drafted in rounds if drafted[1].ids):
         assert proposal.q_draft.shape == (len(proposal.ids), VOCAB)
         assert np.allclose(proposal.q_draft.sum(axis=1), 1) and not proposal.q_draft[:, 0::2].any()
         for j, row in enumerate(proposal.q_draft):
-            (logits,) = rows_from_scratch(target, heads, tokens, [proposal.ids[:j]])
+            (logits,) = rows_from_scratch(tiny, heads, tokens, [proposal.ids[:j]])
             assert np.allclose(row, Sampling(1.0).probabilities(logits), atol=1e-4) and row[proposal.ids[j]] > 0
 
 
 @pytest.mark.parametrize(("plan", "most"), [(None, 3), (BUSH, 6), (TreePlan((), ()), 0)])
 @pytest.mark.parametrize("k", [1, 50])
-def test_no_more_is_drafted_than_asked_for_and_than_there_is(target, plan, most, k):
-    made, found = proposals(target, HeadsDrafter(target, made_heads(target), plan), k=k)
-    assert {len(proposal.ids) for _, proposal in found[1:-7]} == {min(k, most)} and made.k == k
+def test_no_more_is_drafted_than_asked_for_and_than_there_is(tiny, plan, most, k):
+    text, rounds = proposals(tiny, HeadsDrafter(tiny, random_heads(tiny), plan), k=k)
+    assert {len(proposal.ids) for _, proposal in rounds[1:-7]} == {min(k, most)} and text.k == k
 
 
 class Limited:
@@ -228,151 +148,125 @@ class Limited:
 
 
 @pytest.mark.parametrize(("kind", "refuses", "picks"), [("medusa", True, 1), ("hydra", False, 2), ("hydra", True, 2)])
-def test_the_picker_ends_a_chain(target, kind, refuses, picks):
-    drafter = HeadsDrafter(target, made_heads(target, kind))
-    target.reset()
-    target.forward(PROMPT)
-    assert len(drafter.propose(TokenView([*PROMPT, 7]), 3, Limited(picks, refuses)).ids) == picks
+def test_the_picker_ends_a_chain(tiny, kind, refuses, picks):
+    drafting = HeadsDrafter(tiny, random_heads(tiny, kind))
+    tiny.reset()
+    tiny.forward(PROMPT)
+    assert len(drafting.propose(TokenView([*PROMPT, 7]), 3, Limited(picks, refuses)).ids) == picks
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-def test_a_target_that_shows_no_hidden_states_is_refused(target):
-    with pytest.raises(InputError, match=r"toy does not show those of cyclic.*backend=hf"):
-        HeadsDrafter(toy.cyclic(5), made_heads(target))
-    with pytest.raises(InputError, match="backend=hf"):
-        load_drafter("medusa", toy.cyclic(5))
-
-
-def test_a_plan_beyond_the_heads_is_refused(target):
-    with pytest.raises(InputError, match=r"4 tokens deep.* 3 heads"):
-        HeadsDrafter(target, made_heads(target), TreePlan.chain(4))
-    with pytest.raises(InputError, match="ranks up to 20, but there are 3 heads that choose among 20 tokens"):
-        HeadsDrafter(target, made_heads(target, draft_vocab=20), TreePlan((-1,), (20,)))
-
-
-def test_heads_of_another_opened_target_are_refused(target):
-    with pytest.raises(InputError, match="reads hidden states of tiny as it was opened for that drafter"):
-        generate(opened(), PROMPT, drafter=HeadsDrafter(target, made_heads(target)))
-
-
-def test_a_target_without_trees_is_refused_before_the_first_token(target, monkeypatch):
-    drafter = HeadsDrafter(target, made_heads(target), BUSH)
-    monkeypatch.setattr(target, "caps", replace(target.caps, trees=False, trees_reason="sliding windows"))
-    monkeypatch.setattr(target, "forward", lambda *_, **__: pytest.fail("a token was fed"))
-    with pytest.raises(InputError, match=r"cannot verify trees of drafts: sliding windows"):
-        generate(target, PROMPT, drafter=drafter)
+def test_what_heads_cannot_draft_for_is_refused(tiny, monkeypatch):
+    heads = random_heads(tiny, token_map=ODD)
+    for make in (lambda target: HeadsDrafter(target, heads), lambda target: load_drafter("medusa", target)):
+        with pytest.raises(InputError, match="backend=hf"):
+            make(toy.cyclic(5))
+    for plan, words in ((TreePlan.chain(4), "4 tokens deep.* 3 heads"), (TreePlan((-1,), (20,)), "among 20 tokens")):
+        with pytest.raises(InputError, match=words):
+            HeadsDrafter(tiny, heads, plan)
+    drafting = HeadsDrafter(tiny, heads, BUSH)
+    other = HfModel(torch_model("llama"), None, name="tiny")
+    with pytest.raises(InputError, match="hidden states of tiny"):
+        generate(other, PROMPT, drafter=drafting)
+    monkeypatch.setattr(tiny, "caps", replace(tiny.caps, trees=False, trees_reason="sliding windows"))
+    monkeypatch.setattr(tiny, "forward", lambda *_, **__: pytest.fail("a token was fed"))
+    with pytest.raises(InputError, match="sliding windows"):
+        generate(tiny, PROMPT, drafter=drafting)
 
 
 @pytest.mark.parametrize("plan", [None, BUSH], ids=["chain", "tree"])
-def test_broken_heads_are_named_as_such(target, plan):
-    heads = made_heads(target)
-    with torch.no_grad():
-        heads.heads[1].blocks[0].linear.bias.fill_(float("nan"))
-    with pytest.raises(NonFiniteLogits, match=r"while drafting, after 5 tokens.*head 1 has NaN"):
-        generate(target, PROMPT, drafter=HeadsDrafter(target, heads, plan), k=3)
+def test_broken_heads_are_named_as_such(tiny, plan):
+    heads = random_heads(tiny)
+    heads.heads[1].blocks[0].linear.bias.fill_(float("nan"))
+    with pytest.raises(NonFiniteLogits, match=r"after 5 tokens.*head 1"):
+        generate(tiny, PROMPT, drafter=HeadsDrafter(tiny, heads, plan), k=3)
 
 
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def saved(target, tmp_path):
-    return checkpoint.save(
-        made_heads(target), tmp_path / "heads", dtype="float32", facts={"accuracy": [[0.5, 0.1]] * 3}
-    )
+def saved(tiny, tmp_path):
+    facts = {"accuracy": [[0.5, 0.1]] * 3}
+    return checkpoint.save(random_heads(tiny), tmp_path / "heads", dtype="float32", facts=facts)
 
 
-def test_a_checkpoint_becomes_a_chain_unless_a_tree_is_asked_for(target, saved):
+def opened(tiny, saved, **options):
+    return load_drafter("medusa", tiny, heads_checkpoint=saved, **options).drafter
+
+
+def test_a_checkpoint_becomes_a_chain_unless_a_tree_is_asked_for(tiny, saved):
     for tree, nodes in {"chain": 0, 4: 4, "4": 4, BUSH: 6}.items():
-        drafter = load_drafter("medusa", target, heads_checkpoint=saved, tree=tree, strict=True).drafter
-        assert drafter.tree_nodes == nodes and drafter.findings == () and drafter.vocab is None
-    drafter = load_drafter("medusa", target, heads_checkpoint=str(saved), tree=3).drafter
-    assert drafter._plan == grow(np.array([[0.5, 0.1]] * 3), 3)[0]
-
-
-def test_without_accuracies_a_tree_has_the_published_shape_and_says_so(target, saved):
+        drafting = opened(tiny, str(saved), tree=tree, strict=True)
+        assert drafting.tree_nodes == nodes and drafting.findings == () and drafting.vocab is None
+    assert opened(tiny, saved, tree=3)._plan == grow(np.array([[0.5, 0.1]] * 3), 3)[0]
     (saved / "training.json").unlink()
-    drafter = load_drafter("medusa", target, heads_checkpoint=saved, tree=9).drafter
-    assert drafter._plan == grow(PUBLISHED[:3], 9)[0] and "published" in drafter.findings[0]
-    drafter = load_drafter("medusa", target, heads_checkpoint=saved, tree="auto").drafter
-    assert drafter.tree_nodes == 0 and drafter.findings[-1].startswith("a chain is drafted")
+    published = opened(tiny, saved, tree=9)
+    assert published._plan == grow(PUBLISHED[:3], 9)[0] and "published" in published.findings[0]
+    chain = opened(tiny, saved, tree="auto")
+    assert chain.tree_nodes == 0 and chain.findings[-1].startswith("a chain is drafted")
 
 
-@pytest.mark.parametrize(
-    ("card", "message"),
-    [('{"accuracy": [[0.9, 0.9]]}', "sum to 1.8"), ('{"accuracy": "good"}', "table of numbers"), ("{", "JSON")],
-)
-def test_accuracies_of_unknown_origin_are_checked(target, saved, card, message):
-    (saved / "training.json").write_text(card)
-    with pytest.raises(InputError, match=f"training.json.*{message}"):
-        load_drafter("medusa", target, heads_checkpoint=saved)
+@pytest.mark.parametrize("accuracy", [
+    [[0.56, 0.67, 0.73]], [[0.5, float("nan")]], [[-0.1]], [0.5, 0.2], [[]], [[0.5], [0.5, 0.1]], "good",
+], ids=["cumulative", "nan", "negative", "flat", "empty", "ragged", "text"])  # fmt: skip
+def test_what_are_no_accuracies_is_refused(tiny, saved, accuracy):
+    (saved / "training.json").write_text(json.dumps({"accuracy": accuracy}))
+    with pytest.raises(InputError, match=r"training\.json"):
+        opened(tiny, saved)
 
 
 @pytest.mark.parametrize("tree", ["", "bush", "0", -3, 2.5, "2.5", None])
-def test_what_is_no_tree_is_refused_before_anything_is_read(target, tree):
-    with pytest.raises(InputError, match="chain, auto, or a number of nodes"):
-        load_drafter("medusa", target, heads_checkpoint="nowhere", tree=tree)
-    assert tree_size("7") == 7
+def test_what_is_no_tree_is_refused_before_anything_is_read(tiny, tree):
+    with pytest.raises(InputError, match="number of nodes"):
+        opened(tiny, "nowhere", tree=tree)
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_wrong_checkpoint_is_a_mistake_and_no_reason_to_decode_plainly(target, saved, strict, tmp_path, monkeypatch):
-    other = opened(seed=5)
-    for path, model, words in [(tmp_path / "nowhere", target, "no heads at"), (saved, other, "another model")]:
-        with pytest.raises(InputError, match=words):
-            load_drafter("medusa", model, heads_checkpoint=path, strict=strict)
+def test_a_wrong_checkpoint_is_a_mistake_and_no_reason_to_decode_plainly(tiny, circles, saved, strict, monkeypatch):
+    for path, model in (("nowhere", tiny), (saved, circles)):
+        with pytest.raises(InputError, match=str(path)):
+            opened(model, path, strict=strict)
 
     def damaged(*_):
         raise LoadError("heads.safetensors is cut off")
 
-    monkeypatch.setattr(heads_load, "load_trained_heads", damaged)
+    monkeypatch.setattr(drafter, "load_trained_heads", damaged)
     with pytest.raises(InputError, match="is cut off"):
-        load_drafter("medusa", target, heads_checkpoint=saved, strict=strict)
+        opened(tiny, saved, strict=strict)
 
 
-def test_without_a_path_the_shipped_heads_of_this_very_model_are_taken(target, tmp_path, monkeypatch):
-    made = {"other-medusa": (opened(seed=5), "medusa"), "a-hydra": (target, "hydra"), "b-medusa": (target, "medusa")}
-    for name, (model, kind) in made.items():
-        checkpoint.save(made_heads(model, kind), tmp_path / name)
-    for module in (heads_load, checkpoint):
-        monkeypatch.setattr(module, "shipped", lambda: {name: tmp_path / name for name in made})
-    assert load_drafter("medusa", target).drafter.name == "medusa"
-    assert load_drafter("medusa", target, heads_checkpoint="a-hydra").drafter.name == "hydra"
-    with pytest.raises(InputError, match=r"no shipped heads were trained on tiny.*a-hydra, b-medusa, other-medusa"):
-        load_drafter("medusa", opened(seed=9))
+def test_without_a_path_the_shipped_heads_of_this_very_model_are_taken(tiny, circles, tmp_path, monkeypatch):
+    folders = {"other-medusa": (circles, "medusa"), "a-hydra": (tiny, "hydra"), "b-medusa": (tiny, "medusa")}
+    for name, (model, kind) in folders.items():
+        checkpoint.save(random_heads(model, kind), tmp_path / name)
+    for module in (drafter, checkpoint):
+        monkeypatch.setattr(module, "shipped", lambda: {name: tmp_path / name for name in folders})
+    assert load_drafter("medusa", tiny).drafter.name == "medusa"
+    assert opened(tiny, "a-hydra").name == "hydra"
+    with pytest.raises(InputError, match=r"tiny.*a-hydra, b-medusa, other-medusa"):
+        load_drafter("medusa", HfModel(torch_model("llama", seed=9), None, name="tiny"))
 
 
 # --- costs, and the tree they choose --------------------------------------------------------------------------------
 
 
-def test_the_costs_of_trees_are_measured_with_trees(target, monkeypatch):
-    fed = []
-    plain = target.forward_tree
-    monkeypatch.setattr(target, "forward_tree", lambda ids, tree: fed.append(tree.parents) or plain(ids, tree))
-    curve = tree_curve(target, widths=(1, 3, 5), context=8, repeats=2)
-    assert curve.widths == (1, 3, 5) and [len(s) for s in curve.samples_s] == [2, 2, 2] and target.n_past == 0
+def test_the_costs_of_trees_are_measured_with_trees_and_choose_among_them(tiny, saved, monkeypatch):
+    fed, plain = [], tiny.forward_tree
+    monkeypatch.setattr(tiny, "forward_tree", lambda ids, tree: fed.append(tree.parents) or plain(ids, tree))
+    curve = tree_curve(tiny, widths=(1, 3, 5), context=8, repeats=2)
+    assert curve.widths == (1, 3, 5) and [len(s) for s in curve.samples_s] == [2, 2, 2] and tiny.n_past == 0
     assert sorted(fed) == sorted([(-1, 0, 0)] * 4 + [(-1, 0, 0, 0, 0)] * 4)
-    assert drafting_s(target, made_heads(target), 3, repeats=2) > 0 and target.n_past == 0
-
-
-def test_the_tree_is_chosen_by_costs_and_may_be_none(target, saved, monkeypatch):
-    from specnb.measure.cost import CostCurve
-
-    def best(*seconds):
-        curve = CostCurve(model="m", context=0, widths=(1, 33), samples_s=tuple((s,) for s in seconds))
-        with monkeypatch.context() as patch:
-            patch.setattr(heads_load, "tree_curve", lambda *_args, **_options: curve)
-            return best_tree(target, heads, table)
-
-    heads, table = made_heads(target), np.array([[0.6, 0.2], [0.4, 0.2], [0.3, 0.1]])
-    free = best(1e3, 1e3)
-    dear = best(1e3, 1e3 * 33)
-    assert len(free.best.plan) == 14 and free.best.plan.depth == 3 and len(dear.best.plan) == 0
-    planned = load_drafter("medusa", target, heads_checkpoint=saved, tree="auto").drafter
-    assert "is drafted" in planned.findings[-1]
-    assert planned._plan is not None and planned.tree_nodes == len(planned._plan)
+    heads, table = random_heads(tiny), np.array([[0.6, 0.2], [0.4, 0.2], [0.3, 0.1]])
+    assert drafting_s(tiny, heads, 3, repeats=2) > 0 and tiny.n_past == 0
+    planned = opened(tiny, saved, tree="auto")
+    assert "is drafted" in planned.findings[-1] and planned.tree_nodes == len(planned._plan)
+    for seconds, nodes in (((1e3, 1e3), 14), ((1e3, 33e3), 0)):
+        free = CostCurve(model="m", context=0, widths=(1, 33), samples_s=tuple((s,) for s in seconds))
+        monkeypatch.setattr(drafter, "tree_curve", lambda *_args, free=free, **_options: free)
+        assert len(fastest(timed_trees(tiny, heads, table)).plan) == nodes
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -380,39 +274,23 @@ def test_the_tree_is_chosen_by_costs_and_may_be_none(target, saved, monkeypatch)
 
 @pytest.fixture
 def loads_tiny(monkeypatch):
-    monkeypatch.setattr(pair, "load", lambda name: opened() if name == "tiny" else toy.cyclic(5))
-
-
-def run_pair(*args, **settings):
-    return pair.run_pair(*args, **({"max_new_tokens": 12, "ignore_eog": True, "k": None} | settings))
+    monkeypatch.setattr(pair, "load", lambda _name: HfModel(torch_model("llama"), None, name="tiny"))
+    monkeypatch.setattr(HfModel, "encode", lambda self, text, **_: [1, 5, 9])
 
 
 @pytest.mark.parametrize(("tree", "nodes"), [("chain", 4), ("5", 5)])
-def test_a_pair_with_heads(loads_tiny, saved, tree, nodes):
-    made = run_pair("tiny", "medusa", PROMPT, heads_checkpoint=str(saved), tree=tree, with_baseline=True)
-    assert made.generation.drafter == "medusa" and made.generation.k == nodes and made.summary.identical
-    assert made.generation.fallback is None and made.summary.notes == ()
-    assert any(r.parents for r in made.generation.rounds) == (tree == "5")
-    assert json.loads(made.model_dump_json())["summary"]["notes"] == []
-
-
-@pytest.mark.parametrize("drafter", [None, "lookup"])
-def test_options_of_heads_without_heads_are_a_mistake(loads_tiny, drafter):
-    with pytest.raises(InputError, match=f"--heads-checkpoint and --tree.*--drafter medusa .got {drafter or 'no'}"):
-        run_pair("five", drafter, [0], heads_checkpoint="x", tree="chain")
-
-
-def test_the_command_prints_what_there_is_to_know_of_heads(loads_tiny, saved, monkeypatch):
-    from typer.testing import CliRunner
-
-    from specnb.cli import app
-
-    (saved / "training.json").unlink()
-    monkeypatch.setattr(HfModel, "encode", lambda self, text, **_: [1, 5, 9])
+def test_the_command_drafts_with_heads_and_says_what_there_is_to_know(loads_tiny, saved, specnb, tree, nodes):
     words = ["generate", "--target", "tiny", "--prompt", "x", "--drafter", "medusa", "--heads-checkpoint", str(saved)]
-    shown = CliRunner().invoke(app, [*words, "--tree", "5", "--max-new-tokens", "6"], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0, shown.output
-    assert "published" in shown.output and "tiny, medusa" in shown.output
-    document = CliRunner().invoke(app, [*words, "--max-new-tokens", "6", "--json", "--baseline"])
-    summary = json.loads(document.output)["summary"]
-    assert summary["identical"] is True and summary["notes"][0].startswith("a chain is drafted")
+    words += ["--max-new-tokens", "12", "--baseline", "--json", "--tree", tree]
+    document = json.loads(specnb(*words)[1])
+    assert document["generation"]["drafter"] == "medusa" and document["generation"]["k"] == nodes
+    assert document["summary"]["identical"] and document["summary"]["notes"] == []
+    (saved / "training.json").unlink()
+    notes = json.loads(specnb(*words)[1])["summary"]["notes"]
+    assert [("published" in note) for note in notes] == [True] * (tree == "5")
+
+
+@pytest.mark.parametrize("drafting", [None, "lookup"])
+def test_options_of_heads_without_heads_are_a_mistake(loads_tiny, drafting):
+    with pytest.raises(InputError, match=f"--heads-checkpoint and --tree.*{drafting or 'no'}"):
+        pair.run_pair("tiny", drafting, [0], heads_checkpoint="x", tree="chain")

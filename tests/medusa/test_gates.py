@@ -1,6 +1,7 @@
 """Gates in front of a speed: sound heads pass them all, and every planted fault is called by its name, and alone."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,68 +11,38 @@ from torch import nn
 from specnb.errors import InputError
 from specnb.lm.hf.hidden import HiddenStates
 from specnb.measure.curve import Curve, read
-from specnb.medusa import gates as head_gates
+from specnb.medusa import faults, gates
+from specnb.medusa.nets import Backbone
 from tests.medusa import periodic
 
-STEPS, PROMPTS = 400, 6
+PROMPTS = 6
+CLEAN = SimpleNamespace(clean=True, findings=())
 
 
-class Clean:
-    clean, findings = True, ()
+def checked(target, heads, *, report=CLEAN, curve=None, **options):
+    return gates.run(target, heads, report, periodic.prompts(PROMPTS), curve=curve, max_new_tokens=14, **options)
 
 
-class Doubtful:
-    clean, findings = False, ("the weights were rounded twice",)
-
-
-def checked(target, heads, *, report=Clean, curve=None, **options):
-    return head_gates.run(target, heads, report, periodic.prompts(PROMPTS), curve=curve, max_new_tokens=14, **options)
-
-
-def trained(target, *, norms=1, shift=0, steps=STEPS, **changed):
+def trained(target, *, norms=1, shift=0, steps=400, lr=0.02, **changed):
     heads = periodic.new_heads(target, **changed)
-    periodic.fit(heads, target, norms=norms, shift=shift, steps=steps)
+    periodic.fit(heads, target, norms=norms, shift=shift, steps=steps, lr=lr)
     return heads
 
 
-def failed(found):
-    return {gate.name for gate in found.gates if not gate.passed}
+def failed(result):
+    return {gate.name for gate in result.gates if not gate.passed}
 
 
-def with_borrowed(heads, *, norm=None, lm_head=None):
-    """Heads that sit on other borrowed parts than the backbone's."""
-    old = heads._borrowed
-    heads._borrowed = (norm or old[0], old[1] if lm_head is None else lm_head, old[2])
-    return heads
+def copied(target, heads):
+    copy = periodic.new_heads(target)
+    copy.load_state_dict(heads.state_dict())
+    return copy.eval().requires_grad_(False)
 
 
 @pytest.fixture
-def sound(target, fitted):
+def sound(circles, fitted):
     """A copy of sound Medusa heads, to be broken."""
-    heads = periodic.new_heads(target)
-    heads.load_state_dict(fitted["medusa"].state_dict())
-    return heads.eval().requires_grad_(False)
-
-
-@pytest.fixture(scope="session")
-def target(circles):
-    return circles
-
-
-def only_lm_heads(target, steps=10):
-    """Private lm_heads that were trained a little in front of blocks that never were."""
-    heads = periodic.new_heads(target, lm_head="private")
-    blocks = [weight for head in heads.heads for weight in head.blocks.parameters()]
-    keep = [weight.register_hook(torch.zeros_like) for weight in blocks]
-    periodic.fit(heads, target, steps=steps)
-    for hook in keep:
-        hook.remove()
-    return heads
-
-
-def died(done):
-    """A schedule that ends after a tenth of the steps."""
-    return 1.0 if done < 0.1 else 0.0
+    return copied(circles, fitted["medusa"])
 
 
 # --- sound heads ----------------------------------------------------------------------------------------------------
@@ -81,148 +52,130 @@ def died(done):
     {"kind": "hydra"}, {"input": "post_norm", "lm_head": "low_rank", "rank": 8}, {"lm_head": "private", "n_layers": 2},
     {"n_heads": 1},
 ], ids=str)  # fmt: skip
-def test_sound_heads_pass_every_gate(target, changed):
-    heads, steps = periodic.new_heads(target, **changed), []
-    log = periodic.fit(heads, target, steps=STEPS)
-    found = checked(target, heads, curve=Curve.of(log), progress=lambda *step: steps.append(step))
-    assert found.passed and not found.diagnoses and not failed(found)
-    assert [gate.name for gate in found.gates] == [
-        "loader", "zero blocks", "acceptance", "alignment", "serving", "schedule",
-    ]  # fmt: skip
-    serving = found.gates[4].measured
+def test_sound_heads_pass_every_gate(circles, changed):
+    heads, steps = periodic.new_heads(circles, **changed), []
+    log = periodic.fit(heads, circles)
+    result = checked(circles, heads, curve=Curve.of(log), progress=lambda *step: steps.append(step))
+    assert result.passed and not result.diagnoses
+    names = ["loader", "zero blocks", "acceptance", "alignment", "serving", "schedule"]
+    assert result.table()["gate"].tolist() == names
+    serving = result.gates[4].measured
     assert serving["apart"] == 0 and serving["identical"] == PROMPTS
-    assert found.served["alpha"][0] == serving["served_alpha_1"] == pytest.approx(serving["offline_alpha_1"])
+    assert result.served["alpha"][0] == serving["served_alpha_1"] == pytest.approx(serving["offline_alpha_1"])
     assert serving["low"] <= serving["offline_alpha_1"] <= serving["high"]
     assert steps[0][:2] == (0, 7) and steps[-1][:2] == (7, 7)
 
 
 def test_sound_heads_pass_in_bfloat16(sound):
     half = periodic.backbone_model(dtype=torch.bfloat16)
-    heads = periodic.new_heads(half)
-    heads.load_state_dict(sound.state_dict())
-    assert checked(half, heads).passed
+    assert checked(half, copied(half, sound)).passed
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
-def never_trained(target, sound):
-    return periodic.new_heads(target)
-
-
-def not_loaded(target, sound):
-    return periodic.as_torch_draws(periodic.new_heads(target))
-
-
-def one_zero(target, sound):
+def one_zero(circles, sound):
     for weight in sound.heads[1].parameters():
         weight.zero_()
     return sound
 
 
-def own_lm_heads(target, sound):
+def foreign_lm_heads(circles, sound):
     """Private lm_heads of another backbone."""
-    heads = trained(target, lm_head="private")
-    draw = torch.Generator().manual_seed(1)
+    heads = trained(circles, lm_head="private")
     for head in heads.heads:
-        head.lm_head.weight.copy_(torch.randn(head.lm_head.weight.shape, generator=draw))
+        head.lm_head.weight.normal_(generator=torch.Generator().manual_seed(1))
     return heads
 
 
-def normed(norm):
-    return lambda target, sound: with_borrowed(sound, norm=norm(target.network.model.norm))
+def only_lm_heads(circles, sound):
+    """Private lm_heads that were trained a little in front of blocks that never were."""
+    heads = periodic.new_heads(circles, lm_head="private")
+    hooks = [weight.register_hook(torch.zeros_like) for head in heads.heads for weight in head.blocks.parameters()]
+    periodic.fit(heads, circles, steps=10)
+    for hook in hooks:
+        hook.remove()
+    return heads
 
 
-def fitted_otherwise(**changed):
-    return lambda target, sound: trained(target, **changed)
+def with_borrowed(heads, *, norm=None, lm_head=None):
+    """Heads that sit on other borrowed parts than the backbone's."""
+    old = heads._borrowed
+    heads._borrowed = (norm or old[0], old[1] if lm_head is None else lm_head, old[2])
+    return heads
+
+
+def normed(make):
+    return lambda circles, sound: with_borrowed(sound, norm=make(circles.network.model.norm))
+
+
+def training(**changed):
+    return lambda circles, sound: trained(circles, **changed)
+
+
+def as_torch_draws(circles, sound):
+    return faults.never_loaded(sound, Backbone.of(circles.network), 0).heads
 
 
 FAULTS = {
-    "zero blocks": ("never loaded", never_trained, {"loader", "acceptance"}),
-    "blocks as torch draws them": ("never loaded", not_loaded, {"loader", "acceptance"}),
+    "zero blocks": ("never loaded", training(steps=0), {"loader", "acceptance"}),
+    "blocks as torch draws them": ("never loaded", as_torch_draws, {"loader", "acceptance"}),
     "one head was not loaded": ("never loaded", one_zero, {"loader"}),
-    "trained with the norm twice": ("double norm", fitted_otherwise(norms=2), {"alignment"}),
-    "trained without the norm": ("missing norm", fitted_otherwise(norms=0), {"alignment"}),
+    "lm_heads without blocks": ("never loaded", only_lm_heads, {"acceptance"}),
+    "weights that nothing explains": (
+        "never loaded", lambda circles, sound: periodic.randomised(sound, 0.5), {"acceptance"}),
+    "trained with the norm twice": ("double norm", training(norms=2), {"alignment"}),
+    "trained without the norm": ("missing norm", training(norms=0), {"alignment"}),
     "fed with the norm twice": ("double norm", normed(lambda norm: nn.Sequential(norm, norm)), {"zero blocks"}),
     "fed without the norm": ("missing norm", normed(lambda norm: nn.Identity()), {"zero blocks"}),
     "fed through another norm": ("wrong norm", normed(lambda norm: nn.LayerNorm(periodic.HIDDEN)), {"zero blocks"}),
-    "labels one too early": ("label shift", fitted_otherwise(shift=-1), {"acceptance", "alignment"}),
-    "a single head's labels one too late": ("label shift", fitted_otherwise(shift=1, n_heads=1), {"alignment"}),
-    "Hydra's labels too late": ("label shift", fitted_otherwise(shift=1, kind="hydra"), {"acceptance", "alignment"}),
+    "labels one too early": ("label shift", training(shift=-1), {"acceptance", "alignment"}),
+    "a single head's labels one too late": ("label shift", training(shift=1, n_heads=1), {"alignment"}),
+    "Hydra's labels too late": ("label shift", training(shift=1, kind="hydra"), {"acceptance", "alignment"}),
     "another lm_head": (
         "wrong lm_head",
-        lambda target, sound: with_borrowed(sound, lm_head=target.network.lm_head.weight.detach().flip(0)),
-        {"zero blocks", "acceptance"},
-    ),
-    "own lm_heads of another backbone": ("wrong lm_head", own_lm_heads, {"acceptance"}),
+        lambda circles, sound: with_borrowed(sound, lm_head=circles.network.lm_head.weight.detach().flip(0)),
+        {"zero blocks", "acceptance"}),
+    "own lm_heads of another backbone": ("wrong lm_head", foreign_lm_heads, {"acceptance"}),
+    "hardly moved": ("dead schedule", training(steps=100, lr=2e-7), {"acceptance"}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "plant", "gates"), FAULTS.values(), ids=FAULTS)
-def test_a_planted_fault_is_named_and_no_other(target, sound, name, plant, gates):
-    found = checked(target, plant(target, sound))
-    assert not found.passed and failed(found) >= gates
-    assert [d.name for d in found.diagnoses] == [name]
-    assert all(bool(gate.diagnoses) is not gate.passed for gate in found.gates)
-    assert all(d.evidence and d.remedy for d in found.diagnoses)
+@pytest.mark.parametrize(("name", "plant", "names"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_named_and_no_other(circles, sound, name, plant, names):
+    result = checked(circles, plant(circles, sound))
+    assert not result.passed and failed(result) >= names
+    assert [d.name for d in result.diagnoses] == [name]
+    assert all(bool(gate.diagnoses) is not gate.passed for gate in result.gates)
+    assert all(d.evidence and d.remedy for d in result.diagnoses)
 
 
-def test_a_rate_that_decayed_to_zero_is_named(target):
-    heads = periodic.new_heads(target)
-    log = periodic.fit(heads, target, schedule=died, steps=STEPS)
-    dead = checked(target, heads, curve=Curve.of(log))
+def test_a_rate_that_decayed_to_zero_is_named(circles):
+    heads = periodic.new_heads(circles)
+    log = periodic.fit(heads, circles, schedule=lambda done: float(done < 0.1))
+    dead = checked(circles, heads, curve=Curve.of(log))
     assert failed(dead) >= {"schedule"} and [d.name for d in dead.diagnoses] == ["dead schedule"]
 
 
-def test_heads_that_training_hardly_moved_are_named_without_a_curve(target):
-    heads = periodic.new_heads(target)
-    periodic.fit(heads, target, steps=100, lr=2e-7)
-    found = checked(target, heads)
-    assert [d.name for d in found.diagnoses] == ["dead schedule"]
-    assert "the backbone's next token in 100.0%" in found.diagnoses[0].evidence
-
-
-def test_weights_that_nothing_explains_are_no_better_than_shuffled_ones(target):
-    heads = periodic.randomised(periodic.new_heads(target), 0.5)
-    found = checked(target, heads)
-    assert failed(found) == {"acceptance"} and [d.name for d in found.diagnoses] == ["never loaded"]
-    assert "shuffled" in found.diagnoses[0].evidence
-
-
-def test_little_trained_lm_heads_without_blocks_are_not_called_trained_without_the_norm(target):
-    heads = only_lm_heads(target)
-    assert not any(weight.any() for head in heads.heads for weight in head.blocks.parameters())
-    found = checked(target, heads)
-    assert "acceptance" in failed(found) and [d.name for d in found.diagnoses] == ["never loaded"]
-
-
-def test_a_single_head_that_learned_little_is_not_called_shifted(target):
+def test_a_single_head_that_learned_little_is_not_called_shifted(circles):
     """It says the backbone's next token, as it did at the start."""
-    heads = periodic.new_heads(target, n_heads=1)
-    periodic.fit(heads, target, steps=20, lr=2e-4)
-    found = checked(target, heads)
-    assert "alignment" not in failed(found) and "label shift" not in {d.name for d in found.diagnoses}
+    result = checked(circles, trained(circles, n_heads=1, steps=20, lr=2e-4))
+    assert "alignment" not in failed(result) and "label shift" not in {d.name for d in result.diagnoses}
 
 
-def test_a_drafter_that_hands_over_other_states_is_told_from_bad_heads(target, sound, monkeypatch):
+def test_a_drafter_that_hands_over_other_states_is_told_from_bad_heads(circles, sound, monkeypatch):
     at = HiddenStates.at
     monkeypatch.setattr(HiddenStates, "at", lambda self, position: tuple(x.flip(0) for x in at(self, position)))
-    found = checked(target, sound)
-    assert failed(found) == {"serving"} and [d.name for d in found.diagnoses] == ["served otherwise than scored"]
+    result = checked(circles, sound)
+    assert failed(result) == {"serving"} and [d.name for d in result.diagnoses] == ["served otherwise than scored"]
 
 
-def test_a_doubtful_load_is_no_speed(target, sound):
-    found = checked(target, sound, report=Doubtful)
-    assert failed(found) == {"loader"} and "rounded twice" in found.gates[0].says
+def test_a_doubtful_load_is_no_speed(circles, sound):
+    result = checked(circles, sound, report=SimpleNamespace(clean=False, findings=("rounded twice",)))
+    assert failed(result) == {"loader"} and "rounded twice" in result.gates[0].says
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------
-
-
-def curve(rates, losses):
-    return Curve.of(
-        [{"step": 10 * (i + 1), "lr": r, "loss": x} for i, (r, x) in enumerate(zip(rates, losses, strict=True))]
-    )
 
 
 def cosine(n, end):
@@ -230,27 +183,32 @@ def cosine(n, end):
 
 
 FALLING, FLAT = np.linspace(5, 3, 100), np.full(100, 3.0)
+EARLY = [*cosine(70, 0), *np.zeros(30)]
 
 
-def test_a_curve_knows_a_schedule_that_died():
-    assert not curve(cosine(100, 1 / 30), FALLING).dead
-    assert not curve(cosine(100, 0), FALLING).dead  # zero at the last step only
-    early = curve([*cosine(70, 0), *np.zeros(30)], [*np.linspace(5, 3, 70), *np.full(30, 3.0)])
-    assert early.dead and early.falling and early.dead_share == pytest.approx(0.31, abs=0.02)
-    assert not curve([*cosine(70, 0), *np.zeros(30)], FLAT).falling
-    assert curve([1, 1, 0, 1], [4, 3, 2, 1]).dead  # exactly zero in the middle
-    assert not curve([1e-4, 0.5, 1, 1], [4, 3, 2, 1]).dead  # a warm-up is no death
-    assert not curve([0, 0.5, 1, 1], [4, 3, 2, 1]).dead  # also one from zero
+@pytest.mark.parametrize(("rates", "losses", "dead", "falling"), [
+    (cosine(100, 1 / 30), FALLING, False, True), (cosine(100, 0), FALLING, False, True),  # zero at the last step only
+    (EARLY, [*np.linspace(5, 3, 70), *np.full(30, 3.0)], True, True), (EARLY, FLAT, True, False),
+    ([1, 1, 0, 1], [4, 3, 2, 1], True, True),  # exactly zero in the middle
+    ([1e-4, 0.5, 1, 1], [4, 3, 2, 1], False, True), ([0, 0.5, 1, 1], [4, 3, 2, 1], False, True),  # a warm-up
+])  # fmt: skip
+def test_a_curve_knows_a_schedule_that_died(rates, losses, dead, falling):
+    lines = enumerate(zip(rates, losses, strict=True), start=1)
+    curve = Curve.of([{"step": 10 * i, "lr": rate, "loss": loss} for i, (rate, loss) in lines])
+    assert (curve.dead, curve.falling) == (dead, falling)
 
 
-def test_losses_of_heads_are_averaged_and_bad_logs_refused(tmp_path):
-    assert curve([1, 1], [[1.0, 3.0], [1.0, 2.0]]).loss.tolist() == [2.0, 1.5]
-    for log in ([], [{"step": 1}], [{"step": 1, "lr": -1, "loss": 1}], [{"step": 1, "lr": "a", "loss": 1}],
-                [{"step": 2, "lr": 1, "loss": 1}, {"step": 1, "lr": 1, "loss": 1}],
-                [{"step": 1, "lr": 1, "loss": []}], [{"step": 1, "lr": 1, "loss": float("nan")}],
-                [{"step": 0, "lr": 1, "loss": 1}], [{"step": 1, "lr": 0, "loss": 1}]):  # fmt: skip
-        with pytest.raises(InputError):
-            Curve.of(log)
+@pytest.mark.parametrize("log", [
+    [], [{"step": 1}], [{"step": 1, "lr": -1, "loss": 1}], [{"step": 1, "lr": "a", "loss": 1}],
+    [{"step": 2, "lr": 1, "loss": 1}, {"step": 1, "lr": 1, "loss": 1}], [{"step": 1, "lr": 1, "loss": float("nan")}],
+    [{"step": 0, "lr": 1, "loss": 1}], [{"step": 1, "lr": 0, "loss": 1}],
+], ids=str)  # fmt: skip
+def test_bad_logs_are_refused(log):
+    with pytest.raises(InputError):
+        Curve.of(log)
+
+
+def test_a_log_is_read_beside_its_weights(tmp_path):
     assert read(tmp_path) is None
     (tmp_path / "training.json").write_text(json.dumps({"log": [{"step": 5, "lr": 1e-3, "loss": [2, 4]}]}))
     assert read(tmp_path).loss.tolist() == [3.0] and read(tmp_path / "heads.safetensors").step.tolist() == [5]

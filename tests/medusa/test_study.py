@@ -1,0 +1,123 @@
+"""Short trainings, the ablation and planted faults of notebook 05, on a backbone that walks in circles."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specnb.errors import InputError
+from specnb.medusa import faults, study
+from specnb.medusa.nets import Backbone
+from specnb.medusa.study import VARIANTS, Variant, ablate, practise, variant_heads
+from specnb.medusa.train import Recipe
+from tests.medusa import periodic
+from tests.tiny_models import VOCAB
+
+RECIPE = Recipe(6, batch_size=16, peak_lr=1e-2, warmup=1)
+MAP = torch.arange(4, VOCAB)
+CLEAN = SimpleNamespace(clean=True, findings=())
+
+
+@pytest.fixture(scope="module")
+def backbone(circles):
+    return Backbone.of(circles.network)
+
+
+@pytest.fixture(scope="module")
+def text(circles, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    periodic.write_text(circles, folder, length=32)
+    return folder
+
+
+def test_an_ablation_costs_what_a_hand_counts_and_trains_all_but_one(circles, text):
+    told = []
+    config = periodic.new_heads(circles, MAP).config
+    table = ablate(circles, config, MAP, RECIPE, text, progress=lambda *step: told.append(step)).set_index("variant")
+    assert [done for done, *_ in told] == list(range(len(VARIANTS))) and list(table.index) == [v.name for v in VARIANTS]
+    trained = table["top1"].notna()
+    assert list(table.index[~trained]) == ["private, all tokens"] and (table["draft_ms"] > 0).all()
+    assert all(len(shares) == 3 and all(0 <= s <= 1 for s in shares) for shares in table.loc[trained, "top1"])
+    d, v, n, a = periodic.HIDDEN, len(MAP), 3, 4  # a: bytes of a float32
+    block, hydra = d * d + d, sum(d * d * (2 + i) + d for i in range(n))
+    # of a Hydra head after head, each with a product of its own
+    for name, parameters, read in (
+        ("shared lm_head", n * block, n * block + v * d), ("Hydra", hydra, hydra + n * v * d),
+        ("low rank", n * (block + 32 * (d + v)), n * (block + 32 * (d + v)) + v * d),
+        ("private lm_heads", n * (block + v * d), n * (block + v * d)),
+        ("shared, all tokens", n * block, n * block + VOCAB * d),
+        ("private, all tokens", n * (block + VOCAB * d), n * (block + VOCAB * d)),
+    ):  # fmt: skip
+        assert table.loc[name, "parameters"] == parameters
+        assert table.loc[name, "read_mb"] == pytest.approx(a * read / 1e6)
+
+
+@pytest.mark.parametrize("contract", ["pre_norm", "post_norm"])
+def test_without_the_norm_the_blocks_are_fed_the_bare_state(circles, backbone, contract):
+    state = torch.randn(2, periodic.HIDDEN, generator=torch.Generator().manual_seed(0))
+    config = periodic.new_heads(circles, input=contract).config
+    bare = variant_heads(Variant("x", norm=False), config, None, backbone, 0)
+    assert torch.equal(bare.normed(bare.as_input(state)), state) and bare.config.input == "pre_norm"
+    sound = variant_heads(Variant("x"), config, None, backbone, 0)
+    assert torch.equal(sound.normed(sound.as_input(state)), backbone.norm(state))
+
+
+def test_the_time_is_told_before_the_first_step_and_heads_get_better(circles, text):
+    told = []
+    watch = SimpleNamespace(
+        starts=lambda run, steps, seconds: told.append((run, steps, seconds > 0)),
+        step=lambda run, report: told.append((run, report.step)),
+    )
+    recipe = Recipe(40, batch_size=16, peak_lr=2e-2, warmup=1)
+    table = practise("once", periodic.new_heads(circles), recipe, text, watch=watch).table
+    assert told == [("once", 40, True), *(("once", step) for step in range(1, 41))]
+    assert table["head"].tolist() == [0, 1, 2] and (table["steps"] == 40).all() and (table["told_s"] > 0).all()
+    # untrained heads say the next token, which is never the one behind it in a circle of six
+    assert table["top1_before"].max() == 0 < table["top1"].min()
+
+
+def test_a_dying_schedule_has_a_rate_and_then_none_and_a_recipe_refuses_it():
+    dying = faults.DyingRecipe(18, warmup=1, peak_lr=1e-3)
+    rates = [dying.lr(step) for step in range(18)]
+    assert min(rates[:12]) > 0 and rates[12:] == [0.0] * 6 and max(rates) == 1e-3
+    with pytest.raises(InputError, match="eta_min"):
+        Recipe(30, eta_min=0.0)
+
+
+def test_planting_a_norm_does_not_disturb_who_listens_to_the_backbones(backbone, fitted):
+    heard, state = [], torch.randn(1, periodic.HIDDEN, generator=torch.Generator().manual_seed(0))
+    expected = backbone.norm(backbone.norm(state))
+    with backbone.norm.register_forward_hook(lambda *_: heard.append(1)):
+        planted = faults.other_norm(fitted["medusa"], backbone, CLEAN, twice=True)
+        assert torch.equal(planted.heads.normed(state), expected) and not heard
+
+
+def test_a_fault_that_was_not_planted_is_not_named(circles, fitted):
+    cases = [
+        faults.Planted("claimed", "double norm", fitted["medusa"], CLEAN),
+        faults.Planted("none", "", periodic.new_heads(circles), None),  # said to be sound, and never loaded
+    ]
+    assert not faults.judge(circles, cases, periodic.prompts(6), max_new_tokens=12)["named"].any()
+
+
+def test_transformers_last_hidden_state_is_behind_the_norm(circles):
+    table = faults.last_hidden_state(circles, periodic.prompts()[0]).set_index("state")["largest_difference"]
+    assert table["behind it"] == 0 and table["before the final norm"] > 0.1
+
+
+def test_the_text_of_the_notebook_is_written_by_the_backbone(circles, tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(study, "load", lambda name, **options: seen.update(options) or SimpleNamespace(
+        network=circles.network, close=lambda: None))  # fmt: skip
+
+    def write(writer, folder, **options):
+        seen.update(options)
+        periodic.write_text(circles, folder, length=40)
+        options["on_tokens"](100)
+
+    monkeypatch.setattr(study.data, "write", write)
+    told = []
+    params = SimpleNamespace(target="x", dtype="float32", rows=4, row_tokens=40, seed=3)
+    table = study.write_text(params, tmp_path / "text", progress=lambda *step: told.append(step[:2]))
+    assert seen["writing"].length == 40 and seen["writing"].seed == 3 and seen["exact"] is False
+    assert table["train_own"][0] == table["train_tokens"][0] and told == [(100, 320)]
