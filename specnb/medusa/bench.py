@@ -5,7 +5,9 @@ is timed on. Wall times are whole calls, prefill included, of the same target in
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from specnb.measure.experiment import Progress, silent
 from specnb.measure.ksweep import check_prompts
 from specnb.medusa import gates
 from specnb.medusa.accuracy import accuracy_matrix, served_counts
-from specnb.medusa.checkpoint import load_trained_heads
+from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.drafter import (
     AUTO,
     CHAIN,
@@ -40,7 +42,6 @@ from specnb.medusa.tree import TreePlan, fastest
 from specnb.params import Params
 from specnb.prompts import CATEGORIES, Category, Prompt, digest, prompts
 from specnb.provenance import provenance
-from specnb.records import Generation
 
 TARGET = "smollm2-135m?backend=hf&dtype=bfloat16"
 PLAIN, ALL = "plain", "all"
@@ -76,34 +77,49 @@ class HeadsBenchParams(Params):
 
 @dataclass(frozen=True)
 class HeadsBench:
-    """The gates; and where all passed, what was drafted, and the speeds by category (last row: all of them)."""
+    """The gates; and where all passed, what was drafted, and the speeds by category (last row: all of them).
 
-    params: HeadsBenchParams
+    `loaded` is the loader's report; `facts` are the params and provenance of `specnb bench medusa`.
+    """
+
     loaded: str
     checked: Checked
-    provenance: Mapping[str, Any]
     drafting: Drafting | None = None
     speeds: pd.DataFrame | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def required_speeds(self) -> pd.DataFrame:
+        """The speeds. Raises InputError where a gate failed: no speed then."""
+        if self.speeds is None:
+            why = "; ".join(f"{d.name} ({d.evidence}): {d.remedy}" for d in self.checked.diagnoses)
+            raise InputError(f"no speed of heads that failed a gate: {why or 'no known fault fits'}")
+        return self.speeds
+
+    def trees(self) -> pd.DataFrame:
+        """The trees that were chosen among, each once: nodes, depth, tokens, seconds."""
+        # nodes of no worth are left out, so that two sizes asked for may be one tree
+        sizes = {len(c.plan): (len(c.plan), c.plan.depth, c.tokens, c.seconds) for c in self.drafting.candidates}
+        return pd.DataFrame(sizes.values(), columns=["nodes", "depth", "tokens", "seconds"])
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of text for a reader: the gates, then their diagnoses or the speeds."""
         rows = [["passed" if g.passed else "FAILED", g.name, g.says] for g in self.checked.gates]
         shown = [(self.loaded, ["", "gate", "measured"], rows)]
-        if self.speeds is None or self.drafting is None:
+        if self.speeds is None:
             rows = [list(diagnosis) for diagnosis in self.checked.diagnoses]
             return [*shown, ("no speed: a gate failed", ["diagnosis", "seen", "what to do"], rows)]
         rows = [[cell(row) for cell in SHOWN.values()] for row in self.speeds.to_dict(orient="records")]
-        return [*shown, (f"{self.params.target}: {self.drafting.says}", list(SHOWN), rows)]
+        return [*shown, (f"{self.facts['params'].target}: {self.drafting.says}", list(SHOWN), rows)]
 
     def document(self) -> dict[str, Any]:
         """One JSON document; without the speeds where a gate failed."""
-        document = {
-            "params": self.params, "provenance": self.provenance, "loaded": self.loaded,
-            "passed": self.checked.passed, "gates": [gate._asdict() for gate in self.checked.gates],
+        document = dict(self.facts) | {
+            "loaded": self.loaded, "passed": self.checked.passed,
+            "gates": [gate._asdict() for gate in self.checked.gates],
             "diagnoses": [d._asdict() for d in self.checked.diagnoses],
             "alpha": rows_of(self.checked.served), "accuracy": rows_of(self.checked.accuracy),
         }  # fmt: skip
-        if self.drafting is not None and self.speeds is not None:
+        if self.speeds is not None:
             plan = self.drafting.plan
             document["drafting"] = {
                 "says": self.drafting.says, "k": self.drafting.k,
@@ -121,31 +137,51 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     """Load, run the gates, and time what passed them."""
     tree_size(params.tree)  # before a model is opened for nothing
     timed, judged = chosen_prompts(params.categories, params.prompts_per_category)
-    target = load(params.target, **({"dtype": params.dtype} if params.dtype else {}))
-    try:
+    with closing(load(params.target, **({"dtype": params.dtype} if params.dtype else {}))) as target:
         net = network(target)
         heads, report = load_trained_heads(params.heads_checkpoint or fitting_checkpoint(target), net)
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
-        checked = gates.run(
-            target, heads, report, judged, curve=training_curve.read(report.path), seed=params.seed, progress=progress,
-            max_new_tokens=min(params.max_new_tokens, gates.MAX_NEW_TOKENS),
+        result = measure(
+            target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree, k=params.k,
+            num_trials=params.num_trials, warmup_steps=params.warmup_steps, seed=params.seed, progress=progress,
         )  # fmt: skip
         facts = provenance(
             seeds={"seed": params.seed}, models=[{"role": "target", "id": target.name}],
             prompts_digest=digest([*timed, *judged]), extra={"target": asdict(target.caps)},
         )  # fmt: skip
-        if not checked.passed:
-            return HeadsBench(params, str(report), checked, facts)
-        progress(0, 1, "costs of trees")
-        drafting = chosen_drafts(target, heads, checked, accuracy_of(report.path), params.tree)
-        drafting = drafting._replace(k=min(drafting.k, params.k or drafting.k))
-        speeds = time_prompts(
-            target, heads, drafting, timed, max_new_tokens=params.max_new_tokens, num_trials=params.num_trials,
-            warmup_steps=params.warmup_steps, progress=progress,
-        )  # fmt: skip
-        return HeadsBench(params, str(report), checked, facts, drafting, speeds)
-    finally:
-        target.close()
+        return replace(result, facts={"params": params, "provenance": facts})
+
+
+def measure(
+    target: LanguageModel,
+    heads: Heads,
+    report: LoadReport,
+    timed: Sequence[Prompt],
+    judged: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    tree: str = AUTO,
+    k: int | None = None,
+    num_trials: int = 1,
+    warmup_steps: int = 1,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> HeadsBench:
+    """Run the gates on `judged` prompts and, where all pass, time `timed` ones; settings as in HeadsBenchParams."""
+    checked = gates.run(
+        target, heads, report, judged, curve=training_curve.read(report.path), seed=seed, progress=progress,
+        max_new_tokens=min(max_new_tokens, gates.MAX_NEW_TOKENS),
+    )  # fmt: skip
+    if not checked.passed:
+        return HeadsBench(str(report), checked)
+    progress(0, 1, "costs of trees")
+    drafting = chosen_drafts(target, heads, checked, accuracy_of(report.path), tree)
+    drafting = drafting._replace(k=min(drafting.k, k or drafting.k))
+    speeds = time_prompts(
+        target, heads, drafting, timed, max_new_tokens=max_new_tokens, num_trials=num_trials,
+        warmup_steps=warmup_steps, progress=progress,
+    )  # fmt: skip
+    return HeadsBench(str(report), checked, drafting, speeds)
 
 
 def chosen_prompts(categories: Sequence[str], timed: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -168,7 +204,7 @@ def chosen_prompts(categories: Sequence[str], timed: int) -> tuple[list[Prompt],
 
 
 def chosen_drafts(
-    target: LanguageModel, heads: Heads, checked: Checked, trained: np.ndarray | None, tree: str = AUTO
+    target: LanguageModel, heads: Heads, checked: Checked, trained: np.ndarray | None, tree: str
 ) -> Drafting:
     """What `tree` comes to on this machine; something is drafted even where it does not pay.
 
@@ -186,13 +222,6 @@ def chosen_drafts(
     return drafts
 
 
-def sizes_table(drafting: Drafting) -> pd.DataFrame:
-    """The candidates, each once: nodes, depth, tokens, seconds."""
-    # nodes of no worth are left out, so that two sizes asked for may be one tree
-    sizes = {len(c.plan): (len(c.plan), c.plan.depth, c.tokens, c.seconds) for c in reversed(drafting.candidates)}
-    return pd.DataFrame(sorted(sizes.values()), columns=["nodes", "depth", "tokens", "seconds"])
-
-
 def time_prompts(
     target: LanguageModel,
     heads: Heads,
@@ -200,9 +229,9 @@ def time_prompts(
     timed: Sequence[Prompt],
     *,
     max_new_tokens: int,
-    num_trials: int = 1,
-    warmup_steps: int = 1,
-    progress: Progress = silent,
+    num_trials: int,
+    warmup_steps: int,
+    progress: Progress,
 ) -> pd.DataFrame:
     """Interleaved runs, plain and with heads; `speed_table` of them."""
     drafter = HeadsDrafter(target, heads, drafting.plan)
@@ -244,16 +273,15 @@ def identity(
         rows.append({
             "shape": CHAIN if shape is None else "tree", "drafts": k, "prompts": len(prompts),
             "tokens": sum(len(text.token_ids) for text in texts),
-            "differ": sum(_differing(a, b) for a, b in zip(drafted, texts, strict=True)),
+            # places with different tokens, or a token in one text only
+            "differ": sum(
+                x != y
+                for a, b in zip(drafted, texts, strict=True)
+                for x, y in zip_longest(a.token_ids, b.token_ids)
+            ),
             "tau": sum(len(text.token_ids) for text in drafted) / sum(len(text.rounds) for text in drafted),
         })  # fmt: skip
     return pd.DataFrame(rows)
-
-
-def _differing(generation: Generation, other: Generation) -> int:
-    """Places at which the two texts have different tokens, or only one has a token."""
-    a, b = generation.token_ids, other.token_ids
-    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:

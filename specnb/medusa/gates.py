@@ -65,11 +65,13 @@ class Gate(NamedTuple):
 class Checked:
     """The gates, and what was measured on the way.
 
-    `accuracy` is `accuracy_table` along the `plain` texts, `served` the alpha by position of the `chains`.
+    `accuracy` is `accuracy_table` along the `plain` texts, `by_head` `accuracy_by_head`, `served` the alpha by
+    position of the `chains`.
     """
 
     gates: tuple[Gate, ...]
     accuracy: pd.DataFrame
+    by_head: pd.DataFrame
     served: pd.DataFrame
     plain: tuple[Generation, ...]
     chains: tuple[Generation, ...]
@@ -164,7 +166,7 @@ def run(
             causes = tuple(diagnose(evidence, failed))
             gates = [gate if gate.passed else gate._replace(diagnoses=causes) for gate in gates]
     progress(len(prompts) + 1, len(prompts) + 1, "gates: judged")
-    tables = accuracy.accuracy_table(scores), accuracy.served_alpha(chains)
+    tables = accuracy.accuracy_table(scores), accuracy.accuracy_by_head(scores), accuracy.served_alpha(chains)
     return Checked(tuple(gates), *tables, tuple(plain), tuple(chains))
 
 

@@ -4,7 +4,7 @@ The trainings are short of what heads need by a factor of hundreds: they show ho
 variants of an ablation come, not what they can reach.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -20,14 +20,12 @@ from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.measure import curve as training_curve
 from specnb.measure.experiment import Progress, models_of, record_of, silent
-from specnb.medusa import bench, data, gates
-from specnb.medusa.accuracy import accuracy_by_head, score, trace
+from specnb.medusa import bench, data
+from specnb.medusa.bench import HeadsBench
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.data import SPLITS, Examples
-from specnb.medusa.drafter import Drafting, accuracy_of, drafting_s
-from specnb.medusa.gates import Checked
+from specnb.medusa.drafter import drafting_s
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.text import Writing
 from specnb.medusa.train import Recipe, Report, evaluate, train
@@ -194,8 +192,7 @@ def variant_heads(
 class Study:
     """The opened target, its two sets of heads by kind, the prompts, and what was measured. `close` it in the end.
 
-    `timed` and `judged` are prompts, `text` is the folder of the text to practise on. `checked` and `drafting`, by
-    kind, are those of `gate` and `choose`.
+    `timed` and `judged` are prompts, `text` is the folder of the text to practise on.
     """
 
     def __init__(self, params: MedusaParams, target: LanguageModel) -> None:
@@ -204,8 +201,7 @@ class Study:
         self.heads = {kind: heads for kind, (heads, _) in loaded.items()}
         self.reports = {kind: report for kind, (_, report) in loaded.items()}
         self.timed, self.judged = bench.chosen_prompts(params.categories, params.prompts_per_category)
-        self.checked: dict[str, Checked] = {}
-        self.drafting: dict[str, Drafting] = {}
+        self.results: dict[str, HeadsBench] = {}
         self._measured: dict[str, Any] = {}
         self._started, self._folder = datetime.now(UTC), TemporaryDirectory(prefix="specnb-heads-")
         self.text = Path(self._folder.name) / "text"
@@ -220,68 +216,22 @@ class Study:
         self._folder.cleanup()
         self.target.close()
 
-    def keep(self, name: str, table: pd.DataFrame) -> pd.DataFrame:
-        """Put a table into the record under `name`, and return it."""
+    def keep(self, name: str, *tables: pd.DataFrame) -> pd.DataFrame:
+        """Put a table into the record under `name`, and return it; of two, one for each kind, one with the kind."""
+        table = tables[0]
+        if len(tables) > 1:
+            both = pd.concat(dict(zip(KINDS, tables, strict=True)), names=["kind"])
+            table = both.reset_index(level="kind").reset_index(drop=True)
         self._measured[name] = bench.rows_of(table)
         return table
 
-    def _keep_both(self, name: str, table_of: Callable[[str], pd.DataFrame]) -> pd.DataFrame:
-        """Keep the tables of both kinds as one, whose first column is the kind."""
-        tables = pd.concat({kind: table_of(kind) for kind in KINDS}, names=["kind"])
-        return self.keep(name, tables.reset_index(level="kind").reset_index(drop=True))
-
-    def record(self) -> RunRecord:
-        """The record of what has been measured so far; the same run id at any time."""
-        models = models_of(self.target, []) + [
-            {"role": "drafter", "id": getattr(self.params, kind), "sha256": file_digest(report.path)}
-            for kind, report in self.reports.items()
-        ]
-        plain = [checked.plain for checked in self.checked.values()][:1]
-        generations = sum((*plain, *(checked.chains for checked in self.checked.values())), ())
-        return record_of(
-            EXPERIMENT, self.params, [*self.timed, *self.judged], self.target, models, self._started, generations,
-            self._measured,
+    def measure(self, kind: str, progress: Progress = silent) -> HeadsBench:
+        """Gates, tree and speed of the heads of a kind: `bench.measure`."""
+        self.results[kind] = bench.measure(
+            self.target, self.heads[kind], self.reports[kind], self.timed, self.judged, seed=self.params.seed,
+            max_new_tokens=self.params.max_new_tokens, progress=progress,
         )  # fmt: skip
-
-    def gate(self, progress: Progress = silent) -> pd.DataFrame:
-        """The gates on both sets of heads. A row for each gate: kind, gate, passed, says."""
-        for kind, report in self.reports.items():
-            self.checked[kind] = gates.run(
-                self.target, self.heads[kind], report, self.judged, curve=training_curve.read(report.path),
-                max_new_tokens=self.params.max_new_tokens, seed=self.params.seed, progress=progress,
-            )  # fmt: skip
-        return self._keep_both("gates", lambda kind: self.checked[kind].table())
-
-    def accuracy(self) -> pd.DataFrame:
-        """Of each head on the judged prompts: kind, head, top, accuracy, low, high, n."""
-        return self._keep_both("accuracy", lambda kind: accuracy_by_head(
-            [score(self.heads[kind], trace(self.target, text)) for text in self.checked[kind].plain]
-        ))  # fmt: skip
-
-    def served(self) -> pd.DataFrame:
-        """alpha by position of greedy chains: kind, position, alpha, low, high, kept, tested."""
-        return self._keep_both("served", lambda kind: self.checked[kind].served)
-
-    def choose(self) -> pd.DataFrame:
-        """The tree of each kind that pays here; a row for each size: kind, nodes, depth, tokens, seconds.
-
-        `tokens` are expected by the accuracies of the training text, not by those that `accuracy` measures.
-        """
-        for kind, report in self.reports.items():
-            trained = accuracy_of(report.path)
-            self.drafting[kind] = bench.chosen_drafts(self.target, self.heads[kind], self.checked[kind], trained)
-        return self._keep_both("trees", lambda kind: bench.sizes_table(self.drafting[kind]))
-
-    def time(self, progress: Progress = silent) -> pd.DataFrame:
-        """Speeds of both kinds by category. Raises InputError where a gate failed: no speed then."""
-        for kind, checked in self.checked.items():
-            if not checked.passed:
-                why = "; ".join(f"{d.name} ({d.evidence}): {d.remedy}" for d in checked.diagnoses)
-                raise InputError(f"no speed of {kind} heads that failed a gate: {why or 'no known fault fits'}")
-        return self._keep_both("speeds", lambda kind: bench.time_prompts(
-            self.target, self.heads[kind], self.drafting[kind], self.timed, progress=progress,
-            max_new_tokens=self.params.max_new_tokens,
-        ))  # fmt: skip
+        return self.results[kind]
 
     def compare_texts(self) -> pd.DataFrame:
         """Chains and the chosen trees against plain decoding in float32: `bench.identity`."""
@@ -289,10 +239,26 @@ class Study:
         by_category = [[prompt for prompt in self.timed if prompt.category == c] for c in p.categories]
         prompts = [prompt for of_category in by_category for prompt in of_category[: p.identity_prompts]]
         with closing(load(p.target, backend="hf", dtype="float32")) as target:
-            return self._keep_both("identity", lambda kind: bench.identity(
-                target, loaded_heads(getattr(p, kind), kind, target)[0], self.drafting[kind].plan, prompts,
-                max_new_tokens=p.max_new_tokens,
+            return self.keep("identity", *(
+                bench.identity(
+                    target, loaded_heads(getattr(p, kind), kind, target)[0], result.drafting.plan, prompts,
+                    max_new_tokens=p.max_new_tokens,
+                )
+                for kind, result in self.results.items()
             ))  # fmt: skip
+
+    def record(self) -> RunRecord:
+        """The record of what has been measured so far; the same run id at any time."""
+        models = models_of(self.target, []) + [
+            {"role": "drafter", "id": getattr(self.params, kind), "sha256": file_digest(report.path)}
+            for kind, report in self.reports.items()
+        ]
+        plain = [result.checked.plain for result in self.results.values()][:1]
+        generations = sum((*plain, *(result.checked.chains for result in self.results.values())), ())
+        return record_of(
+            EXPERIMENT, self.params, [*self.timed, *self.judged], self.target, models, self._started, generations,
+            self._measured,
+        )  # fmt: skip
 
 
 def loaded_heads(name_or_path: str, kind: str, target: LanguageModel) -> tuple[Heads, LoadReport]:

@@ -10,7 +10,8 @@ import torch
 from specnb.book import medusa as figures
 from specnb.errors import InputError
 from specnb.medusa import bench, checkpoint, study
-from specnb.medusa.study import Study, loaded_heads
+from specnb.medusa.bench import HeadsBench
+from specnb.medusa.study import loaded_heads
 from specnb.medusa.train import Measured, Report
 from specnb.paths import project_dir
 from specnb.prompts import Prompt
@@ -114,13 +115,11 @@ def test_the_record_holds_every_section_and_was_saved(notebook):
     assert len(record.generations) == 3 * 6 and record.status == "completed"
 
 
-def test_heads_of_the_other_kind_and_heads_that_failed_a_gate_are_refused(notebook, folders, monkeypatch):
+def test_heads_of_the_other_kind_and_heads_that_failed_a_gate_are_refused(notebook, folders):
     with pytest.raises(InputError, match="are hydra heads, given as medusa"):
-        loaded_heads(str(folders / "hydra"), "medusa", notebook.target)
-    why = SimpleNamespace(name="double norm", evidence="seen", remedy="mend")
-    monkeypatch.setitem(notebook.study.checked, "medusa", SimpleNamespace(passed=False, diagnoses=[why]))
-    with pytest.raises(InputError, match=r"double norm \(seen\): mend"):
-        Study.time(notebook.study)
+        loaded_heads(str(folders / "hydra"), "medusa", periodic.backbone_model())
+    with pytest.raises(InputError, match="never loaded"):
+        HeadsBench("", notebook.checked).required_speeds()
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""Training text: what the backbone writes is its greedy choice, goes on after a stop, and knows whose turn it is."""
+"""Training text: the backbone's greedy choices, resumed to the bit, in turns; and the examples cut from it."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from specnb.errors import InputError
+from specnb.lm.hf.cache import new_cache
 from specnb.lm.vocab import Vocabulary
 from specnb.medusa import corpus, data, text
 from specnb.medusa.corpus import Document
@@ -67,14 +69,20 @@ def written(net, writer, folder, **changed):
     return data.read(folder, "train")
 
 
-def test_own_tokens_are_the_greedy_choice(net, writer, tmp_path):
+@torch.inference_mode()
+def logits_of(net, tokens):
+    return net(torch.from_numpy(tokens.astype(np.int64))).logits
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba", "gpt2"])
+def test_own_tokens_are_the_greedy_choice(writer, tmp_path, kind):
+    """Also of families that keep their state otherwise."""
+    net = torch_model(kind, vocab_size=64, max_position_embeddings=128).eval()
     rows = written(net, writer, tmp_path)
     assert rows.tokens.shape == (6, WRITING.length) and 0 < rows.n_own < rows.tokens.size
-    for tokens, own in zip(rows.tokens, rows.own, strict=True):
-        with torch.inference_mode():
-            logits = net(torch.from_numpy(tokens[None].astype(np.int64))).logits[0]
-        for at in np.flatnonzero(own):
-            assert logits[at - 1, tokens[at]] >= logits[at - 1].max() - 1e-4
+    logits = logits_of(net, rows.tokens)[:, :-1]
+    chosen = logits.gather(-1, torch.from_numpy(rows.tokens[:, 1:, None].astype(np.int64)))[..., 0]
+    assert (chosen - logits.amax(-1))[torch.from_numpy(rows.own[:, 1:])].min() > -1e-3
 
 
 def test_turns_are_written_as_the_template_writes_them(net, writer, tmp_path):
@@ -106,7 +114,7 @@ def test_a_stopped_run_goes_on_and_shards_make_the_same_text(net, writer, tmp_pa
         written(net, writer, tmp_path / "shards", batches={"train": 3}, shard=(i, 2))
     shards = data.read(tmp_path / "shards", "train")
     assert whole.digest() == again.digest() == shards.digest()
-    with pytest.raises(InputError, match="made otherwise"):
+    with pytest.raises(InputError, match="other settings"):
         written(net, writer, tmp_path / "whole", backbone="cd")
 
 
@@ -120,8 +128,8 @@ def test_states_come_with_the_text_or_are_computed_from_it(net, writer, tmp_path
     """In front of the final norm, by either way no further apart than bfloat16 rounds."""
     rows = written(net, writer, tmp_path, batches={"train": 1})
     came = data.read_states(tmp_path, "train").float()
+    logits = logits_of(net, rows.tokens)
     with torch.inference_mode():
-        logits = net(torch.from_numpy(rows.tokens.astype(np.int64))).logits
         from_states = net.lm_head(net.model.norm(came))
     assert (from_states - logits).abs().max() < 0.02 * logits.abs().max()
     (tmp_path / "train-00000.hidden.npy").unlink()
@@ -149,60 +157,58 @@ def test_given_text(writer, tmp_path):
             data.write_given(writer, file, tmp_path / "other" / str(len(wrong)), backbone="ab", length=40)
 
 
-class TestExamples:
-    """Position, tokens since and labels, with hidden states that say which position they are of."""
+# --- examples -------------------------------------------------------------------------------------------------------
 
-    n_heads = 3
+N_HEADS = 3
 
-    def made(self, own, token_map=None, length=12):
-        tokens = np.arange(2 * length, dtype=np.int32).reshape(2, length)
-        states = torch.arange(2 * length, dtype=torch.bfloat16).reshape(2, length, 1)
-        rows = data.Rows(tokens, np.broadcast_to(own, tokens.shape).copy())
-        return data.Examples(rows, states, n_heads=self.n_heads, token_map=token_map, vocab_size=24)
 
-    def test_alignment(self):
-        made = self.made(True)
-        batch = made.batch(torch.arange(len(made)))
-        at = batch.hidden[:, 0].long()
-        for i in range(self.n_heads):
-            assert (batch.ids[:, i] == at + 1 + i).all()
-            assert (batch.labels[:, i] == at + 2 + i).all()
-            assert (batch.later[:, i, 0].long() == at + 1 + i).all()
-        assert len(made) == 2 * (12 - 1 - self.n_heads)
+def examples(own, token_map=None, length=12):
+    """Two rows of tokens 0, 1, 2, …, with hidden states that say which position they are of."""
+    tokens = np.arange(2 * length, dtype=np.int32).reshape(2, length)
+    states = torch.arange(2 * length, dtype=torch.bfloat16).reshape(2, length, 1)
+    rows = data.TextRows(tokens, np.broadcast_to(own, tokens.shape).copy())
+    return data.Examples(rows, states, n_heads=N_HEADS, token_map=token_map, vocab_size=24)
 
-    def test_nothing_is_learned_of_what_others_wrote(self):
-        own = np.ones(12, dtype=bool)
-        own[[0, 1, 2, 7]] = False
-        made = self.made(own)
-        batch = made.batch(torch.arange(len(made)))
-        assert (batch.labels[:, 0] != data.NO_LABEL).all()
-        for labels in batch.labels:
-            told = labels[labels >= 0] % 12
-            assert not np.isin(told, np.flatnonzero(~own)).any()
-            assert (np.diff(told) == 1).all(), "no label behind a gap: its context was somebody else's"
 
-    def test_tokens_outside_the_draft_vocabulary(self):
-        made = self.made(True, token_map=torch.tensor([2, 4, 6, 8]))
-        labels = made.batch(torch.arange(len(made))).labels
-        assert set(labels.unique().tolist()) == {OUTSIDE, 0, 1, 2, 3}
+def test_head_i_is_shown_the_tokens_since_and_says_the_one_behind_them():
+    every = examples(True)
+    batch = every.spread(len(every))
+    at = batch.hidden[:, 0].long()
+    for i in range(N_HEADS):
+        assert (batch.ids[:, i] == at + 1 + i).all() and (batch.labels[:, i] == at + 2 + i).all()
+        assert (batch.later[:, i, 0].long() == at + 1 + i).all()
+    assert len(every) == 2 * (12 - 1 - N_HEADS)
+    few = examples(True, token_map=torch.tensor([2, 4, 6, 8]))
+    assert set(few.spread(99).labels.unique().tolist()) == {OUTSIDE, 0, 1, 2, 3}
 
-    def test_every_epoch_visits_each_example_once(self):
-        made = self.made(True)
-        steps = len(made) // 4
-        seen = [made.at_step(s, batch_size=4, seed=1).hidden.flatten() for s in range(2 * steps)]
-        first, second = torch.cat(seen[:steps]), torch.cat(seen[steps:])
-        assert sorted(first.tolist()) == sorted(set(first.tolist())) and first.tolist() != second.tolist()
-        with pytest.raises(InputError, match="write more text"):
-            made.at_step(0, batch_size=1000, seed=0)
 
-    def test_draft_vocabulary(self):
-        tokens = np.array([[5, 5, 5, 9, 9, 1, 7]], dtype=np.int32)
-        rows = data.Rows(tokens, np.array([[True] * 6 + [False]]))
-        assert data.most_frequent(rows, 2).tolist() == [5, 9]
-        assert data.most_frequent(rows, 4).tolist() == [1, 5, 7, 9], "7 was not its own, but is in the text"
-        assert data.coverage(rows, torch.tensor([5, 9])) == 5 / 6
-        with pytest.raises(InputError, match="4 different"):
-            data.most_frequent(rows, 5)
+def test_nothing_is_learned_of_what_others_wrote():
+    own = np.ones(12, dtype=bool)
+    own[[0, 1, 2, 7]] = False
+    for labels in examples(own).spread(99).labels:
+        told = labels[labels >= 0] % 12
+        assert labels[0] != data.NO_LABEL and not np.isin(told, np.flatnonzero(~own)).any()
+        assert (np.diff(told) == 1).all(), "no label behind a gap: its context was somebody else's"
+
+
+def test_every_epoch_visits_each_example_once():
+    every = examples(True)
+    steps = len(every) // 4
+    seen = [every.at_step(s, batch_size=4, seed=1).hidden.flatten() for s in range(2 * steps)]
+    first, second = torch.cat(seen[:steps]), torch.cat(seen[steps:])
+    assert sorted(first.tolist()) == sorted(set(first.tolist())) and first.tolist() != second.tolist()
+    with pytest.raises(InputError, match="write more text"):
+        every.at_step(0, batch_size=1000, seed=0)
+
+
+def test_the_draft_vocabulary_is_what_the_backbone_wrote_most_often():
+    tokens = np.array([[5, 5, 5, 9, 9, 1, 7]], dtype=np.int32)
+    rows = data.TextRows(tokens, np.array([[True] * 6 + [False]]))
+    assert data.most_frequent(rows, 2).tolist() == [5, 9]
+    assert data.most_frequent(rows, 4).tolist() == [1, 5, 7, 9], "7 was not its own, but is in the text"
+    assert data.coverage(rows, torch.tensor([5, 9])) == 5 / 6
+    with pytest.raises(InputError, match="4 different"):
+        data.most_frequent(rows, 5)
 
 
 def test_a_bos_token_stands_in_front_of_the_chat_only():
@@ -215,17 +221,6 @@ def test_a_bos_token_stands_in_front_of_the_chat_only():
     assert Turns.of(writer) == Turns((1, 3), (END, 4), (END, 3))
 
 
-@pytest.mark.parametrize("kind", ["mamba", "gpt2"])
-def test_families_that_keep_their_state_otherwise(writer, tmp_path, kind):
-    net = torch_model(kind, vocab_size=64, max_position_embeddings=128).eval()
-    rows = written(net, writer, tmp_path, batches={"train": 1})
-    with torch.inference_mode():
-        logits = net(torch.from_numpy(rows.tokens.astype(np.int64))).logits
-    best = logits[:, :-1].gather(-1, torch.from_numpy(rows.tokens[:, 1:, None].astype(np.int64)))[..., 0]
-    own = torch.from_numpy(rows.own[:, 1:])
-    assert (best - logits[:, :-1].amax(-1))[own].min() > -1e-3
-
-
 def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, writer, tmp_path, monkeypatch):
     """No label among the drawn ones, and as many of them as the seed says."""
     lead = 4
@@ -235,8 +230,7 @@ def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, writer, tmp_path, mo
     drawn = 0
     for tokens, own, start in zip(rows.tokens, rows.own, first, strict=True):
         assert own[start:].all() and not own[:start].any()
-        with torch.inference_mode():
-            best = net(torch.from_numpy(tokens[None].astype(np.int64))).logits[0].argmax(-1)
+        best = logits_of(net, tokens[None])[0].argmax(-1)
         drawn += int((best[start - lead - 1 : start - 1].numpy() != tokens[start - lead : start]).sum())
     assert drawn > len(first), "most of the drawn tokens are others than the best"
 
@@ -261,3 +255,34 @@ def test_an_answer_ends_where_it_loops(net, writer, tmp_path, monkeypatch):
     rows = written(net, writer, tmp_path, writing=replace(WRITING, length=120, longest_answer=100))
     for own in rows.own:
         assert np.diff(np.flatnonzero(np.diff(np.concatenate([[0], own, [0]]))))[::2].max() <= text.LOOP_CHECK
+
+
+# --- grouped attention of one token a row ---------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_attention_is_torchs_own_up_to_rounding(net, masked, monkeypatch):
+    tokens = torch.randint(5, 64, (4, 24), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, : 5 * masked] = 0
+    widths, real = [], text.grouped_attention
+    monkeypatch.setattr(text, "grouped_attention", lambda *a, **kw: (widths.append(a[1].shape[2]), real(*a, **kw))[1])
+    rows, before = [], net.config._attn_implementation
+    for attention in (nullcontext(), text.grouped(net)):
+        cache, logits = new_cache(net), []
+        with attention:
+            for at, width in [(0, 9), *((at, 1) for at in range(9, 24))]:
+                given = {"attention_mask": mask[:, : at + width]} if masked else {}
+                out = net(input_ids=tokens[:, at : at + width], past_key_values=cache, **given).logits
+                logits.append(out[:, -1])
+        rows.append(torch.stack(logits, dim=1))
+    assert (rows[0] - rows[1]).abs().max() < 1e-5 * rows[0].abs().max() and set(widths) == {1, 9}
+    assert net.config.num_key_value_heads < net.config.num_attention_heads, "heads share keys, or this shows nothing"
+    with pytest.raises(ZeroDivisionError), text.grouped(net):
+        assert net.config._attn_implementation == text.GROUPED
+        raise ZeroDivisionError
+    assert net.config._attn_implementation == before
+    windows = torch_model("mistral", vocab_size=64, sliding_window=8)
+    with text.grouped(windows):
+        assert windows.config._attn_implementation == before

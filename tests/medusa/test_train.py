@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from specnb.medusa.loop import PRESETS, Recipe, recipe
-from typer.testing import CliRunner
 
 from specnb.errors import EngineError, InputError, NonFiniteLogits
-from specnb.medusa import data, loop
+from specnb.medusa import data
+from specnb.medusa import train as loop
 from specnb.medusa.nets import OUTSIDE, Backbone, Heads, HeadsConfig
+from specnb.medusa.train import PRESETS, Recipe, recipe
 from tests.tiny_models import torch_model
 
 VOCAB, N_HEADS, PERIOD = 64, 3, 7
@@ -47,7 +47,7 @@ def periodic_text(net):
     hook.remove()
     own = np.ones(tokens.shape, dtype=bool)
     own[:, :8] = False  # the first states of a text are like no others, and each is there once
-    return data.Rows(tokens, own), states[0].to(torch.bfloat16).clone()
+    return data.TextRows(tokens, own), states[0].to(torch.bfloat16).clone()
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +97,8 @@ def test_only_heads_are_trained(net, backbone, periodic, tmp_path):
     assert saved["run"]["heads"] == heads.config.model_dump()
 
 
-@pytest.mark.parametrize("kind", ["hydra"])
-def test_a_killed_run_ends_with_the_same_weights(backbone, periodic, tmp_path, kind):
-    whole, killed = new_heads(backbone, kind), new_heads(backbone, kind)
+def test_a_killed_run_ends_with_the_same_weights(backbone, periodic, tmp_path):
+    whole, killed = new_heads(backbone, "hydra"), new_heads(backbone, "hydra")
     log = train(whole, periodic, tmp_path / "whole")
 
     def kill(report):
@@ -108,7 +107,7 @@ def test_a_killed_run_ends_with_the_same_weights(backbone, periodic, tmp_path, k
 
     with pytest.raises(KeyboardInterrupt):
         train(killed, periodic, tmp_path / "killed", on_step=kill)
-    again = new_heads(backbone, kind)
+    again = new_heads(backbone, "hydra")
     resumed = train(again, periodic, tmp_path / "killed")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
     strip = [{k: v for k, v in line.items() if k != "seconds"} for line in log]
@@ -187,26 +186,21 @@ def test_bad_numbers_stop_the_run(backbone, periodic, tmp_path):
     assert loop.read_checkpoint(tmp_path) is None
 
 
-def test_all_stages_from_the_command_line(tmp_path):
+def test_all_stages_from_the_command_line(tmp_path, specnb):
     """On the embedded hybrid, whose heads are as good as any, from a file of texts to a folder that opens."""
-    import typer
-
     from specnb.lm.load import load
     from specnb.medusa import checkpoint
-    from specnb.medusa import train as cli
 
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
         "".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 40}) + "\n" for i in range(14))
     )
-    app = typer.Typer()
-    app.command()(cli.command)
     places = {"--work": tmp_path / "work", "--out": tmp_path / "out", "--texts": texts}
     common = [str(word) for pair in places.items() for word in pair]
     shape = {"--target": "tiny-hybrid", "--preset": "minute", "--steps": 4, "--batch-size": 16, "--draft-vocab": 16}
     common += [str(word) for pair in shape.items() for word in pair]
-    done = CliRunner().invoke(app, common)
-    assert done.exit_code == 0, done.output
+    code, shown, error = specnb("heads", "train", *common)
+    assert code == 0 and "export: " in shown, error
     facts = json.loads((tmp_path / "out" / "training.json").read_text())
     assert facts["log"][-1]["step"] == 4
     assert facts["text"]["coverage"] > 0.5
@@ -238,7 +232,18 @@ def test_two_processes_train_what_one_does(tmp_path):
         work = tmp_path / str(n)
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(n)]
         launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        command = [*launch, "-m", "specnb.medusa.train", *shape, "--work", str(work), "--texts", str(texts)]
+        command = [
+            *launch,
+            "-m",
+            "specnb.medusa.train",
+            *shape,
+            "--draft-vocab",
+            "0",
+            "--work",
+            str(work),
+            "--texts",
+            str(texts),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("export: ") == 1
