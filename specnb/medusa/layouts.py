@@ -18,7 +18,7 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -44,15 +44,10 @@ GROUPS = {"head": r"(?P<head>\d{1,3})", "layer": r"(?P<layer>\d{1,3})", "n_layer
 
 
 class ForeignConfig(BaseModel):
-    """What is read of the config.json of others; their other settings do not concern heads."""
+    """What decides how the weights of others are read, of their config.json."""
 
     vocab_size: int | None = Field(default=None, ge=1)
     truncated_vocab_size: int | None = None
-    num_heads: int | None = None
-    medusa_num_heads: int | None = None
-    num_hidden_layers: int | None = None
-    medusa_num_layers: int | None = None
-    medusa_fc_bias: bool = False
     original_lm_head: bool = False
     logit_scale: float | None = None
     base_model_name_or_path: str | None = None
@@ -62,8 +57,8 @@ class ForeignConfig(BaseModel):
 class Layout:
     """A table of names: `file` in a folder, templates of a `block`'s weight and bias and of a head's own `lm_head`.
 
-    `holds` are the kinds of lm_head that it has room for, and `biased` says that blocks must have biases. `counts`
-    are names in its config.json of our counts, and `facts` gives that config.json.
+    `holds` are the kinds of lm_head that it has room for, and `biased` says that blocks must have biases. `keys` are
+    names in its config.json -> attributes of HeadsConfig, `constants` what else stands there.
     """
 
     file: str
@@ -71,8 +66,8 @@ class Layout:
     lm_head: str
     holds: tuple[str, ...]
     biased: bool = True
-    counts: Mapping[str, str] = field(default_factory=dict)
-    facts: Callable[[HeadsConfig], dict[str, Any]] = HeadsConfig.model_dump
+    keys: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
     def blocks_in(self, names: Iterable[str]) -> list[re.Match[str]]:
         return [match for name in names if (match := _pattern(self.block).fullmatch(name))]
@@ -95,34 +90,27 @@ class Layout:
             }
         return names | ({MAP: MAP} if config.draft_vocab else {})
 
-
-def _original_facts(config: HeadsConfig) -> dict[str, Any]:
-    version = {} if config.lm_head == "private" else {"version": "2"}
-    return {"medusa_num_heads": config.n_heads, "medusa_num_layers": config.n_layers} | version
-
-
-def _vllm_facts(config: HeadsConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size, "truncated_vocab_size": config.draft_size, "num_heads": config.n_heads,
-        "num_hidden_layers": config.n_layers, "medusa_fc_bias": config.bias,
-        "original_lm_head": config.lm_head == "shared",
-    }  # fmt: skip
+    def facts(self, config: HeadsConfig) -> dict[str, Any]:
+        """What stands in the config.json of others."""
+        facts = dict(self.constants) | {key: getattr(config, name) for key, name in self.keys.items()}
+        return facts | {"base_model_name_or_path": config.backbone_name}
 
 
 BLOCK, ORIGINAL = "heads.{head}.blocks.{layer}.linear.{part}", "{head}.{layer}.linear.{part}"
 COUNTS = {"medusa_num_heads": "n_heads", "medusa_num_layers": "n_layers"}
-VLLM_COUNTS = COUNTS | {"num_heads": "n_heads", "num_hidden_layers": "n_layers", "truncated_vocab_size": "draft_size"}
+VLLM = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "truncated_vocab_size": "draft_size",
+        "num_heads": "n_heads", "num_hidden_layers": "n_layers", "medusa_fc_bias": "bias",
+        "original_lm_head": "shares_lm_head"}  # fmt: skip
 LAYOUTS = {
     OWN: Layout("heads.safetensors", BLOCK, "heads.{head}.lm_head.weight", ("shared", "private", "low_rank")),
     "note": Layout("medusa_heads.pt", "heads.{head}.res_block.linear.{part}", "heads.{head}.lm_head.weight",
-                   ("private",), facts=lambda config: {"num_heads": config.n_heads}),
-    "medusa-v1": Layout("medusa_lm_head.pt", ORIGINAL, "{head}.{n_layers}.weight", ("private",),
-                        counts=COUNTS, facts=_original_facts),
-    "medusa-v2": Layout("medusa_lm_head.safetensors", ORIGINAL, "{head}.{n_layers}.weight", ("shared",),
-                        counts=COUNTS, facts=_original_facts),
+                   ("private",), keys={"num_heads": "n_heads"}),
+    "medusa-v1": Layout("medusa_lm_head.pt", ORIGINAL, "{head}.{n_layers}.weight", ("private",), keys=COUNTS),
+    "medusa-v2": Layout("medusa_lm_head.safetensors", ORIGINAL, "{head}.{n_layers}.weight", ("shared",), keys=COUNTS,
+                        constants={"version": "2"}),
     "vllm": Layout("model.safetensors", "blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight",
-                   ("shared", "private"), biased=False, counts=VLLM_COUNTS, facts=_vllm_facts),
+                   ("shared", "private"), biased=False, keys=VLLM,
+                   constants={"architectures": ["MedusaModel"], "model_type": "medusa"}),
 }  # fmt: skip
 
 
@@ -256,13 +244,12 @@ def _foreign(stored: HeadsFile, name: str, backbone: Backbone) -> HeadsConfig:
         values["vocab_size"] = foreign.vocab_size or backbone.vocab_size
         values["draft_vocab"] = len(stored.tensors.get(MAP, ()))
     config = validated(HeadsConfig, values, f"heads in {stored.file}")
-    for key, count in layout.counts.items():
-        there, here = getattr(foreign, key), getattr(config, count)
+    for key, name_here in layout.keys.items():
+        there, here = stored.config.get(key), getattr(config, name_here)
         if there not in (None, here):
-            stored.converted.append(f"config.json has {key} {there}, the weights have {here}: the weights count")
-    if name == "vllm" and foreign.medusa_fc_bias != config.bias:
-        there, vllm = ("none", "expects them") if foreign.medusa_fc_bias else ("some", "drops them")
-        stored.converted.append(f"the file has {there} of the biases that config.json announces: vLLM {vllm}")
+            stored.converted.append(
+                f"config.json has {key} {there!r:.80}, the weights have {here!r}: the weights count"
+            )
     return config
 
 
@@ -342,7 +329,7 @@ def write(name: str, heads: Heads, folder: Path) -> list[str]:
     """
     layout, config, state, sentences = LAYOUTS[name], heads.config, dict(heads.state_dict()), []
     if name == OWN:
-        write_folder(folder, layout.file, state, layout.facts(config))
+        write_folder(folder, layout.file, state, config.model_dump())
         return sentences
     _require_room(name, heads)
     if layout.holds == ("private",) and config.lm_head == "shared":
@@ -358,7 +345,7 @@ def write(name: str, heads: Heads, folder: Path) -> list[str]:
     if name == "vllm" and config.lm_head == "shared":
         tensors[SHARED] = heads.shared_lm_head
         sentences.append("the backbone's lm_head was written with the heads")
-    write_folder(folder, layout.file, tensors, layout.facts(config) | {"base_model_name_or_path": config.backbone_name})
+    write_folder(folder, layout.file, tensors, layout.facts(config))
     return sentences
 
 

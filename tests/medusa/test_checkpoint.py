@@ -286,7 +286,7 @@ def move(old, new):
 
 PRIVATE = {"lm_head": "private"}
 READ = [
-    ("vllm", {}, None, {"medusa_fc_bias": False}, "vLLM drops them"),
+    ("vllm", {}, None, {"medusa_fc_bias": False}, "medusa_fc_bias False"),
     ("vllm", {}, None, {"num_heads": 5}, "num_heads 5, the weights have 3"),
     ("vllm", {}, move("lm_head.weight", "lm_heads.0.weight"), {}, "the backbone's own"),
     ("vllm", PRIVATE | {"token_map": MAP}, mixed_up, {}, "token_map was sorted"),
@@ -310,7 +310,7 @@ def test_what_lies_otherwise_is_read_and_reported(tmp_path, backbone, layout, se
 
 REFUSED = [
     ("vllm", {}, None, {"logit_scale": 0.5}, "logit_scale"),
-    ("vllm", {}, None, {"num_heads": "five"}, "num_heads"),
+    ("vllm", {}, None, {"vocab_size": "many"}, "vocab_size"),
     ("vllm", {}, lambda t: t.pop("lm_head.weight"), {}, "random lm_head"),
     ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t.update(token_map=MAP + 5), {}, "outside the vocabulary"),
     ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t.pop("token_map"), {}, "no token_map"),
