@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from specnb.cli.show import Json, print_json, print_table
+from specnb.cli.show import Json, print_frame, print_json
 
 app = typer.Typer(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
 
@@ -37,6 +37,6 @@ def medusa(
     if as_json:
         print_json(result.document())
     else:
-        for title, columns, rows in result.tables():
-            print_table(title, columns, rows)
+        for title, table in result.tables():
+            print_frame(title, table)
     raise typer.Exit(0 if result.checked.passed else 1)

@@ -4,7 +4,7 @@ Gates are measured on the last prompts of each category and speeds on the first 
 is timed on. Wall times are whole calls, prefill included, of the same target in the same process.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
@@ -46,6 +46,9 @@ from specnb.provenance import provenance
 TARGET = "smollm2-135m?backend=hf&dtype=bfloat16"
 PLAIN, ALL = "plain", "all"
 PARTS = ("draft", "verify", "rewind", "other")
+SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s", "plain_tokens_per_s", "draft_share",
+         "verify_share", "identical", "n_prompts"]  # fmt: skip
+"""Columns of `speed_table` for a reader in a terminal."""
 
 
 class HeadsBenchParams(Params):
@@ -101,15 +104,12 @@ class HeadsBench:
         sizes = {len(c.plan): (len(c.plan), c.plan.depth, c.tokens, c.seconds) for c in self.drafting.candidates}
         return pd.DataFrame(sizes.values(), columns=["nodes", "depth", "tokens", "seconds"])
 
-    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
-        """Title, columns and rows of text for a reader: the gates, then their diagnoses or the speeds."""
-        rows = [["passed" if g.passed else "FAILED", g.name, g.says] for g in self.checked.gates]
-        shown = [(self.loaded, ["", "gate", "measured"], rows)]
+    def tables(self) -> list[tuple[str, pd.DataFrame]]:
+        """Titles and tables for a reader: the gates, then their diagnoses or the speeds."""
+        gates = [(self.loaded, self.checked.table())]
         if self.speeds is None:
-            rows = [list(diagnosis) for diagnosis in self.checked.diagnoses]
-            return [*shown, ("no speed: a gate failed", ["diagnosis", "seen", "what to do"], rows)]
-        rows = [[cell(row) for cell in SHOWN.values()] for row in self.speeds.to_dict(orient="records")]
-        return [*shown, (f"{self.facts['params'].target}: {self.drafting.says}", list(SHOWN), rows)]
+            return [*gates, ("no speed: a gate failed", pd.DataFrame(self.checked.diagnoses))]
+        return [*gates, (f"{self.facts['params'].target}: {self.drafting.says}", self.speeds[SHOWN])]
 
     def document(self) -> dict[str, Any]:
         """One JSON document; without the speeds where a gate failed."""
@@ -314,18 +314,3 @@ def speed_table(runs: Sequence[Timed], categories: Sequence[str], name: str) -> 
             **{f"{part}_share": seconds / sum(parts.values()) for part, seconds in parts.items()},
         })  # fmt: skip
     return pd.DataFrame(lines)
-
-
-SHOWN: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "category": lambda row: row["category"],
-    "tau": lambda row: f"{row['tau']:.2f}",
-    "alpha_1": lambda row: f"{row['accepted_1']}/{row['tested_1']}",
-    "speed-up": lambda row: (  # its interval where there are prompts enough for one
-        f"{row['speedup']:.2f}" + (f" [{row['low']:.2f}, {row['high']:.2f}]" if np.isfinite(row["low"]) else "")
-    ),
-    "tokens/s": lambda row: f"{row['tokens_per_s']:.1f}",
-    "plain": lambda row: f"{row['plain_tokens_per_s']:.1f}",
-    "draft/verify/rewind/other": lambda row: " ".join(f"{row[f'{part}_share']:.0%}" for part in PARTS),
-    "identical": lambda row: f"{row['identical']}/{row['n_prompts']}",
-}
-"""Columns for a reader, and what stands in them."""

@@ -288,9 +288,3 @@ def test_the_command_drafts_with_heads_and_says_what_there_is_to_know(loads_tiny
     (saved / "training.json").unlink()
     notes = json.loads(specnb(*words)[1])["summary"]["notes"]
     assert [("published" in note) for note in notes] == [True] * (tree == "5")
-
-
-@pytest.mark.parametrize("drafting", [None, "lookup"])
-def test_options_of_heads_without_heads_are_a_mistake(loads_tiny, drafting):
-    with pytest.raises(InputError, match=f"--heads-checkpoint and --tree.*{drafting or 'no'}"):
-        pair.run_pair("tiny", drafting, [0], heads_checkpoint="x", tree="chain")

@@ -250,13 +250,6 @@ def test_loops(tokens, is_loop):
     assert text.loops(tokens) is is_loop
 
 
-def test_an_answer_ends_where_it_loops(net, writer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "loops", lambda tokens: len(tokens) >= text.LOOP_CHECK)
-    rows = written(net, writer, tmp_path, writing=replace(WRITING, length=120, longest_answer=100))
-    for own in rows.own:
-        assert np.diff(np.flatnonzero(np.diff(np.concatenate([[0], own, [0]]))))[::2].max() <= text.LOOP_CHECK
-
-
 # --- grouped attention of one token a row ---------------------------------------------------------------------------
 
 
