@@ -1,10 +1,8 @@
 """Train heads: `specnb heads train --kind medusa --preset cpu`. The backbone is frozen, and never run by the loop.
 
 Stages, each of which goes on where it was stopped: text by the backbone, its hidden states, the heads, and the export
-to a folder that `specnb generate --drafter medusa --heads-checkpoint FOLDER` opens. Several GPUs:
-`accelerate launch -m specnb.medusa.train --target '…&device=cuda' …`, after `--stage data` in as many shards. Every
-process then takes its share of each batch, and gradients are averaged: the same run, but for rounding and for shares
-that differ in how many labels they have. A run that was killed goes on and ends with the same bits.
+to a folder that `specnb generate --drafter medusa --heads-checkpoint FOLDER` opens. A run that was killed goes on and
+ends with the same bits.
 """
 
 import hashlib
@@ -12,8 +10,8 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 import typer
-from accelerate import Accelerator, PartialState
 from pydantic import ValidationError
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -211,7 +208,6 @@ def train(
     Raises InputError (another run in the folder), NonFiniteLogits, EngineError (a gradient that is not
     finite); the last checkpoint is whole.
     """
-    accelerator = Accelerator(cpu=heads.shared_lm_head.device.type == "cpu")
     heads.float()
     try:
         optimizer = torch.optim.AdamW(
@@ -219,14 +215,12 @@ def train(
         )
         run = _identity(heads, recipe, data, start)
         step, log = _resume(folder, run, heads, optimizer)
-        # what heads borrow is where the backbone is, and so must they be
-        objective, optimizer = accelerator.prepare(Objective(heads, recipe), optimizer, device_placement=[False, False])
-        loop = _Loop(objective, optimizer, recipe, examples, accelerator)
+        objective = Objective(heads, recipe)
         if step < recipe.steps:
-            on_start(loop.seconds_of_a_step(step), recipe.steps - step)
+            on_start(_seconds_of_a_step(objective, examples, step), recipe.steps - step)
         since = time.perf_counter()
         while step < recipe.steps:
-            report = loop.step(step)
+            report = _step(objective, optimizer, examples, step)
             step += 1
             on_step(report)
             if step % save_every == 0 or step == recipe.steps:
@@ -236,8 +230,7 @@ def train(
                     | evaluate(heads, recipe, held_out)
                     | {"seconds": now - since + (log[-1]["seconds"] if log else 0.0)}
                 )  # fmt: skip
-                if accelerator.is_main_process:
-                    _save(folder, {"run": run, "step": step, "log": log}, heads, optimizer)
+                _save(folder, {"run": run, "step": step, "log": log}, heads, optimizer)
                 since = time.perf_counter()
     finally:
         heads.to(heads.shared_lm_head.dtype)
@@ -252,61 +245,44 @@ def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> dict[str, list
     return {name: [round(float(x), 5) for x in values] for name, values in losses._asdict().items()}
 
 
-@dataclass(frozen=True)
-class _Loop:
-    objective: nn.Module
-    optimizer: torch.optim.Optimizer
-    recipe: Recipe
-    examples: Examples
-    accelerator: Accelerator
+def _loss(objective: Objective, examples: Examples, step: int) -> tuple[Tensor, Measured]:
+    recipe, heads = objective.recipe, objective.heads
+    batch = examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed, later=recipe.teacher > 0)
+    with _matmuls(heads):
+        return objective(*_on_device(batch, heads))
 
-    @property
-    def heads(self) -> Heads:
-        return self.accelerator.unwrap_model(self.objective).heads
 
-    def seconds_of_a_step(self, step: int) -> float:
-        """Of a forward and backward without a step, so that the time left is known before the first."""
-        self._loss(step)
-        began = time.perf_counter()
-        loss, _ = self._loss(step)
-        self.accelerator.backward(loss)
-        self.optimizer.zero_grad(set_to_none=True)
-        return time.perf_counter() - began
+def _seconds_of_a_step(objective: Objective, examples: Examples, step: int) -> float:
+    """Of a forward and backward without a step, so that the time left is known before the first."""
+    _loss(objective, examples, step)
+    began = time.perf_counter()
+    _loss(objective, examples, step)[0].backward()
+    objective.zero_grad(set_to_none=True)
+    return time.perf_counter() - began
 
-    def step(self, step: int) -> Report:
-        loss, measured = self._loss(step)
-        if not loss.isfinite():
-            raise NonFiniteLogits(
-                f"the loss of step {step} is {float(loss.detach())}: lower peak_lr ({self.recipe.peak_lr}) or clip; "
-                "the last checkpoint is whole"
-            )
-        self.accelerator.backward(loss)
-        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self.recipe.clip)
-        if not norm.isfinite():
-            raise EngineError(f"the gradient of step {step} is not finite: lower peak_lr ({self.recipe.peak_lr})")
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.lr(step)
-        with self._embeddings_faster():
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return Report(step + 1, float(loss.detach()), measured)
 
-    @contextmanager
-    def _embeddings_faster(self) -> Iterator[None]:
-        """Every step inside the block goes `embedding_rate` times as far where weights are applied to embeddings."""
-        rate, weights = self.recipe.embedding_rate, [] if self.recipe.embedding_rate == 1 else self.heads.on_embeddings
-        before = [weight.clone() for weight in weights]
-        yield
-        with torch.no_grad():
-            for weight, old in zip(weights, before, strict=True):
-                weight.copy_(torch.lerp(old, weight, rate))
-
-    def _loss(self, step: int) -> tuple[Tensor, Measured]:
-        recipe, rank, n = self.recipe, self.accelerator.process_index, self.accelerator.num_processes
-        batch = self.examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed, later=recipe.teacher > 0)
-        share = Batch(*(None if part is None else part[rank::n] for part in batch))
-        with _matmuls(self.heads):
-            return self.objective(*_on_device(share, self.heads))
+def _step(objective: Objective, optimizer: torch.optim.Optimizer, examples: Examples, step: int) -> Report:
+    recipe = objective.recipe
+    loss, measured = _loss(objective, examples, step)
+    if not loss.isfinite():
+        raise NonFiniteLogits(
+            f"the loss of step {step} is {float(loss.detach())}: lower peak_lr ({recipe.peak_lr}) or clip; "
+            "the last checkpoint is whole"
+        )
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(objective.parameters(), recipe.clip)
+    if not norm.isfinite():
+        raise EngineError(f"the gradient of step {step} is not finite: lower peak_lr ({recipe.peak_lr})")
+    for group in optimizer.param_groups:
+        group["lr"] = recipe.lr(step)
+    faster = [] if recipe.embedding_rate == 1 else objective.heads.on_embeddings
+    before = [weight.clone() for weight in faster]
+    optimizer.step()
+    with torch.no_grad():
+        for weight, old in zip(faster, before, strict=True):  # embedding_rate times as far as the others
+            weight.copy_(torch.lerp(old, weight, recipe.embedding_rate))
+    optimizer.zero_grad(set_to_none=True)
+    return Report(step + 1, float(loss.detach()), measured)
 
 
 def _on_device(batch: Batch, heads: Heads) -> Batch:
@@ -535,7 +511,6 @@ def command(
     changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher,
                "embedding_rate": embedding_rate, "seed": seed}  # fmt: skip
     home = work or cache_dir() / "medusa"
-    processes = PartialState(cpu="device=cuda" not in target)  # before the model, which goes to this process's GPU
     training = recipe(preset, **changed)
     with closing(load(target)) as model:
         backbone = Backbone.of(network(model))
@@ -552,12 +527,7 @@ def command(
             "export": lambda: job.export(out or home / f"{kind}-{preset}-export"),
         }
         for name in stages if stage == "all" else [stage]:
-            # files are written by one process while the others wait; heads are trained by all at once
-            if name == "heads" or processes.is_main_process:
-                summary = stages[name]()
-            processes.wait_for_everyone()
-            if processes.is_main_process:
-                typer.echo(f"{name}: {summary}")
+            typer.echo(f"{name}: {stages[name]()}")
 
 
 def _typed(context: typer.Context) -> str:

@@ -1,8 +1,6 @@
 """Training heads: what is trained, how the rate runs, what is reported, and that a killed run is no other run."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -208,47 +206,3 @@ def test_all_stages_from_the_command_line(tmp_path, specnb):
     heads, report = checkpoint.load_trained_heads(tmp_path / "out", model.network)
     assert report.clean and heads.config.draft_vocab == 16
     model.close()
-
-
-@pytest.mark.slow
-def test_two_processes_train_what_one_does(tmp_path):
-    """Each takes its share of every batch, and gradients are averaged: the same weights up to rounding."""
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("\n".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 40}) for i in range(40)))
-    shape = [
-        "--target",
-        "tiny-hybrid",
-        "--preset",
-        "minute",
-        "--steps",
-        "6",
-        "--batch-size",
-        "32",
-        "--draft-vocab",
-        "0",
-    ]
-    made = {}
-    for n in (1, 2):
-        work = tmp_path / str(n)
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(n)]
-        launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        command = [
-            *launch,
-            "-m",
-            "specnb.medusa.train",
-            *shape,
-            "--draft-vocab",
-            "0",
-            "--work",
-            str(work),
-            "--texts",
-            str(texts),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.count("export: ") == 1
-        (run,) = (work / "runs").iterdir()
-        made[n] = loop.read_checkpoint(run)["heads"]
-    for name, weight in made[1].items():
-        assert torch.allclose(weight, made[2][name], atol=1e-3), name
-        assert name.endswith("token_map") or weight.abs().max() > 5e-3
