@@ -3,9 +3,6 @@
 A folder has `config.json` (`HeadsConfig`), `heads.safetensors` and, for those we trained, `training.json`. The frozen
 norm, the shared lm_head and the embeddings are the backbone's and are not in it; its digest is. Loading is strict:
 whatever does not fit is an error that lists all of it, for heads that were loaded in part draft nothing unnoticed.
-
-`specnb heads convert PATH --to LAYOUT --out FOLDER` converts between the layouts of
-`specnb.medusa.layouts`.
 """
 
 import json

@@ -192,10 +192,8 @@ def heads_drafter(
     """Trained heads that draft for `target`; `heads_checkpoint` is a path, or the name of shipped ones.
 
     Without it the shipped heads are taken that were trained on this target. `tree` is "chain", a number of nodes, a
-    `TreePlan`, or "auto", which measures what trees cost here and takes the one that pays by the accuracies that came
-    with the heads, those on held-out training text: on prompts of other kinds rounds are shorter than expected.
-    `translate` is for draft models: heads draft the target's own tokens. Raises InputError, also for what the loader
-    refuses.
+    `TreePlan`, or "auto", which measures what trees cost here and takes the one that pays by the accuracies on held-out
+    training text. `translate` is for draft models. Raises InputError, also for what the loader refuses.
     """
     asked = tree_size(tree)
     network(target)

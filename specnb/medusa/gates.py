@@ -2,10 +2,8 @@
 
 The loader's report is clean; without what training added the heads are the backbone; acceptance beats that of the
 same heads with their weights shuffled; no other norm or label suits them better; what is served is what is right
-offline; and the learning rate lived to the end of the training. A gate that fails gives a diagnosis in place of a
-number: are the weights those of training at all (`never loaded`); would they be right about another input (`double
-norm`, `missing norm`) or another token (`label shift`); is what they are multiplied with the backbone's (`wrong
-lm_head`); did training still move them (`dead schedule`). Several may hold.
+offline; and the learning rate lived to the end of the training. A gate that fails gives diagnoses in place of a
+number: `never loaded`, `double norm`, `missing norm`, `wrong lm_head`, `label shift`, `dead schedule`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,9 +1,8 @@
 """How heads lie in files: our own layout and those of others, as tables of names.
 
-A layout says which name in a file is which weight and what its config.json means. The weights decide how many heads,
-blocks and lm_heads there are, for configs are known to be wrong (the original repository's says 2 heads where 5 are).
-Names left over are faults. All layouts but ours are fed the normed hidden state (`post_norm`); pre_norm heads are
-written as they are, for behind the norm their input is the same.
+The weights decide how many heads, blocks and lm_heads there are, for configs are known to be wrong (the original
+repository's says 2 heads where 5 are). Names left over are faults. All layouts but ours are fed the normed hidden state
+(`post_norm`); pre_norm heads are written as they are, for behind the norm their input is the same.
 
 - `specnb`: named as in `nets.Heads`; config.json is `HeadsConfig`.
 - `note`: an lm_head for each head, and, where they were trained with a frozen norm, `heads.{i}.norm.weight`.

@@ -198,15 +198,12 @@ def train(
 ) -> list[dict[str, Any]]:
     """Train `heads` in place to `recipe.steps`, from `folder`'s checkpoint if there is one; returns the log.
 
-    Weights are float32 while they are trained, and of the backbone's type again afterwards.
-
-    `data` is the digest of the text, and `start` says which heads these were at first: a checkpoint is gone on with
-    only where both, the recipe, the heads' config and their token map are the same. `on_start` gets the seconds of
+    Weights are float32 while they are trained. A checkpoint is gone on with only where `data` (the digest of the text),
+    `start` (which heads these were at first), recipe, config and token map are the same. `on_start` gets the seconds of
     a step, measured before the first, and the steps that are left. A line of the log has step, examples, lr, the
     weighted loss, seconds, and what `evaluate` returns; every `save_every` steps it and the checkpoint are written.
 
-    Raises InputError (another run in the folder), NonFiniteLogits, EngineError (a gradient that is not
-    finite); the last checkpoint is whole.
+    Raises InputError (another run in the folder), NonFiniteLogits, EngineError (a gradient that is not finite).
     """
     heads.float()
     try:
@@ -348,9 +345,8 @@ _bar = partial(tqdm, unit_scale=True, mininterval=2)
 class Work:
     """The text, states and runs in `home` that one backbone's heads are trained with.
 
-    `options` are fields of HeadsConfig, `preset` names what `recipe` was before it was changed, `texts` is a file to
-    learn instead of what the backbone writes, and `command` is what was typed. A method is a stage: it returns what
-    there is now, for the reader.
+    `options` are fields of HeadsConfig, `preset` names what `recipe` was before it was changed, and `texts` is a file
+    to learn instead of what the backbone writes. A method is a stage: it returns what there is now, for the reader.
     """
 
     home: Path
@@ -368,7 +364,6 @@ class Work:
 
     @property
     def text(self) -> Path:
-        """The folder of the text that heads learn from, and its states."""
         return self.home / "text"
 
     @property

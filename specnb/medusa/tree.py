@@ -87,12 +87,10 @@ class TreePlan:
 def grow(accuracy: np.ndarray, n_nodes: int) -> tuple[TreePlan, float]:
     """The plan of `n_nodes` with the most tokens a round, and that number, the extra token included.
 
-    `accuracy (heads, ranks)` are marginal: how often the token of that rank was the right one. A node is worth the
-    product along its path, as if heads were right independently of each other (Medusa, 2401.10774, section 2.3.3); on
-    the average a round commits 1 + the sum over the nodes. Each step adds the node of most worth whose parent is there.
-    No node is worth more than its parent, and children are taken best first, so the result is the n best nodes of all:
-    no other tree has a larger sum, and every beginning of it is the best of its size. Nodes of no worth are left out,
-    and so there may be fewer than `n_nodes`.
+    `accuracy (heads, ranks)` are marginal. A node is worth the product along its path, as if heads were right
+    independently of each other (Medusa, 2401.10774, section 2.3.3); a round commits 1 + the sum over the nodes. Each
+    step adds the node of most worth whose parent is there: no other tree of the size has a larger sum, and every
+    beginning of the plan is the best of its size. Nodes of no worth are left out.
     """
     if not 0 <= n_nodes <= MAX_NODES:
         raise InputError(f"a tree has 0 to {MAX_NODES} nodes, got {n_nodes}")
