@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from specnb.cli import divergence
-from specnb.cli.show import Json, cell, clean, complain, print_json, print_result, print_table
+from specnb.cli.show import Json, cell, clean, complain, print_frame, print_json, print_result, print_table
 from specnb.errors import InputError, SpecnbError
 
 app = typer.Typer(
