@@ -116,7 +116,7 @@ def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
     if len(cells) != 1 or kind is None:
         yield f"has {len(cells)} cells tagged `parameters`, must have 1, and metadata.specnb.params names their class"
         return
-    shown = {name: parameter.default for name, parameter in declared(cells[0].source).items()}
+    shown = declared(cells[0].source)
     expected = kind().model_dump(mode="json")
     for name in sorted(set(shown) | set(expected)):
         here, there = (json.dumps(values.get(name, "(none)")) for values in (shown, expected))
