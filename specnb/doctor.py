@@ -60,7 +60,7 @@ def diagnose(*, decode: bool = True) -> list[Finding]:
     """
     checks = [check_python, check_packages, check_compiler, check_torch]
     checks += [check_decode] if decode else []
-    checks += [check_kernel, check_papermill_engine, check_browser, check_memory, check_disk, check_cache]
+    checks += [check_kernel, check_browser, check_memory, check_disk, check_cache]
     return [finding for check in checks for finding in guarded(check)]
 
 
@@ -196,13 +196,6 @@ def check_kernel() -> Finding:
     here = not program.is_absolute() or program.parent == Path(sys.executable).parent
     detail = f"starts {sys.executable}" if here else f"starts {program}, not this environment's {sys.executable}"
     return judge(name, here, detail, fix, only_warn=True)
-
-
-def check_papermill_engine() -> Finding:
-    """Check that papermill finds the engine `specnb` that headless runs use."""
-    points = [point.value for point in metadata.entry_points(group="papermill.engine", name="specnb")]
-    detail = points[0] if points else "papermill.engine has no entry `specnb`"
-    return judge("papermill engine", bool(points), detail, "pip install -e .")
 
 
 def check_browser() -> Finding:

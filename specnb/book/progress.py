@@ -1,6 +1,5 @@
 """A progress bar for measurements that call back before each step."""
 
-from types import TracebackType
 from typing import Self
 
 from tqdm import tqdm
@@ -12,9 +11,6 @@ class ProgressBar:
     Plain text rather than a widget: an executed notebook then carries no widget state.
     """
 
-    def __init__(self) -> None:
-        self._bar: tqdm | None = None
-
     def __enter__(self) -> Self:
         self._bar = tqdm(leave=False, bar_format="{percentage:3.0f}% {bar:30} {n_fmt}/{total_fmt} {postfix}")
         return self
@@ -23,7 +19,5 @@ class ProgressBar:
         self._bar.total, self._bar.n = total, done
         self._bar.set_postfix_str(step)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.close()

@@ -2,13 +2,13 @@
 
 The json beside them (the sidecar) holds the run, its parameters and provenance, the digests of the table, of the
 figure and of each file, and the caption. It is written last, so a set that does not belong together is noticed.
+The gallery, `figures/README.md`, is made from the sidecars alone.
 """
 
 import asyncio
 import contextlib
 import html
 import json
-import math
 import os
 import re
 import signal
@@ -16,6 +16,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,15 @@ SCHEMA_VERSION = 1  # of the sidecar
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 WIDTH, HEIGHT, PNG_SCALE = 960, 480, 2
 MAX_ROWS = 2000  # of a table that the sidecar holds
+GALLERY_ROWS = 24  # of a table that the gallery shows
 EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: both images with the browser's start, one image, its end
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
-BROWSER_ENDED = "the browser did not start, stopped or took too long: start it by hand, or set BROWSER_PATH to another"
+EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
+GALLERY = """# Figures
 
+Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
+and its data. Results that are not figures are in [`tests/benchmarks`](../tests/benchmarks/README.md).
+"""
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><title>{title}</title><meta name="specnb" content="{mark}"></head>
@@ -71,11 +77,8 @@ def publish(
 
     Images need Chrome or Chromium. Without one, or if the export fails, html and json are written all the same, the
     sidecar says why under `skipped`, and an image of an older figure of that name is removed. Formulas in dollar
-    signs are not typeset: MathJax would need a network.
-
-    The page opens from `file://` without a network: it loads `plotly.min.js` from its own folder. That script (about
-    4.5 MB) serves all figures, is written when absent or of another version, and does not belong in the repository;
-    a page without it shows the svg.
+    signs are not typeset: MathJax would need a network. The page opens from `file://` without a network, too: it loads
+    `plotly.min.js` (4.5 MB, kept out of the repository) from its own folder, and shows the svg where that is absent.
 
     Raises InputError: before anything is written for what cannot be used, and for a folder that cannot be written.
     """
@@ -87,21 +90,26 @@ def publish(
     figure_digest = digest(json.loads(figure.to_json(engine="json")))  # keys sorted: plotly changes their order
     keys = {"name": name, "experiment": record.experiment, "run_id": record.run_id, "figure_sha256": figure_digest}
     mark = canonical_json(keys)
-    document = {"schema_version": SCHEMA_VERSION, **keys, "title": title, "caption": caption, "status": record.status}
-    document |= {"params": record.params, "provenance": record.provenance}
-    document["table"] = None if table is None else _table_facts(table)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        **keys,
+        "title": title,
+        "caption": caption,
+        "status": record.status,
+        "params": record.params,
+        "provenance": record.provenance,
+        "table": None if table is None else _table_facts(table),
+    }
     document = plain(document, "record")
-    layout = figure.layout
-    sized = go.Figure(figure.to_dict()).update_layout(width=layout.width or WIDTH, height=layout.height or HEIGHT)
+    sized = go.Figure(figure.to_dict())
+    sized.update_layout(width=figure.layout.width or WIDTH, height=figure.layout.height or HEIGHT)
     contents, skipped = render(sized, mark)
     contents["html"] = _page(sized, name, title, caption, mark)
     script, source = folder / "plotly.min.js", get_plotlyjs().encode()
     if not script.is_file() or script.read_bytes() != source:
         write_atomic(script, source)
     for suffix in skipped:
-        if (old := folder / f"{name}.{suffix}").exists():
-            old.unlink()
-            skipped[suffix] += "; the image of an older figure was removed"
+        (folder / f"{name}.{suffix}").unlink(missing_ok=True)
     files = {f"{name}.{suffix}": digest(content) for suffix, content in contents.items()}
     contents["json"] = f"{json.dumps(document | {'files': files, 'skipped': skipped}, indent=1)}\n".encode()
     for suffix, content in contents.items():
@@ -134,18 +142,47 @@ def render(figure: go.Figure, mark: str) -> tuple[dict[str, bytes], dict[str, st
     spec = figure.to_dict()
     for index, trace in enumerate(spec["data"]):
         trace["uid"] = f"trace{index}"  # plotly.js draws a random one, and builds ids of it
-    size = {"width": figure.layout.width, "height": figure.layout.height}
-    options = {"svg": size | {"scale": 1}, "png": size | {"scale": PNG_SCALE}}
-    shots: dict[str, bytes | str] = {}
-    failure = BROWSER_ENDED
-    try:
-        with ThreadPoolExecutor(1, thread_name_prefix="specnb-images") as thread:
-            thread.submit(lambda: asyncio.run(_shoot(spec, options, mark, shots))).result()
-    except Exception as error:  # whatever it is, html and json are still to be written
-        failure = _reason(error)
-    shots = {suffix: shots.get(suffix, failure) for suffix in options}
-    images = {suffix: image for suffix, image in shots.items() if isinstance(image, bytes)}
-    return images, {suffix: reason for suffix, reason in shots.items() if isinstance(reason, str)}
+    images: dict[str, bytes] = {}
+    with ThreadPoolExecutor(1, thread_name_prefix="specnb-images") as thread:
+        error = thread.submit(lambda: asyncio.run(_shoot(spec, mark, images))).exception()
+    reason = str(error) if isinstance(error, InputError) else f"{EXPORT_FAILED} ({type(error).__name__})"
+    return images, {suffix: reason for suffix in ("svg", "png") if suffix not in images}
+
+
+async def _shoot(spec: dict, mark: str, images: dict[str, bytes]) -> None:
+    """Put images into `images`. Raises what goes wrong, and leaves no process behind."""
+    import kaleido
+    from choreographer.browsers.chromium import Chromium
+
+    path = Chromium.find_browser(skip_local=False)
+    if not path or not Path(path).is_file():  # asked here: a Kaleido that finds none leaves five threads behind
+        raise InputError(NO_BROWSER)
+    browser = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
+    drawing = asyncio.gather(_draw(browser, spec, mark, images), return_exceptions=True)
+    # Not wait_for: kaleido awaits the browser while it cleans up too, so a hung one has to be ended first.
+    for step, limit_s in ((drawing, EXPORT_S), (browser.close(), CLOSE_S)):
+        done, _ = await asyncio.wait({asyncio.gather(step, return_exceptions=True)}, timeout=limit_s)
+        if not done:
+            _kill(browser)
+    _kill(browser)
+    error = drawing.result()[0] if drawing.done() else TimeoutError()
+    if error is not None:
+        raise error
+
+
+async def _draw(browser: Any, spec: dict, mark: str, images: dict[str, bytes]) -> None:
+    size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"]}
+    await browser.open()
+    images["svg"] = finish_svg(await browser.calc_fig(spec, {"format": "svg", "scale": 1, **size}), mark)
+    images["png"] = finish_png(await browser.calc_fig(spec, {"format": "png", "scale": PNG_SCALE, **size}), mark)
+
+
+def _kill(browser: Any) -> None:
+    """End the browser of a Kaleido, if it still runs, and its helpers: it leads a process group of its own."""
+    process = getattr(browser, "subprocess", None)
+    if process is not None and process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
 
 
 def finish_svg(svg: bytes, mark: str) -> bytes:
@@ -170,56 +207,6 @@ def finish_png(png: bytes, mark: str) -> bytes:
     return png[:-12] + struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) + png[-12:]
 
 
-async def _shoot(spec: dict, options: dict[str, dict], mark: str, shots: dict[str, bytes | str]) -> None:
-    """Put an image, or the reason why not, into `shots` for each suffix of `options`. Leaves no process behind."""
-    import kaleido
-    from choreographer.browsers.chromium import Chromium
-
-    path = Chromium.find_browser(skip_local=False)
-    if not path or not Path(path).is_file():  # asked here: a Kaleido that finds none leaves five threads behind
-        shots |= dict.fromkeys(options, NO_BROWSER)
-        return
-    browser = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
-    # Not wait_for: kaleido awaits the browser while it cleans up too, so a hung one has to be ended first.
-    for step, limit_s in (
-        (_draw(browser, spec, options, mark, shots), EXPORT_S),
-        (browser.close(), CLOSE_S),
-    ):
-        done, _ = await asyncio.wait({asyncio.gather(step, return_exceptions=True)}, timeout=limit_s)
-        if not done:
-            _kill(browser)
-    _kill(browser)
-
-
-async def _draw(browser: Any, spec: dict, options: dict[str, dict], mark: str, shots: dict[str, bytes | str]) -> None:
-    finish = {"svg": finish_svg, "png": finish_png}
-    try:
-        await browser.open()
-    except Exception:  # whatever it says: no image is made
-        return
-    for suffix, option in options.items():
-        try:
-            shots[suffix] = finish[suffix](await browser.calc_fig(spec, {"format": suffix, **option}), mark)
-        except Exception as error:
-            shots[suffix] = _reason(error)
-
-
-def _kill(browser: Any) -> None:
-    """End the browser of a Kaleido, if it still runs, and its helpers: it leads a process group of its own."""
-    process = getattr(browser, "subprocess", None)
-    if process is not None and process.poll() is None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
-
-
-def _reason(error: Exception) -> str:
-    """One line for the sidecar; paths of this machine stay out of it."""
-    if type(error).__name__ in ("BrowserClosedError", "ChannelClosedError", "ProcessLookupError"):
-        return BROWSER_ENDED
-    detail = getattr(error, "strerror", str(error)) or f"no answer within {RENDER_S:g} s"  # a TimeoutError has no text
-    return f"the export failed ({type(error).__name__}: {' '.join(detail.split())[:200]}): see `specnb check`"
-
-
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
     """Digest of the table's canonical CSV (UTF-8, "\\n", shortest floats, NaN empty), and its rows if not too many.
 
@@ -230,22 +217,12 @@ def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
     columns = [str(column) for column in table.columns]
     if len(set(columns)) < len(columns):
         raise InputError(f"the table has two columns of one name: {columns}; rename one")
-    csv = table.set_axis(columns, axis=1).to_csv(index=False, lineterminator="\n").encode("utf-8", "surrogatepass")
+    table = table.set_axis(columns, axis=1)
+    csv = table.to_csv(index=False, lineterminator="\n").encode("utf-8", "surrogatepass")
     facts = {"sha256": digest(csv), "rows": len(table), "columns": columns}
     if len(table) > MAX_ROWS:
         return facts | {"records": None, "left_out": f"more than {MAX_ROWS} rows: the run record holds the data"}
-    rows = table.itertuples(index=False, name=None)
-    return facts | {"records": [dict(zip(columns, map(_cell, row), strict=True)) for row in rows]}
-
-
-def _cell(value: Any) -> Any:
-    """A table cell for JSON: what is missing is None, an infinity is its text, an array is a list."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, list | tuple):
-        return [_cell(item) for item in value]
-    if isinstance(value, float) and math.isinf(value):
-        return str(value)
-    return None if pd.api.types.is_scalar(value) and pd.isna(value) else value
+    return facts | {"records": plain(table.to_dict("records"), "table", nan=None)}
 
 
 def _model(record: RunRecord, role: str) -> str:
@@ -267,3 +244,48 @@ def _page(figure: go.Figure, name: str, title: str, caption: str, mark: str) -> 
     plot = figure.to_html(full_html=False, include_plotlyjs="directory", div_id=name)
     texts = {key: html.escape(text) for key, text in (("title", title), ("caption", caption), ("mark", mark))}
     return PAGE.format(name=name, plot=plot, width=figure.layout.width, **texts).encode("utf-8", "xmlcharrefreplace")
+
+
+def write_gallery(folder: Path) -> Path:
+    """Write `folder/README.md` and return its path. Raises InputError where no figure is published."""
+    path = folder / "README.md"
+    write_atomic(path, gallery(folder).encode())
+    return path
+
+
+def gallery(folder: Path) -> str:
+    """Return the page as Markdown: figures by notebook, each with its picture, caption, origin and data."""
+    sidecars = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    if not sidecars:
+        raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
+    parts = [GALLERY]
+    for experiment, figures in groupby(sidecars, key=lambda sidecar: sidecar["experiment"]):
+        parts.append(f"## {experiment}\n\n`.venv/bin/specnb run {experiment}`\n")
+        parts += [_entry(sidecar) for sidecar in figures]
+    return "\n".join(parts)
+
+
+def _entry(sidecar: dict[str, Any]) -> str:
+    name, git = sidecar["name"], sidecar["provenance"].get("git") or {}
+    picture = f"![{sidecar['title']}]({name}.png)" if f"{name}.png" in sidecar["files"] else "(no picture)"
+    commit = (git.get("commit") or "unknown")[:10] + (", with changes" if git.get("dirty") else "")
+    origin = f"{sidecar['provenance'].get('utc', '')[:10]}, commit {commit}"
+    return (
+        f"### {name}\n\n{picture}\n\n{sidecar['caption']}\n"
+        f"{origin}. [Interactive]({name}.html) · [provenance]({name}.json)\n{_entry_table(sidecar['table'])}"
+    )
+
+
+def _entry_table(table: dict[str, Any] | None) -> str:
+    rows = (table or {}).get("records") or []
+    if not rows or len(rows) > GALLERY_ROWS:
+        return ""
+    lines = [table["columns"], ["---"] * len(table["columns"])]
+    lines += [[_entry_cell(row[column]) for column in table["columns"]] for row in rows]
+    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"\n<details><summary>Data: {len(rows)} rows</summary>\n\n{body}\n\n</details>\n"
+
+
+def _entry_cell(value: Any) -> str:
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -13,31 +13,27 @@ from specnb.records import Generation, RunRecord
 ALL = "all"
 
 
-def k_sweep(record: RunRecord, *, level: float = 0.95) -> pd.DataFrame:
+def k_sweep(record: RunRecord) -> pd.DataFrame:
     """One row per category, temperature and K; K = 0 is the baseline, category `all` pools the categories.
 
     Columns: category, temperature, k, tokens_per_s, drafted, accepted, acceptance_rate, tau, speedup with low and
     high (decoding without prefill and its token, the first; bootstrap over prompts, paired with the baseline on the
-    same prompt, none for fewer than `stats.FEWEST` prompts), wall_speedup (prefill included, the drafter's too),
+    same prompt, none for fewer than `bench.FEWEST` prompts), wall_speedup (prefill included, the drafter's too),
     identical (greedy runs whose tokens equal the baseline's; None when sampling), lossless, n_prompts.
     """
-    generations = record.generations
     groups: dict[tuple[str, float, int], list[Generation]] = {}
-    for g in generations:
+    for g in record.generations:
         for category in (g.category, ALL):
             groups.setdefault((category, g.temperature, g.k), []).append(g)
-    order = list(dict.fromkeys([*(g.category for g in generations), ALL]))
+    order = list(dict.fromkeys([*(g.category for g in record.generations), ALL]))
     keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1], key[2]))
-    return pd.DataFrame([_k_row(key, groups[key], generations, level) for key in keys])
+    return pd.DataFrame([_k_row(key, groups[key], record.generations) for key in keys])
 
 
-def _k_row(
-    key: tuple[str, float, int], group: list[Generation], generations: Sequence[Generation], level: float
-) -> dict:
+def _k_row(key: tuple[str, float, int], group: list[Generation], generations: Sequence[Generation]) -> dict:
     category, temperature, k = key
-    bases = [baseline_of(tuple(generations), g) for g in group]
-    rows = [(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in zip(group, bases, strict=True)]
-    speedup = bootstrap(rows, rate_ratio, level=level)
+    bases = [baseline_of(generations, g) for g in group]
+    speedup = decode_speedup(group, generations)
     whole = [(len(g.token_ids), g.wall_s, len(b.token_ids), b.wall_s) for g, b in zip(group, bases, strict=True)]
     drafted, accepted = (sum(getattr(g, n) for g in group) for n in ("total_draft_tokens", "accepted_tokens"))
     identical = sum(g.token_ids == b.token_ids for g, b in zip(group, bases, strict=True))
@@ -45,7 +41,7 @@ def _k_row(
         "category": category,
         "temperature": temperature,
         "k": k,
-        "tokens_per_s": rate(np.asarray(rows)[:, :2]),
+        "tokens_per_s": rate(np.array([(g.n_decoded, g.decode_s) for g in group])),
         "drafted": drafted,
         "accepted": accepted,
         "acceptance_rate": accepted / drafted if drafted else None,
@@ -60,7 +56,13 @@ def _k_row(
     }
 
 
-def replayed(record: RunRecord, *, level: float = 0.95) -> pd.DataFrame:
+def decode_speedup(drafted: Sequence[Generation], generations: Sequence[Generation]) -> Interval:
+    """Speed-up without prefill of `drafted` over their own baselines, which are among `generations`."""
+    pairs = [(g, baseline_of(generations, g)) for g in drafted]
+    return bootstrap([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
+
+
+def replayed(record: RunRecord) -> pd.DataFrame:
     """One row per category, temperature and K of the replay, in the columns of `k_sweep`; `all` pools the contents.
 
     Counts are expected values; intervals are over prompts. The speed-up is predicted from the measured costs, and
@@ -68,19 +70,18 @@ def replayed(record: RunRecord, *, level: float = 0.95) -> pd.DataFrame:
     run with another rule than `token` holds no replay: then the live sweep.
     """
     if "replay" not in record.measurements:
-        return k_sweep(record, level=level)
+        return k_sweep(record)
     rows = pd.DataFrame(record.measurements["replay"]["rows"])
-    rows = pd.concat([rows, rows.assign(category=ALL)])
-    order = {name: at for at, name in enumerate(dict.fromkeys(rows["category"]))}
-    groups = sorted(rows.groupby(["category", "temperature", "k"]), key=lambda g: (order[g[0][0]], *g[0][1:]))
-    return pd.DataFrame([_replayed_row(key, group, level) for key, group in groups])
+    order = pd.CategoricalDtype([*rows["category"].unique(), ALL])
+    rows = pd.concat([rows, rows.assign(category=ALL)]).astype({"category": order})
+    groups = rows.groupby(["category", "temperature", "k"], observed=True)
+    return pd.DataFrame([_replayed_row(key, group) for key, group in groups])
 
 
-def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame, level: float) -> dict:
+def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame) -> dict:
     times = group[["n_decoded", "seconds", "n_decoded", "plain_s"]].to_numpy(dtype=float)
     times = times[times[:, 0] > 0]  # an answer of one token is all prefill
-    nothing = Interval(float("nan"), float("nan"), float("nan"), level)
-    speedup = bootstrap(times, rate_ratio, level=level, draws=500) if len(times) else nothing
+    speedup = bootstrap(times, rate_ratio, draws=500) if len(times) else Interval(*[float("nan")] * 3)
     drafted, accepted, rounds = (float(group[name].sum()) for name in ("drafted", "accepted", "rounds"))
     return {
         **dict(zip(("category", "temperature", "k"), key, strict=True)),
@@ -98,16 +99,14 @@ def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame, level: float
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
     """Live against replayed, for each K that ran live: tau and decoding speed, by temperature, over all prompts."""
-    live, replay = k_sweep(record), replayed(record)
-    both = live[(live["category"] == ALL) & (live["k"] > 0)].merge(
-        replay[replay["category"] == ALL], on=["temperature", "k"], suffixes=("", "_replayed")
+    live, replay = (
+        table[(table["category"] == ALL) & (table["k"] > 0)] for table in (k_sweep(record), replayed(record))
     )
-    both = both.assign(
-        tau_ratio=both["tau_replayed"] / both["tau"], speed_ratio=both["tokens_per_s_replayed"] / both["tokens_per_s"]
-    )
-    return both[
-        ["temperature", "k", "tau", "tau_replayed", "tau_ratio", "tokens_per_s", "tokens_per_s_replayed", "speed_ratio"]
-    ]
+    both = live.merge(replay, on=["temperature", "k"], suffixes=("", "_replayed"))
+    ratios = {"tau_ratio": ("tau_replayed", "tau"), "speed_ratio": ("tokens_per_s_replayed", "tokens_per_s")}
+    both = both.assign(**{name: both[over] / both[under] for name, (over, under) in ratios.items()})
+    columns = ["tau", "tau_replayed", "tau_ratio", "tokens_per_s", "tokens_per_s_replayed", "speed_ratio"]
+    return both[["temperature", "k", *columns]]
 
 
 def sweep_time(record: RunRecord) -> pd.DataFrame:

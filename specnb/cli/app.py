@@ -74,13 +74,12 @@ def run(
     """Run notebooks headless into results/; exit code 1 if one failed."""
     from specnb import store
     from specnb.book.engine import run_notebook
-    from specnb.book.gallery import write_gallery
     from specnb.book.notebook import find_notebook, parse_parameters
     from specnb.book.notebook import notebooks as all_notebooks
-    from specnb.book.publish import figures_dir
+    from specnb.book.publish import figures_dir, write_gallery
     from specnb.lm import zoo
 
-    given = parse_parameters(_pairs(parameter or []))
+    given = parse_parameters(parameter or [])
     paths = [find_notebook(n) for n in notebooks] if notebooks else all_notebooks()
     if not paths:
         raise InputError("there are no notebooks in the checkout to run: give the path of one")
@@ -112,18 +111,10 @@ def run(
 @app.command()
 def publish(as_json: Json = False) -> None:
     """Write the gallery, figures/README.md, from the json files beside the published figures."""
-    from specnb.book.gallery import write_gallery
-    from specnb.book.publish import figures_dir
+    from specnb.book.publish import figures_dir, write_gallery
 
     path = write_gallery(figures_dir())
     print_json({"gallery": str(path)}) if as_json else print(path)
-
-
-def _pairs(words: list[str]) -> list[tuple[str, str]]:
-    for word in words:
-        if "=" not in word:
-            raise InputError(f"-p takes a name and a value, got only {word!r}")
-    return [tuple(word.split("=", 1)) for word in words]
 
 
 @heads_app.command(context_settings=PASSED_ON, add_help_option=False)

@@ -5,13 +5,14 @@ import threading
 import time
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 
 from specnb.book.explorer import figures as show
 from specnb.book.explorer import tables as explorer_tables
 from specnb.book.explorer import widgets
-from specnb.book.explorer.live import Workbench, live_speedup
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables
+from specnb.book.explorer.live import Workbench
+from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables
 from specnb.book.explorer.widgets import Explorer
 from specnb.book.plot import Plot
 from specnb.draft.lookup import LookupDrafter
@@ -20,41 +21,37 @@ from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.cost import NAMED, CostCurve
 from specnb.measure.recording import Trace
-from specnb.measure.replay import Cost, fixed_k
+from specnb.measure.replay import Cost, fixed_k, walk
 from specnb.measure.trace import record
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
 
 CURVE = CostCurve(model="line", context=0, widths=(1, 9, 25), samples_s=((0.02,), (0.03,), (0.06,)))
+PRESET = Machine.measured(CURVE, 0.3, 24)
 LOOKUP = "lookup(n=1..6,x4)"
+MODEL = "blurred"
+PROMPTS = [
+    Prompt(id=f"{kind}-{n}", category=kind, text=text * (n + 1) + "abcdef"[n])
+    for kind, text in {"code": "abc", "prose": "fed"}.items()
+    for n in range(5)
+]
 
 
 def target():
     return toy.markov(6, order=2, seed=4, sharpness=3.0)
 
 
-def some_prompts():
-    kinds = {"code": "abc", "prose": "fed"}
-    return [
-        Prompt(id=f"{k}-{n}", category=k, text=t * (n + 1) + "abcdef"[n]) for k, t in kinds.items() for n in range(5)
-    ]
+def recorded(drafters, prompts, temperature=0.0, **options) -> list:
+    recordings = record(target(), drafters, prompts, temperature=temperature, **options)
+    return [recording for _, of_prompt in recordings for recording in of_prompt]
 
 
 @pytest.fixture(scope="module")
 def trace():
-    true, noise = (toy.markov(6, order=2, seed=seed, sharpness=3.0) for seed in (4, 5))
-    blurred = toy.ToyLM(lambda ids: true._logits_of(ids) + noise._logits_of(ids), true.vocab, name="blurred")
-    other = ModelDrafter(blurred)  # right now and then
-    return Trace(
-        tuple(
-            recording
-            for temperature in (0.0, 0.7)
-            for _, recordings in record(
-                target(), [LookupDrafter(), other], some_prompts(), temperature=temperature, max_new_tokens=40
-            )
-            for recording in recordings
-        )
-    )
+    true, noise = target(), toy.markov(6, order=2, seed=5, sharpness=3.0)
+    blurred = toy.ToyLM(lambda ids: true._logits_of(ids) + noise._logits_of(ids), true.vocab, name=MODEL)
+    drafters = [LookupDrafter(), ModelDrafter(blurred)]  # the model is right now and then
+    return Trace(tuple(r for t in (0.0, 0.7) for r in recorded(drafters, PROMPTS, t, max_new_tokens=40)))
 
 
 @pytest.fixture(scope="module")
@@ -62,207 +59,163 @@ def tables(trace):
     return Tables(trace)
 
 
-@pytest.fixture(autouse=True)
-def prepared_once(tables, monkeypatch):
-    monkeypatch.setattr(widgets, "Tables", lambda _trace: tables)
-
-
 @pytest.fixture
-def explorer(trace):
+def explorer(trace, tables, monkeypatch):
+    monkeypatch.setattr(widgets, "Tables", lambda _trace: tables)
     explorer = Explorer(trace, CURVE, 0.3)
     yield explorer
     explorer.close()
 
 
-def model_of(tables):
-    return next(d for d in tables.drafters if tables.is_model(d))
+def settings(tables, **fixed):
+    """Every policy of every drafter at every temperature on every content, or with some fields fixed."""
+    rows = (
+        Setting(drafter, temperature, content, policy, 5, PRESET)._replace(**fixed)
+        for drafter in tables.drafters
+        for policy in tables.policies(drafter)
+        for temperature in tables.temperatures
+        for content in (ALL, *tables.contents)
+    )
+    return list(dict.fromkeys(rows))
 
 
-def settings(tables):
-    machine = Machine.measured(CURVE, 0.3, tables.k_max)
-    for drafter in tables.drafters:
-        for policy in tables.policies(drafter):
-            for temperature in tables.temperatures:
-                for content in (ALL, *tables.contents):
-                    yield Setting(drafter, temperature, content, policy, 5, machine)
+def lookup_setting(k=4):
+    return Setting(LOOKUP, 0.0, "code", FIXED, k, Machine.straight(CUSTOM, 1.5, 0.0, 24))
 
 
 def test_a_fixed_k_is_predicted_as_the_replay_counts_it(trace, tables):
     """Seconds of plain decoding over seconds with drafts, by the replay's own arithmetic."""
-    for drafter, temperature in ((d, t) for d in tables.drafters for t in tables.temperatures):
-        chosen = trace.select(drafter=drafter, temperature=temperature, category="code").recordings
-        cost = Cost(CURVE, 0.3)
+    cost = Cost(CURVE, 0.3)
+    for setting in settings(tables, content="code", policy=FIXED):
+        chosen = trace.select(drafter=setting.drafter, temperature=setting.temperature, category="code").recordings
         plain = sum(fixed_k(r, 0).seconds(cost) for r in chosen)
-        setting = Setting(drafter, temperature, "code", FIXED, 1, Machine.measured(CURVE, 0.3, tables.k_max))
-        swept = tables.sweep(setting)
-        for k in range(25):
-            wanted = plain / sum(fixed_k(r, k).seconds(cost) for r in chosen)
-            assert tables.predict(setting._replace(k=k)).speedup == pytest.approx(wanted)
-            assert swept.value[k] == pytest.approx(wanted)
+        wanted = [plain / sum(fixed_k(r, k).seconds(cost) for r in chosen) for k in range(25)]
+        assert tables.sweep(setting).value == pytest.approx(wanted)
+        assert [tables.predict(setting._replace(k=k)).speedup for k in range(25)] == pytest.approx(wanted)
 
 
-def test_without_drafts_nothing_is_won(tables):
-    for setting in settings(tables):
-        assert tables.sweep(setting).value[0] == pytest.approx(1)
-        assert tables.predict(setting._replace(policy=FIXED, k=0)).speedup == pytest.approx(1)
-
-
-def test_the_interval_holds_the_value_and_needs_five_prompts(tables):
-    setting = Setting(LOOKUP, 0.0, "code", FIXED, 4, Machine.straight(CUSTOM, 1.5, 0.0, 24))
-    found = tables.predict(setting)
-    assert found.low < found.speedup < found.high
-    few = tables.predict(setting, ["code-0", "code-1"])
-    assert np.isnan(few.low) and few.n_prompts == 2
-
-
-def test_a_steeper_curve_is_never_faster(tables):
-    for setting in settings(tables):
-        fixed = setting._replace(policy=FIXED)
+def test_without_drafts_nothing_is_won_and_a_steeper_curve_is_never_faster(tables):
+    for setting in settings(tables, policy=FIXED, k=0):
+        assert tables.predict(setting).speedup == pytest.approx(1)
         flat, steep = (
-            tables.sweep(fixed._replace(machine=Machine.straight(CUSTOM, at8, 0.1, tables.k_max))).value
+            tables.sweep(setting._replace(machine=Machine.straight(CUSTOM, at8, 0.1, tables.k_max))).value
             for at8 in (1.1, 4.0)
         )
         assert (steep <= flat + 1e-12).all()
 
 
-def test_every_view_is_that_of_tables_made_anew(trace, tables):
-    """What is kept of walks must not outlive what it depends on: drafter, content, policy, K, costs."""
-    assert stale_settings(trace, tables) == []
+def test_the_interval_holds_the_value_and_needs_five_prompts(tables):
+    p = tables.predict(lookup_setting())
+    assert p.low < p.speedup < p.high
+    few = tables.predict(lookup_setting(), ["code-0", "code-1"])
+    assert np.isnan(few.low) and few.n_prompts == 2
 
 
-def stale_settings(trace, tables):
-    """Settings, asked for one after another, whose prediction differs from that of tables that know nothing yet."""
-    wrong = []
-    for first in settings(tables):
-        if first.content != "code" or (first.temperature and first.policy != "rolling acceptance"):
-            continue
-        others = [first._replace(k=2), first._replace(machine=Machine.straight(CUSTOM, 6.0, 1.2, tables.k_max))]
-        for setting in (first, *others):
-            kept, anew = tables.predict(setting), Tables.__new__(Tables)
-            anew.__dict__ = tables.__dict__ | {"_walks": {}}
-            fresh = anew.predict(setting)
-            same = all(np.array_equal(a, b) for a, b in zip(kept, fresh, strict=True))
-            wrong += [] if same else [setting]
-    return wrong
+def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(tables):
+    for first in settings(tables, content="code", temperature=0.0):
+        steep = Machine.straight(CUSTOM, 6.0, 1.2, tables.k_max)
+        for setting in (first, first._replace(k=2), first._replace(machine=steep), first._replace(k=3, machine=steep)):
+            controller = POLICIES[setting.policy].controller(setting)
+            steps = [s for i in tables.chosen(setting) for s in walk(tables.recordings[i], controller)]
+            p = tables.predict(setting)
+            assert (p.rounds, p.drafted) == (len(steps), sum(s.drafted for s in steps)), setting
+            assert p.accepted == sum(s.n_accepted for s in steps)
+            assert steps == [s for i in tables.chosen(setting) for s in tables.steps(setting, i)]
 
 
-@pytest.mark.parametrize("dropped", ["_USES_K", "_USES_MACHINE"])
-def test_a_stale_cache_would_be_seen(trace, monkeypatch, dropped):
-    monkeypatch.setattr(explorer_tables, dropped, frozenset())
-    assert stale_settings(trace, Tables(trace))
+def test_a_custom_curve_keeps_the_shape_of_the_last_one():
+    assert PRESET.bent(PRESET.at8, 0.3).ratios == pytest.approx(PRESET.ratios)
+    bent = PRESET.bent(3.0, 0.1)
+    assert (bent.at8, bent.ratios[1], bent.c) == (3.0, 1, 0.1) and bent.ratios[8] == pytest.approx(3.0)
+    assert Machine.straight("flat", 1.0, 0.0, 24).bent(2.0, 0.0).ratios[8] == pytest.approx(2.0)
 
 
-def test_a_custom_curve_keeps_the_shape_of_the_last_one(tables):
-    base = Machine.measured(CURVE, 0.3, tables.k_max)
-    same = base.bent(base.at(), 0.3)
-    assert same.ratios == pytest.approx(base.ratios)
-    bent = base.bent(3.0, 0.1)
-    assert bent.at() == pytest.approx(3.0) and bent.ratios[1] == 1 and bent.c == 0.1
-    assert Machine.straight("flat", 1.0, 0.0, 24).bent(2.0, 0.0).at() == pytest.approx(2.0)
-
-
-def test_a_short_trace_offers_only_policies_it_can_replay(trace):
-    short = Trace(tuple(r for _, rs in record(target(), [LookupDrafter()], some_prompts()[:2], k_max=4) for r in rs))
-    offered = Tables(short).policies(LOOKUP)
-    assert "rolling acceptance" not in offered and "content K" not in offered and "cost-aware" in offered
-    assert Tables(short).k_max == 4 and Machine.straight(CUSTOM, 2.0, 0.0, 4).at() == pytest.approx(2.0)
-
-
-def test_a_trace_without_decoding_is_refused(trace):
-    lone = [r for _, rs in record(target(), [LookupDrafter()], some_prompts()[:1], max_new_tokens=1) for r in rs]
+def test_a_short_trace_offers_only_policies_it_can_replay_and_one_without_decoding_is_refused():
+    short = Tables(Trace(tuple(recorded([LookupDrafter()], PROMPTS[:2], k_max=4))))
+    assert short.policies(LOOKUP) == (FIXED, "cost-aware") and short.k_max == 4
     with pytest.raises(InputError, match="two tokens"):
-        Tables(Trace(tuple(lone)))
+        Tables(Trace(tuple(recorded([LookupDrafter()], PROMPTS[:1], max_new_tokens=1))))
 
 
 def test_the_strip_accounts_for_every_token(tables):
-    for setting in list(settings(tables))[1::3]:  # one content
+    for setting in settings(tables, content="prose"):
         for index in tables.chosen(setting):
             v = show.view(tables, setting, index, 1)
-            of = show.kinds(v)
-            assert len(of) == v.recording.n_tokens
-            assert sum(kind == "accepted draft" for _, kind in of) == sum(s.n_accepted for s in v.steps)
-            assert {n for n, _ in of} == set(range(1, len(v.steps) + 1))
+            marks = show.kinds(v)
+            assert len(marks) == v.recording.n_tokens
+            assert sum(kind == "accepted draft" for _, kind in marks) == sum(s.n_accepted for s in v.steps)
+            assert {n for n, _ in marks} == set(range(1, len(v.steps) + 1))
 
 
-def test_strip_shows_rounds_up_to_the_chosen_one(tables):
-    setting = Setting(LOOKUP, 0.0, "code", FIXED, 4, Machine.straight(CUSTOM, 1.5, 0.0, 24))
-    index = tables.chosen(setting)[0]
+def test_the_strip_shows_rounds_up_to_the_chosen_one_and_tokens_of_any_bytes(tables):
+    index = tables.chosen(lookup_setting())[0]
     for number in (1, 3, 10_000):
-        v = show.view(tables, setting, index, number)
+        v = show.view(tables, lookup_setting(), index, number)
         *kinds, later, this = show.strip_data(v)
         rounds = [row[1] for group in kinds for row in group["customdata"] if row[0]]
         assert max(rounds) == v.round == min(number, len(v.steps))
         assert {row[1] for row in this["customdata"]} == {v.round}
         assert all(row[1] > v.round for row in later["customdata"] if row[0])
-
-
-def test_tokens_of_any_bytes_can_be_shown():
-    assert show.shown_text(b"a b\n") == "a·b⏎"
-    assert show.shown_text(b"\xff\x00<b>") == "��<b>"
+    assert show.shown_text(b"a b\n") == "a·b⏎" and show.shown_text(b"\xff\x00<b>") == "��<b>"
     assert len(show.shown_text(b"x" * 50)) == 8
 
 
 def test_checks_hold_and_a_wrong_count_is_seen(trace, tables):
     assert explorer_tables.checks(tables)["ok"].all()
     broken = Tables(trace)
-    broken.exact.totals[0, 5, 2] += 2  # accepted drafts that no round made room for
+    broken.parts(broken.exact)[1][0, 5, 2] += 2  # accepted drafts that no round made room for
     assert not explorer_tables.checks(broken)["ok"].all()
 
 
-def test_best_is_the_largest_of_the_sweep(tables):
-    c = {d: 0.3 * tables.is_model(d) for d in tables.drafters}
-    for row in explorer_tables.best(tables, CURVE, c).itertuples():
-        machine = next(
-            m for m in explorer_tables.machines(tables, row.drafter, CURVE, c[row.drafter]) if m.name == row.machine
-        )
-        value = tables.sweep(Setting(row.drafter, 0.0, row.content, FIXED, 1, machine)).value
-        assert row.speedup == pytest.approx(value.max()) and value[row.k] == pytest.approx(value.max())
+def test_the_sweep_is_what_is_predicted_and_best_is_its_largest(tables):
+    frame = explorer_tables.sweep(tables, CURVE, {LOOKUP: 0.0, MODEL: 0.3})
+    assert len(frame) == 3 * 2 * 2 * 3 * 25
+    row = frame.query("machine == @THIS_MACHINE and drafter == @MODEL and category == 'code' and k == 7").iloc[0]
+    p = tables.predict(Setting(MODEL, 0.0, "code", FIXED, 7, PRESET))
+    assert row[["speedup", "low", "high", "tau", "accepted"]].tolist() == pytest.approx([*p[:3], p.tau, p.accepted])
+    assert row["tokens_per_s"] == pytest.approx(p.speedup / 0.02)
+    best = explorer_tables.best(frame).set_index(["machine", "drafter", "category"])
+    speeds = frame.query("temperature == 0").groupby(["machine", "drafter", "category"])["speedup"].max()
+    assert best["speedup"].to_dict() == speeds.to_dict() and len(best) == 18
 
 
 # --- the widget
 
-
-PARTS = ("speedup", "alpha", "strip", "summary")
+PARTS = ("speedup", "alpha", "strip")
 
 
 def drawn(explorer):
     """What each part shows."""
-    told = {
-        name: repr([(t.x, t.y, t.name, t.text) for t in getattr(explorer, name).figure.data])
-        for name in PARTS
-        if name != "summary"
-    }
-    return told | {"summary": repr(explorer.summary.lines)}
+    shown = {part: [(t.x, t.y, t.name, t.text) for t in getattr(explorer, part).figure.data] for part in PARTS}
+    return {part: repr(data) for part, data in shown.items()} | {"summary": repr(explorer.summary.lines)}
 
 
-MOVES = {  # control: (new value, the parts that must change, those that must not)
-    "k": (3, "speedup alpha summary", ""),
-    "temperature": (0.7, "speedup alpha summary", ""),
-    "drafter": (None, "speedup alpha summary", ""),
-    "content": ("prose", "speedup alpha strip summary", ""),
-    "policy": ("cost-aware", "speedup alpha summary", ""),
-    "curve": ("laptop, compute-bound", "speedup summary", "alpha strip"),
-    "at8": (5.0, "speedup summary", "alpha strip"),
-    "c": (0.9, "speedup summary", "alpha strip"),
-    "prompt": (None, "strip summary", "speedup alpha"),
-    "round": (5, "strip summary", "speedup alpha"),
+MOVES = {  # control: (new value, the parts that must change beside the summary, those that must not)
+    "k": (3, "speedup alpha", ""),
+    "temperature": (0.7, "speedup alpha", ""),
+    "drafter": (LOOKUP, "speedup alpha", ""),
+    "content": ("prose", "speedup alpha strip", ""),
+    "policy": ("cost-aware", "speedup alpha", ""),
+    "curve": ("laptop, compute-bound", "speedup", "alpha strip"),
+    "at8": (5.0, "speedup", "alpha strip"),
+    "c": (0.9, "speedup", "alpha strip"),
+    "prompt": (None, "strip", "speedup alpha"),
+    "round": (5, "strip", "speedup alpha"),
 }
 
 
-@pytest.mark.parametrize("name", MOVES)
-def test_each_control_changes_what_it_should(explorer, name):
-    explorer.drafter.value = model_of(explorer._tables)
-    explorer.round.value = 3
-    value, must, must_not = MOVES[name]
-    if value is None:  # another one than is chosen
+def test_each_control_changes_what_it_should(explorer):
+    for name, (value, must, must_not) in MOVES.items():
+        explorer.drafter.value, explorer.content.value = MODEL, ALL
+        explorer.round.value, explorer.k.value = 3, 8
         control = explorer.controls[name]
-        value = next(v for _, v in control._options_full if v != control.value)
-    before, redraws = drawn(explorer), len(explorer.redraw_ms)
-    explorer.controls[name].value = value
-    after = drawn(explorer)
-    changed = {part for part in PARTS if before[part] != after[part]}
-    assert set(must.split()) <= changed and not changed & set(must_not.split())
-    assert len(explorer.redraw_ms) == redraws + 1, "one move, one redraw"
+        value = next(v for _, v in control.options if v != control.value) if value is None else value
+        before, redraws, original = drawn(explorer), len(explorer.redraw_ms), control.value
+        control.value = value
+        changed = {part for part, shown in drawn(explorer).items() if shown != before[part]}
+        assert {"summary", *must.split()} <= changed and not changed & set(must_not.split()), name
+        assert len(explorer.redraw_ms) == redraws + 1, "one move, one redraw"
+        control.value = original
 
 
 def test_what_is_drawn_is_what_is_computed(explorer):
@@ -275,23 +228,19 @@ def test_what_is_drawn_is_what_is_computed(explorer):
 
 
 def test_dragging_a_cost_makes_a_custom_curve_and_a_named_one_moves_the_sliders(explorer):
-    assert explorer.curve.value == THIS_MACHINE
-    explorer.at8.value = 3.0
-    assert explorer.curve.value == CUSTOM and explorer.setting().machine.at() == pytest.approx(3.0)
-    name = "memory-bound server"
-    explorer.curve.value = name
-    assert explorer.at8.value == NAMED[name][0] and explorer.setting().machine.name == name
-
-
-def test_what_the_browser_only_rounds_was_not_moved(explorer):
-    before, redraws = explorer.curve.value, len(explorer.redraw_ms)
-    for slider in (explorer.at8, explorer.c):
+    redraws = len(explorer.redraw_ms)
+    for slider in (explorer.at8, explorer.c):  # what the browser only rounds was not moved
         slider.value += 1e-15 + 0.4 * slider.step
-    assert explorer.curve.value == before != CUSTOM and len(explorer.redraw_ms) == redraws
+    assert explorer.curve.value == THIS_MACHINE and len(explorer.redraw_ms) == redraws
+    explorer.at8.value = 3.0
+    assert explorer.curve.value == CUSTOM and explorer.setting().machine.at8 == pytest.approx(3.0)
+    explorer.curve.value = "memory-bound server"
+    assert explorer.at8.value == NAMED["memory-bound server"][0]
+    assert explorer.setting().machine.name == "memory-bound server"
 
 
 def test_a_lookup_costs_nothing_and_offers_no_policy_that_reads_beliefs(explorer):
-    explorer.drafter.value = model_of(explorer._tables)
+    explorer.drafter.value = MODEL
     assert explorer.c.value == 0.3
     explorer.policy.value = "confidence"
     explorer.drafter.value = LOOKUP
@@ -299,12 +248,31 @@ def test_a_lookup_costs_nothing_and_offers_no_policy_that_reads_beliefs(explorer
 
 
 def test_what_cannot_be_shown_is_said(explorer, monkeypatch):
-    monkeypatch.setattr(explorer._tables, "predict", lambda setting: 1 / 0)
-    explorer.k.value = 3
-    assert "ZeroDivisionError" in explorer.summary.lines[0]
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(explorer._tables, "predict", lambda setting: 1 / 0)
+        explorer.k.value = 3
+        assert "ZeroDivisionError" in explorer.summary.lines[0]
     explorer.k.value = 4
     assert "fixed K = 4" in explorer.summary.lines[0]
+
+
+def test_no_widget_is_slow_to_start(explorer):
+    """anywidget drops, for good, the changes of a widget whose program needs over two seconds."""
+    parts = [explorer.speedup, explorer.alpha, explorer.strip, explorer.summary, explorer.outcome]
+    assert max(len(part._esm) for part in parts) < 5_000
+
+
+def test_a_plot_sends_what_json_can_hold_and_gives_plotly_when_asked():
+    plot, sent = Plot(go.Figure(go.Scatter(x=[1, 2], y=[1.0, float("nan")]))), []
+    assert json.loads(plot._traces)[0]["y"] == [1.0, None]
+    plot.update([{"y": [3, 4]}])
+    assert json.loads(plot._traces)[0]["y"] == [3, 4] == list(plot.figure.data[0].y)
+    with pytest.raises(ValueError):
+        plot.update([])
+    plot.send = lambda content, buffers: sent.append((content, buffers))
+    plot._handle_custom_msg("something else", [])
+    plot._handle_custom_msg("plotly.js", [])
+    assert len(sent) == 1 and b"plotly.js v" in sent[0][1][0][:200]
 
 
 # --- live runs
@@ -312,65 +280,53 @@ def test_what_cannot_be_shown_is_said(explorer, monkeypatch):
 
 @pytest.fixture(scope="module")
 def bench():
-    return Workbench(target(), [LookupDrafter()], some_prompts(), ExplorerParams(max_new_tokens=40))
+    return Workbench(target(), [LookupDrafter()], PROMPTS, ExplorerParams(max_new_tokens=40))
 
 
-def finished(explorer, limit_s=10):
-    end = time.monotonic() + limit_s
-    while explorer.run.disabled:
-        assert time.monotonic() < end, "the live run does not end"
-        time.sleep(0.01)
-    return explorer.outcome.lines[0]
+@pytest.fixture
+def live(explorer):
+    """Run a setting of the explorer with the given models to the end: the outcome in words."""
+    explorer.drafter.value = LOOKUP
 
-
-def live_explorer(trace, run_live):
-    made = Explorer(trace, CURVE, 0.3, run_live=run_live)
-    made.drafter.value = LOOKUP
-    return made
-
-
-def test_a_live_run_is_shown_beside_its_prediction_and_can_be_repeated(trace, bench):
-    explorer = live_explorer(trace, bench.run_live)
-    for k in (4, 6):
-        explorer.k.value = k
+    def run(run_live, k: int, while_running=lambda: None) -> str:
+        explorer._run_live, explorer.k.value = run_live, k
         explorer.start()
-        told = finished(explorer)
-        assert told.startswith(f"Live, fixed K = {k}, 3 prompts: speed-up") and "predicted" in told
-        star = explorer.speedup.figure.data[4]
+        while_running()
+        end = time.monotonic() + 10
+        while explorer.run.disabled:
+            assert time.monotonic() < end, "the live run does not end"
+            time.sleep(0.01)
+        return explorer.outcome.lines[0]
+
+    return run
+
+
+def test_a_live_run_is_shown_beside_its_prediction_and_can_be_repeated(explorer, live, bench):
+    star = explorer.speedup.figure.data[4]
+    for k in (4, 6):
+        line = live(bench.run_live, k)
+        assert line.startswith(f"Live, fixed K = {k}, 3 prompts: speed-up") and "predicted" in line
         assert star.visible and star.x[0] == k and star.y[0] > 0
     explorer.temperature.value = 0.7
-    assert not explorer.speedup.figure.data[4].visible, "a live run of another temperature"
+    assert not star.visible, "a live run of another temperature"
 
 
-def test_live_speedup_is_the_ratio_of_decoding_rates(bench, tables):
-    setting = Setting(LOOKUP, 0.0, "code", FIXED, 4, Machine.straight(CUSTOM, 1.5, 0.0, 24))
-    made = bench.run_live(setting)
-    assert [bool(g.drafter) for g in made] == [False, True] * 3 and {g.category for g in made} == {"code"}
-    plain, drafted = ([g for g in made if bool(g.drafter) == kind] for kind in (False, True))
-    rate = [sum(g.n_decoded for g in some) / sum(g.decode_s for g in some) for some in (plain, drafted)]
-    assert live_speedup(made).value == pytest.approx(rate[1] / rate[0])
-    for g in drafted:  # greedy: the rounds are those that were predicted
-        assert len(g.rounds) == tables.predict(setting, [g.prompt_id]).rounds
-    with pytest.raises(InputError):
-        live_speedup([])
+def test_a_live_run_makes_the_rounds_that_were_predicted(bench, tables):
+    generations = bench.run_live(lookup_setting())
+    assert [bool(g.drafter) for g in generations] == [False, True] * 3 and {g.category for g in generations} == {"code"}
+    for g in generations[1::2]:
+        assert len(g.rounds) == tables.predict(lookup_setting(), [g.prompt_id]).rounds
 
 
-def test_an_error_of_a_live_run_is_shown_and_the_next_run_works(trace, bench):
-    def failing(setting, progress, cancelled):
-        if setting.k == 2:
-            raise RuntimeError("the engine is gone")
-        return bench.run_live(setting, progress, cancelled)
+def test_an_error_of_a_live_run_is_shown_and_the_next_run_works(live, bench):
+    def failing(*_):
+        raise RuntimeError("the engine is gone")
 
-    explorer = live_explorer(trace, failing)
-    explorer.k.value = 2
-    explorer.start()
-    assert finished(explorer) == "The live run failed: RuntimeError: the engine is gone"
-    explorer.k.value = 3
-    explorer.start()
-    assert finished(explorer).startswith("Live,")
+    assert live(failing, 2) == "The live run failed: RuntimeError: the engine is gone"
+    assert live(bench.run_live, 3).startswith("Live,")
 
 
-def test_cancel_ends_a_live_run_and_one_runs_at_a_time(trace, bench):
+def test_cancel_ends_a_live_run_and_one_runs_at_a_time(explorer, live, bench):
     begun, starts = threading.Event(), []
 
     def slow(setting, progress, cancelled):
@@ -380,12 +336,12 @@ def test_cancel_ends_a_live_run_and_one_runs_at_a_time(trace, bench):
             time.sleep(0.005)
         return bench.run_live(setting, progress, cancelled)
 
-    explorer = live_explorer(trace, slow)
-    explorer.start()
-    assert begun.wait(5) and explorer.run.disabled and not explorer.cancel.disabled
-    explorer.start()
-    explorer.stop()
-    assert finished(explorer).startswith("Cancelled after 0 generations")
+    def cancel():
+        assert begun.wait(5) and explorer.run.disabled and not explorer.cancel.disabled
+        explorer.start()
+        explorer.stop()
+
+    assert live(slow, 4, cancel).startswith("Cancelled after 0 generations")
     assert len(starts) == 1 and explorer.cancel.disabled and not explorer.speedup.figure.data[4].visible
 
 
@@ -394,39 +350,3 @@ def test_a_workbench_records_what_the_explorer_needs(bench):
     assert recorded.record.status == "completed" and len(recorded.trace.recordings) == 20
     assert recorded.c == {LOOKUP: 0.0} and recorded.curve.widths[-1] == 25
     assert Tables(recorded.trace).contents == ("code", "prose")
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"drafters": []}, {"contents": ["code", "code"]}, {"temperatures": [-1.0]}, {"k_max": 0}, {"nope": 1}]
-)
-def test_wrong_parameters_are_refused(wrong):
-    with pytest.raises(InputError):
-        ExplorerParams.checked(**wrong)
-
-
-def test_no_widget_is_slow_to_start(explorer):
-    """anywidget drops, for good, the changes of a widget whose program needs over two seconds."""
-    programs = {type(w).__name__: len(w._esm) for w in everything(explorer) if hasattr(w, "_esm")}
-    assert set(programs) == {"Plot", "Status"} and max(programs.values()) < 5_000
-
-
-def everything(widget):
-    yield widget
-    for child in getattr(widget, "children", ()):
-        yield from everything(child)
-
-
-def test_a_plot_sends_what_json_can_hold_and_gives_plotly_when_asked():
-    import plotly.graph_objects as go
-
-    plot, sent = Plot(go.Figure(go.Scatter(x=[1, 2], y=[1.0, float("nan")]))), []
-    assert json.loads(plot._traces)[0]["y"] == [1.0, None]
-    plot.update([{"y": [3, 4]}])
-    assert json.loads(plot._traces)[0]["y"] == [3, 4] == list(plot.figure.data[0].y)
-    with pytest.raises(ValueError):
-        plot.update([])
-    plot.send = lambda content, buffers: sent.append((content, buffers))
-    plot._handle_custom_msg("something else", [])
-    assert not sent
-    plot._handle_custom_msg("plotly.js", [])
-    assert b"plotly.js v" in sent[0][1][0][:200]

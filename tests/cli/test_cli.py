@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from specnb import cli
 from specnb.book import engine, notebook
-from specnb.book.engine import Outcome, Problem
+from specnb.book.engine import NotebookOutcome, Problem
 from specnb.draft import translate as draft_translate
 from specnb.errors import LoadError
 from specnb.lm import toy, zoo
@@ -205,7 +205,7 @@ def runs(monkeypatch, tmp_path):
         noted.append((Path(path).stem, dict(params)))
         bad = Path(path).stem.startswith("bad")
         now = datetime(2026, 1, 1, tzinfo=UTC)
-        return Outcome(
+        return NotebookOutcome(
             notebook=Path(path).name, notebook_sha256="0", run_id="r", params=dict(params), started=now, ended=now,
             status="failed" if bad else "completed", error=Problem(kind="KeyError", message="'x'") if bad else None,
             duration_s=1.0, kernel_starts=1, output=tmp_path / "notebook.ipynb",

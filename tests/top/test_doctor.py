@@ -194,12 +194,6 @@ def test_the_kernel_has_to_start_this_environment(monkeypatch, tmp_path, program
     assert program in (None, "python") or program in finding.detail
 
 
-@pytest.mark.parametrize(("points", "ok"), [([SimpleNamespace(value="json:X")], True), ([], False)])
-def test_the_papermill_engine_has_to_be_registered(monkeypatch, points, ok):
-    monkeypatch.setattr(metadata, "entry_points", lambda **query: points)
-    assert doctor.check_papermill_engine().ok is ok
-
-
 @pytest.mark.parametrize(("path", "ok"), [(__file__, True), (None, None), ("/no/such/chrome", None)])
 def test_a_browser_is_a_file_or_a_warning(monkeypatch, path, ok):
     monkeypatch.setattr("choreographer.browsers.chromium.Chromium.find_browser", lambda **_: path)

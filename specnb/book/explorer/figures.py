@@ -1,4 +1,4 @@
-"""The explorer's figures: what a setting looks like as plotly traces, made of plain data. No widget, no model.
+"""The explorer's figures and sentences: what a setting looks like, made of plain data. No widget, no model.
 
 Each figure comes as a function that gives the changing part, a list of trace updates, and one that gives the whole
 Figure in the same order of traces, so that a live figure is updated without being built again.
@@ -10,16 +10,21 @@ from typing import NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from specnb.book.explorer.tables import AT, FIXED, Predicted, Setting, Speedup, Tables
+from specnb.book.explorer.tables import AT, FIXED, POLICIES, Predicted, Setting, Speedup, Tables
 from specnb.book.style import COLOURS, template
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Step
 
 COLUMNS, ROWS = 10, 9
 """Of the token strip; longer generations show the rows around the round that is looked at."""
-KINDS = ("accepted draft", "correction", "bonus token", "plain step")
-_LOOKS = ((2, "circle"), (1, "x"), (4, "star"), (6, "square-open"))  # colour and symbol of each kind
-_GREY = "#9a9a9a"
+KINDS = {
+    "accepted draft": (COLOURS[2], "circle"),
+    "correction": (COLOURS[1], "x"),
+    "bonus token": (COLOURS[4], "star"),
+    "plain step": (COLOURS[6], "square-open"),
+}
+"""Colour and symbol of what a token of the strip is."""
+BLACK, GREY = "#222", "#9a9a9a"
 
 
 class View(NamedTuple):
@@ -32,11 +37,6 @@ class View(NamedTuple):
     steps: list[Step]
     round: int
     live: tuple[float, float, float, float] | None = None
-
-    @property
-    def best_k(self) -> int:
-        """The K of 0 to k_max that is fastest as a fixed K; 0 is plain decoding."""
-        return int(np.argmax(self.sweep.value))
 
     @property
     def step(self) -> Step:
@@ -55,46 +55,42 @@ def speedup_data(v: View) -> list[dict]:
     ks = list(range(1, len(v.sweep.value)))
     low, high = v.sweep.low[1:].tolist(), v.sweep.high[1:].tolist()
     known = not np.isnan(low).any()
-    p, x = v.predicted, v.setting.k if v.setting.policy == FIXED else v.predicted.mean_k
-    live = v.live or (None, None, None, None)
+    p = v.predicted
+    k, live, least, most = v.live or (None, None, None, None)
+    bars = {"type": "data", "symmetric": False, "array": [], "arrayminus": []}
+    if v.live and not np.isnan(least):
+        bars |= {"array": [most - live], "arrayminus": [live - least]}
     return [
         {"x": [*ks, *ks[::-1]] if known else [], "y": [*high, *low[::-1]] if known else []},
         {"x": ks, "y": v.sweep.value[1:].tolist()},
         {"x": [0, ks[-1] + 1], "y": [1, 1]},
         {
-            "x": [x],
+            "x": [v.setting.k if v.setting.policy == FIXED else p.mean_k],
             "y": [p.speedup],
             "name": f"chosen: {label(v.setting)}",
             "customdata": [[p.tau, p.accepted, p.drafted]],
         },
-        {"x": [live[0]], "y": [live[1]], "error_y": _bars(v.live), "visible": v.live is not None},
+        {"x": [k], "y": [live], "error_y": bars, "visible": v.live is not None},
     ]
-
-
-def _bars(live: tuple | None) -> dict:
-    if live is None or np.isnan(live[2]):
-        return {"type": "data", "array": [], "arrayminus": []}
-    return {"type": "data", "symmetric": False, "array": [live[3] - live[1]], "arrayminus": [live[1] - live[2]]}
 
 
 def speedup_figure(v: View) -> go.Figure:
     """Predicted speed-up over K, the chosen setting on it."""
-    line, chosen = {"color": COLOURS[0], "width": 2}, {"color": COLOURS[1], "symbol": "diamond", "size": 14}
+    chosen = {"color": COLOURS[1], "symbol": "diamond", "size": 14, "line": {"color": BLACK, "width": 1}}
+    counts = "tau %{customdata[0]:.2f}<br>accepted %{customdata[1]:.0f} of %{customdata[2]:.0f}"
     looks = [
-        {"fill": "toself", "fillcolor": "rgba(0,114,178,0.15)", "line": {"width": 0}, "hoverinfo": "skip"}
-        | {"name": "95 % interval over prompts", "mode": "lines"},
-        {"name": "every fixed K", "mode": "lines+markers", "line": line, "marker": {"size": 6, "symbol": "circle"}}
-        | {"hovertemplate": "K = %{x}<br>speed-up %{y:.2f}<extra></extra>"},
-        {"name": "break-even", "mode": "lines", "line": {"color": "#222", "width": 1, "dash": "dash"}}
-        | {"hoverinfo": "skip"},
-        {"mode": "markers", "marker": chosen | {"line": {"color": "#222", "width": 1}}}
-        | {
-            "hovertemplate": "chosen: speed-up %{y:.2f}<br>tau %{customdata[0]:.2f}<br>"
-            "accepted %{customdata[1]:.0f} of %{customdata[2]:.0f}<extra></extra>"
-        },
-        {"name": "live run", "mode": "markers", "marker": {"color": COLOURS[3], "symbol": "star", "size": 16}}
-        | {"hovertemplate": "live: speed-up %{y:.2f}<extra></extra>"},
-    ]
+        go.Scatter(name="95 % interval over prompts", mode="lines", fill="toself", fillcolor="rgba(0,114,178,0.15)",
+                   line={"width": 0}, hoverinfo="skip"),
+        go.Scatter(name="every fixed K", mode="lines+markers", line={"color": COLOURS[0], "width": 2},
+                   marker={"size": 6, "symbol": "circle"},
+                   hovertemplate="K = %{x}<br>speed-up %{y:.2f}<extra></extra>"),
+        go.Scatter(name="break-even", mode="lines", line={"color": BLACK, "width": 1, "dash": "dash"},
+                   hoverinfo="skip"),
+        go.Scatter(mode="markers", marker=chosen,
+                   hovertemplate=f"chosen: speed-up %{{y:.2f}}<br>{counts}<extra></extra>"),
+        go.Scatter(name="live run", mode="markers", marker={"color": COLOURS[3], "symbol": "star", "size": 16},
+                   hovertemplate="live: speed-up %{y:.2f}<extra></extra>"),
+    ]  # fmt: skip
     figure = _figure(looks, speedup_data(v), "Predicted speed-up over draft length")
     figure.update_xaxes(title_text="draft length K (tokens a round)", range=[0, len(v.sweep.value)], dtick=4)
     return figure.update_yaxes(title_text="decoding speed-up (plain = 1)", rangemode="tozero")
@@ -110,11 +106,11 @@ def alpha_data(v: View) -> list[dict]:
 
 def alpha_figure(v: View) -> go.Figure:
     """alpha_k over the position in the block; counts in the hover text."""
-    looks = [
-        {"mode": "lines+markers", "line": {"color": COLOURS[2], "width": 2}, "marker": {"symbol": "square", "size": 8}}
-        | {"hovertemplate": "draft %{x}: %{y:.2f}<br>kept %{customdata[0]} of %{customdata[1]}<extra></extra>"}
-    ]
-    figure = _figure(looks, alpha_data(v), "Acceptance by position").update_layout(showlegend=False)
+    look = go.Scatter(
+        mode="lines+markers", line={"color": COLOURS[2], "width": 2}, marker={"symbol": "square", "size": 8},
+        hovertemplate="draft %{x}: %{y:.2f}<br>kept %{customdata[0]} of %{customdata[1]}<extra></extra>",
+    )  # fmt: skip
+    figure = _figure([look], alpha_data(v), "Acceptance by position").update_layout(showlegend=False)
     figure.update_xaxes(title_text="position of the draft in its round", range=[0, len(v.sweep.value)], dtick=4)
     return figure.update_yaxes(title_text="share kept, given that it was reached", range=[-0.03, 1.06])
 
@@ -138,29 +134,25 @@ def ending(s: Step) -> str:
 
 def strip_data(v: View) -> list[dict]:
     """A trace for each kind up to the round that is looked at, the tokens still to come, and the round's frame."""
-    of, pieces = kinds(v), v.recording.pieces
-    first = _first_row(v, len(of))
-    shown = range(first * COLUMNS, min(len(of), (first + ROWS) * COLUMNS))
-    groups = [[i for i in shown if of[i][1] == kind and of[i][0] <= v.round] for kind in KINDS]
-    groups += [[i for i in shown if of[i][0] > v.round], [i for i in shown if of[i][0] == v.round]]
-    return [_cells(group, first, pieces, of) for group in groups]
+    marks = kinds(v)
+    n_rows = -(-len(marks) // COLUMNS)
+    first = max(0, min(v.step.at // COLUMNS - ROWS // 2, n_rows - ROWS))  # the looked-at round is in sight
+    shown = [(i, *marks[i]) for i in range(first * COLUMNS, min(len(marks), (first + ROWS) * COLUMNS))]
+    groups = [[token for token in shown if token[2] == kind and token[1] <= v.round] for kind in KINDS]
+    groups.append([token for token in shown if token[1] > v.round])
+    groups.append([token for token in shown if token[1] == v.round])
+    return [_cells(group, first, v.recording.pieces) for group in groups]
 
 
-def _cells(at: list[int], first: int, pieces: tuple[bytes, ...], of: list[tuple[int, str]]) -> dict:
-    if not at:  # a trace without any point would leave the legend
+def _cells(group: list[tuple[int, int, str]], first: int, pieces: tuple[bytes, ...]) -> dict:
+    if not group:  # a trace without any point would leave the legend
         return {"x": [None], "y": [None], "text": [""], "customdata": [["", "", ""]]}
     return {
-        "x": [i % COLUMNS for i in at],
-        "y": [i // COLUMNS - first for i in at],
-        "text": ["\u00a0" + html.escape(shown_text(pieces[i]), quote=False) for i in at],  # plotly reads tags
-        "customdata": [[i + 1, *of[i]] for i in at],
+        "x": [i % COLUMNS for i, _, _ in group],
+        "y": [i // COLUMNS - first for i, _, _ in group],
+        "text": ["\u00a0" + html.escape(shown_text(pieces[i]), quote=False) for i, _, _ in group],  # plotly reads tags
+        "customdata": [[i + 1, number, kind] for i, number, kind in group],
     }
-
-
-def _first_row(v: View, n: int) -> int:
-    """So that the looked-at round is in sight, and the end is not passed."""
-    last = -(-n // COLUMNS)
-    return max(0, min(v.step.at // COLUMNS - ROWS // 2, last - ROWS))
 
 
 def shown_text(piece: bytes, most: int = 8) -> str:
@@ -172,40 +164,34 @@ def shown_text(piece: bytes, most: int = 8) -> str:
 
 def strip_figure(v: View) -> go.Figure:
     """Tokens of one prompt, row by row, by what they were; those of later rounds are grey."""
+    hover = "token %{customdata[0]}, round %{customdata[1]}: %{customdata[2]}<extra></extra>"
+    text = {"mode": "markers+text", "textposition": "middle right", "hovertemplate": hover}
     font = {"family": "DejaVu Sans Mono, Liberation Mono, monospace", "size": 12}
-    text = {"mode": "markers+text", "textposition": "middle right"}
-    hover = {"hovertemplate": "token %{customdata[0]}, round %{customdata[1]}: %{customdata[2]}<extra></extra>"}
+    frame = {"color": "rgba(0,0,0,0)", "symbol": "circle", "size": 18, "line": {"color": BLACK, "width": 2}}
     looks = [
-        text | hover | {"name": kind, "textfont": font | {"color": "#222"}}
-        | {"marker": {"color": COLOURS[colour], "symbol": symbol, "size": 10}}
-        for kind, (colour, symbol) in zip(KINDS, _LOOKS, strict=True)
-    ]  # fmt: skip
-    later = {"color": _GREY, "symbol": "circle-open", "size": 5}
-    looks.append(text | {"name": "later rounds", "textfont": font | {"color": _GREY}, "marker": later} | hover)
-    frame = {"color": "rgba(0,0,0,0)", "symbol": "circle", "size": 18, "line": {"color": "#222", "width": 2}}
-    looks.append({"name": "this round", "mode": "markers", "marker": frame, "hoverinfo": "skip"})
-    data = strip_data(v)
-    data[-1].pop("text")
-    figure = _figure(looks, data, "The tokens of one prompt, round by round")
+        go.Scatter(name=kind, marker={"color": c, "symbol": s, "size": 10}, textfont=font | {"color": BLACK}, **text)
+        for kind, (c, s) in KINDS.items()
+    ]
+    later = {"color": GREY, "symbol": "circle-open", "size": 5}
+    looks.append(go.Scatter(name="later rounds", marker=later, textfont=font | {"color": GREY}, **text))
+    looks.append(go.Scatter(name="this round", mode="markers", marker=frame, hoverinfo="skip"))
+    figure = _figure(looks, strip_data(v), "The tokens of one prompt, round by round")
     figure.update_xaxes(visible=False, range=[-0.3, COLUMNS], fixedrange=True)
     figure.update_yaxes(visible=False, range=[ROWS - 0.4, -0.6], fixedrange=True)
     legend = {"y": 1.0, "yanchor": "bottom"}
     return figure.update_layout(height=400, legend=legend, margin={"l": 10, "r": 10, "t": 90, "b": 10})
 
 
-def _figure(looks: list[dict], data: list[dict], title: str) -> go.Figure:
-    traces = [go.Scatter(look).update(new) for look, new in zip(looks, data, strict=True)]
+def _figure(looks: list[go.Scatter], data: list[dict], title: str) -> go.Figure:
+    traces = [look.update(new) for look, new in zip(looks, data, strict=True)]
     return go.Figure(traces).update_layout(template=template(), title_text=title)
 
 
 def label(s: Setting) -> str:
     """The policy with what it was told."""
-    match s.policy:
-        case "fixed K":
-            return f"fixed K = {s.k}"
-        case "confidence" | "entropy":
-            return f"{s.policy}, K up to {s.k}"
-    return s.policy
+    if s.policy == FIXED:
+        return f"fixed K = {s.k}"
+    return f"{s.policy}, K up to {s.k}" if "k" in POLICIES[s.policy].depends else s.policy
 
 
 def summary(v: View) -> list[str]:
@@ -216,13 +202,13 @@ def summary(v: View) -> list[str]:
     )
     about = "no interval: fewer than five prompts" if np.isnan(p.low) else f"95 % interval {p.low:.2f} to {p.high:.2f}"
     prompts = f"{p.n_prompts} prompt{'s' * (p.n_prompts != 1)}"
-    best = v.sweep.value[v.best_k]
-    top = f"K = {v.best_k} with {best:.2f}" if v.best_k else "none: plain decoding is faster than every K"
+    best_k = int(np.argmax(v.sweep.value))
+    top = f"K = {best_k} with {v.sweep.value[best_k]:.2f}" if best_k else "none: plain decoding is faster than every K"
     return [
         f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {s.temperature:g}: "
         f"predicted speed-up {p.speedup:.2f} over {prompts} ({about}); {verdict(p)}.",
         f"tau {p.tau:.2f}, {rate}, {p.mean_k:.1f} drafts a round. Best fixed K: {top}.",
-        f"Costs: {m.name}, T({AT})/T(1) = {m.at():.2f}, c = {m.c:.2f}.",
+        f"Costs: {m.name}, T({AT})/T(1) = {m.at8:.2f}, c = {m.c:.2f}.",
         round_line(v),
     ]
 

@@ -1,12 +1,11 @@
-"""What the explorer shows, computed from a trace: tables made once, then only costs are put on them.
+"""What the explorer shows, computed from a trace: exact counts once, then only costs are put on them.
 
-For every recording and every K the exact counts are held as arrays, so a new cost curve is one matrix product. A
-policy that looks back is walked along its recordings once for each thing that it depends on, and kept. No widget
-and no model is known here.
+The counts of every recording at every K are one array, so a new cost curve is one matrix product. A policy that looks
+back is walked along its recordings once for each thing that it depends on. No widget and no model is known here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -37,28 +36,30 @@ class Machine(NamedTuple):
 
     name: str
     ratios: tuple[float, ...]
+    at8: float
     c: float
 
     @classmethod
     def measured(cls, curve: CostCurve, c: float, k_max: int, name: str = THIS_MACHINE) -> "Machine":
-        return cls(name, tuple(curve.ratio(n) for n in range(k_max + 2)), c)
+        return cls(name, tuple(curve.ratio(n) for n in range(k_max + 2)), curve.ratio(AT), c)
 
     @classmethod
     def straight(cls, name: str, at8: float, c: float, k_max: int) -> "Machine":
         """T(n) on a line through T(1) and T(8)."""
-        return cls.measured(straight_curve(name, at8, widths=range(1, k_max + 2)), c, k_max, name)
-
-    def at(self, n: int = AT) -> float:
-        """T(n)/T(1), beyond the last width by the last slope."""
-        last = len(self.ratios) - 1
-        return self.ratios[n] if n <= last else self.ratios[-1] + (n - last) * (self.ratios[-1] - self.ratios[-2])
+        return cls.measured(straight_curve(name, at8), c, k_max, name)
 
     def bent(self, at8: float, c: float) -> "Machine":
         """A custom machine: the shape of this curve, stretched to pass through `at8` at width 8, with another c."""
-        rise = self.at() - 1
+        rise = self.at8 - 1
         if rise < 0.05 or min(self.ratios[1:]) < 1:  # stretching a flat curve would stretch its noise
             return Machine.straight(CUSTOM, at8, c, len(self.ratios) - 2)
-        return Machine(CUSTOM, (0.0, *(1 + (r - 1) * (at8 - 1) / rise for r in self.ratios[1:])), c)
+        return Machine(CUSTOM, (0.0, *(1 + (r - 1) * (at8 - 1) / rise for r in self.ratios[1:])), at8, c)
+
+
+def machines(curve: CostCurve, c: float, k_max: int, *, is_model: bool) -> dict[str, Machine]:
+    """This machine and the named ones, for one drafter; only a draft model costs what they say it does."""
+    named = {name: Machine.straight(name, at8, draft_c * is_model, k_max) for name, (at8, draft_c) in NAMED.items()}
+    return {THIS_MACHINE: Machine.measured(curve, c, k_max), **named}
 
 
 class Setting(NamedTuple):
@@ -72,34 +73,22 @@ class Setting(NamedTuple):
     machine: Machine
 
 
-Make = Callable[[Setting], Controller]
-POLICIES: Mapping[str, Make] = {
-    FIXED: lambda s: FixedK(s.k),
-    "rolling acceptance": lambda s: RollingAcceptance(),
-    "content K": lambda s: ContentK(),
-    "cost-aware": lambda s: CostAware(s.machine.ratios, s.machine.c),
-    "confidence": lambda s: ConfidenceStop(s.k),
-    "entropy": lambda s: EntropyStop(s.k),
+class Policy(NamedTuple):
+    """A controller by name; `depends` are the fields of a Setting that change its rounds, beside what is replayed."""
+
+    controller: Callable[[Setting], Controller]
+    depends: tuple[str, ...] = ()
+    reads_beliefs: bool = False
+
+
+POLICIES = {
+    FIXED: Policy(lambda s: FixedK(s.k), ("k",)),
+    "rolling acceptance": Policy(lambda s: RollingAcceptance()),
+    "content K": Policy(lambda s: ContentK()),
+    "cost-aware": Policy(lambda s: CostAware(s.machine.ratios, s.machine.c), ("machine",)),
+    "confidence": Policy(lambda s: ConfidenceStop(s.k), ("k",), reads_beliefs=True),
+    "entropy": Policy(lambda s: EntropyStop(s.k), ("k",), reads_beliefs=True),
 }
-NEED_BELIEFS = frozenset({"confidence", "entropy"})
-_USES_K = frozenset({"confidence", "entropy"})
-_USES_MACHINE = frozenset({"cost-aware"})
-
-
-class Tally(NamedTuple):
-    """Counts of n recordings as arrays `(n, …)`; with `(n, k_max + 1, …)` for every K from 0."""
-
-    widths: np.ndarray  # (…, k_max + 2): target calls of each width
-    totals: np.ndarray  # (…, 4): rounds, drafted, accepted, forwards of the draft model
-    tested: np.ndarray  # (…, k_max)
-    kept: np.ndarray  # (…, k_max)
-
-    def seconds(self, machine: Machine) -> np.ndarray:
-        """Predicted decoding time in plain steps."""
-        return self.widths @ np.asarray(machine.ratios) + self.totals[..., 3] * machine.c
-
-    def take(self, *index: object) -> "Tally":
-        return Tally(*(a[index] for a in self))
 
 
 class Speedup(NamedTuple):
@@ -137,7 +126,8 @@ class Predicted(NamedTuple):
 class Tables:
     """The trace, prepared. Building it costs one `fixed_k` for each recording and K; looking up costs next to nothing.
 
-    Recordings with fewer than two tokens hold no decoding and are left out. Raises InputError when nothing is left.
+    Counts are arrays `(…, 3 k_max + 6)`: see `parts`. Recordings with fewer than two tokens hold no decoding and are
+    left out. Raises InputError when nothing is left.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -149,11 +139,25 @@ class Tables:
         self.temperatures = tuple(sorted(self._seen("temperature")))
         self.n_tokens = np.array([r.n_tokens for r in self.recordings])
         ks = range(self.k_max + 1)
-        self.exact = _stack([_stack([_tally(fixed_k(r, k), self.k_max) for k in ks]) for r in self.recordings])
-        self._walks: dict[tuple, tuple[Tally, dict[int, list[Step]]]] = {}
+        self.exact = np.array([[self._row(fixed_k(r, k)) for k in ks] for r in self.recordings])
+        self._walked = lru_cache(512)(self._walk)  # bounded: dragging a cost slider asks for ever new ones
 
     def _seen(self, field: str) -> tuple:
         return tuple(dict.fromkeys(getattr(r, field) for r in self.recordings))
+
+    def _row(self, counts: Counts) -> np.ndarray:
+        widths = [counts.by_width.get(n, 0.0) for n in range(self.k_max + 2)]
+        tested, kept = (np.pad(drafts, (0, self.k_max - len(drafts))) for drafts in (counts.tested, counts.kept))
+        return np.array([*widths, counts.rounds, counts.drafted, counts.accepted, counts.steps, *tested, *kept])
+
+    def parts(self, counts: np.ndarray) -> list[np.ndarray]:
+        """Target calls by width `(…, k_max + 2)`; rounds, drafted, accepted, drafting steps; tested, kept by draft."""
+        return np.split(counts, [self.k_max + 2, self.k_max + 6, 2 * self.k_max + 6], axis=-1)
+
+    def seconds(self, counts: np.ndarray, machine: Machine) -> np.ndarray:
+        """Predicted decoding time in plain steps."""
+        widths, totals, _, _ = self.parts(counts)
+        return widths @ np.asarray(machine.ratios) + totals[..., 3] * machine.c
 
     def chosen(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> list[int]:
         """Indices of the recordings that a setting is about. Raises InputError when there are none."""
@@ -177,83 +181,72 @@ class Tables:
         """Those that can be replayed: their K is recorded and, where they read beliefs, these are too."""
         reads = self.is_model(drafter)
         some = Setting(drafter, 0.0, ALL, FIXED, 1, Machine.straight(CUSTOM, 1.0, 0.0, self.k_max))
-        fits = {name: make(some).k_max <= self.k_max for name, make in POLICIES.items()}
-        return tuple(name for name in POLICIES if fits[name] and (reads or name not in NEED_BELIEFS))
-
-    def prepare(self) -> None:
-        """Walk ahead the policies whose rounds depend on neither K nor costs; the others are walked when asked for."""
-        still = Machine.straight(CUSTOM, 1.0, 0.0, self.k_max)
-        for drafter, temperature, content in product(self.drafters, self.temperatures, (*self.contents, ALL)):
-            for policy in set(self.policies(drafter)) - {FIXED} - _USES_K - _USES_MACHINE:
-                with suppress(InputError):  # a trace need not hold every combination
-                    self._walked(Setting(drafter, temperature, content, policy, 1, still))
+        fits = {name: p.controller(some).k_max <= self.k_max for name, p in POLICIES.items()}
+        return tuple(name for name, p in POLICIES.items() if fits[name] and (reads or not p.reads_beliefs))
 
     def sweep(self, setting: Setting) -> Speedup:
         """For every fixed K from 0, exactly: arrays `(k_max + 1,)`."""
         at = self.chosen(setting)
-        return _speedup(self._plain(at), self.exact.take(at).seconds(setting.machine))
+        return self._speedup(at, self.seconds(self.exact[at], setting.machine))
 
     def predict(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> Predicted:
         """What the setting's policy comes to, on some prompts or all."""
         at = self.chosen(setting, prompt_ids)
-        tally = self._tally(setting, at)
-        speed = _speedup(self._plain(at), tally.seconds(setting.machine)[:, None])
-        rounds, drafted, accepted, _ = tally.totals.sum(0).tolist()
-        tested, kept = tally.tested.sum(0), tally.kept.sum(0)
-        n = int(self.n_tokens[at].sum())
+        if setting.policy == FIXED:
+            counts = self.exact[at, setting.k]
+        else:
+            walked = self._walked(reduced(setting))
+            counts = np.array([walked[i][0] for i in at])
+        speed = self._speedup(at, self.seconds(counts, setting.machine)[:, None])
+        _, (rounds, drafted, accepted, _), tested, kept = self.parts(counts.sum(0))
         numbers = (float(s[0]) for s in speed)
-        return Predicted(*numbers, len(at), n, rounds, drafted, accepted, tested, kept)
+        n_tokens = int(self.n_tokens[at].sum())
+        return Predicted(*numbers, len(at), n_tokens, float(rounds), float(drafted), float(accepted), tested, kept)
 
     def steps(self, setting: Setting, index: int) -> list[Step]:
         """The rounds along one recording; where drafts are kept by chance, those of one seeded draw."""
         if setting.policy == FIXED:
-            recording = self.recordings[index]
-            return walk(recording, FixedK(setting.k), np.random.default_rng([SEED, index]))
-        return self._walked(setting)[1][index]
+            return walk(self.recordings[index], FixedK(setting.k), np.random.default_rng([SEED, index]))
+        return self._walked(reduced(setting))[index][1]
 
-    def _plain(self, at: list[int]) -> np.ndarray:
-        """Plain decoding's time in plain steps: the first token is the prefill's."""
-        return self.n_tokens[at] - 1.0
-
-    def _tally(self, setting: Setting, at: list[int]) -> Tally:
-        if setting.policy == FIXED:
-            return self.exact.take(at, setting.k)
-        walked = self.chosen(setting)
-        return self._walked(setting)[0].take([walked.index(i) for i in at])
-
-    def _walked(self, setting: Setting) -> tuple[Tally, dict[int, list[Step]]]:
-        key = walk_key(setting)
-        if key not in self._walks:
-            self._walks[key] = self._walk(setting)
-            while len(self._walks) > 512:  # dragging a cost slider asks for ever new ones
-                self._walks.pop(next(iter(self._walks)), None)
-        return self._walks[key]
-
-    def _walk(self, setting: Setting) -> tuple[Tally, dict[int, list[Step]]]:
+    def _walk(self, setting: Setting) -> dict[int, tuple[np.ndarray, list[Step]]]:
+        """The mean counts and the first walk of every recording that a setting is about, by index."""
         at = self.chosen(setting)
-        times = max(1, WALKS // len(at)) if setting.temperature else 1
         runs = []
-        for seed in range(times):  # policies learn from one generation to the next, so each run begins anew
-            controller, rng = POLICIES[setting.policy](setting), np.random.default_rng([SEED, seed])
+        for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
+            # policies learn from one generation to the next, so each run begins anew
+            controller, rng = POLICIES[setting.policy].controller(setting), np.random.default_rng([SEED, seed])
             runs.append([walk(self.recordings[i], controller, rng) for i in at])
-        tallies = [
-            [_tally(counts_of(self.recordings[i], s), self.k_max) for i, s in zip(at, run, strict=True)] for run in runs
-        ]
-        mean = Tally(*(a.mean(0) for a in _stack([_stack(run) for run in tallies])))
-        return mean, dict(zip(at, runs[0], strict=True))
+        counts = [[self._row(counts_of(self.recordings[i], run[n])) for run in runs] for n, i in enumerate(at)]
+        return {i: (np.mean(counts[n], axis=0), runs[0][n]) for n, i in enumerate(at)}
+
+    def _speedup(self, at: Sequence[int], seconds: np.ndarray) -> Speedup:
+        """Ratio of totals over prompts, plain decoding to `seconds (n, m)`, with a bootstrap over prompts."""
+        plain = self.n_tokens[at] - 1.0  # the first token is the prefill's
+        value, n = plain.sum() / seconds.sum(0), len(plain)
+        if n < FEWEST:
+            return Speedup(value, np.full_like(value, np.nan), np.full_like(value, np.nan))
+        times = np.random.default_rng(SEED).multinomial(n, np.full(n, 1 / n), DRAWS).astype(float)
+        low, high = np.quantile((times @ plain)[:, None] / (times @ seconds), [0.025, 0.975], axis=0)
+        return Speedup(value, low, high)
+
+
+def reduced(setting: Setting) -> Setting:
+    """The setting without what the rounds of its policy do not depend on."""
+    depends = POLICIES[setting.policy].depends
+    return setting._replace(**{field: None for field in ("k", "machine") if field not in depends})
 
 
 def checks(tables: Tables) -> pd.DataFrame:
     """What must hold on every machine and for every model: check, of, hold, ok."""
-    greedy = [i for i, r in enumerate(tables.recordings) if not r.temperature]
-    rounds, drafted, accepted, _ = np.moveaxis(tables.exact.totals, -1, 0)
+    totals = tables.parts(tables.exact)[1]
+    greedy = totals[[i for i, r in enumerate(tables.recordings) if not r.temperature]]
+    rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
     over = rounds + accepted - tables.n_tokens[:, None]  # the last round has no token after its drafts, or one
-    cheap, dear = (
-        tables.exact.seconds(Machine.straight(CUSTOM, at8, c, tables.k_max)) for at8, c in ((1.1, 0.1), (4.0, 0.5))
-    )
-    whole = np.isclose(tables.exact.totals[greedy], np.round(tables.exact.totals[greedy]))
+    costs = [Machine.straight(CUSTOM, at8, c, tables.k_max) for at8, c in ((1.1, 0.1), (4.0, 0.5))]
+    cheap, dear = (tables.seconds(tables.exact, machine) for machine in costs)
     rows = [
-        ("greedy counts are whole numbers, for every K", whole),
+        ("greedy counts are whole numbers, for every K", np.isclose(greedy, np.round(greedy))),
         ("rounds and accepted drafts make up the tokens, for every K", (over > -1e-9) & (over < 1 + 1e-9)),
         ("no more drafts are accepted than drafted, for every K", accepted <= drafted + 1e-9),
         ("without drafts every round commits one token", rounds[:, 0] == tables.n_tokens),
@@ -263,69 +256,40 @@ def checks(tables: Tables) -> pd.DataFrame:
     return frame.assign(ok=frame["of"] == frame["hold"])
 
 
-def machines(tables: Tables, drafter: str, curve: CostCurve, c: float) -> list[Machine]:
-    """This machine, and the named ones, for one drafter; only a draft model costs what they say it does."""
-    model = tables.is_model(drafter)
-    named = [Machine.straight(n, at8, draft_share * model, tables.k_max) for n, (at8, draft_share) in NAMED.items()]
-    return [Machine.measured(curve, c, tables.k_max), *named]
+def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
+    """Every fixed K from 0 (plain decoding) on this machine and on the named ones, for each drafter and content.
+
+    Columns: machine, drafter, and those of `tables.k_sweep` that a replay knows. Speeds are predicted from T(1).
+    """
+    frames = []
+    for drafter, temperature, content in product(tables.drafters, tables.temperatures, (*tables.contents, ALL)):
+        for machine in machines(curve, c[drafter], tables.k_max, is_model=tables.is_model(drafter)).values():
+            setting = Setting(drafter, temperature, content, FIXED, 1, machine)
+            at, speedup = tables.chosen(setting), tables.sweep(setting)
+            rounds, drafted, accepted, _ = tables.parts(tables.exact[at].sum(0))[1].T
+            columns = {
+                "machine": machine.name,
+                "drafter": drafter,
+                "category": content,
+                "temperature": temperature,
+                "k": np.arange(tables.k_max + 1),
+                "tokens_per_s": speedup.value / curve.seconds(1),
+                "drafted": drafted,
+                "accepted": accepted,
+                "tau": tables.n_tokens[at].sum() / rounds,
+                "speedup": speedup.value,
+                "low": speedup.low,
+                "high": speedup.high,
+            }
+            frames.append(pd.DataFrame(columns))
+    return pd.concat(frames, ignore_index=True)
 
 
-def best(tables: Tables, curve: CostCurve, c: dict[str, float], temperature: float = 0.0) -> pd.DataFrame:
-    """The best fixed K for each machine, drafter and content, with its predicted speed-up; K = 0 is plain decoding.
+def best(sweep: pd.DataFrame) -> pd.DataFrame:
+    """The best fixed K (greedy) for each machine, drafter and content; K = 0 is plain decoding.
 
     It is chosen on the prompts that it is judged by, so it flatters a little.
     """
-    rows = []
-    for at, drafter in product(range(1 + len(NAMED)), tables.drafters):
-        machine = machines(tables, drafter, curve, c[drafter])[at]
-        for content in (*tables.contents, ALL):
-            speed = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
-            k = int(np.argmax(speed.value))
-            columns = {"speedup": speed.value[k], "low": speed.low[k], "high": speed.high[k]}
-            rows.append({"machine": machine.name, "drafter": drafter, "content": content, "k": k, **columns})
-    return pd.DataFrame(rows)
-
-
-def sweep(tables: Tables, drafter: str, machine: Machine, ks: Sequence[int], step_s: float) -> pd.DataFrame:
-    """One drafter on one machine in the columns of `tables.k_sweep`; `step_s` is T(1) in seconds."""
-    rows = []
-    for temperature in tables.temperatures:
-        for content in tables.contents:
-            setting = Setting(drafter, temperature, content, FIXED, 1, machine)
-            for k in (k for k in ks if k <= tables.k_max):
-                p = tables.predict(setting._replace(k=k))
-                columns = {"speedup": p.speedup, "low": p.low, "high": p.high, "tokens_per_s": p.speedup / step_s}
-                counts = {"accepted": round(p.accepted, 1), "drafted": round(p.drafted, 1), "tau": p.tau}
-                rows.append({"category": content, "temperature": temperature, "k": k, **columns, **counts})
-    return pd.DataFrame(rows)
-
-
-def walk_key(setting: Setting) -> tuple:
-    """All that the rounds of a setting depend on."""
-    own_k = setting.k if setting.policy in _USES_K else None
-    own_costs = setting.machine[1:] if setting.policy in _USES_MACHINE else None
-    return (*setting[:4], own_k, own_costs)
-
-
-def _tally(counts: Counts, k_max: int) -> Tally:
-    widths, tested, kept = np.zeros(k_max + 2), np.zeros(k_max), np.zeros(k_max)
-    for width, calls in counts.by_width.items():
-        widths[width] = calls
-    tested[: len(counts.tested)] = counts.tested
-    kept[: len(counts.kept)] = counts.kept
-    return Tally(widths, np.array([counts.rounds, counts.drafted, counts.accepted, counts.steps]), tested, kept)
-
-
-def _stack(tallies: Sequence[Tally]) -> Tally:
-    return Tally(*(np.stack(parts) for parts in zip(*tallies, strict=True)))
-
-
-def _speedup(plain: np.ndarray, seconds: np.ndarray) -> Speedup:
-    """Ratio of totals over prompts, `plain (n,)` to `seconds (n, m)`, with a bootstrap over prompts."""
-    value = plain.sum() / seconds.sum(0)
-    n = len(plain)
-    if n < FEWEST:
-        return Speedup(value, np.full_like(value, np.nan), np.full_like(value, np.nan))
-    times = np.random.default_rng(SEED).multinomial(n, np.full(n, 1 / n), DRAWS).astype(float)
-    low, high = np.quantile((times @ plain)[:, None] / (times @ seconds), [0.025, 0.975], axis=0)
-    return Speedup(value, low, high)
+    greedy = sweep[sweep["temperature"] == 0]
+    at = greedy.groupby(["machine", "drafter", "category"], sort=False)["speedup"].idxmax()
+    return greedy.loc[at, ["machine", "drafter", "category", "k", "speedup", "low", "high"]].reset_index(drop=True)
