@@ -1,10 +1,11 @@
 """A plotly figure as a widget: changed in the kernel, drawn in the browser, nothing sent back.
 
-Why not `plotly.graph_objects.FigureWidget`: each one brings plotly.js as its own program (5 MB), and anywidget drops
-every later change of a widget whose program took more than two seconds to start (`Runtime` in anywidget 0.11). Three
-figures on a busy machine take longer, and then some of them stand still for ever. Here the program is a few lines,
-which start at once; plotly.js is asked for afterwards, once a page.
+`plotly.graph_objects.FigureWidget` brings plotly.js as its own program (5 MB), and anywidget drops for good every
+later change of a widget whose program took over two seconds to start. Here the program is a few lines, which start at
+once; plotly.js is asked for afterwards, once a page.
 """
+
+import json
 
 import anywidget
 import plotly.graph_objects as go
@@ -58,18 +59,21 @@ class Plot(anywidget.AnyWidget):
     _look = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, figure: go.Figure) -> None:
-        self.figure = go.Figure(figure).update_layout(uirevision="kept")
-        super().__init__(_look=to_json_plotly(self.figure.layout), _traces=self._written())
+        spec = figure.to_dict()
+        self._data = spec["data"]
+        look = spec["layout"] | {"uirevision": "kept"}
+        super().__init__(_look=to_json_plotly(look), _traces=to_json_plotly(self._data))
         self.on_msg(self._asked)
+
+    @property
+    def figure(self) -> go.Figure:
+        """What is drawn now, as a figure that needs no kernel."""
+        return go.Figure(json.loads(self._traces), json.loads(self._look))
 
     def update(self, data: list[dict]) -> None:
         """Change the traces, one dict for each in order. Raises ValueError for another number of them."""
-        for trace, new in zip(self.figure.data, data, strict=True):
-            trace.update(new)
-        self._traces = self._written()
-
-    def _written(self) -> str:
-        return to_json_plotly(self.figure.data)
+        self._data = [trace | new for trace, new in zip(self._data, data, strict=True)]
+        self._traces = to_json_plotly(self._data)
 
     def _asked(self, _widget: object, content: object, _buffers: list) -> None:
         if content == PLOTLY_JS:

@@ -1,7 +1,7 @@
 """The explorer's figures and sentences: what a setting looks like, made of plain data. No widget, no model.
 
-Each figure comes as a function that gives the changing part, a list of trace updates, and one that gives the whole
-Figure in the same order of traces, so that a live figure is updated without being built again.
+Each figure comes as a function that gives its traces as plain dicts, and one that gives the whole Figure: a live
+figure is drawn anew from the dicts, without plotly's checks.
 """
 
 import html
@@ -50,67 +50,68 @@ def view(tables: Tables, setting: Setting, index: int, round_: int, live: tuple 
     return View(setting, tables.sweep(setting), tables.predict(setting), tables.recordings[index], steps, at, live)
 
 
-def speedup_data(v: View) -> list[dict]:
-    """Interval, line over K, break-even, the chosen point, the live point."""
-    ks = list(range(1, len(v.sweep.value)))
+def speedup(v: View) -> list[dict]:
+    """Traces: interval, line over K, break-even, the chosen point, the live point."""
+    ks, p = list(range(1, len(v.sweep.value))), v.predicted
     low, high = v.sweep.low[1:].tolist(), v.sweep.high[1:].tolist()
     known = not np.isnan(low).any()
-    p = v.predicted
     k, live, least, most = v.live or (None, None, None, None)
     bars = {"type": "data", "symmetric": False, "array": [], "arrayminus": []}
     if v.live and not np.isnan(least):
         bars |= {"array": [most - live], "arrayminus": [live - least]}
+    chosen = {"color": COLOURS[1], "symbol": "diamond", "size": 14, "line": {"color": BLACK, "width": 1}}
+    counts = "tau %{customdata[0]:.2f}<br>accepted %{customdata[1]:.0f} of %{customdata[2]:.0f}"
     return [
-        {"x": [*ks, *ks[::-1]] if known else [], "y": [*high, *low[::-1]] if known else []},
-        {"x": ks, "y": v.sweep.value[1:].tolist()},
-        {"x": [0, ks[-1] + 1], "y": [1, 1]},
         {
-            "x": [v.setting.k if v.setting.policy == FIXED else p.mean_k],
-            "y": [p.speedup],
-            "name": f"chosen: {label(v.setting)}",
-            "customdata": [[p.tau, p.accepted, p.drafted]],
+            "x": [*ks, *ks[::-1]] if known else [], "y": [*high, *low[::-1]] if known else [], "mode": "lines",
+            "name": "95 % interval over prompts", "fill": "toself", "fillcolor": "rgba(0,114,178,0.15)",
+            "line": {"width": 0}, "hoverinfo": "skip",
         },
-        {"x": [k], "y": [live], "error_y": bars, "visible": v.live is not None},
-    ]
+        {
+            "x": ks, "y": v.sweep.value[1:].tolist(), "mode": "lines+markers", "name": "every fixed K",
+            "line": {"color": COLOURS[0], "width": 2}, "marker": {"size": 6, "symbol": "circle"},
+            "hovertemplate": "K = %{x}<br>speed-up %{y:.2f}<extra></extra>",
+        },
+        {
+            "x": [0, ks[-1] + 1], "y": [1, 1], "mode": "lines", "name": "break-even",
+            "line": {"color": BLACK, "width": 1, "dash": "dash"}, "hoverinfo": "skip",
+        },
+        {
+            "x": [v.setting.k if v.setting.policy == FIXED else p.mean_k], "y": [p.speedup], "mode": "markers",
+            "name": f"chosen: {label(v.setting)}", "marker": chosen, "customdata": [[p.tau, p.accepted, p.drafted]],
+            "hovertemplate": f"chosen: speed-up %{{y:.2f}}<br>{counts}<extra></extra>",
+        },
+        {
+            "x": [k], "y": [live], "mode": "markers", "name": "live run", "error_y": bars,
+            "visible": v.live is not None, "marker": {"color": COLOURS[3], "symbol": "star", "size": 16},
+            "hovertemplate": "live: speed-up %{y:.2f}<extra></extra>",
+        },
+    ]  # fmt: skip
 
 
 def speedup_figure(v: View) -> go.Figure:
     """Predicted speed-up over K, the chosen setting on it."""
-    chosen = {"color": COLOURS[1], "symbol": "diamond", "size": 14, "line": {"color": BLACK, "width": 1}}
-    counts = "tau %{customdata[0]:.2f}<br>accepted %{customdata[1]:.0f} of %{customdata[2]:.0f}"
-    looks = [
-        go.Scatter(name="95 % interval over prompts", mode="lines", fill="toself", fillcolor="rgba(0,114,178,0.15)",
-                   line={"width": 0}, hoverinfo="skip"),
-        go.Scatter(name="every fixed K", mode="lines+markers", line={"color": COLOURS[0], "width": 2},
-                   marker={"size": 6, "symbol": "circle"},
-                   hovertemplate="K = %{x}<br>speed-up %{y:.2f}<extra></extra>"),
-        go.Scatter(name="break-even", mode="lines", line={"color": BLACK, "width": 1, "dash": "dash"},
-                   hoverinfo="skip"),
-        go.Scatter(mode="markers", marker=chosen,
-                   hovertemplate=f"chosen: speed-up %{{y:.2f}}<br>{counts}<extra></extra>"),
-        go.Scatter(name="live run", mode="markers", marker={"color": COLOURS[3], "symbol": "star", "size": 16},
-                   hovertemplate="live: speed-up %{y:.2f}<extra></extra>"),
-    ]  # fmt: skip
-    figure = _figure(looks, speedup_data(v), "Predicted speed-up over draft length")
+    figure = _figure(speedup(v), "Predicted speed-up over draft length")
     figure.update_xaxes(title_text="draft length K (tokens a round)", range=[0, len(v.sweep.value)], dtick=4)
     return figure.update_yaxes(title_text="decoding speed-up (plain = 1)", rangemode="tozero")
 
 
-def alpha_data(v: View) -> list[dict]:
-    """Acceptance by position, for positions that were reached."""
+def alpha(v: View) -> list[dict]:
+    """The trace of acceptance by position, for positions that were reached."""
     p = v.predicted
     at = np.flatnonzero(p.tested > 1e-9)
-    counts = np.stack([p.kept[at], p.tested[at]], axis=1).round(1).tolist()
-    return [{"x": (at + 1).tolist(), "y": (p.kept[at] / p.tested[at]).tolist(), "customdata": counts}]
+    line = {
+        "x": (at + 1).tolist(), "y": (p.kept[at] / p.tested[at]).tolist(), "mode": "lines+markers",
+        "customdata": np.stack([p.kept[at], p.tested[at]], axis=1).round(1).tolist(),
+        "line": {"color": COLOURS[2], "width": 2}, "marker": {"symbol": "square", "size": 8},
+        "hovertemplate": "draft %{x}: %{y:.2f}<br>kept %{customdata[0]} of %{customdata[1]}<extra></extra>",
+    }  # fmt: skip
+    return [line]
 
 
 def alpha_figure(v: View) -> go.Figure:
     """alpha_k over the position in the block; counts in the hover text."""
-    look = go.Scatter(
-        mode="lines+markers", line={"color": COLOURS[2], "width": 2}, marker={"symbol": "square", "size": 8},
-        hovertemplate="draft %{x}: %{y:.2f}<br>kept %{customdata[0]} of %{customdata[1]}<extra></extra>",
-    )  # fmt: skip
-    figure = _figure([look], alpha_data(v), "Acceptance by position").update_layout(showlegend=False)
+    figure = _figure(alpha(v), "Acceptance by position").update_layout(showlegend=False)
     figure.update_xaxes(title_text="position of the draft in its round", range=[0, len(v.sweep.value)], dtick=4)
     return figure.update_yaxes(title_text="share kept, given that it was reached", range=[-0.03, 1.06])
 
@@ -132,27 +133,38 @@ def ending(s: Step) -> str:
     return "bonus token" if s.n_accepted == s.drafted else "correction"
 
 
-def strip_data(v: View) -> list[dict]:
+def strip(v: View) -> list[dict]:
     """A trace for each kind up to the round that is looked at, the tokens still to come, and the round's frame."""
     marks = kinds(v)
     n_rows = -(-len(marks) // COLUMNS)
     first = max(0, min(v.step.at // COLUMNS - ROWS // 2, n_rows - ROWS))  # the looked-at round is in sight
     shown = [(i, *marks[i]) for i in range(first * COLUMNS, min(len(marks), (first + ROWS) * COLUMNS))]
-    groups = [[token for token in shown if token[2] == kind and token[1] <= v.round] for kind in KINDS]
-    groups.append([token for token in shown if token[1] > v.round])
-    groups.append([token for token in shown if token[1] == v.round])
-    return [_cells(group, first, v.recording.pieces) for group in groups]
+    frame = {"color": "rgba(0,0,0,0)", "symbol": "circle", "size": 18, "line": {"color": BLACK, "width": 2}}
 
+    def tokens(name: str, group: list[tuple[int, int, str]], colour: str, marker: dict) -> dict:
+        points = {
+            "x": [i % COLUMNS for i, _, _ in group],
+            "y": [i // COLUMNS - first for i, _, _ in group],
+            # plotly reads tags
+            "text": ["\u00a0" + html.escape(shown_text(v.recording.pieces[i]), quote=False) for i, _, _ in group],
+            "customdata": [[i + 1, number, kind] for i, number, kind in group],
+        }
+        if not group:  # a trace without any point would leave the legend
+            points = {"x": [None], "y": [None], "text": [""], "customdata": [["", "", ""]]}
+        return points | {
+            "name": name, "mode": "markers+text", "textposition": "middle right", "marker": marker,
+            "textfont": {"family": "DejaVu Sans Mono, Liberation Mono, monospace", "size": 12, "color": colour},
+            "hovertemplate": "token %{customdata[0]}, round %{customdata[1]}: %{customdata[2]}<extra></extra>",
+        }  # fmt: skip
 
-def _cells(group: list[tuple[int, int, str]], first: int, pieces: tuple[bytes, ...]) -> dict:
-    if not group:  # a trace without any point would leave the legend
-        return {"x": [None], "y": [None], "text": [""], "customdata": [["", "", ""]]}
-    return {
-        "x": [i % COLUMNS for i, _, _ in group],
-        "y": [i // COLUMNS - first for i, _, _ in group],
-        "text": ["\u00a0" + html.escape(shown_text(pieces[i]), quote=False) for i, _, _ in group],  # plotly reads tags
-        "customdata": [[i + 1, number, kind] for i, number, kind in group],
-    }
+    traces = []
+    for kind, (colour, symbol) in KINDS.items():
+        group = [token for token in shown if token[2] == kind and token[1] <= v.round]
+        traces.append(tokens(kind, group, BLACK, {"color": colour, "symbol": symbol, "size": 10}))
+    later = {"color": GREY, "symbol": "circle-open", "size": 5}
+    traces.append(tokens("later rounds", [token for token in shown if token[1] > v.round], GREY, later))
+    current = tokens("this round", [token for token in shown if token[1] == v.round], BLACK, frame)
+    return [*traces, current | {"mode": "markers", "hoverinfo": "skip", "hovertemplate": None}]
 
 
 def shown_text(piece: bytes, most: int = 8) -> str:
@@ -164,27 +176,15 @@ def shown_text(piece: bytes, most: int = 8) -> str:
 
 def strip_figure(v: View) -> go.Figure:
     """Tokens of one prompt, row by row, by what they were; those of later rounds are grey."""
-    hover = "token %{customdata[0]}, round %{customdata[1]}: %{customdata[2]}<extra></extra>"
-    text = {"mode": "markers+text", "textposition": "middle right", "hovertemplate": hover}
-    font = {"family": "DejaVu Sans Mono, Liberation Mono, monospace", "size": 12}
-    frame = {"color": "rgba(0,0,0,0)", "symbol": "circle", "size": 18, "line": {"color": BLACK, "width": 2}}
-    looks = [
-        go.Scatter(name=kind, marker={"color": c, "symbol": s, "size": 10}, textfont=font | {"color": BLACK}, **text)
-        for kind, (c, s) in KINDS.items()
-    ]
-    later = {"color": GREY, "symbol": "circle-open", "size": 5}
-    looks.append(go.Scatter(name="later rounds", marker=later, textfont=font | {"color": GREY}, **text))
-    looks.append(go.Scatter(name="this round", mode="markers", marker=frame, hoverinfo="skip"))
-    figure = _figure(looks, strip_data(v), "The tokens of one prompt, round by round")
+    figure = _figure(strip(v), "The tokens of one prompt, round by round")
     figure.update_xaxes(visible=False, range=[-0.3, COLUMNS], fixedrange=True)
     figure.update_yaxes(visible=False, range=[ROWS - 0.4, -0.6], fixedrange=True)
     legend = {"y": 1.0, "yanchor": "bottom"}
     return figure.update_layout(height=400, legend=legend, margin={"l": 10, "r": 10, "t": 90, "b": 10})
 
 
-def _figure(looks: list[go.Scatter], data: list[dict], title: str) -> go.Figure:
-    traces = [look.update(new) for look, new in zip(looks, data, strict=True)]
-    return go.Figure(traces).update_layout(template=template(), title_text=title)
+def _figure(traces: list[dict], title: str) -> go.Figure:
+    return go.Figure(list(map(go.Scatter, traces))).update_layout(template=template(), title_text=title)
 
 
 def label(s: Setting) -> str:

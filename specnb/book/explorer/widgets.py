@@ -4,11 +4,9 @@ Works in JupyterLab and under Voila. What is shown is computed in `tables` and d
 widgets. Callbacks may come from several threads, so each redraw holds a lock.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Event, RLock, Thread
-from time import perf_counter
 from typing import Any
 
 import anywidget
@@ -26,7 +24,6 @@ from specnb.records import Generation
 RunLive = Callable[[Setting, Callable[[int, int, str], None], Callable[[], bool]], Iterable[Generation]]
 """(setting, progress, cancelled) -> plain and drafted generations; `progress(done, total, what)` before each one."""
 
-KEPT = 10_000  # redraw times
 MAX_AT8, MAX_C = 10.0, 1.5  # of the cost sliders; a measured machine beyond them widens them
 IDLE = "Runs some prompts plainly and with drafts on this machine, and compares the speed with the prediction."
 _WIDE = {"description_width": "120px"}
@@ -71,20 +68,17 @@ class Status(anywidget.AnyWidget):
 class Explorer(widgets.VBox):
     """Sliders, figures and summary over `trace`.
 
-    `curve` is this machine's T(n); `c` is T_draft(1)/T_target(1), for each drafter by its name, or one number for
-    the draft models (a lookup costs nothing). With `run_live` the setting can be run for real, in the background.
-    `redraw_ms` holds how long each redraw took. Raises InputError for what cannot be replayed.
+    `curve` is this machine's T(n), `c` T_draft(1)/T_target(1) for each drafter by its name. With `run_live` the setting
+    can be run for real, in the background. Raises InputError for what cannot be replayed.
     """
 
     def __init__(
-        self, trace: Trace, curve: CostCurve, c: float | Mapping[str, float] = 0.0, *, run_live: RunLive | None = None
+        self, trace: Trace, curve: CostCurve, c: Mapping[str, float], *, run_live: RunLive | None = None
     ) -> None:
-        t = self._tables = Tables(trace)
-        self._c = c if isinstance(c, Mapping) else {d: float(c) * t.is_model(d) for d in t.drafters}
-        self._curve, self._run_live, self._cancelled = curve, run_live, Event()
+        self._tables = Tables(trace)
+        self._curve, self._c, self._run_live, self._cancelled = curve, c, run_live, Event()
         self._lock, self._quiet = RLock(), False
         self._live: tuple[Setting, tuple[float, float, float, float]] | None = None
-        self.redraw_ms: deque[float] = deque(maxlen=KEPT)
         self._add_controls()
         self._base = self._machines()[THIS_MACHINE]
         self._fill_choices()
@@ -113,7 +107,6 @@ class Explorer(widgets.VBox):
     def redraw(self) -> None:
         """Show the present setting. What cannot be shown is said in the summary."""
         with self._lock:
-            began = perf_counter()
             try:
                 view = self._look()
             except Exception as error:  # a callback's traceback would end in a log that nobody reads
@@ -121,11 +114,10 @@ class Explorer(widgets.VBox):
                 return
             with self._silently():
                 self.round.max, self.round.value = len(view.steps), view.round
-            self.speedup.update(show.speedup_data(view))
-            self.alpha.update(show.alpha_data(view))
-            self.strip.update(show.strip_data(view))
+            self.speedup.update(show.speedup(view))
+            self.alpha.update(show.alpha(view))
+            self.strip.update(show.strip(view))
             self.summary.lines = show.summary(view)
-            self.redraw_ms.append(1000 * (perf_counter() - began))
 
     def start(self, _button: object = None) -> None:
         """Run the present setting with the models, in a thread of its own; one run at a time."""
@@ -146,11 +138,6 @@ class Explorer(widgets.VBox):
             self.cancel.disabled = True
             self.outcome.lines = ["Cancelling: the generation in hand is finished first …"]
             self._cancelled.set()
-
-    def close(self) -> None:
-        """Stop a live run and remove the widgets."""
-        self.stop()
-        super().close()
 
     def _add_controls(self) -> None:
         t = self._tables
