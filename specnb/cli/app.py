@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from specnb.cli import bench, divergence
-from specnb.cli.show import Json, clean, complain, print_json, print_table
+from specnb.cli import divergence
+from specnb.cli.show import Json, cell, clean, complain, print_json, print_result, print_table
 from specnb.errors import InputError, SpecnbError
 
 app = typer.Typer(
@@ -24,7 +24,10 @@ app = typer.Typer(
 models_app = typer.Typer(help="The zoo: models that run without a hub.", invoke_without_command=True)
 heads_app = typer.Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+bench_app = typer.Typer(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
 app.add_typer(heads_app, name="heads")
+app.add_typer(bench_app, name="bench")
+app.add_typer(divergence.app, name="divergence")
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with their `--help`: torch is slow to import
 
 PARAMETER = ("-p", "--parameter")
@@ -42,22 +45,17 @@ def main() -> None:
 
 
 class _TakesPairs(TyperCommand):
-    """A command whose `-p` takes two words, NAME VALUE; typer knows options of two words, but not lists of them."""
+    """A command whose `-p NAME VALUE` takes two words, or one, `NAME=VALUE`; typer knows no lists of pairs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _with_pairs_joined(args))
-
-
-def _with_pairs_joined(words: list[str]) -> list[str]:
-    """`-p NAME VALUE` as `-p NAME=VALUE`, which may also be written; a name that has no value is left alone."""
-    rest, joined = list(words), []
-    while rest:
-        joined.append(rest.pop(0))
-        if joined[-1] in PARAMETER and rest:
-            name = rest.pop(0)
-            has_value = rest and "=" not in name and rest[0] not in PARAMETER
-            joined.append(f"{name}={rest.pop(0)}" if has_value else name)
-    return joined
+        rest, joined = list(args), []
+        while rest:
+            joined.append(rest.pop(0))
+            if joined[-1] in PARAMETER and rest:
+                name = rest.pop(0)
+                has_value = rest and "=" not in name and rest[0] not in PARAMETER
+                joined.append(f"{name}={rest.pop(0)}" if has_value else name)
+        return super().parse_args(ctx, joined)
 
 
 @app.command(cls=_TakesPairs)
@@ -80,32 +78,28 @@ def run(
     from specnb.lm import zoo
 
     given = parse_parameters(parameter or [])
-    paths = [find_notebook(n) for n in notebooks] if notebooks else all_notebooks()
+    paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
     if not paths:
         raise InputError("there are no notebooks in the checkout to run: give the path of one")
     if given and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
     zoo.path("smollm2-135m")  # fetched here, where its progress can be seen
-    options = {"results": results or store.results_dir(), "timeout_s": timeout_s, "progress": not as_json}
-    outcomes, interrupted = [], False
+    folder, outcomes, interrupted = results or store.results_dir(), [], False
     try:
         for path in paths:
-            outcomes.append(run_notebook(path, given, **options))
+            outcomes.append(run_notebook(path, given, results=folder, timeout_s=timeout_s, progress=not as_json))
     except KeyboardInterrupt:
-        complain(f"{path.stem}: interrupted; what it did until then is in {options['results'] / path.stem}")
+        complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
         interrupted = True
-    if as_json:
-        print_json([outcome.model_dump(mode="json") for outcome in outcomes])
-    elif outcomes:
-        rows = [[o.notebook, o.status, f"{o.duration_s:.1f}", o.run_id, str(o.output)] for o in outcomes]
-        print_table("runs", ["notebook", "status", "seconds", "run", "output"], rows)
-    for outcome in outcomes:
-        if outcome.error is not None:
-            complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
+    rows = [[o.notebook, o.status, f"{o.duration_s:.1f}", o.run_id, str(o.output)] for o in outcomes]
+    columns = ["notebook", "status", "seconds", "run", "output"]
+    print_result(as_json, [outcome.model_dump(mode="json") for outcome in outcomes], "runs", columns, rows)
+    problems = [(outcome.notebook, outcome.error) for outcome in outcomes if outcome.error]
+    for name, error in problems:
+        complain(f"{name}: {error.kind}: {error.message}")
     if not given and any(figures_dir().glob("*.json")):
         write_gallery(figures_dir())  # runs with other parameters keep their figures in results/
-    failed = any(o.status != "completed" for o in outcomes)
-    raise typer.Exit(INTERRUPTED if interrupted else int(failed))
+    raise typer.Exit(INTERRUPTED if interrupted else int(bool(problems)))
 
 
 @app.command()
@@ -201,7 +195,7 @@ def generate(
         return
     print(clean(result.generation.text))
     shown = result.summary.model_dump(exclude={"notes"})
-    facts = [[name, _shown(value)] for name, value in shown.items() if value is not None]
+    facts = [[name, cell(value)] for name, value in shown.items() if value is not None]
     notes = {"fallback": result.generation.fallback, "translation": result.generation.translation}
     facts += [[name, text] for name, text in notes.items() if text]
     facts += [["note", note] for note in result.summary.notes]
@@ -219,10 +213,6 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str:
         raise InputError(f"cannot read the prompt from {file}: {error}") from error
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 @app.command()
 def compat(
     models: Annotated[list[str], typer.Argument(help="the target and a draft, or more models for the matrix of all")],
@@ -235,11 +225,9 @@ def compat(
     described = [describe(name) for name in models]
     if len(described) != 2:
         table = matrix(described)
-        if as_json:
-            print_json(json.loads(table.to_json(orient="records")))
-        else:
-            columns = ["target", "draft", "verdict", "way", "n_different", "llama_cpp", "transformers"]
-            print_table("every pair", columns, [[_shown(cell) for cell in row] for row in table[columns].to_numpy()])
+        columns = ["target", "draft", "verdict", "way", "n_different", "llama_cpp", "transformers"]
+        rows = [[cell(value) for value in row] for row in table[columns].to_numpy()]
+        print_result(as_json, json.loads(table.to_json(orient="records")), "every pair", columns, rows)
         return
     report = check(*described)
     if as_json:
@@ -262,11 +250,9 @@ def models(context: typer.Context, as_json: Json = False) -> None:
     from specnb.lm.memory import human_bytes
 
     rows = [*zoo.status(), *embedded.status()]
-    if as_json:
-        print_json([{**vars(row), "path": str(row.path)} for row in rows])
-        return
+    document = [{**vars(row), "path": str(row.path)} for row in rows]
     shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), "yes" if r.present else "no"] for r in rows]
-    print_table("zoo", ["name", "source", "licence", "size", "present"], shown)
+    print_result(as_json, document, "zoo", ["name", "source", "licence", "size", "present"], shown)
 
 
 @models_app.command("fetch")
@@ -278,7 +264,7 @@ def fetch(
     from specnb.lm import zoo
 
     path = zoo.path(name)
-    print(json.dumps({"name": name, "path": str(path), "n_bytes": path.stat().st_size}) if as_json else path)
+    print_json({"name": name, "path": str(path), "n_bytes": path.stat().st_size}) if as_json else print(path)
 
 
 @models_app.command("verify")
@@ -287,15 +273,43 @@ def verify(as_json: Json = False) -> None:
     from specnb.lm import zoo
 
     rows = zoo.verify()
-    if as_json:
-        print_json([{**row._asdict(), "path": str(row.path)} for row in rows])
-    else:
-        print_table("verify", ["name", "path", "ok"], [[r.name, str(r.path), "yes" if r.ok else "NO"] for r in rows])
+    shown = [[r.name, str(r.path), "yes" if r.ok else "NO"] for r in rows]
+    document = [{**row._asdict(), "path": str(row.path)} for row in rows]
+    print_result(as_json, document, "verify", ["name", "path", "ok"], shown)
     raise typer.Exit(0 if all(row.ok for row in rows) else 1)
 
 
-app.add_typer(bench.app, name="bench")
-app.add_typer(divergence.app, name="divergence")
+@bench_app.command("medusa")
+def bench_medusa(
+    context: typer.Context,
+    target: Annotated[str | None, typer.Option(help="the backbone [smollm2-135m in torch, bfloat16]")] = None,
+    heads_checkpoint: Annotated[
+        str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
+    ] = None,
+    categories: Annotated[str | None, typer.Option(help="prompt categories, separated by commas [all]")] = None,
+    prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed")] = 2,
+    num_trials: Annotated[int, typer.Option(help="timed runs of each prompt; their median counts")] = 5,
+    warmup_steps: Annotated[int, typer.Option(help="uncounted generations by each method, 1 or more")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
+    tree: Annotated[str, typer.Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
+    k: Annotated[int | None, typer.Option("--k", help="at most so many drafts a round [all]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16, instead of the target's")] = None,
+    seed: Annotated[int, typer.Option(help="of the shuffled weights that acceptance must beat")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Trained heads against plain decoding; exit code 1, a diagnosis and no speed where a gate fails."""
+    from specnb.book.progress import ProgressBar
+    from specnb.medusa import bench as heads_bench
+
+    given = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
+    with ProgressBar() as progress:
+        result = heads_bench.run(heads_bench.checked_params(**given), progress=progress)
+    if as_json:
+        print_json(result.document())
+    else:
+        for title, columns, rows in result.tables():
+            print_table(title, columns, rows)
+    raise typer.Exit(0 if result.checked.passed else 1)
 
 
 @app.command()
@@ -307,10 +321,7 @@ def check(
     from specnb import doctor
 
     findings = doctor.diagnose(decode=decode)
-    if as_json:
-        print_json([finding._asdict() for finding in findings])
-    else:
-        mark = {True: "ok", False: "MISSING", None: "warning"}
-        rows = [[mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in findings]
-        print_table("check", ["", "what", "found"], rows)
+    mark = {True: "ok", False: "MISSING", None: "warning"}
+    rows = [[mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in findings]
+    print_result(as_json, [finding._asdict() for finding in findings], "check", ["", "what", "found"], rows)
     raise typer.Exit(0 if doctor.all_ok(findings) else 1)

@@ -45,11 +45,19 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console().print(table)
 
 
+def print_result(as_json: bool, document: Any, title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print the document as JSON, or its rows as a table."""
+    if as_json:
+        print_json(document)
+    else:
+        print_table(title, columns, rows)
+
+
 def print_frame(title: str, frame: "pd.DataFrame") -> None:
     """Print a table, unless it is empty."""
     columns = [str(column).replace("_", " ") for column in frame.columns]
     if len(frame):
-        print_table(title, columns, [[_cell(cell) for cell in row] for row in frame.itertuples(index=False)])
+        print_table(title, columns, [[cell(value) for value in row] for row in frame.itertuples(index=False)])
 
 
 def complain(message: object) -> None:
@@ -80,9 +88,10 @@ def names(text: str | None) -> list[str] | None:
     return None if text is None else [word.strip() for word in text.split(",")]
 
 
-def _cell(value: Any) -> str:
-    if value is None:
+def cell(value: Any) -> str:
+    """Return the text of a table's cell: four digits of a number, nothing for what is missing."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.3g}"
+        return f"{value:.4g}"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

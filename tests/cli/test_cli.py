@@ -8,7 +8,6 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-import nbformat
 import pytest
 from typer.testing import CliRunner
 
@@ -18,6 +17,7 @@ from specnb.book.engine import NotebookOutcome, Problem
 from specnb.draft import translate as draft_translate
 from specnb.errors import LoadError
 from specnb.lm import toy, zoo
+from specnb.lm.cache import made_once
 from specnb.lm.vocab import Vocabulary
 from specnb.measure import pair
 
@@ -34,21 +34,13 @@ def is_mistake(result, *parts):
     assert "Traceback" not in err and all(part in err for part in parts), err
 
 
-def test_heads_take_the_options_of_their_own_commands():
-    wrong = process("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x")
-    assert wrong.returncode == 2 and "'vlm'" in wrong.stderr and wrong.stderr.count("\n") == 1
-
-
 # --- compat ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_pair_is_told_with_its_findings_and_what_others_say(specnb):
+def test_a_pair_is_judged_with_its_findings_and_what_others_say(specnb):
     code, out, _ = specnb("compat", "deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct")
     assert code == 0 and "needs translation" in out and "7 ids mean other texts" in " ".join(out.split())
     assert "llama.cpp: refuses: add_bos True and False" in out and "can be drafted. At K = 4" in out
-
-
-def test_a_pair_as_one_document(specnb):
     code, out, _ = specnb("compat", "qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", "--json")
     document = json.loads(out)
     assert code == 0 and document["verdict"] == "works with slicing" and document["llama_cpp"]["accepts"] is True
@@ -62,11 +54,7 @@ def test_more_models_make_a_matrix(specnb):
     assert [r["way"] for r in rows[:2]] == ["same ids", None]
     code, out, _ = specnb("compat", "gpt-neox", "mpt", "gpt-2")
     assert code == 0 and out.count("drop-in") == 2 and out.count("True") == 4
-
-
-def test_wrong_names_for_compat_are_one_line(specnb):
-    is_mistake(specnb("compat", "gpt-2", "nothing-like-it"), "nothing-like-it", "give a zoo name")
-    is_mistake(specnb("compat", "gpt-2"), "two models")
+    is_mistake(specnb("compat", "gpt-2", "nothing-like-it"), "nothing-like-it")
 
 
 # --- generate -------------------------------------------------------------------------------------------------------
@@ -91,28 +79,23 @@ def models(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--draft", "draft", "--drafter", "lookup"], ["--draft or --drafter, not both", "'draft' and 'lookup'"]),
-        (["--k", "-1"], ["k must be 0 or more, got -1"]),
-        (["--rule", "tree"], ["unknown verification rule 'tree'"]),
-        (["--temperature", "-1"], ["temperature must be 0", "-1.0"]),
-        (["--draft", "other"], ["cannot draft for", "0 pieces shared"]),
-        (["--draft", "damaged", "--strict"], ["damaged.gguf is no model, or half of one"]),
-        (["--stop", "\udcff"], ["no text in UTF-8"]),
-        (["--chat"], ["no chat template"]),
-        (["--tree", "8"], ["--tree: for trained heads; add --drafter medusa (got no drafter)"]),
-        (["--drafter", "lookup", "--heads-checkpoint", "x"], ["--heads-checkpoint: for trained heads", "got lookup"]),
-        (["--drafter", "medusa"], ["heads read hidden states", "?backend=hf"]),
-        (["--drafter", "medusa", "--tree", "oak"], ["chain, auto, or a number of nodes", "'oak'"]),
+        ("--draft draft --drafter lookup", ["'draft'", "'lookup'"]),
+        ("--k -1", ["k ", "-1"]),
+        ("--rule tree", ["'tree'"]),
+        ("--temperature -1", ["temperature", "-1.0"]),
+        ("--draft other", ["cannot draft for", "0 pieces"]),
+        ("--draft damaged --strict", ["damaged.gguf is no model, or half of one"]),
+        ("--stop \udcff", ["UTF-8"]),
+        ("--chat", ["chat template"]),
+        ("--tree 8", ["--tree", "no drafter"]),
+        ("--drafter lookup --heads-checkpoint x", ["--heads-checkpoint", "lookup"]),
+        ("--drafter medusa", ["hidden states", "?backend=hf"]),
+        ("--prompt-file x", ["--prompt"]),
     ],
-    ids=lambda x: " ".join(x).encode("ascii", "replace").decode(),
+    ids=lambda x: x.encode("ascii", "replace").decode() if isinstance(x, str) else "",
 )
 def test_wrong_words_for_generate_are_one_line(specnb, models, words, parts):
-    is_mistake(specnb("generate", "--target", "five", "--prompt", "ab", *words), *parts)
-
-
-@pytest.mark.parametrize("words", [[], ["--prompt", "ab", "--prompt-file", "x"]], ids=["none", "both"])
-def test_a_prompt_comes_from_one_place(specnb, models, words):
-    is_mistake(specnb("generate", "--target", "five", *words), "--prompt or with --prompt-file")
+    is_mistake(specnb("generate", "--target", "five", "--prompt", "ab", *words.split(" ")), *parts)
 
 
 def test_an_unknown_target_names_what_is_known(specnb):
@@ -125,8 +108,8 @@ def test_a_prompt_from_a_file(specnb, models, tmp_path):
     code, out, _ = specnb("generate", "--target", "five", "--prompt-file", str(file), "--json")
     assert code == 0 and json.loads(out)["generation"]["prompt_ids"] == [0, 1, 2]
     file.write_bytes(b"\xff\xfe")
-    for path in (file, tmp_path, tmp_path / "absent"):
-        is_mistake(specnb("generate", "--target", "five", "--prompt-file", str(path)), "cannot read the prompt from")
+    for words in (["--prompt-file", str(file)], ["--prompt-file", str(tmp_path / "absent")], []):
+        is_mistake(specnb("generate", "--target", "five", *words), words[-1] if words else "--prompt-file")
 
 
 def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb, models):
@@ -143,30 +126,23 @@ def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb,
     assert not {"tau", "tokens_per_s", "estimated_speedup", "accepted_tokens", "overhead_share"} - set(summary)
 
 
-def test_without_a_baseline_there_is_nothing_to_compare(specnb, models):
-    _, out, _ = specnb("generate", "--target", "five", "--drafter", "lookup", "--prompt", "ab", "--json")
-    document = json.loads(out)
+def test_a_draft_model_that_cannot_be_loaded_is_in_the_record(specnb, models):
+    words = ["--target", "five", "--prompt", "ab", "--json"]
+    document = json.loads(specnb("generate", *words, "--draft", "damaged", "--baseline")[1])
+    assert document["generation"]["fallback"].startswith("LoadError: damaged.gguf")
+    assert document["summary"]["fallback"] == document["generation"]["fallback"] and document["summary"]["identical"]
+    document = json.loads(specnb("generate", *words, "--drafter", "lookup")[1])
     assert document["baseline"] is None and document["summary"]["identical"] is None
     assert document["generation"]["drafter"] == "lookup(n=1..6,x4)"
 
 
-def test_a_draft_model_that_cannot_be_loaded_is_in_the_record(specnb, models):
-    code, out, _ = specnb(
-        "generate", "--target", "five", "--draft", "damaged", "--prompt", "ab", "--baseline", "--json"
-    )
-    document = json.loads(out)
-    assert code == 0 and document["generation"]["fallback"].startswith("LoadError: damaged.gguf")
-    assert document["summary"]["fallback"] == document["generation"]["fallback"] and document["summary"]["identical"]
-
-
-def test_sampling_words_reach_the_record(specnb, models):
+def test_sampling_words_reach_the_record_and_without_json_the_text_and_a_table_are_printed(specnb, models):
     words = ["--temperature", "0.5", "--seed", "7", "--stop", "d", "--stop", "e", "--ignore-eog"]
     _, out, _ = specnb("generate", "--target", "five", "--prompt", "ab", *words, "--json")
-    made = json.loads(out)["generation"]
-    assert (made["temperature"], made["seed"], made["stop_reason"], made["text"]) == (0.5, 7, "stop_string", "c")
-
-
-def test_without_json_the_text_and_a_table_are_printed(specnb, models):
+    sampled = json.loads(out)["generation"]
+    assert (sampled["temperature"], sampled["seed"], sampled["stop_reason"], sampled["text"]) == (
+        0.5, 7, "stop_string", "c",
+    )  # fmt: skip
     code, out, _ = specnb("generate", "--target", "five", "--prompt", "ab", "--max-new-tokens", "3")
     assert code == 0 and out.startswith("cde\n") and "n_tokens" in out and "no drafter" in out
 
@@ -237,14 +213,10 @@ def test_parameters_are_two_words_or_one(specnb, runs, words, params, place):
     assert code == 0 and runs == [("01_a", params)]
 
 
-@pytest.mark.parametrize("words", [["-p", "ks"], ["-p", "ks", "-p", "seed", "3"]], ids=" ".join)
-def test_a_parameter_without_a_value_is_a_mistake(specnb, runs, words):
-    is_mistake(specnb("run", "01_a", *words), "-p takes a name and a value, got only 'ks'")
+def test_a_parameter_without_a_value_or_given_twice_is_a_mistake(specnb, runs):
+    for words in (["-p", "ks"], ["-p", "ks", "-p", "seed", "3"], ["-p", "ks", "1", "-p", "ks=2"]):
+        is_mistake(specnb("run", "01_a", *words), "'ks'")
     assert runs == []
-
-
-def test_a_parameter_given_twice_is_a_mistake(specnb, runs):
-    is_mistake(specnb("run", "01_a", "-p", "k", "1", "-p", "k=2"), "parameter 'k' is given twice")
 
 
 def test_no_name_runs_all_in_order_and_takes_no_parameters(specnb, runs):
@@ -259,29 +231,12 @@ def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs)
     assert specnb("run", "01_a", "bad_one")[0] == 1
 
 
-def test_an_unknown_notebook_lists_those_there_are(specnb, monkeypatch):
+def test_an_unknown_notebook_and_results_that_cannot_be_written_are_mistakes(specnb, tmp_path, monkeypatch):
     monkeypatch.setattr(zoo, "path", lambda name: pytest.fail("fetched a model"))
     is_mistake(specnb("run", "99_nothing"), "no notebook '99_nothing'", "01_k_sweep")
-
-
-def test_results_that_cannot_be_written_are_a_mistake(specnb, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setattr(zoo, "path", lambda name, **_: tmp_path)
     is_mistake(specnb("run", "03_compatibility", "--results", str(tmp_path / "file")), str(tmp_path / "file"))
-
-
-@pytest.mark.model
-@pytest.mark.slow
-def test_a_notebook_really_runs_with_the_parameters_given(tmp_path):
-    nb = nbformat.v4.new_notebook()
-    cell = nbformat.v4.new_code_cell('ks: list[int] = [1]\ntarget: str = "x"', metadata={"tags": ["parameters"]})
-    nb.cells = [cell, nbformat.v4.new_code_cell("print(ks, target)")]
-    nbformat.write(nb, tmp_path / "01_t.ipynb")
-    words = ["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m", "--results", str(tmp_path / "results")]
-    done = process("run", str(tmp_path / "01_t.ipynb"), *words, "--json")
-    (outcome,) = json.loads(done.stdout)
-    assert done.returncode == 0 and outcome["params"] == {"ks": [2, 4], "target": "smollm2-135m"}
-    assert "[2, 4] smollm2-135m" in Path(outcome["output"]).read_text()
 
 
 # --- models, check, and the process itself --------------------------------------------------------------------------
@@ -297,7 +252,15 @@ def test_the_zoo_as_json_and_as_a_table(specnb, monkeypatch, tmp_path):
     assert code == 0 and "Apache-2.0" in out
 
 
-def test_an_unknown_model_to_fetch_is_a_mistake(specnb):
+def test_verify_names_the_damaged_file_and_ends_with_one(specnb, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
+    file = made_once(tmp_path / "converted" / "tiny.gguf", lambda path: path.write_bytes(b"weights"), n_bytes=1)
+    for content, ok in ((b"weights", True), (b"weightz", False)):
+        file.write_bytes(content)
+        code, out, _ = specnb("models", "verify", "--json")
+        assert code == int(not ok)
+        assert json.loads(out) == [{"name": "converted/tiny.gguf", "path": str(file), "ok": ok}]
+    assert "tiny.gguf" in specnb("models", "verify")[1]
     is_mistake(specnb("models", "fetch", "smollm3"), "smollm3")
 
 
@@ -318,12 +281,14 @@ def test_unknown_words_show_the_usage_and_exit_with_two():
         assert result.exit_code == 2 and "Usage" in result.output
 
 
-def test_a_mistake_in_a_real_process_is_one_line_and_no_traceback():
-    done = process("generate", "--target", "five", "--draft", "a", "--drafter", "b", "--prompt", "x")
-    is_mistake((done.returncode, done.stdout, done.stderr), "not both")
+def test_heads_take_the_options_of_their_own_commands(specnb):
+    code, out, err = specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "'vlm'" in err
 
 
-def test_json_in_a_real_process_is_the_only_thing_on_stdout(tmp_path):
+def test_a_mistake_in_a_real_process_is_one_line_and_json_the_only_thing_on_stdout(tmp_path):
+    wrong = process("generate", "--target", "five", "--draft", "a", "--drafter", "b", "--prompt", "x")
+    is_mistake((wrong.returncode, wrong.stdout, wrong.stderr), "not both")
     done = process("models", "--json", SPECNB_CACHE=str(tmp_path))
     assert done.returncode == 0 and len(json.loads(done.stdout)) > 5 and done.stdout.count("\n") == 1
 
