@@ -19,9 +19,9 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure.cost import NAMED, CostCurve
+from specnb.measure.cost import NAMED, CostCurve, straight_curve
 from specnb.measure.recording import Trace
-from specnb.measure.replay import Cost, fixed_k, walk
+from specnb.measure.replay import Cost, counts_of, fixed_k, walk
 from specnb.measure.trace import record
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
@@ -118,15 +118,20 @@ def test_the_interval_holds_the_value_and_needs_five_prompts(tables):
 
 
 def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(tables):
+    steep = Machine.straight(CUSTOM, 6.0, 1.2, tables.k_max)
+    costs = {PRESET: Cost(CURVE, 0.3), steep: Cost(straight_curve("steep", 6.0), 1.2)}
     for first in settings(tables, content="code", temperature=0.0):
-        steep = Machine.straight(CUSTOM, 6.0, 1.2, tables.k_max)
         for setting in (first, first._replace(k=2), first._replace(machine=steep), first._replace(k=3, machine=steep)):
-            controller = POLICIES[setting.policy].controller(setting)
-            steps = [s for i in tables.chosen(setting) for s in walk(tables.recordings[i], controller)]
+            controller, cost = POLICIES[setting.policy].controller(setting), costs[setting.machine]
+            recordings = [tables.recordings[i] for i in tables.chosen(setting)]
+            walks = [walk(recording, controller) for recording in recordings]
+            counts = [counts_of(recording, steps) for recording, steps in zip(recordings, walks, strict=True)]
             p = tables.predict(setting)
-            assert (p.rounds, p.drafted) == (len(steps), sum(s.drafted for s in steps)), setting
-            assert p.accepted == sum(s.n_accepted for s in steps)
-            assert steps == [s for i in tables.chosen(setting) for s in tables.steps(setting, i)]
+            for name in ("rounds", "drafted", "accepted"):
+                assert getattr(p, name) == sum(getattr(c, name) for c in counts), setting
+            plain = sum(r.n_tokens - 1 for r in recordings) * cost.curve.seconds(1)
+            assert p.speedup == pytest.approx(plain / sum(c.seconds(cost) for c in counts))
+            assert walks == [tables.steps(setting, i) for i in tables.chosen(setting)]
 
 
 def test_a_custom_curve_keeps_the_shape_of_the_last_one():
@@ -349,6 +354,7 @@ def test_cancel_ends_a_live_run_and_one_runs_at_a_time(explorer, live, bench):
 
     assert live(slow, 4, cancel).startswith("Cancelled after 0 generations")
     assert len(starts) == 1 and explorer.cancel.disabled and not explorer.speedup.figure.data[4].visible
+    assert live(bench.run_live, 3).startswith("Live,")
 
 
 def test_a_workbench_records_what_the_explorer_needs(bench):

@@ -149,15 +149,17 @@ def test_sampling_words_reach_the_record_and_without_json_the_text_and_a_table_a
 
 def test_what_the_terminal_cannot_show_is_no_crash(monkeypatch, models):
     """A stdout in ASCII, and a vocabulary beyond it; JSON is ASCII in any case."""
-    greek = toy.ToyLM(toy.cyclic(2)._logits_of, Vocabulary(("α".encode(), b"b"), bos=0))
-    monkeypatch.setattr(pair, "load", lambda name: greek)
-    for words in (["--json"], []):
+    smiling = toy.ToyLM(toy.cyclic(2)._logits_of, Vocabulary(("😀".encode(), b"b"), bos=0))
+    monkeypatch.setattr(pair, "load", lambda name: smiling)
+    for words in ([], ["--json"]):
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
         monkeypatch.setattr(sys, "argv", ["specnb", "generate", "--target", "x", "--prompt", "", *words])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         sys.stdout.flush()
-        assert not ended.value.code and b"\\u03b1" in sys.stdout.buffer.getvalue()
+        out = sys.stdout.buffer.getvalue().decode()
+        shown, smile = (json.loads(out)["generation"]["text"], "😀") if words else (out, "\\U0001f600")
+        assert not ended.value.code and smile in shown
 
 
 def test_control_sequences_in_what_a_model_writes_are_shown_and_not_obeyed(specnb, monkeypatch):
