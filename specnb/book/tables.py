@@ -148,14 +148,15 @@ def verdict(best: pd.DataFrame, cost: pd.DataFrame) -> str:
 
 
 def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
-    """The fastest K > 0 of each category and temperature, and whether it beats plain decoding.
+    """The fastest K > 0 of each category and temperature (machine, drafter), and whether it beats plain decoding.
 
     verdict: `pays` when the whole interval is above 1, `does not pay` when it is below, else `undecided`. The K was
     chosen on the same prompts, so its speed-up flatters a little: confirm it on others.
     """
     drafting = sweep[sweep["k"] > 0]
-    at = drafting.groupby(["category", "temperature"], sort=False)["speedup"].idxmax()
-    best = drafting.loc[at, ["category", "temperature", "k", "speedup", "low", "high", "tau"]].reset_index(drop=True)
+    by = [name for name in ("machine", "drafter", "category", "temperature") if name in sweep]
+    at = drafting.groupby(by, sort=False)["speedup"].idxmax()
+    best = drafting.loc[at, [*by, "k", "speedup", "low", "high", "tau"]].reset_index(drop=True)
     verdict = np.select([best["low"] > 1, best["high"] < 1], ["pays", "does not pay"], "undecided")
     return best.assign(verdict=verdict)
 

@@ -283,13 +283,3 @@ def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFr
             }
             frames.append(pd.DataFrame(columns))
     return pd.concat(frames, ignore_index=True)
-
-
-def best(sweep: pd.DataFrame) -> pd.DataFrame:
-    """The best fixed K (greedy) for each machine, drafter and content; K = 0 is plain decoding.
-
-    It is chosen on the prompts that it is judged by, so it flatters a little.
-    """
-    greedy = sweep[sweep["temperature"] == 0]
-    at = greedy.groupby(["machine", "drafter", "category"], sort=False)["speedup"].idxmax()
-    return greedy.loc[at, ["machine", "drafter", "category", "k", "speedup", "low", "high"]].reset_index(drop=True)
