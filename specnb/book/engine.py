@@ -30,7 +30,7 @@ from papermill.parameterize import parameterize_notebook
 from pydantic import BaseModel, ConfigDict, Field
 
 from specnb import store
-from specnb.book.notebook import Source, read_notebook, resolve
+from specnb.book.notebook import read_notebook, resolve
 from specnb.io import locked, write_atomic
 
 START_TIMEOUT_S = 60
@@ -96,24 +96,28 @@ def run_notebook(
     output = folder / "notebook.ipynb"
     with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
         (folder / "outcome.json").unlink(missing_ok=True)
-        nb = _prepared(source, given, output)
+        nb = load_notebook_node(source.nb)  # a copy
+        if given:
+            nb = parameterize_notebook(nb, given, kernel_name=NATIVE_KERNEL_NAME, language="python")
+        nb = remove_error_markers(prepare_notebook_metadata(nb, str(source.path), str(output)))
         environment = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         # published figures are those of the default parameters; others stay with their run
         environment |= {"SPECNB_FIGURES": str(folder / "figures")} if given else {}
         launch = {"env": {**os.environ, **environment}, "cwd": str(source.path.parent)}
-        started, clock = datetime.now(UTC), time.perf_counter()
-        problem = None
+        manager = _Manager(nb, str(output), progress_bar={"desc": source.path.stem} if progress else False)
+        started, clock, problem = datetime.now(UTC), time.perf_counter(), None
         try:
             # what native code and the kernel itself print, last words above all
             with (folder / KERNEL_LOG).open("wb") as log:
-                _execute(nb, output, launch | {"stdout": log, "stderr": log}, timeout_s, source.path.stem, progress)
+                _execute(manager, launch | {"stdout": log, "stderr": log}, timeout_s)
         except BaseException as error:  # a bug, a full disk and Ctrl-C are recorded below, and go on their way
             problem = _problem_of(error)
             _blame_running_cell(nb, problem)
             if not isinstance(error, CellTimeoutError | DeadKernelError):
                 raise
         finally:
-            problem = _marked_problem(nb, source) or problem
+            manager.cleanup_pbar()
+            problem = _marked_problem(nb, source.nb) or problem
             outcome = NotebookOutcome(
                 notebook=source.path.name,
                 notebook_sha256=source.sha256,
@@ -132,14 +136,6 @@ def run_notebook(
                 (folder / KERNEL_LOG).unlink()
             write_atomic(folder / "outcome.json", (outcome.model_dump_json(indent=1) + "\n").encode())
     return outcome
-
-
-def _prepared(source: Source, given: Mapping[str, Any], output: Path) -> NotebookNode:
-    """A copy of the notebook as papermill wants it, with the given parameters put in."""
-    nb = load_notebook_node(source.nb)
-    if given:
-        nb = parameterize_notebook(nb, dict(given), kernel_name=NATIVE_KERNEL_NAME, language="python")
-    return remove_error_markers(prepare_notebook_metadata(nb, str(source.path), str(output)))
 
 
 class _Manager(NotebookExecutionManager):
@@ -164,23 +160,12 @@ class _Client(PapermillNotebookClient):
         return output
 
 
-def _execute(
-    nb: NotebookNode, output: Path, launch: Mapping[str, Any], timeout_s: int | None, title: str, progress: bool
-) -> None:
-    """Run `nb` in place, saving it after every cell; `launch` (env, cwd, stdout, stderr) is for the kernel's process.
+def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeout_s: int | None) -> None:
+    """Run the notebook in place, saving it after every cell; `launch` (env, cwd, stdout, stderr) is for the kernel.
 
     An error of a cell is left in the cell. Raises CellTimeoutError, DeadKernelError and what stops this process.
     """
-    manager = _Manager(nb, str(output), progress_bar={"desc": title} if progress else False)
     manager.notebook_start()
-    try:
-        _run_cells(manager, launch, timeout_s)
-        manager.notebook_complete()
-    finally:
-        manager.cleanup_pbar()
-
-
-def _run_cells(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeout_s: int | None) -> None:
     for attempt in (1, 2):
         manager.nb.metadata.papermill["kernel_starts"] = attempt
         with kernel_manager() as kernel:
@@ -196,7 +181,7 @@ def _run_cells(manager: NotebookExecutionManager, launch: Mapping[str, Any], tim
             )
             try:
                 client.execute(cleanup_kc=True, **launch)
-                return
+                return manager.notebook_complete()
             except RuntimeError as error:
                 if _begun(manager.nb):
                     raise
@@ -252,15 +237,14 @@ def _blame_running_cell(nb: NotebookNode, problem: Problem) -> None:
         cell.outputs = sorted([error, *cell.get("outputs", [])], key=lambda each: each.output_type == "error")
 
 
-def _marked_problem(nb: NotebookNode, source: Source) -> Problem | None:
+def _marked_problem(nb: NotebookNode, source: NotebookNode) -> Problem | None:
     """The error that a cell of `nb` holds, if any; papermill's red markers are put at it."""
     executed = list(nb.cells)
     try:
         raise_for_execution_errors(nb, None)
     except PapermillExecutionError as error:
-        places = {cell.id: index for index, cell in enumerate(source.nb.cells)}
-        cell = places.get(executed[error.cell_index].id)
-        return Problem(kind=error.ename, message=_short(error.evalue), cell=cell)
+        places = {cell.id: index for index, cell in enumerate(source.cells)}
+        return Problem(kind=error.ename, message=_short(error.evalue), cell=places.get(executed[error.cell_index].id))
     return None
 
 

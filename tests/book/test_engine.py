@@ -152,9 +152,9 @@ def test_bad_input_is_refused_before_anything_is_written(run, tmp_path, params):
 
 
 def test_an_older_outcome_does_not_outlive_the_start_of_a_new_run(run, monkeypatch):
-    monkeypatch.setattr(engine, "_run_cells", lambda *args: None)
+    monkeypatch.setattr(engine, "_execute", lambda *args: None)
     folder, there = run("1").output.parent, []
-    monkeypatch.setattr(engine, "_run_cells", lambda *args: there.append((folder / "outcome.json").exists()))
+    monkeypatch.setattr(engine, "_execute", lambda *args: there.append((folder / "outcome.json").exists()))
     default = run("1", params={"k": 4, "temperature": 0})
     assert there == [False] and default.output.parent == folder, "a value equal to the default is the same run"
 
@@ -162,10 +162,11 @@ def test_an_older_outcome_does_not_outlive_the_start_of_a_new_run(run, monkeypat
 @pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), KeyboardInterrupt()], ids=repr)
 def test_what_stops_this_process_is_recorded_and_goes_on_its_way(run, only_outcome, monkeypatch, error):
     def interrupted(manager, *args):
+        manager.notebook_start()
         manager.cell_start(manager.nb.cells[2], 2)
         raise error
 
-    monkeypatch.setattr(engine, "_run_cells", interrupted)
+    monkeypatch.setattr(engine, "_execute", interrupted)
     with pytest.raises(type(error)):
         run("1", "2")
     outcome = only_outcome()
@@ -182,7 +183,7 @@ def test_the_same_run_twice_at_once_and_results_that_cannot_be_written_are_refus
         with pytest.raises(InputError, match="01_test"):
             run("1")
 
-    monkeypatch.setattr(engine, "_run_cells", again)
+    monkeypatch.setattr(engine, "_execute", again)
     assert run("1").status == "completed"
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(InputError, match="file"):
