@@ -75,10 +75,9 @@ def publish(
     `table` is the data that the figure shows: the sidecar holds its digest and, up to MAX_ROWS rows, the rows. Equal
     figures of one run give equal bytes.
 
-    Images need Chrome or Chromium. Without one, or if the export fails, html and json are written all the same, the
-    sidecar says why under `skipped`, and an image of an older figure of that name is removed. Formulas in dollar
-    signs are not typeset: MathJax would need a network. The page opens from `file://` without a network, too: it loads
-    `plotly.min.js` (4.5 MB, kept out of the repository) from its own folder, and shows the svg where that is absent.
+    Images need Chrome or Chromium. Where the export fails, html and json are written all the same, the sidecar says
+    why under `skipped`, and an older image of that name is removed. The page opens from `file://` without a network: it
+    loads `plotly.min.js` (4.5 MB, not in the repository) from its own folder, and shows the svg where that is absent.
 
     Raises InputError: before anything is written for what cannot be used, and for a folder that cannot be written.
     """
@@ -128,9 +127,20 @@ def caption_of(title: str, record: RunRecord) -> str:
     if dropped := sum(g.fallback is not None for g in record.generations):
         notes.append(f"{dropped} of {len(record.generations)} generations ran without the drafter asked for")
     notes += ["the run failed"] if record.status == "failed" else []
-    models = " with ".join(filter(None, (_model(record, role) for role in ("target", "drafter"))))
+    # ids of the provenance have no folders of this machine; of several drafters the first
+    names = record.params | {m["role"]: m["id"] for m in reversed(record.provenance.get("models") or ())}
+    models = " with ".join(str(names[role]) for role in ("target", "drafter") if names.get(role))
     where = f"{models or 'model not recorded'}, on {_machine(record.provenance)}"
     return ", ".join([f"{title}: run {record.run_id} of {record.experiment}", where, *notes]) + "."
+
+
+def _machine(provenance: Mapping[str, Any]) -> str:
+    """CPU with its usable cores and, unless the run says that it stayed on the CPU, the GPUs."""
+    cpu, extra = provenance.get("cpu") or {}, provenance.get("extra") or {}
+    words = [f"{cpu['model']} ({cpu.get('usable_cores', '?')} cores)"] if cpu.get("model") else []
+    if not str(extra.get("device", "")).startswith("cpu"):
+        words += [gpu["name"] for gpu in provenance.get("gpu") or ()]
+    return " and ".join(words) or "a machine that was not recorded"
 
 
 def render(figure: go.Figure, mark: str) -> tuple[dict[str, bytes], dict[str, str]]:
@@ -223,21 +233,6 @@ def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
     if len(table) > MAX_ROWS:
         return facts | {"records": None, "left_out": f"more than {MAX_ROWS} rows: the run record holds the data"}
     return facts | {"records": plain(table.to_dict("records"), "table", nan=None)}
-
-
-def _model(record: RunRecord, role: str) -> str:
-    """Return the model's id in the provenance, which has no folders of this machine, else its name in `params`."""
-    ids = [model.get("id") for model in record.provenance.get("models") or () if model.get("role") == role]
-    return str(next(filter(None, [*ids, record.params.get(role)]), ""))
-
-
-def _machine(provenance: Mapping[str, Any]) -> str:
-    """Return CPU with its usable cores and, unless the run says that it stayed on the CPU, the GPUs."""
-    cpu, extra = provenance.get("cpu") or {}, provenance.get("extra") or {}
-    words = [f"{cpu['model']} ({cpu.get('usable_cores', '?')} cores)"] if cpu.get("model") else []
-    if not str(extra.get("device", "")).startswith("cpu"):
-        words += [gpu["name"] for gpu in provenance.get("gpu") or ()]
-    return " and ".join(words) or "a machine that was not recorded"
 
 
 def _page(figure: go.Figure, name: str, title: str, caption: str, mark: str) -> bytes:
