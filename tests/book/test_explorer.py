@@ -97,7 +97,7 @@ def test_a_fixed_k_is_predicted_as_the_replay_counts_it(trace, tables):
         chosen = trace.select(drafter=setting.drafter, temperature=setting.temperature, category="code").recordings
         plain = sum(fixed_k(r, 0).seconds(cost) for r in chosen)
         wanted = [plain / sum(fixed_k(r, k).seconds(cost) for r in chosen) for k in range(25)]
-        assert tables.sweep(setting).value == pytest.approx(wanted)
+        assert tables.sweep(setting).speedup == pytest.approx(wanted)
         assert [tables.predict(setting._replace(k=k)).speedup for k in range(25)] == pytest.approx(wanted)
 
 
@@ -105,7 +105,7 @@ def test_without_drafts_nothing_is_won_and_a_steeper_curve_is_never_faster(table
     for setting in settings(tables, policy=FIXED, k=0):
         assert tables.predict(setting).speedup == pytest.approx(1)
         flat, steep = (
-            tables.sweep(setting._replace(machine=Machine.straight(CUSTOM, at8, 0.1, tables.k_max))).value
+            tables.sweep(setting._replace(machine=Machine.straight(CUSTOM, at8, 0.1, tables.k_max))).speedup
             for at8 in (1.1, 4.0)
         )
         assert (steep <= flat + 1e-12).all()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from specnb.book.explorer.tables import AT, FIXED, POLICIES, Predicted, Setting, Speedup, Tables
+from specnb.book.explorer.tables import AT, FIXED, POLICIES, Predicted, Setting, Tables
 from specnb.book.style import COLOURS, template
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Step
@@ -31,7 +31,7 @@ class View(NamedTuple):
     """All that is shown of one setting; `live` is (K, speed-up, low, high) of a live run, or None."""
 
     setting: Setting
-    sweep: Speedup
+    sweep: Predicted
     predicted: Predicted
     recording: Recording
     steps: list[Step]
@@ -52,7 +52,7 @@ def view(tables: Tables, setting: Setting, index: int, round_: int, live: tuple 
 
 def speedup(v: View) -> list[dict]:
     """Traces: interval, line over K, break-even, the chosen point, the live point."""
-    ks, p = list(range(1, len(v.sweep.value))), v.predicted
+    ks, p = list(range(1, len(v.sweep.speedup))), v.predicted
     low, high = v.sweep.low[1:].tolist(), v.sweep.high[1:].tolist()
     known = not np.isnan(low).any()
     k, live, least, most = v.live or (None, None, None, None)
@@ -68,7 +68,7 @@ def speedup(v: View) -> list[dict]:
             "line": {"width": 0}, "hoverinfo": "skip",
         },
         {
-            "x": ks, "y": v.sweep.value[1:].tolist(), "mode": "lines+markers", "name": "every fixed K",
+            "x": ks, "y": v.sweep.speedup[1:].tolist(), "mode": "lines+markers", "name": "every fixed K",
             "line": {"color": COLOURS[0], "width": 2}, "marker": {"size": 6, "symbol": "circle"},
             "hovertemplate": "K = %{x}<br>speed-up %{y:.2f}<extra></extra>",
         },
@@ -92,7 +92,7 @@ def speedup(v: View) -> list[dict]:
 def speedup_figure(v: View) -> go.Figure:
     """Predicted speed-up over K, the chosen setting on it."""
     figure = _figure(speedup(v), "Predicted speed-up over draft length")
-    figure.update_xaxes(title_text="draft length K (tokens a round)", range=[0, len(v.sweep.value)], dtick=4)
+    figure.update_xaxes(title_text="draft length K (tokens a round)", range=[0, len(v.sweep.speedup)], dtick=4)
     return figure.update_yaxes(title_text="decoding speed-up (plain = 1)", rangemode="tozero")
 
 
@@ -112,7 +112,7 @@ def alpha(v: View) -> list[dict]:
 def alpha_figure(v: View) -> go.Figure:
     """alpha_k over the position in the block; counts in the hover text."""
     figure = _figure(alpha(v), "Acceptance by position").update_layout(showlegend=False)
-    figure.update_xaxes(title_text="position of the draft in its round", range=[0, len(v.sweep.value)], dtick=4)
+    figure.update_xaxes(title_text="position of the draft in its round", range=[0, len(v.sweep.speedup)], dtick=4)
     return figure.update_yaxes(title_text="share kept, given that it was reached", range=[-0.03, 1.06])
 
 
@@ -202,8 +202,10 @@ def summary(v: View) -> list[str]:
     )
     about = "no interval: fewer than five prompts" if np.isnan(p.low) else f"95 % interval {p.low:.2f} to {p.high:.2f}"
     prompts = f"{p.n_prompts} prompt{'s' * (p.n_prompts != 1)}"
-    best_k = int(np.argmax(v.sweep.value))
-    top = f"K = {best_k} with {v.sweep.value[best_k]:.2f}" if best_k else "none: plain decoding is faster than every K"
+    best_k = int(np.argmax(v.sweep.speedup))
+    top = (
+        f"K = {best_k} with {v.sweep.speedup[best_k]:.2f}" if best_k else "none: plain decoding is faster than every K"
+    )
     return [
         f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {s.temperature:g}: "
         f"predicted speed-up {p.speedup:.2f} over {prompts} ({about}); {verdict(p)}.",

@@ -91,34 +91,30 @@ POLICIES = {
 }
 
 
-class Speedup(NamedTuple):
-    """Predicted speed-up over plain decoding; the interval is NaN for fewer than FEWEST prompts."""
+class Predicted(NamedTuple):
+    """What a setting, or each fixed K from 0, comes to over its prompts; numbers, or arrays `(k_max + 1,)`.
 
-    value: np.ndarray
+    The speed-up is over plain decoding; its interval is NaN for fewer than FEWEST prompts. `tested[…, j]` rounds
+    reached draft j, `kept[…, j]` kept it.
+    """
+
+    speedup: np.ndarray
     low: np.ndarray
     high: np.ndarray
-
-
-class Predicted(NamedTuple):
-    """What a setting comes to over its prompts. `tested[j]` rounds reached draft j, `kept[j]` kept it."""
-
-    speedup: float
-    low: float
-    high: float
     n_prompts: int
     n_tokens: int
-    rounds: float
-    drafted: float
-    accepted: float
+    rounds: np.ndarray
+    drafted: np.ndarray
+    accepted: np.ndarray
     tested: np.ndarray
     kept: np.ndarray
 
     @property
-    def tau(self) -> float:
+    def tau(self) -> np.ndarray:
         return self.n_tokens / self.rounds
 
     @property
-    def mean_k(self) -> float:
+    def mean_k(self) -> np.ndarray:
         """Drafts a round, on average."""
         return self.drafted / self.rounds
 
@@ -184,24 +180,18 @@ class Tables:
         fits = {name: p.controller(some).k_max <= self.k_max for name, p in POLICIES.items()}
         return tuple(name for name, p in POLICIES.items() if fits[name] and (reads or not p.reads_beliefs))
 
-    def sweep(self, setting: Setting) -> Speedup:
-        """For every fixed K from 0, exactly: arrays `(k_max + 1,)`."""
+    def sweep(self, setting: Setting) -> Predicted:
+        """Every fixed K from 0, exactly."""
         at = self.chosen(setting)
-        return self._speedup(at, self.seconds(self.exact[at], setting.machine))
+        return self._predicted(at, self.exact[at], setting.machine)
 
     def predict(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> Predicted:
         """What the setting's policy comes to, on some prompts or all."""
         at = self.chosen(setting, prompt_ids)
         if setting.policy == FIXED:
-            counts = self.exact[at, setting.k]
-        else:
-            walked = self._walked(reduced(setting))
-            counts = np.array([walked[i][0] for i in at])
-        speed = self._speedup(at, self.seconds(counts, setting.machine)[:, None])
-        _, (rounds, drafted, accepted, _), tested, kept = self.parts(counts.sum(0))
-        numbers = (float(s[0]) for s in speed)
-        n_tokens = int(self.n_tokens[at].sum())
-        return Predicted(*numbers, len(at), n_tokens, float(rounds), float(drafted), float(accepted), tested, kept)
+            return self._predicted(at, self.exact[at, setting.k], setting.machine)
+        walked = self._walked(reduced(setting))
+        return self._predicted(at, np.array([walked[i][0] for i in at]), setting.machine)
 
     def steps(self, setting: Setting, index: int) -> list[Step]:
         """The rounds along one recording; where drafts are kept by chance, those of one seeded draw."""
@@ -220,15 +210,17 @@ class Tables:
         counts = [[self._row(counts_of(self.recordings[i], run[n])) for run in runs] for n, i in enumerate(at)]
         return {i: (np.mean(counts[n], axis=0), runs[0][n]) for n, i in enumerate(at)}
 
-    def _speedup(self, at: Sequence[int], seconds: np.ndarray) -> Speedup:
-        """Ratio of totals over prompts, plain decoding to `seconds (n, m)`, with a bootstrap over prompts."""
-        plain = self.n_tokens[at] - 1.0  # the first token is the prefill's
+    def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Machine) -> Predicted:
+        """Totals over the prompts `at`; the interval is a bootstrap over them."""
+        plain, seconds = self.n_tokens[at] - 1.0, self.seconds(counts, machine)  # the first token is the prefill's
         value, n = plain.sum() / seconds.sum(0), len(plain)
-        if n < FEWEST:
-            return Speedup(value, np.full_like(value, np.nan), np.full_like(value, np.nan))
-        times = np.random.default_rng(SEED).multinomial(n, np.full(n, 1 / n), DRAWS).astype(float)
-        low, high = np.quantile((times @ plain)[:, None] / (times @ seconds), [0.025, 0.975], axis=0)
-        return Speedup(value, low, high)
+        low = high = value * np.nan
+        if n >= FEWEST:
+            times = np.random.default_rng(SEED).multinomial(n, np.full(n, 1 / n), DRAWS).astype(float)
+            low, high = np.quantile((times @ plain) / (times @ seconds).T, [0.025, 0.975], axis=-1)
+        _, totals, tested, kept = self.parts(counts.sum(0))
+        rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
+        return Predicted(value, low, high, n, self.n_tokens[at].sum(), rounds, drafted, accepted, tested, kept)
 
 
 def reduced(setting: Setting) -> Setting:
@@ -264,22 +256,9 @@ def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFr
     frames = []
     for drafter, temperature, content in product(tables.drafters, tables.temperatures, (*tables.contents, ALL)):
         for machine in machines(curve, c[drafter], tables.k_max, is_model=tables.is_model(drafter)).values():
-            setting = Setting(drafter, temperature, content, FIXED, 1, machine)
-            at, speedup = tables.chosen(setting), tables.sweep(setting)
-            rounds, drafted, accepted, _ = tables.parts(tables.exact[at].sum(0))[1].T
-            columns = {
-                "machine": machine.name,
-                "drafter": drafter,
-                "category": content,
-                "temperature": temperature,
-                "k": np.arange(tables.k_max + 1),
-                "tokens_per_s": speedup.value / curve.seconds(1),
-                "drafted": drafted,
-                "accepted": accepted,
-                "tau": tables.n_tokens[at].sum() / rounds,
-                "speedup": speedup.value,
-                "low": speedup.low,
-                "high": speedup.high,
-            }
-            frames.append(pd.DataFrame(columns))
+            p = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
+            place = {"machine": machine.name, "drafter": drafter, "category": content, "temperature": temperature}
+            numbers = {name: getattr(p, name) for name in ("drafted", "accepted", "tau", "speedup", "low", "high")}
+            ks, speeds = np.arange(tables.k_max + 1), p.speedup / curve.seconds(1)
+            frames.append(pd.DataFrame({**place, "k": ks, "tokens_per_s": speeds, **numbers}))
     return pd.concat(frames, ignore_index=True)
