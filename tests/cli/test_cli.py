@@ -238,7 +238,7 @@ def test_an_unknown_notebook_and_results_that_cannot_be_written_are_mistakes(spe
     is_mistake(specnb("run", "99_nothing"), "no notebook '99_nothing'", "01_k_sweep")
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setattr(zoo, "path", lambda name, **_: tmp_path)
-    is_mistake(specnb("run", "03_compatibility", "--results", str(tmp_path / "file")), str(tmp_path / "file"))
+    is_mistake(specnb("run", "08_lossless", "--results", str(tmp_path / "file")), str(tmp_path / "file"))
 
 
 # --- models, check, and the process itself --------------------------------------------------------------------------
