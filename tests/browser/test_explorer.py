@@ -121,7 +121,7 @@ def wait_for(url: str, server: subprocess.Popen, log: Path, limit_s: float = 30)
 
 @pytest.fixture
 def page() -> Iterator[object]:
-    """A page; its picture is kept in $SPECNB_SCREENSHOTS, where that is set."""
+    """An empty page of Chromium."""
     sync = pytest.importorskip("playwright.sync_api", reason="no playwright: `pip install -e .[dev]`")
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, [os.environ.get("BROWSER_PATH"), *map(shutil.which, names)]), None)
@@ -132,8 +132,6 @@ def page() -> Iterator[object]:
         page = browser.new_page(viewport={"width": 1500, "height": 1700})
         page.set_default_timeout(25_000)
         yield page
-        if shots := os.environ.get("SPECNB_SCREENSHOTS"):
-            page.screenshot(path=str(Path(shots) / f"{page.title()[:20]}.png"))
         browser.close()
 
 
@@ -142,10 +140,16 @@ def test_the_explorer_in_jupyterlab(home, page):
     options += ["--allow-root", "--ip=127.0.0.1", f"--ServerApp.root_dir={home / 'shelf'}"]
     with serving(home, "jupyterlab", options, f"/api?token={TOKEN}") as address:
         page.goto(f"{address}/lab/workspaces/explorer/tree/small.ipynb?reset&token={TOKEN}")
-        # sooner, "run" goes nowhere
         page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=COLD_MS)
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+
+        def prompt_after_run_all() -> str:
+            """Before the kernel is connected, "run" goes nowhere."""
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+            page.wait_for_timeout(2000)
+            return page.locator(".jp-InputArea-prompt").first.inner_text()
+
+        until(page, prompt_after_run_all, lambda text: text != "[ ]:", limit_s=60)
         use(page)
 
 
@@ -188,7 +192,10 @@ def until(page, read, wanted, limit_s: float = 15):
 
 
 def use(page) -> None:
-    """What a reader does: arrow keys, mouse, rounds, a live run, a second one that is cancelled."""
+    """What a reader does: arrow keys, mouse, rounds, a live run, a second one that is cancelled.
+
+    A picture of the end is kept in $SPECNB_SCREENSHOTS, where that is set.
+    """
     page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=2", timeout=COLD_MS)
     k = page.locator(".specnb-explorer .widget-slider", has_text="K (tokens)").first
     handle, number = k.locator(".noUi-handle"), k.locator(".widget-readout")
@@ -240,3 +247,5 @@ def use(page) -> None:
     until(page, lambda: summary(page, 1), lambda text: text.startswith("Cancelled"))
     until(page, run.is_enabled, bool)
     assert cancel.is_disabled()
+    if shots := os.environ.get("SPECNB_SCREENSHOTS"):
+        page.screenshot(path=str(Path(shots) / f"{page.title()[:20]}.png"))
