@@ -11,10 +11,9 @@ import plotly.graph_objects as go
 
 from specnb.book import divergence_figures as figures
 from specnb.divergence.deploy import Recorded, planted
+from specnb.divergence.errors import named
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.investigate import judge, made_up
-from specnb.divergence.investigation import Investigation
-from specnb.divergence.ladder import named
+from specnb.divergence.investigate import Investigation, judge, made_up
 from specnb.divergence.pair import Pair, pair
 from specnb.divergence.planting import Fault
 from specnb.divergence.script import Script

@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.style import series, spread, template
-from specnb.divergence.ladder import HEAT, TIMES_FLOOR
+from specnb.divergence.errors import HEAT
+from specnb.divergence.tolerances import TIMES_FLOOR
 
 LIMIT = float(np.log10(TIMES_FLOOR))
 """From here on a tensor counts as wrong."""

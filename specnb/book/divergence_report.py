@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from specnb.book import divergence_figures as figures
 from specnb.divergence import report
-from specnb.divergence.investigation import Investigation
-from specnb.divergence.ladder import named
+from specnb.divergence.errors import named
+from specnb.divergence.investigate import Investigation
 from specnb.errors import InputError
 from specnb.io import read_json, write_atomic
 from specnb.measure.acceptance import Share

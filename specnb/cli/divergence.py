@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from specnb.divergence.features import Service
-    from specnb.divergence.investigation import Investigation
+    from specnb.divergence.investigate import Investigation
     from specnb.measure.triage import Triage
 
 

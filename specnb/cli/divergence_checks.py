@@ -82,7 +82,7 @@ def compare(
     import pandas as pd
 
     from specnb.divergence.compare import compare
-    from specnb.divergence.ladder import EXIT, Node
+    from specnb.divergence.errors import EXIT, Node
     from specnb.divergence.trace import Trace
 
     renamed = _renamed(rename or [])

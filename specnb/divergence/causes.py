@@ -1,35 +1,34 @@
-"""Causes, ranked: what speaks for each of them, what against, where it happened before, what to try next.
+"""Causes, ranked by one table of rules: what speaks for each, what against, where it happened before, what to try next.
 
-Each cause has rules, and each rule that applies says so in a sentence and gives its weight, a log-likelihood ratio by
-judgement: 1 a hint, 3 strong, 5 nearly proof. Priors are the frequencies of some 30 upstream cases, a convenience
-sample. The table of all that applied comes with the ranking, so that nobody has to trust the sum.
+A rule that applies says so in a sentence and gives its weight, a log-likelihood ratio by judgement: 1 a hint, 3 strong,
+5 nearly proof. Priors are the frequencies of some 30 upstream cases, a convenience sample. All rules that applied come
+with the ranking, so that nobody has to trust the sum.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from specnb.divergence import ladder
 from specnb.divergence.at_use import UNKNOWN
 from specnb.divergence.capture import capture
-from specnb.divergence.ladder import named
-from specnb.divergence.local import WHICH
+from specnb.divergence.errors import TENSOR, named
 from specnb.divergence.parts import Parts, find, output_head
 from specnb.divergence.script import Script, run
 from specnb.divergence.setups import OWN, Lab, Outcome
+from specnb.divergence.tolerances import LARGE, ONE_FACTOR, one_factor, rounding
 from specnb.divergence.trace import Trace, canonical
 from specnb.errors import InputError
 
-ONE_FACTOR = 0.2
-"""How far off tokens of one factor may be (`ladder.one_factor`): in a replay gains are exact, and no error travels."""
 CACHED = ("keys", "values")
+FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attention_mask")
+"""What a model is fed, as transformers name it."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,8 @@ class Case:
     @cached_property
     def rows(self) -> pd.DataFrame:
         """All wrong rows of that tensor."""
-        wrong, which = self.bad.wrong, list(WHICH)
+        wrong, which = self.bad.wrong, list(TENSOR)
         return wrong[(wrong[which] == self.first[which]).all(axis=1)]
-
-    @cached_property
-    def others(self) -> list[str]:
-        """Modules that are wrong by themselves besides the first, in order of time."""
-        return [name for name in self.bad.wrong["module"].unique() if name != self.first["module"]]
 
     @cached_property
     def share(self) -> float:
@@ -103,7 +97,7 @@ class Case:
     @cached_property
     def factor(self) -> float | None:
         """The one factor by which the first tensor is too large at all of its tokens; None where there is none."""
-        return ladder.one_factor(self.rows["gain"].to_numpy(), self.rows["error"].to_numpy(), limit=ONE_FACTOR)
+        return one_factor(self.rows["gain"].to_numpy(), self.rows["error"].to_numpy(), limit=ONE_FACTOR)
 
     @cached_property
     def parameters(self) -> set[str]:
@@ -150,16 +144,12 @@ class Case:
     @cached_property
     def strange(self) -> bool:
         """Whether parameters that no known model has were read, and are not seen to be copies of the draft's own."""
-        return bool(self._digests(UNKNOWN) - {*self.meant.values()})
-
-    def _digests(self, owner: str) -> set[str]:
-        """Digests of the parameters of an owner that were read; "" of those that have none."""
-        return {*self.reads.loc[self.reads["owner"] == owner, "digest"]}
+        return not {*self.reads.loc[self.reads["owner"] == UNKNOWN, "digest"]} <= {*self.meant.values()}
 
     def _read_of(self, owner: str) -> set[str]:
         """Paths of the draft's parameters whose content was read from parameters of an owner."""
-        read = self._digests(owner)
-        return {path for path, digest in self.meant.items() if digest and digest in read}
+        read = {*self.reads.loc[self.reads["owner"] == owner, "digest"]} - {""}
+        return {path for path, digest in self.meant.items() if digest in read}
 
     @cached_property
     def unseen(self) -> bool:
@@ -191,9 +181,34 @@ class Case:
         return self.first["module"] in dict(self.parts.rotaries)
 
     @cached_property
+    def scaled(self) -> bool:
+        """Whether the output is one factor too large; longer cosines and sines are of the angles that were meant."""
+        return self.factor is not None and not self.turning
+
+    @cached_property
     def attending(self) -> bool:
         """Whether attention is wrong between its projections."""
         return self.first["module"] in dict(self.parts.attentions) and self.first["role"] == "in"
+
+    @cached_property
+    def routing(self) -> bool:
+        """Whether a router is wrong."""
+        return self.first["module"] in dict(self.parts.routers)
+
+    @cached_property
+    def at_head(self) -> bool:
+        """Whether the output head is wrong."""
+        return self.first["module"] == self.head
+
+    @cached_property
+    def fed(self) -> bool:
+        """Whether what the model was given by its caller is what is wrong first."""
+        return self.first["module"] == "" and self.first["role"] == "in" and self.first["name"] in FED
+
+    @cached_property
+    def handed(self) -> bool:
+        """Whether other positions than they should be are what is wrong first, handed on inside the model."""
+        return self.first["role"] == "in" and "position" in self.first["name"] and self.first["at"] != ""
 
     @cached_property
     def cached(self) -> dict[str, bool]:
@@ -202,8 +217,8 @@ class Case:
         Only what both runs' caches show: empty where attention is not what is wrong first. Keys that are all turned by
         one number of positions more are no others. Rows that are near the right ones (`nearly_cached`) are neither.
         """
-        exact = ladder.rounding([str(self.bad.trace.facts.get("dtype"))])
-        return {name: off <= exact for name, off in self._cache_errors.items() if off <= exact or off > ladder.LARGE}
+        exact = rounding([str(self.bad.trace.facts.get("dtype"))])
+        return {name: off <= exact for name, off in self._cache_errors.items() if off <= exact or off > LARGE}
 
     @cached_property
     def nearly_cached(self) -> dict[str, float]:
@@ -211,11 +226,38 @@ class Case:
         type: of a quantised cache, or after a sound kernel of another order."""
         return {name: off for name, off in self._cache_errors.items() if name not in self.cached}
 
+    @property
+    def misfed(self) -> bool:
+        return self.fed or self.handed
+
+    @cached_property
+    def slots(self) -> str:
+        """What attention had in its cache: "right", "values right", "wrong" or "nearly right"; "" where not seen."""
+        if self.cached and all(self.cached.values()):
+            return "right"
+        if self.cached.get("values"):
+            return "values right"
+        # a few channels of keys are large: a coarse type may put them further off than the values
+        if False in self.cached.values() and not ("keys" in self.cached and "values" in self.nearly_cached):
+            return "wrong"
+        return "nearly right" if self.nearly_cached else ""
+
+    @cached_property
+    def words(self) -> dict[str, Any]:
+        """What the sentences of rules name."""
+        first = self.first
+        return {
+            "module": named(first), "at": first["at"], "name": first["name"], "position": int(first["position"]),
+            "factor": self.factor, "share": self.share, "foreign_reads": ", ".join(self.foreign[:3]),
+            "changes": ", ".join(self.changed[:3]),
+            "copied": f"; of {', '.join(self.copies[:3])} it read copies" if self.copies else "",
+            "others_cached": " and ".join(name for name, same in self.cached.items() if not same),
+            "nearly": " and ".join(self.nearly_cached), "nearly_off": max(self.nearly_cached.values(), default=0.0),
+        }  # fmt: skip
+
     @cached_property
     def _cache_errors(self) -> dict[str, float]:
-        if self.sound is None:
-            return {}
-        names = CACHED[1:] if self.bad.offset else CACHED
+        names = () if self.sound is None else CACHED[1:] if self.bad.offset else CACHED
         errors = {name: self._cache_error(name) for name in names}
         return {name: error for name, error in errors.items() if error is not None}
 
@@ -263,12 +305,161 @@ def _cached_rows(held: pd.DataFrame, trace: Trace) -> np.ndarray | None:
     return rows.reshape(len(rows), -1)
 
 
-FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attention_mask")
-"""What a model is fed, as transformers name it."""
+class Rule(NamedTuple):
+    """A sentence that speaks for `cause` by `weight`, or against it below 0; in braces are `Case.words`."""
+
+    cause: str
+    weight: float
+    applies: Callable[[Case], Any]
+    sentence: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("IDENTITY", 6, lambda c: c.foreign, "operations of {module} read {foreign_reads}"),
+    Rule("IDENTITY", 0.5, lambda c: c.strange and not c.foreign,
+         "operations of {module} read parameters that no known model has: whose, is open"),
+    Rule("IDENTITY", -3, lambda c: not c.strange and not c.foreign,
+         "no operation of the first module was seen to read another model's parameters"),
+    Rule("IDENTITY", 3, lambda c: c.wrong("S1") is False and c.wrong("S2"),
+         "beside itself it is right, beside a decoy of the same shapes it is not: values of another model"),
+    Rule("IDENTITY", 1, lambda c: c.error_like("S2", "S5") is False,
+         "another decoy makes other errors: its values are what comes in"),
+    Rule("IDENTITY", 1, lambda c: c.wrong("S4"), "a target that never runs is enough: it was made at loading"),
+    Rule("IDENTITY", -3, lambda c: c.alone, "no other model is needed: it is wrong alone, too"),
+
+    Rule("WEIGHTS", -4, lambda c: c.bare, "{module} has no parameters"),
+    Rule("WEIGHTS", 5, lambda c: c.changed and not c.turning, "{changes} as used is not what the pristine copy has"),
+    # buffers of angles are made, and in no checkpoint
+    Rule("WEIGHTS", 1, lambda c: c.changed and c.turning, "{changes} as used is not what the pristine copy has"),
+    Rule("WEIGHTS", 1, lambda c: c.strange,
+         "{module} read parameters that no known model has, and not the draft's content: repacked ones, or wrong "
+         "ones{copied}"),
+    Rule("WEIGHTS", 2, lambda c: c.alone and not c.bare, "it is wrong alone, too"),
+    Rule("WEIGHTS", 3, lambda c: c.scaled and not c.bare,
+         "the output is {factor:.4g} times what it should be, at every token alike: a scale"),
+    Rule("WEIGHTS", -3, lambda c: c.unchanged and not c.scaled,
+         "all parameters of {module} were read as the pristine copy has them{copied}"),
+    Rule("WEIGHTS", -4, lambda c: c.alone is False and not c.changed and not c.bare,
+         "alone, with the same weights, it is right"),
+
+    Rule("COMPUTATION", -4, lambda c: c.misfed, "what it was given is wrong, not what it made of it"),
+    Rule("COMPUTATION", 2, lambda c: c.alone and not c.misfed, "it is wrong alone, too"),
+    Rule("COMPUTATION", -4, lambda c: c.alone is False and not c.misfed, "alone, by the same code, it is right"),
+    Rule("COMPUTATION", 3, lambda c: c.bare and not c.misfed, "it has no parameters: wrong is what it does"),
+    # other angles are POSITION's, and longer ones are no scale of weights
+    Rule("COMPUTATION", 3, lambda c: c.unchanged and (c.factor is None) != c.turning and not c.misfed,
+         "its parameters were read as they should be, its output is another"),
+    # a scale of weights need not be a parameter
+    Rule("COMPUTATION", 1, lambda c: c.unchanged and c.scaled and not c.misfed,
+         "its parameters were read as they should be, its output is another"),
+    Rule("COMPUTATION", 2, lambda c: c.attending and c.cached.get("values"),
+         "attention had the right values in its cache: mask, scale, angles of keys, or the kernel"),
+    Rule("COMPUTATION", -3, lambda c: c.attending and c.cached.get("values") is False,
+         "attention had other values in its cache"),
+
+    Rule("HEAD", -4, lambda c: not c.at_head, "the first module is {module}, not the output head"),
+    Rule("HEAD", 9, lambda c: c.at_head, "{module} is the output head, and all before it is right"),
+    Rule("HEAD", -8, lambda c: c.at_head and c.alone is False, "alone, with the same head, it is right"),
+    Rule("HEAD", -8, lambda c: c.at_head and c.alone is not False and c.foreign,
+         "the head that ran is another model's"),
+    Rule("HEAD", -6, lambda c: c.at_head and c.alone is not False and c.unchanged and c.factor is None,
+         "the head was read as the pristine copy has it"),
+
+    Rule("ROUTING", -2, lambda c: c.routing and (c.changed or c.foreign or c.strange),
+         "the weights that {module} chose by are not its own"),
+    Rule("ROUTING", 10, lambda c: c.routing and not (c.changed or c.foreign or c.strange),
+         "{module} routes otherwise than its weights do for the same states"),
+
+    Rule("KV_SLOT", 3, lambda c: c.attending,
+         "attention is wrong between its projections, which are right: keys or values, mask or scale"),
+    Rule("KV_SLOT", -5, lambda c: c.slots == "right",
+         "the keys and values in its cache are those of a sound run, position by position"),
+    Rule("KV_SLOT", -3, lambda c: c.slots == "values right",
+         "the values in its cache are those of a sound run: only keys are others"),
+    Rule("KV_SLOT", 4, lambda c: c.slots == "wrong", "the {others_cached} in its cache are not those of a sound run"),
+    Rule("KV_SLOT", 2, lambda c: c.slots == "nearly right",
+         "the {nearly} in its cache are up to {nearly_off:.1g} off those of a sound run: a quantised cache, or "
+         "rounding on the way"),
+    Rule("KV_SLOT", 1, lambda c: c.attending and c.share < 0.9, "only {share:.0%} of the tokens are"),
+    Rule("KV_SLOT", 2, lambda c: c.attending and c.wrong("S0") and c.wrong("S0w") is False,
+         "fed in blocks, with nothing taken back, it is right: what is left of rejected tokens"),
+    Rule("KV_SLOT", -2, lambda c: c.attending and c.at_once and not c.nearly_cached,
+         "it is wrong in the first prefill, with nothing cached or taken back yet"),
+
+    Rule("STATE", 3, lambda c: c.alone is False and c.wrong("S1"),
+         "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory"),
+    Rule("STATE", 2, lambda c: c.alone is False and not (c.foreign or c.strange or c.unseen or c.changed),
+         "no foreign parameter was read as an operand"),
+    Rule("STATE", 1, lambda c: c.wrong("S4") is False and c.wrong("S3"),
+         "a target that never runs does no harm: made when it runs"),
+    Rule("STATE", 1, lambda c: c.wrong("S6") is False and c.wrong("S3"),
+         "where the neighbour first runs behind the prompt it is right: what it left before is read"),
+    Rule("STATE", 1, lambda c: c.error_like("S2", "S5") is False,
+         "another decoy makes other errors: what is read comes from the neighbour"),
+    Rule("STATE", 1, lambda c: c.rows["position"].nunique() == 1,
+         "one token only, at position {position}: a row that was not written"),
+
+    Rule("POSITION", 6, lambda c: c.handed, "{at} is handed other {name} than it should be"),
+    Rule("POSITION", 6, lambda c: c.turning and c.factor is None,
+         "{module} turns from position {position} on by other angles"),
+
+    Rule("INPUT", 6, lambda c: c.fed, "the model was given other {name} than it should, from position {position} on"),
+)  # fmt: skip
+
+
+class CauseClass(NamedTuple):
+    """How many of some 30 upstream `cases` were such (a few count twice), threads, and a next step."""
+
+    cases: int
+    issues: tuple[str, ...]
+    next_experiment: str
+
+
+CLASSES: Mapping[str, CauseClass] = MappingProxyType(
+    {
+        "IDENTITY": CauseClass(
+            3, ("vLLM #33497", "vLLM #32805", "vLLM #33624", "vLLM #48622", "ik_llama.cpp #645"),
+            "resolve modules by name instead of by order (vLLM: fast_moe_cold_start=False) and run S2 again",
+        ),
+        "WEIGHTS": CauseClass(
+            5, ("SGLang #39087", "SGLang #22823", "speculators #1131", "NeMo Automodel #2447"),
+            "compare the loaded parameters with the checkpoint's, scales included (preflight: load_report)",
+        ),
+        "COMPUTATION": CauseClass(
+            4, ("llama.cpp #29168", "vLLM #32009", "vLLM #11672", "vllm-ascend #9983"),
+            "compare this module's kernel and settings (activation, eps, scale, mask) with the reference code's, and "
+            "run it by that code (eager)",
+        ),
+        "HEAD": CauseClass(
+            3, ("vLLM #46435", "SGLang #27829"),
+            "compare the head with the checkpoint's, or with the embedding it is tied to",
+        ),
+        "ROUTING": CauseClass(
+            2, ("vLLM #48622", "SGLang #26980"),
+            "compare router logits and chosen experts with those of S0",
+        ),
+        "KV_SLOT": CauseClass(
+            7, ("vLLM #50169", "vLLM #26191", "mlx-lm #1914", "vLLM #9730"),
+            "compare keys and values by position with a fresh prefill's, and the cache's length after each round",
+        ),
+        "STATE": CauseClass(
+            6, ("vLLM #56734", "triton #10772", "vLLM #47303"),
+            "give the two models buffers of their own, poison free memory, and run S3 again",
+        ),
+        "POSITION": CauseClass(
+            2, ("vLLM #58080", "vLLM #57941"),
+            "compare inv_freq and RoPE overrides of the two code paths",
+        ),
+        "INPUT": CauseClass(
+            6, ("vLLM #50170", "SGLang #32226", "vLLM #14647", "exo #1188"),
+            "print what is fed, and the draft's maximal length",
+        ),
+    }
+)  # fmt: skip
 
 
 class Sign(NamedTuple):
-    """A sentence that speaks for a cause by `weight`, or against it below 0."""
+    """A rule that applied, in words."""
 
     weight: float
     says: str
@@ -296,211 +487,23 @@ class Cause:
         return [str(sign) for sign in self.signs if sign.weight < 0]
 
 
-def _identity(case: Case) -> Iterator[Sign]:
-    if case.foreign:
-        yield Sign(6, f"operations of {case.first['module']} read {', '.join(case.foreign[:3])}")
-    elif case.strange:
-        yield Sign(0.5, f"operations of {case.first['module']} read parameters that no known model has: whose, is open")
-    else:
-        yield Sign(-3, "no operation of the first module was seen to read another model's parameters")
-    if case.wrong("S1") is False and case.wrong("S2"):
-        yield Sign(3, "beside itself it is right, beside a decoy of the same shapes it is not: values of another model")
-    if case.error_like("S2", "S5") is False:
-        yield Sign(1, "another decoy makes other errors: its values are what comes in")
-    if case.wrong("S4"):
-        yield Sign(1, "a target that never runs is enough: it was made at loading")
-    if case.alone:
-        yield Sign(-3, "no other model is needed: it is wrong alone, too")
-
-
-def _weights(case: Case) -> Iterator[Sign]:
-    if case.bare:
-        yield Sign(-4, f"{case.first['module'] or 'the model'} has no parameters")
-        return
-    if case.changed:  # buffers of angles are made, and in no checkpoint
-        yield Sign(1 if case.turning else 5, f"{', '.join(case.changed[:3])} as used is not what the pristine copy has")
-    if case.strange:
-        yield Sign(1, f"{case.first['module']} read parameters that no known model has, and not the draft's content: "
-                      f"repacked ones, or wrong ones{_copied(case)}")  # fmt: skip
-    if case.alone:
-        yield Sign(2, "it is wrong alone, too")
-    if case.factor is not None and not case.turning:
-        yield Sign(3, f"the output is {case.factor:.4g} times what it should be, at every token alike: a scale")
-    elif case.unchanged:
-        yield Sign(
-            -3, f"all parameters of {case.first['module']} were read as the pristine copy has them{_copied(case)}"
-        )
-    if case.alone is False and not case.changed:
-        yield Sign(-4, "alone, with the same weights, it is right")
-
-
-def _copied(case: Case) -> str:
-    return f"; of {', '.join(case.copies[:3])} it read copies" if case.copies else ""
-
-
-def _computation(case: Case) -> Iterator[Sign]:
-    if _is_fed(case) or _is_handed(case):
-        yield Sign(-4, "what it was given is wrong, not what it made of it")
-        return
-    if case.alone:
-        yield Sign(2, "it is wrong alone, too")
-    if case.alone is False:
-        yield Sign(-4, "alone, by the same code, it is right")
-    if case.bare:
-        yield Sign(3, "it has no parameters: wrong is what it does")
-    elif case.unchanged and (case.factor is not None or not case.turning):  # other angles are POSITION's
-        # a scale of weights need not be a parameter; that of cosines and sines is none
-        weight = 3 if case.factor is None or case.turning else 1
-        yield Sign(weight, "its parameters were read as they should be, its output is another")
-    if case.attending and case.cached.get("values"):
-        yield Sign(2, "attention had the right values in its cache: mask, scale, angles of keys, or the kernel")
-    if case.attending and case.cached.get("values") is False:
-        yield Sign(-3, "attention had other values in its cache")
-
-
-def _head(case: Case) -> Iterator[Sign]:
-    if case.first["module"] != case.head:
-        yield Sign(-4, f"the first module is {named(case.first)}, not the output head")
-        return
-    yield Sign(9, f"{case.head} is the output head, and all before it is right")
-    if case.alone is False:
-        yield Sign(-8, "alone, with the same head, it is right")
-    elif case.foreign:
-        yield Sign(-8, "the head that ran is another model's")
-    elif case.unchanged and case.factor is None:
-        yield Sign(-6, "the head was read as the pristine copy has it")
-
-
-def _routing(case: Case) -> Iterator[Sign]:
-    if case.first["module"] not in dict(case.parts.routers):
-        return
-    if case.changed or case.foreign or case.strange:
-        yield Sign(-2, f"the weights that {case.first['module']} chose by are not its own")
-    else:
-        yield Sign(10, f"{case.first['module']} routes otherwise than its weights do for the same states")
-
-
-def _kv_slot(case: Case) -> Iterator[Sign]:
-    if not case.attending:
-        return
-    yield Sign(3, "attention is wrong between its projections, which are right: keys or values, mask or scale")
-    if case.cached and all(case.cached.values()):
-        yield Sign(-5, "the keys and values in its cache are those of a sound run, position by position")
-    elif case.cached.get("values"):
-        yield Sign(-3, "the values in its cache are those of a sound run: only keys are others")
-    # a few channels of keys are large: a coarse type may put them further off than the values
-    elif False in case.cached.values() and not ("keys" in case.cached and "values" in case.nearly_cached):
-        other = " and ".join(name for name, same in case.cached.items() if not same)
-        yield Sign(4, f"the {other} in its cache are not those of a sound run")
-    elif case.nearly_cached:
-        error = max(case.nearly_cached.values())
-        yield Sign(2, f"the {' and '.join(case.nearly_cached)} in its cache are up to {error:.1g} off those of a sound "
-                      "run: a quantised cache, or rounding on the way")  # fmt: skip
-    if case.share < 0.9:
-        yield Sign(1, f"only {case.share:.0%} of the tokens are")
-    if case.wrong("S0") and case.wrong("S0w") is False:
-        yield Sign(2, "fed in blocks, with nothing taken back, it is right: what is left of rejected tokens")
-    if case.at_once and not case.nearly_cached:
-        yield Sign(-2, "it is wrong in the first prefill, with nothing cached or taken back yet")
-
-
-def _state(case: Case) -> Iterator[Sign]:
-    if case.alone is False and case.wrong("S1"):
-        yield Sign(3, "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory")
-    if case.alone is False and not (case.foreign or case.strange or case.unseen or case.changed):
-        yield Sign(2, "no foreign parameter was read as an operand")
-    if case.wrong("S4") is False and case.wrong("S3"):
-        yield Sign(1, "a target that never runs does no harm: made when it runs")
-    if case.wrong("S6") is False and case.wrong("S3"):
-        yield Sign(1, "where the neighbour first runs behind the prompt it is right: what it left before is read")
-    if case.error_like("S2", "S5") is False:
-        yield Sign(1, "another decoy makes other errors: what is read comes from the neighbour")
-    if case.rows["position"].nunique() == 1:
-        yield Sign(1, f"one token only, at position {int(case.first['position'])}: a row that was not written")
-
-
-def _position(case: Case) -> Iterator[Sign]:
-    if _is_handed(case):
-        yield Sign(6, f"{case.first['at']} is handed other {case.first['name']} than it should be")
-    elif case.turning and case.factor is None:  # longer cosines and sines are of the angles that were meant
-        yield Sign(6, f"{case.first['module']} turns from position {int(case.first['position'])} on by other angles")
-
-
-def _input(case: Case) -> Iterator[Sign]:
-    if _is_fed(case):
-        yield Sign(6, f"the model was given other {case.first['name']} than it should, from position "
-                      f"{int(case.first['position'])} on")  # fmt: skip
-
-
-def _is_fed(case: Case) -> bool:
-    """Whether what the model was given by its caller is what is wrong first."""
-    return case.first["module"] == "" and case.first["role"] == "in" and case.first["name"] in FED
-
-
-def _is_handed(case: Case) -> bool:
-    """Whether other positions than they should be are what is wrong first, handed on inside the model."""
-    return case.first["role"] == "in" and "position" in case.first["name"] and case.first["at"] != ""
-
-
-class _Class(NamedTuple):
-    cases: int
-    rules: Callable[[Case], Iterator[Sign]]
-    issues: tuple[str, ...]
-    next_experiment: str
-
-
-CLASSES: Mapping[str, _Class] = MappingProxyType(
-    {
-        "IDENTITY": _Class(
-            3, _identity, ("vLLM #33497", "vLLM #32805", "vLLM #33624", "vLLM #48622", "ik_llama.cpp #645"),
-            "resolve modules by name instead of by order (vLLM: fast_moe_cold_start=False) and run S2 again",
-        ),
-        "WEIGHTS": _Class(
-            5, _weights, ("SGLang #39087", "SGLang #22823", "speculators #1131", "NeMo Automodel #2447"),
-            "compare the loaded parameters with the checkpoint's, scales included (preflight: load_report)",
-        ),
-        "COMPUTATION": _Class(
-            4, _computation, ("llama.cpp #29168", "vLLM #32009", "vLLM #11672", "vllm-ascend #9983"),
-            "compare this module's kernel and settings (activation, eps, scale, mask) with the reference code's, and "
-            "run it by that code (eager)",
-        ),
-        "HEAD": _Class(
-            3, _head, ("vLLM #46435", "SGLang #27829"),
-            "compare the head with the checkpoint's, or with the embedding it is tied to",
-        ),
-        "ROUTING": _Class(
-            2, _routing, ("vLLM #48622", "SGLang #26980"),
-            "compare router logits and chosen experts with those of S0",
-        ),
-        "KV_SLOT": _Class(
-            7, _kv_slot, ("vLLM #50169", "vLLM #26191", "mlx-lm #1914", "vLLM #9730"),
-            "compare keys and values by position with a fresh prefill's, and the cache's length after each round",
-        ),
-        "STATE": _Class(
-            6, _state, ("vLLM #56734", "triton #10772", "vLLM #47303"),
-            "give the two models buffers of their own, poison free memory, and run S3 again",
-        ),
-        "POSITION": _Class(
-            2, _position, ("vLLM #58080", "vLLM #57941"),
-            "compare inv_freq and RoPE overrides of the two code paths",
-        ),
-        "INPUT": _Class(
-            6, _input, ("vLLM #50170", "SGLang #32226", "vLLM #14647", "exo #1188"),
-            "print what is fed, and the draft's maximal length",
-        ),
-    }
-)  # fmt: skip
-"""Classes of causes: how many of some 30 upstream cases were such (a few count twice), rules, threads, a next step."""
-
-
 def rank(case: Case) -> list[Cause]:
     """All classes, the likeliest first; empty where no set-up is wrong."""
     if case.bad is None:
         return []
+    signs: dict[str, list[Sign]] = {name: [] for name in CLASSES}
+    for rule in RULES:
+        if rule.applies(case):
+            signs[rule.cause].append(Sign(rule.weight, rule.sentence.format_map(case.words)))
     total = sum(kind.cases for kind in CLASSES.values())
-    causes = []
-    for name, kind in CLASSES.items():
-        signs = tuple(kind.rules(case))
-        score = math.log(kind.cases / total) + sum(sign.weight for sign in signs)
-        causes.append(Cause(name, score, signs, kind.issues, kind.next_experiment))
+    causes = [
+        Cause(name, math.log(kind.cases / total) + sum(sign.weight for sign in signs[name]), tuple(signs[name]),
+              kind.issues, kind.next_experiment)
+        for name, kind in CLASSES.items()
+    ]  # fmt: skip
     return sorted(causes, key=lambda cause: -cause.score)
+
+
+def table() -> pd.DataFrame:
+    """The rules: cause, weight and sentence; in braces are the words of a case."""
+    return pd.DataFrame(list(RULES)).drop(columns="applies")

@@ -10,24 +10,76 @@ is often found before them. One request at a time: what a flat engine packs into
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.align import Drift, Fork, Laid, Together, counted_alike
-from specnb.divergence.ladder import HEAT, LARGE, Node, Verdict, named, rounding_unknown
-from specnb.divergence.offline import tables
-from specnb.divergence.offline.errors import Apart, floors
-from specnb.divergence.offline.tables import Overlap, fork_shape, reads, shape
-from specnb.divergence.offline.verdict import Doubt, Excuses, Precise, turned
-from specnb.divergence.offline.verdict import verdict as judged
-from specnb.divergence.offline.walk import Plan, harmless, walk
-from specnb.divergence.trace import Key, Trace
+from specnb.divergence import errors, tolerances
+from specnb.divergence.difference import AlignedTrace, Difference, Drift, Fork, Pairing, counted_alike, floors
+from specnb.divergence.errors import TENSOR, Node, Verdict, named
+from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, TIMES_FLOOR, UNRELATED
+from specnb.divergence.trace import Key, Trace, canonical_name, renamed
+from specnb.divergence.walk import Doubt, Excuses, Finding, Plan, Precise, Residual, harmless, turned, walk
 from specnb.errors import InputError
 from specnb.io import plain
+
+BLOCKS = "(`specnb divergence capture … --width 5`)"
+NODES = (
+    "module", "at", "call", "role", "name", "first_token", "last_token", "n_tokens", "in_error", "out_error", "floor",
+    "ratio", "gain", "gain_error", "own",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What was compared, and what was not: tensors as "module:role:name"."""
+
+    modules: int
+    compared: int
+    tensors: int
+    equal: int
+    tokens: int
+    sequences: int
+    only_reference: tuple[str, ...]
+    only_candidate: tuple[str, ...]
+    left_out: tuple[str, ...]
+    reshaped: tuple[str, ...]
+    parameters: bool
+
+    @classmethod
+    def of(cls, difference: Difference) -> "Overlap":
+        reference, candidate = (
+            {key for key in item.rows if key.role != "state"} for item in (difference.reference, difference.candidate)
+        )
+        return cls(
+            modules=len({key.module for key in reference | candidate}),
+            compared=len({key.module for key in difference.errors}),
+            tensors=len(difference.errors),
+            equal=len(difference.equal),
+            tokens=len(difference.where.positions),
+            sequences=len(difference.where.reference),
+            only_reference=_texts(reference - candidate),
+            only_candidate=_texts(candidate - reference),
+            left_out=_texts(difference.left_out),
+            reshaped=_texts(difference.reshaped),
+            parameters=not (difference.reference.trace.params.empty or difference.candidate.trace.params.empty),
+        )
+
+    def __str__(self) -> str:
+        lost = len(self.only_reference) + len(self.only_candidate)
+        params = "" if self.parameters else ", parameters not compared (captured without at_use)"
+        return (
+            f"{self.compared} of {self.modules} modules, {self.tensors} tensors ({self.equal} equal in every bit) at "
+            f"{self.tokens} tokens; {lost} tensors in one trace only, {len(self.left_out)} without tokens, "
+            f"{len(self.reshaped)} of other shapes{params}"
+        )
+
+
+def _texts(keys: Iterable[Key]) -> tuple[str, ...]:
+    return tuple(sorted(f"{key.module}:{key.role}:{key.name}" + (f"#{key.call}" if key.call else "") for key in keys))
 
 
 @dataclass(frozen=True)
@@ -35,23 +87,22 @@ class Comparison:
     """What two traces say. `minimal`: every module that is wrong by itself where what it was made from is right, first
     in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
 
-    `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `nodes`
-    (`tables.COLUMNS`) are all tensors above their floor, `own` those wrong by themselves; `reads` the parameters
-    that were not read alike; `fork` where the runs were fed other tokens, `drift` where the candidate counts positions
-    otherwise.
+    `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `errors` is
+    the error table; `beyond` its floor is also what only hands an error on. `reads` are the parameters that were not
+    read alike; `fork` where the runs were fed other tokens, `drift` where the candidate counts positions otherwise;
+    `paths` what a capture calls each module in either run.
     """
 
     verdict: Verdict
     reason: str
     minimal: tuple[Node, ...]
     likely: str
-    nodes: pd.DataFrame
+    errors: pd.DataFrame
     reads: pd.DataFrame
     coverage: Overlap
     fork: Fork | None
     drift: Drift | None
     doubts: tuple[Doubt, ...]
-    ratios: pd.DataFrame
     paths: Mapping[str, tuple[str, ...]]
 
     @property
@@ -65,8 +116,10 @@ class Comparison:
     @property
     def line(self) -> str:
         """The verdict in one line; that the runs were not fed the same tokens comes first."""
-        parts = [] if self.fork is None else [fork_line(self.fork)]
-        parts += [] if self.drift is None else [drift_line(self.drift)]
+        parts = [] if self.fork is None else [self.fork.line]
+        if self.drift is not None:
+            step, position, counted = self.drift
+            parts.append(f"from step {step} on the candidate counts position {position} as {counted}")
         if self.minimal:
             also = ", ".join(named(node) for node in self.minimal[1:])
             parts += [self._where(), self.likely, f"also {also}" if also else ""]
@@ -74,10 +127,21 @@ class Comparison:
             parts.append(self.reason)
         return f"{self.verdict}: {'; '.join(part for part in parts if part)}"
 
+    @property
+    def nodes(self) -> pd.DataFrame:
+        """One row (NODES) for each tensor above its floor, in the order of the run; `own`: it is wrong by itself.
+
+        Errors, ratio and gain are those of the worst token.
+        """
+        if self.errors.empty:
+            return pd.DataFrame(columns=list(NODES))
+        own = self.errors.groupby(list(TENSOR))["wrong"].transform("any")
+        rows = self.errors.assign(own=own)[np.where(own, self.errors["wrong"], self.errors["beyond"])]
+        return errors.nodes(rows).rename(columns={"given": "in_error", "error": "out_error"})[list(NODES)]
+
     def heat(self) -> pd.DataFrame:
-        """log10(error / floor), index module in order of time, columns position: 0 at the floor, clipped to HEAT."""
-        with np.errstate(divide="ignore"):
-            return np.log10(self.ratios).clip(*HEAT)
+        """`errors.heat`, without what was made, and is shown, elsewhere."""
+        return errors.heat(self.errors[~self.errors["handed"].astype(bool)])
 
     def around(self) -> str:
         """A regular expression for `capture(full=…)`: the first module, or the doubtful one, and one on either side.
@@ -96,20 +160,13 @@ class Comparison:
     def document(self) -> dict[str, Any]:
         """All of it as JSON values."""
         facts = {
-            "schema": 1,
-            "verdict": self.verdict,
-            "line": self.line,
-            "reason": self.reason,
-            "likely": self.likely,
-            "first": None if self.first is None else self.first._asdict(),
-            "minimal": [node._asdict() for node in self.minimal],
-            "drift": None if self.drift is None else self.drift._asdict(),
-            "fork": None if self.fork is None else self.fork._asdict(),
+            "schema": 1, "verdict": self.verdict, "line": self.line, "reason": self.reason, "likely": self.likely,
+            "first": self.first and self.first._asdict(), "minimal": [node._asdict() for node in self.minimal],
+            "drift": self.drift and self.drift._asdict(), "fork": self.fork and self.fork._asdict(),
             "doubts": [doubt._asdict() for doubt in self.doubts],
             "coverage": vars(self.coverage) | {"says": str(self.coverage)},
-            "nodes": self.nodes.to_dict("records"),
-            "reads": self.reads.to_dict("records"),
-        }
+            "nodes": self.nodes.to_dict("records"), "reads": self.reads.to_dict("records"),
+        }  # fmt: skip
         return plain(facts, nan=None)
 
     def _where(self) -> str:
@@ -131,23 +188,6 @@ class Comparison:
         return message
 
 
-def drift_line(drift: Drift) -> str:
-    """That the candidate counts positions otherwise, and from which step on."""
-    return f"from step {drift.step} on the candidate counts position {drift.position} as {drift.counted}"
-
-
-def fork_line(fork: Fork) -> str:
-    """That two runs were not fed the same tokens, and from where on."""
-    message = (
-        f"the runs were not fed the same tokens: at position {fork.position} the reference has {fork.reference}, the "
-        f"candidate {fork.candidate}"
-    )
-    if fork.shift is not None:
-        later = "later" if fork.shift > 0 else "earlier"
-        message += f" (from there on it has the reference's tokens {abs(fork.shift)} positions {later})"
-    return message
-
-
 def compare(
     reference: Trace,
     candidate: Trace,
@@ -166,109 +206,316 @@ def compare(
     Raises InputError for traces in which nothing can be compared: empty, without a module in common, or of two engines
     without `rename`; and for a sound run of another text, or one that ends before what is compared does.
     """
-    reference_text, candidate_text = _laid(reference, "reference", rename), _laid(candidate, "candidate", rename)
-    _check_comparable(reference_text, candidate_text)
-    candidate_text, drift = counted_alike(reference_text, candidate_text)
-    apart = Apart.of(reference_text, candidate_text)
-    pairs = [_pair(pair, reference_text, rename, apart.where) for pair in sound]
-    usual = floors(pairs, {key: apart.limit(key) for key in apart.errors})
-    floor = usual.before
-    exact = None if precise is None else _laid(precise, "precise", rename)
-    third = None if exact is None else Precise(Apart.of(exact, reference_text), Apart.of(exact, candidate_text))
-    plan, excuses = Plan.of(reference_text), Excuses(apart, pairs, third)
-    offset = turned(apart, plan)
-    findings = walk(plan, apart.errors | {key: _rounded(apart, key) for key in offset}, floor, excuses)
-    idle = harmless(plan, findings, floor) | {key.module for key in offset if key.role == "out"}
-    wrong_parts = {key: part for key, part in findings.items() if part.wrong.any() and part.event.maker not in idle}
-    minimal = tables.minimal(apart, wrong_parts, floor)
-    doubt = "" if pairs else _uncalibrated(minimal, reference_text, candidate_text)
-    minimal = [] if doubt else minimal
-    ratios = tables.ratios(apart, plan, findings, floor)
-    table = reads(reference_text, candidate_text)
-    if doubt:
-        verdict, reason = "INCONCLUSIVE", doubt
-    elif minimal:
-        verdict, reason = "DIVERGENT", ""
-    else:
-        verdict, reason = judged(apart, plan, findings, usual, excuses, idle, calibrated=bool(pairs))
-    foreign = table.loc[table["says"] == "foreign", ["module", "read"]].to_numpy().tolist()
+    a, b = _aligned(reference, "reference", rename), _aligned(candidate, "candidate", rename)
+    _check_comparable(a, b)
+    b, drift = counted_alike(a, b)
+    difference = Difference(a, b)
+    pairs = [_sound_pair(item, a, rename, difference.where) for item in sound]
+    floor = floors(pairs, {key: difference.limit(key) for key in difference.errors})
+    exact = None if precise is None else _aligned(precise, "precise", rename)
+    third = None if exact is None else Precise(Difference(exact, a), Difference(exact, b))
+    plan, excuses = Plan.of(a), Excuses(difference, pairs, third)
+    offset = turned(difference, plan)
+    # what is left of a tensor that differs by an offset only: it was rounded elsewhere
+    rounded = {key: np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key)) for key in offset}
+    findings = walk(plan, difference.errors | rounded, floor.before, excuses)
+    idle = harmless(plan, findings, floor.before) | {key.module for key in offset if key.role == "out"}
+    table = _table(difference, plan, findings, floor.before, idle)
+    wrong = errors.locate(table)
+    minimal = errors.first_nodes(wrong)
+    uncalibrated = "" if pairs or not minimal else _uncalibrated(minimal[0], a, b)
+    minimal = [] if uncalibrated else minimal
+    idle_keys = {key for key, part in findings.items() if part.wrong.any() and part.event.maker in idle}
+    residual = Residual() if minimal else Residual.of(difference, findings, floor, excuses, plan.with_copies(idle_keys))
+    verdict, reason = errors.verdict(
+        bool(minimal),
+        doubts=_doubts(uncalibrated, difference, plan, excuses, residual, bool(pairs)),
+        excuses=_harmless(idle, excuses, residual),
+        sound=_sound(difference, bool(pairs)),
+        rest="no error is above what rounding does",
+    )
+    read = reads(a, b)
+    foreign = read.loc[read["says"] == "foreign", ["module", "read"]].to_numpy().tolist()
     if foreign and not minimal:
         reason += f"; yet {foreign[0][0]} read {foreign[0][1]}, which is not the draft's own"
+    if minimal:
+        first = Key(*wrong.loc[0, list(TENSOR)])
+        likely = _shape(difference, first, findings[first])
+    else:
+        likely = _fork_shape(difference.where.fork)
+    raw = [(name, path) for trace in (a, b) for path, name in trace.names.items()]
+    paths = {module: tuple(sorted({path for name, path in raw if name == module})) for module in plan.modules}
     return Comparison(
-        verdict=verdict,
-        reason=reason,
-        minimal=tuple(node for node, _ in minimal),
-        likely=shape(apart, minimal[0][1], wrong_parts[minimal[0][1]]) if minimal else fork_shape(apart.where.fork),
-        nodes=tables.nodes(apart, findings, wrong_parts, floor),
-        reads=table,
-        coverage=tables.overlap(apart),
-        fork=apart.where.fork,
-        drift=drift,
-        doubts=tuple(excuses.doubts),
-        ratios=ratios,
-        paths={module: _paths(module, reference_text, candidate_text) for module in plan.modules},
-    )
+        verdict, reason, tuple(minimal), likely, table, read, Overlap.of(difference), difference.where.fork, drift,
+        tuple(excuses.doubts), paths,
+    )  # fmt: skip
 
 
-def _laid(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Laid:
+def _aligned(trace: Trace, role: str, rename: Mapping[str, str] | None) -> AlignedTrace:
     if trace.tensors.empty:
         raise InputError(f"the {role} trace shows no tensor: was the model run inside the `capture` block?")
-    return Laid(trace, rename)
+    return AlignedTrace(trace, rename)
 
 
-def _uncalibrated(minimal: Sequence[tuple[Node, Key]], *traces: Laid) -> str:
-    """Why what was found may be rounding all the same; "" where it may not."""
-    types = {trace.dtype for trace in traces}
-    if not minimal or minimal[0][0].error > LARGE or not any(map(rounding_unknown, types)):
-        return ""
-    node = minimal[0][0]
-    return (
-        f"{named(node)} is off by {node.error:.2g}, and nothing is known of the rounding of "
-        f"{' and '.join(sorted(types))}: capture the reference's text in blocks (`specnb divergence capture … --width "
-        "5`) and give it as `sound`"
-    )
-
-
-def _check_comparable(reference_text: Laid, candidate_text: Laid) -> None:
+def _check_comparable(a: AlignedTrace, b: AlignedTrace) -> None:
     """Nodes of llama.cpp's graph and modules of torch are other things, also where two share a name."""
-    engine, other = (laid.trace.engine for laid in (reference_text, candidate_text))
-    if engine != other and not reference_text.rename:
+    if a.trace.engine != b.trace.engine and not a.rename:
         raise InputError(
-            f"one trace is of {engine}, the other of {other}: what they name is not the same; compare runs of one "
-            "engine, or say with `rename` (`--rename OLD=NEW`) what is"
+            f"one trace is of {a.trace.engine}, the other of {b.trace.engine}: what they name is not the same; compare "
+            "runs of one engine, or say with `rename` (`--rename OLD=NEW`) what is"
         )
-    a, b = set(reference_text.names.values()), set(candidate_text.names.values())
-    if not a & b:
+    names, others = {*a.names.values()}, {*b.names.values()}
+    if not names & others:
         raise InputError(
-            f"the traces have no module in common: the reference has e.g. {max(a)!r}, the candidate {max(b)!r}; "
-            "give `rename` (`--rename OLD=NEW`), regular expressions that make the paths alike"
+            f"the traces have no module in common: the reference has e.g. {max(names)!r}, the candidate "
+            f"{max(others)!r}; give `rename` (`--rename OLD=NEW`), regular expressions that make the paths alike"
         )
 
 
-def _pair(
-    sound: Trace | tuple[Trace, Trace], reference_text: Laid, rename: Mapping[str, str] | None, judged: Together
-) -> Apart:
+def _sound_pair(
+    sound: Trace | tuple[Trace, Trace], reference: AlignedTrace, rename: Mapping[str, str] | None, judged: Pairing
+) -> Difference:
     """A sound run beside another; it must show the rounding of all sequences and positions that are `judged`."""
-    first, second = (reference_text, sound) if isinstance(sound, Trace) else sound
-    laid = [each if isinstance(each, Laid) else _laid(each, "sound", rename) for each in (first, second)]
-    apart = Apart.of(*laid)
-    if not apart.errors or not len(apart.where.positions):
+    if isinstance(sound, Trace):
+        difference = Difference(reference, _aligned(sound, "sound", rename))
+        whole = {*judged.reference} <= {*difference.where.reference}
+    else:
+        difference = Difference(*(_aligned(each, "sound", rename) for each in sound))
+        whole = not difference.where.strangers
+    where = difference.where
+    if not difference.errors or not len(where.positions):
         raise InputError("a sound trace has nothing in common with the reference: give runs of the same text")
-    whole = {*judged.reference} <= {*apart.where.reference} if isinstance(sound, Trace) else not apart.where.strangers
-    if not whole or len(missing := np.setdiff1d(judged.positions, apart.where.positions)):
+    if not whole or len(missing := np.setdiff1d(judged.positions, where.positions)):
         missing_part = f"no position {missing[0]}" if whole else "not all sequences"
         raise InputError(
             f"a sound trace has {missing_part} of the text that is compared: its rounding would stand in for that of "
             "tokens it never saw; give runs of the same text"
         )
-    return apart
+    return difference
 
 
-def _rounded(apart: Apart, key: Key) -> np.ndarray:
-    """What is left of a tensor that differs by an offset only: it was rounded elsewhere."""
-    return np.where(np.isnan(apart.errors[key]), np.nan, apart.limit(key))
+def _table(
+    difference: Difference, plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float], idle: set[str]
+) -> pd.DataFrame:
+    """The error table of a comparison, as `errors.judged` makes that of a replay; gains of what is `beyond` only.
+
+    Modules that are `idle` differ without being wrong. Inputs that are `handed` on were made, and are rows, elsewhere.
+    """
+    positions, tensors = difference.where.positions, []
+    steps = dict(zip(difference.candidate.positions.tolist(), difference.candidate.last_step.tolist(), strict=True))
+    feeds = np.array([steps[position] for position in positions.tolist()], np.int64)
+    for key, part in findings.items():
+        compared = ~np.isnan(difference.errors[key])
+        at = np.nonzero(compared)[1]
+        gains = np.full((2, *compared.shape), np.nan)
+        if part.beyond.any():
+            gains[:, part.beyond] = difference.gains(key, part.beyond)
+        labels = {
+            "order": part.event.order, "module": part.event.maker, "call": key.call, "role": key.role,
+            "name": key.name, "at": key.module, "floor": floor[key], "discrete": key in difference.discrete,
+            "handed": part.event.given and key in plan.same_as,
+        }  # fmt: skip
+        columns = {
+            "position": positions[at], "feed": feeds[at], "error": part.error[compared], "given": part.given[compared],
+            "ratio": part.error[compared] / floor[key], "gain": gains[0][compared], "gain_error": gains[1][compared],
+            "beyond": part.beyond[compared], "wrong": part.wrong[compared] & (part.event.maker not in idle),
+        }  # fmt: skip
+        tensors.append((labels, columns))
+    return errors.table(tensors, (*errors.JUDGED, "gain_error", "beyond", "handed"))
 
 
-def _paths(module: str, *traces: Laid) -> tuple[str, ...]:
-    """What a capture calls the module in either run."""
-    return tuple(sorted({raw for trace in traces for raw, name in trace.names.items() if name == module}))
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def _uncalibrated(node: Node, *traces: AlignedTrace) -> str:
+    """Why what is wrong may be rounding all the same; "" where it may not."""
+    types = {trace.dtype for trace in traces}
+    if node.error > LARGE or not any(map(tolerances.BLOCKED.match, types)):
+        return ""
+    return (
+        f"{named(node)} is off by {node.error:.2g}, and nothing is known of the rounding of "
+        f"{' and '.join(sorted(types))}: capture the reference's text in blocks {BLOCKS} and give it as `sound`"
+    )
+
+
+def _doubts(
+    uncalibrated: str, difference: Difference, plan: Plan, excuses: Excuses, residual: Residual, calibrated: bool
+) -> Iterator[str]:
+    """Why too little was compared for a verdict, or errors that no module is to blame for may be a fault all the same.
+
+    `calibrated`: the floors are from sound runs.
+    """
+    yield uncalibrated
+    where = difference.where
+    if where.fork is not None:
+        before = "before it nothing is wrong" if len(where.positions) else "nothing comes before it"
+        yield f"{before}: feed both runs the same tokens (teacher-force them) and capture again"
+    if not len(where.positions) or not difference.errors:
+        yield "the traces share no position or no tensor with tokens: capture the same text in both"
+    if where.strangers:
+        yield f"{where.strangers} sequences of the batch were fed other tokens: compare them alone"
+    for item in excuses.doubts:
+        yield (
+            f"{item.module} made another choice at position {item.position}, which may be a tie (unknown margin): "
+            "capture both runs again with it in full (`around()`; `specnb divergence compare` prints the commands)"
+        )
+    final = plan.outermost
+    seen = [key for key in final if key in difference.errors and not np.isnan(difference.errors[key]).all()]
+    if not seen or not final.isdisjoint(difference.reshaped):
+        yield "what came out of the model itself was not compared, or has another shape: capture the same model whole"
+    if residual.choice is not None:
+        yield (
+            f"from position {residual.choice} on another expert was chosen, and nothing behind it can be judged: give "
+            "`sound` traces that choose otherwise, too, or compare another text"
+        )
+    if residual.grown > GROWN or residual.error >= LARGE:
+        usual, remedy = (
+            ("what the sound runs show", "look at the first of them in full, or give more `sound` traces of the text")
+            if calibrated
+            else ("rounding", f"give `sound` traces of the same text in blocks {BLOCKS} to tell what is usual")
+        )
+        yield (
+            f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}, and no module is wrong by "
+            f"itself: {remedy}"
+        )
+
+
+def _harmless(idle: set[str], excuses: Excuses, residual: Residual) -> Iterator[str]:
+    """What differs and is no fault."""
+    if idle:
+        yield f"{', '.join(sorted(idle))} differs, but nothing that is made from it does"
+    if excuses.ties or excuses.rounded:
+        yield (
+            f"{excuses.ties} choices are ties or usual in sound runs, and {excuses.rounded} tokens are no further "
+            "from the precise run than the reference's are"
+        )
+    if residual.grown:
+        yield "errors grow on their way, and no module is wrong by itself"
+
+
+def _sound(difference: Difference, calibrated: bool) -> str:
+    """Why nothing differs; "" where something does."""
+    if len(difference.equal) == len(difference.errors):
+        return "every tensor that was compared is equal in every bit"
+    return "no error is above what the sound runs show" if calibrated else ""
+
+
+# --- what the first error looks like ----------------------------------------------------------------------------------
+
+ROWS_NAMED = 4
+ROWS_TRIED = 256
+"""Moved rows of a cache of which is looked for where they come from."""
+
+
+def _shape(difference: Difference, key: Key, part: Finding) -> str:
+    """One sentence about where `part.wrong` is and what the tensor is like there."""
+    places = _places(difference, key, part.wrong)
+    error = part.error[part.wrong]
+    moved = _moved_rows(difference, part.event.maker)
+    if np.isinf(error).any():
+        return f"NaN, infinities or zeros where the other run has none, {places}"
+    if moved:
+        return f"{places}; {moved}"
+    if key in difference.discrete:
+        return f"other integers, {places}"
+    a, b = difference.pair(key)
+    gain, gain_error = difference.gains(key, part.wrong)
+    # a sketch's gain is as far off as the rest lets it be
+    rest = None if a.full is not None else gain_error * np.sqrt(a.sketch.shape[-1])
+    factor = tolerances.one_factor(gain, error, limit=ONE_FACTOR_SKETCHED, spread=np.median, rest=rest)
+    if factor is not None:
+        return f"{factor:.4g} times what it should be at every such token: a scale; {places}"
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cosine = float(np.nanmedian(gain * a.size[part.wrong] / b.size[part.wrong]))
+    if float(np.median(error)) > UNRELATED and abs(cosine) < COSINE:
+        return f"it has nothing to do with what it should be (cosine {cosine:.2f}): other operands; {places}"
+    return places
+
+
+def _fork_shape(fork: Fork | None) -> str:
+    """One sentence about runs that were fed other tokens; "" where there is nothing to say."""
+    if fork is None or not fork.repeated:
+        return ""
+    return f"from position {fork.position} on the candidate is fed token {fork.candidate} only, as past a wrong length"
+
+
+def _places(difference: Difference, key: Key, wrong: np.ndarray) -> str:
+    """Which tokens, among those of this tensor that were compared."""
+    compared = np.flatnonzero((~np.isnan(difference.errors[key])).any(0))
+    hit = np.flatnonzero(wrong.any(0))
+    first, last = difference.where.positions[hit[[0, -1]]].tolist()
+    if len(hit) == len(compared):
+        return "at every token"
+    if len(hit) == 1:
+        return f"at one token, position {first}: a row that was not written, or by somebody else"
+    if hit[0] == compared[0]:
+        return f"at the first tokens, up to position {last}"
+    until = f"from position {first} on" if hit[-1] == compared[-1] else f"between positions {first} and {last}"
+    return f"at {len(hit)} tokens {until}"
+
+
+def _moved_rows(difference: Difference, module: str) -> str:
+    """Which rows of the module's cache hold what the reference has at another position."""
+    where = difference.where
+    pair = (difference.reference, difference.candidate)
+    reference, candidate = (trace.states(module, "keys", where.positions) for trace in pair)
+    if reference is None or candidate is None or where.reference[:1] != [0] or where.candidate[:1] != [0]:
+        return ""
+    size = np.linalg.norm(reference, axis=-1)
+    tolerance = 10 * TIMES_FLOOR * tolerances.rounding([difference.reference.dtype])
+
+    def far(candidate: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.nan_to_num(np.linalg.norm(candidate - reference, axis=-1) / size, nan=np.inf, posinf=np.inf)
+
+    here = far(candidate)
+    others = np.flatnonzero((here > tolerance) & np.isfinite(here))[:ROWS_TRIED]
+    away = {i: far(candidate[i]) for i in others.tolist()}
+    moved = {i: int(from_row.argmin()) for i, from_row in away.items() if from_row.min() < tolerance}
+    at = where.positions
+    moves = [f"position {at[i]} holds that of {at[j]}" for i, j in moved.items()][:ROWS_NAMED]
+    more = f" and {len(moved) - ROWS_NAMED} more" if len(moved) > ROWS_NAMED else ""
+    return f"in its cache the row of {', that of '.join(moves)}{more}" if moves else ""
+
+
+READ_COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_digest", "digest")
+
+
+def reads(reference: AlignedTrace, candidate: AlignedTrace) -> pd.DataFrame:
+    """One row for each parameter that a module of the candidate read otherwise than the reference's module did.
+
+    `says`: "foreign" (not the draft's own, and the reference's module did not read it), "changed" (other values),
+    "cast" (another dtype), "extra" (the draft's own, and the reference's module did not read it). `same_values`: the
+    reference's module read these very values, whatever their name.
+    Empty where one of the traces was captured without `at_use`.
+    """
+    known = dict(iter(_params(reference).groupby("module")))
+    rows = []
+    for item in _params(candidate).itertuples():
+        of_reference = known.get(item.module)
+        if of_reference is None:
+            continue
+        # each model calls itself as it likes, so only of others the owner's name counts
+        whose = of_reference["own"] if item.own else ~of_reference["own"] & (of_reference["owner"] == item.owner)
+        alike = of_reference[(of_reference["path"] == item.path) & whose]
+        if item.digest in set(alike["digest"]):
+            continue
+        if alike.empty:
+            says = "extra" if item.own else "foreign"
+        else:
+            says = "changed" if item.dtype in set(alike["dtype"]) else "cast"
+        same = bool(item.digest) and item.digest in set(of_reference["digest"])
+        before = alike["digest"].iloc[0] if len(alike) else ""
+        parameter = item.path if item.own else ""
+        rows.append((item.module, parameter, f"{item.owner}:{item.owner_path}", says, same, before, item.digest))
+    return pd.DataFrame(rows, columns=list(READ_COLUMNS))
+
+
+def _params(aligned: AlignedTrace) -> pd.DataFrame:
+    params = aligned.trace.params.drop_duplicates(["module", "owner", "owner_path", "digest", "dtype"])
+    paths = renamed(params["module"].unique(), aligned.rename)
+    owned = {path: canonical_name(path, aligned.rename) for path in params["owner_path"].unique()}
+    return params.assign(
+        module=params["module"].map(paths), path=params["owner_path"].map(owned),
+        own=params["owner"] == aligned.trace.facts.get("tag"),
+    )  # fmt: skip

@@ -19,8 +19,7 @@ import torch
 
 from specnb.divergence.at_use import UNKNOWN, Registry
 from specnb.divergence.capture import Frame, TraceBuilder
-from specnb.divergence.sketch import digest_bytes
-from specnb.divergence.tensors import Step, compiled
+from specnb.divergence.tensors import Step, compiled, digest_bytes
 from specnb.lm import load
 from specnb.lm.base import LanguageModel
 from specnb.lm.gguf.tensors import Decode, Node, StoredWeights, Watch, ggml

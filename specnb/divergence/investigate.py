@@ -10,32 +10,179 @@ module, with what a pristine copy makes of the same inputs.
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
-from specnb.divergence.causes import Case, rank
-from specnb.divergence.features import checked, switched_off
-from specnb.divergence.investigation import TRAINING, Investigation
-from specnb.divergence.ladder import GROWN, TIMES_FLOOR, Verdict
-from specnb.divergence.precision import same_logits
+from specnb.divergence import errors
+from specnb.divergence.causes import Case, Cause, rank
+from specnb.divergence.errors import EXIT, TENSOR, Node, Verdict, named
+from specnb.divergence.features import Features, checked, switched_off
 from specnb.divergence.script import Script
-from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Coverage, Deploy, Lab, Outcome, vocabulary_size
+from specnb.divergence.setups import (
+    FIRST,
+    ON_DEMAND,
+    SETUPS,
+    Coverage,
+    Deploy,
+    Lab,
+    Outcome,
+    same_logits,
+    vocabulary_size,
+)
+from specnb.divergence.tolerances import GROWN, TIMES_FLOOR
 from specnb.errors import InputError
+from specnb.io import plain
 from specnb.measure.experiment import Progress, silent
 
+SCHEMA = 1
+TRAINING = "it is in training mode: call its `eval`"
+LEAD, KNOWN = 1.0, 3.0
+"""How far the likeliest cause must lead, and its score and lead together: that a fault shows alone, too, is not enough,
+and one strong sign without a rival is."""
 TOKENS, PROMPT, K = 32, 16, 3
 """Of the script that is made up where none is given."""
 OTHERS = {name for name, setup in SETUPS.items() if setup.beside not in ("nobody", "copy")}
 """Set-ups in which a neighbour's values are not the draft's own."""
 REPEATS = 2
 """Runs of a set-up without hooks, besides the one with them."""
+
+
+@dataclass(frozen=True)
+class Investigation:
+    """The result of `investigate`: a verdict, the first divergence, causes, and all that it rests on.
+
+    `reason` says why the verdict is not DIVERGENT; where it is, that the logits do not show it. `floor`: the largest
+    error of each tensor in sound runs. `repeats`: S0, and the first set-up that is wrong, give the same bits when run
+    again without hooks; `inert`: these, and the last set-up, give with hooks what they give without. `facts`: classes,
+    dtype, versions, script.
+    `features`: what came of switching features of the service off, where it was given some and something was wrong.
+    """
+
+    verdict: Verdict
+    reason: str
+    case: Case
+    causes: tuple[Cause, ...]
+    coverage: Coverage
+    floor: pd.Series
+    repeats: bool
+    inert: bool
+    facts: Mapping[str, Any]
+    features: Features | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT[self.verdict]
+
+    @property
+    def first(self) -> Node | None:
+        """The first divergence; None where there is none."""
+        return errors.first_nodes(self.case.bad.wrong)[0] if self.verdict == "DIVERGENT" else None
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line."""
+        clean = [name for name, item in self.case.outcomes.items() if item.clean]
+        wrong = [name for name, item in self.case.outcomes.items() if not item.clean]
+        summary = "; ".join(
+            f"{' '.join(names)} {verdict}" for names, verdict in ((clean, "clean"), (wrong, "wrong")) if names
+        )
+        first = self.first
+        if first is None:
+            alone = "" if self.facts["in_service"] else "; no service was given, so the models ran by themselves"
+            return f"{self.verdict}: {self.reason}; {summary}{alone}"
+        tokens = f"{first.n_tokens} of {self.coverage.tokens} tokens from {first.first_token} on"
+        cause = self.causes[0]
+        strongest = max(cause.signs, default=None)
+        why = f" ({strongest.says})" if strongest and strongest.weight > 0 else ""
+        called = f"cause {cause.name}" if self.cause_known else f"cause not known; likeliest {cause.name}"
+        random = "" if self.repeats else "; it differs from run to run"
+        random += f" ({TRAINING})" if random and self.facts["training"] else ""
+        inside = f" or in one of {len(self.hidden)} modules that could not be compared" if self.hidden else ""
+        harmless = f"; yet {self.reason}: that does not explain refused drafts" if self.reason else ""
+        return f"DIVERGENT: first at {named(first)}{inside}, {tokens}; {called}{why}; {summary}{random}{harmless}"
+
+    @property
+    def hidden(self) -> list[str]:
+        """Modules inside the first that could not be compared: it may be one of them that is wrong."""
+        first = self.first
+        if first is None or (first.at == "" and first.role == "in"):  # what the model was fed, no module made
+            return []
+        inner = f"{first.module}." if first.module else ""
+        return [module for module in self.coverage.uncompared if module and module.startswith(inner)]
+
+    @property
+    def cause_known(self) -> bool:
+        """Whether so much speaks for the likeliest cause, and so much less for the next, that it may be named alone."""
+        if len(self.causes) < 2 or self.hidden:
+            return False
+        best, lead = self.causes[0].score, self.causes[0].score - self.causes[1].score
+        return lead >= LEAD and best + lead >= KNOWN
+
+    def nodes(self) -> pd.DataFrame:
+        """The modules that are wrong by themselves in the first wrong set-up, first in time first; a row a tensor.
+
+        Columns are `Node`'s and `call`, the how manieth of the module in its step.
+        """
+        columns = [*Node._fields, "call"]
+        return pd.DataFrame(columns=columns) if self.case.bad is None else errors.nodes(self.case.bad.wrong)[columns]
+
+    def setups(self) -> pd.DataFrame:
+        """One row for each set-up: setup, says, verdict, first, n_wrong (tensors), foreign (parameters), kills."""
+        rows = []
+        for name, setup in SETUPS.items():
+            row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": None}
+            row |= {"foreign": None, "kills": setup.kills}
+            outcome = self.case.outcomes.get(name)
+            if outcome is not None:
+                wrong = outcome.wrong
+                row |= {"verdict": "clean", "n_wrong": 0, "foreign": outcome.foreign["owner_path"].nunique()}
+                if not outcome.clean:
+                    row |= {"verdict": "wrong", "first": named(wrong.iloc[0])}
+                    row["n_wrong"] = len(wrong[list(TENSOR)].drop_duplicates())
+            rows.append(row)
+        return pd.DataFrame(rows).astype({"n_wrong": "Int64", "foreign": "Int64"})
+
+    def ranked(self) -> pd.DataFrame:
+        """The causes, likeliest first: cause, score, for_it, against_it, issues, next_experiment."""
+        columns = ["cause", "score", "for_it", "against_it", "issues", "next_experiment"]
+        rows = [[c.name, c.score, c.for_it, c.against_it, list(c.issues), c.next_experiment] for c in self.causes]
+        return pd.DataFrame(rows, columns=columns)
+
+    def outcome(self, setup: str | None = None) -> Outcome:
+        """What a set-up showed; None: the first that is wrong, else the last."""
+        if setup is None:
+            return self.case.bad or list(self.case.outcomes.values())[-1]
+        return self.case.outcomes[setup]
+
+    def errors(self, setup: str | None = None) -> pd.DataFrame:
+        """The error table of a set-up (as `outcome` has it)."""
+        return self.outcome(setup).errors
+
+    def heat(self, setup: str | None = None) -> pd.DataFrame:
+        """`errors.heat` of a set-up (as `outcome` has it)."""
+        return errors.heat(self.errors(setup))
+
+    def document(self) -> dict[str, Any]:
+        """A JSON document; its shape is told by `schema`."""
+        first = self.first
+        return plain({
+            "schema": SCHEMA, "verdict": self.verdict, "line": self.line, "reason": self.reason,
+            "exit_code": self.exit_code, "first": first and first._asdict(), "nodes": self.nodes().to_dict("records"),
+            "setups": self.setups().to_dict("records"),
+            "cause_known": self.cause_known, "causes": self.ranked().to_dict("records"),
+            "coverage": asdict(self.coverage) | {"says": str(self.coverage)},
+            "floors": {"largest": self.floor.max(), "median": self.floor.median()},
+            "repeats": self.repeats, "inert": self.inert, "facts": self.facts,
+            "features": self.features and self.features.facts(),
+        })  # fmt: skip
 
 
 def investigate(
@@ -71,23 +218,40 @@ def judge(
 ) -> Investigation:
     """`investigate` with a lab that is already there: one reference and its floors serve several services."""
     started = time.perf_counter() if started is None else started
-    wanted = lab.fitting(FIRST) if setups is None else tuple(dict.fromkeys(setups))
     service = deploy or lab.deploy
     features = checked(service, features) if features else ()
-    outcomes = _run(lab, wanted, {}, deploy, progress)
-    case = Case.of(lab, outcomes)
+    outcomes: dict[str, Outcome] = {}
+
+    def run(names: Sequence[str]) -> Case:
+        total = len(outcomes) + len(names)
+        for name in names:
+            progress(len(outcomes), total, f"{name}: {SETUPS[name].says}")
+            outcomes[name] = lab.run(name, deploy)
+        return Case.of(lab, outcomes)
+
+    case = run(lab.fitting(FIRST) if setups is None else tuple(dict.fromkeys(setups)))
     if setups is None and case.bad is not None and not case.alone:
-        outcomes = _run(lab, lab.fitting(ON_DEMAND), outcomes, deploy, progress)
-        case = Case.of(lab, outcomes)
+        case = run(lab.fitting(ON_DEMAND))
     covered = [Coverage.of(outcome, lab.draft) for outcome in ([case.bad] if case.bad else outcomes.values())]
     coverage = max(covered, key=lambda outcome: (not outcome.output, len(outcome.uncompared)))
     repeats, inert = _same_bits(lab, case, deploy)
     case = replace(case, repeats=repeats)
-    verdict, reason = _verdict(lab, case, coverage, repeats, inert)
+    verdict, reason = errors.verdict(
+        case.bad is not None,
+        doubts=_doubts(lab, case, coverage, repeats, inert),
+        excuses=_excuses(lab, case),
+        sound=_sound(lab, case),
+        rest="bits differ from the pristine copy's, no module by more than another order of sums",
+    )
+    if verdict == "DIVERGENT":
+        far, apart = lab.logits_off(outcome for outcome in outcomes.values() if not outcome.clean)
+        reason = "" if far > TIMES_FLOOR * apart else f"its logits are {far:.1g} off, as rounding is"
+    elif verdict != "INCONCLUSIVE":
+        reason += _foreign(case)
     switched = None
     if features and case.bad is not None:
-        run = partial(_without, lab, service, case.bad.setup.id)
-        switched = switched_off(run, features, setup=case.bad.setup.id, progress=progress)
+        setup = case.bad.setup.id
+        switched = switched_off(partial(_without, lab, service, setup), features, setup=setup, progress=progress)
     return Investigation(
         verdict, reason, case, tuple(rank(case)), coverage, lab.floor, repeats, inert,
         _facts(lab, time.perf_counter() - started) | {"in_service": deploy is not None or lab.in_service}, switched,
@@ -114,17 +278,6 @@ def made_up(
     return Script.drafting(text, prompt=prompt, k=k, vocab_size=size, seed=seed)
 
 
-def _run(
-    lab: Lab, names: Sequence[str], before: Mapping[str, Outcome], deploy: Deploy | None, progress: Progress
-) -> dict[str, Outcome]:
-    """The outcomes so far, and those of these set-ups behind them."""
-    outcomes = dict(before)
-    for name in names:
-        progress(len(outcomes), len(before) + len(names), f"{name}: {SETUPS[name].says}")
-        outcomes[name] = lab.run(name, deploy)
-    return outcomes
-
-
 def _without(lab: Lab, service: Deploy, setup: str, off: frozenset[str]) -> tuple[bool, str, int]:
     """A set-up with features of the service off (`features.Run`)."""
     outcome = lab.run(setup, partial(service, without=off))
@@ -143,30 +296,11 @@ def _same_bits(lab: Lab, case: Case, deploy: Deploy | None) -> tuple[bool, bool]
     return all(same_logits(runs[0], outcome) for runs in bare.values() for outcome in runs[1:]), inert
 
 
-def _verdict(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> tuple[Verdict, str]:
-    if case.bad is not None:
-        far, apart = lab.logits_off(outcome for outcome in case.outcomes.values() if not outcome.clean)
-        return "DIVERGENT", "" if far > TIMES_FLOOR * apart else f"its logits are {far:.1g} off, as rounding is"
-    doubt = _doubt(lab, case, coverage, repeats, inert)
-    if doubt:
-        return "INCONCLUSIVE", doubt
-    outcomes, also = case.outcomes.values(), _foreign(case)
-    if any(outcome.offset for outcome in outcomes):
-        return "PRECISION_ONLY", f"all positions are one number off, which RoPE does not see{also}"
-    if rounded := [outcome.coarser for outcome in outcomes if outcome.coarser]:
-        reason = f"what differs is no larger than what rounding to {rounded[0]} does, the draft is {lab.dtype}"
-        return "PRECISION_ONLY", f"{reason}{also}"
-    sound = {False: lab.sound_logits[0], True: lab.sound_logits[1]}
-    if all(same_logits(outcome.logits, sound[outcome.setup.in_blocks]) for outcome in outcomes):
-        return "SOUND", f"every set-up gives the very bits of a copy of the draft as it was loaded{also}"
-    return "PRECISION_ONLY", f"bits differ from the pristine copy's, no module by more than another order of sums{also}"
-
-
-def _doubt(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> str:
-    """Why nothing can be said of a draft of which nothing is wrong; "" where something can."""
+def _doubts(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> Iterator[str]:
+    """Why nothing can be said of a draft of which nothing is wrong."""
     if (nan := lab.first_nan()) is not None:
         module, position = nan
-        return (
+        yield (
             f"the draft as it was loaded gives NaN, first in {module or 'the model itself'} at position {position}: "
             "look at its weights (specnb divergence preflight)"
         )
@@ -177,25 +311,39 @@ def _doubt(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool)
             if len(coverage.uncompared) > coverage.modules / 2
             else ""
         )
-        return f"nothing that was compared is wrong, but {missed} could not be compared{shapes}"
+        yield f"nothing that was compared is wrong, but {missed} could not be compared{shapes}"
     if len(lab.unsteady):
         at, floor = lab.unsteady.index[0][0], lab.unsteady.iloc[0]
-        return (
+        yield (
             f"nothing that could be judged is wrong, but in sound runs {at or 'the model itself'} is {floor:.2g} off "
             "where more or fewer tokens are fed at once: give a shorter text, or float32"
         )
     if not repeats:
         mode = f" ({TRAINING})" if lab.draft.training else ""
-        return f"alone, the draft gives other bits from run to run{mode}: make it deterministic first"
+        yield f"alone, the draft gives other bits from run to run{mode}: make it deterministic first"
     if not inert:
-        return "the draft gives other logits with hooks on it than without: what was seen is not it"
+        yield "the draft gives other logits with hooks on it than without: what was seen is not it"
     foreign = _foreign(case)
     if foreign and not OTHERS & {*case.outcomes}:
-        return f"nothing is wrong{foreign}, and in no set-up that was run are its values others: run S2"
+        yield f"nothing is wrong{foreign}, and in no set-up that was run are its values others: run S2"
     far, apart = lab.logits_off(outcome for outcome in case.outcomes.values() if not outcome.coarser)
     if far > min(GROWN * apart, 1.0):  # zeros in their place would be as far
-        return f"the logits are {far:.2g} off, and no module that was compared is wrong by itself"
-    return ""
+        yield f"the logits are {far:.2g} off, and no module that was compared is wrong by itself"
+
+
+def _excuses(lab: Lab, case: Case) -> Iterator[str]:
+    """What differs and is no fault."""
+    if any(outcome.offset for outcome in case.outcomes.values()):
+        yield "all positions are one number off, which RoPE does not see"
+    for outcome in case.outcomes.values():
+        if outcome.coarser:
+            yield f"what differs is no larger than what rounding to {outcome.coarser} does, the draft is {lab.dtype}"
+
+
+def _sound(lab: Lab, case: Case) -> str:
+    """Why nothing differs; "" where something does."""
+    alike = (same_logits(item.logits, lab.sound_logits[item.setup.in_blocks]) for item in case.outcomes.values())
+    return "every set-up gives the very bits of a copy of the draft as it was loaded" if all(alike) else ""
 
 
 def _foreign(case: Case) -> str:

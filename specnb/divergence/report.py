@@ -10,14 +10,14 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import kv_slots
-from specnb.divergence.ladder import TIMES_FLOOR
+from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.errors import InputError
 from specnb.io import read_json, write_atomic
 from specnb.measure.acceptance import Share
 from specnb.paths import project_dir
 
 if TYPE_CHECKING:
-    from specnb.divergence.investigation import Investigation
+    from specnb.divergence.investigate import Investigation
     from specnb.divergence.setups import Outcome
 
 LEFT_OUT = "left out (other shapes)"

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from specnb.divergence import standalone
-from specnb.divergence.ladder import TIMES_FLOOR, named
-from specnb.divergence.local import Along
-from specnb.divergence.script import Feed, Script
+from specnb.divergence.errors import named
+from specnb.divergence.script import Along, Feed, Script
 from specnb.divergence.setups import Deploy, Lab, Outcome
 from specnb.divergence.standalone import CAPTURED, INPUTS, WEIGHTS
+from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.divergence.trace import Key, canonical
 from specnb.errors import InputError
 from specnb.io import write_atomic

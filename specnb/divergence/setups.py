@@ -5,34 +5,38 @@ other weights), S3 beside the larger target; then, where a neighbour makes it wr
 and never run, S5 beside another decoy, S6 beside a target that first runs when the draft has read its prompt. (S7,
 without features of the service, is `features`.) "Beside itself" cannot show that the draft is given another model's
 weights: they are its own values. The decoy can.
+
+Rounding to a coarser type than the draft's is no fault: another build, kernels in half precision, autocast. A fault
+sits somewhere and has a direction. Rounding is everywhere that modules of a kind are, and has none: the gain stays at 1
+while the error is that of the type. How large that is, a sound copy of the draft in that type shows: tensor by tensor,
+and in the logits, for errors that are small each may still add up to what rounding never does.
 """
 
+import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from specnb.divergence import local
-from specnb.divergence.at_use import UNKNOWN
+from specnb.divergence.at_use import UNKNOWN, Before, held
 from specnb.divergence.capture import TraceBuilder, capture
-from specnb.divergence.ladder import ROUNDING
-from specnb.divergence.local import Along, explained
-from specnb.divergence.ownership import Before, held
+from specnb.divergence.errors import TENSOR, floors, judged, locate, unsteady
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.planting import Deploy
-from specnb.divergence.precision import Rounded, coarser, comparable, held_by, off, same_bits_in, text_logits
-from specnb.divergence.script import Script, run
+from specnb.divergence.replay import explained, local_errors
+from specnb.divergence.script import Along, Script, run
 from specnb.divergence.tensors import digest, dtype_name
-from specnb.divergence.trace import Key, Trace
+from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR
+from specnb.divergence.trace import Trace
 from specnb.errors import InputError
 
 NEIGHBOUR = "neighbour"
@@ -40,6 +44,8 @@ NEIGHBOUR = "neighbour"
 OWN = "draft"
 BLOCK = 5
 """Width of the feeds of S0w and of the second sound run."""
+Logits = tuple[Tensor, ...]
+"""Of each feed `(tokens, vocab)`, in the CPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -77,21 +83,25 @@ FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one set-up showed: `wrong` as `local.beyond` has it, first in time first; `trace` of the draft.
+    """What one set-up showed: `errors` as `errors.judged` has them; `trace` of the draft, and `along` the text.
 
-    `logits` are those of each feed, `(tokens, vocab)`. `offset`: all positions are one number off, which RoPE does not
-    see: such rows have no error. `coarser`: the type to which all that differs is rounded, "" for that of the draft.
+    `logits` are those of each feed. `offset`: all positions are one number off, which RoPE does not see: such rows have
+    no error. `coarser`: the type to which all that differs is rounded, "" for that of the draft: nothing is wrong then.
     """
 
     setup: SetUp
     script: Script
-    wrong: pd.DataFrame
     errors: pd.DataFrame
     trace: Trace
     along: Along
-    logits: tuple[torch.Tensor, ...]
+    logits: Logits
     offset: bool
     coarser: str
+
+    @cached_property
+    def wrong(self) -> pd.DataFrame:
+        """The rows that are wrong by themselves, first in time first."""
+        return locate(self.errors)
 
     @property
     def clean(self) -> bool:
@@ -129,13 +139,18 @@ class Lab:
         """Digests of parameters and buffers, tied ones under each of their paths, as a capture has them."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
         parts = find(self.reference)
-        self._rotaries, self._routers = (
-            [path for path, _ in parts_of_kind] for parts_of_kind in (parts.rotaries, parts.routers)
-        )
+        self._rotaries = [path for path, _ in parts.rotaries]
         self.sound: list[Along] = []
         """The pristine copy's runs: fed as the script has it, and in blocks."""
-        self.sound_logits: list[tuple[torch.Tensor, ...]] = []
-        self.floor, self.unsteady = self._floors()
+        self.sound_logits: list[Logits] = []
+        sound = []
+        for feeds in (self.script, self.blocks):
+            logits, along = _captured(self.reference, feeds)
+            self.sound_logits.append(logits)
+            self.sound.append(along)
+            sound.append(local_errors(self.reference, along))
+        self.floor = floors(sound, self.dtype)
+        self.unsteady = unsteady(sound, [path for path, _ in parts.routers])
 
     def fitting(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of these set-ups that can be run: without a target none beside it."""
@@ -155,17 +170,18 @@ class Lab:
             capture(self.draft, tag=OWN, known=known, full="") as builder,
         ):
             logits = self._logits(script, setup, neighbour, builder)
-        trace = before.told_apart(builder.trace())
+        trace = before.labelled(builder.trace())
         along = Along.of(trace, script)
-        errors = local.local_errors(self.reference, along)
+        errors = local_errors(self.reference, along)
         shifted = explained(errors, along, self.sound[0], self._rotaries)
         errors.loc[shifted, "error"] = 0.0
-        wrong = local.beyond(errors, self.floor, script)
-        rounded = "" if wrong.empty else self._rounded_to(wrong, logits, trace, setup)
-        wrong = wrong.iloc[:0] if rounded else wrong
-        return Outcome(setup, script, wrong, errors, trace, along, logits, bool(shifted.any()), rounded)
+        errors = judged(errors, self.floor, script.last_feeds)
+        rounded = self._rounded_to(locate(errors), logits, trace, setup) if errors["wrong"].any() else ""
+        if rounded:
+            errors["wrong"] = False
+        return Outcome(setup, script, errors, trace, along, logits, bool(shifted.any()), rounded)
 
-    def bare(self, name: str, deploy: Deploy | None = None) -> tuple[torch.Tensor, ...]:
+    def bare(self, name: str, deploy: Deploy | None = None) -> Logits:
         """The logits of a set-up without hooks."""
         setup = SETUPS[name]
         neighbour = self._neighbour(setup)
@@ -176,7 +192,7 @@ class Lab:
         """How far the logits of set-ups are from sound ones at most (relative L2), and how far those of sound runs are
         from one another, at least what rounding to the draft's type may do."""
         far = (self._logits_off(outcome.logits, outcome.setup) for outcome in outcomes)
-        apart = off(*(self._sound_logits(in_blocks) for in_blocks in (False, True)))
+        apart = _relative(*(self._sound_logits(in_blocks) for in_blocks in (False, True)))
         return max(far, default=0.0), max(apart, ROUNDING[self.dtype])
 
     def first_nan(self) -> tuple[str, int] | None:
@@ -188,32 +204,17 @@ class Lab:
 
     def _logits(
         self, script: Script, setup: SetUp, neighbour: nn.Module | None, builder: TraceBuilder | None = None
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Logits:
         """Those of the draft in service, each feed after or before what its neighbour does, unseen by `builder`."""
         runs = neighbour is not None and setup.runs != "never"
         steps = {setup.runs: lambda feed: self._step(neighbour, builder)} if runs else {}
-        return comparable(run(self.draft, script, **steps), self.sound_logits[0][0].shape[-1])
+        return _comparable(run(self.draft, script, **steps), self.sound_logits[0][0].shape[-1])
 
-    def _sound_logits(self, in_blocks: bool) -> dict[int, torch.Tensor]:
-        return text_logits(self.sound_logits[in_blocks], self.blocks if in_blocks else self.script)
+    def _sound_logits(self, in_blocks: bool) -> dict[int, Tensor]:
+        return _by_position(self.sound_logits[in_blocks], self.blocks if in_blocks else self.script)
 
-    def _logits_off(self, logits: Sequence[torch.Tensor], setup: SetUp) -> float:
-        return off(text_logits(logits, self._script_of(setup)), self._sound_logits(setup.in_blocks))
-
-    def _rounded_to(self, wrong: pd.DataFrame, logits: Sequence[torch.Tensor], trace: Trace, setup: SetUp) -> str:
-        """The type, coarser than the draft's, to which all that differs is rounded; "" where there is none."""
-        known = same_bits_in(self.reference, self._script_of(setup), logits, self.dtype)
-        if known or not self._as_meant(trace):
-            return known
-
-        def rounded(dtype: str) -> Rounded:
-            copy = copy_of(self.reference).to(getattr(torch, dtype))
-            outcome, along = _captured(copy, self._script_of(setup))
-            errors = local.local_errors(self.reference, along).groupby(list(local.WHICH))["error"].max()
-            return Rounded(errors, self._logits_off(outcome, setup))
-
-        held = partial(held_by, logits)
-        return coarser(wrong, self._logits_off(logits, setup), trace, self.dtype, rounded=rounded, held=held)
+    def _logits_off(self, logits: Logits, setup: SetUp) -> float:
+        return _relative(_by_position(logits, self._script_of(setup)), self._sound_logits(setup.in_blocks))
 
     def _neighbour(self, setup: SetUp) -> nn.Module | None:
         if setup.beside == "target" and self.target is None:
@@ -230,40 +231,177 @@ class Lab:
     def _script_of(self, setup: SetUp) -> Script:
         return self.blocks if setup.in_blocks else self.script
 
-    def _as_meant(self, trace: Trace) -> bool:
-        """Whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
-        read = trace.params
-        meant = [self.meant.get(path, digest) for path, digest in zip(read["owner_path"], read["digest"], strict=True)]
-        return bool((read["owner"] == OWN).all() and (read["digest"] == meant).all())
-
     @torch.no_grad()
     def _step(self, neighbour: nn.Module, builder: TraceBuilder | None) -> None:
         """The neighbour reads the text, as a target that verifies does."""
         with nullcontext() if builder is None else builder.paused():
             neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
 
-    def _floors(self) -> tuple[pd.Series, pd.Series]:
-        """How far sound runs are from the replay, and those of which that says nothing."""
-        sound = []
-        for script in (self.script, self.blocks):
-            logits, along = _captured(self.reference, script)
-            self.sound_logits.append(tuple(row.cpu() for row in logits))
-            self.sound.append(along)
-            sound.append(local.local_errors(self.reference, along))
-        return local.floors(sound, self.dtype), local.unsteady(sound, self._routers)
+    def _rounded_to(self, wrong: pd.DataFrame, logits: Logits, trace: Trace, setup: SetUp) -> str:
+        """The type, coarser than the draft's, to which all that differs is rounded; "" where there is none."""
+        script = self._script_of(setup)
+        known = _same_bits_in(self.reference, script, logits, self.dtype)
+        if known or not self._reads_as_meant(trace):
+            return known
+
+        def rounded(dtype: str) -> Rounded:
+            copy = copy_of(self.reference).to(getattr(torch, dtype))
+            sound_logits, along = _captured(copy, script)
+            errors = local_errors(self.reference, along).groupby(list(TENSOR))["error"].max()
+            return Rounded(errors, self._logits_off(sound_logits, setup))
+
+        return coarser(wrong, self._logits_off(logits, setup), trace, self.dtype, logits=logits, rounded=rounded)
+
+    def _reads_as_meant(self, trace: Trace) -> bool:
+        """Whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
+        read = trace.params
+        meant = [self.meant.get(path, digest) for path, digest in zip(read["owner_path"], read["digest"], strict=True)]
+        return bool((read["owner"] == OWN).all() and (read["digest"] == meant).all())
 
 
-def _captured(model: nn.Module, script: Script) -> tuple[tuple[torch.Tensor, ...], Along]:
+def _captured(model: nn.Module, script: Script) -> tuple[Logits, Along]:
     """The logits of each feed, and what every module was given and gave."""
     with capture(model, tag=OWN, full="", at_use=False) as builder:
-        logits = tuple(run(model, script))
-    return logits, Along.of(builder.trace(), script)
+        logits = run(model, script)
+    return tuple(row.cpu() for row in logits), Along.of(builder.trace(), script)
 
 
 def vocabulary_size(model: nn.Module) -> int:
     """Tokens that a model has an embedding of; sys.maxsize where it does not tell."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     return getattr(embedding, "num_embeddings", sys.maxsize)
+
+
+# --- is it rounding to a coarser type? --------------------------------------------------------------------------------
+
+
+class Rounded(NamedTuple):
+    """A sound run of the draft in a coarser type: `errors` by TENSOR, the largest of each, and of the logits."""
+
+    errors: pd.Series
+    logits_off: float
+
+
+def coarser(
+    wrong: pd.DataFrame, logits_off: float, trace: Trace, dtype: str, *, logits: Logits,
+    rounded: Callable[[str], Rounded],
+) -> str:  # fmt: skip
+    """The type, coarser than `dtype`, whose rounding all that is wrong is no larger than; "" where there is none.
+
+    `logits_off` is the error of the `logits`; `rounded` runs a sound copy in the type of a name.
+    """
+    by_module = wrong.assign(along=(wrong["gain"] - 1).abs()).groupby("module")[["along", "error"]].median()
+    if wrong["discrete"].any() or (by_module["along"] >= DIRECTED * by_module["error"]).any():
+        return ""  # it has a direction
+    worst = wrong["error"].max()
+    # only what the model gives at last, as services round logits; a head that rounds is a module like any other
+    if {*wrong["at"]} == {""} and {*wrong["role"]} == {"out"}:
+        return next((name for name in _coarser_than(dtype) if worst <= ROUNDING[name] and _held_by(logits, name)), "")
+    kinds = trace.tensors.drop_duplicates("module").set_index("module")["kind"]
+    where = {*wrong["module"]}
+    everywhere = {*kinds.index[kinds.isin({kinds.get(module) for module in where})]} == where and len(where) > 1
+    for name in _coarser_than(dtype) if everywhere else ():
+        if worst <= TIMES_FLOOR * ROUNDING[name]:
+            sound = rounded(name)
+            if not math.isfinite(sound.logits_off):
+                continue  # it overflows in this type, which says nothing
+            usual = wrong.join(sound.errors.rename("usual"), on=list(TENSOR))["usual"]
+            usual = usual.where(np.isfinite(usual), 0.0)
+            if (wrong["error"] <= TIMES_FLOOR * usual).all() and logits_off <= TIMES_FLOOR * sound.logits_off:
+                return name
+    return ""
+
+
+def _same_bits_in(model: nn.Module, script: Script, logits: Logits, dtype: str) -> str:
+    """The type, coarser than `dtype`, in which the sound `model` gives these very logits of each feed; "" for none.
+
+    Experts chosen at a near tie, and modules that autocast leaves alone, are then as here, which no error's size tells.
+    """
+    # logits that a type cannot hold were not made in it, and nothing needs to be run
+    for name in (name for name in _coarser_than(dtype) if _held_by(logits, name)):
+        if any(_gives(sound, under, script, logits) for sound, under in _in_type(model, getattr(torch, name))):
+            return name
+    return ""
+
+
+def _in_type(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, AbstractContextManager[object]]]:
+    """The ways to run a model in a type: under autocast, with parameters of it, with buffers as well.
+
+    Loading makes only parameters of it: buffers of angles stay as they are.
+    """
+    yield model, torch.autocast(next(model.parameters()).device.type, dtype=dtype)
+    loaded = copy_of(model)
+    for parameter in loaded.parameters():
+        parameter.data = parameter.data.to(dtype)
+    yield loaded, nullcontext()
+    yield loaded.to(dtype), nullcontext()
+
+
+def _gives(model: nn.Module, under: AbstractContextManager[object], script: Script, logits: Logits) -> bool:
+    """Whether a model gives these logits, in its first feed and then in all."""
+    vocab = logits[0].shape[-1]
+    try:
+        with under:
+            return all(
+                same_logits(_comparable(run(model, text), vocab), logits[: len(text.feeds)])
+                for text in (Script(script.feeds[:1]), script)
+            )
+    except RuntimeError:  # not every operation is there for every type
+        return False
+
+
+def _coarser_than(dtype: str) -> list[str]:
+    return [name for name in sorted(ROUNDING, key=ROUNDING.__getitem__) if ROUNDING[name] > ROUNDING[dtype]]
+
+
+# --- logits -----------------------------------------------------------------------------------------------------------
+
+
+def _comparable(logits: Iterable[Tensor], vocab: int) -> Logits:
+    """Logits in the CPU's memory. Raises InputError for those of another form, or of another vocabulary."""
+    rows = tuple(row.cpu() for row in logits)
+    for row in rows:
+        if row.ndim != 2 or not len(row) or row.shape[-1] != vocab:
+            raise InputError(
+                f"in service the draft gives a sequence logits of the shape {tuple(row.shape)}, expected (tokens, "
+                f"{vocab}), of the last token at least: let the service give those of the draft's own vocabulary"
+            )
+    return rows
+
+
+def _held_by(logits: Logits, dtype: str) -> bool:
+    """Whether all are numbers that a type of this name has, as they are once they were rounded to it."""
+    return all(torch.equal(row, row.to(getattr(torch, dtype)).to(row.dtype)) for row in logits)
+
+
+def _by_position(logits: Logits, script: Script) -> dict[int, Tensor]:
+    """The logits `(vocab,)` of the text's positions, from those of each feed: of all its tokens or the last."""
+    rows = {}
+    for position, number in enumerate(script.last_feeds.tolist()):
+        behind = script.starts[number] + len(script.feeds[number].ids) - position
+        if behind <= len(logits[number]):
+            rows[position] = logits[number][-behind]
+    return rows
+
+
+def _relative(logits: Mapping[int, Tensor], sound: Mapping[int, Tensor]) -> float:
+    """The largest relative L2 error of the logits of a position that both have, 0 where there is none; infinite where
+    one is no number."""
+    both = [position for position in sound if position in logits]
+    if not both:
+        return 0.0
+    sound_rows, rows = (torch.stack([run[position] for position in both]).double() for run in (sound, logits))
+    error = float(((rows - sound_rows).norm(dim=-1) / sound_rows.norm(dim=-1)).max())
+    return error if error == error else math.inf
+
+
+def same_logits(logits: Logits, other: Logits) -> bool:
+    """Whether the logits of each feed, or of its last tokens where a service gives no others, are the same numbers."""
+    last = ((a[-len(b) :], b[-len(a) :]) for a, b in zip(logits, other, strict=True))
+    return all(torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True) for a, b in last)
+
+
+# --- what was looked at -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -292,26 +430,27 @@ class Coverage:
     @classmethod
     def of(cls, outcome: Outcome, draft: nn.Module) -> "Coverage":
         """Of one set-up's run."""
-        seen = outcome.trace.facts["modules"]
-        left_out = [*outcome.along.left_out, *_reshaped(outcome)]
-        ran = {*outcome.trace.tensors["module"]}
-        compared = {*outcome.errors.loc[outcome.errors["role"] == "out", "at"]}
+        errors, trace = outcome.errors, outcome.trace
+        seen = {*errors[list(TENSOR)].drop_duplicates().itertuples(index=False, name=None)}
+        # along the text, but in another shape than the pristine copy has: attention weights over a window
+        left_out = [*outcome.along.left_out, *(key for key in outcome.along.values if tuple(key) not in seen)]
+        ran = {*trace.tensors["module"]}
+        compared = {*errors.loc[errors["role"] == "out", "at"]}
         # a wrapper that the pristine copy has not: what it gives is what a module inside gave
-        gave = outcome.trace.rows(role="out").groupby("module")["digest"].agg(set)
+        gave = trace.rows(role="out").groupby("module")["digest"].agg(set)
         known = set().union(*(gave[module] for module in compared))
         compared |= {module for module in ran - compared if module in gave and gave[module] <= known}
-        held = {module for module in ran - compared if any(holder in compared for holder in _holders(module))}
-        params = outcome.trace.params
-        read = {*params.loc[params["owner"] == OWN, "owner_path"]}
+        with_holder = {module for module in ran - compared if any(holder in compared for holder in _holders(module))}
+        read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}
         parameters = [name for name, _ in draft.named_parameters()]
         return cls(
             modules=len(ran),
-            uncompared=tuple(sorted(ran - compared - held)),
-            with_holder=tuple(sorted(held)),
-            never_called=tuple(seen["never_called"]),
-            tensors=len(outcome.errors[["at", "call", "role", "name"]].drop_duplicates()),
+            uncompared=tuple(sorted(ran - compared - with_holder)),
+            with_holder=tuple(sorted(with_holder)),
+            never_called=tuple(trace.facts["modules"]["never_called"]),
+            tensors=len(seen),
             left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out),
-            unread=tuple(f"{place} ({why})" for place, why in outcome.trace.facts.get("unread", {}).items()),
+            unread=tuple(f"{place} ({why})" for place, why in trace.facts.get("unread", {}).items()),
             tokens=len(outcome.along.text),
             parameters=len(parameters),
             seen_at_use=sum(name in read for name in parameters),
@@ -328,11 +467,11 @@ class Coverage:
         return self.output and not self.uncompared
 
     def __str__(self) -> str:
+        within = f", {len(self.with_holder)} with the one that holds them" if self.with_holder else ""
+        not_seen = f", not {', '.join(self.uncompared[:3])}" if self.uncompared else ""
         never = (
             f", {len(self.never_called)} never ran ({', '.join(self.never_called[:3])})" if self.never_called else ""
         )
-        within = f", {len(self.with_holder)} with the one that holds them" if self.with_holder else ""
-        not_seen = f", not {', '.join(self.uncompared[:3])}" if self.uncompared else ""
         return (
             f"{self.compared} of {self.modules} modules{within}{not_seen}{never}; {self.tensors} tensors at "
             f"{self.tokens} tokens, {len(self.left_out)} left out (other shapes); {self.seen_at_use} of "
@@ -344,9 +483,3 @@ def _holders(path: str) -> Iterator[str]:
     """The paths of the modules that hold one, the nearest first, without the model itself: that holds them all."""
     while path := path.rpartition(".")[0]:
         yield path
-
-
-def _reshaped(outcome: Outcome) -> list[Key]:
-    """Tensors along the text that came in another shape than the pristine copy has: attention weights over a window."""
-    seen = {*outcome.errors[["at", "call", "role", "name"]].itertuples(index=False, name=None)}
-    return [key for key in outcome.along.values if tuple(key) not in seen]

@@ -21,9 +21,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from specnb.divergence.sketch import TOKEN_K, digest_bytes, signs
+from specnb.divergence.trace import TOKEN_K
 from specnb.errors import InputError
 
+_GOLDEN = 0x9E3779B97F4A7C15
+_STREAM = 2 << 56
+"""Far from the counters that another use of the hash would start at."""
 # Masks hold the lowest float32; in a sketch its square would overflow.
 LARGEST = 1e15
 # Values whose spread is measured together: logits of a prompt are more than a cache holds.
@@ -40,6 +43,32 @@ class Prints:
     statistics: dict[str, np.ndarray]
     tokens: np.ndarray | None
     token_l2: np.ndarray | None
+
+
+def signs(count: int) -> np.ndarray:
+    """Signs `(count, 64)` int8, one row for each feature of a token; row i depends on i only.
+
+    The hash is splitmix64 (Steele, Lea and Flood 2014), the counter its index.
+    """
+    with np.errstate(over="ignore"):
+        z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(_STREAM)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    bits = np.unpackbits(z.astype("<u8").view(np.uint8).reshape(count, 8), axis=1)
+    return bits.astype(np.int8) * np.int8(2) - np.int8(1)
+
+
+def digest_bytes(dtype: str, shape: tuple[int, ...], data: object) -> str:
+    """32 hexadecimal digits of a tensor: its dtype (torch's name), its shape, its bytes in logical order.
+
+    XXH3 with 128 bits: tensors are not forged, and a cryptographic hash of every activation costs half a forward.
+    """
+    import xxhash
+
+    state = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
+    state.update(data)
+    return state.hexdigest()
 
 
 def digest(values: torch.Tensor | np.ndarray) -> str:

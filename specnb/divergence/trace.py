@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.sketch import DIGEST, TOKEN_K
 from specnb.errors import InputError
 from specnb.io import write_atomic
 
 FORMAT = 3
+DIGEST = "xxh3-128"
+"""How digests are made: those of two algorithms cannot be compared."""
+TOKEN_K = 16
+"""Numbers in the sketch of a token."""
 EVENTS, ARRAYS = "events.jsonl", "tensors.safetensors"
 BLOCK = 1 << 16
 """Lines that are parsed at once: all of a long generation would take several times its memory."""

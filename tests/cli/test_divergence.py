@@ -15,8 +15,8 @@ from specnb.divergence import report
 from specnb.divergence.compare import compare
 from specnb.divergence.deploy import imported
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.offline.verdict import Doubt
 from specnb.divergence.trace import Trace
+from specnb.divergence.walk import Doubt
 from specnb.draft import translate as draft_translate
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.model import ModelDrafter

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence import ladder
 from specnb.divergence import pair as small
-from specnb.divergence.align import Laid
+from specnb.divergence import tolerances
 from specnb.divergence.capture import capture
 from specnb.divergence.compare import compare
+from specnb.divergence.difference import AlignedTrace, Difference, logit_noise
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.offline.errors import Apart, logit_noise
 from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, run
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Key, Trace, table
@@ -371,7 +370,7 @@ def test_another_choice_is_excused_by_a_tie_only(single):
         spoilt = compare(clean, Rerouted(tied).traced("router"), sound=sound)
     assert spoilt.verdict == "INCONCLUSIVE" and "from position 7 on" in spoilt.line
     # neither errors nor choices behind a tie are a measure of noise
-    apart = Apart.of(Laid(clean), Laid(rerouted))
+    apart = Difference(AlignedTrace(clean), AlignedTrace(rerouted))
     logits, chosen = (Key(f"layers.1.{ROUTER[9:]}", 0, "out", name) for name in ("out", "out.2"))
     assert np.nanmax(apart.errors[logits]) > 1e-3 > logit_noise([apart], logits)
     assert apart.errors[chosen].sum() and not np.nansum(apart.unflipped(chosen))
@@ -517,9 +516,9 @@ def changed(trace, **columns):
 
 def test_tokens_that_fill_up_a_step_are_not_in_the_text(single):
     steps = copy.deepcopy(single.reference.facts["steps"])
-    text = Laid(single.reference).positions.tolist()
+    text = AlignedTrace(single.reference).positions.tolist()
     steps[-1]["padding"] = 1
-    padded = Laid(dataclasses.replace(single.reference, facts={"steps": steps}))
+    padded = AlignedTrace(dataclasses.replace(single.reference, facts={"steps": steps}))
     assert padded.positions.tolist() == text[:-1]
 
 
@@ -558,21 +557,21 @@ print(found.verdict, found.first.module, [name for name in ("torch", "transforme
     assert said.strip() == f"DIVERGENT {ATTENTION} []"
 
 
-def test_the_ladder():
-    assert ladder.rounding(["float32", "None", "bfloat16", "int64"]) == 2**-8 and ladder.rounding([]) == 1e-6
+def test_the_tolerances():
+    assert tolerances.rounding(["float32", "None", "bfloat16", "int64"]) == 2**-8 and tolerances.rounding([]) == 1e-6
     logits = np.array([[5.0, 1.0, 0.99, -3.0]])
-    assert ladder.margins(logits, np.array([[0, 1]]), np.array([[0, 2]])) == pytest.approx(0.01)
-    assert ladder.margins(logits, np.array([[0, 1]]), np.array([[0, 9]])) == np.inf
+    assert tolerances.margins(logits, np.array([[0, 1]]), np.array([[0, 2]])) == pytest.approx(0.01)
+    assert tolerances.margins(logits, np.array([[0, 1]]), np.array([[0, 9]])) == np.inf
     error, none = np.array([[4e-6, 1e-2, 1e-2, np.nan]]), np.zeros((1, 4), bool)
     given = np.array([[0.0, 0.0, 5e-3, 0.0]])
-    assert ladder.wrong_by_itself(error, 1e-6, given, none).tolist() == [[True, True, False, False]]
-    assert not ladder.wrong_by_itself(error, 1e-6, given, ~none).any()
+    assert tolerances.wrong_by_itself(error, 1e-6, given, none).tolist() == [[True, True, False, False]]
+    assert not tolerances.wrong_by_itself(error, 1e-6, given, ~none).any()
     few, many = np.array([[0.0, 1, 0, 0]]), np.array([[1.0, 1, 1, 1]])
-    assert ladder.no_worse(few, few, discrete=True, least=0).all()
-    assert not ladder.no_worse(many, few, discrete=True, least=0).any()
+    assert tolerances.no_worse(few, few, discrete=True, least=0).all()
+    assert not tolerances.no_worse(many, few, discrete=True, least=0).any()
     # one other choice of the reference makes no error rounding, before it or behind
     off, behind = np.array([[1e-3, 1e-3, 1.0, 1.0]]), np.array([[False, False, True, True]])
-    excused = ladder.no_worse(np.array([[2e-3, 0.5, 0.05, 0.5]]), off, discrete=False, least=1e-6, behind=behind)
+    excused = tolerances.no_worse(np.array([[2e-3, 0.5, 0.05, 0.5]]), off, discrete=False, least=1e-6, behind=behind)
     assert excused.tolist() == [[True, False, True, False]]
-    assert not ladder.no_worse(many, behind.astype(float), discrete=True, least=0, behind=behind).any()
-    assert ladder.chance_flips(100, 8, 1e-7) < 2 < ladder.chance_flips(100, 8, 1e-2)
+    assert not tolerances.no_worse(many, behind.astype(float), discrete=True, least=0, behind=behind).any()
+    assert tolerances.chance_flips(100, 8, 1e-7) < 2 < tolerances.chance_flips(100, 8, 1e-2)

@@ -10,8 +10,7 @@ import pytest
 from specnb.divergence import gguf_capture
 from specnb.divergence.compare import compare
 from specnb.divergence.gguf_capture import capture_gguf
-from specnb.divergence.local import Along
-from specnb.divergence.script import Feed, Script
+from specnb.divergence.script import Along, Feed, Script
 from specnb.errors import InputError, LoadError
 from specnb.lm.gguf import binding
 from specnb.lm.gguf import tensors as gguf_tensors

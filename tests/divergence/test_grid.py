@@ -8,9 +8,9 @@ import pytest
 
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
-from specnb.divergence.local import Along
 from specnb.divergence.pair import make
 from specnb.divergence.planting import Fault
+from specnb.divergence.script import Along
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score import grid

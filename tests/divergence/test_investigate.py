@@ -13,9 +13,9 @@ from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralFo
 
 from specnb.divergence import investigate as module
 from specnb.divergence.causes import rank
+from specnb.divergence.errors import HEAT
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import investigate, judge
-from specnb.divergence.ladder import HEAT
 from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage
 from specnb.errors import InputError
 from tests.divergence.lab import TOKENS
@@ -92,7 +92,7 @@ def test_what_could_not_be_compared_is_no_clean_bill(lab, monkeypatch):
 
     def blind(outcome, draft):
         errors = outcome.errors[outcome.errors["at"] != "layers.2"]
-        return whole(module.Outcome(**{**vars(outcome), "errors": errors}), draft)
+        return whole(replace(outcome, errors=errors), draft)
 
     monkeypatch.setattr(module.Coverage, "of", blind)
     found = judge(lab, setups=["S0"])

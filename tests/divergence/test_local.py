@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from specnb.divergence import local
 from specnb.divergence import pair as small
+from specnb.divergence import replay
 from specnb.divergence.capture import capture
+from specnb.divergence.errors import floors, judged, locate
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.local import Along
-from specnb.divergence.script import Feed, Script, run
+from specnb.divergence.replay import local_errors
+from specnb.divergence.script import Along, Feed, Script, run
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
 
@@ -56,16 +57,16 @@ class Subject:
         self.draft, self.target, self.reference = made.draft, made.target, small.copy_of(made.draft)
         self.noise = {"float32": 1e-4, "bfloat16": 0.6}[dtype]
         self.sound = [self.errors(script=script) for script in (SCRIPT, Script.blocks(TEXT, width=5))]
-        self.floor = local.floors(self.sound, dtype)
+        self.floor = floors(self.sound, dtype)
 
     def errors(self, fault=None, beside=None, script=SCRIPT, **options):
         planted = FAULTS[fault](self.draft, beside, **options) if fault else nullcontext()
         with planted as self.fault, capture(self.draft, full="", at_use=False) as builder:
             run(self.draft, script, before=lambda feed: beside and beside(torch.tensor([TEXT[:16]])))
-        return local.local_errors(self.reference, Along.of(builder.trace(), script))
+        return local_errors(self.reference, Along.of(builder.trace(), script))
 
     def first(self, fault, **options):
-        found = local.beyond(self.errors(fault, self.target, **options), self.floor, SCRIPT)
+        found = locate(judged(self.errors(fault, self.target, **options), self.floor, SCRIPT.last_feeds))
         return found.iloc[0] if len(found) else None
 
 
@@ -77,7 +78,7 @@ def pair(request):
 def test_sound_runs_are_within_their_floors_in_every_shape(pair):
     for errors in (*pair.sound, pair.errors(script=Script.blocks(TEXT, width=7)), pair.errors(beside=pair.target)):
         assert {"layers.0.mlp.experts", "layers.3.self_attn", "lm_head", "model"} <= {*errors["at"]}
-        assert local.beyond(errors, pair.floor, Script.blocks(TEXT, width=7)).empty
+        assert locate(judged(errors, pair.floor, Script.blocks(TEXT, width=7).last_feeds)).empty
 
 
 QUICK = ("positional_registry", "stale_row", "foreign_routing", "expert_scale_in_op", "overtrimmed", "split_k")
@@ -112,7 +113,7 @@ def test_a_fault_in_a_later_layer_is_found_there(pair, fault, layer):
 
 def test_how_much_larger_is_told(pair):
     errors = pair.errors("expert_scale_in_op", pair.target, eps=0.05)
-    wrong = local.beyond(errors, pair.floor, SCRIPT)
+    wrong = locate(judged(errors, pair.floor, SCRIPT.last_feeds))
     assert {*wrong["module"]} == {"layers.0.mlp.experts"}
     assert wrong["gain"].median() == pytest.approx(1.05, abs=0.01)
 
@@ -120,7 +121,7 @@ def test_how_much_larger_is_told(pair):
 def test_two_faults_are_both_found_and_nothing_else(pair):
     with FAULTS["kv_slot_swap"](pair.draft, layer=2):
         errors = pair.errors("expert_scale_in_op", pair.target)
-    wrong = local.beyond(errors, pair.floor, SCRIPT)
+    wrong = locate(judged(errors, pair.floor, SCRIPT.last_feeds))
     assert {*wrong["module"]} == {"layers.0.mlp.experts", "layers.2.self_attn"}
 
 
@@ -138,8 +139,8 @@ def test_where_the_run_made_nothing_the_copys_own_values_go_on(pair):
         run(pair.draft, SCRIPT)
     along, key = Along.of(builder.trace(), SCRIPT), Key("layers.0.mlp.experts", 0, "out", "out")
     along.values[key][3:5] = 0
-    errors = local.local_errors(pair.reference, replace(along, gaps={key: np.array([3, 4])}))
-    assert local.beyond(errors, pair.floor, SCRIPT).empty
+    errors = local_errors(pair.reference, replace(along, gaps={key: np.array([3, 4])}))
+    assert locate(judged(errors, pair.floor, SCRIPT.last_feeds)).empty
     assert {3, 4}.isdisjoint(errors.loc[errors["module"] == key.module, "position"][errors["role"] == "out"])
 
 
@@ -160,7 +161,7 @@ def test_what_was_captured_is_not_changed_by_the_replay():
     model, reference, script = InPlace(last=True), InPlace(last=False), Script.blocks(TEXT, width=5)
     along = traced(model, script)
     kept = {key: value.copy() for key, value in along.values.items()}
-    local.local_errors(reference, along)
+    local_errors(reference, along)
     assert along.gaps and all(np.array_equal(value, kept[key]) for key, value in along.values.items())
 
 
@@ -189,14 +190,14 @@ class TwoHolders(nn.Module):
 
 def test_what_can_be_captured_can_be_replayed():
     model, script = TwoHolders(), Script.blocks(TEXT, width=5)
-    errors = local.local_errors(model, traced(model, script))
+    errors = local_errors(model, traced(model, script))
     assert {"heads.a", "heads.b", "model.act"} <= {*errors["at"]} and errors["error"].max() < 1e-5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_choices_that_were_made_on_a_gpu_are_compared():
     scores, chosen = torch.tensor([[0.5, 0.4, 0.1]], device="cuda"), torch.tensor([[0]], device="cuda")
-    assert local._margins(chosen, torch.tensor([[1]]), [scores])[0] == pytest.approx(0.1 / scores.norm().item())
+    assert replay._margins(chosen, torch.tensor([[1]]), [scores])[0] == pytest.approx(0.1 / scores.norm().item())
 
 
 def traced(model, script):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specnb.divergence import local, report
+from specnb.divergence import report
+from specnb.divergence.errors import TENSOR, unsteady
 from specnb.divergence.investigate import investigate, made_up
 from specnb.divergence.planting import forward_replaced, replaced
 from specnb.errors import InputError
@@ -371,8 +372,8 @@ def test_routers_that_flip_at_a_tie_and_rounding_are_steady(divergence_lab):
     routers = {"layers.0.mlp.router"}
     sound = pd.DataFrame([(at, 0, "out", "out", error, False) for at, error in (
         ("layers.0.mlp.router", 1.0), ("layers.0.mlp", 0.3), ("norm", 0.4), ("lm_head", math.inf)
-    )], columns=[*local.WHICH, "error", "discrete"])  # fmt: skip
-    assert local.unsteady([sound], routers).index.get_level_values("at").tolist() == ["lm_head", "norm"]
+    )], columns=[*TENSOR, "error", "discrete"])  # fmt: skip
+    assert unsteady([sound], routers).index.get_level_values("at").tolist() == ["lm_head", "norm"]
 
 
 @slow

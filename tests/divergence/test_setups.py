@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specnb.divergence import local
 from specnb.divergence.at_use import UNKNOWN
 from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.planting import forward_replaced
-from specnb.divergence.precision import Rounded, coarser
-from specnb.divergence.setups import FIRST, NEIGHBOUR, Coverage, Lab
+from specnb.divergence.setups import FIRST, NEIGHBOUR, Coverage, Lab, Rounded, coarser
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import other_products
 
@@ -103,10 +101,10 @@ def test_what_is_as_small_as_rounding_everywhere_and_adds_up_is_none(lab):
 
 def test_a_type_in_which_the_sound_copy_overflows_excuses_nothing(lab):
     scaled = lab.run("S0", other_products)
-    wrong = local.beyond(scaled.errors, lab.floor, lab.script).assign(error=1e-3)
+    wrong = scaled.errors[scaled.errors["ratio"] > 3].assign(error=1e-3)
     errors = lab.floor.rename("errors") * 0 + float("inf")
     sound = {"float16": Rounded(errors, float("inf")), "bfloat16": Rounded(errors * 0, 0.0)}
-    options = {"rounded": sound.get, "held": lambda name: False}
+    options = {"rounded": sound.get, "logits": scaled.logits}
     assert coarser(wrong, 0.9, scaled.trace, "float32", **options) == ""
 
 

@@ -6,23 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence.sketch import gain, relative_l2, signs
-from specnb.divergence.tensors import digest, fingerprint, fingerprints, token_rows
+from specnb.divergence.difference import gain, relative_l2
+from specnb.divergence.tensors import digest, fingerprint, fingerprints, signs, token_rows
 
 
 def random(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
-def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape():
+def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memory():
     x = random(6, 8)
     others = [x[torch.tensor([1, 0, 2, 3, 4, 5])], x.reshape(8, 6), x.view(torch.int32), x.double()]
     assert digest(x) not in {digest(other) for other in others}
     assert digest(torch.zeros(2)) != digest(-torch.zeros(2))
-
-
-def test_digest_is_of_the_logical_order_and_the_same_for_numpy():
-    x = random(6, 8)
     assert digest(x.t().contiguous().t()) == digest(x) == digest(x.numpy())
     assert digest(x[:, ::2]) == digest(x[:, ::2].contiguous())
 
@@ -40,7 +36,6 @@ def test_any_dtype_and_any_shape_has_a_fingerprint(dtype):
 
 def test_signs_are_even_and_never_change():
     drawn = signs(4096)
-    assert set(np.unique(drawn)) == {-1, 1}
     assert abs(drawn.mean()) < 0.01
     assert np.abs(drawn.T.astype(float) @ drawn / 4096 - np.eye(64)).max() < 0.1
     # traces of other machines and versions must stay comparable
@@ -69,41 +64,29 @@ def test_relative_error_is_told_within_its_standard_error_whatever_the_shape_of_
     seen = []
     for a, b in errors_of(kind):
         left, right = fingerprint(a, 0), fingerprint(b, 0)
-        told = relative_l2(left.tokens, right.tokens, norm=left.token_l2)
-        assert told.error == pytest.approx(told.value / math.sqrt(2 * 16))
-        seen.append((told.value - 0.1) / (0.1 / math.sqrt(2 * 16)))
+        seen.append((relative_l2(left.tokens, right.tokens, left.token_l2) - 0.1) / (0.1 / math.sqrt(2 * 16)))
     if kind == "all alike":  # one error, and so one estimate
         assert np.abs(seen).max() < 3
     else:
         assert abs(np.mean(seen)) < 0.3 and 0.8 < np.std(seen) < 1.2
 
 
-def test_the_sketches_of_all_tokens_end_to_end_are_one_of_the_whole_tensor():
-    seen = []
-    for a, b in errors_of("spread"):
-        left, right = fingerprint(a, 0), fingerprint(b, 0)
-        told = relative_l2(left.tokens.ravel(), right.tokens.ravel(), norm=left.statistics["l2"])
-        seen.append((float(told.value) - 0.1) / float(told.error))
-    assert abs(np.mean(seen)) < 0.5 and 0.5 < np.std(seen) < 1.5
-
-
 def test_gain_tells_a_scale_that_the_cosine_cannot_see():
     a = random(30, 100)
-    told = gain(fingerprint(a, 0).tokens, fingerprint(1.02 * a, 0).tokens)
-    assert told.value.shape == (30,) and np.allclose(told.value, 1.02, atol=1e-5) and told.error.max() < 1e-5
+    value, error = gain(fingerprint(a, 0).tokens, fingerprint(1.02 * a, 0).tokens)
+    assert value.shape == (30,) and np.allclose(value, 1.02, atol=1e-5) and error.max() < 1e-5
     noisy = [
         gain(*(fingerprint(x, 0).tokens for x in (a, 1.02 * a + 0.3 * random(30, 100, seed=s)))) for s in (1, 2, 3)
     ]
-    z = np.concatenate([(g.value - 1.02) / g.error for g in noisy])
+    z = np.concatenate([(value - 1.02) / error for value, error in noisy])
     assert abs(z.mean()) < 0.4 and 0.7 < z.std() < 1.4
 
 
 def test_statistics_are_blind_to_permuted_rows_and_sketches_are_not():
     a = random(32, 64)
-    b = a.flip(0)
-    left, right = fingerprint(a, 0), fingerprint(b, 0)
+    left, right = fingerprint(a, 0), fingerprint(a.flip(0), 0)
     assert left.statistics["std"] == pytest.approx(right.statistics["std"], rel=1e-6)
-    assert relative_l2(left.tokens.ravel(), right.tokens.ravel()).value > 0.8
+    assert (relative_l2(left.tokens, right.tokens, left.token_l2) > 0.3).all()
     assert np.allclose(left.tokens, right.tokens[::-1], atol=1e-5)  # one row's sketch does not depend on its place
 
 
@@ -121,18 +104,16 @@ def test_a_sketch_is_linear_and_sees_the_last_value(size):
 def test_statistics_are_those_of_numpy_and_a_stack_gives_what_single_tensors_give(shape, axis):
     x = random(3, *shape)
     many = fingerprints(x, axis)
-    for i, one in enumerate(x.double().numpy()):
-        assert many.statistics["mean"][i] == pytest.approx(one.mean(), abs=1e-7)
-        assert many.statistics["std"][i] == pytest.approx(one.std(), rel=1e-6)
-        assert many.statistics["l1"][i] == pytest.approx(np.abs(one).sum(), rel=1e-6)
-        assert many.statistics["l2"][i] == pytest.approx(np.linalg.norm(one), rel=1e-6)
-        assert many.statistics["min"][i] == one.min() and many.statistics["max"][i] == one.max()
+    for i, values in enumerate(x.double().numpy()):
+        expected = {"mean": values.mean(), "std": values.std(), "l1": np.abs(values).sum(),
+                    "l2": np.linalg.norm(values), "min": values.min(), "max": values.max()}  # fmt: skip
+        assert {name: many.statistics[name][i] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-7)
         alone = fingerprint(x[i], axis)
         if axis < 0:
             assert many.tokens is many.token_l2 is alone.tokens is None
         else:
             assert np.allclose(alone.tokens, many.tokens[i], atol=1e-5)
-            assert np.allclose(alone.token_l2**2 @ np.ones(len(alone.token_l2)), np.linalg.norm(one) ** 2, rtol=1e-5)
+            assert (alone.token_l2**2).sum() == pytest.approx(expected["l2"] ** 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("axis", [-1, 0])
@@ -143,9 +124,9 @@ def test_the_spread_is_that_of_numpy_also_around_a_mean_far_larger(mean, spread,
     noise = random(4, 16, 576).double()
     shift = torch.arange(16.0)[:, None] if spread == "by token" else 0
     x = (mean + shift + noise * (0.01 if spread == "by token" else spread)).float()
-    told, exact = fingerprints(x, axis).statistics, x.double().numpy().reshape(4, -1)
-    assert told["std"] == pytest.approx(exact.std(1), rel=1e-6, abs=0)
-    assert told["mean"] == pytest.approx(exact.mean(1), rel=1e-7, abs=1e-7)
+    statistics, exact = fingerprints(x, axis).statistics, x.double().numpy().reshape(4, -1)
+    assert statistics["std"] == pytest.approx(exact.std(1), rel=1e-6, abs=0)
+    assert statistics["mean"] == pytest.approx(exact.mean(1), rel=1e-7, abs=1e-7)
 
 
 def test_integers_that_float32_cannot_hold_are_told_apart_where_their_sums_can_be_held():
@@ -153,11 +134,6 @@ def test_integers_that_float32_cannot_hold_are_told_apart_where_their_sums_can_b
     other = large + torch.tensor([[0, 1]])
     assert (fingerprint(large, 0).tokens != fingerprint(other, 0).tokens).any()
     assert (fingerprint(other, 0).statistics["max"], digest(large) == digest(other)) == (2**24 + 1, False)
-
-
-def test_values_that_only_float64_holds_leave_finite_sketches():
-    told = fingerprint(random(3, 5).double() * 1e200, 0)
-    assert np.isfinite(told.tokens).all() and np.isfinite(told.token_l2).all()
 
 
 def test_tokens_come_batch_by_batch_with_their_heads_together():
@@ -170,29 +146,29 @@ def test_tokens_come_batch_by_batch_with_their_heads_together():
 def test_values_that_are_not_finite_are_counted_and_kept_out_of_the_rest():
     x = random(4, 8)
     x[1, 2], x[2, 0], x[3, 3] = math.nan, math.inf, -math.inf
-    clean = x.nan_to_num(0, 0, 0)
     both = fingerprints(torch.stack([x, random(4, 8, seed=1)]), 0)
     finite = x[x.isfinite()].double().numpy()
-    told = {name: column[0] for name, column in both.statistics.items()}
-    assert (told["n_nan"], told["n_inf"], both.statistics["n_nan"][1]) == (1, 2, 0)
-    assert told["mean"] == pytest.approx(finite.mean()) and told["std"] == pytest.approx(finite.std())
-    assert told["l2"] == pytest.approx(np.linalg.norm(finite)) and told["max"] == finite.max()
-    assert np.allclose(both.tokens[0], fingerprint(clean, 0).tokens, atol=1e-5)
+    statistics = {name: column[0] for name, column in both.statistics.items()}
+    assert (statistics["n_nan"], statistics["n_inf"], both.statistics["n_nan"][1]) == (1, 2, 0)
+    assert statistics["mean"] == pytest.approx(finite.mean()) and statistics["std"] == pytest.approx(finite.std())
+    assert statistics["l2"] == pytest.approx(np.linalg.norm(finite)) and statistics["max"] == finite.max()
+    assert np.allclose(both.tokens[0], fingerprint(x.nan_to_num(0, 0, 0), 0).tokens, atol=1e-5)
     assert np.allclose(both.tokens[1], fingerprint(random(4, 8, seed=1), 0).tokens, atol=1e-5)
 
 
-def test_a_mask_of_the_lowest_float_overflows_nothing(recwarn):
-    mask = torch.full((1, 1, 6, 6), torch.finfo(torch.float32).min).triu(1)
-    told = fingerprint(mask, 2)
-    assert np.isfinite(told.tokens).all() and np.isfinite(told.token_l2).all()
-    assert told.statistics["l2"] == pytest.approx(math.sqrt(15) * 3.4028235e38) and told.statistics["n_inf"] == 0
-    assert not recwarn.list
+@pytest.mark.parametrize(
+    "values", [torch.full((1, 1, 6, 6), torch.finfo(torch.float32).min).triu(1), random(1, 1, 3, 5).double() * 1e200]
+)
+def test_values_too_large_for_a_sum_of_squares_leave_finite_sketches(values):
+    prints = fingerprint(values, 2)  # masks hold the lowest float32
+    assert np.isfinite(prints.tokens).all() and np.isfinite(prints.token_l2).all()
+    assert prints.statistics["l2"] == pytest.approx(np.linalg.norm(values.double())) and not prints.statistics["n_inf"]
 
 
 @pytest.mark.parametrize(
     ("shape", "axis", "tokens"), [((0,), -1, None), ((2, 0, 4), 1, 0), ((2, 3, 0, 4), 2, 0), ((3, 0), 0, 3)]
 )
 def test_an_empty_tensor_has_the_statistics_of_no_values(shape, axis, tokens):
-    told = fingerprint(torch.zeros(shape), axis)
-    assert told.statistics["l2"] == 0 and math.isnan(told.statistics["mean"])
-    assert (None if told.tokens is None else len(told.tokens)) == tokens
+    prints = fingerprint(torch.zeros(shape), axis)
+    assert prints.statistics["l2"] == 0 and math.isnan(prints.statistics["mean"])
+    assert (None if prints.tokens is None else len(prints.tokens)) == tokens

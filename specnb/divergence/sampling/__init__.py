@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from specnb.divergence.ladder import EXIT
+from specnb.divergence.errors import EXIT
 from specnb.divergence.sampling.terms import N_STATISTICS, STATISTICS, Flaw, Moments, Position, Terms, position_terms
 from specnb.errors import InputError
 

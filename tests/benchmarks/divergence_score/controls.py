@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from specnb.divergence import local
 from specnb.divergence.capture import capture
+from specnb.divergence.errors import floors, judged, locate
 from specnb.divergence.investigate import judge
 from specnb.divergence.kv_slots import BLOCK_SIZE
-from specnb.divergence.local import Along
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
 from specnb.divergence.planting import forward_replaced, replaced
-from specnb.divergence.script import Script, run
+from specnb.divergence.replay import local_errors
+from specnb.divergence.script import Along, Script, run
 from specnb.divergence.setups import OWN, Deploy, Lab
 from specnb.divergence.trace import Trace
 from tests.benchmarks.divergence_score.grid import Subject, lab_row, others
@@ -91,7 +91,7 @@ def _batch(subject: Subject) -> Ran:
     with capture(draft, tag=OWN, full="") as builder:
         run(_Rows(draft), lab.script)
     along = Along.of(_first_row(builder.trace()), lab.script)
-    wrong = local.beyond(local.local_errors(lab.reference, along), lab.floor, lab.script)
+    wrong = locate(judged(local_errors(lab.reference, along), lab.floor, lab.script.last_feeds))
     return Ran(_told(wrong), along, lab)
 
 
@@ -161,7 +161,7 @@ def _against_float32(subject: Subject) -> Ran:
     """
     lab = copy.copy(subject.lab)
     lab.reference = copy_of(lab.reference).float()
-    lab.floor = local.floors([local.local_errors(lab.reference, along) for along in lab.sound], lab.dtype)
+    lab.floor = floors([local_errors(lab.reference, along) for along in lab.sound], lab.dtype)
     return _judged(lab, configured(_experts_implementation="batched_mm"), ("S0",))
 
 

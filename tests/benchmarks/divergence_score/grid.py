@@ -21,12 +21,10 @@ from torch import nn
 from specnb.divergence import pair as small
 from specnb.divergence.deploy import Recorded
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.investigate import judge
-from specnb.divergence.investigation import Investigation
-from specnb.divergence.local import Along
+from specnb.divergence.investigate import Investigation, judge
 from specnb.divergence.parts import find, layer_number
 from specnb.divergence.planting import Fault
-from specnb.divergence.script import Script
+from specnb.divergence.script import Along, Script
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.rows import NOTHING

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.local import Along
+from specnb.divergence.script import Along
 
 LAB = "lab"
 """The lab's own name among the tools."""

@@ -1,25 +1,15 @@
 """What counts as different: rounding, floors from sound runs, three ways against a precise run, margins of choices.
 
-The rungs, the cheapest first: equal bits; the floor that sound runs of the same text show, or else what rounding to the
-dtype does; an error against a more precise run that is no larger than the reference's own (the three-way rule of the
-AWS Neuron accuracy toolkit, ratio 3); and for chosen experts the margin of the logits. No torch here.
+The cheapest first: equal bits; the floor that sound runs of the same text show, or else what rounding to the dtype
+does; an error against a more precise run that is no larger than the reference's own (the three-way rule of the AWS
+Neuron accuracy toolkit, ratio 3); and for chosen experts the margin of the logits. No torch here.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import pandas as pd
-
-Verdict = Literal["DIVERGENT", "PRECISION_ONLY", "SOUND", "INCONCLUSIVE"]
-
-EXIT: Mapping[str, int] = MappingProxyType({"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125})
-"""Exit codes by verdict; 125 is what `git bisect run` skips."""
-
-HEAT = (-1.0, 8.0)
-"""Range of a heat map, log10 of error over floor."""
 
 TIMES_FLOOR = 3.0
 """How far above the largest error between sound runs an error must be."""
@@ -34,16 +24,23 @@ LARGE = 0.1
 """Relative error from which on nothing is put down to growth, whatever the floor: a tenth is no rounding."""
 CARRIES = 4.0
 """How many times larger a sound module may make the relative error of what it is given (softmax, cancelling sums)."""
+HARMLESS = 1e-2
+"""The share of a difference that may be left behind the module that made it, where nothing depends on it."""
+TURNED_ALIKE = 3e-2
+"""How far turns of angles may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
+DIRECTED = 0.5
+"""Share of an error that lies along the output itself, from which it is a scale; of rounding it is next to nothing."""
+ONE_FACTOR, ONE_FACTOR_SKETCHED = 0.2, 0.4
+"""How far off tokens of one factor may be (`one_factor`): in a replay gains are exact, and no error travels; between
+two traces a gain told from 16 numbers is off by itself, and errors of before are in it."""
+UNRELATED, COSINE = 0.9, 0.35
+"""Tensors are unrelated from this median relative error on (sqrt(2) where they are of one size), up to this cosine,
+told from 16 numbers of each token."""
 
 
 def rounding(dtypes: Iterable[str]) -> float:
     """The rounding of the coarsest of these dtypes that are known; float32 where none is."""
     return max((ROUNDING[name] for name in dtypes if name in ROUNDING), default=ROUNDING["float32"])
-
-
-def rounding_unknown(dtype: str) -> bool:
-    """Whether errors below LARGE may be rounding in a model of this type, whatever the types of its outputs say."""
-    return BLOCKED.match(dtype) is not None
 
 
 def wrong_by_itself(error: np.ndarray, floor: float, given: np.ndarray, given_wrong: np.ndarray) -> np.ndarray:
@@ -121,28 +118,3 @@ def chance_flips(tokens: int, experts: int, noise: float) -> float:
     """
     expected = tokens * min(1.0, experts * noise)
     return expected + 3 * expected**0.5 + 1
-
-
-class Node(NamedTuple):
-    """A tensor that is wrong by itself: the `module` that made it, `at` which module it was seen, at which tokens.
-
-    `error`, `ratio` and `gain` are those of its worst token.
-    """
-
-    module: str
-    role: str
-    name: str
-    at: str
-    first_token: int
-    last_token: int
-    n_tokens: int
-    error: float
-    floor: float
-    ratio: float
-    gain: float
-
-
-def named(where: Any) -> str:
-    """What readers call the module of a Node, or of a row with `module`, `role` and `at`: the outermost has no path."""
-    row = where if isinstance(where, pd.Series) else where._asdict()  # `at` of a Series is pandas' own
-    return row["module"] or ("the model's inputs" if row["role"] == "in" and not row["at"] else "the model itself")

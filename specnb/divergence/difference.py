@@ -1,0 +1,534 @@
+"""Two traces side by side, the same module, call, tensor and logical position, and how far they are apart. No torch.
+
+Steps may be cut otherwise (a prefill against steps of one token), sequences may stand in other rows of the batch, and
+cache slots may lie elsewhere: none of that is compared. A step that starts at position p forgets all that was fed at p
+and behind, so what counts is what was fed last. Errors are exact where both kept all values, and told from the sketches
+of the tokens elsewhere.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specnb.divergence import tolerances
+from specnb.divergence.trace import TOKEN_K, Key, Trace, renamed
+from specnb.errors import InputError
+
+UNKNOWN = -1
+"""The id of a token that was not written down."""
+FLOATS = ("float", "bfloat", "complex")
+NEAR = 8
+"""By how many positions texts are shifted to see whether they are the same one."""
+
+
+class Row(NamedTuple):
+    """Where the values of one key in one step are: the key, that of its arrays, and what the table says of it."""
+
+    module: str
+    call: int
+    role: str
+    name: str
+    row: int
+    step: int
+    order: int
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+    odd: int
+    axis: int
+    first: int
+
+
+@dataclass(frozen=True)
+class Values:
+    """One tensor along the text: `sketch` (sequences, positions, 16), `size` its L2 norms, `row` which row it is from.
+
+    `row` is -1 where nothing was kept; `full` (sequences, positions, features) only where all rows have it.
+    """
+
+    sketch: np.ndarray
+    size: np.ndarray
+    row: np.ndarray
+    features: int
+    dtype: str
+    full: np.ndarray | None
+
+    @property
+    def discrete(self) -> bool:
+        return not self.dtype.startswith(FLOATS)
+
+    def of(self, sequences: list[int]) -> "Values":
+        """Some sequences of the batch, in this order."""
+        full = None if self.full is None else self.full[sequences]
+        return Values(self.sketch[sequences], self.size[sequences], self.row, self.features, self.dtype, full)
+
+
+class AlignedTrace:
+    """A trace in the order of its text. Raises InputError for a batch that changes, and for names that clash.
+
+    `firsts`: where the steps start, by their number, in place of what the run itself thought.
+
+    `positions` (n,) are those held at the end, `last_step` (n,) in which step each was fed, `tokens` (sequences, n);
+    `dtype` is the model's, "None" where it was not written down.
+    """
+
+    def __init__(
+        self, trace: Trace, rename: Mapping[str, str] | None = None, firsts: Mapping[int, int] | None = None
+    ) -> None:
+        self.trace, self.rename = trace, dict(rename or {})
+        self.dtype = str(trace.facts.get("dtype"))
+        self.names = renamed(trace.tensors["module"].unique(), rename)
+        self.steps = {step["step"]: step for step in trace.facts["steps"]}
+        batches = {step["batch"] for step in self.steps.values() if step["length"]}
+        if len(batches) > 1:
+            raise InputError(f"the batch of the trace changes its size ({sorted(batches)}): capture one request alone")
+        self.batch = batches.pop() if batches else 1
+        self._late = {number: at - self.steps[number]["first_position"] for number, at in (firsts or {}).items()}
+        for number, first in (firsts or {}).items():
+            self.steps[number] = self.steps[number] | {"first_position": first}
+        held = _held(self.steps, self.batch)
+        self.positions = np.array(sorted(held), np.int64)
+        self.last_step = np.array([held[at][0] for at in self.positions.tolist()], np.int64)
+        self.tokens = np.array([held[at][1] for at in self.positions.tolist()], np.int64).reshape(-1, self.batch).T
+        self._placed: tuple[np.ndarray, dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]]] = (np.empty(0), {})
+
+    @cached_property
+    def rows(self) -> dict[Key, list[Row]]:
+        """The rows of each key, in the order of the run."""
+        by_key: dict[Key, list[Row]] = defaultdict(list)
+        tensors = self.trace.tensors.sort_values(["step", "order"], kind="stable")
+        tensors = tensors.assign(
+            module=tensors["module"].map(self.names), axis=tensors["token_axis"],
+            odd=tensors["n_nan"] + tensors["n_inf"],
+            first=tensors["first_position"] + tensors["step"].map(lambda step: self._late.get(step, 0)),
+        )  # fmt: skip
+        for row in map(Row._make, tensors[list(Row._fields)].itertuples(index=False, name=None)):
+            by_key[Key(*row[:4])].append(row)
+        return dict(by_key)
+
+    @cached_property
+    def row_of(self) -> dict[int, Row]:
+        return {row.row: row for rows in self.rows.values() for row in rows}
+
+    def values(self, key: Key, positions: np.ndarray) -> Values | None:
+        """The tensor at these (held, sorted) positions; None where it has no tokens, or changes its shape (masks)."""
+        sketch = np.zeros((self.batch, len(positions), TOKEN_K), np.float32)
+        size, source = np.zeros(sketch.shape[:2], np.float32), np.full(len(positions), -1, np.int64)
+        parts: list[tuple[np.ndarray, np.ndarray | None]] = []
+        kinds = set()
+        # of as many tokens as heads one may have been taken for the other: other steps have another axis then
+        if len({row.axis for row in self.rows[key] if len(row.shape) == 4 and row.shape[1:3] != (1, 1)}) > 1:
+            return None
+        for row in self.rows[key]:
+            cut = self._cut(row)
+            if cut is None:
+                return None
+            tokens, norms, features = cut
+            kinds.add((features, row.dtype))
+            at, to = self._places(row, norms.shape[1], positions)
+            sketch[:, to], size[:, to], source[to] = tokens[:, at], norms[:, at], row.row
+            if len(to):
+                full = self._full(row, norms.shape)
+                parts.append((to, None if full is None else full[:, at]))
+        if len(kinds) != 1:
+            return None
+        [(features, dtype)] = kinds
+        whole = None
+        if parts and all(part is not None for _, part in parts):
+            whole = np.zeros((*size.shape, features), parts[0][1].dtype)
+            for to, part in parts:
+                whole[:, to] = part
+        return Values(sketch, size, source, features, dtype, whole)
+
+    def states(self, module: str, name: str, positions: np.ndarray) -> np.ndarray | None:
+        """Sketches (positions, 16) of the first sequence's rows of a cache, as seen last; NaN where never; None where
+        no cache was seen."""
+        values = np.full((len(positions), TOKEN_K), np.nan)
+        rows = [row for key, rows in self.rows.items() if key[:1] + key[2:] == (module, "state", name) for row in rows]
+        for row in rows:
+            cut = self._cut(row)
+            if cut is None:
+                return None
+            to = _index(positions, row.first + np.arange(cut[1].shape[1]))
+            values[to[to >= 0]] = cut[0][0, to >= 0]
+        return values if rows else None
+
+    def _places(self, row: Row, length: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which tokens of a row were fed last in its step, and where in `positions` they belong.
+
+        Remembered while the positions are the same array: all modules of a step ask the same.
+        """
+        if self._placed[0] is not positions:
+            self._placed = (positions, {})
+        known, asked = self._placed[1], (row.first, row.step, length)
+        if asked not in known:
+            fed, to = (_index(held, row.first + np.arange(length)) for held in (self.positions, positions))
+            kept = (fed >= 0) & (to >= 0)
+            kept[kept] = self.last_step[fed[kept]] == row.step
+            known[asked] = np.flatnonzero(kept), to[kept]
+        return known[asked]
+
+    def _cut(self, row: Row) -> tuple[np.ndarray, np.ndarray, int] | None:
+        """Sketches and norms of a row, by sequence and token, and how many values a token has; None where there are no
+        tokens, or others than its step has."""
+        tokens, norms = (self.trace.array(row.row, part) for part in ("tokens", "token_l2"))
+        if tokens is None or not len(norms):
+            return None
+        n, along, fed = len(norms), row.shape[row.axis], self.steps[row.step]["length"]
+        # the last layer may go on with a step's last tokens only
+        length = along if row.role == "state" or along <= fed else fed
+        if n not in (length, length * self.batch) or along not in (length, n):
+            return None
+        cut, spread = (n // length, length), (self.batch, length)
+        tokens, norms = tokens.reshape(*cut, TOKEN_K), norms.reshape(cut)
+        if cut != spread:  # one row of positions may serve the whole batch
+            tokens, norms = np.broadcast_to(tokens, (*spread, TOKEN_K)), np.broadcast_to(norms, spread)
+        return tokens, norms, math.prod(row.shape) // n
+
+    def _full(self, row: Row, cut: tuple[int, int]) -> np.ndarray | None:
+        full = self.trace.array(row.row, "full")
+        if full is None or full.dtype.kind == "c":
+            return None
+        n = len(self.trace.array(row.row, "token_l2"))
+        whole = np.moveaxis(full, row.axis, min(row.axis, 1)).reshape(-1, cut[1], full.size // n)
+        return np.broadcast_to(whole, (*cut, whole.shape[-1]))
+
+
+def _held(steps: Mapping[int, Mapping[str, Any]], batch: int) -> dict[int, tuple[int, list[int]]]:
+    """Of each position in the state at the end: the step in which it was fed last, and the tokens of all sequences."""
+    held: dict[int, tuple[int, list[int]]] = {}  # in the order of positions: only the last ones are taken back
+    for number, step in sorted(steps.items()):
+        first, length, ids = step["first_position"], step["length"], step["token_ids"]
+        fed = length - step.get("padding", 0)  # what only fills up a step is taken back at once
+        while fed and held and next(reversed(held)) >= first:
+            held.popitem()
+        whole = len(ids) == batch * length  # of a long step only the first ids are kept
+        for i in range(fed):
+            known = whole or (batch == 1 and i < len(ids))
+            held[first + i] = (number, [ids[row * length + i] if known else UNKNOWN for row in range(batch)])
+    return held
+
+
+def _index(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Where each wanted value is in a sorted array; -1 where it is not."""
+    if not len(known):
+        return np.full(len(wanted), -1, np.int64)
+    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    return np.where(known[at] == wanted, at, -1)
+
+
+class Fork(NamedTuple):
+    """The first position at which two runs were fed other tokens, the `last`, and how many are `differing`.
+
+    `shift`: the candidate's text is the reference's from there on, that many positions later (None: it is not).
+    `repeated`: the candidate was fed one and the same token from there on.
+    """
+
+    position: int
+    reference: int
+    candidate: int
+    differing: int
+    last: int
+    shift: int | None
+    repeated: bool
+
+    @property
+    def line(self) -> str:
+        """That two runs were not fed the same tokens, and from where on."""
+        later = "later" if (self.shift or 0) > 0 else "earlier"
+        moved = f" (from there on it has the reference's tokens {abs(self.shift or 0)} positions {later})"
+        return (
+            f"the runs were not fed the same tokens: at position {self.position} the reference has {self.reference}, "
+            f"the candidate {self.candidate}{moved if self.shift is not None else ''}"
+        )
+
+
+class Drift(NamedTuple):
+    """A step of the candidate that, by the reference's count, starts at another position than it was run with."""
+
+    step: int
+    position: int
+    counted: int
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Where two traces can be compared: `positions`, and pairs of sequences that were fed the same there.
+
+    `strangers`: how many sequences that should have found their like, for the smaller batch has them, did not.
+    """
+
+    positions: np.ndarray
+    reference: list[int]
+    candidate: list[int]
+    fork: Fork | None
+    strangers: int = 0
+
+
+def paired(reference: AlignedTrace, candidate: AlignedTrace) -> Pairing:
+    """Pair sequences by their tokens, and take the positions that both traces hold.
+
+    Where no sequence has the same tokens all along, the two that agree longest are compared up to where they part.
+    """
+    shared = np.intersect1d(reference.positions, candidate.positions)
+    a, b = (trace.tokens[:, np.isin(trace.positions, shared)] for trace in (reference, candidate))
+    pairs, free = [], list(range(len(b)))
+    for i, text in enumerate(a):
+        alike = np.flatnonzero(~_differs(text, b[free]).any(1))
+        if len(alike):
+            pairs.append((i, free.pop(alike[0])))
+    if pairs or not len(shared):
+        return Pairing(shared, [i for i, _ in pairs], [j for _, j in pairs], None, min(len(a), len(b)) - len(pairs))
+    where = {(i, j): int(at) for i, text in enumerate(a) for j, at in enumerate(_differs(text, b).argmax(1))}
+    i, j = max(where, key=lambda pair: (where[pair], pair[0] == pair[1]))
+    differs = np.flatnonzero(_differs(a[i], b[j]))
+    at, rest = int(differs[0]), b[j, int(differs[0]) :]
+    fork = Fork(
+        position=int(shared[at]), reference=int(a[i, at]), candidate=int(b[j, at]), differing=len(differs),
+        last=int(shared[differs[-1]]), shift=_shift(a[i], b[j], at),
+        repeated=len(rest) > 2 and len(set(rest.tolist())) == 1,
+    )  # fmt: skip
+    return Pairing(shared[:at], [i], [j], fork)
+
+
+def counted_alike(reference: AlignedTrace, candidate: AlignedTrace) -> tuple[AlignedTrace, Drift | None]:
+    """The candidate with the reference's count of positions, where both were fed the same steps; else as it is.
+
+    A run that forgot too much or too little of its state goes on at other positions than it was meant to: these are
+    what is wrong, not where its tokens belong.
+    """
+    a, b = ([trace.steps[number] for number in sorted(trace.steps)] for trace in (reference, candidate))
+    known = all(len(step["token_ids"]) == step["batch"] * step["length"] for step in a)
+    alike = [[(step["batch"], step["length"], step["token_ids"]) for step in steps] for steps in (a, b)]
+    if not known or alike[0] != alike[1]:
+        return candidate, None
+    firsts = [Drift(y["step"], x["first_position"], y["first_position"]) for x, y in zip(a, b, strict=True)]
+    drift = next((step for step in firsts if step.position != step.counted), None)
+    if drift is None:
+        return candidate, None
+    return AlignedTrace(candidate.trace, candidate.rename, {step.step: step.position for step in firsts}), drift
+
+
+def _differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a != b) & (a != UNKNOWN) & (b != UNKNOWN)
+
+
+def _shift(reference: np.ndarray, candidate: np.ndarray, at: int) -> int | None:
+    """By how much the candidate's text is late from the fork on, where at least three tokens say so."""
+    for by in (shift for size in range(1, NEAR + 1) for shift in (size, -size)):
+        start, end = max(at, by), len(candidate) + min(by, 0)
+        b, a = candidate[start:end], reference[start - by : end - by]
+        if len(b) >= 3 and len(a) == len(b) and not _differs(a, b).any():
+            return by
+    return None
+
+
+# --- how far they are apart -------------------------------------------------------------------------------------------
+
+
+def relative_l2(a: np.ndarray, b: np.ndarray, norm: np.ndarray) -> np.ndarray:
+    """||b - a|| / ||a|| of the tensors behind the sketches `(..., k)`, with the exact `norm` ||a||; 0 of two zeros.
+
+    The standard error is the value / sqrt(2 k). Values below 3e-7 are rounding of the sketches: whether two tensors are
+    equal is told by their digests.
+    """
+    top = np.linalg.norm(b.astype(np.float64) - a, axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(top == 0, 0.0, top / norm)
+
+
+def gain(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """<a, b> / <a, a> of the tensors behind the sketches `(..., k)`: 1.02 where b = 1.02 a; NaN where a is zero.
+
+    And its standard error, ||b - gain a|| / ||a|| / sqrt(k): 0 of a pure scale.
+    """
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        square = (a * a).sum(-1)
+        value = (a * b).sum(-1) / square
+        rest = np.linalg.norm(b - value[..., None] * a, axis=-1)
+        return value, rest / np.sqrt(square * a.shape[-1])
+
+
+class Difference:
+    """`errors[key]` (sequences, positions): relative L2, or 1 where an integer differs; NaN where not compared.
+
+    Of all tensors that both traces have, except states, whose rows may be in any slot. `equal` are keys whose every
+    compared token is from rows of equal digests; `left_out` and `reshaped` those that could not be compared (no token
+    axis or a shape that changes; another shape in each trace).
+    """
+
+    def __init__(self, reference: AlignedTrace, candidate: AlignedTrace) -> None:
+        self.reference, self.candidate, self.where = reference, candidate, paired(reference, candidate)
+        self.errors: dict[Key, np.ndarray] = {}
+        self.dtypes: dict[Key, tuple[str, str]] = {}
+        self.features: dict[Key, int] = {}
+        self.discrete: set[Key] = set()
+        self.equal: set[Key] = set()
+        self.left_out: list[Key] = []
+        self.reshaped: list[Key] = []
+        for key in reference.rows:
+            if key.role != "state" and key in candidate.rows:
+                self._compare(key)
+
+    def pair(self, key: Key) -> tuple[Values, Values] | None:
+        """The two tensors at the shared positions, their sequences in pairs."""
+        a, b = (trace.values(key, self.where.positions) for trace in (self.reference, self.candidate))
+        return None if a is None or b is None else (a.of(self.where.reference), b.of(self.where.candidate))
+
+    def limit(self, key: Key) -> float:
+        """What rounding does to this tensor; a wide one may have been made of narrow ones."""
+        return tolerances.rounding([*self.dtypes[key], self.reference.dtype, self.candidate.dtype])
+
+    @cached_property
+    def flipped(self) -> dict[Key, np.ndarray]:
+        """(sequences, positions) of each tensor, in the order of the run: where integers that were made before it, the
+        chosen experts say, differ at the position or before it. A sound run is as far off there as a wrong one."""
+        shares, flips = {}, None
+        for key, error in self.errors.items():
+            flips = np.zeros(error.shape, bool) if flips is None else flips
+            shares[key] = flips
+            if key in self.discrete:
+                flips = flips | np.logical_or.accumulate(error > 0, axis=1)
+        return shares
+
+    def unflipped(self, key: Key) -> np.ndarray:
+        """The errors of a tensor, NaN behind flips."""
+        return np.where(self.flipped[key], np.nan, self.errors[key])
+
+    def gains(self, key: Key, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of the tokens in `cells` (sequences, positions) gain and its standard error; integers have none."""
+        a, b = self.pair(key)
+        if a.discrete:
+            none = np.full(int(cells.sum()), np.nan)
+            return none, none
+        if a.full is None or b.full is None:
+            return gain(a.sketch[cells], b.sketch[cells])
+        x, y = (values.full[cells].astype(np.float64) for values in (a, b))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value = (x * y).sum(-1) / (x * x).sum(-1)
+        return value, np.zeros(len(value))
+
+    def _compare(self, key: Key) -> None:
+        pair = self.pair(key)
+        if pair is None:
+            self.left_out.append(key)
+            return
+        a, b = pair
+        if a.features != b.features or a.discrete != b.discrete:
+            self.reshaped.append(key)
+            return
+        self.dtypes[key], self.features[key] = (a.dtype, b.dtype), a.features
+        if a.discrete:
+            self.discrete.add(key)
+        same = self._same_bits(a, b)
+        absent = (a.row < 0) | (b.row < 0)
+        if same.any() and (same | absent).all():
+            self.equal.add(key)
+        error = np.where(same, 0.0, _error(a, b))
+        if a.full is None or b.full is None:
+            error[self._not_finite(a, b, error, key)] = np.inf
+        error[:, absent] = np.nan
+        self.errors[key] = error
+
+    def _same_bits(self, a: Values, b: Values) -> np.ndarray:
+        """(positions,): both are from rows of one digest that begin at the same position."""
+        reference, candidate = self.reference.row_of, self.candidate.row_of
+        if self.where.reference != self.where.candidate or self.reference.batch != self.candidate.batch:
+            return np.zeros(len(a.row), bool)
+        pairs = list(zip(a.row.tolist(), b.row.tolist(), strict=True))
+        known = {
+            (i, j): i >= 0 <= j
+            and (reference[i].digest, reference[i].first) == (candidate[j].digest, candidate[j].first)
+            for i, j in {*pairs}
+        }
+        return np.array([known[pair] for pair in pairs], bool)
+
+    def _not_finite(self, a: Values, b: Values, error: np.ndarray, key: Key) -> np.ndarray:
+        """Tokens of which only one trace has NaN or infinities, which sketches count as 0.
+
+        What is known is how many a row has. Those of its tokens that differ have them; where none does, those that are
+        0 in both sketches; else the one that differs most. That much is said only of rows that were compared as a
+        whole, against rows that have none.
+        """
+        odd = np.zeros(error.shape, bool)
+        for x, y, reference, candidate in (
+            (a, b, self.reference, self.candidate),
+            (b, a, self.candidate, self.reference),
+        ):
+            rows = [reference.row_of[i] for i in np.unique(x.row[x.row >= 0]).tolist()]
+            for row in (row for row in rows if row.odd):
+                at = np.flatnonzero((x.row == row.row) & (y.row >= 0))
+                sound = np.array([candidate.row_of[j].odd == 0 for j in y.row[at].tolist()], bool)
+                if not sound.any():
+                    continue
+                seen = error[:, at] > tolerances.TIMES_FLOOR * self.limit(key)
+                if not seen.any() and sound.all() and self._is_whole(reference, row, len(at)):
+                    blank = (x.size[:, at] == 0) & (y.size[:, at] == 0)
+                    seen = blank if blank.any() else error[:, at] == error[:, at].max()
+                odd[:, at] |= seen & sound
+        return odd
+
+    def _is_whole(self, trace: AlignedTrace, row: Row, n: int) -> bool:
+        """Whether all of a row's values are among `n` compared tokens."""
+        length = row.shape[row.axis] if trace.batch == 1 else trace.steps[row.step]["length"]
+        return n == length and len(self.where.reference) == trace.batch
+
+
+class Floors(NamedTuple):
+    """The largest error of each tensor in sound runs: `before` any other choice, and `behind` one."""
+
+    before: dict[Key, float]
+    behind: dict[Key, float]
+
+
+def floors(sound: Sequence[Difference], least: dict[Key, float]) -> Floors:
+    """The largest error of each tensor in sound pairs, and at least what `least` says.
+
+    Behind a token that got other experts a sound run is as far off as a wrong one: what is seen there is a floor only
+    for what is behind such a token, too.
+    """
+    before, behind = dict(least), dict(least)
+    for key in least:
+        for pair in (pair for pair in sound if key in pair.errors and key not in pair.discrete):
+            before[key] = max(before[key], _largest(pair.unflipped(key)))
+            behind[key] = max(before[key], behind[key], _largest(pair.errors[key]))
+    return Floors(before, behind)
+
+
+def logit_noise(sound: Sequence[Difference], key: Key) -> float | None:
+    """The largest absolute error of a tensor kept in full in sound pairs, before flips; None where none of them has
+    it."""
+    noise = []
+    for item in sound:
+        a, b = (item.pair(key) if key in item.errors else None) or (None, None)
+        cells = ~np.isnan(item.unflipped(key)) if a is not None else np.zeros(0, bool)
+        if cells.any() and a.full is not None and b.full is not None:
+            noise.append(float(np.abs(a.full[cells].astype(np.float64) - b.full[cells]).max(initial=0)))
+    return max(noise, default=None)
+
+
+def _largest(errors: np.ndarray) -> float:
+    return float(np.fmax.reduce(errors, axis=None, initial=0.0))
+
+
+def _error(a: Values, b: Values) -> np.ndarray:
+    exact = a.full is not None and b.full is not None
+    if a.discrete:  # sums of integers are exact in a sketch, so another sum is another tensor
+        x, y = (a.full, b.full) if exact else (a.sketch, b.sketch)
+        return (x != y).any(-1).astype(float)
+    if not exact:
+        return relative_l2(a.sketch, b.sketch, a.size)
+    raw = [values.full.astype(np.float64) for values in (a, b)]
+    x, y = (np.where(np.isfinite(values), values, 0.0) for values in raw)
+    top, below = np.linalg.norm(y - x, axis=-1), np.linalg.norm(x, axis=-1)
+    # NaN against NaN is 0, and an infinity against itself; any other pair with one of them is another value
+    odd = [np.where(np.isfinite(values), 0.0, values) for values in raw]
+    other = ((odd[0] != odd[1]) & ~(np.isnan(odd[0]) & np.isnan(odd[1]))).any(-1)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return np.where(other, np.inf, np.where(top == 0, 0.0, top / below))

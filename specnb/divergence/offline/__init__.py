@@ -1,1 +1,0 @@
-"""Two traces from anywhere, compared without torch: what `compare` is made of."""

@@ -1,0 +1,378 @@
+"""A walk through the modules in the order they ran: which tensor is off by itself, and which only hands an error on.
+
+A module's output is made from what it was given and from all that ran inside it. What a module is given is the very
+tensor that another one made, where the reference's digests say so; else the code of the module that holds it made it,
+from what that was given and from all that ran in it before. Attention sees the past, so a position has its past's
+errors behind it, too.
+
+Other experts at a tie are no fault, and yet what is made from them has nothing to do with the reference any more. There
+a fault would not be noticed, so errors behind such a choice are measured by what sound runs show behind theirs.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from specnb.divergence import tolerances
+from specnb.divergence.difference import AlignedTrace, Difference, Floors, Values, logit_noise
+from specnb.divergence.tolerances import GROWN, HARMLESS, TIMES_FLOOR
+from specnb.divergence.trace import Key
+
+FEWEST = 3
+"""Positions that must agree before one offset is believed: so many, and half of those there are."""
+
+Call = tuple[str, int]
+OUTSIDE: Call = ("", -1)
+"""Who holds what no captured module holds."""
+
+
+class Event(NamedTuple):
+    """Tensors seen at once: what a call was given, or gave. `holders` enclose it, the innermost first."""
+
+    order: int
+    at: Call
+    keys: tuple[Key, ...]
+    holders: tuple[Call, ...]
+
+    @property
+    def given(self) -> bool:
+        return self.keys[0].role == "in"
+
+    @property
+    def maker(self) -> str:
+        """The module whose code made the tensors; what comes from outside is put down to the one that got it."""
+        return self.at[0] if not self.given or self.holders[0] == OUTSIDE else self.holders[0][0]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The events of one forward of the reference, and `same_as[key]`: the last earlier tensor of the same bits."""
+
+    events: tuple[Event, ...]
+    same_as: dict[Key, Key]
+
+    @classmethod
+    def of(cls, reference: AlignedTrace) -> "Plan":
+        """From the step that shows most tensors; what only others show is put where those had it."""
+        seen: dict[int, dict[Key, tuple[int, str]]] = {}
+        for key, rows in reference.rows.items():
+            for row in rows:
+                seen.setdefault(row.step, {})[key] = (row.order, row.digest)
+        order: dict[Key, int] = {}
+        last_with: dict[str, list[Key]] = {}
+        same_as: dict[Key, Key] = {}
+        for step in sorted(seen, key=lambda step: (-len(seen[step]), step)):
+            start = min(at for at, _ in seen[step].values())
+            for key, (at, digest) in sorted(seen[step].items(), key=lambda item: item[1][0]):
+                if key in order:
+                    continue
+                order[key] = at - start
+                if key.role == "state":
+                    continue
+                known = last_with.setdefault(digest, [])
+                if earlier := [each for each in known if order[each] < order[key]]:
+                    same_as[key] = max(earlier, key=order.__getitem__)
+                known.append(key)
+        return cls(tuple(_events(order)), same_as)
+
+    def with_copies(self, keys: set[Key]) -> set[Key]:
+        """These tensors, and those that hand them on."""
+        keys = set(keys)
+        for key, source in self.same_as.items():
+            if source in keys:
+                keys.add(key)
+        return keys
+
+    @property
+    def outermost(self) -> set[Key]:
+        """What came out of the outermost module; of a graph that is no tree, out of the last one."""
+        last = [event for event in self.events if not event.given and event.holders == (OUTSIDE,)]
+        return {key for event in last if event.at == last[-1].at for key in event.keys}
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules in the order they are entered."""
+        return list(dict.fromkeys(event.at[0] for event in self.events))
+
+
+def _events(order: Mapping[Key, int]) -> Iterator[Event]:
+    spans: dict[Call, tuple[int, int]] = {}
+    together: dict[tuple[int, str, Call], list[Key]] = {}
+    for key, at in order.items():
+        call = key[:2]
+        start, end = spans.get(call, (at, at))
+        spans[call] = (min(start, at), max(end, at))
+        if key.role != "state":
+            together.setdefault((at, key.role, call), []).append(key)
+    open_calls: list[Call] = []
+    for (at, _, call), keys in sorted(together.items(), key=lambda item: (item[0][0], -spans[item[0][2]][1])):
+        open_calls = [each for each in open_calls if spans[each][1] > at]
+        holders = tuple(each for each in reversed(open_calls) if each != call and spans[each][0] < at)
+        yield Event(at, call, tuple(keys), (*holders, OUTSIDE))
+        if call not in open_calls and spans[call][1] > at:
+            open_calls.append(call)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the walk says of one tensor, each (sequences, positions): `wrong` by itself; `beyond` its floor;
+    `given`, the largest error of what it was made from. `error` is 0 where nothing was compared."""
+
+    event: Event
+    error: np.ndarray
+    wrong: np.ndarray
+    beyond: np.ndarray
+    given: np.ndarray
+
+
+Excuse = Callable[[Event, Key, np.ndarray], np.ndarray]
+"""`excuse(event, key, wrong)`: where in `wrong` there is nothing structural after all."""
+
+
+def walk(
+    plan: Plan, errors: Mapping[Key, np.ndarray], floor: Mapping[Key, float], excuse: Excuse
+) -> dict[Key, Finding]:
+    """Findings by key, in the order of the run, of all that was compared."""
+    findings: dict[Key, Finding] = {}
+    shape = next(iter(errors.values())).shape if errors else (0, 0)
+    scopes: dict[Call, _Scope] = defaultdict(lambda: _Scope(shape))
+    for event in plan.events:
+        scope = scopes[event.holders[0] if event.given else event.at]
+        parts = {}
+        for key in (key for key in event.keys if key in errors):
+            source = findings.get(plan.same_as.get(key)) if event.given else None
+            given, given_wrong = (source.error, source.beyond) if source else (scope.error, scope.beyond)
+            wrong = tolerances.wrong_by_itself(errors[key], floor[key], given, given_wrong)
+            wrong &= ~(scope.odd & np.isinf(errors[key]))
+            if wrong.any():
+                wrong &= ~excuse(event, key, wrong)
+            error = np.nan_to_num(errors[key], posinf=np.inf)
+            parts[key] = Finding(event, error, wrong, error > TIMES_FLOOR * floor[key], given)
+        findings |= parts
+        for call in (*event.holders, event.at) if event.given else event.holders:
+            for part in parts.values():
+                scopes[call].add(part)
+    return findings
+
+
+class _Scope:
+    """The largest error so far, at each position or before it, of what was seen inside a call.
+
+    `odd` (sequences, 1): something was no number. That reaches tokens before it, too: attention gives a later one the
+    weight 0, and 0 times NaN is NaN.
+    """
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.error, self.beyond, self.odd = np.zeros(shape), np.zeros(shape, bool), np.zeros((shape[0], 1), bool)
+
+    def add(self, part: Finding) -> None:
+        self.error = np.maximum(self.error, np.maximum.accumulate(part.error, axis=1))
+        self.beyond = self.beyond | np.logical_or.accumulate(part.beyond, axis=1)
+        self.odd = self.odd | np.isinf(part.error).any(axis=1, keepdims=True)
+
+
+# --- what is off and no fault -----------------------------------------------------------------------------------------
+
+
+def harmless(plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float]) -> set[str]:
+    """Modules that are wrong by themselves while nothing made from that is: nothing else is wrong at those positions
+    or behind, up to the outermost module's output.
+
+    Positions that are all turned by one more step are such a case: attention sees their differences only.
+    """
+    finals = {key for key, part in findings.items() if not part.event.given and part.event.holders == (OUTSIDE,)}
+    wrong: dict[str, set[Key]] = defaultdict(set)
+    for key, part in findings.items():
+        if part.wrong.any():
+            wrong[part.event.maker].add(key)
+    return {maker for maker, keys in wrong.items() if finals and _dies_out(plan, findings, floor, keys, finals)}
+
+
+def _dies_out(
+    plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float], wrong: set[Key], finals: set[Key]
+) -> bool:
+    same = plan.with_copies(wrong)
+    if same & finals:
+        return False
+    start = min(findings[key].event.order for key in wrong)
+    behind = np.logical_or.accumulate(np.any([findings[key].wrong for key in wrong], axis=0), axis=1)
+    most = HARMLESS * min(1.0, max(float(findings[key].error[findings[key].wrong].max()) for key in wrong))
+    later = [key for key, part in findings.items() if part.event.order > start and key not in same]
+    limits = {key: max(min(most, GROWN * floor[key]), TIMES_FLOOR * floor[key]) for key in later}
+    return all((findings[key].error[behind] <= limits[key]).all() for key in later)
+
+
+def turned(difference: Difference, plan: Plan) -> set[Key]:
+    """The tensors that differ by one offset of all positions only, and those that hand them on."""
+    given = {key for key in difference.discrete if key.role == "in" and "position" in key.name}
+    rotaries = {key.module for key in given}
+    keys = {
+        key
+        for key in difference.errors
+        if key.role == "out" and key.module in rotaries and key not in difference.discrete and _is_late(difference, key)
+    }
+    if not keys:
+        return set()
+    keys |= {key for key in given if _is_one_step(*difference.pair(key))}
+    return plan.with_copies(keys) & difference.errors.keys()
+
+
+def _is_late(difference: Difference, key: Key) -> bool:
+    """Whether the candidate's tensor is that of the reference by some number of positions, the same for all."""
+    a, b = difference.pair(key)
+    n, near = len(a.row), TIMES_FLOOR * difference.limit(key)
+    if (np.diff(difference.where.positions) != 1).any() or (a.row < 0).any() or (b.row < 0).any():
+        return False
+    if not (difference.errors[key] > near).all():
+        return False  # another base of the cache turns every position
+    both = ((a.sketch, b.sketch), (b.sketch, a.sketch))
+    return any(
+        (np.linalg.norm(y[:, : n - late] - x[:, late:], axis=-1) <= near * np.linalg.norm(x[:, late:], axis=-1)).all()
+        for late in range(1, min(n // 2, n - FEWEST) + 1)
+        for x, y in both
+    )
+
+
+def _is_one_step(a: Values, b: Values) -> bool:
+    """Whether integers differ by the same amount everywhere."""
+    apart = b.sketch.astype(np.float64) - a.sketch
+    return bool((apart == apart[:1, :1]).all())
+
+
+class Doubt(NamedTuple):
+    """Other experts were chosen at `position` (and `count` tokens), with an unknown margin."""
+
+    module: str
+    position: int
+    count: int
+
+
+class Precise(NamedTuple):
+    """A precise run against the reference and against the candidate."""
+
+    reference: Difference
+    candidate: Difference
+
+
+class Excuses:
+    """Called by the walk with each tensor that seems wrong by itself; says where it is not.
+
+    `ties` and `rounded` count tokens excused by their margin, or as usual in sound runs, and by the precise run;
+    `doubts` are choices whose margin cannot be known from sketches.
+    """
+
+    def __init__(self, difference: Difference, sound: Sequence[Difference], precise: Precise | None) -> None:
+        self._difference, self._sound, self._precise = difference, sound, precise
+        self.ties, self.rounded = 0, 0
+        self._behind = np.zeros((len(difference.where.reference), len(difference.where.positions)), bool)
+        self.doubts: list[Doubt] = []
+
+    def __call__(self, event: Event, key: Key, wrong: np.ndarray) -> np.ndarray:
+        rounded = wrong & self.no_worse(key)
+        self.rounded += int(rounded.sum())
+        rest = wrong & ~rounded
+        logits = self.logits(event, key)
+        return rounded if logits is None or not rest.any() else rounded | self._routing(key, logits, rest)
+
+    def no_worse(self, key: Key) -> np.ndarray:
+        """(sequences, positions): no further from the precise run than the reference is; nowhere without one."""
+        errors = self._difference.errors[key]
+        if self._precise is None or any(key not in item.errors for item in self._precise):
+            return np.zeros(errors.shape, bool)
+        where = self._difference.where
+        pairs = ((self._precise.candidate, where.candidate), (self._precise.reference, where.reference))
+        places = (where.positions, errors.shape)
+        candidate, reference = (_onto(item, item.errors[key], sequences, *places) for item, sequences in pairs)
+        behind = [_onto(item, item.flipped[key], sequences, *places) == 1 for item, sequences in pairs]
+        discrete, least = key in self._difference.discrete, self._difference.limit(key)
+        return tolerances.no_worse(candidate, reference, discrete=discrete, least=least, behind=behind[0] | behind[1])
+
+    def logits(self, event: Event, key: Key) -> Key | None:
+        """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
+        seen, discrete = self._difference.features, self._difference.discrete
+        if key.role != "out" or key not in discrete:
+            return None
+        wider = [item for item in event.keys if item in seen and item not in discrete and seen[item] > seen[key]]
+        return max(wider, key=seen.__getitem__, default=None)
+
+    def _routing(self, key: Key, logits: Key, wrong: np.ndarray) -> np.ndarray:
+        """Excuse ties; where only sketches are there, excuse what is usual in sound runs and doubt what noise could do,
+        but no other choice from the same bits."""
+        difference = self._difference
+        values, chosen = difference.pair(logits), difference.pair(key)
+        if all(item.full is not None for item in (*values, *chosen)):
+            noise = logit_noise(self._sound, logits)
+            rows = values[0].full[wrong].astype(np.float64)
+            if noise is None:
+                noise = TIMES_FLOOR * difference.limit(logits) * float(np.abs(rows).max(initial=0))
+            near = tolerances.margins(rows, *(item.full[wrong].astype(np.int64) for item in chosen)) <= 2 * noise
+            excused = np.zeros(wrong.shape, bool)
+            excused[wrong] = near
+            return self._tied(excused)
+        error = difference.errors[logits]
+        cascade = wrong & (error > 0) & self._behind  # one tie leads to others
+        wrong = wrong & ~cascade
+        doubtful = wrong & (error > 0)
+        n, largest = int(doubtful.sum()), float(np.nanmax(error[wrong], initial=0))
+        tokens = int((~np.isnan(error)).sum())
+        usual = max((np.nansum(item.unflipped(key)) for item in self._sound if key in item.errors), default=0)
+        if 0 < n <= TIMES_FLOOR * usual:
+            return self._tied(doubtful | cascade)
+        if not n or n > tolerances.chance_flips(tokens, difference.features[logits], largest):
+            return self._tied(cascade)
+        first = int(difference.where.positions[doubtful.any(0)][0])
+        self.doubts.append(Doubt(key.module, first, n))
+        return doubtful | self._tied(cascade)
+
+    def _tied(self, cells: np.ndarray) -> np.ndarray:
+        self.ties += int(cells.sum())
+        self._behind |= np.logical_or.accumulate(cells, axis=1)
+        return cells
+
+
+def _onto(
+    difference: Difference, values: np.ndarray, sequences: list[int], positions: np.ndarray, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Values of another comparison at these sequences of its second trace and positions; NaN where it has none."""
+    placed = np.full(shape, np.nan)
+    _, to, at = np.intersect1d(positions, difference.where.positions, return_indices=True)
+    for i, sequence in enumerate(sequences):
+        if sequence in difference.where.candidate:
+            placed[i, to] = values[difference.where.candidate.index(sequence), at]
+    return placed
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Errors above three floors that nothing excuses: the largest one, and the largest as a multiple of its floor,
+    before any other choice; and the first position of such a `choice` if one is behind it."""
+
+    error: float = 0.0
+    grown: float = 0.0
+    choice: int | None = None
+
+    @classmethod
+    def of(
+        cls, difference: Difference, findings: Mapping[Key, Finding], floor: Floors, excuses: Excuses, excused: set[Key]
+    ) -> "Residual":
+        """From findings in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
+        error, grown = 0.0, 0.0
+        flips = np.zeros((len(difference.where.reference), len(difference.where.positions)), bool)
+        for key, part in findings.items():
+            if key in difference.discrete:
+                if excuses.logits(part.event, key) is not None:
+                    flips = flips | np.logical_or.accumulate(part.error > 0, axis=1)
+                continue
+            usual = np.where(flips, floor.behind[key], floor.before[key])
+            cells = part.error > TIMES_FLOOR * usual
+            if key in excused or not cells.any():
+                continue
+            cells &= ~excuses.no_worse(key)
+            if (cells & flips).any():
+                return cls(error, grown, int(difference.where.positions[flips.any(0)][0]))
+            worst = float(part.error[cells].max(initial=0))
+            error, grown = max(error, worst), max(grown, worst / floor.before[key])
+        return cls(error, grown)
