@@ -61,7 +61,7 @@ def capture(
     if width is not None and tokens is None:
         raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
     from specnb.book.progress import ProgressBar
-    from specnb.divergence.feeding import captured, fed, feed, feed_greedily
+    from specnb.divergence.capture.feeding import captured, fed, feed, feed_greedily
     from specnb.divergence.script import Script
 
     script, stopped = None if tokens is None else fed(tokens), ""

@@ -21,7 +21,7 @@ from specnb.decode import accept
 from specnb.decode.accept import Acceptance, Rule, rule_named
 from specnb.decode.generate import PromptLike, generate, prompt_ids
 from specnb.decode.sampling import Chooser, Draws, Rows, argmax
-from specnb.divergence.planting import replaced
+from specnb.divergence.faults.planting import replaced
 from specnb.divergence.sampling import Audit, Position, Tally
 from specnb.draft.base import Drafter, Picker, Proposal
 from specnb.draft.load import load_drafter

@@ -12,9 +12,9 @@ import pytest
 
 from specnb.cli.traces import _closer
 from specnb.divergence.capture import capture
+from specnb.divergence.capture.feeding import fed
 from specnb.divergence.compare import compare
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.feeding import fed
 from specnb.divergence.investigate import made_up
 from specnb.divergence.script import run
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table

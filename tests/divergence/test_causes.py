@@ -9,9 +9,9 @@ import torch
 
 from specnb.divergence.causes import Case, rank
 from specnb.divergence.faults import FAULTS
+from specnb.divergence.faults.planting import forward_replaced, replaced, values_changed
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
-from specnb.divergence.planting import forward_replaced, replaced, values_changed
 from specnb.divergence.replay import one_offset
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab

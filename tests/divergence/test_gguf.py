@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specnb.divergence import gguf_capture
+from specnb.divergence.capture import gguf as gguf_capture
+from specnb.divergence.capture.gguf import capture_gguf
 from specnb.divergence.compare import compare
-from specnb.divergence.gguf_capture import capture_gguf
 from specnb.divergence.script import Along, Feed, Script
 from specnb.errors import InputError, LoadError
 from specnb.lm.gguf import binding

@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 
 from specnb.divergence.faults import FAULTS
+from specnb.divergence.faults.planting import Fault
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import make
-from specnb.divergence.planting import Fault
 from specnb.divergence.script import Along
 from specnb.divergence.trace import Key
 from specnb.errors import InputError

@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specnb.divergence import model_files as files
 from specnb.divergence import preflight as checks
-from specnb.divergence.preflight import preflight, table
+from specnb.divergence.preflight import files, preflight, table
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter

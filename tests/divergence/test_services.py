@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specnb.divergence import report
 from specnb.divergence.errors import TENSOR, unsteady
+from specnb.divergence.faults.planting import forward_replaced, replaced
 from specnb.divergence.investigate import investigate, made_up
-from specnb.divergence.planting import forward_replaced, replaced
 from specnb.errors import InputError
 
 SMALL = {

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specnb.divergence.at_use import UNKNOWN
 from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.planting import forward_replaced
+from specnb.divergence.faults.planting import forward_replaced
 from specnb.divergence.setups import FIRST, NEIGHBOUR, Coverage, Lab, Rounded, coarser
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import other_products

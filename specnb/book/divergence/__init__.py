@@ -20,9 +20,9 @@ from specnb.book.divergence import figures
 from specnb.divergence import report
 from specnb.divergence.errors import named
 from specnb.divergence.faults import FAULTS, Recorded, planted
+from specnb.divergence.faults.planting import Fault
 from specnb.divergence.investigate import Investigation, judge, made_up
 from specnb.divergence.pair import Pair, pair
-from specnb.divergence.planting import Fault
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key

@@ -18,11 +18,11 @@ from torch.nn import functional
 
 from specnb.divergence.capture import capture
 from specnb.divergence.errors import floors, judged, locate
+from specnb.divergence.faults.planting import forward_replaced, replaced
 from specnb.divergence.investigate import judge
 from specnb.divergence.kv_slots import BLOCK_SIZE
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
-from specnb.divergence.planting import forward_replaced, replaced
 from specnb.divergence.replay import local_errors
 from specnb.divergence.script import Along, Script, run
 from specnb.divergence.setups import OWN, Deploy, Lab

@@ -20,9 +20,9 @@ from torch import nn
 
 from specnb.divergence import pair as small
 from specnb.divergence.faults import FAULTS, Recorded
+from specnb.divergence.faults.planting import Fault
 from specnb.divergence.investigate import Investigation, judge
 from specnb.divergence.parts import find, layer_number
-from specnb.divergence.planting import Fault
 from specnb.divergence.script import Along, Script
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError

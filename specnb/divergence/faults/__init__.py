@@ -7,7 +7,7 @@
 So a user can see whether the lab finds on his own model what it finds on the embedded pair. Two causes at once are two
 blocks, one in the other. A fault of a neighbour does nothing without a target, as in a draft that runs alone: `first`
 is None then. `split_k` and `uniform_offset` are controls: they change numbers and must not be called structural. Faults
-of the key/value cache are in `cache_faults`; faults of sampling live in no module's forward, they are in `lossless`.
+of the key/value cache are in `faults.cache`; faults of sampling live in no module's forward, they are in `lossless`.
 """
 
 import inspect
@@ -21,9 +21,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from specnb.divergence.cache_faults import foreign_writer, kv_slot_swap, overtrimmed, untrimmed
-from specnb.divergence.parts import Named, find, layer_number, named, output_head
-from specnb.divergence.planting import (
+from specnb.divergence.faults.cache import foreign_writer, kv_slot_swap, overtrimmed, untrimmed
+from specnb.divergence.faults.planting import (
     ALL,
     Around,
     Call,
@@ -36,6 +35,7 @@ from specnb.divergence.planting import (
     values_changed,
     with_argument,
 )
+from specnb.divergence.parts import Named, find, layer_number, named, output_head
 from specnb.errors import InputError, did_you_mean
 
 OUTPUT_SIDE = ("down_proj", "w2")

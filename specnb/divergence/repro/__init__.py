@@ -17,11 +17,11 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from specnb.divergence import standalone
 from specnb.divergence.errors import named
+from specnb.divergence.repro import standalone
+from specnb.divergence.repro.standalone import CAPTURED, INPUTS, WEIGHTS
 from specnb.divergence.script import Along, Feed, Script
 from specnb.divergence.setups import Deploy, Lab, Outcome
-from specnb.divergence.standalone import CAPTURED, INPUTS, WEIGHTS
 from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.divergence.trace import Key, canonical
 from specnb.errors import InputError

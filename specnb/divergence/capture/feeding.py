@@ -27,7 +27,7 @@ def captured(name: str, backend: str | None = None, **chosen: str | None) -> Ite
     spec = parse(name, **({"backend": backend} if backend else {}))
     options: dict[str, Any] = {"backend": spec.backend}
     if spec.backend == "llama":
-        from specnb.divergence.gguf_capture import capture_gguf
+        from specnb.divergence.capture.gguf import capture_gguf
 
         with capture_gguf(name, **chosen, **options) as both:
             yield both

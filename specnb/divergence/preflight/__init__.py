@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.divergence import model_files
-from specnb.divergence.model_files import Config, Result
+from specnb.divergence.preflight import files
+from specnb.divergence.preflight.files import Config, Result
 from specnb.draft.base import Drafter, Proposal, model_of
 from specnb.draft.model import ModelDrafter
 from specnb.errors import RewindError, SpecnbError
@@ -112,28 +112,28 @@ def _of_files(draft: Any, target: Any, draft_folder: Path | None, its: Path | No
     """The checks of weights and configs; `draft` and `target` are torch modules, or None."""
 
     @cache
-    def stored() -> dict[str, model_files.Stored]:
-        return model_files.headers(draft_folder) if draft_folder else {}
+    def stored() -> dict[str, files.Stored]:
+        return files.headers(draft_folder) if draft_folder else {}
 
     def both(name: str) -> list[Config | None]:
-        return [model_files.read_config(folder, name) if folder else None for folder in (draft_folder, its)]
+        return [files.read_config(folder, name) if folder else None for folder in (draft_folder, its)]
 
     def quantised() -> Result:
         dtypes = {name: tensor.dtype for name, tensor in stored().items()}
-        opened = None if draft is None else model_files.opened_quantisation(draft)
-        return model_files.quantisation(*both("config.json"), dtypes, opened)
+        opened = None if draft is None else files.opened_quantisation(draft)
+        return files.quantisation(*both("config.json"), dtypes, opened)
 
     no_folder = "" if draft_folder else "no folder of the draft was given"
     no_network = "no opened torch model of it was given" if draft is None else ""
     no_target = "it needs both opened torch models" if target is None else ""
     no_two = "" if draft_folder and its else "it needs the folders of draft and target"
-    yield "load report", no_folder or no_network, lambda: model_files.load_report(stored(), draft)
-    yield "tied head", no_network, lambda: model_files.tied_head(draft, stored())
-    yield "shared head", no_folder or no_network or no_target, lambda: model_files.shared_head(draft, target, stored())
-    yield "d2t", no_folder, lambda: model_files.token_map(model_files.read_config(draft_folder) or {}, stored())
-    yield "rope", no_two, lambda: model_files.rope(*both("config.json"))
+    yield "load report", no_folder or no_network, lambda: files.load_report(stored(), draft)
+    yield "tied head", no_network, lambda: files.tied_head(draft, stored())
+    yield "shared head", no_folder or no_network or no_target, lambda: files.shared_head(draft, target, stored())
+    yield "d2t", no_folder, lambda: files.token_map(files.read_config(draft_folder) or {}, stored())
+    yield "rope", no_two, lambda: files.rope(*both("config.json"))
     yield "quantisation", no_folder, quantised
-    yield "sampling defaults", no_two, lambda: model_files.sampling_defaults(*both("generation_config.json"))
+    yield "sampling defaults", no_two, lambda: files.sampling_defaults(*both("generation_config.json"))
 
 
 def _of_drafter(drafter: Drafter | None, models: Mapping[str, LanguageModel | None], k: int) -> Iterator[Check]:

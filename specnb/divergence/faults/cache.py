@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specnb.divergence.parts import find
-from specnb.divergence.planting import (
+from specnb.divergence.faults.planting import (
     ALL,
     Around,
     Fault,
@@ -22,6 +21,7 @@ from specnb.divergence.planting import (
     replaced,
     with_argument,
 )
+from specnb.divergence.parts import find
 from specnb.errors import InputError
 
 Rows = tuple[torch.Tensor, torch.Tensor]

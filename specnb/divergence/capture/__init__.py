@@ -190,18 +190,15 @@ class TraceBuilder:
 
     def measure(self) -> None:
         """Make digests, statistics and sketches of what waits, in float32 also where the model is under autocast."""
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            self._measure()
-
-    def _measure(self) -> None:
         stacks: dict[tuple, list[_Waiting]] = defaultdict(list)
         for waiting in self._waiting.values():
             kind = (waiting.copy.shape, waiting.copy.dtype, waiting.copy.device, waiting.token_axis)
             stacks[kind].append(waiting)
-        for (shape, *_), stack in stacks.items():
-            n = max(STACKED // max(shape.numel(), 1), 1)
-            for start in range(0, len(stack), n):
-                self._measure_stack(stack[start : start + n])
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            for (shape, *_), stack in stacks.items():
+                n = max(STACKED // max(shape.numel(), 1), 1)
+                for start in range(0, len(stack), n):
+                    self._measure_stack(stack[start : start + n])
         self._waiting.clear()
         self._bytes = 0
 
