@@ -271,13 +271,13 @@ def audit(
     from specnb.book.progress import ProgressBar
     from specnb.decode.sampling import Sampling
     from specnb.divergence.lossless import audited, in_turn
-    from specnb.divergence.sampling import Tally
+    from specnb.divergence.sampling import SamplingTally
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sampling)
-    Tally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
+    SamplingTally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
     chosen, options = in_turn(prompts), sampling | {"k": k, "max_new_tokens": max_new_tokens}
     with judged(), ProgressBar() as progress, ExitStack() as opened:
         model = opened.enter_context(closing(load(target)))

@@ -22,7 +22,7 @@ from specnb.decode.accept import Acceptance, Rule, rule_named
 from specnb.decode.generate import PromptLike, generate, prompt_ids
 from specnb.decode.sampling import Chooser, Draws, Rows, argmax
 from specnb.divergence.faults.planting import replaced
-from specnb.divergence.sampling import Audit, Position, Tally
+from specnb.divergence.sampling import Audit, Position, SamplingTally
 from specnb.draft.base import Drafter, Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
@@ -93,7 +93,7 @@ def audited(
     progress: Progress = silent, **options: Any,
 ) -> Audit:  # fmt: skip
     """Decode each prompt with a seed of its own, and audit every draft and token against its row."""
-    tally = Tally()
+    tally = SamplingTally()
     for number, prompt in enumerate(_counted(chosen, progress, "sampled")):
         listened(target, _text(prompt), drafter=drafter, hear=tally.add, seed=seed + number, ignore_eog=True, **options)
     return tally.audit(effect=effect)
@@ -117,7 +117,7 @@ def listened(
 ) -> Generation:
     """`decode.generate` by the rule "token", bit for bit; `hear` gets each position that was put to the test.
 
-    Of a long log keep what is needed, not the rows: `sampling.Tally().add` does. Raises InputError for drafts of trees.
+    Of a long log keep sums, not rows: `sampling.SamplingTally().add` does. Raises InputError for drafts of trees.
     """
     ids = prompt_ids(target, prompt)
     return generate(target, ids, drafter=drafter, rule=_listening(ids, hear), **options)
@@ -248,7 +248,7 @@ def trial(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progres
     rows = []
     for number, (name, plant) in enumerate(PLANTED.items()):
         progress(number, len(PLANTED), name)
-        tally = Tally()
+        tally = SamplingTally()
         for offset in range(prompts):
             target, draft = related(seed + offset)
             drafter = ModelDrafter(draft)

@@ -37,16 +37,16 @@ SHAPES = {
 """What differs between the two."""
 
 
-class Pair(NamedTuple):
+class SmallPair(NamedTuple):
     """A draft and the larger target it runs beside; both in evaluation mode, with the same vocabulary."""
 
     draft: nn.Module
     target: nn.Module
 
 
-def pair(*, seed: int = 0, dtype: str = "float32") -> Pair:
+def pair(*, seed: int = 0, dtype: str = "float32") -> SmallPair:
     """The embedded pair (7 MB in float32). Same seed and dtype (a name in DTYPES) give the same bits."""
-    return Pair(*(make(role, seed=seed, dtype=dtype) for role in ("draft", "target")))
+    return SmallPair(*(make(role, seed=seed, dtype=dtype) for role in ("draft", "target")))
 
 
 def make(role: str, *, seed: int = 0, dtype: str = "float32") -> nn.Module:

@@ -185,7 +185,7 @@ class Audit(NamedTuple):
         return self._asdict() | {"panel": panel, "flaws": flaws, "exit_code": self.exit_code, "line": self.line}
 
 
-class Tally:
+class SamplingTally:
     """Positions one by one, of which only sums are kept: rows of a large vocabulary need not be held."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ def audit(positions: Iterable[Position], *, effect: float = EFFECT, alpha: float
     A log without one tested position is inconclusive. Raises InputError for rows that are no distributions, tokens
     outside them, and numbers that are none.
     """
-    tally = Tally()
+    tally = SamplingTally()
     for position in positions:
         tally.add(position)
     return tally.audit(effect=effect, alpha=alpha)

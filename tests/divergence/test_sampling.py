@@ -9,7 +9,7 @@ from specnb.decode import accept
 from specnb.decode.generate import generate
 from specnb.divergence import sampling
 from specnb.divergence.lossless import PLANTED, listened, related, trial
-from specnb.divergence.sampling import STATISTICS, Moments, Position, Tally, audit, position_terms
+from specnb.divergence.sampling import STATISTICS, Moments, Position, SamplingTally, audit, position_terms
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
@@ -66,7 +66,7 @@ def test_sound_sampling_is_sound_once_the_positions_are_enough_and_inconclusive_
 @pytest.mark.parametrize("drafter", [LookupDrafter, lambda: ModelDrafter(related(3)[0])], ids=["lookup", "itself"])
 def test_deterministic_drafters_and_perfect_ones_are_not_accused(drafter):
     """Of a draft that is the target itself nothing is ever rejected, and what little varies is rounding."""
-    tally = Tally()
+    tally = SamplingTally()
     for seed in range(8):
         options = {"temperature": 0.7, "k": 3, "max_new_tokens": 150, "seed": seed}
         listened(related(3)[0], [1, 2, 1, 2, seed], drafter=drafter(), hear=tally.add, **options)

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 from specnb.book.divergence import figures
 from specnb.divergence import report
 from specnb.divergence.errors import named
-from specnb.divergence.faults import FAULTS, Recorded, planted
+from specnb.divergence.faults import FAULTS, RecordedFault, planted
 from specnb.divergence.faults.planting import Fault
 from specnb.divergence.investigate import Investigation, judge, made_up
-from specnb.divergence.pair import Pair, pair
+from specnb.divergence.pair import SmallPair, pair
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
@@ -111,7 +111,7 @@ class Study:
         self._measured: dict[str, Any] = {}
 
     @cached_property
-    def pair(self) -> Pair:
+    def pair(self) -> SmallPair:
         """The embedded pair."""
         return pair(seed=self.params.seed, dtype=self.params.dtype)
 
@@ -256,7 +256,7 @@ def gallery_of(lab: Lab, faults: Sequence[str], progress: Progress = silent) -> 
     rows, strips, framed = [], {}, {}
     for done, name in enumerate(faults):
         progress(done, len(faults), name)
-        deploy = Recorded(name)
+        deploy = RecordedFault(name)
         investigation = judge(lab, deploy=deploy, setups=lab.fitting(GALLERY))
         rows.append(_gallery_row(name, deploy.acted(), investigation))
         strips[name] = investigation.heat().max(axis=1)

@@ -449,7 +449,7 @@ def planted(fault: str, *, layer: int | None = None) -> Deploy:
     return partial(FAULTS[fault], layer=layer)
 
 
-class Recorded:
+class RecordedFault:
     """A planted fault as a service that notes each entry: `entered` has the neighbour and the fault as it was."""
 
     def __init__(self, name: str, **options: Any) -> None:

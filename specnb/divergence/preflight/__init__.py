@@ -48,7 +48,7 @@ Check = tuple[str, str, Callable[[], Result]]
 """Its name, why it cannot be made ("" where it can), and what makes it."""
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One check and its outcome. `evidence` says what was seen, also where nothing is wrong; `skipped` why not.
 
     `issues` are known cases upstream.
@@ -61,10 +61,10 @@ class Finding(NamedTuple):
     issues: tuple[str, ...] = ()
 
 
-def table(findings: Iterable[Finding]) -> pd.DataFrame:
+def table(findings: Iterable[CheckResult]) -> pd.DataFrame:
     """The findings, worst first: check, verdict, evidence, remedy, issues."""
     ranked = sorted(findings, key=lambda finding: RANK[finding.verdict])
-    return pd.DataFrame(ranked, columns=list(Finding._fields))
+    return pd.DataFrame(ranked, columns=list(CheckResult._fields))
 
 
 def preflight(
@@ -75,12 +75,12 @@ def preflight(
     target_folder: Path | None = None,
     training: Path | None = None,
     k: int = 4,
-) -> list[Finding]:
+) -> list[CheckResult]:
     """All checks that what is given allows, in seconds; `table` ranks them.
 
     Folders are those of transformers models (config.json, generation_config.json, safetensors): they are compared with
     the opened models, and with each other. `training` is the checkpoint that a training log came with. The models'
-    states are empty afterwards. What a check finds wrong is a Finding.
+    states are empty afterwards. What a check finds wrong is a CheckResult.
     """
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     models = {"draft": model_of(drafter) if drafter else None, "target": target}
@@ -94,25 +94,25 @@ def preflight(
     return findings
 
 
-def _finding(name: str, lack: str, check: Callable[[], Result]) -> Finding:
+def _finding(name: str, lack: str, check: Callable[[], Result]) -> CheckResult:
     """What cannot be read, or breaks down, is a finding of this check: the others are still made."""
     if lack:
-        return Finding(name, "skipped", lack)
+        return CheckResult(name, "skipped", lack)
     try:
         verdict, *words = check()
     except SpecnbError as error:
-        return Finding(name, "fail", str(error), "see the message")
+        return CheckResult(name, "fail", str(error), "see the message")
     except Exception as error:  # a drafter or a model that is under suspicion may raise anything
-        return Finding(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
+        return CheckResult(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
     issues = ISSUES.get(name.partition(" (")[0], ()) if verdict in ("fail", "warn") else ()
-    return Finding(name, verdict, *words, issues=issues)
+    return CheckResult(name, verdict, *words, issues=issues)
 
 
 def _of_files(draft: Any, target: Any, draft_folder: Path | None, its: Path | None) -> Iterator[Check]:
     """The checks of weights and configs; `draft` and `target` are torch modules, or None."""
 
     @cache
-    def stored() -> dict[str, files.Stored]:
+    def stored() -> dict[str, files.StoredTensor]:
         return files.headers(draft_folder) if draft_folder else {}
 
     def both(name: str) -> list[Config | None]:
@@ -162,7 +162,7 @@ def learning_rate(training: Path) -> Result:
 # --- drafting: the caller's tokens, its own drafts, an exact way back; no comparison of models can see these ----------
 
 
-class Recorder:
+class ListeningModel:
     """A model that notes the tokens in its state, and of which prefixes it gave logits. Otherwise the model itself."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -224,7 +224,7 @@ def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
         return "skipped", "the drafter has no model of its own that could be listened to"
     if getattr(model, "vocab", None) is not drafter.vocab:
         return "skipped", "the drafts are made in another vocabulary than they are proposed in"
-    recorder = Recorder(model)
+    recorder = ListeningModel(model)
     drafter.model = recorder
     try:
         return _recurrence(drafter, recorder, list(tokens), k)
@@ -232,7 +232,7 @@ def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
         drafter.model = model
 
 
-def _recurrence(drafter: Drafter, recorder: Recorder, tokens: list[int], k: int) -> Result:
+def _recurrence(drafter: Drafter, recorder: ListeningModel, tokens: list[int], k: int) -> Result:
     steps = rounds = 0
     for when, text, proposal in _rounds(drafter, recorder, tokens, k):
         if proposal.tree is not None:
@@ -250,7 +250,7 @@ def _recurrence(drafter: Drafter, recorder: Recorder, tokens: list[int], k: int)
 
 
 def _rounds(
-    drafter: Drafter, recorder: Recorder, text: list[int], k: int
+    drafter: Drafter, recorder: ListeningModel, text: list[int], k: int
 ) -> Iterator[tuple[str, tuple[int, ...], Proposal]]:
     """Rounds that keep none, one and all of their drafts: when it was, the text in front, what was proposed."""
     drafter.start(tuple(text))

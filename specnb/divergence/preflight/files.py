@@ -35,7 +35,7 @@ COMPUTED = (".inv_freq", ".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", "
 """Ends of names of what old files hold, and models compute for themselves."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file: where, its shape and its type as safetensors names it (F32, BF16, …)."""
 
     file: Path
@@ -43,7 +43,7 @@ class Stored(NamedTuple):
     dtype: str
 
 
-def headers(folder: Path) -> dict[str, Stored]:
+def headers(folder: Path) -> dict[str, StoredTensor]:
     """The tensors in the safetensors files of a model folder, by name; no weight is read.
 
     Raises InputError for a folder without such files, a shard that is missing, or a file that is not sound.
@@ -55,19 +55,19 @@ def headers(folder: Path) -> dict[str, Stored]:
         files = [folder / name for name in sorted({*read_json(shards, MAX_BYTES).get("weight_map", {}).values()})]
     if not files:
         raise InputError(f"{folder} has no safetensors files: give the folder of a model")
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118 (it is no mapping)
                     part = file.get_slice(name)
-                    tensors[name] = Stored(path, tuple(part.get_shape()), part.get_dtype())
+                    tensors[name] = StoredTensor(path, tuple(part.get_shape()), part.get_dtype())
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path} is missing or damaged ({str(error)[:200]}): fetch the model again") from error
     return tensors
 
 
-def load_report(stored: Mapping[str, Stored], network: "nn.Module") -> Result:
+def load_report(stored: Mapping[str, StoredTensor], network: "nn.Module") -> Result:
     """Weights that no file holds, that have another shape there, or that are not what the file says.
 
     Tensors that transformers joins or splits while it loads (experts of a MoE) are counted by layer: where a module
@@ -100,7 +100,7 @@ def load_report(stored: Mapping[str, Stored], network: "nn.Module") -> Result:
     return "ok", seen
 
 
-def _in_file(name: str, stored: Mapping[str, Stored]) -> str:
+def _in_file(name: str, stored: Mapping[str, StoredTensor]) -> str:
     """The file's name of a weight, with or without the base model's prefix; "" for none."""
     spelled = (name, name.removeprefix("model."), f"model.{name}")
     return next((spelling for spelling in spelled if spelling in stored), "")
@@ -110,7 +110,7 @@ def _place(tensor: "Tensor") -> tuple:
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else (id(tensor),)
 
 
-def _joined(missing: Mapping[str, "Tensor"], unexpected: list[str], stored: Mapping[str, Stored]) -> set[str]:
+def _joined(missing: Mapping[str, "Tensor"], unexpected: list[str], stored: Mapping[str, StoredTensor]) -> set[str]:
     """Names of modules for which model and files hold as many values, under different names."""
     joined: set[str] = set()
     for module in {name.rpartition(".")[0] for name in missing}:
@@ -132,7 +132,7 @@ def _looks(network: "nn.Module", value: "Tensor") -> str:
     return f"std {std:.3g}, mean {mean:.2g}" + (", as freshly initialised" if fresh else "")
 
 
-def _written(value: "Tensor", name: str, there: Stored) -> bool:
+def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
     """Whether the first and last rows of a weight are the file's, up to rounding; True for what is no float."""
     from safetensors import safe_open
 
@@ -155,7 +155,7 @@ def _ends(network: "nn.Module") -> list["Tensor | None"]:
     return [getattr(module, "weight", None) for module in modules]
 
 
-def tied_head(network: "nn.Module", stored: Mapping[str, Stored]) -> Result:
+def tied_head(network: "nn.Module", stored: Mapping[str, StoredTensor]) -> Result:
     """Whether embedding and output head are one tensor where the config says so, and two where the files hold two."""
     embedding, head = _ends(network)
     if embedding is None or head is None:
@@ -171,7 +171,7 @@ def tied_head(network: "nn.Module", stored: Mapping[str, Stored]) -> Result:
     return "ok", f"config: {'tied' if says else 'not tied'}; {'one tensor' if shared else 'two tensors'}"
 
 
-def shared_head(draft: "nn.Module", target: "nn.Module", stored: Mapping[str, Stored]) -> Result:
+def shared_head(draft: "nn.Module", target: "nn.Module", stored: Mapping[str, StoredTensor]) -> Result:
     """A draft whose files hold no head must have the target's; rows that pad the vocabulary do not count."""
     mine, its = (_ends(network)[1] for network in (draft, target))
     if mine is None or its is None:
@@ -185,7 +185,7 @@ def shared_head(draft: "nn.Module", target: "nn.Module", stored: Mapping[str, St
     return "fail", seen, "share the target's lm_head with the draft"
 
 
-def token_map(config: Config, stored: Mapping[str, Stored]) -> Result:
+def token_map(config: Config, stored: Mapping[str, StoredTensor]) -> Result:
     """Whether a draft of a smaller vocabulary says which target ids its own are: `d2t`, offsets to be added."""
     n_draft, n_target = (text_part(config).get(key) for key in ("draft_vocab_size", "vocab_size"))
     name = next((name for name in sorted(stored) if name.rpartition(".")[2] == "d2t"), None)

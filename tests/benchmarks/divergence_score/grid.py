@@ -19,7 +19,7 @@ import pandas as pd
 from torch import nn
 
 from specnb.divergence import pair as small
-from specnb.divergence.faults import FAULTS, Recorded
+from specnb.divergence.faults import FAULTS, RecordedFault
 from specnb.divergence.faults.planting import Fault
 from specnb.divergence.investigate import Investigation, judge
 from specnb.divergence.parts import find, layer_number
@@ -61,9 +61,9 @@ class GridCase:
     def says(self) -> str:
         return self.fault if self.layer is None else f"{self.fault} in layer {self.layer}"
 
-    def service(self) -> Recorded:
+    def service(self) -> RecordedFault:
         """The fault as a service."""
-        return Recorded(self.fault, **({} if self.layer is None else {"layer": self.layer}), **self.options)
+        return RecordedFault(self.fault, **({} if self.layer is None else {"layer": self.layer}), **self.options)
 
 
 def cases(
@@ -104,7 +104,7 @@ class Subject:
     seed: int
 
     @cached_property
-    def pair(self) -> small.Pair:
+    def pair(self) -> small.SmallPair:
         return small.pair(seed=self.seed, dtype=self.dtype)
 
     @cached_property
@@ -153,7 +153,7 @@ def scaled(subject: Subject, layer: int, eps: Sequence[float] = EPS) -> list[dic
     """
     rows: list[dict[str, Any]] = []
     for size in sorted(eps, reverse=True):
-        wrong = subject.lab.run("S0", Recorded(SCALE_FAULT, layer=layer, eps=size)).wrong
+        wrong = subject.lab.run("S0", RecordedFault(SCALE_FAULT, layer=layer, eps=size)).wrong
         expected = f"layers.{layer}.mlp.experts"
         named = {} if wrong.empty else {"module": wrong["module"].iloc[0], "position": int(wrong["position"].iloc[0])}
         rows.append(
