@@ -32,32 +32,12 @@ TORCH = "torch"
 """The engine of traces whose facts name none."""
 
 TENSOR_COLUMNS: dict[str, str] = {
-    "row": "int64",
-    "step": "int64",
-    "module": "str",
-    "kind": "str",
-    "call": "int64",
-    "order": "int64",
-    "role": "str",
-    "name": "str",
-    "shape": "ints",
-    "dtype": "str",
-    "device": "str",
-    "contiguous": "bool",
-    "digest": "str",
-    "mean": "float64",
-    "std": "float64",
-    "l1": "float64",
-    "l2": "float64",
-    "min": "float64",
-    "max": "float64",
-    "n_nan": "int64",
-    "n_inf": "int64",
-    "storage": "int64",
-    "version": "int64",
-    "token_axis": "int64",
+    "row": "int64", "step": "int64", "module": "str", "kind": "str", "call": "int64", "order": "int64", "role": "str",
+    "name": "str", "shape": "ints", "dtype": "str", "device": "str", "contiguous": "bool", "digest": "str",
+    "mean": "float64", "std": "float64", "l1": "float64", "l2": "float64", "min": "float64", "max": "float64",
+    "n_nan": "int64", "n_inf": "int64", "storage": "int64", "version": "int64", "token_axis": "int64",
     "first_position": "int64",
-}
+}  # fmt: skip
 """One row for each tensor seen. `order` counts events of the run: a module's inputs come before its outputs, inner
 modules between them. `storage` and `version` tell buffers apart within this run only (version -1: unknown)."""
 
@@ -65,15 +45,9 @@ STATISTICS = tuple(name for name, kind in TENSOR_COLUMNS.items() if kind == "flo
 """Columns that are stored as arrays: they may be NaN, and text of numbers is long."""
 
 PARAM_COLUMNS: dict[str, str] = {
-    "step": "int64",
-    "module": "str",
-    "call": "int64",
-    "owner": "str",
-    "owner_path": "str",
-    "object_id": "int64",
-    "digest": "str",
-    "dtype": "str",
-}
+    "step": "int64", "module": "str", "call": "int64", "owner": "str", "owner_path": "str", "object_id": "int64",
+    "digest": "str", "dtype": "str",
+}  # fmt: skip
 """One row for each parameter that an operation read while a module ran; `owner` is "?" where no known model has it."""
 
 
