@@ -327,7 +327,7 @@ RULES: tuple[Rule, ...] = (
     Rule("IDENTITY", 1, lambda c: c.wrong("S4"), "a target that never runs is enough: it was made at loading"),
     Rule("IDENTITY", -3, lambda c: c.alone, "no other model is needed: it is wrong alone, too"),
 
-    Rule("WEIGHTS", -4, lambda c: c.bare, "{module} has no parameters"),
+    Rule("WEIGHTS", -4, lambda c: c.bare, "what is wrong has no parameters"),
     Rule("WEIGHTS", 5, lambda c: c.changed and not c.turning, "{changes} as used is not what the pristine copy has"),
     # buffers of angles are made, and in no checkpoint
     Rule("WEIGHTS", 1, lambda c: c.changed and c.turning, "{changes} as used is not what the pristine copy has"),

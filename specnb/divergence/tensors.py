@@ -1,9 +1,7 @@
 """What is kept of a tensor: its digest, its statistics, and a sketch of each of its tokens.
 
 Works on a stack of tensors of one shape at once: a decoding step shows a thousand small ones, and the calls would cost
-more than the numbers. The sums are float32 within a token and float64 over tokens.
-
-A tensor without a token axis has no sketch: there is no position at which it could be compared, so its digest and its
+more than the numbers. A tensor without a token axis has no sketch: there is no position at which it could be compared, so its digest and its
 statistics stand for it.
 """
 
@@ -29,8 +27,6 @@ _STREAM = 2 << 56
 """Far from the counters that another use of the hash would start at."""
 # Masks hold the lowest float32; in a sketch its square would overflow.
 LARGEST = 1e15
-# Values whose spread is measured together: logits of a prompt are more than a cache holds.
-AT_ONCE = 1 << 18
 
 STATISTICS = ("mean", "std", "l1", "l2", "min", "max", "n_nan", "n_inf")
 
@@ -106,14 +102,47 @@ def fingerprints(stack: torch.Tensor, token_axis: int = -1) -> Prints:
     """
     if stack.is_complex():
         stack = torch.view_as_real(stack)
-    if stack.numel() == 0:
-        return _empty(stack.shape, token_axis)
     if stack.device.type == "mps":  # which has no float64
         stack = stack.cpu()
-    prints = _finite_prints(stack.to(dtype_of_product(stack.device.type, stack.dtype, _cpu_precision())), token_axis)
-    for i in np.flatnonzero(~(prints.statistics["l1"] <= LARGEST)):  # NaN is not less than anything
-        _mend(prints, int(i), stack[i], token_axis)
-    return prints
+    rows = token_rows(stack, token_axis).to(dtype_of_product(stack.device.type, stack.dtype, _cpu_precision()))
+    columns = _statistics(rows)
+    odd = np.flatnonzero(~(columns["l1"] <= LARGEST))  # NaN is not less than anything
+    for i in odd.tolist():
+        wide = stack[i].double().flatten()
+        columns["n_nan"][i], columns["n_inf"][i] = int(wide.isnan().sum()), int(wide.isinf().sum())
+        finite = _statistics(wide[wide.isfinite()][None, None])
+        for name in ("mean", "std", "l1", "l2", "min", "max"):
+            columns[name][i] = finite[name][0]
+    if token_axis < 0:
+        return Prints(columns, None, None)
+    if len(odd):
+        rows = rows.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
+    signed = rows @ token_signs(rows.shape[-1], rows.dtype, str(stack.device)) / math.sqrt(TOKEN_K)
+    return Prints(columns, _numpy(signed.float()), _numpy(torch.linalg.vector_norm(rows, dim=-1).float()))
+
+
+def _statistics(rows: torch.Tensor) -> dict[str, np.ndarray]:
+    """STATISTICS `(n,)` of rows `(n, tokens, values)` of moderate numbers; where they are not, `l1` is NaN or large."""
+    n = len(rows)
+    columns = {name: np.zeros(n, np.int64) for name in ("n_nan", "n_inf")}
+    if not rows.numel():
+        columns |= {name: np.zeros(n) for name in ("l1", "l2")}
+        return columns | {name: np.full(n, math.nan) for name in ("mean", "std", "min", "max")}
+    # around each token's mean, which need not be exact: what it is off by is in what is left
+    means = rows.sum(-1, dtype=torch.float64) / rows.shape[-1]
+    rest = rows - means.to(rows.dtype)[..., None]
+    off = rest.sum(-1, dtype=torch.float64) / rows.shape[-1]
+    variances = torch.linalg.vector_norm(rest, dim=-1).double().square() / rows.shape[-1] - off.square()
+    means = means.to(rows.dtype).double() + off
+    # the law of total variance: within the tokens, and between them
+    variance = variances.clamp(min=0).mean(-1) + means.var(-1, correction=0)
+    statistics = {
+        "mean": means.mean(-1), "std": variance.sqrt(),
+        "l1": rows.abs().sum(-1).double().sum(-1),
+        "l2": torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=-1).double(), dim=-1),
+        "min": rows.amin(-1).amin(-1).double(), "max": rows.amax(-1).amax(-1).double(),
+    }  # fmt: skip
+    return columns | {name: _numpy(column) for name, column in statistics.items()}
 
 
 def dtype_of_product(device_type: str, dtype: torch.dtype, cpu_precision: str = "none") -> torch.dtype:
@@ -134,105 +163,26 @@ def _cpu_precision() -> str:
     return torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
 
 
-def _finite_prints(stack: torch.Tensor, token_axis: int) -> Prints:
-    """Of a stack of float32 or float64 of moderate values; where they are not, `l1` is NaN or above LARGEST."""
-    rows = token_rows(stack, token_axis)
-    if token_axis < 0:  # one long row
-        tokens, sums = None, rows.sum(-1, dtype=torch.float64)
-        norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
-    else:
-        signed = rows @ token_signs(rows.shape[-1], rows.dtype, str(stack.device))
-        tokens, sums = _numpy((signed[..., :TOKEN_K] / math.sqrt(TOKEN_K)).float()), signed[..., TOKEN_K]
-        norms = torch.linalg.vector_norm(rows, dim=-1)
-    means, variances = _moments(rows, sums, norms)
-    mean = means.mean(-1)
-    # the law of total variance: within the tokens, and between them
-    variance = variances.mean(-1) + (means - mean[:, None]).square().mean(-1)
-    statistics = {
-        "mean": mean,
-        "std": variance.sqrt(),
-        "l1": rows.abs().sum(-1).double().sum(-1),
-        "l2": torch.linalg.vector_norm(norms.double(), dim=-1),
-        "min": rows.amin(-1).amin(-1).double(),
-        "max": rows.amax(-1).amax(-1).double(),
-    }
-    columns = {name: _numpy(column) for name, column in statistics.items()}
-    columns |= {name: np.zeros(len(stack), np.int64) for name in ("n_nan", "n_inf")}
-    return Prints(columns, tokens, None if tokens is None else _numpy(norms.float()))
-
-
-def _moments(rows: torch.Tensor, sums: torch.Tensor, norms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance `(n, t)` float64 of rows `(n, t, values)`, from their sums and norms where that is right.
-
-    The mean square less the square of the mean has no digits left where the mean is far larger than the spread: those
-    rows are done again around their mean, which need not be exact, for what it is off by is in what is left.
-    """
-    (n, t, size), rows = rows.shape, rows.flatten(0, 1)
-    means = sums.flatten().double() / size
-    variances = norms.flatten().double().square() / size - means.square()
-    narrow = (means.square() > variances).nonzero()[:, 0]
-    for some in narrow.split(max(AT_ONCE // size, 1)):
-        about = means[some].to(rows.dtype)
-        rest = rows[some] - about[:, None]
-        off = rest.sum(-1, dtype=torch.float64) / size
-        means[some] = about.double() + off
-        square = torch.linalg.vector_norm(rest, dim=-1, dtype=torch.float64).square() / size
-        variances[some] = (square - off.square()).clamp(min=0)
-    return means.view(n, t), variances.view(n, t)
-
-
-def _mend(prints: Prints, i: int, tensor: torch.Tensor, token_axis: int) -> None:
-    """Fill place i again: something in it is not finite, or too large for sums in float32."""
-    wide = tensor.double()
-    if prints.tokens is not None:
-        again = _finite_prints(wide.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)[None], token_axis)
-        prints.tokens[i], prints.token_l2[i] = again.tokens[0], again.token_l2[0]
-    finite = wide[wide.isfinite()]
-    statistics = {"n_nan": int(wide.isnan().sum()), "n_inf": int(wide.isinf().sum())}
-    if finite.numel():
-        statistics |= {"mean": finite.mean(), "std": finite.std(correction=0), "min": finite.min(), "max": finite.max()}
-        statistics |= {"l1": finite.abs().sum(), "l2": torch.linalg.vector_norm(finite)}
-    else:
-        statistics |= dict.fromkeys(("mean", "std", "min", "max"), math.nan) | {"l1": 0.0, "l2": 0.0}
-    for name, value in statistics.items():
-        prints.statistics[name][i] = float(value)
-
-
-def _empty(shape: torch.Size, token_axis: int) -> Prints:
-    n = shape[0]
-    columns = {name: np.full(n, math.nan) for name in ("mean", "std", "min", "max")}
-    columns |= {name: np.zeros(n) for name in ("l1", "l2")} | {
-        name: np.zeros(n, np.int64) for name in ("n_nan", "n_inf")
-    }
-    if token_axis < 0:
-        return Prints(columns, None, None)
-    t = math.prod(shape[1 : token_axis + 2]) if token_axis < 2 else shape[1] * shape[token_axis + 1]
-    return Prints(columns, np.zeros((n, t, TOKEN_K), np.float32), np.zeros((n, t), np.float32))
-
-
 def token_rows(stack: torch.Tensor, token_axis: int) -> torch.Tensor:
     """A stack `(n, *shape)` as `(n, tokens, features)`; without a token axis `(n, 1, values)`.
 
     `(batch, heads, length, dim)` with axis 2 gives batch * length tokens of heads * dim features.
     """
-    n = len(stack)
     if token_axis < 0:
-        return stack.reshape(n, 1, -1)
-    stack = stack.movedim(token_axis + 1, min(token_axis, 1) + 1)
-    tokens = stack.shape[1] * (stack.shape[2] if token_axis else 1)
-    return stack.reshape(n, tokens, -1)
+        return stack.reshape(len(stack), 1, math.prod(stack.shape[1:]))
+    rows = stack.movedim(token_axis + 1, min(token_axis, 1) + 1)
+    rows = rows.flatten(1, 2) if token_axis else rows
+    return rows.flatten(2) if rows.ndim > 2 else rows[..., None]
 
 
 def token_signs(features: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """`(features, 17)`: sixteen columns of signs, and ones, which give the sum of a token's values."""
-    return _token_signs(1 << (features - 1).bit_length(), dtype, device)[:features]
+    """Columns of signs `(features, 16)`."""
+    return _token_signs(1 << (features - 1).bit_length() if features else 0, dtype, device)[:features]
 
 
 @functools.lru_cache(maxsize=32)
 def _token_signs(rows: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    table = signs(rows)[:, : TOKEN_K + 1]
-    table[:, TOKEN_K] = 1
-    return torch.from_numpy(table).to(device, dtype)
+    return torch.from_numpy(signs(rows)[:, :TOKEN_K].copy()).to(device, dtype)
 
 
 def _as_tensor(values: torch.Tensor | np.ndarray) -> torch.Tensor:

@@ -21,6 +21,8 @@ from specnb.errors import InputError
 from tests.divergence.lab import TOKENS
 from tests.divergence.test_setups import last_logits, last_logits_of_another_head
 
+BANK = "layers.0.mlp.experts"
+
 
 @pytest.fixture(scope="module")
 def lab(divergence_lab):
@@ -41,21 +43,31 @@ def test_a_sound_draft_is_said_to_be_sound_in_every_set_up(lab):
     assert found.nodes().empty and not found.causes
 
 
-def test_the_case_is_solved_in_one_call(foreign):
+def test_the_case_is_solved_in_one_call(lab, foreign):
     assert foreign.verdict == "DIVERGENT" and foreign.exit_code == 1
-    assert foreign.first.module == "layers.0.mlp.experts" and foreign.first.first_token == 0
-    assert foreign.causes[0].name == "IDENTITY"
-    assert foreign.line.startswith(
-        f"DIVERGENT: first at layers.0.mlp.experts, {TOKENS} of {TOKENS} tokens from 0 on; cause IDENTITY"
-    )
+    assert (foreign.first.module, foreign.first.first_token, foreign.causes[0].name) == (BANK, 0, "IDENTITY")
+    assert foreign.line.startswith(f"DIVERGENT: first at {BANK}, {TOKENS} of {TOKENS} tokens from 0 on; cause IDENTITY")
     assert foreign.line.endswith("S0 S0w S1 clean; S2 S3 S4 S5 S6 wrong")
     assert list(foreign.nodes()["module"]) == [f"layers.{i}.mlp.experts" for i in range(4)]
-
-
-def test_the_matrix_has_every_set_up_also_those_not_run(lab, foreign):
-    alone = judge(lab, setups=["S0"], deploy=FAULTS["positional_registry"])
-    assert list(alone.setups()["verdict"]) == ["clean"] + ["not run"] * (len(FIRST) + len(ON_DEMAND) - 1)
     assert list(foreign.setups()["foreign"]) == [0, 0, 16, 16, 16, 16, 16, 16]
+    read = json.loads(json.dumps(foreign.document(), allow_nan=False))
+    assert read["schema"] == 1 and read["line"] == foreign.line and read["exit_code"] == 1
+    assert read["first"]["module"] == BANK and read["causes"][0]["cause"] == "IDENTITY"
+    assert [row["setup"] for row in read["setups"]] == [*FIRST, *ON_DEMAND]
+    assert "50 of 50 modules" in read["coverage"]["says"]
+
+
+def test_the_heat_map_has_the_first_divergence_hot_and_all_before_it_cold(foreign):
+    heat = foreign.heat()
+    assert heat.shape == (foreign.coverage.modules, TOKENS) and heat.max().max() <= HEAT[1]
+    assert (heat.loc[BANK] > 4).all() and (heat.loc[:"layers.0.mlp.router"] <= 0.5).all().all()
+    assert (foreign.heat("S0") <= 0.5).all().all()
+
+
+def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab):
+    found = judge(lab, deploy=FAULTS["positional_registry"], setups=["S0", "S1"])
+    assert found.verdict == "INCONCLUSIVE" and f"{BANK} read neighbour:" in found.reason and "S2" in found.reason
+    assert list(found.setups()["verdict"]) == ["clean", "not run", "clean"] + ["not run"] * 5
 
 
 def test_a_draft_that_is_wrong_alone_needs_no_more_neighbours(lab):
@@ -69,62 +81,13 @@ def test_benign_changes_are_precision_only(lab, fault, says):
     assert found.verdict == "PRECISION_ONLY" and says in found.reason and found.exit_code == 0
 
 
-def test_the_heat_map_has_the_first_divergence_hot_and_all_before_it_cold(foreign):
-    heat = foreign.heat()
-    assert heat.shape == (foreign.coverage.modules, TOKENS) and heat.max().max() <= HEAT[1]
-    assert (heat.loc["layers.0.mlp.experts"] > 4).all()
-    before = heat.loc[:"layers.0.mlp.router"]
-    assert (before <= 0.5).all().all()
-    assert (foreign.heat("S0") <= 0.5).all().all()
-
-
-def test_the_document_is_json_and_says_what_the_object_says(foreign):
-    read = json.loads(json.dumps(foreign.document(), allow_nan=False))
-    assert read["schema"] == 1 and read["line"] == foreign.line and read["exit_code"] == 1
-    assert read["first"]["module"] == "layers.0.mlp.experts" and read["causes"][0]["cause"] == "IDENTITY"
-    assert [row["setup"] for row in read["setups"]] == [*FIRST, *ON_DEMAND]
-    assert "50 of 50 modules" in read["coverage"]["says"]
-
-
-def test_what_could_not_be_compared_is_no_clean_bill(lab, monkeypatch):
-    """A module whose output was not seen may be anything."""
-    whole = Coverage.of
-
-    def blind(outcome, draft):
-        errors = outcome.errors[outcome.errors["at"] != "layers.2"]
-        return whole(replace(outcome, errors=errors), draft)
-
-    monkeypatch.setattr(module.Coverage, "of", blind)
-    found = judge(lab, setups=["S0"])
-    assert found.verdict == "INCONCLUSIVE" and "layers.2 could not be" in found.reason and found.exit_code == 125
-    assert "49 of 50 modules, not layers.2" in str(found.coverage)
-
-
-def test_a_draft_that_hooks_change_is_not_judged(lab):
-    """A service that computes something else while it is watched: the lab would judge the wrong thing."""
-
-    class Watched:
-        def __init__(self, draft, neighbour):
-            self.head = draft.lm_head
-
-        def __enter__(self):
-            original = nn.Linear.forward
-            self.head.forward = lambda x: original(self.head, x) + (0.0 if self.head._forward_hooks else 1.0)
-
-        def __exit__(self, *_):
-            del self.head.forward
-
-    found = judge(lab, deploy=Watched, setups=["S0"])
-    assert not found.inert and found.verdict == "INCONCLUSIVE" and "hooks" in found.reason
-
-
 @pytest.mark.slow
 def test_without_a_target_the_draft_is_looked_at_alone_and_beside_its_twins(lab):
     found = investigate(lab.draft, script=lab.script, deploy=FAULTS["positional_registry"])
     assert found.causes[0].name == "IDENTITY" and {*found.case.outcomes} == {"S0", "S0w", "S1", "S2", "S5"}
 
 
-# --- broken drafts that must not get a clean bill ---------------------------------------------------------------------
+# --- no clean bill ----------------------------------------------------------------------------------------------------
 
 
 def patched(path, change):
@@ -143,45 +106,46 @@ def patched(path, change):
     return service
 
 
-def other_order(routed):
-    logits, weights, chosen = routed
-    return logits, weights, chosen.flip(-1)
+def test_what_could_not_be_compared_is_no_clean_bill(lab, monkeypatch):
+    """A module whose output was not seen may be anything."""
+    whole = Coverage.of
+
+    def blind(outcome, draft):
+        return whole(replace(outcome, errors=outcome.errors[outcome.errors["at"] != "layers.2"]), draft)
+
+    monkeypatch.setattr(module.Coverage, "of", blind)
+    found = judge(lab, setups=["S0"])
+    assert found.verdict == "INCONCLUSIVE" and "layers.2 could not be" in found.reason and found.exit_code == 125
+    assert "49 of 50 modules, not layers.2" in str(found.coverage)
 
 
-def test_the_same_experts_with_one_anothers_weights_are_another_choice(lab):
-    found = judge(lab, deploy=patched("model.layers.1.mlp.router", other_order), setups=["S0"])
-    assert found.first.module == "layers.1.mlp.router" and found.causes[0].name == "ROUTING"
+def test_a_draft_that_hooks_change_or_that_does_not_repeat_is_not_judged(lab):
+    """A service that computes something else while it is watched: the lab would judge the wrong thing."""
+
+    class Watched:
+        def __init__(self, draft, neighbour):
+            self.head = draft.lm_head
+
+        def __enter__(self):
+            original = nn.Linear.forward
+            self.head.forward = lambda x: original(self.head, x) + (0.0 if self.head._forward_hooks else 1.0)
+
+        def __exit__(self, *_):
+            del self.head.forward
+
+    found = judge(lab, deploy=Watched, setups=["S0"])
+    assert not found.inert and found.verdict == "INCONCLUSIVE" and "hooks" in found.reason
+    noise = torch.Generator().manual_seed(0)
+    shaken = patched("lm_head", lambda logits: logits * (1 + 1e-7 * torch.randn(logits.shape, generator=noise)))
+    found = judge(lab, deploy=shaken, setups=["S0"])
+    assert not found.repeats and found.verdict == "INCONCLUSIVE" and "run to run" in found.reason
 
 
-def test_weights_that_are_a_little_off_everywhere_are_no_rounding(lab):
-    """By size and place they could be half precision; but they are not what the pristine copy has."""
-
-    @contextmanager
-    def other_weights(draft, neighbour):
-        before = {one: one.weight.detach().clone() for one in draft.modules() if isinstance(one, nn.Linear)}
-        draw = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for one in before:
-                one.weight.mul_(1 + 0.004 * torch.randn(one.weight.shape, generator=draw))
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for one, weight in before.items():
-                    one.weight.copy_(weight)
-
-    found = judge(lab, deploy=other_weights, setups=["S0"])
-    assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS"
-
-
-def test_what_the_outermost_model_does_to_its_logits_is_not_called_its_input(lab):
-    def scaled(out):
-        out.logits = out.logits * 1.3
-        return out
-
-    found = judge(lab, deploy=patched("", scaled), setups=["S0"])
-    assert found.first.module == "" and "first at the model itself" in found.line
-    assert found.causes[0].name != "INPUT"
+def test_logits_that_are_far_off_are_not_sound_though_no_module_is_wrong(lab):
+    blind = copy.copy(lab)
+    blind.floor = lab.floor * 1e9
+    found = judge(blind, deploy=FAULTS["kv_slot_swap"], setups=["S0"])
+    assert found.verdict == "INCONCLUSIVE" and "the logits are" in found.reason
 
 
 def test_a_draft_with_nan_in_it_is_told_where(lab):
@@ -194,25 +158,60 @@ def test_a_draft_with_nan_in_it_is_told_where(lab):
     assert "gives NaN, first in layers.1.mlp" in found.reason and "at position 0" in found.reason
 
 
-def sparse(seed=0):
+def test_weights_that_are_a_little_off_everywhere_are_no_rounding(lab):
+    """By size and place they could be half precision; but they are not what the pristine copy has."""
+
+    @contextmanager
+    def other_weights(draft, neighbour):
+        before = {layer: layer.weight.detach().clone() for layer in draft.modules() if isinstance(layer, nn.Linear)}
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for layer, weight in before.items():
+                layer.weight.mul_(1 + 0.004 * torch.randn(weight.shape, generator=draw))
+            try:
+                yield
+            finally:
+                for layer, weight in before.items():
+                    layer.weight.copy_(weight)
+
+    found = judge(lab, deploy=other_weights, setups=["S0"])
+    assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS"
+
+
+def other_order(routed):
+    logits, weights, chosen = routed
+    return logits, weights, chosen.flip(-1)
+
+
+def scaled(out):
+    out.logits = out.logits * 1.3
+    return out
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "cause"),
+    [("model.layers.1.mlp.router", other_order, "ROUTING"), ("", scaled, "COMPUTATION")],
+    ids=["the same experts with one another's weights", "what the outermost model does to its logits"],
+)
+def test_a_changed_output_is_put_down_to_its_module(lab, path, change, cause):
+    found = judge(lab, deploy=patched(path, change), setups=["S0"])
+    assert found.first.module == path.removeprefix("model.") and found.causes[0].name == cause
+    assert path or "first at the model itself" in found.line
+
+
+def test_what_cannot_be_compared_itself_is_judged_with_the_module_that_holds_it():
     """A mixture of experts whose activation is a module, which sees the tokens of one expert at a time."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4,
     )  # fmt: skip
-    model = MixtralForCausalLM(config).eval()
+    draft, act = MixtralForCausalLM(config).eval(), "layers.1.mlp.experts.act_fn"
     with torch.no_grad():
-        for weight in (one for one in model.parameters() if one.ndim > 1):
+        for weight in (weight for weight in draft.parameters() if weight.ndim > 1):
             weight.normal_(0, 0.2)
-    return model
-
-
-def test_what_cannot_be_compared_itself_is_judged_with_the_module_that_holds_it():
-    draft, act = sparse(), "layers.1.mlp.experts.act_fn"
     sound = investigate(draft, setups=["S0", "S0w"])
     assert sound.verdict == "SOUND" and act in sound.coverage.with_holder
-    assert "2 with the one that holds them" in str(sound.coverage)
     found = investigate(draft, deploy=patched(f"model.{act}", lambda out: out * 1.05), setups=["S0"])
     assert found.first.module == "layers.1.mlp.experts"
 
@@ -232,38 +231,17 @@ def test_a_service_that_makes_logits_of_last_tokens_alone_is_judged_like_any_oth
     assert wrong.verdict == "DIVERGENT" and wrong.first.module == "lm_head" and wrong.causes[0].name == "HEAD"
 
 
-def test_logits_that_are_far_off_are_not_sound_though_no_module_is_wrong(lab):
-    blind = copy.copy(lab)
-    blind.floor = lab.floor * 1e9
-    found = judge(blind, deploy=FAULTS["kv_slot_swap"], setups=["S0"])
-    assert found.verdict == "INCONCLUSIVE" and "the logits are" in found.reason
-
-
-def test_a_draft_that_does_not_repeat_is_not_judged(lab):
-    noise = torch.Generator().manual_seed(0)
-    shaken = patched("lm_head", lambda logits: logits * (1 + 1e-7 * torch.randn(logits.shape, generator=noise)))
-    found = judge(lab, deploy=shaken, setups=["S0"])
-    assert not found.repeats and found.verdict == "INCONCLUSIVE" and "run to run" in found.reason
-
-
-def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab):
-    found = judge(lab, deploy=FAULTS["positional_registry"], setups=["S0", "S1"])
-    assert found.verdict == "INCONCLUSIVE" and "layers.0.mlp.experts read neighbour:" in found.reason
-    assert "run S2" in found.reason
-
-
 def test_weights_that_nobody_saw_being_read_do_not_speak_for_shared_state(lab):
     found = judge(lab, deploy=FAULTS["shared_buffer"], setups=["S0", "S1", "S2"])
     case, says = found.case, "no foreign parameter was read as an operand"
     assert not case.unseen and any(sign.says == says for cause in rank(case) for sign in cause.signs)
     hidden = case.bad.trace.params[case.bad.trace.params["module"] != case.first["module"]]
-    blind = replace(
-        case, outcomes={**case.outcomes, "S1": replace(case.bad, trace=replace(case.bad.trace, params=hidden))}
-    )
+    unread = replace(case.bad, trace=replace(case.bad.trace, params=hidden))
+    blind = replace(case, outcomes={**case.outcomes, "S1": unread})
     assert blind.unseen and not any(sign.says == says for cause in rank(blind) for sign in cause.signs)
 
 
 def test_an_expert_bank_resolved_inside_a_custom_operation_is_named(lab):
     found = judge(lab, deploy=FAULTS["registry_in_op"], setups=["S0", "S1", "S2"])
-    assert found.causes[0].name == "IDENTITY" and found.first.module == "layers.0.mlp.experts"
-    assert any("neighbour:model.layers.0.mlp.experts" in sign.says for sign in found.causes[0].signs)
+    assert found.causes[0].name == "IDENTITY" and found.first.module == BANK
+    assert any(f"neighbour:model.{BANK}" in sign.says for sign in found.causes[0].signs)
