@@ -22,8 +22,7 @@ from specnb.divergence.errors import named
 from specnb.divergence.faults import FAULTS, RecordedFault, planted
 from specnb.divergence.faults.planting import Fault
 from specnb.divergence.investigate import Investigation, judge, made_up
-from specnb.divergence.pair import SmallPair, pair
-from specnb.divergence.script import Script
+from specnb.divergence.pair import pair
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
@@ -111,20 +110,12 @@ class Study:
         self._measured: dict[str, Any] = {}
 
     @cached_property
-    def pair(self) -> SmallPair:
-        """The embedded pair."""
-        return pair(seed=self.params.seed, dtype=self.params.dtype)
-
-    @cached_property
-    def script(self) -> Script:
-        """What the draft is fed: tokens of the seed."""
-        p = self.params
-        return made_up(self.pair.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
-
-    @cached_property
     def lab(self) -> Lab:
-        """One pristine copy and its floors, for all faults."""
-        return Lab(self.pair.draft, self.pair.target, script=self.script)
+        """The embedded pair, with one pristine copy and its floors for all faults; it is fed tokens of the seed."""
+        p = self.params
+        models = pair(seed=p.seed, dtype=p.dtype)
+        script = made_up(models.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
+        return Lab(*models, script=script)
 
     def investigate(self, progress: Progress = silent) -> Investigation:
         """The fault, as a service under suspicion."""
@@ -133,10 +124,25 @@ class Study:
         return investigation
 
     def gallery(self, progress: Progress = silent) -> Gallery:
-        """Every fault of the gallery in turn."""
-        gallery = gallery_of(self.lab, self.faults, progress)
-        self._measured["gallery"] = gallery.table.to_dict("records")
-        return gallery
+        """Plant one fault of the gallery after the other and investigate each as a service of its own.
+
+        Columns of the table: fault, planted (what it is), verdict, module, module_right, token, cause, cause_right,
+        seconds. A fault that is none (`split_k`, `uniform_offset`) is right where nothing is named. Raises InputError
+        for a fault that does not fit the models, and one that waits for something that this script does not do.
+        """
+        rows, strips, framed = [], {}, {}
+        for done, name in enumerate(self.faults):
+            progress(done, len(self.faults), name)
+            deploy = RecordedFault(name)
+            investigation = judge(self.lab, deploy=deploy, setups=self.lab.fitting(GALLERY))
+            rows.append(_gallery_row(name, deploy.acted(), investigation))
+            strips[name] = investigation.heat().max(axis=1)
+            if investigation.first is not None:
+                framed[name] = investigation.first.module
+        order = list(dict.fromkeys(module for strip in strips.values() for module in strip.index))
+        table = pd.DataFrame(rows)
+        self._measured["gallery"] = table.to_dict("records")  # in Python's own types
+        return Gallery(table, pd.DataFrame(strips, index=order).T, framed)
 
     def record(self) -> RunRecord:
         """The record of what has been measured so far."""
@@ -243,29 +249,6 @@ def setups_figure(investigation: Investigation) -> go.Figure:
     return figures.strips(pd.DataFrame(strips, index=order).T, title=title, marks=marks)
 
 
-# --- the gallery of planted faults ------------------------------------------------------------------------------------
-
-
-def gallery_of(lab: Lab, faults: Sequence[str], progress: Progress = silent) -> Gallery:
-    """Plant one fault after the other and investigate each as a service of its own.
-
-    Columns of the table: fault, planted (what it is), verdict, module, module_right, token, cause, cause_right,
-    seconds. A fault that is none (`split_k`, `uniform_offset`) is right where nothing is named. Raises InputError for a
-    fault that does not fit the lab's models, and one that waits for something that this script does not do.
-    """
-    rows, strips, framed = [], {}, {}
-    for done, name in enumerate(faults):
-        progress(done, len(faults), name)
-        deploy = RecordedFault(name)
-        investigation = judge(lab, deploy=deploy, setups=lab.fitting(GALLERY))
-        rows.append(_gallery_row(name, deploy.acted(), investigation))
-        strips[name] = investigation.heat().max(axis=1)
-        if investigation.first is not None:
-            framed[name] = investigation.first.module
-    order = list(dict.fromkeys(module for strip in strips.values() for module in strip.index))
-    return Gallery(pd.DataFrame(rows), pd.DataFrame(strips, index=order).T, framed)
-
-
 def _gallery_row(name: str, fault: Fault, investigation: Investigation) -> dict[str, object]:
     first, causes = investigation.first, [cause.name for cause in investigation.causes]
     cause = causes[0] if causes else "PRECISION_ONLY" if investigation.verdict == "PRECISION_ONLY" else NOTHING
@@ -356,7 +339,9 @@ def write(
     if slots:
         sections["KV slots"] = _paragraph(SLOTS) + _table(report.slots())
     if triage is not None:
-        sections["Acceptance"] = _acceptance(triage)
+        by_position, signs = triage.profile.table(), triage.table() if triage.suspicious else pd.DataFrame()
+        tables = "".join(_table(table) for table in (by_position, signs) if not table.empty)
+        sections["Acceptance"] = _paragraph(acceptance_line(triage)) + tables
     if repro is not None:
         text = f"{repro}. Run it with torch, transformers and safetensors: python repro/repro.py"
         sections["Reproduction"] = _paragraph(text)
@@ -392,14 +377,6 @@ def heat(investigation: Investigation, *, hover: bool = True) -> go.Figure:
     title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
     cells = report.cells(investigation, setup.id) if hover else None
     return figures.heat(investigation.heat(), box=box, cells=cells, title=title)
-
-
-def _acceptance(triage: Triage) -> str:
-    parts = [_paragraph(acceptance_line(triage))]
-    table = triage.profile.table()
-    parts += [] if table.empty else [_plot(figures.acceptance(table))]
-    parts += [_table(triage.table())] if triage.suspicious else []
-    return "".join(parts)
 
 
 def _answers(answers: list[report.Answer]) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from specnb.book.style import series, spread, template
+from specnb.book.style import series, template
 from specnb.divergence.errors import HEAT
 from specnb.divergence.tolerances import TIMES_FLOOR
 
@@ -114,24 +114,6 @@ def misleading(table: pd.DataFrame) -> go.Figure:
     title = "What each number says of the same outputs"
     return figure.update_layout(
         template=template(), title_text=title, height=560, legend={"y": -0.18}, margin={"l": 95}
-    )
-
-
-def acceptance(table: pd.DataFrame) -> go.Figure:
-    """alpha_k over k with its interval (`Profile.table`)."""
-    alpha, low, high = (100 * table[name] for name in ("alpha", "low", "high"))
-    figure = go.Figure(
-        go.Scatter(
-            x=table["position"].tolist(), y=alpha.tolist(), mode="lines+markers", customdata=table[["kept", "tested"]],
-            error_y=spread(alpha, low, high),
-            hovertemplate="draft %{x}: %{y:.1f} %<br>%{customdata[0]} of %{customdata[1]} kept<extra></extra>",
-            **series(0),
-        )
-    )  # fmt: skip
-    figure.update_xaxes(title_text="draft position k", tickvals=table["position"].tolist())
-    figure.update_yaxes(title_text="kept, of those put to the test (%)", range=[-4, 104])
-    return figure.update_layout(
-        template=template(), title_text="Drafts kept, by position", height=380, margin={"l": 90}
     )
 
 
