@@ -244,8 +244,7 @@ def test_a_sound_draft_has_a_page_without_causes(sound, tmp_path):
 
 def test_names_are_text_and_never_markup(wrong, tmp_path):
     bad = wrong.case.bad
-    renamed = {table: getattr(bad, table).replace("layers.0.mlp.experts", HOSTILE) for table in ("wrong", "errors")}
-    outcome = dataclasses.replace(bad, **renamed)
+    outcome = dataclasses.replace(bad, errors=bad.errors.replace("layers.0.mlp.experts", HOSTILE))
     case = dataclasses.replace(wrong.case, outcomes={bad.setup.id: outcome})
     floor = wrong.floor.rename({"layers.0.mlp.experts": HOSTILE}, level="at")
     hostile = dataclasses.replace(wrong, case=case, floor=floor, facts=dict(wrong.facts) | {"draft": HOSTILE})

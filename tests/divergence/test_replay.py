@@ -41,7 +41,6 @@ class Subject:
     def __init__(self, dtype):
         models = small.pair(dtype=dtype)
         self.draft, self.target, self.reference = models.draft, models.target, small.copy_of(models.draft)
-        self.noise = {"float32": 1e-4, "bfloat16": 0.6}[dtype]
         self.sound = [self.errors(script=script) for script in (SCRIPT, BLOCKS)]
         self.floor = floors(self.sound, dtype)
 
@@ -58,12 +57,6 @@ class Subject:
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def pair(request):
     return Subject(request.param)
-
-
-def test_running_gives_the_logits_of_the_text(pair):
-    whole, logits = pair.reference(torch.tensor([TEXT])).logits[0], run(pair.draft, SCRIPT)
-    for position, number in enumerate(SCRIPT.last_feeds):
-        assert (logits[number][position - SCRIPT.starts[number]] - whole[position]).abs().max() < pair.noise
 
 
 def test_sound_runs_are_within_their_floors_in_every_shape(pair):
