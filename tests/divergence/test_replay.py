@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -112,6 +113,16 @@ def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(pair):
     errors = local_errors(pair.reference, replace(along, gaps={key: np.array([3, 4])}))
     assert pair.wrong(errors).empty
     assert {3, 4}.isdisjoint(errors.loc[errors["module"] == key.module, "position"][errors["role"] == "out"])
+
+
+def test_first_is_what_is_wrong_in_an_earlier_feed_whichever_module_runs_first():
+    columns = {
+        "order": [2, 5, 5, 1],
+        "feed": [3, 0, 0, 0],
+        "position": [9, 4, 2, 0],
+        "wrong": [True, True, True, False],
+    }
+    assert locate(pd.DataFrame(columns))["position"].tolist() == [2, 4, 9]
 
 
 class InPlace(nn.Module):
