@@ -275,18 +275,18 @@ class Before:
     def __init__(
         self, draft: nn.Module, neighbour: nn.Module | None, *, meant: Mapping[str, str], tag: str, other: str
     ) -> None:
-        self._meant, self._own, self._other = meant, tag, other
-        mine = held(draft)
-        shared = {id(tensor) for tensor in mine.values()}  # by both, as they were loaded: the draft's
-        neighbours = {} if neighbour is None else dict((*neighbour.named_parameters(), *neighbour.named_buffers()))
-        self._theirs = {path: tensor for path, tensor in neighbours.items() if id(tensor) not in shared}
-        self._stamps = {path: _stamp(tensor) for path, tensor in self._theirs.items()}
-        self._forms = {path: _form(tensor) for path, tensor in mine.items()}
+        self._meant, self._tag, self._other = meant, tag, other
+        of_draft = held(draft)
+        shared = {id(tensor) for tensor in of_draft.values()}  # by both, as they were loaded: the draft's
+        others = {} if neighbour is None else dict((*neighbour.named_parameters(), *neighbour.named_buffers()))
+        self._neighbours = {path: tensor for path, tensor in others.items() if id(tensor) not in shared}
+        self._stamps = {path: _stamp(tensor) for path, tensor in self._neighbours.items()}
+        self._forms = {path: _form(tensor) for path, tensor in of_draft.items()}
 
     def labelled(self, trace: Trace) -> Trace:
         """The trace with the neighbour as the owner of what was read of it under a name of the draft's."""
-        params, objects = trace.params, {id(tensor): path for path, tensor in self._theirs.items()}
-        of_draft = params["owner"] == self._own
+        params, objects = trace.params, {id(tensor): path for path, tensor in self._neighbours.items()}
+        of_draft = params["owner"] == self._tag
         changed = of_draft & (params["digest"] != params["owner_path"].map(self._meant)) & (params["digest"] != "")
         paths = params["object_id"].map(objects).astype(object).where(of_draft)
         if (unknown := changed & paths.isna()).any():
@@ -306,7 +306,7 @@ class Before:
         forms, registry, digests = {self._forms.get(path) for path in paths}, Registry({}), {*self._meant.values()}
         alike = {
             registry.digest(Owned(self._other, path, tensor)): path
-            for path, tensor in self._theirs.items()
+            for path, tensor in self._neighbours.items()
             if _form(tensor) in forms and _stamp(tensor) == self._stamps[path] and _telling(tensor)
         }
         return {digest: path for digest, path in alike.items() if digest not in digests}

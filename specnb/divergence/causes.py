@@ -112,55 +112,54 @@ class Case:
         return {path for path, holder in self.holders.items() if holder == module or holder in unseen}
 
     @cached_property
-    def reads(self) -> pd.DataFrame:
-        """The parameters that operations of the first module read."""
+    def reads(self) -> dict[str, list[str]]:
+        """The parameters that operations of the first module read, by whose they are.
+
+        "own": the draft's, by whatever path (a tied head is read as the embedding), "changed" those of them with other
+        content than in the pristine copy; "foreign": other models', as owner:path; of parameters that no known model
+        has "copies" names those of the draft's whose content it is, "strange" are the others.
+        """
+        names: dict[str, set[str]] = {kind: set() for kind in ("own", "changed", "foreign", "copies", "strange")}
         params = self.bad.trace.params
-        return params[params["module"] == self.first["module"]].drop_duplicates(["owner", "owner_path", "digest"])
+        read = params.loc[params["module"] == self.first["module"], ["owner", "owner_path", "digest"]]
+        for owner, path, digest in read.drop_duplicates().itertuples(index=False):
+            same = {name for name, known in self.meant.items() if known and known == digest}
+            if owner == OWN:
+                names["own"] |= {path, *same}
+                names["changed"] |= {path} if self.meant.get(path, digest) != digest else set()
+            elif owner == UNKNOWN:
+                names["copies"] |= same
+                names["strange"] |= set() if same else {path}
+            else:
+                names["foreign"].add(f"{owner}:{path}")
+        return {kind: sorted(paths) for kind, paths in names.items()}
 
-    @cached_property
+    @property
     def foreign(self) -> list[str]:
-        """Of these, the parameters of other models, as owner:path."""
-        foreign_reads = self.reads[~self.reads["owner"].isin((OWN, UNKNOWN))]
-        return sorted({f"{row.owner}:{row.owner_path}" for row in foreign_reads.itertuples()})
+        return self.reads["foreign"]
 
-    @cached_property
+    @property
     def changed(self) -> list[str]:
-        """Of these, the draft's own whose content is not that of the pristine copy."""
-        read = self.reads[self.reads["owner"] == OWN]
-        pairs = zip(read["owner_path"], read["digest"], strict=True)
-        return sorted({path for path, digest in pairs if self.meant.get(path, digest) != digest})
+        return self.reads["changed"]
 
-    @cached_property
+    @property
     def copies(self) -> list[str]:
-        """Of the draft's parameters, those whose content was read from parameters that no known model has."""
-        return sorted(self._read_of(UNKNOWN))
+        return self.reads["copies"]
 
-    @cached_property
-    def tied(self) -> set[str]:
-        """Of the draft's parameters, those whose content was read of its own, by whatever path: a tied head is read as
-        the embedding."""
-        return self._read_of(OWN)
-
-    @cached_property
+    @property
     def strange(self) -> bool:
-        """Whether parameters that no known model has were read, and are not seen to be copies of the draft's own."""
-        return not {*self.reads.loc[self.reads["owner"] == UNKNOWN, "digest"]} <= {*self.meant.values()}
-
-    def _read_of(self, owner: str) -> set[str]:
-        """Paths of the draft's parameters whose content was read from parameters of an owner."""
-        read = {*self.reads.loc[self.reads["owner"] == owner, "digest"]} - {""}
-        return {path for path, digest in self.meant.items() if digest in read}
+        return bool(self.reads["strange"])
 
     @cached_property
     def unseen(self) -> bool:
         """Whether the first module has parameters and was seen to read none: a kernel that torch is not shown did."""
-        known = self.parameters.isdisjoint({*self.reads["owner_path"], *self.tied}) and not self.copies
-        return bool(self.parameters) and known and not self.foreign and not self.strange
+        known = self.parameters & {*self.reads["own"]} or self.copies or self.foreign or self.strange
+        return bool(self.parameters) and not known
 
     @cached_property
     def bare(self) -> bool:
         """Whether the first module has no parameters, and read none."""
-        return not self.parameters and self.reads.empty
+        return not self.parameters and not any(self.reads.values())
 
     @cached_property
     def unchanged(self) -> bool:
@@ -168,12 +167,9 @@ class Case:
 
         Of the buffers of a rotary embedding one is read, the other is what it was made with.
         """
-        read = {*self.reads.loc[self.reads["owner"] == OWN, "owner_path"], *self.copies, *self.tied}
-        return (
-            bool(read)
-            and (self.parameters <= read or self.turning)
-            and not (self.changed or self.foreign or self.strange)
-        )
+        read = {*self.reads["own"], *self.copies}
+        whole = bool(read) and (self.parameters <= read or self.turning)
+        return whole and not (self.changed or self.foreign or self.strange)
 
     @cached_property
     def turning(self) -> bool:
@@ -415,47 +411,27 @@ class CauseClass(NamedTuple):
     next_experiment: str
 
 
-CLASSES: Mapping[str, CauseClass] = MappingProxyType(
-    {
-        "IDENTITY": CauseClass(
-            3, ("vLLM #33497", "vLLM #32805", "vLLM #33624", "vLLM #48622", "ik_llama.cpp #645"),
-            "resolve modules by name instead of by order (vLLM: fast_moe_cold_start=False) and run S2 again",
-        ),
-        "WEIGHTS": CauseClass(
-            5, ("SGLang #39087", "SGLang #22823", "speculators #1131", "NeMo Automodel #2447"),
-            "compare the loaded parameters with the checkpoint's, scales included (preflight: load_report)",
-        ),
-        "COMPUTATION": CauseClass(
-            4, ("llama.cpp #29168", "vLLM #32009", "vLLM #11672", "vllm-ascend #9983"),
-            "compare this module's kernel and settings (activation, eps, scale, mask) with the reference code's, and "
-            "run it by that code (eager)",
-        ),
-        "HEAD": CauseClass(
-            3, ("vLLM #46435", "SGLang #27829"),
-            "compare the head with the checkpoint's, or with the embedding it is tied to",
-        ),
-        "ROUTING": CauseClass(
-            2, ("vLLM #48622", "SGLang #26980"),
-            "compare router logits and chosen experts with those of S0",
-        ),
-        "KV_SLOT": CauseClass(
-            7, ("vLLM #50169", "vLLM #26191", "mlx-lm #1914", "vLLM #9730"),
-            "compare keys and values by position with a fresh prefill's, and the cache's length after each round",
-        ),
-        "STATE": CauseClass(
-            6, ("vLLM #56734", "triton #10772", "vLLM #47303"),
-            "give the two models buffers of their own, poison free memory, and run S3 again",
-        ),
-        "POSITION": CauseClass(
-            2, ("vLLM #58080", "vLLM #57941"),
-            "compare inv_freq and RoPE overrides of the two code paths",
-        ),
-        "INPUT": CauseClass(
-            6, ("vLLM #50170", "SGLang #32226", "vLLM #14647", "exo #1188"),
-            "print what is fed, and the draft's maximal length",
-        ),
-    }
-)  # fmt: skip
+CLASSES: Mapping[str, CauseClass] = MappingProxyType({
+    "IDENTITY": CauseClass(3, ("vLLM #33497", "vLLM #32805", "vLLM #33624", "vLLM #48622", "ik_llama.cpp #645"),
+        "resolve modules by name instead of by order (vLLM: fast_moe_cold_start=False) and run S2 again"),
+    "WEIGHTS": CauseClass(5, ("SGLang #39087", "SGLang #22823", "speculators #1131", "NeMo Automodel #2447"),
+        "compare the loaded parameters with the checkpoint's, scales included (preflight: load_report)"),
+    "COMPUTATION": CauseClass(4, ("llama.cpp #29168", "vLLM #32009", "vLLM #11672", "vllm-ascend #9983"),
+        "compare this module's kernel and settings (activation, eps, scale, mask) with the reference code's, and "
+        "run it by that code (eager)"),
+    "HEAD": CauseClass(3, ("vLLM #46435", "SGLang #27829"),
+        "compare the head with the checkpoint's, or with the embedding it is tied to"),
+    "ROUTING": CauseClass(2, ("vLLM #48622", "SGLang #26980"),
+        "compare router logits and chosen experts with those of S0"),
+    "KV_SLOT": CauseClass(7, ("vLLM #50169", "vLLM #26191", "mlx-lm #1914", "vLLM #9730"),
+        "compare keys and values by position with a fresh prefill's, and the cache's length after each round"),
+    "STATE": CauseClass(6, ("vLLM #56734", "triton #10772", "vLLM #47303"),
+        "give the two models buffers of their own, poison free memory, and run S3 again"),
+    "POSITION": CauseClass(2, ("vLLM #58080", "vLLM #57941"),
+        "compare inv_freq and RoPE overrides of the two code paths"),
+    "INPUT": CauseClass(6, ("vLLM #50170", "SGLang #32226", "vLLM #14647", "exo #1188"),
+        "print what is fed, and the draft's maximal length"),
+})  # fmt: skip
 
 
 class Sign(NamedTuple):

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from specnb.divergence import errors, tolerances
-from specnb.divergence.difference import AlignedTrace, Difference, Drift, Fork, Pairing, counted_alike, floors
+from specnb.divergence import errors, tolerances, walk
+from specnb.divergence.difference import AlignedTrace, Difference, Drift, Fork, Pairing, counted_alike
 from specnb.divergence.errors import TENSOR, Node, Verdict, named
 from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, TIMES_FLOOR, UNRELATED
 from specnb.divergence.trace import Key, Trace, canonical_name, renamed
-from specnb.divergence.walk import Doubt, Excuses, Finding, Plan, Precise, Residual, harmless, turned, walk
+from specnb.divergence.walk import Doubt, Excuses, Finding, Plan, Precise, Residual
 from specnb.errors import InputError
 from specnb.io import plain
 
@@ -211,16 +211,16 @@ def compare(
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
     pairs = [_sound_pair(item, a, rename, difference.where) for item in sound]
-    floor = floors(pairs, {key: difference.limit(key) for key in difference.errors})
+    floor = walk.floors(pairs, {key: difference.limit(key) for key in difference.errors})
     exact = None if precise is None else _aligned(precise, "precise", rename)
     third = None if exact is None else Precise(Difference(exact, a), Difference(exact, b))
     plan, excuses = Plan.of(a), Excuses(difference, pairs, third)
-    offset = turned(difference, plan)
+    offset = walk.turned(difference, plan)
     # what is left of a tensor that differs by an offset only: it was rounded elsewhere
     rounded = {key: np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key)) for key in offset}
-    findings = walk(plan, difference.errors | rounded, floor.before, excuses)
-    idle = harmless(plan, findings, floor.before) | {key.module for key in offset if key.role == "out"}
-    table = _table(difference, plan, findings, floor.before, idle)
+    findings = walk.walk(plan, difference.errors | rounded, floor.before, excuses)
+    idle = walk.harmless(plan, findings, floor.before) | {key.module for key in offset if key.role == "out"}
+    table = walk.error_table(difference, plan, findings, floor.before, idle)
     wrong = errors.locate(table)
     minimal = errors.first_nodes(wrong)
     uncalibrated = "" if pairs or not minimal else _uncalibrated(minimal[0], a, b)
@@ -292,36 +292,6 @@ def _sound_pair(
             "tokens it never saw; give runs of the same text"
         )
     return difference
-
-
-def _table(
-    difference: Difference, plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float], idle: set[str]
-) -> pd.DataFrame:
-    """The error table of a comparison, as `errors.judged` makes that of a replay; gains of what is `beyond` only.
-
-    Modules that are `idle` differ without being wrong. Inputs that are `handed` on were made, and are rows, elsewhere.
-    """
-    positions, tensors = difference.where.positions, []
-    steps = dict(zip(difference.candidate.positions.tolist(), difference.candidate.last_step.tolist(), strict=True))
-    feeds = np.array([steps[position] for position in positions.tolist()], np.int64)
-    for key, part in findings.items():
-        compared = ~np.isnan(difference.errors[key])
-        at = np.nonzero(compared)[1]
-        gains = np.full((2, *compared.shape), np.nan)
-        if part.beyond.any():
-            gains[:, part.beyond] = difference.gains(key, part.beyond)
-        labels = {
-            "order": part.event.order, "module": part.event.maker, "call": key.call, "role": key.role,
-            "name": key.name, "at": key.module, "floor": floor[key], "discrete": key in difference.discrete,
-            "handed": part.event.given and key in plan.same_as,
-        }  # fmt: skip
-        columns = {
-            "position": positions[at], "feed": feeds[at], "error": part.error[compared], "given": part.given[compared],
-            "ratio": part.error[compared] / floor[key], "gain": gains[0][compared], "gain_error": gains[1][compared],
-            "beyond": part.beyond[compared], "wrong": part.wrong[compared] & (part.event.maker not in idle),
-        }  # fmt: skip
-        tensors.append((labels, columns))
-    return errors.table(tensors, (*errors.JUDGED, "gain_error", "beyond", "handed"))
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------

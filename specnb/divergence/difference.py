@@ -8,7 +8,7 @@ of the tokens elsewhere.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -478,43 +478,6 @@ class Difference:
         """Whether all of a row's values are among `n` compared tokens."""
         length = row.shape[row.axis] if trace.batch == 1 else trace.steps[row.step]["length"]
         return n == length and len(self.where.reference) == trace.batch
-
-
-class Floors(NamedTuple):
-    """The largest error of each tensor in sound runs: `before` any other choice, and `behind` one."""
-
-    before: dict[Key, float]
-    behind: dict[Key, float]
-
-
-def floors(sound: Sequence[Difference], least: dict[Key, float]) -> Floors:
-    """The largest error of each tensor in sound pairs, and at least what `least` says.
-
-    Behind a token that got other experts a sound run is as far off as a wrong one: what is seen there is a floor only
-    for what is behind such a token, too.
-    """
-    before, behind = dict(least), dict(least)
-    for key in least:
-        for pair in (pair for pair in sound if key in pair.errors and key not in pair.discrete):
-            before[key] = max(before[key], _largest(pair.unflipped(key)))
-            behind[key] = max(before[key], behind[key], _largest(pair.errors[key]))
-    return Floors(before, behind)
-
-
-def logit_noise(sound: Sequence[Difference], key: Key) -> float | None:
-    """The largest absolute error of a tensor kept in full in sound pairs, before flips; None where none of them has
-    it."""
-    noise = []
-    for item in sound:
-        a, b = (item.pair(key) if key in item.errors else None) or (None, None)
-        cells = ~np.isnan(item.unflipped(key)) if a is not None else np.zeros(0, bool)
-        if cells.any() and a.full is not None and b.full is not None:
-            noise.append(float(np.abs(a.full[cells].astype(np.float64) - b.full[cells]).max(initial=0)))
-    return max(noise, default=None)
-
-
-def _largest(errors: np.ndarray) -> float:
-    return float(np.fmax.reduce(errors, axis=None, initial=0.0))
 
 
 def _error(a: Values, b: Values) -> np.ndarray:

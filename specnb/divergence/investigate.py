@@ -25,18 +25,9 @@ from specnb.divergence import errors
 from specnb.divergence.causes import Case, Cause, rank
 from specnb.divergence.errors import EXIT, TENSOR, Node, Verdict, named
 from specnb.divergence.features import Features, checked, switched_off
+from specnb.divergence.planting import Deploy
 from specnb.divergence.script import Script
-from specnb.divergence.setups import (
-    FIRST,
-    ON_DEMAND,
-    SETUPS,
-    Coverage,
-    Deploy,
-    Lab,
-    Outcome,
-    same_logits,
-    vocabulary_size,
-)
+from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Coverage, Lab, Outcome, same_logits, vocabulary_size
 from specnb.divergence.tolerances import GROWN, TIMES_FLOOR
 from specnb.errors import InputError
 from specnb.io import plain

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.divergence import kv_slots
+from specnb.divergence import errors, kv_slots
 from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.errors import InputError
 from specnb.io import read_json, write_atomic
@@ -31,7 +31,7 @@ GPT_OSS = {"120b": {"full": 18, "sliding": 18}, "20b": {"full": 12, "sliding": 1
 
 
 class Answer(NamedTuple):
-    """What somebody asks who is told of a divergence, and what this investigation has to say."""
+    """A frequently asked question about a divergence, and this investigation's answer."""
 
     question: str
     answer: str
@@ -39,59 +39,44 @@ class Answer(NamedTuple):
 
 def answers(investigation: "Investigation", false_alarms: tuple[int, int] | None = None) -> list[Answer]:
     """The questions that come first. `false_alarms`: structural verdicts among how many controls, if measured."""
-    return [Answer(question, answer) for question, answer in _answers(investigation, false_alarms)]
-
-
-def _answers(investigation: "Investigation", false_alarms: tuple[int, int] | None) -> Iterator[tuple[str, str]]:
-    facts, coverage = investigation.facts, investigation.coverage
-    yield (
-        "Same inputs?",
-        "Yes: every module is compared with what a pristine copy makes of the very inputs that the module was given, "
-        "so no error travels from one module to the next"
-        + (
-            f"; of the {len(coverage.left_out)} tensors that were {LEFT_OUT} the effects only."
-            if coverage.left_out
-            else "."
-        ),
-    )
+    facts, coverage, floor = investigation.facts, investigation.coverage, investigation.floor
+    repeats, inert = investigation.repeats, investigation.inert
     other = ", ".join(name for name, item in investigation.case.outcomes.items() if not _as_fed(item))
-    yield (
-        "Same tokens in all runs?",
-        f"{f'NO, the model got others in {other}' if other else 'Yes'}: nothing is sampled; each set-up is fed "
-        f"the same {facts['tokens']} tokens, a prompt of {facts['prompt']} and then {facts['feeds'] - 1} feeds, "
-        f"{facts['taken_back']} tokens taken back on the way (S0w: in blocks).",
-    )
-    yield (
-        "Does it repeat?",
-        (
+    effects = f"; of the {len(coverage.left_out)} tensors that were {LEFT_OUT} the effects only"
+    questions = {
+        "Same inputs?": (
+            "Yes: every module is compared with what a pristine copy makes of the very inputs that the module was "
+            f"given, so no error travels from one module to the next{effects if coverage.left_out else ''}."
+        ),
+        "Same tokens in all runs?": (
+            f"{f'NO, the model got others in {other}' if other else 'Yes'}: nothing is sampled; each set-up is fed "
+            f"the same {facts['tokens']} tokens, a prompt of {facts['prompt']} and then {facts['feeds'] - 1} feeds, "
+            f"{facts['taken_back']} tokens taken back on the way (S0w: in blocks)."
+        ),
+        "Does it repeat?": (
             "Yes: run again without hooks, alone and where it is wrong, it gives the same bits."
-            if investigation.repeats
+            if repeats
             else "NO: run again without hooks it gives other bits; what is below the floor of that is not seen."
         ),
-    )
-    yield (
-        "Do the hooks change anything?",
-        (
+        "Do the hooks change anything?": (
             "No: the logits with hooks are the bits of those without."
-            if investigation.inert
+            if inert
             else "YES: the logits with hooks are not those without: what was seen is not what runs."
-            if investigation.repeats
+            if repeats
             else "Not known, for it does not repeat."
         ),
-    )
-    yield "Eager or graphs?", "Eager: a model that is compiled is refused; parts that run past hooks show as never run."
-    yield "What was looked at?", f"{coverage}."
-    yield "What was not?", _not_seen(investigation)
-    yield (
-        "What counts as wrong?",
-        (
+        "Eager or graphs?": "Eager: a compiled model is refused; parts that run past hooks show as never run.",
+        "What was looked at?": f"{coverage}.",
+        "What was not?": _not_seen(investigation),
+        "What counts as wrong?": (
             f"More than {TIMES_FLOOR:g} times the floor, the largest error of that tensor between sound runs of other "
-            f"shapes: median {investigation.floor.median():.2g}, largest {investigation.floor.max():.2g} (relative L2)."
+            f"shapes: median {floor.median():.2g}, largest {floor.max():.2g} (relative L2)."
         ),
-    )
-    yield "How often is that a false alarm?", _false_alarms(false_alarms)
+        "How often is that a false alarm?": _false_alarms(false_alarms),
+    }
     if investigation.features is not None:
-        yield "Which feature of the service does it need?", f"{investigation.features.line}."
+        questions["Which feature of the service does it need?"] = f"{investigation.features.line}."
+    return [Answer(*item) for item in questions.items()]
 
 
 def _as_fed(outcome: "Outcome") -> bool:
@@ -135,26 +120,18 @@ def earliest(investigation: "Investigation", k: int = EARLIEST) -> pd.DataFrame:
     Columns of `Investigation.nodes`, and `in_error`, the largest error of what that module was given, `cosine` at the
     worst token, and `reads`, the parameters that its operations read: those of others in full.
     """
-    nodes = investigation.nodes().head(k)
-    bad = investigation.case.bad
+    nodes, bad = investigation.nodes().head(k), investigation.case.bad
     if bad is None:
         return nodes.assign(in_error=[], cosine=[], reads=[])
-    given = bad.errors[bad.errors["role"] == "in"].groupby("at")["error"].max()
-    rows = []
-    for node in nodes.itertuples():
-        params = bad.trace.params[bad.trace.params["module"] == node.module]
-        itself = node.role == "in" and node.at == node.module  # what was given is what is wrong
-        rows.append((np.nan if itself else given.get(node.module, np.nan), _cosine(bad.wrong, node), _reads(params)))
-    return nodes.assign(**dict(zip(("in_error", "cosine", "reads"), zip(*rows, strict=True), strict=True)))
-
-
-def _cosine(wrong: pd.DataFrame, node: tuple) -> float:
-    """By the law of cosines: |b|^2 = |a|^2 (error^2 + 2 gain - 1), and gain = |b| / |a| cosine."""
-    which = ["at", "call", "role", "name"]
-    same = wrong[(wrong[which] == [getattr(node, column) for column in which]).all(axis=1)]
-    worst = same.loc[same["error"].idxmax()]
-    length = worst["error"] ** 2 + 2 * worst["gain"] - 1
-    return float(worst["gain"] / np.sqrt(length)) if length > 0 and not worst["discrete"] else float("nan")
+    given = nodes["module"].map(bad.errors[bad.errors["role"] == "in"].groupby("at")["error"].max())
+    itself = (nodes["role"] == "in") & (nodes["at"] == nodes["module"])  # what was given is what is wrong
+    # by the law of cosines: |b|^2 = |a|^2 (error^2 + 2 gain - 1), and gain = |b| / |a| cosine
+    squared = nodes["error"] ** 2 + 2 * nodes["gain"] - 1
+    discrete = errors.nodes(bad.wrong).head(k)["discrete"].astype(bool)
+    cosine = nodes["gain"] / np.sqrt(squared.where((squared > 0) & ~discrete))
+    params = bad.trace.params
+    reads = [_reads(params[params["module"] == module]) for module in nodes["module"]]
+    return nodes.assign(in_error=given.mask(itself), cosine=cosine, reads=reads)
 
 
 def _reads(params: pd.DataFrame) -> str:
@@ -175,10 +152,10 @@ def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
 
     Columns: module, position, at, role, name, error, floor, gain. Raises InputError for a set-up that was not run.
     """
-    errors = investigation.errors(setup)
-    worst = errors["ratio"].fillna(0).groupby([errors["module"], errors["position"]]).idxmax()
+    rows = investigation.errors(setup)
+    worst = rows["ratio"].fillna(0).groupby([rows["module"], rows["position"]]).idxmax()
     columns = ["module", "position", "at", "role", "name", "error", "floor", "gain"]
-    return errors.loc[worst, columns].reset_index(drop=True)
+    return rows.loc[worst, columns].reset_index(drop=True)
 
 
 def slots() -> pd.DataFrame:

@@ -1,8 +1,12 @@
 """What is kept of a tensor: its digest, its statistics, and a sketch of each of its tokens.
 
-Works on a stack of tensors of one shape at once: a decoding step shows a thousand small ones, and the calls would cost
-more than the numbers. A tensor without a token axis has no sketch: there is no position at which it could be compared, so its digest and its
-statistics stand for it.
+A sketch is a linear map s = R x with signs R, scaled so that <s_a, s_b> estimates <a, b> (Alon, Matias and Szegedy
+1996; Achlioptas 2003). The signs come from a counter hash, so every machine and version draws the same ones. To compare
+sketches numpy is enough (`difference`).
+
+All works on a stack of tensors of one shape at once: a decoding step shows a thousand small ones, and the calls would
+cost more than the numbers. A tensor without a token axis has no sketch: there is no position at which it could be
+compared, so its digest and its statistics stand for it.
 """
 
 import dataclasses
@@ -16,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -60,16 +65,14 @@ def digest_bytes(dtype: str, shape: tuple[int, ...], data: object) -> str:
 
     XXH3 with 128 bits: tensors are not forged, and a cryptographic hash of every activation costs half a forward.
     """
-    import xxhash
-
     state = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
     state.update(data)
     return state.hexdigest()
 
 
-def digest(values: torch.Tensor | np.ndarray) -> str:
+def digest(tensor: torch.Tensor) -> str:
     """Order-sensitive digest (XXH3, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
-    return digests(_as_tensor(values)[None])[0]
+    return digests(tensor[None])[0]
 
 
 def digests(stack: torch.Tensor) -> list[str]:
@@ -79,13 +82,6 @@ def digests(stack: torch.Tensor) -> list[str]:
     flat = stack.detach().resolve_conj().resolve_neg().contiguous().as_strided((stack.numel(),), (1,))
     rows = flat.view(torch.uint8).cpu().numpy().reshape(n, -1 if stack.numel() else 0)
     return [digest_bytes(dtype, shape, row.data) for row in rows]
-
-
-def fingerprint(values: torch.Tensor | np.ndarray, token_axis: int = -1) -> Prints:
-    """`fingerprints` of one tensor, without the leading axis of the stack."""
-    many = fingerprints(_as_tensor(values)[None], token_axis)
-    statistics = {name: column[0] for name, column in many.statistics.items()}
-    return Prints(statistics, *(None if x is None else x[0] for x in (many.tokens, many.token_l2)))
 
 
 @torch.no_grad()
@@ -183,10 +179,6 @@ def token_signs(features: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 @functools.lru_cache(maxsize=32)
 def _token_signs(rows: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.from_numpy(signs(rows)[:, :TOKEN_K].copy()).to(device, dtype)
-
-
-def _as_tensor(values: torch.Tensor | np.ndarray) -> torch.Tensor:
-    return values if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values, order="C"))
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:

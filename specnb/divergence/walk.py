@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from specnb.divergence import tolerances
-from specnb.divergence.difference import AlignedTrace, Difference, Floors, Values, logit_noise
+from specnb.divergence.difference import AlignedTrace, Difference, Values
+from specnb.divergence.errors import JUDGED, table
 from specnb.divergence.tolerances import GROWN, HARMLESS, TIMES_FLOOR
 from specnb.divergence.trace import Key
 
@@ -116,6 +118,43 @@ def _events(order: Mapping[Key, int]) -> Iterator[Event]:
             open_calls.append(call)
 
 
+class Floors(NamedTuple):
+    """The largest error of each tensor in sound runs: `before` any other choice, and `behind` one."""
+
+    before: dict[Key, float]
+    behind: dict[Key, float]
+
+
+def floors(sound: Sequence[Difference], least: dict[Key, float]) -> Floors:
+    """The largest error of each tensor in sound pairs, and at least what `least` says.
+
+    Behind a token that got other experts a sound run is as far off as a wrong one: what is seen there is a floor only
+    for what is behind such a token, too.
+    """
+    before, behind = dict(least), dict(least)
+    for key in least:
+        for pair in (pair for pair in sound if key in pair.errors and key not in pair.discrete):
+            before[key] = max(before[key], _largest(pair.unflipped(key)))
+            behind[key] = max(before[key], behind[key], _largest(pair.errors[key]))
+    return Floors(before, behind)
+
+
+def logit_noise(sound: Sequence[Difference], key: Key) -> float | None:
+    """The largest absolute error of a tensor kept in full in sound pairs, before flips; None where none of them has
+    it."""
+    noise = []
+    for item in sound:
+        a, b = (item.pair(key) if key in item.errors else None) or (None, None)
+        cells = ~np.isnan(item.unflipped(key)) if a is not None else np.zeros(0, bool)
+        if cells.any() and a.full is not None and b.full is not None:
+            noise.append(float(np.abs(a.full[cells].astype(np.float64) - b.full[cells]).max(initial=0)))
+    return max(noise, default=None)
+
+
+def _largest(errors: np.ndarray) -> float:
+    return float(np.fmax.reduce(errors, axis=None, initial=0.0))
+
+
 @dataclass(frozen=True)
 class Finding:
     """What the walk says of one tensor, each (sequences, positions): `wrong` by itself; `beyond` its floor;
@@ -172,6 +211,36 @@ class _Scope:
         self.error = np.maximum(self.error, np.maximum.accumulate(part.error, axis=1))
         self.beyond = self.beyond | np.logical_or.accumulate(part.beyond, axis=1)
         self.odd = self.odd | np.isinf(part.error).any(axis=1, keepdims=True)
+
+
+def error_table(
+    difference: Difference, plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float], idle: set[str]
+) -> pd.DataFrame:
+    """The error table of a comparison, as `errors.judged` makes that of a replay; gains of what is `beyond` only.
+
+    Modules that are `idle` differ without being wrong. Inputs that are `handed` on were made, and are rows, elsewhere.
+    """
+    positions, tensors = difference.where.positions, []
+    steps = dict(zip(difference.candidate.positions.tolist(), difference.candidate.last_step.tolist(), strict=True))
+    feeds = np.array([steps[position] for position in positions.tolist()], np.int64)
+    for key, part in findings.items():
+        compared = ~np.isnan(difference.errors[key])
+        at = np.nonzero(compared)[1]
+        gains = np.full((2, *compared.shape), np.nan)
+        if part.beyond.any():
+            gains[:, part.beyond] = difference.gains(key, part.beyond)
+        labels = {
+            "order": part.event.order, "module": part.event.maker, "call": key.call, "role": key.role,
+            "name": key.name, "at": key.module, "floor": floor[key], "discrete": key in difference.discrete,
+            "handed": part.event.given and key in plan.same_as,
+        }  # fmt: skip
+        columns = {
+            "position": positions[at], "feed": feeds[at], "error": part.error[compared], "given": part.given[compared],
+            "ratio": part.error[compared] / floor[key], "gain": gains[0][compared], "gain_error": gains[1][compared],
+            "beyond": part.beyond[compared], "wrong": part.wrong[compared] & (part.event.maker not in idle),
+        }  # fmt: skip
+        tensors.append((labels, columns))
+    return table(tensors, (*JUDGED, "gain_error", "beyond", "handed"))
 
 
 # --- what is off and no fault -----------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ import copy
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -16,11 +14,12 @@ from specnb.divergence import pair as small
 from specnb.divergence import tolerances
 from specnb.divergence.capture import capture
 from specnb.divergence.compare import compare
-from specnb.divergence.difference import AlignedTrace, Difference, logit_noise
+from specnb.divergence.difference import AlignedTrace, Difference
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, run
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Key, Trace, table
+from specnb.divergence.walk import logit_noise
 from specnb.errors import InputError
 
 TEXT = np.random.default_rng(0).integers(0, 256, 18).tolist()
@@ -473,46 +472,16 @@ def test_what_was_not_compared_is_counted(single):
     assert compare(inner, single.reference).verdict == "SOUND"
 
 
-@pytest.mark.slow
-def test_comparing_needs_no_torch(single, tmp_path):
-    single.reference.save(tmp_path / "a")
-    single.traced("kv_slot_swap").save(tmp_path / "b")
-    code = f"""
-import sys
-from pathlib import Path
-from specnb.divergence.compare import compare
-from specnb.divergence.trace import Trace
-comparison = compare(*(Trace.load(Path({str(tmp_path)!r}) / name) for name in "ab"))
-print(comparison.verdict, comparison.first.module, [name for name in ("torch", "transformers") if name in sys.modules])
-"""
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == f"DIVERGENT {ATTENTION} []"
-
-
 def test_tolerances():
-    assert tolerances.rounding(["float32", "None", "bfloat16", "int64"]) == 2**-8 and tolerances.rounding([]) == 1e-6
-    logits = np.array([[5.0, 1.0, 0.99, -3.0]])
-    assert tolerances.margins(logits, np.array([[0, 1]]), np.array([[0, 2]])) == pytest.approx(0.01)
-    assert tolerances.margins(logits, np.array([[0, 1]]), np.array([[0, 9]])) == np.inf
     error, none = np.array([[4e-6, 1e-2, 1e-2, np.nan]]), np.zeros((1, 4), bool)
     given = np.array([[0.0, 0.0, 5e-3, 0.0]])
     assert tolerances.wrong_by_itself(error, 1e-6, given, none).tolist() == [[True, True, False, False]]
     assert not tolerances.wrong_by_itself(error, 1e-6, given, ~none).any()
-    few, many = np.array([[0.0, 1, 0, 0]]), np.array([[1.0, 1, 1, 1]])
-    assert tolerances.no_worse(few, few, discrete=True, least=0).all()
-    assert not tolerances.no_worse(many, few, discrete=True, least=0).any()
     # one other choice of the reference makes no error rounding, before it or behind
     off, behind = np.array([[1e-3, 1e-3, 1.0, 1.0]]), np.array([[False, False, True, True]])
-    excused = tolerances.no_worse(
-        np.array([[2e-3, 0.5, 0.05, 0.5]]), off, discrete=False, least=1e-6, behind=behind
-    )  # fmt: skip
+    candidate = np.array([[2e-3, 0.5, 0.05, 0.5]])
+    excused = tolerances.no_worse(candidate, off, discrete=False, least=1e-6, behind=behind)
     assert excused.tolist() == [[True, False, True, False]]
-    assert not tolerances.no_worse(many, behind.astype(float), discrete=True, least=0, behind=behind).any()
-    assert tolerances.chance_flips(100, 8, 1e-7) < 2 < tolerances.chance_flips(100, 8, 1e-2)
     gain = np.array([1.7, 2.0, 2.3])
-    assert tolerances.one_factor(gain, gain - 1, limit=0.2) is None
-    assert tolerances.one_factor(gain, gain - 1, limit=0.4) == 2
-    assert tolerances.one_factor(gain, gain - 1, limit=0.2, spread=np.median) is None
-    rest = np.full(3, 2.0), np.full(3, 1.5)
-    assert tolerances.one_factor(*rest, limit=0.4) is None  # much is left once it is out
-    assert tolerances.one_factor(*rest, limit=0.4, rest=np.zeros(3)) == 2
+    assert [tolerances.one_factor(gain, gain - 1, limit=limit) for limit in (0.2, 0.4)] == [None, 2]
+    assert tolerances.one_factor(np.full(3, 2.0), np.full(3, 1.5), limit=0.4) is None  # much is left once it is out

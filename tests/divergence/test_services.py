@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specnb.divergence import report
 from specnb.divergence.errors import TENSOR, unsteady
-from specnb.divergence.faults.planting import forward_replaced, replaced
+from specnb.divergence.faults.planting import forward_replaced, replaced, values_changed
 from specnb.divergence.investigate import investigate, made_up
 from specnb.errors import InputError
 
@@ -74,17 +74,6 @@ def swapped(owner, name, value):
         setattr(owner, name, before)
 
 
-@contextmanager
-def filled(tensor, values):
-    before = tensor.detach().clone()
-    with torch.no_grad():
-        tensor.copy_(values)
-        try:
-            yield
-        finally:
-            tensor.copy_(before)
-
-
 # --- services with a fault --------------------------------------------------------------------------------------------
 
 
@@ -140,8 +129,8 @@ class Wrong(NamedTuple):
 
 
 WRONG = {
-    "values copied": Wrong(lambda: made("qwen2"), of_neighbour(lambda d, n: filled(down(d).weight, down(n).weight)),
-                           "S0 S1 S2", DOWN, "IDENTITY"),
+    "values copied": Wrong(lambda: made("qwen2"), of_neighbour(
+        lambda d, n: values_changed({down(d).weight: down(n).weight})), "S0 S1 S2", DOWN, "IDENTITY"),
     "parameters handed out": Wrong(lambda: made("qwen2"), of_neighbour(
         lambda d, n: swapped(down(d), "weight", down(n).weight)), "S0 S1 S2 S3", DOWN, "IDENTITY"),
     "modules handed out": Wrong(lambda: made("qwen2"), of_neighbour(
@@ -155,16 +144,16 @@ WRONG = {
                                "layers.1.mlp.router", "ROUTING"),
     "three experts of two": Wrong(lambda: made("mixtral", num_experts_per_tok=2), chosen(3, "layers.1.mlp.gate"), "S0",
                                   "layers.1.mlp.gate", "ROUTING"),
-    "other frequencies": Wrong(lambda: made("qwen2"), lambda d, _: filled(
-        d.model.rotary_emb.inv_freq, d.model.rotary_emb.inv_freq**0.5), "S0", "rotary_emb", "POSITION"),
+    "other frequencies": Wrong(lambda: made("qwen2"), lambda d, _: values_changed(
+        {d.model.rotary_emb.inv_freq: d.model.rotary_emb.inv_freq**0.5}), "S0", "rotary_emb", "POSITION"),
     "longer angles": Wrong(lambda: made("qwen2"), lambda d, _: replaced(d.model.rotary_emb, "attention_scaling", 1.1),
                            "S0", "rotary_emb", "COMPUTATION"),
     "positions counted on": Wrong(lambda: made("qwen2"), counts_on_after_a_rejection, "S0 S0w", "model",
                                   "POSITION"),
     "complex angles turned back": Wrong(lambda: made("llama4_text"), lambda d, _: forward_replaced(
         d.model.rotary_emb, lambda run, *args: run(*args).conj()), "S0", "rotary_emb", "POSITION"),
-    "a bias that is lost": Wrong(lambda: made("qwen2"), lambda d, _: filled(
-        d.model.layers[1].self_attn.k_proj.bias, torch.zeros(16)), "S0 S1", "layers.1.self_attn.k_proj", "WEIGHTS"),
+    "a bias that is lost": Wrong(lambda: made("qwen2"), lambda d, _: values_changed(
+        {d.model.layers[1].self_attn.k_proj.bias: torch.zeros(16)}), "S0 S1", "layers.1.self_attn.k_proj", "WEIGHTS"),
 }  # fmt: skip
 QUICK = ("values copied", "tied head drawn", "head biased", "one expert of two", "other frequencies")
 
@@ -304,7 +293,7 @@ def test_weights_in_another_order_are_told_to_be_harmless():
     assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS" and found.reason
     wrong = investigate(draft, deploy=rolled((mlp.down_proj, 0)), setups=["S0"])
     assert wrong.verdict == "DIVERGENT" and not wrong.reason
-    scaled = lambda draft, _: filled(down(draft).weight, 1.3 * down(draft).weight)  # noqa: E731
+    scaled = lambda draft, _: values_changed({down(draft).weight: 1.3 * down(draft).weight})  # noqa: E731
     in_half = investigate(draft.bfloat16(), deploy=scaled, setups=["S0"])
     assert in_half.verdict == "DIVERGENT" and not in_half.reason, "a third is no rounding of bfloat16"
 
