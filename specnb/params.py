@@ -115,7 +115,8 @@ class CompatibilityParams(Params):
     """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?
 
     `models` are compared with one another. `target` and `draft` are compared in every detail, and run. A draft that is
-    a vocabulary without weights is spoken by `draft_model`, and so is each of `families`, for comparison.
+    a vocabulary without weights is spoken by `draft_model`, and so is each of `families`, for comparison. `pairs` are
+    the field report's, target first.
     """
 
     models: list[str] = Field(min_length=2, max_length=64, default=[
@@ -126,6 +127,15 @@ class CompatibilityParams(Params):
     draft: str = "gpt-2"
     draft_model: str = "smollm2-135m:q4_0"
     families: list[str] = Field(default=["qwen2.5", "phi-3"], max_length=16)
+    pairs: list[tuple[str, str]] = Field(max_length=64, default=[
+        ("qwen2.5-coder-32b", "qwen2.5-0.5b-instruct"),
+        ("deepseek-r1-distill-qwen-32b", "pard-deepseek-r1-distill-qwen-1.5b"),
+        ("deepseek-r1-distill-qwen-32b", "deepseek-r1-distill-qwen-1.5b"),
+        ("deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct"),
+        ("qwen3-coder-480b-a35b-instruct", "pard-qwen3-0.6b"),
+        ("qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"),
+        ("qwen3-next-80b-a3b-instruct", "pard-qwen3-0.6b"),
+    ])  # fmt: skip
     categories: list[str] = Field(default=["code", "prose"], min_length=1, max_length=6)
     prompts_per_category: int = Field(default=2, ge=1, le=1000)
     k: int = Field(default=4, ge=1, le=256)
