@@ -24,8 +24,8 @@ from torch import nn
 from specnb.divergence import errors
 from specnb.divergence.causes import Case, Cause, rank
 from specnb.divergence.errors import EXIT, TENSOR, Node, Verdict, named
+from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.features import Features, checked, switched_off
-from specnb.divergence.planting import Deploy
 from specnb.divergence.script import Script
 from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Coverage, Lab, Outcome, same_logits, vocabulary_size
 from specnb.divergence.tolerances import GROWN, TIMES_FLOOR
