@@ -63,9 +63,9 @@ def table(
     if not tensors:
         return pd.DataFrame(columns=list(columns))
     lengths = [len(values["error"]) for _, values in tensors]
-    filled = {name: np.repeat([labels[name] for labels, _ in tensors], lengths) for name in tensors[0][0]}
-    filled |= {name: np.concatenate([values[name] for _, values in tensors]) for name in tensors[0][1]}
-    return pd.DataFrame(filled, columns=list(columns))
+    labels = pd.DataFrame([labels for labels, _ in tensors]).loc[np.repeat(np.arange(len(tensors)), lengths)]
+    values = {name: np.concatenate([values[name] for _, values in tensors]) for name in tensors[0][1]}
+    return labels.reset_index(drop=True).assign(**values)[list(columns)]
 
 
 def floors(sound: Sequence[pd.DataFrame], dtype: str) -> pd.Series:
