@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specnb.divergence import pair as small
-from specnb.divergence import report, standalone
+from specnb.divergence import report
 from specnb.divergence.causes import Cause, Sign
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
-from specnb.divergence.repro import minimal
+from specnb.divergence.repro import minimal, standalone
 from specnb.divergence.script import Feed, Script
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError
