@@ -92,7 +92,7 @@ def printing(tree):
 def test_only_the_command_line_prints():
     found = {name for name, tree in TREES.items() if printing(tree) and not name.startswith("specnb/cli/")}
     # copied beside a captured module, and runs there without the package
-    assert found <= {"specnb/divergence/standalone.py"}
+    assert found <= {"specnb/divergence/repro/standalone.py"}
     assert printing(ast.parse("def f():\n    print(1)\n    go.Figure().show()\n    x.showing(print)")) == [2, 3]
 
 
