@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
-from specnb.io import project_dir
 from specnb.lm import toy
 from specnb.measure import content
 from specnb.measure.content import ENOUGH, REPORT_K, REQUEST, TAIL, ContentK, detect
