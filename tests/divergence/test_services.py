@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specnb.divergence import report
 from specnb.divergence.errors import TENSOR, unsteady
-from specnb.divergence.faults.planting import forward_replaced, replaced
+from specnb.divergence.faults.planting import forward_replaced, replaced, values_changed
 from specnb.divergence.investigate import investigate, made_up
 from specnb.errors import InputError
 
