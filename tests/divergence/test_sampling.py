@@ -136,7 +136,7 @@ def test_a_planted_fault_is_seen_by_its_statistic_and_named_and_gone_afterwards(
 
 
 def test_a_resample_from_p_is_named_by_its_statistic_alone(monkeypatch):
-    monkeypatch.setattr(sampling, "_flaws", lambda *_: iter(()))
+    monkeypatch.setattr(sampling, "flaws", lambda *_: iter(()))
     audited = audit(pooled(FROM_P, range(4)))
     assert audited.causes == (sampling.FROM_TARGET,) and zs(audited)["z_dir"] < -5 and audited.panel[3].meaning
     sound = [p for p in pooled(NOTHING, range(4)) if p.draft_id is not None]

@@ -1,0 +1,156 @@
+"""One logged position of a draft: what it must be, and what contradicts the rule without any statistics. Numpy only."""
+
+from collections.abc import Hashable, Iterator
+from numbers import Real
+from operator import index
+from typing import NamedTuple
+
+import numpy as np
+
+from specnb.errors import InputError
+
+ROUNDING = 1e-6
+"""What rows that were computed in float32 may be off by, relative, whatever they are kept in."""
+SUM_ROUNDING = 1e-3
+"""By how much the sum of a row may miss 1, and cumulated weights their place: float32, summed over a vocabulary."""
+
+
+class Position(NamedTuple):
+    """One drafted token and what became of it.
+
+    `p_target (vocab,)` and `q_draft (vocab,)` are the rows after temperature, top-k and top-p, of float32 or better:
+    the target's, and that which the drafter reported, None for a deterministic drafter (a point mass). `accepted` is
+    None behind a rejection, where nothing was tested. `committed_id` is the token that got this place: the draft, or
+    what was drawn instead. `draft_id` None: nothing was drafted for this place, as for the token behind the last draft;
+    it is drawn from p. `accept_u` from [0, 1) is the number that decided by u < p(x)/q(x), `resample_u` the one that
+    picked the committed token from the cumulated residual (`decode.sampling.Draws`); None where unknown, or where it
+    was drawn otherwise. `prefix` identifies the tokens before this place: of positions with the same one the first
+    counts.
+    """
+
+    p_target: np.ndarray
+    q_draft: np.ndarray | None
+    draft_id: int | None
+    accepted: bool | None
+    committed_id: int
+    accept_u: float | None = None
+    resample_u: float | None = None
+    prefix: Hashable = None
+
+
+# --- what needs no statistics: decisions that no random number allows, or not the one that was logged -----------------
+
+
+def flaws(position: Position, p: np.ndarray, q: np.ndarray | None) -> Iterator[tuple[str, str]]:
+    """What contradicts the rule whatever the random numbers were, or for those that were logged: (kind, sentence)."""
+    x, y = position.draft_id, position.committed_id
+    edge = SUM_ROUNDING if any(map(_of_float32, position[:2])) else ROUNDING
+    if q is None:
+        yield from _extra_flaws(position, p, y, edge)
+        return
+    if q[x] == 0:
+        yield "draft", f"token {x} was drafted, but q has no mass there"
+    elif _wrongly_tested(position, p[x], q[x]):
+        done = "kept" if position.accepted else "rejected"
+        drawn = "" if position.accept_u is None else f" with u = {position.accept_u:.6g}"
+        yield "accept", f"a draft with p/q = {p[x] / q[x]:.6g} was {done}{drawn}"
+    if position.accepted and y != x:
+        yield "committed", f"draft {x} was kept, but token {y} was committed"
+    elif p[y] == 0:
+        yield "committed", f"token {y} was committed, but p has no mass there"
+    elif not position.accepted:
+        yield from _resample_flaws(position, p, q, edge)
+
+
+def _wrongly_tested(position: Position, p_x: float, q_x: float) -> bool:
+    """Without the number that decided only what is certain can be judged."""
+    u = position.accept_u
+    if u is not None:
+        return (u * q_x < p_x) != position.accepted and abs(u * q_x - p_x) > ROUNDING * p_x
+    return p_x == 0 if position.accepted else p_x >= q_x
+
+
+def _resample_flaws(position: Position, p: np.ndarray, q: np.ndarray, edge: float) -> Iterator[tuple[str, str]]:
+    residual, y, u = np.maximum(p - q, 0.0), position.committed_id, position.resample_u
+    if residual.sum() == 0:
+        yield "accept", "a draft was rejected where p and q are the same, so that nothing is left to draw from"
+    elif q[y] - p[y] > ROUNDING * p[y]:
+        yield "residual", f"after a rejection token {y} was drawn, where p = {p[y]:.3g} is below q = {q[y]:.3g}"
+    elif u is not None and not _picks(residual, u, y, edge):
+        from_target = _picks(p, u, y, 0.0)
+        kind, row = ("residual", "p gives it") if from_target else ("resample", "norm(max(p - q, 0)) gives another")
+        yield kind, f"token {y} was drawn with u = {u:.6g} after a rejection, where {row}"
+
+
+def _extra_flaws(position: Position, p: np.ndarray, y: int, edge: float) -> Iterator[tuple[str, str]]:
+    u = position.resample_u
+    if p[y] == 0:
+        yield "committed", f"token {y} was committed where nothing was drafted, but p has no mass there"
+    elif u is not None and not _picks(p, u, y, edge):
+        yield "bonus", f"token {y} was drawn with u = {u:.6g} behind the last draft, where p gives another"
+
+
+def _picks(weights: np.ndarray, u: float, y: int, edge: float) -> bool:
+    """Whether `u` picks y from the cumulated weights, which may be off by `edge` as a share of their sum."""
+    edges = np.cumsum(weights)
+    at, off = u * edges[-1], edge * edges[-1]
+    return bool(edges[y] - weights[y] - off <= at <= edges[y] + off)
+
+
+# --- a log may come from elsewhere ------------------------------------------------------------------------------------
+
+
+def checked_rows(position: Position) -> tuple[np.ndarray, np.ndarray | None]:
+    """p and q in float64, the q of a deterministic drafter as a point mass; None where nothing was drafted."""
+    p = _row("p_target", position.p_target)
+    _token("committed_id", position.committed_id, len(p))
+    for name in ("accept_u", "resample_u"):
+        u = getattr(position, name)
+        if u is not None and not (isinstance(u, Real) and 0 <= u < 1):
+            raise InputError(f"{name} is {u!r:.80}: uniform numbers are from 0 up to, but not, 1")
+    if position.draft_id is None:
+        return p, None
+    x = _token("draft_id", position.draft_id, len(p))
+    if position.q_draft is None:
+        return p, np.eye(1, len(p), x)[0]
+    q = _row("q_draft", position.q_draft)
+    if len(p) != len(q):
+        raise InputError(f"p_target has {len(p)} tokens, q_draft {len(q)}: give both over the target's vocabulary")
+    return p, q
+
+
+def _row(name: str, given: object) -> np.ndarray:
+    try:
+        row = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} is no row of numbers: {error}") from error
+    if row.ndim != 1 or not len(row):
+        raise InputError(f"{name} has the shape {row.shape}: give one row (vocab,) a position")
+    if not np.isfinite(row).all() or row.min() < 0:
+        bad = int(np.argmax(~(np.isfinite(row) & (row >= 0))))
+        raise InputError(f"{name} holds {row[bad]} at token {bad}: probabilities, not logits, are audited")
+    if getattr(given, "dtype", None) == np.float16:
+        raise InputError(f"{name} is of float16, too coarse to be judged: log the softmax of logits in float32")
+    total = float(row.sum())
+    if abs(total - 1) > SUM_ROUNDING:
+        raise InputError(f"{name} sums to {total:.6g} instead of 1: give it after temperature, top-k and top-p")
+    return row
+
+
+def _of_float32(given: object) -> bool:
+    """Whether the values are of float32, or coarser, whatever they were logged in: a list of Python's, or float64."""
+    if given is None:
+        return False
+    row = np.asarray(given)
+    with np.errstate(over="ignore"):
+        return row.dtype != np.float64 or bool((row.astype(np.float32) == row).all())
+
+
+def _token(name: str, given: object, size: int) -> int:
+    try:
+        token = index(given)
+    except TypeError as error:
+        raise InputError(f"{name} is no token id (int): {given!r:.80}") from error
+    if not 0 <= token < size:
+        raise InputError(f"{name} is {token}, outside of rows of {size} tokens")
+    return token
