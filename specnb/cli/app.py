@@ -122,7 +122,7 @@ def _hand_over(context: typer.Context, command: Callable[..., Any]) -> None:
 @heads_app.command(context_settings=PASSED_ON, add_help_option=False)
 def train(context: typer.Context) -> None:
     """Train heads for a frozen torch model; stopped, the same command goes on (`specnb heads train --help`)."""
-    from specnb.medusa.train import command
+    from specnb.medusa.stages import command
 
     _hand_over(context, command)
 

@@ -2,14 +2,14 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from specnb.divergence import errors, kv_slots
+from specnb.divergence import errors
 from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.errors import InputError
 from specnb.io import project_dir, read_json, write_atomic
@@ -24,6 +24,7 @@ LEFT_OUT = "left out (other shapes)"
 SCORE_BYTES = 1 << 24
 EARLIEST = 8
 """Rows of the table of nodes."""
+BLOCK_SIZE = 16
 CASE_TOKENS, CASE_GROUP = 80, 12
 """Of the case's KV groups: 65 to 80 tokens take five blocks, and only groups of 12 layers give its six and four."""
 GPT_OSS = {"120b": {"full": 18, "sliding": 18}, "20b": {"full": 12, "sliding": 12}}
@@ -157,6 +158,60 @@ def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
     return rows.loc[worst, columns].reset_index(drop=True)
 
 
+class Group(NamedTuple):
+    """Layers that share a block table, and the blocks that a first sequence gets in a fresh pool."""
+
+    gid: int
+    model: str
+    kind: str
+    layers: int
+    first_block: int
+    blocks: int
+
+    @property
+    def first_slot(self) -> int:
+        return self.first_block * BLOCK_SIZE
+
+
+def allocate(models: Mapping[str, Mapping[str, int]], tokens: int, *, group_size: int | None = None) -> list[Group]:
+    """The groups of all models, target first, and where correct allocation puts a first sequence of `tokens` tokens.
+
+    In vLLM layers of one kind share a block table by groups of equal size; block 0 is the null block that nobody
+    writes; the groups of all models of a process draw their blocks from one pool. Position p lies in slot
+    block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE. So a draft beside another target sits in other slots,
+    and that is right: raw slot numbers are never compared. The draft's first slot beside a larger target:
+
+    >>> models = {"target": {"full": 18, "sliding": 18}, "draft": {"full": 12, "sliding": 12}}
+    >>> next(group.first_slot for group in allocate(models, tokens=80) if group.model == "draft")
+    336
+
+    `models`: by name, the number of attention layers of each kind. `group_size` layers share a group; None is vLLM's
+    choice, the smallest number of layers of one kind in any model. A kind whose layers it does not divide has a last
+    group that is not full.
+    """
+    size = group_size or min(n for kinds in models.values() for n in kinds.values())
+    blocks, groups = -(-tokens // BLOCK_SIZE), []
+    for model, kinds in models.items():
+        for kind, n in kinds.items():
+            for start in range(0, n, size):
+                first = 1 + len(groups) * blocks  # block 0 is nobody's
+                groups.append(Group(len(groups), model, kind, min(size, n - start), first, blocks))
+    return groups
+
+
+def arithmetic(groups: Sequence[Group]) -> pd.DataFrame:
+    """The allocation as a table: gid, model, kind, layers, blocks, block_table, first_slot, and the sum in words."""
+    rows = [
+        {
+            "gid": g.gid, "model": g.model, "kind": g.kind, "layers": g.layers, "blocks": g.blocks,
+            "block_table": f"{g.first_block}..{g.first_block + g.blocks - 1}", "first_slot": g.first_slot,
+            "sum": f"(1 + {g.gid} groups x {g.blocks} blocks) x {BLOCK_SIZE} = {g.first_slot}",
+        }
+        for g in groups
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
 def slots() -> pd.DataFrame:
     """The case's KV slots by arithmetic: where correct allocation puts each group, beside either target.
 
@@ -165,8 +220,8 @@ def slots() -> pd.DataFrame:
     tables = []
     for target in GPT_OSS:
         models = {f"target {target}": GPT_OSS[target], "draft 20b": GPT_OSS["20b"]}
-        groups = kv_slots.allocate(models, CASE_TOKENS, group_size=CASE_GROUP)
-        tables.append(kv_slots.arithmetic(groups).assign(beside=f"gpt-oss-{target}"))
+        groups = allocate(models, CASE_TOKENS, group_size=CASE_GROUP)
+        tables.append(arithmetic(groups).assign(beside=f"gpt-oss-{target}"))
     both = pd.concat(tables, ignore_index=True)
     return both[["beside", *(name for name in both.columns if name != "beside")]]
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from specnb.lm.hf.cache import new_cache
 
 from specnb.errors import InputError
+from specnb.lm.hf.engine import new_cache
 from specnb.lm.vocab import Vocabulary
 from specnb.medusa import corpus, data, text
 from specnb.medusa.corpus import Document

@@ -20,10 +20,10 @@ from specnb.divergence.capture import capture
 from specnb.divergence.errors import floors, judged, locate
 from specnb.divergence.faults.planting import forward_replaced, replaced
 from specnb.divergence.investigate import judge
-from specnb.divergence.kv_slots import BLOCK_SIZE
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
 from specnb.divergence.replay import local_errors
+from specnb.divergence.report import BLOCK_SIZE
 from specnb.divergence.script import Along, Script, run
 from specnb.divergence.setups import OWN, Deploy, Lab
 from specnb.divergence.trace import Trace
