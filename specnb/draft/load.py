@@ -8,7 +8,6 @@ from specnb.errors import FetchError, InputError, LoadError, did_you_mean
 from specnb.io import cache_dir, file_digest
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.gguf import binding
 from specnb.lm.load import local_file, parse
 from specnb.lm.zoo import made_once
 from specnb.registry import DRAFTERS, MODEL_DRAFTER, resolve
@@ -71,6 +70,8 @@ def requantised_copy(target: str, type_name: str = "q4_0") -> str:
     Raises InputError when the target is no GGUF (its weights cannot be requantised here) or the type is unknown,
     LoadError or FetchError when the copy cannot be made or written.
     """
+    from specnb.lm.gguf import binding
+
     spec = parse(target)
     if type_name not in binding.FILE_TYPES:
         raise InputError(f"unknown weight type {type_name!r}; known: {', '.join(binding.FILE_TYPES)}")
