@@ -161,7 +161,7 @@ def test_a_copy_of_a_file_is_kept_for_each_content_and_type(monkeypatch, tmp_pat
         dest.write_bytes(path.read_bytes() + type_name.encode())
 
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(load_module.binding, "requantize", requantize)
+    monkeypatch.setattr(binding, "requantize", requantize)
     source.write_bytes(b"GGUF one")
     first = requantised_copy(str(source))
     assert Path(first).read_bytes() == b"GGUF oneq4_0" and first.endswith(".q4_0.gguf")
