@@ -9,12 +9,12 @@ where their memory lies says nothing. What tells is which object was whose `Befo
 they are; of values that the draft has somewhere itself, nothing.
 """
 
-import bisect
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from specnb.divergence.tensors import digest
 from specnb.divergence.trace import Trace
-from specnb.errors import InputError
 
 UNKNOWN = "?"
 TORCH = frozenset({"aten", "prim", "prims"})
 """Namespaces of operations that read what they are given and nothing else."""
-
-MODE_PRESENT = "torch dispatch mode present"
-"""In the words of torch's compiler, why it left a function uncompiled."""
 
 
 class Owned(NamedTuple):
@@ -46,45 +42,31 @@ class Registry:
 
     Of tied parameters the first name is kept; of a memory that two models share the first model's, so that the
     captured model comes first. A parameter object that no known model has is taken up as UNKNOWN when it is met, and
-    forgotten with it: weights that are brought in for one step and dropped (offloading) must not pile up. The models'
-    own are held, for memory that were freed and used again would be taken for them.
+    let go by `forget_unknown`: weights that are brought in for one step (offloading) must not pile up.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        self._starts: list[int] = []
-        self._spans: list[tuple[int, Callable[[], Owned | None]]] = []
-        self._objects: dict[int, Callable[[], Owned | None]] = {}
+        self._spans: list[tuple[int, int, Owned]] = []
+        """First address, end and owner, by address."""
+        self._objects: dict[int, Owned] = {}
         self._digests: dict[tuple[int, int], str] = {}
         for tag, model in models.items():
-            for named in (model.named_parameters, model.named_buffers):
-                for path, tensor in named():
-                    self.add(Owned(tag, path, tensor))
-
-    def add(self, owned: Owned) -> None:
-        """Take up a tensor, unless its memory is known already."""
-        start, object_id = _address(owned.tensor), id(owned.tensor)
-        lookup = _weak(owned) if owned.owner == UNKNOWN else lambda: owned
-        self._objects.setdefault(object_id, lookup)
-        if start and self._owner_at(start) is None:
-            self._claim(start, owned.tensor, lookup)
-        if owned.owner == UNKNOWN:
-            forget = weakref.WeakMethod(self._forget)
-            weakref.finalize(owned.tensor, lambda: (call := forget()) and call(start, object_id)).atexit = False
+            for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+                self._add(Owned(tag, path, tensor))
 
     def find(self, tensor: torch.Tensor) -> Owned | None:
         """Who owns the memory that `tensor`, or the start of this view, lies in."""
         start = _address(tensor)
         owner = self._owner_at(start) if start else None
-        if owner is None and (not start or type(tensor) is not torch.Tensor):
-            # a wrapper (quantised weights) or nothing in it; or the parameter's memory was exchanged: known by itself
-            lookup = self._objects.get(id(tensor))
-            owner = lookup() if lookup else None
-            if owner is not None and start:
-                self._claim(start, tensor, lookup)
-        # the exact type first: asking whether something is a Parameter runs Python, and most operands are activations
-        if owner is None and type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
-            self.add(Owned(UNKNOWN, UNKNOWN, tensor))
-            return self.find(tensor)
+        if owner is not None or (start and type(tensor) is torch.Tensor):  # most operands are activations
+            return owner
+        # a wrapper (quantised weights) or nothing in it; or the parameter's memory was exchanged: known by itself
+        owner = self._objects.get(id(tensor))
+        if owner is not None and start:
+            self._claim(start, owner)
+        elif owner is None and isinstance(tensor, nn.Parameter):
+            owner = Owned(UNKNOWN, UNKNOWN, tensor)
+            self._add(owner)
         return owner
 
     def digest(self, owned: Owned) -> str:
@@ -97,40 +79,34 @@ class Registry:
                 self._digests[key] = ""
         return self._digests[key]
 
-    def _owner_at(self, address: int) -> Owned | None:
-        place = bisect.bisect(self._starts, address) - 1
-        if place < 0:
-            return None
-        end, lookup = self._spans[place]
-        owner = lookup() if address < end else None
-        # memory that its owner left (moved, offloaded) may be anybody's by now
-        return owner if owner is not None and _address(owner.tensor) == self._starts[place] else None
-
-    def _claim(self, start: int, tensor: torch.Tensor, lookup: Callable[[], Owned | None]) -> None:
-        """From `start` on there is this owner's memory; whoever was there is not any more."""
-        span, place = (start + _extent(tensor), lookup), bisect.bisect_left(self._starts, start)
-        if place < len(self._starts) and self._starts[place] == start:
-            self._spans[place] = span
-        else:
-            self._starts.insert(place, start)
-            self._spans.insert(place, span)
-
     def written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Something was written into these: digests of what lies there are made anew."""
-        for tensor in tensors:
-            if self._digests and (owned := self.find(tensor)) is not None:
-                self._drop_digests(id(owned.tensor))
+        if self._digests and (owners := {id(owned.tensor) for owned in map(self.find, tensors) if owned is not None}):
+            self._digests = {key: text for key, text in self._digests.items() if key[0] not in owners}
 
-    def _drop_digests(self, object_id: int) -> None:
-        self._digests = {key: text for key, text in self._digests.items() if key[0] != object_id}
+    def forget_unknown(self) -> None:
+        """Let go of the parameters that no known model has."""
+        if unknown := {key for key, owned in self._objects.items() if owned.owner == UNKNOWN}:
+            self._spans = [span for span in self._spans if span[2].owner != UNKNOWN]
+            self._objects = {key: owned for key, owned in self._objects.items() if key not in unknown}
+            self._digests = {key: text for key, text in self._digests.items() if key[0] not in unknown}
 
-    def _forget(self, start: int, object_id: int) -> None:
-        """A parameter that nobody owns is gone; its memory and its id will be others'."""
-        self._objects.pop(object_id, None)
-        self._drop_digests(object_id)
-        place = bisect.bisect_left(self._starts, start)
-        if place < len(self._starts) and self._starts[place] == start and self._spans[place][1]() is None:
-            del self._starts[place], self._spans[place]
+    def _add(self, owned: Owned) -> None:
+        self._objects.setdefault(id(owned.tensor), owned)
+        if (start := _address(owned.tensor)) and self._owner_at(start) is None:
+            self._claim(start, owned)
+
+    def _owner_at(self, address: int) -> Owned | None:
+        place = bisect_right(self._spans, address, key=itemgetter(0)) - 1
+        start, end, owner = self._spans[place] if place >= 0 else (0, 0, None)
+        # memory that its owner left (moved, offloaded) may be anybody's by now
+        return owner if address < end and _address(owner.tensor) == start else None
+
+    def _claim(self, start: int, owned: Owned) -> None:
+        """From `start` on there is this owner's memory; whoever was there is not any more."""
+        place = bisect_left(self._spans, start, key=itemgetter(0))
+        there = place < len(self._spans) and self._spans[place][0] == start
+        self._spans[place : place + there] = [(start, start + _extent(owned.tensor), owned)]
 
 
 @contextmanager
@@ -155,27 +131,17 @@ class AtUse(TorchDispatchMode):
         self,
         registry: Registry,
         note: Callable[[Owned], None],
-        running: Callable[[], bool],
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        running: Sequence[object],
+        autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
+        """Operations are looked at while something is in `running`; `autocast` is that of what runs."""
         super().__init__()
         self.registry, self._note, self._running, self._autocast = registry, note, running, autocast
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Raises InputError for what torch must compile, and compiles under no mode of somebody else's."""
-        super().__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and MODE_PRESENT in str(error):
-            raise InputError(
-                "the model runs something that torch compiles as a whole (flex attention does by itself), where no "
-                'operation can be followed to the parameters it reads: load the model with attn_implementation="eager" '
-                'or "sdpa", or capture with at_use=False, in a new process or after torch._dynamo.reset(), for torch '
-                "remembers what it could not compile"
-            ) from error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         given = (*args, *kwargs.values()) if kwargs else args
-        if self._running():
+        if self._running:
             self._see(func, given)
         by_torch = not isinstance(func, torch._ops.OpOverload) or func.namespace in TORCH
         out = func(*args, **kwargs) if by_torch else self._inside(func, args, kwargs)
@@ -234,12 +200,6 @@ def _operands(values: Any) -> Iterator[torch.Tensor]:
             yield from _operands(value)
 
 
-def _weak(owned: Owned) -> Callable[[], Owned | None]:
-    alive = weakref.ref(owned.tensor)
-    owner, path = owned.owner, owned.path
-    return lambda: None if (tensor := alive()) is None else Owned(owner, path, tensor)
-
-
 def _address(tensor: torch.Tensor) -> int:
     """Where the first value lies; 0 for a tensor without memory of its own."""
     try:
@@ -280,8 +240,8 @@ class Before:
         shared = {id(tensor) for tensor in of_draft.values()}  # by both, as they were loaded: the draft's
         others = {} if neighbour is None else dict((*neighbour.named_parameters(), *neighbour.named_buffers()))
         self._neighbours = {path: tensor for path, tensor in others.items() if id(tensor) not in shared}
-        self._stamps = {path: _stamp(tensor) for path, tensor in self._neighbours.items()}
-        self._forms = {path: _form(tensor) for path, tensor in of_draft.items()}
+        self._versions = {path: version_of(tensor) for path, tensor in self._neighbours.items()}
+        self._forms = {path: (tensor.shape, tensor.dtype) for path, tensor in of_draft.items()}
 
     def labelled(self, trace: Trace) -> Trace:
         """The trace with the neighbour as the owner of what was read of it under a name of the draft's."""
@@ -303,29 +263,17 @@ class Before:
 
         Without those that were changed since, and values that are nobody's, or the draft's as well.
         """
-        forms, registry, digests = {self._forms.get(path) for path in paths}, Registry({}), {*self._meant.values()}
+        forms, registry = {self._forms.get(path) for path in paths}, Registry({})
         alike = {
             registry.digest(Owned(self._other, path, tensor)): path
             for path, tensor in self._neighbours.items()
-            if _form(tensor) in forms and _stamp(tensor) == self._stamps[path] and _telling(tensor)
+            if (tensor.shape, tensor.dtype) in forms and version_of(tensor) == self._versions[path] and _varied(tensor)
         }
-        return {digest: path for digest, path in alike.items() if digest not in digests}
+        return {digest: path for digest, path in alike.items() if digest not in self._meant.values()}
 
 
-def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
-
-
-def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
-    """Changes when torch writes into it, or its memory is exchanged."""
-    try:
-        return version_of(tensor), tensor.data_ptr()
-    except RuntimeError:  # a wrapper without memory of its own
-        return version_of(tensor), 0
-
-
-def _telling(tensor: torch.Tensor) -> bool:
-    """Whether it has more than one value: all zeros, or ones, are nobody's. Told by bytes: some types know no `!=`."""
+def _varied(tensor: torch.Tensor) -> bool:
+    """Whether it has more than one value: all zeros, or ones, are nobody's. By bytes: some types know no `!=`."""
     try:
         values = tensor.detach().flatten().view(torch.uint8).view(-1, tensor.element_size())
         return bool((values != values[:1]).any())

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from specnb.divergence.at_use import AtUse, Owned, Registry, unfollowed, version_of
+from specnb.divergence.faults.planting import replaced
 from specnb.divergence.tensors import (
     IDS,
     STATISTICS,
@@ -43,14 +44,11 @@ PENDING_BYTES = 64 << 20
 """Copies that wait to be measured; more are measured at once."""
 STACKED = 1 << 19
 """Values of tensors of one shape that are measured together: fewer calls, as long as they stay in a core's cache."""
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-DEVICES = ("cpu", "cuda")
-"""Those whose autocast is kept."""
 ROOT = ""
 """The canonical path of the model that is captured."""
 SCALARS_KEPT = 8
 """Different values of one plain argument (a flag, a scaling) that the facts hold."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -103,10 +101,6 @@ class TraceBuilder:
         finally:
             self.listens = listened
 
-    @property
-    def n_steps(self) -> int:
-        return len(self.facts["steps"])
-
     def begin_step(self, step: Step) -> None:
         """A call of the outermost module begins."""
         self._step = step
@@ -142,6 +136,11 @@ class TraceBuilder:
         self.measure()
         tables = table(self._tensors, TENSOR_COLUMNS), table(self._params, PARAM_COLUMNS)
         return Trace(dict(self.facts), *tables, dict(self._arrays))
+
+    def end_step(self) -> None:
+        """The outermost module has ended."""
+        self.measure()
+        self._registry.forget_unknown()
 
     def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
         """Copies come first: where an interrupt or want of memory stops them, there is no half row."""
@@ -219,29 +218,14 @@ def unreadable(tensor: torch.Tensor) -> str:
     """Why a tensor has no values that can be copied and measured one by one; "" where it has."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-    if tensor.is_quantized or tensor.device.type == "meta":
+    if tensor.is_quantized or tensor.is_meta:
         return "quantised" if tensor.is_quantized else "on meta"
-    if is_wrapper(tensor):
-        return type(tensor).__name__
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return "inside a torch.func transform"
-    return "" if _measurable(tensor.dtype) else dtype_name(tensor)
+    return type(tensor).__name__ if is_wrapper(tensor) else ""
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same values without a graph behind them and without a conjugation or sign that is still to be applied."""
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
-
-
-@functools.cache
-def _measurable(dtype: torch.dtype) -> bool:
-    """Whether torch can turn values of this type into float32."""
-    try:
-        torch.stack([torch.zeros(1).to(dtype)]).to(torch.complex64 if dtype.is_complex else torch.float32)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -273,14 +257,13 @@ def capture(
     process, by tag, whose weights are told apart from the model's own when an operation reads them. `modules` and
     `full`: regular expressions found in the canonical paths of the modules to write down (default all), and of those
     whose tensors are kept as they are. `at_use`: follow every operation to the parameters it reads; a model with flex
-    attention, which torch compiles by itself, needs it off.
+    attention, which torch compiles by itself, needs it off (or attn_implementation="eager").
 
     One call of the model, by its name or by its `forward`, is one step. A module that is called outside of it (a head,
     as vLLM's compute_logits does) belongs to the step before. Results are the same bits as without. What another model
-    does inside `paused()` of what is yielded is not written down.
-
-    Tensors that torch cannot read (sparse, quantised, on meta) are told in the facts as `unread`. Raises InputError for
-    a compiled model, and for a forward in another thread than the block's.
+    does inside `paused()` of what is yielded is not written down. Tensors that torch cannot read (sparse, quantised, on
+    meta) are named in the facts as `unread`. Raises InputError for a compiled model, and for a forward in another
+    thread than the block's.
     """
     known = dict(known or {})
     _refuse_graphs(model)
@@ -299,7 +282,7 @@ def capture(
         if model in runs.values():
             stack.enter_context(hooks.forward_of(model))
         if at_use:
-            stack.enter_context(AtUse(registry, hooks.note, hooks.is_running, hooks.autocast))
+            stack.enter_context(AtUse(registry, hooks.note, hooks.running, hooks.autocast))
         try:
             yield builder
         finally:
@@ -336,7 +319,7 @@ class _Hooks:
         self._called: dict[str, int] = {}
         self._written = 0
         self._scalars: dict[str, list[str]] = {}
-        self._running: list[Frame] = []
+        self.running: list[Frame] = []
         self._thread = threading.get_ident()
         self._root_seen, self._first = False, ""
         # The work of a hook reads no parameters. The first is far cheaper, but would silence weights that are wrappers
@@ -360,17 +343,16 @@ class _Hooks:
         # also called when forward raises: a frame left on the stack would shift all that comes later
         yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
-    @contextlib.contextmanager
-    def forward_of(self, model: nn.Module) -> Iterator[None]:
+    def forward_of(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
-        place, original, patched = self._place(model, ROOT), model.forward, vars(model).get("forward")
+        place, original = self._place(model, ROOT), model.forward
         run = getattr(original, "__func__", lambda _, *args, **kwargs: original(*args, **kwargs))
 
         @functools.wraps(getattr(original, "__func__", original))
         def forward(given: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            by_hooks = self._running and self._running[-1].module == ROOT
-            if by_hooks or given is not model or not self._builder.listens:
-                return run(given, *args, **kwargs)  # given: a copy may be another; listens: others may have kept this
+            by_hooks = self.running and self.running[-1].module == ROOT
+            if by_hooks or given is not model or not self._builder.listens:  # given: a copy of the model may be another
+                return run(given, *args, **kwargs)
             output = None
             self._enter(place, args, kwargs)
             try:
@@ -379,34 +361,23 @@ class _Hooks:
                 self._leave(place, output)
             return output
 
-        mine = model.forward = MethodType(forward, model)  # bound, so that a copy's is bound to the copy
-        try:
-            yield
-        finally:
-            if vars(model).get("forward") is mine:  # else somebody put another one over it: theirs stays
-                del model.forward
-                if patched is not None:
-                    model.forward = patched
+        return replaced(model, "forward", MethodType(forward, model))  # bound, so that a copy's is bound to the copy
 
     def facts(self) -> dict[str, Any]:
         """Which modules have hooks, are written down, and ran; those that never did were not looked at."""
-        never = [path for path, times in self._called.items() if not times]
-        hooked = len(self._called)
-        seen = {"hooked": hooked, "written": self._written, "called": hooked - len(never), "never_called": never}
+        never, n = [path for path, times in self._called.items() if not times], len(self._called)
+        seen = {"hooked": n, "written": self._written, "called": n - len(never), "never_called": never}
         return {"modules": seen, "scalars": self._scalars}
 
     def autocast(self) -> contextlib.ExitStack:
         """The autocast that the running module was called under: torch turns it off where operations are dispatched."""
         entered = contextlib.ExitStack()
-        for device, dtype in self._running[-1].autocast.items() if self._running else ():
+        for device, dtype in self.running[-1].autocast.items() if self.running else ():
             entered.enter_context(torch.autocast(device, dtype=dtype))
         return entered
 
     def note(self, owned: Owned) -> None:
-        self._builder.use(self._running[-1], owned)
-
-    def is_running(self) -> bool:
-        return bool(self._running)
+        self._builder.use(self.running[-1], owned)
 
     def _place(self, module: nn.Module, path: str) -> _Place:
         chosen = self._chosen.search(path) is not None
@@ -415,18 +386,16 @@ class _Hooks:
     def _enter(self, place: _Place, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if threading.get_ident() != self._thread:
             raise InputError("the model ran in another thread than `capture` was entered in: enter it in that thread")
-        autocast = _autocast() if torch._C._is_any_autocast_enabled() else {}
+        autocast = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
         with self._undispatched():
             arguments = place.arguments(args, kwargs)
             if place.path == ROOT:
-                self._running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
-            outermost = not self._running
+                self.running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
+            outermost = not self.running
             frame = Frame(place.path, place.kind, arguments, autocast)
-            self._running.append(frame)  # before anything that can fail: `_leave` is called in any case
-            if outermost:
-                _refuse_recording(arguments)
-                if self._begins_step(place.path, arguments):
-                    self._builder.begin_step(step_of(self._builder.n_steps, arguments))
+            self.running.append(frame)  # before anything that can fail: `_leave` is called in any case
+            if outermost and self._begins_step(place.path, arguments):
+                self._builder.begin_step(step_of(len(self._builder.facts["steps"]), arguments))
             self._builder.count(frame)
             self._called[place.path] += 1
             if place.chosen:
@@ -445,25 +414,21 @@ class _Hooks:
         self._root_seen |= path == ROOT
         self._first = self._first or path
         alone = not self._root_seen and (path == self._first or not {*IDS}.isdisjoint(arguments))
-        return path == ROOT or alone or not self._builder.n_steps
+        return path == ROOT or alone or not self._builder.facts["steps"]
 
     def _leave(self, place: _Place, output: object) -> None:
-        if threading.get_ident() != self._thread or not self._running or self._running[-1].module != place.path:
+        if threading.get_ident() != self._thread or not self.running or self.running[-1].module != place.path:
             return  # `_enter` was not reached: another hook raised, or it refused another thread
         with self._undispatched():
-            frame = self._running.pop()
+            frame = self.running.pop()
             if place.chosen:
                 layer = getattr(place.module, "layer_idx", None)
                 if isinstance(layer, int):
                     self._builder.see(frame, "state", states_in(frame.arguments, layer))
                 self._builder.see(frame, "out", outputs_in(output))
             frame.arguments.clear()
-            if not self._running:
-                self._builder.measure()
-
-
-def _autocast() -> dict[str, torch.dtype]:
-    return {device: torch.get_autocast_dtype(device) for device in DEVICES if torch.is_autocast_enabled(device)}
+            if not self.running:
+                self._builder.end_step()
 
 
 def _refuse_graphs(model: nn.Module) -> None:
@@ -474,13 +439,6 @@ def _refuse_graphs(model: nn.Module) -> None:
                 f"module {path or 'the model itself'!r} ({type(module).__name__}) is compiled, and its graph runs "
                 "past hooks: run it eagerly (no torch.compile, no CUDA graphs; in vLLM enforce_eager=True)"
             )
-
-
-def _refuse_recording(arguments: Mapping[str, Any]) -> None:
-    """A graph under recording would hold the hook's work, and its replays would show nothing."""
-    on_gpu = any(tensor.is_cuda for _, tensor in named_tensors(arguments))
-    if on_gpu and torch.cuda.is_current_stream_capturing():
-        raise InputError("a CUDA graph is being recorded: its replays run past hooks; run eagerly and capture again")
 
 
 def _facts(model: nn.Module, tag: str, known: Mapping[str, nn.Module]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,10 @@ def capture_gguf(
 
     The parameters are the weights that each node reads, with `tag` as the owner where the opened file has the same
     bytes under that name, else "?". Weights that llama.cpp has put in another order (`@` and the buffer behind their
-    type) are told by name and size alone.
+    type) are told by name and size alone. Not seen: copies, and nodes that nothing can be called after (`facts`:
+    "passed_over"); inputs that an operation writes its output over ("overwritten"); the inside of a fused operation.
 
-    Not seen: copies, and nodes that nothing can be called after (`facts`: "passed_over"); inputs that an operation
-    writes its output over ("overwritten"); the inside of a fused operation such as flash attention.
-
-    Logits are the same bits as without, on the processor. Raises InputError for a pattern that is none and for a model
-    that torch would run, and what `specnb.load` raises.
+    Raises InputError for a pattern that is none and for a model that torch would run, and what `specnb.load` raises.
     """
     spec, watch = load.parse(str(name_or_path), **options), Watch()
     chosen = compiled(modules or "")
@@ -77,11 +73,15 @@ class NodeBuilder(TraceBuilder):
         self._unread: Counter[str] = Counter()
         self._overwritten: set[str] = set()
         self._passed_over: Counter[str] = Counter()
+        self._decode: Decode | None = None
+        self._with_tokens: set[tuple[str, str]] = set()
+        """(role, name) of the tensors of the node at hand that have a token axis."""
 
     def begin(self, decode: Decode) -> None:
         """A llama_decode begins."""
         self.measure()
-        self.begin_step(GraphStep(self.n_steps, 1, len(decode.ids), decode.first, decode.ids, rows=decode.rows))
+        self._decode = decode
+        self.begin_step(Step(len(self.facts["steps"]), 1, len(decode.ids), decode.first, decode.ids))
         self.facts["steps"][-1] |= {"rows": decode.rows, "padding": decode.padding}
 
     def wanted(self, node: Node) -> bool:
@@ -99,7 +99,7 @@ class NodeBuilder(TraceBuilder):
         """Write down what a node was given and gave, and the weights that it read."""
         frame = Frame(own_path(node), node.op, {})
         self.count(frame)
-        self._step.tokens_in.clear()
+        self._with_tokens.clear()
         given, states = {}, {}
         for i, source in enumerate(node.sources):
             name = path_of(source) or f"src{i}"
@@ -109,12 +109,13 @@ class NodeBuilder(TraceBuilder):
                 if node.op not in SHOWN_AGAIN:
                     self._overwritten.add(f"{frame.module}:{name}")
             elif CACHE.fullmatch(_plain(source)):  # what earlier tokens left
-                states |= cache_state(node, source, self._step)
+                states |= cache_state(node, source, self._decode)
             else:
                 given |= self._shown(source, "in", name if name not in given else f"{name}.{i}")
         for role, named in (("in", given), ("state", states), ("out", self._shown(node, "out", "out"))):
             if named:
-                self.see(frame, role, {name: _tensor(values) for name, values in named.items()}.items())
+                with torch.inference_mode():  # torch counts no changes that llama.cpp makes
+                    self.see(frame, role, [(name, torch.from_numpy(values)) for name, values in named.items()])
 
     def coverage(self) -> dict[str, Any]:
         """The nodes that ran, those written down, and what could not be."""
@@ -131,10 +132,14 @@ class NodeBuilder(TraceBuilder):
         if values is None:
             self._unread[node.type] += 1
             return {}
-        values, has_tokens = in_order(node, values, self._step)
+        values, has_tokens = in_order(node, values, self._decode)
         if has_tokens:
-            self._step.tokens_in.add((role, name))
+            self._with_tokens.add((role, name))
         return {name: values}
+
+    def _axis(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> int:
+        """Operations tell: keys and values are `(heads, cells, dim)`, in all others the token axis comes first."""
+        return 1 if role == "state" else 0 if (role, name) in self._with_tokens else -1
 
     def _read(self, frame: Frame, weight: Node) -> None:
         place = (weight.data, weight.name)
@@ -150,14 +155,8 @@ class NodeBuilder(TraceBuilder):
         if is_stored and not base.reordered:
             is_stored = digest == digest_bytes(base.type, base.shape, stored)
         dtype = f"{base.type}@{base.buffer}" if base.reordered else base.type
-        owner = self._tag if is_stored else UNKNOWN
-        return {"owner": owner, "owner_path": base.name, "object_id": base.data, "digest": digest, "dtype": dtype}
-
-
-def _tensor(values: np.ndarray) -> torch.Tensor:
-    """The same memory as a tensor of torch. An inference tensor: torch counts no changes that llama.cpp makes."""
-    with torch.inference_mode():
-        return torch.from_numpy(values)
+        place = {"owner": self._tag if is_stored else UNKNOWN, "owner_path": base.name, "object_id": base.data}
+        return place | {"digest": digest, "dtype": dtype}
 
 
 def _facts(tag: str, model: LanguageModel) -> dict[str, Any]:
@@ -215,34 +214,7 @@ def _path_by_reading(node: Node) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class GraphStep(Step):
-    """One llama_decode. `rows`: its last tokens, those with logits; the last layer goes on with these alone.
-
-    `tokens_in`: (role, name) of the tensors of the node at hand that have a token axis: it is their first.
-    """
-
-    rows: int = 0
-    tokens_in: set[tuple[str, str]] = field(default_factory=set)
-
-    def token_axis(self, role: str, name: str, shape: tuple[int, ...]) -> int:
-        if role == "state":
-            return super().token_axis(role, name, shape)
-        return 0 if (role, name) in self.tokens_in else -1
-
-    def ambiguous(self, role: str, shape: tuple[int, ...]) -> bool:
-        return False  # operations tell
-
-    def first_position(self, role: str, axis: int, shape: tuple[int, ...]) -> int:
-        return 0 if axis < 0 else max(self.first + self.length - shape[axis], 0)
-
-    @property
-    def cells(self) -> int:
-        """Of a cache that are in use after this step."""
-        return self.first + self.length
-
-
-def in_order(node: Node, values: np.ndarray, step: GraphStep) -> tuple[np.ndarray, bool]:
+def in_order(node: Node, values: np.ndarray, step: Decode) -> tuple[np.ndarray, bool]:
     """`values` (four axes) with the token axis first and without others of size 1; and whether it has a token axis.
 
     ggml names no axes: the token axis is told by its size, by the operation, and in attention by whose permutation it
@@ -250,14 +222,14 @@ def in_order(node: Node, values: np.ndarray, step: GraphStep) -> tuple[np.ndarra
     """
     axis = _token_axis(node, values.dtype, step)
     if "kq" in node.name and "kqv" not in node.name:
-        values = values[..., : step.cells]
+        values = values[..., : step.first + len(step.ids)]
     if axis >= 0:
         values = np.moveaxis(values, axis, 0)
     dropped = tuple(i for i in range(values.ndim - 1, -1, -1) if values.shape[i] == 1 and (i or axis < 0))
     return values.squeeze(dropped[: values.ndim - 1]), axis >= 0
 
 
-def cache_state(node: Node, source: Node, step: GraphStep) -> dict[str, np.ndarray]:
+def cache_state(node: Node, source: Node, step: Decode) -> dict[str, np.ndarray]:
     """What a node of attention reads from the cache `source`, `(heads, cells, dim)` by its name; {} of other states."""
     name, values = STATE_NAMES.get(CACHE.fullmatch(_plain(source))[1]), source.values()
     if name is None or values is None:
@@ -265,12 +237,12 @@ def cache_state(node: Node, source: Node, step: GraphStep) -> dict[str, np.ndarr
     values = values[0]
     if name == "values" and node.op == "MUL_MAT":  # without flash attention the values lie transposed
         values = values.swapaxes(-1, -2)
-    return {name: values[:, : step.cells]}
+    return {name: values[:, : step.first + len(step.ids)]}
 
 
-def _token_axis(node: Node, dtype: np.dtype, step: GraphStep) -> int:
+def _token_axis(node: Node, dtype: np.dtype, step: Decode) -> int:
     """Of the four axes (ggml's backwards): 1 as in (1, tokens, heads, dim), 2 as in (…, tokens, features), or -1."""
-    sizes, lengths = node.shape, (step.length, step.rows)
+    sizes, lengths = node.shape, (len(step.ids), step.rows)
     if dtype.kind == "i" and sizes[:3] == (1, 1, 1) and sizes[3] in lengths:
         return 3  # ids, positions
     stacked = _of_experts(node) or (sizes[1] > 1 and not _turned(node))
