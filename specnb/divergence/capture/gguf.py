@@ -8,7 +8,6 @@ logits may differ by rounding: compare two captures with each other there, not o
 
 import contextlib
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,8 @@ def capture_gguf(
 
     The parameters are the weights that each node reads, with `tag` as the owner where the opened file has the same
     bytes under that name, else "?". Weights that llama.cpp has put in another order (`@` and the buffer behind their
-    type) are told by name and size alone. Not seen: copies, and nodes that nothing can be called after (`facts`:
-    "passed_over"); inputs that an operation writes its output over ("overwritten"); the inside of a fused operation.
+    type) are told by name and size alone. Not seen: copies, and nodes that nothing can be called after;
+    inputs that an operation writes its output over; the inside of a fused operation.
 
     Raises InputError for a pattern that is none and for a model that torch would run, and what `specnb.load` raises.
     """
@@ -70,9 +69,6 @@ class NodeBuilder(TraceBuilder):
         self._tag, self._stored, self._chosen = tag, stored, chosen
         self._weights: dict[tuple[int, str], dict[str, Any]] = {}
         self._paths: dict[str, bool] = {}
-        self._unread: Counter[str] = Counter()
-        self._overwritten: set[str] = set()
-        self._passed_over: Counter[str] = Counter()
         self._decode: Decode | None = None
         self._with_tokens: set[tuple[str, str]] = set()
         """(role, name) of the tensors of the node at hand that have a token axis."""
@@ -82,14 +78,12 @@ class NodeBuilder(TraceBuilder):
         self.measure()
         self._decode = decode
         self.begin_step(Step(len(self.facts["steps"]), 1, len(decode.ids), decode.first, decode.ids))
-        self.facts["steps"][-1] |= {"rows": decode.rows, "padding": decode.padding}
+        self.facts["steps"][-1]["padding"] = decode.padding
 
     def wanted(self, node: Node) -> bool:
         """Whether a node is to be written down."""
         path = own_path(node)
         if path is None:
-            if node.op not in SHOWN_AGAIN:
-                self._passed_over[node.op] += 1
             return False
         if path not in self._paths:
             self._paths[path] = self._chosen.search(path) is not None
@@ -105,9 +99,8 @@ class NodeBuilder(TraceBuilder):
             name = path_of(source) or f"src{i}"
             if source.is_weight:
                 self._read(frame, source)
-            elif source.overlaps(node):
-                if node.op not in SHOWN_AGAIN:
-                    self._overwritten.add(f"{frame.module}:{name}")
+            elif source.overlaps(node):  # the operation writes over what it is given
+                continue
             elif CACHE.fullmatch(_plain(source)):  # what earlier tokens left
                 states |= cache_state(node, source, self._decode)
             else:
@@ -118,19 +111,14 @@ class NodeBuilder(TraceBuilder):
                     self.see(frame, role, [(name, torch.from_numpy(values)) for name, values in named.items()])
 
     def coverage(self) -> dict[str, Any]:
-        """The nodes that ran, those written down, and what could not be."""
+        """The nodes that ran, and those written down."""
         n = len(self._paths)
-        return {
-            "modules": {"hooked": n, "written": sum(self._paths.values()), "called": n, "never_called": []},
-            "overwritten": sorted(self._overwritten),
-            "passed_over": dict(self._passed_over),
-            "unread_types": dict(self._unread),
-        }
+        return {"modules": {"hooked": n, "written": sum(self._paths.values()), "called": n, "never_called": []}}
 
     def _shown(self, node: Node, role: str, name: str) -> dict[str, np.ndarray]:
         values = node.values()
         if values is None:
-            self._unread[node.type] += 1
+            self.facts.setdefault("unread", {})[f"{own_path(node)}:{role}:{name}"] = node.type
             return {}
         values, has_tokens = in_order(node, values, self._decode)
         if has_tokens:
