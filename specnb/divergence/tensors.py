@@ -1,4 +1,4 @@
-"""What is kept of a tensor: its digest, its statistics, and a sketch of each of its tokens.
+"""What is kept of a tensor: its digest, how many values are not finite, and a sketch of each of its tokens.
 
 A sketch is a linear map s = R x with signs R, scaled so that <s_a, s_b> estimates <a, b> (Alon, Matias and Szegedy
 1996; Achlioptas 2003). The signs come from a counter hash, so every machine and version draws the same ones. To compare
@@ -6,7 +6,7 @@ sketches numpy is enough (`difference`).
 
 All works on a stack of tensors of one shape at once: a decoding step shows a thousand small ones, and the calls would
 cost more than the numbers. A tensor without a token axis has no sketch: there is no position at which it could be
-compared, so its digest and its statistics stand for it.
+compared, so its digest stands for it.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,15 +33,13 @@ _STREAM = 2 << 56
 # Masks hold the lowest float32; in a sketch its square would overflow.
 LARGEST = 1e15
 
-STATISTICS = ("mean", "std", "l1", "l2", "min", "max", "n_nan", "n_inf")
 
-
-@dataclass(frozen=True)
-class Prints:
-    """Of a stack of n tensors: `statistics` name -> (n,), `tokens` float32 (n, t, 16) and `token_l2` float32 (n, t),
+class Prints(NamedTuple):
+    """Of a stack of n tensors: values that are not finite `(n,)`, `tokens` float32 (n, t, 16) and `token_l2` (n, t),
     None where there are no tokens. Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
 
-    statistics: dict[str, np.ndarray]
+    n_nan: np.ndarray
+    n_inf: np.ndarray
     tokens: np.ndarray | None
     token_l2: np.ndarray | None
 
@@ -86,77 +84,38 @@ def digests(stack: torch.Tensor) -> list[str]:
 
 @torch.no_grad()
 def fingerprints(stack: torch.Tensor, token_axis: int = -1) -> Prints:
-    """Statistics (float64, over the finite values) and sketches of a stack `(n, *shape)` of tensors, any dtype.
+    """Sketches of a stack `(n, *shape)` of tensors, any dtype.
 
     `token_axis` counts within `shape`; the axes before it, if any, are the batch, so tokens come batch by batch; -1:
-    no tokens. NaN and infinities count as 0 in sketches, and what is beyond 1e15 as that. An empty tensor has the
-    statistics of no values: sums 0, the others NaN.
-
-    Sketches are stored in float32. Integers are summed exactly before, so two tokens of integers have two sketches
-    unless their sums differ by less than float32 can hold: an id of 2**24 alone in its token and the one after it are
-    told apart by the digest of the tensor only.
+    no tokens. NaN and infinities count as 0 in sketches, and what is beyond 1e15 as that. Sketches are stored in
+    float32: integers beyond 2**24 may be told apart by the digest of the tensor only.
     """
     if stack.is_complex():
         stack = torch.view_as_real(stack)
     if stack.device.type == "mps":  # which has no float64
         stack = stack.cpu()
-    rows = token_rows(stack, token_axis).to(dtype_of_product(stack.device.type, stack.dtype, _cpu_precision()))
-    columns = _statistics(rows)
-    odd = np.flatnonzero(~(columns["l1"] <= LARGEST))  # NaN is not less than anything
-    for i in odd.tolist():
-        wide = stack[i].double().flatten()
-        columns["n_nan"][i], columns["n_inf"][i] = int(wide.isnan().sum()), int(wide.isinf().sum())
-        finite = _statistics(wide[wide.isfinite()][None, None])
-        for name in ("mean", "std", "l1", "l2", "min", "max"):
-            columns[name][i] = finite[name][0]
-    if token_axis < 0:
-        return Prints(columns, None, None)
-    if len(odd):
+    rows = token_rows(stack, token_axis).to(_dtype_of_product(stack))
+    n_nan = n_inf = np.zeros(len(rows), np.int64)
+    if rows.numel() and not rows.abs().max() <= LARGEST:  # NaN is not less than anything
+        n_nan, n_inf = (odd.sum((1, 2)).cpu().numpy() for odd in (rows.isnan(), rows.isinf()))
         rows = rows.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
-    signed = rows @ token_signs(rows.shape[-1], rows.dtype, str(stack.device)) / math.sqrt(TOKEN_K)
-    return Prints(columns, _numpy(signed.float()), _numpy(torch.linalg.vector_norm(rows, dim=-1).float()))
+    if token_axis < 0:
+        return Prints(n_nan, n_inf, None, None)
+    tokens = rows @ token_signs(rows.shape[-1], rows.dtype, str(stack.device)) / math.sqrt(TOKEN_K)
+    token_l2 = torch.linalg.vector_norm(rows, dim=-1)
+    return Prints(n_nan, n_inf, tokens.float().cpu().numpy(), token_l2.float().cpu().numpy())
 
 
-def _statistics(rows: torch.Tensor) -> dict[str, np.ndarray]:
-    """STATISTICS `(n,)` of rows `(n, tokens, values)` of moderate numbers; where they are not, `l1` is NaN or large."""
-    n = len(rows)
-    columns = {name: np.zeros(n, np.int64) for name in ("n_nan", "n_inf")}
-    if not rows.numel():
-        columns |= {name: np.zeros(n) for name in ("l1", "l2")}
-        return columns | {name: np.full(n, math.nan) for name in ("mean", "std", "min", "max")}
-    # around each token's mean, which need not be exact: what it is off by is in what is left
-    means = rows.sum(-1, dtype=torch.float64) / rows.shape[-1]
-    rest = rows - means.to(rows.dtype)[..., None]
-    off = rest.sum(-1, dtype=torch.float64) / rows.shape[-1]
-    variances = torch.linalg.vector_norm(rest, dim=-1).double().square() / rows.shape[-1] - off.square()
-    means = means.to(rows.dtype).double() + off
-    # the law of total variance: within the tokens, and between them
-    variance = variances.clamp(min=0).mean(-1) + means.var(-1, correction=0)
-    statistics = {
-        "mean": means.mean(-1), "std": variance.sqrt(),
-        "l1": rows.abs().sum(-1).double().sum(-1),
-        "l2": torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=-1).double(), dim=-1),
-        "min": rows.amin(-1).amin(-1).double(), "max": rows.amax(-1).amax(-1).double(),
-    }  # fmt: skip
-    return columns | {name: _numpy(column) for name, column in statistics.items()}
+def _dtype_of_product(values: torch.Tensor) -> torch.dtype:
+    """In which type values meet the signs: float32 where it holds them and its products keep 24 bits, else float64.
 
-
-def dtype_of_product(device_type: str, dtype: torch.dtype, cpu_precision: str = "none") -> torch.dtype:
-    """In which type values of `dtype` meet the signs: float32 where it keeps its 24 bits and holds the values.
-
-    Elsewhere float64: integers and float64 do not fit; an accelerator may be set to multiply float32 with 10 bits
-    (TF32), and a processor with 8 (`cpu_precision`, torch's setting for its matrix products, "bf16"). That a float64
-    product cannot be so set costs less than to change a setting that other threads see.
+    An accelerator may be set to multiply float32 with 10 bits (TF32), and a processor with 8.
     """
-    exact = cpu_precision in ("none", "ieee", "highest")
-    fits = dtype.is_floating_point and dtype is not torch.float64
-    return torch.float32 if device_type == "cpu" and exact and fits else torch.float64
-
-
-def _cpu_precision() -> str:
-    """torch's setting for products of float32 on the processor; before torch 2.9 there was one for all devices."""
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    return torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # before torch 2.9 there was one setting for all devices
+    precision = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
+    exact = values.device.type == "cpu" and precision in ("none", "ieee", "highest")
+    fits = values.is_floating_point() and values.dtype is not torch.float64
+    return torch.float32 if exact and fits else torch.float64
 
 
 def token_rows(stack: torch.Tensor, token_axis: int) -> torch.Tensor:
@@ -179,10 +138,6 @@ def token_signs(features: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 @functools.lru_cache(maxsize=32)
 def _token_signs(rows: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.from_numpy(signs(rows)[:, :TOKEN_K].copy()).to(device, dtype)
-
-
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.cpu().numpy()
 
 
 DEEPEST = 6
@@ -212,14 +167,13 @@ class Arguments:
 
 def _signature(module: nn.Module) -> inspect.Signature | None:
     """A forward that was patched on the object may say `*args, **kwargs` only: then that of its class."""
-    for forward, skip in ((module.forward, 0), (type(module).forward, 1)):
+    for forward in (module.forward, functools.partial(type(module).forward, module)):
         try:
             signature = inspect.signature(forward)
         except (TypeError, ValueError):
             continue
-        parameters = list(signature.parameters.values())[skip:]
-        if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
-            return signature.replace(parameters=parameters)
+        if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in signature.parameters.values()):
+            return signature
     return None
 
 
@@ -239,14 +193,14 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """`float32` and the like."""
-    return _name(tensor.dtype)
-
-
 @functools.cache
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """`float32` and the like."""
+    return _name(tensor.dtype)
 
 
 def named_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

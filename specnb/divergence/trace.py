@@ -1,7 +1,7 @@
 """A trace: what one run of a set-up left, as two tables and arrays. Reading it needs no torch.
 
-A folder holds `tensors.safetensors` and, written last, `events.jsonl`: a line of facts, then a row of a table a line,
-without its statistics, which lie beside the tensors. Modules have the same path whichever wrappers of one model a run
+A folder holds `tensors.safetensors` and, written last, `events.jsonl`: a line of facts, then a row of a table a line.
+Modules have the same path whichever wrappers of one model a run
 goes through (`canonical`); whoever reads a trace applies `renamed` alone.
 """
 
@@ -19,30 +19,22 @@ import pandas as pd
 from specnb.errors import InputError
 from specnb.io import write_atomic
 
-FORMAT = 3
+FORMAT = 4
 DIGEST = "xxh3-128"
 """How digests are made: those of two algorithms cannot be compared."""
 TOKEN_K = 16
 """Numbers in the sketch of a token."""
 EVENTS, ARRAYS = "events.jsonl", "tensors.safetensors"
-BLOCK = 1 << 16
-"""Lines that are parsed at once: all of a long generation would take several times its memory."""
-
 TORCH = "torch"
 """The engine of traces whose facts name none."""
 
 TENSOR_COLUMNS: dict[str, str] = {
     "row": "int64", "step": "int64", "module": "str", "kind": "str", "call": "int64", "order": "int64", "role": "str",
-    "name": "str", "shape": "ints", "dtype": "str", "device": "str", "contiguous": "bool", "digest": "str",
-    "mean": "float64", "std": "float64", "l1": "float64", "l2": "float64", "min": "float64", "max": "float64",
-    "n_nan": "int64", "n_inf": "int64", "storage": "int64", "version": "int64", "token_axis": "int64",
-    "first_position": "int64",
+    "name": "str", "shape": "ints", "dtype": "str", "digest": "str", "n_nan": "int64", "n_inf": "int64",
+    "token_axis": "int64", "first_position": "int64",
 }  # fmt: skip
 """One row for each tensor seen. `order` counts events of the run: a module's inputs come before its outputs, inner
-modules between them. `storage` and `version` tell buffers apart within this run only (version -1: unknown)."""
-
-STATISTICS = tuple(name for name, kind in TENSOR_COLUMNS.items() if kind == "float64")
-"""Columns that are stored as arrays: they may be NaN, and text of numbers is long."""
+modules between them."""
 
 PARAM_COLUMNS: dict[str, str] = {
     "step": "int64", "module": "str", "call": "int64", "owner": "str", "owner_path": "str", "object_id": "int64",
@@ -65,7 +57,7 @@ class Trace:
     """`facts` (JSON), the tables of TENSOR_COLUMNS and PARAM_COLUMNS, and arrays by f"{row}.{what}".
 
     Arrays: `tokens` float32 (n_tokens, 16), `token_l2` float32 (n_tokens,), and `full`, the tensor itself, where it
-    was asked for (bfloat16 as float32, which is exact). What has no tokens is told by its digest and statistics only.
+    was asked for (bfloat16 as float32, which is exact). What has no tokens is told by its digest only.
     """
 
     facts: dict[str, Any]
@@ -90,17 +82,14 @@ class Trace:
         return self.arrays.get(f"{row}.{part}")
 
     def save(self, folder: Path) -> Path:
-        """Write the trace into `folder` (made if missing) and return it."""
+        """Write the trace into `folder`, and return that."""
         from safetensors.numpy import save
 
-        tables, arrays = ((self.tensors, TENSOR_COLUMNS), (self.params, PARAM_COLUMNS)), _packed(self.arrays)
-        arrays |= {name: self.tensors[name].to_numpy() for name in STATISTICS}
-        header = {
-            "format": FORMAT, "digest": DIGEST, "rows": [len(frame) for frame, _ in tables], "facts": self.facts,
-        }  # fmt: skip
+        tables = self.tensors, self.params
+        header = {"format": FORMAT, "digest": DIGEST, "rows": [len(frame) for frame in tables], "facts": self.facts}
         lines = [json.dumps(header, allow_nan=False)]
-        lines += (json.dumps(row) for frame, columns in tables for row in _rows(frame, columns))
-        stored = save({name: np.asarray(value, order="C") for name, value in arrays.items()})
+        lines += (json.dumps(row) for frame in tables for row in _rows(frame))
+        stored = save({name: np.asarray(value, order="C") for name, value in _packed(self.arrays).items()})
         write_atomic(Path(folder) / ARRAYS, stored)
         write_atomic(Path(folder) / EVENTS, "\n".join([*lines, ""]).encode())
         return Path(folder)
@@ -115,14 +104,12 @@ class Trace:
         try:
             lines, middle = path.read_text("utf-8").splitlines()[1:], header["rows"][0]
             tensors, params = _columns(lines[:middle], TENSOR_COLUMNS), _columns(lines[middle:], PARAM_COLUMNS)
-            path = Path(folder) / ARRAYS
-            arrays = load_file(path)
-            tensors |= {name: arrays.pop(name) for name in STATISTICS}
             tensors["shape"] = [tuple(shape) for shape in tensors["shape"]]
-            unpacked = _unpacked(arrays)
+            path = Path(folder) / ARRAYS
+            arrays = _unpacked(load_file(path))
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise InputError(f"{path} is not that of a trace ({error}): capture it again") from error
-        return cls(header["facts"], table(tensors, TENSOR_COLUMNS), table(params, PARAM_COLUMNS), unpacked)
+        return cls(header["facts"], table(tensors, TENSOR_COLUMNS), table(params, PARAM_COLUMNS), arrays)
 
 
 def read_header(folder: Path) -> dict[str, Any]:
@@ -151,17 +138,16 @@ def table(rows: list[Mapping[str, Any]] | Mapping[str, Any], columns: Mapping[st
     return frame.astype({name: kinds.get(kind, kind) for name, kind in columns.items()})
 
 
-def _rows(frame: pd.DataFrame, columns: Mapping[str, str]) -> Iterable[tuple]:
-    return zip(*(frame[name].tolist() for name in columns if name not in STATISTICS), strict=True)
+def _rows(frame: pd.DataFrame) -> Iterable[tuple]:
+    return zip(*(frame[name].tolist() for name in frame), strict=True)
 
 
 def _columns(lines: list[str], columns: Mapping[str, str]) -> dict[str, list[Any]]:
     """Of lines that `_rows` wrote the values by column."""
-    values = {name: [] for name in columns if name not in STATISTICS}
-    for start in range(0, len(lines), BLOCK):
-        rows = json.loads(f"[{','.join(lines[start : start + BLOCK])}]")
-        for column, more in zip(values.values(), zip(*rows, strict=True), strict=True):
-            column.extend(more)
+    values = {name: [] for name in columns}
+    for line in lines:
+        for column, value in zip(values.values(), json.loads(line), strict=True):
+            column.append(value)
     return values
 
 
@@ -189,20 +175,14 @@ PREFIX = re.compile(r"^(?:(?:model|draft_model)\.)+")
 
 
 def canonical(paths: Iterable[str]) -> dict[str, str]:
-    """`canonical_name` of each path, of all modules of one model; those that would have one name in common keep theirs.
-
-    Of a part of the paths it may make other names: what is told apart depends on all.
-    """
+    """`canonical_name` of all modules of one model; those that would have one name in common keep theirs."""
     short = {path: canonical_name(path) for path in paths}
     shared = Counter(short.values())
     return {path: path if shared[name] > 1 else name for path, name in short.items()}
 
 
 def canonical_name(path: str, rename: Mapping[str, str] | None = None) -> str:
-    """A path without leading `model.` or `draft_model.`, then with each regular expression of `rename` replaced.
-
-    Raises InputError for a wrong expression.
-    """
+    """A path without leading `model.` or `draft_model.`, then `rename`d. Raises InputError for a wrong expression."""
     return _renamed(PREFIX.sub("", path), rename)
 
 

@@ -147,8 +147,7 @@ def test_what_is_seen_is_what_was_there_at_the_hook():
     wrote, read = trace.rows(module="writer", role="out").iloc[0], trace.rows(module="reader", role="in").iloc[0]
     assert given["digest"] == digest(before) and wrote["digest"] == digest(2 * before)
     assert torch.equal(torch.from_numpy(trace.array(given["row"], "full")), before)
-    assert (wrote["storage"], wrote["version"]) == (read["storage"], read["version"])
-    assert wrote["digest"] != read["digest"] and read["max"] == 9
+    assert wrote["digest"] != read["digest"] and trace.array(read["row"], "full").max() == 9
 
 
 @dataclass

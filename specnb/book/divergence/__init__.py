@@ -183,8 +183,10 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
     return table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value))
 
 
-def _statistics(outcome: Outcome, module: str, role: str) -> pd.Series:
-    return outcome.trace.rows(module=module, role=role, step=0).iloc[0]
+def _statistics(outcome: Outcome, module: str, role: str) -> dict[str, float]:
+    row = outcome.trace.rows(module=module, role=role, step=0)["row"].iloc[0]
+    values = outcome.trace.array(row, "full").astype(float)
+    return {"mean": float(values.mean()), "std": float(values.std())}
 
 
 def _digests(outcome: Outcome, meant: Mapping[str, str], bank: str, says: str) -> dict[str, str]:

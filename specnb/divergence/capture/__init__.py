@@ -19,11 +19,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from specnb.divergence.at_use import AtUse, Owned, Registry, unfollowed, version_of
+from specnb.divergence.at_use import AtUse, Owned, Registry, unfollowed
 from specnb.divergence.faults.planting import replaced
 from specnb.divergence.tensors import (
     IDS,
-    STATISTICS,
     Arguments,
     Step,
     compiled,
@@ -151,9 +150,7 @@ class TraceBuilder:
         self._tensors.append({
             "row": key, "step": step.index, "module": frame.module, "kind": frame.kind, "call": frame.call,
             "order": self._order, "role": role, "name": name, "shape": shape, "dtype": dtype_name(tensor),
-            "device": str(tensor.device), "contiguous": tensor.is_contiguous(),
-            "storage": tensor.untyped_storage().data_ptr(), "version": version_of(tensor), "token_axis": axis,
-            "first_position": step.first_position(role, axis, shape),
+            "token_axis": axis, "first_position": step.first_position(role, axis, shape),
         })  # fmt: skip
         if full is not None:
             self._arrays[f"{key}.full"] = full
@@ -188,7 +185,7 @@ class TraceBuilder:
         self._bytes += tensor.nbytes
 
     def measure(self) -> None:
-        """Make digests, statistics and sketches of what waits, in float32 also where the model is under autocast."""
+        """Make digests and sketches of what waits, in float32 also where the model is under autocast."""
         stacks: dict[tuple, list[_Waiting]] = defaultdict(list)
         for waiting in self._waiting.values():
             kind = (waiting.copy.shape, waiting.copy.dtype, waiting.copy.device, waiting.token_axis)
@@ -204,9 +201,8 @@ class TraceBuilder:
     def _measure_stack(self, stack: list[_Waiting]) -> None:
         copies = stack[0].copy[None] if len(stack) == 1 else torch.stack([waiting.copy for waiting in stack])
         prints = fingerprints(copies, stack[0].token_axis)
-        columns = {name: prints.statistics[name].tolist() for name in STATISTICS}
         for i, (waiting, text) in enumerate(zip(stack, digests(copies), strict=True)):
-            values = {name: column[i] for name, column in columns.items()} | {"digest": text}
+            values = {"digest": text, "n_nan": prints.n_nan[i], "n_inf": prints.n_inf[i]}
             for key in waiting.rows:
                 self._tensors[key] |= values
                 if prints.tokens is not None:

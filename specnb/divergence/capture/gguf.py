@@ -107,8 +107,7 @@ class NodeBuilder(TraceBuilder):
                 given |= self._shown(source, "in", name if name not in given else f"{name}.{i}")
         for role, named in (("in", given), ("state", states), ("out", self._shown(node, "out", "out"))):
             if named:
-                with torch.inference_mode():  # torch counts no changes that llama.cpp makes
-                    self.see(frame, role, [(name, torch.from_numpy(values)) for name, values in named.items()])
+                self.see(frame, role, [(name, torch.from_numpy(values)) for name, values in named.items()])
 
     def coverage(self) -> dict[str, Any]:
         """The nodes that ran, and those written down."""
