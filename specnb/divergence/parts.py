@@ -7,44 +7,33 @@ from torch import nn
 from specnb.divergence.trace import canonical
 from specnb.errors import InputError
 
-BANK = "bank of experts (a module with `num_experts` and fused weights)"
-
 Named = tuple[str, nn.Module]
 """A module with its canonical path."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules of a model that faults are put on, in the order the model registers them."""
+    """The modules of a model that faults are put on, in the order the model registers them.
+
+    The methods raise InputError where the model has no such part; `layer` None is the first.
+    """
 
     banks: tuple[Named, ...]
     routers: tuple[Named, ...]
     attentions: tuple[Named, ...]
     rotaries: tuple[Named, ...]
 
-    def every_bank(self) -> tuple[Named, ...]:
-        """All banks of experts, in call order. InputError for a model without any."""
-        if not self.banks:
-            raise InputError(f"the model has no {BANK}: this fault is one of mixtures of experts")
-        return self.banks
-
-    def bank(self, layer: int) -> Named:
-        """The bank of experts of a layer. InputError where there is none."""
-        return _of_layer(self.banks, layer, BANK)
+    def bank(self, layer: int | None) -> Named:
+        return _of_layer(self.banks, layer, "bank of experts (a module with `num_experts` and fused weights)")
 
     def router(self, layer: int) -> Named:
-        """The router of a layer. InputError where there is none."""
         return _of_layer(self.routers, layer, "router (a module with `top_k` beside a bank of experts)")
 
-    def attention(self, layer: int) -> Named:
-        """The attention of a layer. InputError where there is none."""
+    def attention(self, layer: int | None) -> Named:
         return _of_layer(self.attentions, layer, "attention (a module with `layer_idx` and linear layers)")
 
     def rotary(self) -> Named:
-        """The first module that makes rotary positions. InputError where there is none."""
-        if not self.rotaries:
-            raise InputError("the model has no rotary embedding (a module with `inv_freq`): this fault needs one")
-        return self.rotaries[0]
+        return _of_layer(self.rotaries, None, "rotary embedding (a module with `inv_freq`)")
 
 
 def named(model: nn.Module) -> list[Named]:
@@ -59,7 +48,7 @@ def named(model: nn.Module) -> list[Named]:
 def find(model: nn.Module) -> Parts:
     """The parts of any transformers-like model, known by what they have, not by their class.
 
-    Parts that are missing are empty, and an InputError where a fault asks for them. InputError for a compiled model.
+    InputError for a compiled model.
     """
     modules = named(model)
     banks = tuple((path, module) for path, module in modules if _is_bank(module))
@@ -74,11 +63,10 @@ def find(model: nn.Module) -> Parts:
 
 def output_head(model: nn.Module) -> Named:
     """The linear layer that makes logits. InputError where the model has none."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if get is not None else None
-    for path, module in named(model):
-        if module is head:
-            return path, module
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for part in named(model):
+        if part[1] is head:
+            return part
     raise InputError(f"{type(model).__name__} has no output head: give the model that makes logits")
 
 
@@ -98,10 +86,11 @@ def _is_attention(module: nn.Module) -> bool:
     return isinstance(getattr(module, "layer_idx", None), int) and has_linear
 
 
-def _of_layer(parts: tuple[Named, ...], layer: int, noun: str) -> Named:
-    for path, module in parts:
-        if layer_number(path) == layer:
-            return path, module
-    numbers = sorted({number for path, _ in parts if (number := layer_number(path)) is not None})
-    have = f"layers that have one: {', '.join(map(str, numbers))}" if numbers else "the model has none"
-    raise InputError(f"layer {layer!r} has no {noun}; {have}")
+def _of_layer(parts: tuple[Named, ...], layer: int | None, noun: str) -> Named:
+    numbers = [layer_number(path) for path, _ in parts]
+    if parts and layer is None:
+        return parts[0]
+    if layer not in numbers:
+        have = f"layers that have one: {', '.join(map(str, numbers))}" if parts else "the model has none"
+        raise InputError(f"there is no {noun}" + ("" if layer is None else f" in layer {layer!r}; {have}"))
+    return parts[numbers.index(layer)]

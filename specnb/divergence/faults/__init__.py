@@ -39,7 +39,7 @@ from specnb.divergence.parts import Named, find, layer_number, named, output_hea
 from specnb.errors import InputError, did_you_mean
 
 OUTPUT_SIDE = ("down_proj", "w2")
-"""How names of the parameters begin that make an expert's output, so that scaling them scales it."""
+"""How names of the parameters begin that make an expert's output."""
 
 # --- of a neighbour: its experts, its buffer, its routing, its memory -----------------------------------------------
 
@@ -54,9 +54,9 @@ def positional_registry(
     layer's op resolves by position; None for all, as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there:
     torch is shown the activations only. InputError where a foreign bank does not fit.
     """
-    banks = find(draft).every_bank()
-    chosen = banks if layer is None else (find(draft).bank(layer),)
-    registry = (*(find(target).every_bank() if target is not None else ()), *banks)
+    first_bank, banks = find(draft).bank(layer), find(draft).banks
+    chosen = banks if layer is None else (first_bank,)
+    registry = (*(find(target).banks if target is not None else ()), *banks)
     foreign = [(bank, other) for bank, other in zip(banks, registry, strict=False) if bank in chosen and bank != other]
     first = foreign[0][0][0] if foreign else None
     note = f"the op resolved the target's {foreign[0][1][0]}" if foreign else "alone: every bank resolves itself"
@@ -75,7 +75,7 @@ def shared_buffer(
     """Both models' experts of a layer write to one buffer, and the target's rows are there when the draft reads.
 
     `token`: the logical position of the one row that is stale; None for every row the target wrote. Nothing happens
-    until the target has run. Both outputs really share storage.
+    until the target has run.
     """
     bank = find(draft).bank(layer)
     tokens = ALL if token is None else ((token, token + 1),)
@@ -86,30 +86,20 @@ def shared_buffer(
         return
     other = find(target).bank(layer)
     _check_fits(bank, other, experts=False)
-    memory, stale = torch.empty(0), torch.empty(0)
-
-    def written(out: torch.Tensor) -> torch.Tensor:
-        nonlocal memory
-        if len(memory) < len(out) or memory.dtype != out.dtype:
-            memory = torch.empty_like(out)
-        return memory[: len(out)].copy_(out.detach())
+    stale = torch.empty(0)
 
     def of_target(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal stale
-        out = written(original(*args, **kwargs))
-        stale = out.clone()
+        out = original(*args, **kwargs)
+        stale = out.detach().clone()
         return out
 
     def of_draft(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = written(original(*args, **kwargs))
-        if len(stale):
-            positions = rows_of(len(out))
-            struck = torch.arange(len(out)) < len(stale)
-            if token is not None:
-                struck &= positions == token
-            rows = struck.nonzero().flatten()
-            out[rows] = stale[rows].to(out)
-            fault.struck.extend(positions[rows][:1].tolist())
+        out = original(*args, **kwargs).clone()
+        positions = rows_of(len(out))[: len(stale)]
+        rows = torch.arange(len(positions)) if token is None else (positions == token).nonzero().flatten()
+        out[rows] = stale[rows].to(out)
+        fault.struck.extend(positions[rows][:1].tolist())
         return out
 
     with (
@@ -219,13 +209,12 @@ def _operation(around: Around) -> Iterator[Around]:
     def through(original: Any, *args: Any, **kwargs: Any) -> Any:
         given = arguments(original, args, kwargs)
         names[:] = given
-        return operation(list(given.values()))
+        return getattr(torch.ops.specnb_planted, name)(list(given.values()))
 
     with torch.library._scoped_library("specnb_planted", "FRAGMENT") as library:
         name = f"experts_{id(kernel):x}"
         library.define(f"{name}(Tensor[] given) -> Tensor")
         library.impl(name, kernel, "CompositeExplicitAutograd")
-        operation = getattr(torch.ops.specnb_planted, name)
         yield through
 
 
@@ -235,12 +224,8 @@ def _check_fits(part: Named, other: Named, *, experts: bool = True) -> None:
         {name: (*weight.shape[1:], weight.dtype) for name, weight in bank.named_parameters()}
         for _, bank in (part, other)
     )
-    if shapes != other_shapes:
-        raise InputError(
-            f"{other[0]} of the target does not fit {part[0]} of the draft: an expert has {other_shapes}, not {shapes}"
-        )
-    if experts and other[1].num_experts < part[1].num_experts:
-        raise InputError(f"{part[0]} routes to {part[1].num_experts} experts, {other[0]} has {other[1].num_experts}")
+    if shapes != other_shapes or (experts and other[1].num_experts < part[1].num_experts):
+        raise InputError(f"the bank of experts {other[0]} of the target does not fit {part[0]} of the draft")
 
 
 def _first_rows(buffer: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -264,13 +249,15 @@ def expert_scale(
     experts with).
     """
     path, module = find(draft).bank(layer)
-    fault = Fault("WEIGHTS", path, ALL, f"output times {1 + eps:g}", ("sglang#39087", "sglang#22823"))
+    weights = [weight for name, weight in module.named_parameters(recurse=False) if name.startswith(OUTPUT_SIDE)]
     if in_op:
-        with forward_replaced(module, _combine_scaled(eps)):
-            yield fault
-        return
-    with values_changed({weight: weight.detach() * (1 + eps) for weight in _output_side(path, module)}):
-        yield fault
+        planted = forward_replaced(module, _combine_scaled(eps))
+    elif weights:
+        planted = values_changed({weight: weight.detach() * (1 + eps) for weight in weights})
+    else:
+        raise InputError(f"{path} has no parameter named {' or '.join(OUTPUT_SIDE)}…: use in_op=True")
+    with planted:
+        yield Fault("WEIGHTS", path, ALL, f"output times {1 + eps:g}", ("sglang#39087", "sglang#22823"))
 
 
 @contextmanager
@@ -315,14 +302,6 @@ def _combine_scaled(eps: float) -> Around:
         return original(*args, **kwargs)
 
     return run
-
-
-def _output_side(path: str, module: nn.Module) -> list[nn.Parameter]:
-    weights = [weight for name, weight in module.named_parameters(recurse=False) if name.startswith(OUTPUT_SIDE)]
-    if not weights:
-        names = ", ".join(name for name, _ in module.named_parameters(recurse=False))
-        raise InputError(f"{path} has no parameter named {' or '.join(OUTPUT_SIDE)}…, only {names}: use in_op=True")
-    return weights
 
 
 # --- of what goes in and comes out: positions, fed tokens, the order of a sum ---------------------------------------
@@ -380,7 +359,7 @@ def split_k(draft: nn.Module, target: nn.Module | None = None, *, layer: int | N
     numbered = [(layer_number(path), module) for path, module in named(draft) if isinstance(module, nn.Linear)]
     modules = [module for at, module in numbered if at is not None and layer in (None, at)]
     if not modules:
-        raise InputError(f"layer {layer!r} has no linear layer" if layer is not None else "no layer has a linear layer")
+        raise InputError(f"layer {layer!r} has no linear layer")
     with ExitStack() as planted:
         for module in modules:
             planted.enter_context(forward_replaced(module, partial(_in_parts, module)))
@@ -464,9 +443,9 @@ class RecordedFault:
 
     def acted(self) -> Fault:
         """The fault as it was when it first acted, or at all. Raises InputError where it waited in vain."""
-        faults = [fault for _, fault in self.entered]
-        acting = [fault for fault in faults if fault.struck] or faults
-        fault = next((fault for fault in acting if fault.first is not None), acting[0])
+        fault = max(
+            (fault for _, fault in self.entered), key=lambda fault: (bool(fault.struck), fault.first is not None)
+        )
         if fault.waits and not fault.struck:
             raise InputError(f"{self.name} never acted: choose a script in which what it waits for happens")
         return fault

@@ -75,7 +75,7 @@ def foreign_writer(
         if fault.struck or past < after:
             return
         if position < first:
-            raise InputError(f"{path} holds positions {first} to {end - 1}, not {position}: choose a later `position`")
+            raise InputError(f"{path} holds positions from {first} on, not {position}: choose a later `position`")
         for values in rows:
             values[..., position - first, :] = values[..., past - first, :]
         fault.struck.append(past)
@@ -125,7 +125,7 @@ def _tampering(tamper: Tamper) -> Around:
 @contextmanager
 def _length_off(draft: nn.Module, off: int, note: str, issues: tuple[str, ...]) -> Iterator[Fault]:
     """The cache is `off` rows longer (or shorter) than was asked for, wherever it was cropped between two forwards."""
-    path, _ = next(iter(find(draft).attentions), None) or find(draft).attention(0)
+    path, _ = find(draft).attention(None)
     fault = Fault("KV_SLOT", path, ALL, note, issues, waits=True)
     last, before, rows = None, 0, []  # after the last forward: the cache, its length, and each layer's keys and values
 
@@ -158,10 +158,7 @@ def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:
     window = getattr(layer, "sliding_window", None)
     start = 0 if window is None else max(0, length - window + 1)
     if start < first:
-        raise InputError(
-            f"a sliding layer holds positions from {first} on, {start} is needed to go back to {length}: "
-            "let the cache record its past (activate_past_recording), or run fewer tokens"
-        )
+        raise InputError(f"a sliding layer holds positions from {first} on, {start} is needed: run fewer tokens")
     layer.keys, layer.values = (values[..., start - first : length - first, :] for values in rows)
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length = length

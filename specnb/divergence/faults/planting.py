@@ -52,15 +52,13 @@ class Fault:
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """The attribute `name` of this one instance is `value` inside, and what it was before afterwards."""
     attributes = vars(owner)
-    had, before = name in attributes, attributes.get(name)
+    before = {name: attributes[name]} if name in attributes else {}
     attributes[name] = value
     try:
         yield
     finally:
-        if had:
-            attributes[name] = before
-        else:
-            attributes.pop(name, None)
+        attributes.pop(name, None)
+        attributes.update(before)
 
 
 @contextmanager
@@ -117,8 +115,6 @@ def positions_fed(given: Mapping[str, Any]) -> torch.Tensor:
         return given["position_ids"]
     cache, ids = (given.get(name) for name in ("past_key_values", "input_ids"))
     ids = given.get("inputs_embeds") if ids is None else ids
-    if ids is None:
-        raise InputError(f"a model was called without `input_ids` or `inputs_embeds`: {', '.join(given)}")
     past = 0 if cache is None else cache.get_seq_length()
     return torch.arange(past, past + ids.shape[1], device=ids.device)[None]
 
