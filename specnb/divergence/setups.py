@@ -1,15 +1,11 @@
 """The matrix of set-ups: the same draft, fed the same tokens, beside different neighbours. Each contrast kills a guess.
 
-S0 alone, S0w alone in feeds of another width, S1 beside a copy of itself, S2 beside a decoy twin (the same shapes,
-other weights), S3 beside the larger target; then, where a neighbour makes it wrong, S4 beside a target that is loaded
-and never run, S5 beside another decoy, S6 beside a target that first runs when the draft has read its prompt. (S7,
-without features of the service, is `features`.) "Beside itself" cannot show that the draft is given another model's
-weights: they are its own values. The decoy can.
+"Beside itself" cannot show that the draft is given another model's weights: they are its own values. The decoy twin
+(the same shapes, other weights) can.
 
 Rounding to a coarser type than the draft's is no fault: another build, kernels in half precision, autocast. A fault
 sits somewhere and has a direction. Rounding is everywhere that modules of a kind are, and has none: the gain stays at 1
-while the error is that of the type. How large that is, a sound copy of the draft in that type shows: tensor by tensor,
-and in the logits, for errors that are small each may still add up to what rounding never does.
+while the error is that of the type. How large that is, a sound copy of the draft in that type shows.
 """
 
 import math
@@ -19,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -85,8 +81,8 @@ FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
 class Outcome:
     """What one set-up showed: `errors` as `errors.judged` has them; `trace` of the draft, and `along` the text.
 
-    `logits` are those of each feed. `offset`: all positions are one number off, which RoPE does not see: such rows have
-    no error. `coarser`: the type to which all that differs is rounded, "" for that of the draft: nothing is wrong then.
+    `logits` are those of each feed. `offset`: all positions are one number off, which RoPE does not see. `coarser`: the
+    type to which all that differs is rounded, "" for that of the draft: nothing is wrong then.
     """
 
     setup: SetUp
@@ -116,9 +112,8 @@ class Outcome:
 class Lab:
     """A draft under suspicion: runs set-ups, each compared with what a pristine copy makes of the same inputs.
 
-    `deploy(draft, neighbour)` is the service under suspicion; left out, the models just run in turn. The copy is made
-    here, before anything is deployed. Raises InputError for a draft in a dtype without known rounding, and for a script
-    with tokens that the target has not.
+    `deploy(draft, neighbour)` is the service under suspicion; left out, the models just run in turn. Raises InputError
+    for a draft in a dtype without known rounding, and for a script with tokens that the target has not.
     """
 
     def __init__(
@@ -136,7 +131,7 @@ class Lab:
         self.deploy = deploy or (lambda draft, neighbour: nullcontext())
         self.reference = copy_of(draft)
         self.meant = {name: digest(value) for name, value in held(self.reference).items()}
-        """Digests of parameters and buffers, tied ones under each of their paths, as a capture has them."""
+        """Digests of parameters and buffers, tied ones under each of their paths."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
         parts = find(self.reference)
         self._rotaries = [path for path, _ in parts.rotaries]
@@ -165,10 +160,8 @@ class Lab:
         script, neighbour = self._script_of(setup), self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
         before = Before(self.draft, neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
-        with (
-            (deploy or self.deploy)(self.draft, neighbour),
-            capture(self.draft, tag=OWN, known=known, full="") as builder,
-        ):
+        service = (deploy or self.deploy)(self.draft, neighbour)
+        with service, capture(self.draft, tag=OWN, known=known, full="") as builder:
             logits = self._logits(script, setup, neighbour, builder)
         trace = before.labelled(builder.trace())
         along = Along.of(trace, script)
@@ -192,7 +185,7 @@ class Lab:
         """How far the logits of set-ups are from sound ones at most (relative L2), and how far those of sound runs are
         from one another, at least what rounding to the draft's type may do."""
         far = (self._logits_off(outcome.logits, outcome.setup) for outcome in outcomes)
-        apart = _relative(*(self._sound_logits(in_blocks) for in_blocks in (False, True)))
+        apart = _relative(self._sound_logits(False), self._sound_logits(True))
         return max(far, default=0.0), max(apart, ROUNDING[self.dtype])
 
     def first_nan(self) -> tuple[str, int] | None:
@@ -217,16 +210,16 @@ class Lab:
         return _relative(_by_position(logits, self._script_of(setup)), self._sound_logits(setup.in_blocks))
 
     def _neighbour(self, setup: SetUp) -> nn.Module | None:
-        if setup.beside == "target" and self.target is None:
-            raise InputError(f"{setup.id} runs the draft beside the target: give one")
-        neighbours = {
-            "nobody": lambda: None,
-            "copy": lambda: copy_of(self.reference),
-            "decoy": lambda: decoy_twin(self.reference),
-            "other decoy": lambda: decoy_twin(self.reference, seed=2),
-            "target": lambda: self.target,
-        }
-        return neighbours[setup.beside]()
+        match setup.beside:
+            case "copy":
+                return copy_of(self.reference)
+            case "decoy" | "other decoy":
+                return decoy_twin(self.reference, seed=1 if setup.beside == "decoy" else 2)
+            case "target" if self.target is None:
+                raise InputError(f"{setup.id} runs the draft beside the target: give one")
+            case "target":
+                return self.target
+        return None
 
     def _script_of(self, setup: SetUp) -> Script:
         return self.blocks if setup.in_blocks else self.script
@@ -248,7 +241,7 @@ class Lab:
             copy = copy_of(self.reference).to(getattr(torch, dtype))
             sound_logits, along = _captured(copy, script)
             errors = local_errors(self.reference, along).groupby(list(TENSOR))["error"].max()
-            return Rounded(errors, self._logits_off(sound_logits, setup))
+            return errors, self._logits_off(sound_logits, setup)
 
         return coarser(wrong, self._logits_off(logits, setup), trace, self.dtype, logits=logits, rounded=rounded)
 
@@ -275,11 +268,8 @@ def vocabulary_size(model: nn.Module) -> int:
 # --- is it rounding to a coarser type? --------------------------------------------------------------------------------
 
 
-class Rounded(NamedTuple):
-    """A sound run of the draft in a coarser type: `errors` by TENSOR, the largest of each, and of the logits."""
-
-    errors: pd.Series
-    logits_off: float
+Rounded = tuple[pd.Series, float]
+"""Of a sound run in a coarser type: the largest error of each tensor, by TENSOR, and that of the logits."""
 
 
 def coarser(
@@ -301,14 +291,15 @@ def coarser(
     where = {*wrong["module"]}
     everywhere = {*kinds.index[kinds.isin({kinds.get(module) for module in where})]} == where and len(where) > 1
     for name in _coarser_than(dtype) if everywhere else ():
-        if worst <= TIMES_FLOOR * ROUNDING[name]:
-            sound = rounded(name)
-            if not math.isfinite(sound.logits_off):
-                continue  # it overflows in this type, which says nothing
-            usual = wrong.join(sound.errors.rename("usual"), on=list(TENSOR))["usual"]
-            usual = usual.where(np.isfinite(usual), 0.0)
-            if (wrong["error"] <= TIMES_FLOOR * usual).all() and logits_off <= TIMES_FLOOR * sound.logits_off:
-                return name
+        if worst > TIMES_FLOOR * ROUNDING[name]:
+            continue
+        errors, sound_off = rounded(name)
+        usual = wrong.join(errors.rename("usual"), on=list(TENSOR))["usual"]
+        usual = usual.where(np.isfinite(usual), 0.0)
+        # a type in which the sound copy overflows says nothing
+        no_more = (wrong["error"] <= TIMES_FLOOR * usual).all() and logits_off <= TIMES_FLOOR * sound_off
+        if math.isfinite(sound_off) and no_more:
+            return name
     return ""
 
 
@@ -317,18 +308,17 @@ def _same_bits_in(model: nn.Module, script: Script, logits: Logits, dtype: str) 
 
     Experts chosen at a near tie, and modules that autocast leaves alone, are then as here, which no error's size tells.
     """
-    # logits that a type cannot hold were not made in it, and nothing needs to be run
-    for name in (name for name in _coarser_than(dtype) if _held_by(logits, name)):
-        if any(_gives(sound, under, script, logits) for sound, under in _in_type(model, getattr(torch, name))):
+    for name in _coarser_than(dtype):
+        # logits that a type cannot hold were not made in it, and nothing needs to be run
+        if _held_by(logits, name) and any(
+            _gives(*way, script, logits) for way in _in_type(model, getattr(torch, name))
+        ):
             return name
     return ""
 
 
 def _in_type(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, AbstractContextManager[object]]]:
-    """The ways to run a model in a type: under autocast, with parameters of it, with buffers as well.
-
-    Loading makes only parameters of it: buffers of angles stay as they are.
-    """
+    """The ways to run a model in a type: under autocast, with parameters of it (as loaded), with buffers as well."""
     yield model, torch.autocast(next(model.parameters()).device.type, dtype=dtype)
     loaded = copy_of(model)
     for parameter in loaded.parameters():
@@ -339,11 +329,10 @@ def _in_type(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, 
 
 def _gives(model: nn.Module, under: AbstractContextManager[object], script: Script, logits: Logits) -> bool:
     """Whether a model gives these logits, in its first feed and then in all."""
-    vocab = logits[0].shape[-1]
     try:
         with under:
             return all(
-                same_logits(_comparable(run(model, text), vocab), logits[: len(text.feeds)])
+                same_logits(_comparable(run(model, text), logits[0].shape[-1]), logits[: len(text.feeds)])
                 for text in (Script(script.feeds[:1]), script)
             )
     except RuntimeError:  # not every operation is there for every type
@@ -408,11 +397,9 @@ def same_logits(logits: Logits, other: Logits) -> bool:
 class Coverage:
     """Modules that ran and, of these, those of which something was `compared`; `left_out` are "module:role:name".
 
-    `with_holder` are modules whose own outputs could not be compared, inside one whose outputs were: what they do wrong
-    shows there (an activation that sees the tokens of one expert). `uncompared` are those of which nothing tells. Left
-    out are tensors without a token axis or of other shapes (masks): what they do shows in what is made of them.
-    `unread` are those that torch cannot read, with the reason. `seen_at_use` are those of the draft's parameters that
-    an operation was seen to read: what a kernel of Triton or C++ looks up by itself is not.
+    `with_holder`: own outputs could not be compared, but those of a module around them, where an error shows.
+    `uncompared`: nothing tells of them. `left_out`: tensors without a token axis or of other shapes (masks). `unread`:
+    torch cannot read them. `seen_at_use`: parameters that an operation was seen to read.
     """
 
     modules: int
@@ -440,7 +427,8 @@ class Coverage:
         gave = trace.rows(role="out").groupby("module")["digest"].agg(set)
         known = set().union(*(gave[module] for module in compared))
         compared |= {module for module in ran - compared if module in gave and gave[module] <= known}
-        with_holder = {module for module in ran - compared if any(holder in compared for holder in _holders(module))}
+        holders = tuple(f"{module}." for module in compared if module)
+        with_holder = {module for module in ran - compared if module.startswith(holders)}
         read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}
         parameters = [name for name, _ in draft.named_parameters()]
         return cls(
@@ -469,17 +457,10 @@ class Coverage:
     def __str__(self) -> str:
         within = f", {len(self.with_holder)} with the one that holds them" if self.with_holder else ""
         not_seen = f", not {', '.join(self.uncompared[:3])}" if self.uncompared else ""
-        never = (
-            f", {len(self.never_called)} never ran ({', '.join(self.never_called[:3])})" if self.never_called else ""
-        )
+        silent = self.never_called
+        never = f", {len(silent)} never ran ({', '.join(silent[:3])})" if silent else ""
         return (
             f"{self.compared} of {self.modules} modules{within}{not_seen}{never}; {self.tensors} tensors at "
             f"{self.tokens} tokens, {len(self.left_out)} left out (other shapes); {self.seen_at_use} of "
             f"{self.parameters} parameters seen at use"
         )
-
-
-def _holders(path: str) -> Iterator[str]:
-    """The paths of the modules that hold one, the nearest first, without the model itself: that holds them all."""
-    while path := path.rpartition(".")[0]:
-        yield path

@@ -9,7 +9,6 @@ import torch
 from specnb.divergence import pair as small
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
-from specnb.divergence.parts import find
 from specnb.divergence.script import run as feed
 from specnb.divergence.trace import canonical
 from specnb.errors import InputError
@@ -185,21 +184,11 @@ def test_faults_of_a_neighbour_are_silent_alone(single, clean, name):
         assert fault.first is None and torch.equal(run(single.draft), clean[0])
 
 
-def test_stale_row_is_one_token_and_shares_storage_with_the_target(single):
+def test_stale_row_is_one_token(single):
     path = "layers.0.mlp.experts"
     clean, clean_events = observed(*single)
-    kept = {}
-
-    def keep(module, args, out):
-        kept[module] = out.untyped_storage().data_ptr()
-
-    banks = [find(model).bank(0)[1] for model in (single.draft, single.target)]
-    handles = [bank.register_forward_hook(keep) for bank in banks]
     with FAULTS["shared_buffer"](single.draft, single.target, token=14) as fault:
         faulty, events = observed(single.draft, single.target)
-    for handle in handles:
-        handle.remove()
-    assert len(set(kept.values())) == 1
     assert fault.struck == [14, 14] and fault.first == path  # position 14 is run twice: drafted and rejected, then true
     outs = [
         [tensors[0] for at, role, tensors in each if at == path and role == "out"] for each in (clean_events, events)

@@ -11,7 +11,7 @@ from specnb.divergence.at_use import UNKNOWN
 from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import forward_replaced
-from specnb.divergence.setups import FIRST, NEIGHBOUR, Coverage, Lab, Rounded, coarser
+from specnb.divergence.setups import FIRST, NEIGHBOUR, Coverage, Lab, coarser
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import other_products
 
@@ -99,7 +99,7 @@ def test_a_type_in_which_the_sound_copy_overflows_excuses_nothing(lab):
     scaled = lab.run("S0", other_products)
     wrong = scaled.errors[scaled.errors["ratio"] > 3].assign(error=1e-3)
     errors = lab.floor.rename("errors") * 0 + float("inf")
-    sound = {"float16": Rounded(errors, float("inf")), "bfloat16": Rounded(errors * 0, 0.0)}
+    sound = {"float16": (errors, float("inf")), "bfloat16": (errors * 0, 0.0)}
     options = {"rounded": sound.get, "logits": scaled.logits}
     assert coarser(wrong, 0.9, scaled.trace, "float32", **options) == ""
 

@@ -96,6 +96,8 @@ def shared_buffer(
 
     def of_draft(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = original(*args, **kwargs).clone()
+        if not len(stale):
+            return out
         positions = rows_of(len(out))[: len(stale)]
         rows = torch.arange(len(positions)) if token is None else (positions == token).nonzero().flatten()
         out[rows] = stale[rows].to(out)

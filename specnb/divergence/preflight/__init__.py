@@ -49,10 +49,7 @@ Check = tuple[str, str, Callable[[], Result]]
 
 
 class CheckResult(NamedTuple):
-    """One check and its outcome. `evidence` says what was seen, also where nothing is wrong; `skipped` why not.
-
-    `issues` are known cases upstream.
-    """
+    """One check and its outcome: what was seen, or why it was skipped; `issues` are known cases upstream."""
 
     check: str
     verdict: str
@@ -78,9 +75,8 @@ def preflight(
 ) -> list[CheckResult]:
     """All checks that what is given allows, in seconds; `table` ranks them.
 
-    Folders are those of transformers models (config.json, generation_config.json, safetensors): they are compared with
-    the opened models, and with each other. `training` is the checkpoint that a training log came with. The models'
-    states are empty afterwards. What a check finds wrong is a CheckResult.
+    Folders are those of transformers models: they are compared with the opened models, and with each other. `training`
+    is the checkpoint that a training log came with. The models' states are empty afterwards.
     """
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     models = {"draft": model_of(drafter) if drafter else None, "target": target}
@@ -119,9 +115,8 @@ def _of_files(draft: Any, target: Any, draft_folder: Path | None, its: Path | No
         return [files.read_config(folder, name) if folder else None for folder in (draft_folder, its)]
 
     def quantised() -> Result:
-        dtypes = {name: tensor.dtype for name, tensor in stored().items()}
         opened = None if draft is None else files.opened_quantisation(draft)
-        return files.quantisation(*both("config.json"), dtypes, opened)
+        return files.quantisation(*both("config.json"), stored(), opened)
 
     no_folder = "" if draft_folder else "no folder of the draft was given"
     no_network = "no opened torch model of it was given" if draft is None else ""
@@ -195,26 +190,21 @@ def _greedy() -> Chooser:
 
 
 def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
-    """Whether the caller's tokens are what they were: a list that could be changed, and a tuple that could not."""
-    remedy = "copy the tokens before drafting (list(tokens)), or take a read-only view"
-    given, proposed = list(tokens), []
-    for held in (given, tuple(tokens)):
-        try:
-            drafter.start(held)
-            proposed.append(drafter.propose(held, k, _greedy()).ids)
-            drafter.commit(held)
-        except (AttributeError, TypeError) as error:
-            if held is given:  # it is broken, whatever it is given
-                raise
-            # what a tuple answers to append, extend and +=
-            return "fail", f"it cannot work on tokens that do not change: {error!s:.120}", remedy
+    """Whether the caller's tokens are what they were, and the drafts of the same tokens the same twice."""
+    proposed = []
+    for _ in range(2):
+        given = list(tokens)
+        drafter.start(given)
+        proposed.append(drafter.propose(given, k, _greedy()).ids)
+        drafter.commit(given)
         if given != list(tokens):
             seen = f"the caller's {len(tokens)} tokens are {len(given)} after drafting"
+            remedy = "copy the tokens before drafting (list(tokens)), or take a read-only view"
             return "fail", f"{seen}, {given[:8]}… instead of {list(tokens)[:8]}…", remedy
     if proposed[0] != proposed[1]:
         seen = f"the same tokens are drafted for otherwise the second time: {proposed[0]}, then {proposed[1]}"
         return "fail", seen, "forget everything in start()"
-    return "ok", f"{len(tokens)} tokens unchanged, list and tuple, and the same drafts twice"
+    return "ok", f"{len(tokens)} tokens unchanged, and the same drafts twice"
 
 
 def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
@@ -222,7 +212,7 @@ def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
     model = model_of(drafter)
     if model is None:
         return "skipped", "the drafter has no model of its own that could be listened to"
-    if getattr(model, "vocab", None) is not drafter.vocab:
+    if model.vocab is not drafter.vocab:
         return "skipped", "the drafts are made in another vocabulary than they are proposed in"
     recorder = ListeningModel(model)
     drafter.model = recorder

@@ -1,10 +1,10 @@
 """What a model's files say, against each other and against what was opened: weights, and configs of draft and target.
 
-Each check returns its verdict, what it saw, and the remedy where something is not well. A file
-that cannot be read raises: `preflight` makes a finding of that.
+Each check returns its verdict, what it saw, and the remedy where something is not well. A file that cannot be read
+raises: `preflight` makes a finding of that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,10 +68,10 @@ def headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def load_report(stored: Mapping[str, StoredTensor], network: "nn.Module") -> Result:
-    """Weights that no file holds, that have another shape there, or that are not what the file says.
+    """Weights that no file holds, or that are not what the file says.
 
-    Tensors that transformers joins or splits while it loads (experts of a MoE) are counted by layer: where a module
-    has as many values as the files hold for it under other names, they are taken for the same.
+    Tensors that transformers joins or splits while it loads (experts of a MoE) are counted by module: where it has as
+    many values as the files hold for it under other names, they are taken for the same.
     """
     state = {name: value for name, value in network.state_dict().items() if hasattr(value, "data_ptr")}
     named = {name: _in_file(name, stored) for name in state}
@@ -86,11 +86,8 @@ def load_report(stored: Mapping[str, StoredTensor], network: "nn.Module") -> Res
         seen = "; ".join(f"{name} ({_looks(network, value)})" for name, value in islice(missing.items(), 3))
         return "fail", f"{len(missing)} weights are in no file: {seen}", remedy
     pairs = {name: there for name, there in named.items() if there}
-    shapes = [name for name, there in pairs.items() if tuple(state[name].shape) != stored[there].shape]
-    other = [n for n, there in pairs.items() if n not in shapes and not _written(state[n], there, stored[there])]
-    if wrong := shapes or other:
-        fault = "have another shape in the file" if shapes else "are not what the file holds"
-        return "fail", f"{len(wrong)} weights {fault} (the first: {wrong[0]})", remedy
+    if wrong := [name for name, there in pairs.items() if not _written(state[name], there, stored[there])]:
+        return "fail", f"{len(wrong)} weights are not what the file holds (the first: {wrong[0]})", remedy
     seen = f"{len(pairs)} weights are those of the files"
     if n_joined := len(joined & state.keys()):
         seen += f", {n_joined} more were joined on loading"
@@ -133,9 +130,11 @@ def _looks(network: "nn.Module", value: "Tensor") -> str:
 
 
 def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
-    """Whether the first and last rows of a weight are the file's, up to rounding; True for what is no float."""
+    """Whether shape, first and last rows of a weight are the file's, up to rounding; any values for what is no float."""
     from safetensors import safe_open
 
+    if tuple(value.shape) != there.shape:
+        return False
     readable = value.numel() and value.shape and value.is_floating_point()
     if not readable or there.dtype not in ("F64", "F32", "BF16", "F16"):
         return True
@@ -191,25 +190,30 @@ def token_map(config: Config, stored: Mapping[str, StoredTensor]) -> Result:
     name = next((name for name in sorted(stored) if name.rpartition(".")[2] == "d2t"), None)
     if name is None and (n_draft is None or n_target is None or n_draft >= n_target):
         return "skipped", "the draft has no vocabulary of its own"
-    remedy = "convert the checkpoint again, with its d2t"
     if name is None:
-        return "fail", f"the draft knows {n_draft} of {n_target} ids, and no tensor d2t says which", remedy
-    if stored[name].dtype not in ("I64", "I32"):
-        return "fail", f"{name} is {stored[name].dtype} of shape {stored[name].shape}, not a list of integers", remedy
-    from safetensors import safe_open
+        wrong = f"the draft knows {n_draft} of {n_target} ids, and no tensor d2t says which"
+    elif stored[name].dtype not in ("I64", "I32"):
+        wrong = f"{name} is {stored[name].dtype} of shape {stored[name].shape}, not a list of integers"
+    else:
+        from safetensors import safe_open
 
-    with safe_open(stored[name].file, framework="numpy") as file:
-        offsets = file.get_tensor(name)
+        with safe_open(stored[name].file, framework="numpy") as file:
+            wrong = _wrong_map(file.get_tensor(name), n_draft, n_target)
+    if wrong:
+        return "fail", wrong, "convert the checkpoint again, with its d2t"
+    return "ok", f"{stored[name].shape[0]} draft ids, each with a target id of its own"
+
+
+def _wrong_map(offsets: np.ndarray, n_draft: int | None, n_target: int | None) -> str:
     ids = np.arange(len(offsets)) + offsets
-    if n_draft is not None and len(ids) != n_draft:
-        return "fail", f"d2t has {len(ids)} entries for a draft vocabulary of {n_draft}", remedy
+    if len(ids) != (n_draft or len(ids)):
+        return f"d2t has {len(ids)} entries for a draft vocabulary of {n_draft}"
     if len(ids) > 1 and (offsets == offsets[0]).all():
-        return "fail", f"d2t is {offsets[0]} everywhere: draft ids are taken for neighbouring target ids", remedy
-    if len(ids) and (ids.min() < 0 or (n_target is not None and ids.max() >= n_target)):
-        return "fail", f"d2t leads to ids {ids.min()}..{ids.max()}, outside the target's {n_target}", remedy
-    if twice := len(ids) - len(np.unique(ids)):
-        return "fail", f"d2t leads {twice} draft ids to a target id that another one has", remedy
-    return "ok", f"{len(ids)} draft ids, each with a target id of its own"
+        return f"d2t is {offsets[0]} everywhere: draft ids are taken for neighbouring target ids"
+    if ids.min(initial=0) < 0 or (n_target and ids.max(initial=0) >= n_target):
+        return f"d2t leads to ids {ids.min()}..{ids.max()}, outside the target's {n_target}"
+    twice = len(ids) - len(np.unique(ids))
+    return f"d2t leads {twice} draft ids to a target id that another one has" if twice else ""
 
 
 # --- configs: what matters is where the draft ends before the target does, or is taken for what it is not -------------
@@ -266,12 +270,11 @@ def _rope(text: Config) -> dict[str, Any]:
 
 
 def quantisation(
-    draft: Config | None, target: Config | None, stored: Mapping[str, str], opened: Config | None = None
+    draft: Config | None, target: Config | None, stored: Collection[str], opened: Config | None = None
 ) -> Result:
     """Whether the draft is quantised as its own files say, and not as the target is.
 
-    `stored` are dtypes by name from the headers of the draft's weights; `opened` is the quantisation_config of the
-    model that was made of them ({}: none), None where there is no opened model.
+    `stored` are the names in the files; `opened` is the opened model's quantisation_config ({}: none; None: no model).
     """
     if draft is None:
         return "skipped", "it needs the draft's config.json"
