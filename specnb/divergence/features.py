@@ -1,11 +1,9 @@
 """Services under suspicion, by name; and S7: which features of a service does a fault need?
 
 A service is `deploy(draft, neighbour)`, a context manager that puts the draft into service beside a neighbour (None:
-alone). That it does not start is no finding about the draft, and is told as such.
-
-One that can leave features out (compilation, graphs, a prefix cache, a fused kernel) takes their names as `without`.
-Where no single one heals the draft and all together do, a set is looked for of which none may be left out, as in delta
-debugging (Zeller and Hildebrandt 2002).
+alone). One that can leave features out (compilation, graphs, a fused kernel) takes their names as `without`. Where no
+single one heals the draft and all together do, a set is looked for of which none may be left out, as in delta debugging
+(Zeller and Hildebrandt 2002).
 """
 
 import contextlib
@@ -13,10 +11,10 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial, reduce, wraps
+from functools import reduce, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +57,8 @@ class Features:
             names = " and ".join(self.needed) if self.together else " or ".join(self.needed)
             return f"{self.setup} is clean without {names}, and wrong with all features on"
         failed = [f"{' and '.join(off)} ({text})" for off, text in self.runs[["off", "said"]].to_numpy() if text]
-        ran = [off for off in self.runs[self.runs["said"] == ""]["off"] if off]
-        tried = ", ".join(name for off in ran if len(off) == 1 for name in off) or "any that it runs without"
         not_run = f"; it does not run without {', '.join(failed)}" if failed else ""
-        return f"{self.setup} stays wrong without {tried}: none of them alone is needed for it{not_run}"
+        return f"{self.setup} stays wrong without any that it runs without{not_run}"
 
     def facts(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -76,14 +72,13 @@ def switched_off(
     """Run a set-up that is wrong without each of `features`; where none heals it, without several.
 
     One more run than features, and up to as many and one again where none heals it alone. A service may raise anything
-    without what it needs: that is told in the table.
+    without what it needs: the table has it.
     """
     seen: dict[frozenset[str], tuple[bool | None, str, int, str]] = {}
 
-    def clean(off: Collection[str]) -> bool | None:
+    def clean(*off: str) -> bool | None:
         """Whether it is clean without these; None where it does not run. No set is run twice."""
-        key = frozenset(off)
-        if key not in seen:
+        if (key := frozenset(off)) not in seen:
             without = f" without {', '.join(sorted(key))}" if key else " again"
             progress(len(seen), max(len(features), len(seen)) + 1, f"{setup}{without}")
             try:
@@ -95,36 +90,29 @@ def switched_off(
                 seen[key] = None, "", 0, text
         return seen[key][0]
 
-    def result(needed: Collection[str] = (), *, together: bool = False) -> Features:
-        rows = [(tuple(sorted(off)), *row) for off, row in seen.items()]
-        runs = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"clean": object})
-        return Features(setup, runs, tuple(name for name in features if name in needed), together)
-
-    if clean(()):
-        return result()
-    alone = [name for name in features if clean({name})]
-    able = [name for name in features if clean({name}) is not None]
-    if alone or len(able) < 2 or not clean(able):
-        return result(alone)
-    needed = set(able)
-    for name in able:
-        if len(needed) > 1 and clean(needed - {name}):
-            needed.discard(name)
-    return result(needed, together=True)
+    needed, together = set(), False
+    if not clean():
+        needed = {name for name in features if clean(name)}
+        able = [name for name in features if clean(name) is not None]
+        if not needed and len(able) > 1 and clean(*able):
+            needed, together = {*able}, True
+            for name in able:
+                if len(needed) > 1 and clean(*needed - {name}):
+                    needed.discard(name)
+    rows = [(tuple(sorted(off)), *row) for off, row in seen.items()]
+    runs = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"clean": object})
+    return Features(setup, runs, tuple(name for name in features if name in needed), together)
 
 
 def checked(service: Service, features: Sequence[str]) -> tuple[str, ...]:
-    """The names of features. Raises InputError for names given twice, and a service that cannot leave any out."""
-    names = tuple(features)
-    if len({*names}) < len(names) or not all(names):
-        raise InputError(f"features {features!r}: give the names of one or more, each once, as ['graphs', 'compile']")
+    """The names of features. Raises InputError for a service that cannot leave any out."""
     parameters = inspect.signature(service).parameters.values()
     if not any(parameter.name == "without" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise InputError(
             f"the service {getattr(service, '__name__', service)!s} cannot leave features out: give a `deploy` with a "
             "parameter `without`, the set of their names, as in deploy(draft, neighbour, without=frozenset())"
         )
-    return names
+    return tuple(dict.fromkeys(features))
 
 
 def imported(name: str) -> Service:
@@ -148,30 +136,24 @@ def imported(name: str) -> Service:
         raise InputError(f"{name} is no function deploy(draft, neighbour) but {service!r:.80}: {near}give one")
 
     @wraps(service)  # its signature tells whether features can be switched off
-    def deployed(draft: "nn.Module", neighbour: "nn.Module | None", **without: frozenset[str]) -> Any:
-        return _in_service(name, partial(service, **without), draft, neighbour)
+    @contextlib.contextmanager
+    def deployed(draft: "nn.Module", neighbour: "nn.Module | None", **without: frozenset[str]) -> Iterator[None]:
+        with contextlib.ExitStack() as running:
+            try:
+                context = service(draft, neighbour, **without)
+                if not isinstance(context, AbstractContextManager):
+                    raise InputError(
+                        f"{name} gave a {type(context).__name__}, not a context manager: decorate a function that "
+                        "yields once with contextlib.contextmanager"
+                    )
+                running.enter_context(context)
+            except InputError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise _failed(f"{name}(draft, {'neighbour' if neighbour is not None else None})", error) from error
+            yield
 
     return deployed
-
-
-@contextlib.contextmanager
-def _in_service(
-    name: str, service: Callable[..., Any], draft: "nn.Module", neighbour: "nn.Module | None"
-) -> Iterator[None]:
-    with contextlib.ExitStack() as running:
-        try:
-            context = service(draft, neighbour)
-            if not isinstance(context, AbstractContextManager):
-                raise InputError(
-                    f"{name} gave a {type(context).__name__}, not a context manager: decorate a function that yields "
-                    "once with contextlib.contextmanager"
-                )
-            running.enter_context(context)
-        except InputError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise _failed(f"{name}(draft, {'neighbour' if neighbour is not None else None})", error) from error
-        yield
 
 
 def _failed(noun: str, error: BaseException) -> InputError:

@@ -1,10 +1,9 @@
 """The embedded small pair of the divergence lab: the gpt-oss architecture, made on the fly.
 
-The case is a mixture-of-experts draft beside a larger mixture-of-experts target. Both are transformers' GptOss classes:
-attention with sinks, sliding and full layers in turn, YaRN, routing to four experts. The draft has fewer layers and
-half the experts; hidden and intermediate size are equal, as those of gpt-oss-20b and gpt-oss-120b are, so that one
-model's experts fit into the other without an error. The weights are random: a divergence is a matter of which operands
-an op gets, not of what the model knows. The twins are made of any model, so they serve a user's own too.
+Both are transformers' GptOss classes: attention with sinks, sliding and full layers in turn, YaRN, routing to four
+experts. The draft has fewer layers and half the experts; hidden and intermediate size are equal, as those of gpt-oss
+20b and 120b are, so that one model's experts fit into the other without an error. The weights are random: a divergence
+is a matter of which operands an op gets, not of what the model knows.
 """
 
 import copy
@@ -38,7 +37,7 @@ SHAPES = {
 
 
 class SmallPair(NamedTuple):
-    """A draft and the larger target it runs beside; both in evaluation mode, with the same vocabulary."""
+    """A draft and the larger target it runs beside, with the same vocabulary."""
 
     draft: nn.Module
     target: nn.Module
@@ -76,8 +75,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 def decoy_twin(model: nn.Module, *, seed: int = 1) -> nn.Module:
     """A model of the same configuration with other weights, each parameter's own values in another order.
 
-    So mean and standard deviation of every parameter are those of `model`, and a set-up beside the twin differs from
-    one beside a copy in nothing but which values are where. Tied parameters stay tied.
+    A set-up beside the twin differs from one beside a copy in nothing but which values are where.
     """
     twin = copy_of(model)
     draw = torch.Generator().manual_seed(seed)
@@ -89,15 +87,11 @@ def decoy_twin(model: nn.Module, *, seed: int = 1) -> nn.Module:
 
 
 def _values(name: str, dim: int, noise: torch.Tensor) -> torch.Tensor:
-    """Weights large enough for logits to depend on the whole past and to differ clearly between tokens.
-
-    Every fan-in is WIDTH, so one standard deviation keeps a layer's output near its input's size.
-    """
+    """Weights large enough for logits to depend on the whole past and to differ clearly between tokens."""
     if "norm" in name:
         return 1 + 0.1 * noise
     if "embed_tokens" in name or name.endswith("sinks"):
         return noise
     if name.endswith("bias"):
         return 0.1 * noise
-    gain = {"lm_head.weight": 4.0}.get(name, 1.5)
-    return gain / WIDTH**0.5 * noise
+    return (4.0 if name == "lm_head.weight" else 1.5) / WIDTH**0.5 * noise

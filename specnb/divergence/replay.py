@@ -2,15 +2,15 @@
 
 The copy reads the whole text in one forward. Every module in it is handed what the same module was given in the run
 under suspicion, and its own output is compared with the run's, which then goes on in its place. So no error travels: a
-module that is wrong is wrong by itself, however much came in wrong. What a module is given is compared, too: a
-difference there was made between modules, by the code of the one that holds them (attention between its projections)
-or by somebody who wrote into a buffer meanwhile, and is put down to the holder. (The idea of shadow modules is that of
-torch's numeric suite; here the inputs come from another run, in other shapes.)
+module that is wrong is wrong by itself. What a module is given is compared, too: a difference there was made between
+modules, by the code of the one that holds them or by somebody who wrote into a buffer meanwhile, and is put down to the
+holder. (The idea of shadow modules is that of torch's numeric suite.)
 """
 
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -34,15 +34,12 @@ def local_errors(reference: nn.Module, along: Along) -> pd.DataFrame:
     """
     replay = _Replay(along)
     names = canonical(path for path, _ in reference.named_modules())
-    hooks = []
-    try:
+    with ExitStack() as stack:
         for path, module in reference.named_modules():
-            hooks += replay.put_on(module, names[path])
+            for hook in replay.put_on(module, names[path]):
+                stack.callback(hook.remove)
         ids = torch.tensor([along.text], device=next(reference.parameters()).device)
         reference(input_ids=ids, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return table(replay.errors)
 
 

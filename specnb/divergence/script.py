@@ -1,15 +1,14 @@
 """What a draft is fed, the same tokens in every set-up: a prompt, then rounds of which some tokens are taken back.
 
-Set-ups can be compared token by token only if none of them chooses its own. So nothing is sampled here: the tokens are
-given, and the last feed of every position is the text. `Along` is a trace put in the order of its text: steps of one
-token, blocks and a prefill come out alike.
+Set-ups can be compared token by token only if none of them chooses its own: the tokens are given, and the last feed of
+every position is the text. `Along` is a trace in the order of its text: steps of one token and blocks come out alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -108,7 +107,12 @@ def run(
         ids = torch.tensor([feed.ids], device=device)
         out = model(input_ids=ids, past_key_values=cache, use_cache=True)
         if cache is None:
-            cache = _croppable(model, out)
+            cache = getattr(out, "past_key_values", None)
+            if not hasattr(cache, "crop") or not hasattr(cache, "layers"):
+                raise InputError(
+                    f"{type(model).__name__} gives no `past_key_values` from which tokens can be taken back: write "
+                    "traces of it with `specnb divergence capture` and compare those"
+                )
             for layer in cache.layers:  # layers of a window forget at once what a crop would need
                 if hasattr(layer, "activate_past_recording"):
                     layer.activate_past_recording()
@@ -119,23 +123,12 @@ def run(
     return logits
 
 
-def _croppable(model: nn.Module, out: Any) -> Any:
-    cache = getattr(out, "past_key_values", None)
-    if not hasattr(cache, "crop") or not hasattr(cache, "layers"):
-        raise InputError(
-            f"{type(model).__name__} gives no `past_key_values` from which tokens can be taken back: an investigation "
-            "needs transformers' cache; write traces of it with `specnb divergence capture` and compare those"
-        )
-    return cache
-
-
 @dataclass(frozen=True)
 class Along:
     """`values[key]`: `(tokens, …)`, the token axis first, and `axes[key]` where it was.
 
     `left_out` are keys without a token axis, of modules that some step did not run, or of shapes that differ between
-    steps (masks): they are not compared. `gaps[key]`: positions of which nothing was made, with zeros in `values`; no
-    entry where there are none.
+    steps (masks). `gaps[key]`: positions of which nothing was made, with zeros in `values`.
     """
 
     text: tuple[int, ...]
@@ -150,16 +143,15 @@ class Along:
         seen = [step["length"] for step in trace.facts["steps"]]
         if seen != [len(feed.ids) for feed in script.feeds]:  # a service may feed otherwise than it is told
             raise InputError(f"the trace has {len(seen)} steps of {sum(seen)} tokens, the script other ones")
-        along, left_out = cls(script.text, {}, {}, (), {}), []
-        for key, rows in _tensors(trace).items():
-            merged = _merged(rows, script)
-            if merged is None:
-                left_out.append(key)
-                continue
-            along.values[key], along.axes[key], missing = merged
-            if len(missing):
-                along.gaps[key] = missing
-        return replace(along, left_out=tuple(left_out))
+        merged = {key: _merged(rows, script) for key, rows in _tensors(trace).items()}
+        kept = {key: item for key, item in merged.items() if item is not None}
+        return cls(
+            script.text,
+            values={key: values for key, (values, _, _) in kept.items()},
+            axes={key: axis for key, (_, axis, _) in kept.items()},
+            left_out=tuple(key for key in merged if key not in kept),
+            gaps={key: missing for key, (_, _, missing) in kept.items() if len(missing)},
+        )
 
 
 class _Row(NamedTuple):
@@ -171,7 +163,7 @@ class _Row(NamedTuple):
 
 
 def _tensors(trace: Trace) -> dict[Key, list[_Row]]:
-    """The rows of each tensor, in the order they were written; as lists, for a frame costs more than a few rows."""
+    """The rows of each tensor, in the order they were written."""
     tensors: dict[Key, list[_Row]] = {}
     columns = ("module", "call", "role", "name", "row", "step", "token_axis")
     for *key, row, step, axis in zip(*(trace.tensors[column].tolist() for column in columns), strict=True):
@@ -182,10 +174,7 @@ def _tensors(trace: Trace) -> dict[Key, list[_Row]]:
 
 def _merged(rows: list[_Row], script: Script) -> tuple[np.ndarray, int, np.ndarray] | None:
     """The values of each position in the step that fed it last, their axis, and the positions without; None where they
-    do not fit.
-
-    Fewer tokens than a step was fed are its last ones.
-    """
+    do not fit. Fewer tokens than a step was fed are its last ones."""
     last, parts, at = script.last_feeds, [], []
     if not {row.step for row in rows}.issuperset(last.tolist()) or any(row.full is None for row in rows):
         return None

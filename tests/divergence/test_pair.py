@@ -27,16 +27,12 @@ def test_logits_depend_on_the_whole_past_and_differ_clearly(pair):
         assert clean.std() > 1 and clean.softmax(-1).amax(-1).median() < 0.95
 
 
-def test_same_seed_gives_the_same_bits_and_another_seed_others(pair):
+def test_seed_and_type_say_which_bits_the_pair_has(pair):
     assert torch.equal(logits(pair.draft), logits(small.make("draft")))
     assert not torch.allclose(logits(pair.draft), logits(small.make("draft", seed=1)), atol=0.1)
-
-
-def test_bfloat16_is_the_rounded_float32_model_with_exact_positions(pair):
     rounded = small.make("draft", dtype="bfloat16")
     assert torch.equal(rounded.lm_head.weight, pair.draft.lm_head.weight.bfloat16())
     assert torch.equal(rounded.model.rotary_emb.inv_freq, pair.draft.model.rotary_emb.inv_freq)
-    assert 0 < (logits(rounded) - logits(pair.draft)).norm() / logits(pair.draft).norm() < 0.1
 
 
 def test_a_copy_has_the_values_and_a_decoy_twin_the_statistics_and_nothing_else(pair):

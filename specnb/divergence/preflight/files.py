@@ -130,7 +130,7 @@ def _looks(network: "nn.Module", value: "Tensor") -> str:
 
 
 def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
-    """Whether shape, first and last rows of a weight are the file's, up to rounding; any values for what is no float."""
+    """Whether shape, first and last rows of a weight are the file's, up to rounding; of what is no float the shape."""
     from safetensors import safe_open
 
     if tuple(value.shape) != there.shape:
