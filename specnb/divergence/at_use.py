@@ -111,18 +111,14 @@ class Registry:
 
 @contextmanager
 def unfollowed(registry: Registry) -> Iterator[None]:
-    """What runs inside is not followed with this registry, where nobody else's mode is above that: to ask of each
-    operation of another model would cost more than they do."""
+    """What runs inside is not followed with this registry, where no other mode is above: that would cost too much."""
     mode = _get_current_dispatch_mode()
     with _pop_mode_temporarily() if isinstance(mode, AtUse) and mode.registry is registry else nullcontext():
         yield
 
 
 class AtUse(TorchDispatchMode):
-    """While it is entered, `note(owned)` is called for each known parameter that an operation reads.
-
-    Operations that only make a view are passed over: their result is found again by its memory when it is read.
-    """
+    """While it is entered, `note(owned)` is called for each known parameter that an operation reads."""
 
     supports_higher_order_operators = True
     """Such as conditions on a tensor: torch would refuse to run them under this mode."""
@@ -259,10 +255,7 @@ class Before:
         return replace(trace, params=labelled)
 
     def _by_content(self, paths: set[str]) -> dict[str, str]:
-        """The neighbour's parameters by their digest, of the form of these of the draft's.
-
-        Without those that were changed since, and values that are nobody's, or the draft's as well.
-        """
+        """The neighbour's unchanged parameters by their digest, of the form of these of the draft's."""
         forms, registry = {self._forms.get(path) for path in paths}, Registry({})
         alike = {
             registry.digest(Owned(self._other, path, tensor)): path

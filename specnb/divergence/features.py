@@ -71,8 +71,7 @@ def switched_off(
 ) -> Features:
     """Run a set-up that is wrong without each of `features`; where none heals it, without several.
 
-    One more run than features, and up to as many and one again where none heals it alone. A service may raise anything
-    without what it needs: the table has it.
+    A service may raise anything without what it needs: the table has it.
     """
     seen: dict[frozenset[str], tuple[bool | None, str, int, str]] = {}
 
@@ -118,8 +117,8 @@ def checked(service: Service, features: Sequence[str]) -> tuple[str, ...]:
 def imported(name: str) -> Service:
     """The service `module:function`; modules of the current directory are found, too.
 
-    Raises InputError for a name of another form, a module that cannot be imported, and what is no function in it; and
-    when it is used, where it raises on entry or gives no context manager.
+    Raises InputError for what cannot be imported or called, and on use where it raises on entry or is no context
+    manager.
     """
     module_name, _, path = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):

@@ -73,10 +73,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def decoy_twin(model: nn.Module, *, seed: int = 1) -> nn.Module:
-    """A model of the same configuration with other weights, each parameter's own values in another order.
-
-    A set-up beside the twin differs from one beside a copy in nothing but which values are where.
-    """
+    """A model of the same configuration with other weights: each parameter's own values in another order."""
     twin = copy_of(model)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():

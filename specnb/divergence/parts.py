@@ -46,10 +46,7 @@ def named(model: nn.Module) -> list[Named]:
 
 
 def find(model: nn.Module) -> Parts:
-    """The parts of any transformers-like model, known by what they have, not by their class.
-
-    InputError for a compiled model.
-    """
+    """The parts of any transformers-like model, known by what they have. InputError for a compiled model."""
     modules = named(model)
     banks = tuple((path, module) for path, module in modules if _is_bank(module))
     blocks = {path.rpartition(".")[0] for path, _ in banks}

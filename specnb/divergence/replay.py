@@ -29,8 +29,8 @@ from specnb.divergence.trace import Key, canonical
 def local_errors(reference: nn.Module, along: Along) -> pd.DataFrame:
     """The error table of a run (`errors.COLUMNS`), replayed on the pristine `reference`.
 
-    Of integers `error` is 1 where any differs; of a choice by scores (experts) the difference of the scores, relative
-    to all.
+    Of integers `error` is 1 where any differs; of experts chosen by scores the difference of the scores, relative to
+    all.
     """
     replay = _Replay(along)
     names = canonical(path for path, _ in reference.named_modules())
@@ -72,10 +72,7 @@ class _Replay:
         yield module.register_forward_hook(after)
 
     def _compare(self, role: str, named: Iterable[tuple[str, Tensor]], maker: str) -> dict[int, Tensor]:
-        """Note how far the run's tensors of the running module are from these; what goes on in their place, by id.
-
-        Only where the run has a tensor of this name and shape, at the positions of which it made something.
-        """
+        """Note how far the run's tensors of the running module are from these; what goes on in their place, by id."""
         self._order += 1
         at, taken, pairs = self._running[-1], {}, list(named)
         for name, replayed in pairs:
@@ -99,10 +96,7 @@ class _Replay:
         return taken
 
     def _recorded(self, key: Key, replayed: Tensor) -> Tensor | None:
-        """The run's in place of `replayed`; of types that numpy lacks, its values as float32; None for another shape.
-
-        Where the run made nothing, `replayed` is right.
-        """
+        """The run's tensor in place of `replayed`, which stays where the run made nothing; None for another shape."""
         values = self._along.values.get(key)
         if values is None:
             return None

@@ -43,10 +43,7 @@ class Script:
 
     @classmethod
     def drafting(cls, text: Sequence[int], *, prompt: int, k: int, vocab_size: int, seed: int = 0) -> "Script":
-        """`text` as a draft model meets it: the prompt, then rounds of `k` steps of one token.
-
-        Every other round its drafts but the first are wrong and taken back; the right tokens come with the next one.
-        """
+        """`text` as drafted: a prompt, then rounds of `k` steps, in every other one all but the first wrong."""
         if not 0 < prompt < len(text) or k < 1:
             raise InputError(f"a prompt of {prompt} tokens and rounds of {k} do not fit a text of {len(text)}")
         rng = np.random.default_rng(seed)
@@ -99,8 +96,7 @@ def run(
     before: Callable[[Feed], None] = lambda feed: None,
     after: Callable[[Feed], None] = lambda feed: None,
 ) -> list[Tensor]:
-    """Feed a transformers model; the logits of each feed, `(tokens, vocab)`. `before` and `after` every feed, others
-    may run. Raises InputError for a model without a cache that can be cropped."""
+    """Feed a transformers model with a croppable cache; the logits of each feed, `(tokens, vocab)`."""
     cache, logits, device = None, [], next(model.parameters()).device
     for feed in script.feeds:
         before(feed)

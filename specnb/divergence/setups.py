@@ -152,10 +152,7 @@ class Lab:
         return tuple(name for name in names if self.target is not None or SETUPS[name].beside != "target")
 
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
-        """Run one set-up; `deploy` stands in for the lab's own, so that one reference serves many services.
-
-        Raises InputError for a service whose logits are of another vocabulary.
-        """
+        """Run one set-up; `deploy` stands in for the lab's own. InputError for logits of another vocabulary."""
         setup = SETUPS[name]
         script, neighbour = self._script_of(setup), self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
@@ -276,10 +273,7 @@ def coarser(
     wrong: pd.DataFrame, logits_off: float, trace: Trace, dtype: str, *, logits: Logits,
     rounded: Callable[[str], Rounded],
 ) -> str:  # fmt: skip
-    """The type, coarser than `dtype`, whose rounding all that is wrong is no larger than; "" where there is none.
-
-    `logits_off` is the error of the `logits`; `rounded` runs a sound copy in the type of a name.
-    """
+    """The type, coarser than `dtype`, whose rounding all that is wrong is no larger than; "" where there is none."""
     by_module = wrong.assign(along=(wrong["gain"] - 1).abs()).groupby("module")[["along", "error"]].median()
     if wrong["discrete"].any() or (by_module["along"] >= DIRECTED * by_module["error"]).any():
         return ""  # it has a direction
@@ -304,10 +298,7 @@ def coarser(
 
 
 def _same_bits_in(model: nn.Module, script: Script, logits: Logits, dtype: str) -> str:
-    """The type, coarser than `dtype`, in which the sound `model` gives these very logits of each feed; "" for none.
-
-    Experts chosen at a near tie, and modules that autocast leaves alone, are then as here, which no error's size tells.
-    """
+    """The type, coarser than `dtype`, in which the sound `model` gives these very logits of each feed; "" for none."""
     for name in _coarser_than(dtype):
         # logits that a type cannot hold were not made in it, and nothing needs to be run
         if _held_by(logits, name) and any(
@@ -374,8 +365,7 @@ def _by_position(logits: Logits, script: Script) -> dict[int, Tensor]:
 
 
 def _relative(logits: Mapping[int, Tensor], sound: Mapping[int, Tensor]) -> float:
-    """The largest relative L2 error of the logits of a position that both have, 0 where there is none; infinite where
-    one is no number."""
+    """The largest relative L2 error of the logits of a position that both have; infinite where one is no number."""
     both = [position for position in sound if position in logits]
     if not both:
         return 0.0

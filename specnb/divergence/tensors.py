@@ -45,10 +45,7 @@ class Prints(NamedTuple):
 
 
 def signs(count: int) -> np.ndarray:
-    """Signs `(count, 64)` int8, one row for each feature of a token; row i depends on i only.
-
-    The hash is splitmix64 (Steele, Lea and Flood 2014), the counter its index.
-    """
+    """Signs `(count, 64)` int8 by splitmix64 (Steele, Lea and Flood 2014); row i depends on i only."""
     with np.errstate(over="ignore"):
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(_STREAM)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -59,10 +56,7 @@ def signs(count: int) -> np.ndarray:
 
 
 def digest_bytes(dtype: str, shape: tuple[int, ...], data: object) -> str:
-    """32 hexadecimal digits of a tensor: its dtype (torch's name), its shape, its bytes in logical order.
-
-    XXH3 with 128 bits: tensors are not forged, and a cryptographic hash of every activation costs half a forward.
-    """
+    """32 hexadecimal digits (XXH3) of a tensor: its dtype, its shape, its bytes in logical order."""
     state = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
     state.update(data)
     return state.hexdigest()
@@ -107,10 +101,7 @@ def fingerprints(stack: torch.Tensor, token_axis: int = -1) -> Prints:
 
 
 def _dtype_of_product(values: torch.Tensor) -> torch.dtype:
-    """In which type values meet the signs: float32 where it holds them and its products keep 24 bits, else float64.
-
-    An accelerator may be set to multiply float32 with 10 bits (TF32), and a processor with 8.
-    """
+    """float32 where it holds the values and its products keep 24 bits (no TF32, no bfloat16), else float64."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)  # before torch 2.9 there was one setting for all devices
     precision = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
     exact = values.device.type == "cpu" and precision in ("none", "ieee", "highest")
@@ -119,10 +110,7 @@ def _dtype_of_product(values: torch.Tensor) -> torch.dtype:
 
 
 def token_rows(stack: torch.Tensor, token_axis: int) -> torch.Tensor:
-    """A stack `(n, *shape)` as `(n, tokens, features)`; without a token axis `(n, 1, values)`.
-
-    `(batch, heads, length, dim)` with axis 2 gives batch * length tokens of heads * dim features.
-    """
+    """A stack `(n, *shape)` as `(n, tokens, features)`; without a token axis `(n, 1, values)`."""
     if token_axis < 0:
         return stack.reshape(len(stack), 1, math.prod(stack.shape[1:]))
     rows = stack.movedim(token_axis + 1, min(token_axis, 1) + 1)
@@ -147,8 +135,7 @@ STATES = ("keys", "values", "conv_states", "recurrent_states")
 
 
 class Arguments:
-    """Names the arguments of a module's calls by the signature of its forward, which is read once: to bind it again at
-    each of the thousand calls of a decoding step would cost a tenth of the step."""
+    """Names the arguments of a module's calls by the signature of its forward, which is read once."""
 
     def __init__(self, module: nn.Module) -> None:
         signature = _signature(module)

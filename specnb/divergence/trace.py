@@ -187,10 +187,7 @@ def canonical_name(path: str, rename: Mapping[str, str] | None = None) -> str:
 
 
 def renamed(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
-    """Each name of a trace with the regular expressions of `rename` replaced.
-
-    Raises InputError for a wrong expression, and where two names become one.
-    """
+    """Each name with the expressions of `rename` replaced. InputError where two names become one."""
     names_after = {name: _renamed(name, rename) for name in names}
     back: dict[str, str] = {}
     for name, new in names_after.items():

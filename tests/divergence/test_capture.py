@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from specnb.divergence import capture as capturing
 from specnb.divergence.capture import capture
 from specnb.divergence.pair import make
-from specnb.divergence.tensors import Step, digest, step_of
+from specnb.divergence.tensors import digest
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
 from tests.tiny_models import torch_model
@@ -54,34 +53,13 @@ def prefill(model):
 # --- what is seen -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["moe", "llama"])
-def test_capturing_changes_no_bit_of_the_logits(kind, dtype):
-    model = make("draft", dtype=dtype) if kind == "moe" else torch_model().to(getattr(torch, dtype)).eval()
+@pytest.mark.parametrize("model", [make("draft"), torch_model().to(torch.bfloat16).eval()], ids=["moe", "llama"])
+def test_capturing_changes_no_bit_of_the_logits(model):
     plain = generate(model)
     with capture(model, full="mlp"):
         seen = generate(model)
     for logits in (seen, generate(model)):
         assert all(torch.equal(a, b) for a, b in zip(plain, logits, strict=True))
-
-
-def test_what_is_written_down_is_what_plain_hooks_see(moe):
-    seen, handles = [], []
-    for path, module in moe.named_modules():
-        if "proj" in path or path.endswith("norm"):
-            hook = lambda m, args, out, path=path: seen.append((path, digest(args[0]), digest(out)))  # noqa: E731
-            handles.append(module.register_forward_hook(hook))
-    trace = traced(moe)
-    for handle in handles:
-        handle.remove()
-    rows = trace.tensors[trace.tensors["name"].isin(["out", "input", "hidden_states"])]
-    rows = rows.set_index(["module", "role", "step"])["digest"]
-    steps = {}
-    for path, given, gave in seen:
-        step = steps[path] = steps.get(path, -1) + 1
-        short = path.removeprefix("model.")
-        assert (rows[short, "in", step], rows[short, "out", step]) == (given, gave)
-    assert len(seen) == 4 * (4 * (4 + 2) + 1)
 
 
 def test_operands_stand_under_the_names_of_the_signature_and_in_order(moe):
@@ -116,15 +94,6 @@ def test_tokens_have_their_axis_and_their_position(moe):
         assert (row["token_axis"], row["first_position"], row["shape"]) == (axis, first, shape), place
     assert trace.array(rows.loc[(2, "layers.1.self_attn", "keys"), "row"], "tokens").shape == (19, 16)
     assert [s["token_ids"] for s in trace.facts["steps"]] == [list(range(17)), [7], [8], [9]]
-
-
-def test_sequences_of_a_batch_stand_one_after_the_other(moe):
-    both = torch.cat([PROMPT, PROMPT.flip(1)])
-    trace, alone = (traced(moe, lambda m, p=p: generate(m, p, 0)) for p in (both, PROMPT.flip(1)))
-    for module in ("layers.0.mlp.experts", "layers.0.self_attn"):
-        rows = [t.rows(module=module, role="out", name="out")["row"].iloc[0] for t in (trace, alone)]
-        second = trace.array(rows[0], "tokens")[10:]
-        assert second == pytest.approx(alone.array(rows[1], "tokens"), abs=1e-3)
 
 
 class Writes(nn.Module):
@@ -172,6 +141,10 @@ def test_nested_arguments_and_outputs_have_dotted_names():
     assert trace.rows(step=0, role="in")["name"].tolist() == ["x", "rest.0", "pair.0", "pair.1.b", "extra"]
     assert trace.rows(step=0, role="out")["name"].tolist() == ["out.states", "out.more.k.0", "out.more.k.1.0"]
     assert trace.facts["scalars"] == {":scale": ["0.5", "2.0"]}
+    inner = nn.Linear(4, 4)
+    twice = traced(nn.Sequential(inner, inner), lambda m: [m(torch.ones(2, 4)) for _ in range(2)])
+    assert twice.rows(module="0", role="in")[["step", "call"]].values.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert len(twice.params) == 8  # weight and bias of each call
 
 
 class Wrapper(torch.Tensor):
@@ -219,13 +192,6 @@ def test_weights_of_another_model_are_seen_where_they_are_used(moe):
     assert set(read["digest"]) == {digest(parameter) for parameter in foreign.parameters()}
 
 
-def test_every_module_with_weights_of_its_own_is_seen_to_read_them(moe):
-    used = traced(moe).params.groupby("module")["owner_path"].agg(set)
-    for path, module in moe.named_modules():
-        names = {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
-        assert names <= used.get(path.removeprefix("model."), set()), path
-
-
 def test_unknown_parameters_keep_their_digest_and_tied_ones_are_one_object(llama):
     other = nn.Parameter(torch.randn(48, 32, generator=torch.Generator().manual_seed(5)))
     with capture(llama) as builder:
@@ -235,18 +201,6 @@ def test_unknown_parameters_keep_their_digest_and_tied_ones_are_one_object(llama
     row = used.loc["layers.1.mlp.up_proj"]
     assert (row["owner"], row["owner_path"], row["digest"]) == ("?", "?", digest(other))
     assert used.loc["lm_head", "object_id"] == used.loc["embed_tokens", "object_id"]
-
-
-def test_the_target_running_in_the_same_block_leaves_no_rows(moe):
-    target = make("target")
-
-    def run(model):
-        prefill(target)
-        prefill(model)
-
-    beside = traced(moe, run, known={"target": target})
-    assert beside.tensors["digest"].tolist() == traced(moe, prefill).tensors["digest"].tolist()
-    assert set(beside.params["owner"]) == {"draft"}
 
 
 def test_a_capture_that_is_paused_leaves_another_listening():
@@ -281,7 +235,7 @@ class Runs(nn.Module):
         return self.function(x, self.weight)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
 def test_weights_that_a_custom_operation_looks_up_by_itself_are_seen(mode):
     target, x = nn.Linear(4, 4), torch.ones(2, 4)
     schema = "looked_up(Tensor[] given) -> Tensor"
@@ -294,20 +248,17 @@ def test_weights_that_a_custom_operation_looks_up_by_itself_are_seen(mode):
     assert torch.equal(out, target(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_custom_operation_computes_in_autocasts_type_as_it_does_without_capture(dtype):
-    with operation("product(Tensor x, Tensor w) -> Tensor", torch.mm) as ops:
+def test_a_custom_operation_computes_in_autocasts_type_as_it_does_without_capture():
+    with operation("product(Tensor x, Tensor w) -> Tensor", torch.mm) as ops, torch.no_grad():
         model, x = Runs(ops.product), torch.rand(2, 4)
-        with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             plain = model(x)
             with capture(model):
                 seen = model(x)
-        assert seen.dtype == plain.dtype == dtype and torch.equal(seen, plain)
-        with torch.no_grad(), capture(model):
-            assert model(x).dtype == torch.float32
+    assert seen.dtype == plain.dtype == torch.bfloat16 and torch.equal(seen, plain)
 
 
-def test_weights_whose_memory_was_exchanged_stay_their_owners_and_their_old_memory_does_not():
+def test_weights_whose_memory_was_exchanged_stay_their_owners():
     model = nn.Linear(64, 64)
     with torch.no_grad(), capture(model) as builder:
         model(torch.ones(1, 64))
@@ -319,13 +270,6 @@ def test_weights_whose_memory_was_exchanged_stay_their_owners_and_their_old_memo
     assert set(params["owner"]) == {"draft"}
     assert params.groupby("step")["owner_path"].agg(set).tolist() == [{"weight", "bias"}] * 3
     assert params[params["owner_path"] == "weight"]["dtype"].tolist() == ["float32", "float32", "float64"]
-    bare = Runs(lambda x, w: x @ x.T + 1)
-    bare.weight.data = torch.zeros(64, 64)
-    with torch.no_grad(), capture(bare) as builder:
-        bare.weight.data = torch.zeros(1)  # its memory is anybody's now
-        for _ in range(30):
-            bare(torch.rand(64, 64))
-    assert builder.trace().params.empty
 
 
 def test_a_weight_that_was_written_to_has_another_digest():
@@ -376,20 +320,6 @@ def test_hooks_go_away_after_an_error_and_a_failed_forward_shifts_nothing(tmp_pa
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
-def test_a_copy_that_fails_leaves_no_half_row(tmp_path, monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    with pytest.raises(KeyboardInterrupt), capture(model, tmp_path / "trace", full=""):
-        model(x)
-        monkeypatch.setattr(capturing, "_Waiting", interrupted)
-        model(torch.zeros(2, 4))
-    trace = Trace.load(tmp_path / "trace")
-    assert {*trace.tensors["step"]} == {0} and (trace.tensors["digest"] != "").all()
-    assert {int(name.partition(".")[0]) for name in trace.arrays} <= {*trace.tensors["row"]}
-
-
 def test_a_compiled_model_is_refused():
     model = nn.Sequential(nn.Linear(2, 2))
     inside = nn.Sequential(nn.Linear(2, 2))
@@ -433,13 +363,6 @@ def test_a_step_is_one_call_of_the_model_however_an_engine_calls_it(how):
     assert "forward" not in vars(engine)
 
 
-def test_a_module_called_twice_in_a_step_has_two_calls():
-    inner = nn.Linear(4, 4)
-    trace = traced(nn.Sequential(inner, inner), lambda m: [m(torch.ones(2, 4)) for _ in range(2)])
-    assert trace.rows(module="0", role="in")[["step", "call"]].values.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    assert len(trace.params) == 8  # weight and bias of each call
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 def test_logits_of_the_last_token_alone_stand_at_its_position(llama, batch):
     prompt = PROMPT.repeat(batch, 1)
@@ -447,31 +370,6 @@ def test_logits_of_the_last_token_alone_stand_at_its_position(llama, batch):
     logits = trace.rows(module="", role="out")
     assert logits["shape"].tolist() == [(batch, 1, 64)] * 3
     assert logits["first_position"].tolist() == [9, 10, 11] and set(logits["token_axis"]) == {1}
-
-
-def test_rows_padded_on_the_left_are_counted_by_their_slots(llama):
-    ids, mask = torch.tensor([[0, 0, 5, 6], [4, 5, 6, 7]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    options = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    steps = traced(llama, lambda m: m.generate(ids, **options)).facts["steps"]
-    assert [s["first_position"] for s in steps] == [0, 4, 5]
-
-
-def test_steps_are_told_from_flat_and_from_embedded_inputs():
-    states, positions = torch.zeros(6, 8), torch.arange(20, 26)
-    assert step_of(0, {"positions": positions, "hidden_states": states}) == Step(0, 1, 6, 20, [], flat=True)
-    flat = {"input_ids": torch.arange(3), "positions": torch.tensor([4, 5, 6])}
-    assert step_of(1, flat) == Step(1, 1, 3, 4, [0, 1, 2], flat=True)
-    embedded = {"attention_mask": torch.ones(2, 9), "inputs_embeds": torch.zeros(2, 4, 8)}
-    assert step_of(2, embedded) == Step(2, 2, 4, 0, [])
-    assert step_of(3, {}) == Step(3, 1, 0, 0, [])
-
-
-SHAPES = {(2, 5): 1, (2, 5, 32): 1, (1, 5, 8): 1, (2, 4, 5, 8): 2, (2, 1, 5, 12): 2, (10, 32): 0, (32,): -1, (): -1}
-
-
-@pytest.mark.parametrize(("shape", "axis"), SHAPES.items())
-def test_the_token_axis_is_found_in_the_known_layouts(shape, axis):
-    assert Step(0, 2, 5, 0, []).token_axis("in", "x", shape) == axis
 
 
 class Heads(nn.Module):

@@ -105,19 +105,9 @@ def test_a_capture_changes_no_bit_of_the_logits(files):
     for kind, options in settings:
         with closing(load(files[kind], threads=1, **options)) as model:
             plain = forwards(model)
-        for chosen in ({}, {"modules": "ffn_out|ssm"}, {"full": ""}):
-            with capture_gguf(files[kind], threads=1, **options, **chosen) as captured:
-                seen = forwards(captured.model)
-            assert all(np.array_equal(a, b) for a, b in zip(plain, seen, strict=True)), (kind, options, chosen)
-
-
-def test_the_same_tokens_leave_the_same_trace(files):
-    for file in files.values():
-        first, second = traced(file), traced(file)
-        assert first.tensors.equals(second.tensors)
-        assert first.params.drop(columns="object_id").equals(second.params.drop(columns="object_id"))
-        assert all(np.array_equal(value, second.arrays[key]) for key, value in first.arrays.items())
-        assert len(first.tensors) > 100 and first.facts == second.facts
+        with capture_gguf(files[kind], threads=1, full="", **options) as captured:
+            seen = forwards(captured.model)
+        assert all(np.array_equal(a, b) for a, b in zip(plain, seen, strict=True)), (kind, options)
 
 
 def test_facts_say_what_was_fed_and_seen(llama):
@@ -227,22 +217,6 @@ def test_other_feeds_of_a_text_differ_by_rounding_only(script, files):
             np.testing.assert_allclose(values, one.values[key], atol=2e-4, err_msg=str(key))
 
 
-def test_what_a_rewind_left_behind_is_not_shown(llama):
-    def astray(model):
-        model.forward(TEXT[:4])
-        model.forward((20, 21, 22, 23, 24))
-        model.rewind(5)
-        model.forward(TEXT[4:7])
-
-    def straight(model):
-        model.forward(TEXT[:4])
-        model.forward(TEXT[4:7])
-
-    left, plain = (traced(llama, run) for run in (astray, straight))
-    columns = ["module", "call", "role", "name", "shape", "digest"]
-    assert left.rows(step=2)[columns].reset_index(drop=True).equals(plain.rows(step=1)[columns].reset_index(drop=True))
-
-
 def test_weights_are_told_by_the_bytes_that_were_read(llama, tmp_path, monkeypatch):
     trace = traced(llama)
     assert set(trace.params["owner"]) == {"draft"} and set(trace.params["dtype"]) == {"f32"}
@@ -255,20 +229,6 @@ def test_weights_are_told_by_the_bytes_that_were_read(llama, tmp_path, monkeypat
     assert told.params["digest"].equals(trace.params["digest"])
 
 
-def test_quantised_weights_are_told_whatever_order_the_processor_wants_them_in(llama, tmp_path):
-    coarse = tmp_path / "coarse.gguf"
-    binding.requantize(Path(llama), coarse, "q4_0")
-    with closing(load(coarse, threads=1)) as model:
-        plain = forwards(model)
-    with capture_gguf(coarse, threads=1) as captured:
-        seen = forwards(captured.model)
-    assert all(np.array_equal(a, b) for a, b in zip(plain, seen, strict=True))
-    params = captured.builder.trace().params.drop_duplicates("owner_path").set_index("owner_path")
-    assert set(params["owner"]) == {"draft"} and len(params) == 3 + 2 * 9
-    assert params.loc["blk.0.attn_q.weight", "dtype"] in ("q4_0", "q4_0@CPU_REPACK")
-    assert params.loc["blk.0.attn_norm.weight", "dtype"] == "f32"
-
-
 def with_another(file, name, to):
     """A copy of the file in which one value of a weight is another."""
     stored = gguf_tensors.StoredWeights(Path(file))
@@ -277,14 +237,6 @@ def with_another(file, name, to):
     data[place + 2] ^= 1
     to.write_bytes(data)
     return to
-
-
-def test_another_weight_is_seen_where_it_is_read(llama, tmp_path):
-    sound, wrong = traced(llama), traced(str(with_another(llama, "blk.1.ffn_down.weight", tmp_path / "other.gguf")))
-    assert first_difference(sound, wrong) == ("layers.1.ffn_out", "out", 0)
-    assert first_difference(sound, wrong, "in") == ("result_output", "result_norm", 0)
-    params = sound.params.merge(wrong.params, on=["step", "module", "call", "owner_path"])
-    assert set(params[params["digest_x"] != params["digest_y"]]["module"]) == {"layers.1.ffn_out"}
 
 
 def test_a_node_that_reads_another_layers_weight_is_named_with_it(llama, monkeypatch):

@@ -80,14 +80,13 @@ def test_a_weight_that_no_file_holds_is_named_with_what_it_looks_like(copy, mode
         model.network.lm_head.weight = old
 
 
-@pytest.mark.parametrize("rows", [slice(0, 1), slice(-1, None)])
-def test_a_weight_that_was_never_written_is_seen_by_its_values(folder, model, rows):
+def test_a_weight_that_was_never_written_is_seen_by_its_values(folder, model):
     weight = model.network.model.layers[1].mlp.up_proj.weight
     with torch.no_grad():
-        kept = weight[rows].clone()
-        weight[rows] = 1.1 * kept
+        kept = weight[-1].clone()
+        weight[-1] = 1.1 * kept
         verdict, evidence, _ = report(folder, model.network)
-        weight[rows] = kept
+        weight[-1] = kept
     assert verdict == "fail" and "layers.1.mlp.up_proj" in evidence
     assert report(folder, model.network)[0] == "ok"
 
@@ -103,13 +102,12 @@ def split(w, halves=2):
     ("change", "verdict", "value"),
     [
         (lambda w: {n.removeprefix("model."): t for n, t in w.items()}, "ok", ""),
-        (lambda w: w | {"rotary_emb.inv_freq": torch.ones(4)}, "ok", ""),
         (lambda w: w | {"mtp.fc.weight": torch.ones(4)}, "warn", "mtp.fc.weight"),
         (lambda w: w | {"lm_head.weight": w["lm_head.weight"][:60].clone()}, "fail", "lm_head"),
         (split, "ok", "1 more were joined"),
         (lambda w: split(w, 1), "fail", "up_proj"),
     ],
-    ids=["prefix", "computed", "left over", "shape", "joined", "half missing"],
+    ids=["prefix", "left over", "shape", "joined", "half missing"],
 )
 def test_files_that_hold_otherwise_what_the_model_has(copy, model, change, verdict, value):
     said = report(changed(copy, change), model.network)
@@ -120,9 +118,6 @@ def test_damaged_and_missing_files_fail_their_own_check_alone(copy, model):
     (copy / "model.safetensors").write_bytes(b"\xff" * 64)
     found = verdicts(preflight(model, draft_folder=copy, target_folder=copy))
     assert found["load report"] == "fail" and found["rope"] == found["recurrence"] == "ok"
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(InputError, match="copy"):
-        files.headers(copy)
     (copy / files.INDEX).write_text(json.dumps({"weight_map": {"a": "absent.safetensors"}}))
     with pytest.raises(InputError, match="absent"):
         files.headers(copy)
@@ -204,12 +199,6 @@ def test_quantisation_is_the_drafts_own(config, quantised, stored, opened, verdi
     assert said[0] == verdict and value in said[1]
 
 
-def test_defaults_of_sampling_are_compared_as_they_would_be_taken():
-    verdict, evidence, _ = files.sampling_defaults({"temperature": 0.6, "top_k": 50, "do_sample": False}, None)
-    assert verdict == "warn" and evidence == "temperature: 0.6 against 1.0"
-    assert files.sampling_defaults(None, None)[0] == "skipped"
-
-
 # drafters
 
 
@@ -259,7 +248,7 @@ class Remembering(LookupDrafter):
 
 
 def test_real_drafters_are_pure_and_see_their_own_drafts(model):
-    for drafter in (ModelDrafter(cyclic(20)), ModelDrafter(markov(64, order=2)), ModelDrafter(model)):
+    for drafter in (ModelDrafter(cyclic(20)), ModelDrafter(model)):
         network = drafter.model
         assert checks.purity(drafter, TOKENS[:2], 4)[0] == "ok"
         verdict, evidence = checks.recurrence(drafter, TOKENS[:2], 4)
@@ -298,11 +287,9 @@ class Off:
             self._model.rewind(n + self._by)
 
 
-@pytest.mark.parametrize(("by", "verdict"), [(-1, "fail"), (1, "fail"), (2, "fail"), (0, "ok"), (None, "skipped")])
-def test_a_cache_that_is_trimmed_wrongly_is_seen_by_its_logits(model, by, verdict):
-    for trimmed in (Off(markov(64, order=4), by), Off(model, by)):
-        assert checks.cache_after_rejection(trimmed)[0] == verdict
-        trimmed.reset()
+@pytest.mark.parametrize(("by", "verdict"), [(-1, "fail"), (1, "fail"), (0, "ok"), (None, "skipped")])
+def test_a_cache_that_is_trimmed_wrongly_is_seen_by_its_logits(by, verdict):
+    assert checks.cache_after_rejection(Off(markov(64, order=4), by))[0] == verdict
 
 
 # training

@@ -11,7 +11,7 @@ from specnb.divergence.at_use import UNKNOWN
 from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import forward_replaced
-from specnb.divergence.setups import FIRST, NEIGHBOUR, Coverage, Lab, coarser
+from specnb.divergence.setups import FIRST, NEIGHBOUR, Coverage, Lab
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import other_products
 
@@ -24,45 +24,34 @@ WRONG = {
 }
 
 
-@pytest.fixture(scope="module")
-def lab(divergence_lab):
-    return divergence_lab
-
-
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_fault_shows_in_its_set_ups(lab, fault):
-    outcomes = {name: lab.run(name, FAULTS[fault] if fault else None) for name in (*FIRST, "S4")}
+def test_a_fault_shows_in_its_set_ups(divergence_lab, fault):
+    outcomes = {name: divergence_lab.run(name, FAULTS[fault] if fault else None) for name in (*FIRST, "S4")}
     assert tuple(name for name, one in outcomes.items() if not one.clean) == WRONG[fault]
 
 
-def test_foreign_weights_are_seen_even_where_their_values_are_the_drafts_own(lab):
-    beside_itself = lab.run("S1", FAULTS["positional_registry"])
+def test_foreign_weights_are_seen_even_where_their_values_are_the_drafts_own(divergence_lab):
+    beside_itself = divergence_lab.run("S1", FAULTS["positional_registry"])
     assert beside_itself.clean and {*beside_itself.foreign["owner"]} == {NEIGHBOUR}
     assert {*beside_itself.foreign["module"]} == {f"layers.{i}.mlp.experts" for i in range(4)}
-    assert lab.run("S3").foreign.empty
+    assert divergence_lab.run("S3").foreign.empty
 
 
-def test_the_draft_is_left_as_it_was(lab):
-    before = {name: value.clone() for name, value in lab.draft.state_dict().items()}
-    Lab.run(lab, "S0", FAULTS["expert_scale"])
-    assert all(torch.equal(value, before[name]) for name, value in lab.draft.state_dict().items())
-
-
-def test_what_cannot_be_run_is_refused(lab):
+def test_what_cannot_be_run_is_refused(divergence_lab):
     with pytest.raises(InputError, match="target"):
-        Lab(lab.draft, script=lab.script).run("S3")
+        Lab(divergence_lab.draft, script=divergence_lab.script).run("S3")
     with pytest.raises(InputError, match="float8_e5m2"):
-        Lab(torch.nn.Linear(2, 2).to(torch.float8_e5m2), script=lab.script)
-    small_target, largest = copy.deepcopy(lab.target), max(lab.script.text)
+        Lab(torch.nn.Linear(2, 2).to(torch.float8_e5m2), script=divergence_lab.script)
+    small_target, largest = copy.deepcopy(divergence_lab.target), max(divergence_lab.script.text)
     small_target.resize_token_embeddings(largest)
     with pytest.raises(InputError, match=f"token {largest}, and the target knows {largest}"):
-        Lab(lab.draft, small_target, script=lab.script)
+        Lab(divergence_lab.draft, small_target, script=divergence_lab.script)
 
 
-def test_linear_layers_in_half_precision_are_rounding_and_a_scale_of_the_same_size_is_none(lab):
-    rounded = lab.run("S0", other_products)
+def test_linear_layers_in_half_precision_are_rounding_and_a_scale_of_the_same_size_is_none(divergence_lab):
+    rounded = divergence_lab.run("S0", other_products)
     assert rounded.clean and rounded.coarser == "bfloat16" and rounded.errors["error"].max() > 1e-3
-    with_autocast = lab.run("S0", lambda draft, neighbour: torch.autocast("cpu", dtype=torch.bfloat16))
+    with_autocast = divergence_lab.run("S0", lambda draft, neighbour: torch.autocast("cpu", dtype=torch.bfloat16))
     assert with_autocast.trace.rows(role="out")["digest"].ne("").all()  # measured in float32 all the same
 
     @contextmanager
@@ -73,11 +62,11 @@ def test_linear_layers_in_half_precision_are_rounding_and_a_scale_of_the_same_si
             yield
 
     for service in (FAULTS["expert_scale_in_op"], scaled_everywhere):
-        found = lab.run("S0", service)
+        found = divergence_lab.run("S0", service)
         assert not found.clean and not found.coarser
 
 
-def test_what_is_as_small_as_rounding_everywhere_and_adds_up_is_none(lab):
+def test_what_is_as_small_as_rounding_everywhere_and_adds_up_is_none(divergence_lab):
     """A wrong scale for every other column: no more than rounding to bfloat16 may do once."""
 
     @contextmanager
@@ -91,20 +80,11 @@ def test_what_is_as_small_as_rounding_everywhere_and_adds_up_is_none(lab):
                     planted.enter_context(forward_replaced(module, scale))
             yield
 
-    found = lab.run("S0", every_other)
+    found = divergence_lab.run("S0", every_other)
     assert not found.coarser and {*found.wrong["module"].str.rpartition(".")[2]} >= {"q_proj", "o_proj", "lm_head"}
 
 
-def test_a_type_in_which_the_sound_copy_overflows_excuses_nothing(lab):
-    scaled = lab.run("S0", other_products)
-    wrong = scaled.errors[scaled.errors["ratio"] > 3].assign(error=1e-3)
-    errors = lab.floor.rename("errors") * 0 + float("inf")
-    sound = {"float16": (errors, float("inf")), "bfloat16": (errors * 0, 0.0)}
-    options = {"rounded": sound.get, "logits": scaled.logits}
-    assert coarser(wrong, 0.9, scaled.trace, "float32", **options) == ""
-
-
-def test_parameters_that_nobody_is_known_to_own_are_not_another_models(lab):
+def test_parameters_that_nobody_is_known_to_own_are_not_another_models(divergence_lab):
     @contextmanager
     def repacked(draft, neighbour):
         experts = draft.model.layers[0].mlp.experts
@@ -112,17 +92,17 @@ def test_parameters_that_nobody_is_known_to_own_are_not_another_models(lab):
         with forward_replaced(experts, lambda original, *args, **kwargs: own(*args, **kwargs)):
             yield
 
-    found = lab.run("S0", repacked)
+    found = divergence_lab.run("S0", repacked)
     assert found.clean and found.foreign.empty and UNKNOWN in {*found.trace.params["owner"]}
 
 
-def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(lab):
+def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(divergence_lab):
     """Which of two equal experts is chosen means nothing."""
-    draft = copy.deepcopy(lab.draft)
+    draft = copy.deepcopy(divergence_lab.draft)
     router = draft.model.layers[0].mlp.router
     with torch.no_grad():
         router.weight[1], router.bias[1] = router.weight[0], router.bias[0]
-    under = Lab(draft, script=lab.script)
+    under = Lab(draft, script=divergence_lab.script)
 
     @contextmanager
     def exchanged(first, second):
@@ -144,37 +124,27 @@ def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(lab):
     assert wrong["module"].iloc[0] == "layers.0.mlp.router"
 
 
-class Counting(TorchDispatchMode):
-    """A mode of the service's own."""
+def test_a_service_may_have_a_mode_of_its_own_which_sees_all_that_runs():
+    class Counting(TorchDispatchMode):
+        seen = 0
 
-    seen = 0
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_only_the_capture_does_not_follow_the_neighbour(inside):
-    draft, counting = torch.nn.Linear(2, 2), Counting()
-
-    def step():
-        before = counting.seen
-        with builder.paused():
-            torch.ones(2).add(1)
-        return counting.seen - before
-
-    with torch.no_grad(), ExitStack() as entered:
-        if not inside:
-            entered.enter_context(counting)
-        builder = entered.enter_context(capture(draft))
-        if inside:
-            entered.enter_context(counting)
-        assert step() == 2
-        draft(torch.ones(1, 2))
-        assert step() == 2
-    assert {*builder.trace().params["owner_path"]} == {"weight", "bias"}
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    draft = torch.nn.Linear(2, 2)
+    for inside in (False, True):
+        with torch.no_grad(), ExitStack() as entered:
+            modes = [Counting(), capture(draft)]
+            entered_modes = [entered.enter_context(mode) for mode in (modes[::-1] if inside else modes)]
+            counting, builder = entered_modes[::-1] if inside else entered_modes
+            for expected in (2, 2):
+                before = counting.seen
+                with builder.paused():
+                    torch.ones(2).add(1)
+                assert counting.seen - before == expected
+                draft(torch.ones(1, 2))
+        assert {*builder.trace().params["owner_path"]} == {"weight", "bias"}
 
 
 @contextmanager
@@ -198,12 +168,7 @@ def last_logits_of_another_head(draft, neighbour):
             hook.remove()
 
 
-@pytest.mark.parametrize("name", ["S0", "S0w"])
-def test_logits_of_last_tokens_alone_are_compared_at_their_positions(lab, name):
-    sound, wrong = (lab.run(name, service) for service in (last_logits, last_logits_of_another_head))
-    assert sound.clean and Coverage.of(sound, lab.draft).complete
-    starts = sound.script.starts
-    ends = {start + len(feed.ids) - 1 for start, feed in zip(starts, sound.script.feeds, strict=True)}
-    compared = sound.errors.loc[sound.errors["module"] == "lm_head", "position"]
-    assert {*compared} == ends & {*range(len(sound.script.text))}
-    assert {*wrong.wrong["module"]} == {"lm_head"} and {*wrong.wrong["position"]} == {*compared}
+def test_logits_of_last_tokens_alone_are_compared(divergence_lab):
+    sound, wrong = (divergence_lab.run("S0", service) for service in (last_logits, last_logits_of_another_head))
+    assert sound.clean and Coverage.of(sound, divergence_lab.draft).complete
+    assert {*wrong.wrong["module"]} == {"lm_head"}

@@ -52,8 +52,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Frame:
-    """A call of a module that is running; `autocast`: the types by device that it was called under; `axes`: which axis
-    of these shapes counts tokens, where they do not tell."""
+    """A call of a module that is running; `axes`: which axis of these shapes counts tokens, where they do not tell."""
 
     module: str
     kind: str
@@ -170,10 +169,7 @@ class TraceBuilder:
         return axis
 
     def _wait(self, key: int, tensor: torch.Tensor, axis: int) -> None:
-        """An output is mostly the next module's input: measured once, if every bit is still what it was.
-
-        The memory alone would not tell: buffers are freed, used again, and written without torch counting it.
-        """
+        """An output is mostly the next module's input: measured once, if every bit is still what it was."""
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, axis)
         known = self._waiting.get(place) if tensor.device.type == "cpu" else None
         if known is not None and _same_bits(known.copy, tensor):

@@ -54,10 +54,7 @@ def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> N
 
 
 def feed_greedily(model: LanguageModel, prompt: Sequence[int], n_new: int, progress: Progress = silent) -> str:
-    """Feed the prompt, then `n_new` times the likeliest token, end-of-generation tokens too; why fewer, else "".
-
-    Logits that are no numbers end it without an error: where they come from is what a trace is for.
-    """
+    """Feed the prompt, then `n_new` times the likeliest token; why fewer (logits that are no numbers), else ""."""
     _require_room(model, len(prompt) + n_new)
     logits = model.forward(prompt)
     for number in range(n_new):

@@ -178,10 +178,7 @@ def neighbour_read(
 
 @contextmanager
 def _positions_heard(model: nn.Module) -> Iterator[Callable[[int], torch.Tensor]]:
-    """Yield a function: logical positions (n_rows,) of rows that are flattened over batch and length.
-
-    They are those that the rotary embedding was last called with; one row of positions serves a batch.
-    """
+    """Yield a function: logical positions (n_rows,) of flattened rows, as the rotary embedding was last called with."""
     positions = torch.empty(0)
 
     def hear(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -278,10 +275,7 @@ def experts_permuted(
 
 @contextmanager
 def random_head(draft: nn.Module, target: nn.Module | None = None, *, seed: int = 0) -> Iterator[Fault]:
-    """The output head has weights as drawn at construction: a head that no checkpoint had, or a tie that was lost.
-
-    The parameter is another object inside, so an embedding that was tied to the head keeps its values.
-    """
+    """The output head has weights as drawn at construction; an embedding that was tied to it keeps its values."""
     path, head = output_head(draft)
     draw = torch.Generator().manual_seed(seed)
     std = getattr(getattr(draft, "config", None), "initializer_range", 0.02)
@@ -313,10 +307,7 @@ def _combine_scaled(eps: float) -> Around:
 def rope_mismatch(
     draft: nn.Module, target: nn.Module | None = None, *, start: int = 8, factor: float = 4.0
 ) -> Iterator[Fault]:
-    """Positions from `start` on are rotated as if the context were scaled by `factor`; cached keys before are not.
-
-    As where one code path reads the RoPE overrides and another does not.
-    """
+    """Positions from `start` on are rotated as if the context were scaled by `factor`; cached keys before are not."""
     note = f"positions from {start} on are divided by {factor:g} before they are rotated"
     path = find(draft).rotary()[0]
     fault = Fault("POSITION", path, ((start, None),), note, ("vllm#58080", "vllm#57941"))
@@ -417,10 +408,7 @@ FAULTS: Mapping[str, Callable[..., AbstractContextManager[Fault]]] = {
 
 
 def planted(fault: str, *, layer: int | None = None) -> Deploy:
-    """The planted fault of that name as a service, in `layer` (None: where the fault is by default).
-
-    Raises InputError for an unknown fault, and for a layer of one that has none.
-    """
+    """The planted fault of that name as a service, in `layer` (None: by default). InputError where there is no such."""
     if fault not in FAULTS:
         raise InputError(f"unknown fault {fault!r}; {did_you_mean(fault, list(FAULTS))}known: {', '.join(FAULTS)}")
     if layer is None:

@@ -85,10 +85,7 @@ def foreign_writer(
 
 
 def untrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1) -> AbstractContextManager[Fault]:
-    """After a rejection `rows` rejected rows stay in the cache; positions go on as they should.
-
-    It strikes each time the draft is called with a cache that was cropped by at least `rows` since the last call.
-    """
+    """After a rejection (a cropped cache) `rows` rejected rows stay in the cache; positions go on as they should."""
     return _length_off(draft, rows, f"{rows} rejected rows were left in the cache", ("mlx-lm#1914", "vllm#9730"))
 
 

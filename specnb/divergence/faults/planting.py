@@ -99,10 +99,7 @@ def arguments(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 def with_argument(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: object
 ) -> Call:
-    """The call with one argument replaced or added, all others passed the way the caller passed them.
-
-    Decorated forwards look into keywords, so what was given as one has to stay one.
-    """
+    """The call with one argument replaced or added, all others passed the way the caller passed them."""
     place = list(inspect.signature(original).parameters).index(name)
     if place < len(args):
         return (*args[:place], value, *args[place + 1 :]), dict(kwargs)

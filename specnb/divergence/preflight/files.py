@@ -305,10 +305,7 @@ def _method(config: Config) -> str:
 
 
 def sampling_defaults(draft: Config | None, target: Config | None) -> Result:
-    """Whether both would sample alike if nobody says how: a draft's own top-k makes its reported q another one.
-
-    A model without the file (None) samples as transformers does by default.
-    """
+    """Whether both would sample alike if nobody says how: a draft's own top-k makes its reported q another one."""
     if draft is None and target is None:
         return "skipped", "neither folder has a generation_config.json"
     a, b = (
