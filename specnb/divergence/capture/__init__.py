@@ -5,6 +5,7 @@ Eager execution only: a compiled or replayed graph runs past the hooks, which is
 
 import contextlib
 import functools
+import math
 import re
 import threading
 from collections import Counter, defaultdict
@@ -310,7 +311,7 @@ class _Hooks:
         self._builder, self._chosen = builder, chosen
         self._called: dict[str, int] = {}
         self._written = 0
-        self._scalars: dict[str, list[str]] = {}
+        self._scalars: dict[str, list[float]] = {}
         self.running: list[Frame] = []
         self._thread = threading.get_ident()
         self._root_seen, self._first = False, ""
@@ -396,10 +397,10 @@ class _Hooks:
 
     def _keep_scalars(self, path: str, arguments: Mapping[str, Any]) -> None:
         for name, value in arguments.items():
-            if isinstance(value, bool | int | float):
+            if isinstance(value, bool | int | float) and math.isfinite(value):
                 kept = self._scalars.setdefault(f"{path}:{name}", [])
-                if repr(value) not in kept and len(kept) < SCALARS_KEPT:
-                    kept.append(repr(value))
+                if value not in kept and len(kept) < SCALARS_KEPT:
+                    kept.append(value)
 
     def _begins_step(self, path: str, arguments: Mapping[str, Any]) -> bool:
         """The model does; while it never has, the first module that was called alone, and one that is given ids."""

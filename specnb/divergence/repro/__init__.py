@@ -4,10 +4,9 @@ Text and feeds are made shorter as long as the same tensor is the first wrong on
 Hildebrandt 2002), within a bounded number of runs. A run costs what a set-up and its two sound runs cost.
 """
 
-import ast
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,9 @@ class Repro:
     first: pd.Series
     runs: int
     facts: dict[str, Any]
+    """`repro.json`."""
     tensors: dict[str, Tensor]
+    """`repro.safetensors`."""
 
     @property
     def kind(self) -> str:
@@ -104,8 +105,7 @@ def minimal(
     _shrink(script, int(wanted["feed"]), int(wanted["position"]), shows)
     if smallest is None:
         raise InputError(
-            f"{named(wanted)} was not wrong again in {used} runs of {setup}: give the deploy that was investigated, or "
-            "allow more runs; else it is not deterministic"
+            f"{named(wanted)} was not wrong again in {used} runs of {setup}: give the deploy that was investigated"
         )
     facts, tensors = _pack(*smallest)
     return Repro(setup, smallest[1].script, smallest[1].wrong.iloc[0], used, facts, tensors)
@@ -130,10 +130,7 @@ def _bisect(known: int, shows: Callable[[int], bool]) -> None:
     below = 0
     while known - below > 1:
         middle = (known + below) // 2
-        if shows(middle):
-            known = middle
-        else:
-            below = middle
+        below, known = (below, middle) if shows(middle) else (middle, known)
 
 
 MAX_BYTES = 4 << 30
@@ -142,48 +139,41 @@ ALIKE = 0.1
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 """What a configuration says about kernels and does not write into its own file."""
 
-Packed = tuple[dict[str, Any], dict[str, Tensor]]
-"""`repro.json` and `repro.safetensors`."""
-
 
 @torch.no_grad()
-def _pack(lab: Lab, outcome: Outcome) -> Packed:
-    """The isolated module where that shows the same error, else the whole draft. InputError where neither does."""
+def _pack(lab: Lab, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Facts and tensors of the first candidate that shows the same error. InputError where none does."""
     first = outcome.wrong.iloc[0]
-    for pack in (_module, _model):
-        packed = pack(lab, outcome, first)
-        if packed is not None and _shows(lab, *packed, first):
+    for candidate in _candidates(lab, outcome, first):
+        packed = _packed(lab, outcome, first, *candidate)
+        if _shows(lab, *packed, first):
             return packed
     raise InputError(f"nothing is wrong with {named(first)} when the draft is run again: nothing to write")
 
 
-def _module(lab: Lab, outcome: Outcome, first: pd.Series) -> Packed | None:
-    """The first module by itself; None where it is given more than tensors with tokens and plain values."""
-    at = first["at"]
-    if first["role"] != "out" or first["module"] != at or not at:
-        return None
-    rows = outcome.trace.rows(module=at, call=first["call"])
-    names = rows.loc[rows["role"] == "in", "name"].unique()
-    keys = {name: Key(at, first["call"], "in", name) for name in names}
-    if (rows["role"] == "state").any() or any("." in n or k not in outcome.along.values for n, k in keys.items()):
-        return None
-    scalars = _scalars(outcome.trace.facts["scalars"], at)
-    if scalars is None:
-        return None
-    dtypes = rows.drop_duplicates(["role", "name"]).set_index(["role", "name"])["dtype"]
-    given = {INPUTS + name: _tensor(outcome.along, key, dtypes["in", name]) for name, key in keys.items()}
-    path = _real_path(lab.reference, at)
-    weights = _weights(lab.reference.get_submodule(path), f"{path}.")
-    return _packed(lab, outcome, first, "module", given | weights, scalars)
-
-
-def _model(lab: Lab, outcome: Outcome, first: pd.Series) -> Packed:
-    return _packed(lab, outcome, first, "model", _weights(lab.reference, ""), {})
+def _candidates(
+    lab: Lab, outcome: Outcome, first: pd.Series
+) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Any]]]:
+    """Kind, tensors and plain arguments: the first module by itself, where it is given no more; the whole draft."""
+    at, call, along = first["at"], first["call"], outcome.along
+    rows = outcome.trace.rows(module=at, call=call)
+    keys = {name: Key(at, call, "in", name) for name in rows.loc[rows["role"] == "in", "name"].unique()}
+    alone = at and first["role"] == "out" and first["module"] == at and not (rows["role"] == "state").any()
+    places = {tuple(key.rsplit(":", 1)): values for key, values in outcome.trace.facts["scalars"].items()}
+    scalars = {name: values for (module, name), values in places.items() if module == at}
+    steady = all(len(values) == 1 for values in scalars.values())
+    if alone and steady and all("." not in name and key in along.values for name, key in keys.items()):
+        dtypes = rows.drop_duplicates(["role", "name"]).set_index(["role", "name"])["dtype"]
+        given = {INPUTS + name: _tensor(along, key, dtypes["in", name]) for name, key in keys.items()}
+        path = _real_path(lab.reference, at)
+        weights = _weights(lab.reference.get_submodule(path), f"{path}.")
+        yield "module", given | weights, {name: value for name, (value,) in scalars.items()}
+    yield "model", _weights(lab.reference, ""), {}
 
 
 def _packed(
     lab: Lab, outcome: Outcome, first: pd.Series, kind: str, tensors: dict[str, Tensor], scalars: dict[str, Any]
-) -> Packed:
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     model, key = lab.reference, Key(first["at"], int(first["call"]), first["role"], first["name"])
     model_class, config_class = (_path_of(type(item)) for item in (model, getattr(model, "config", None)))
     for path in (model_class, config_class):
@@ -212,8 +202,7 @@ def _shows(lab: Lab, facts: dict[str, Any], tensors: dict[str, Tensor], first: p
     """
     try:
         replayed = standalone.rerun(facts, tensors)
-    except (RuntimeError, TypeError, ValueError, AttributeError, ImportError, LookupError, SystemExit):
-        # it needs more than this
+    except (Exception, SystemExit):  # it needs more than this
         return False
     errors = standalone.apart(replayed, tensors[CAPTURED], facts["token_axis"])
     if facts["kind"] == "module":
@@ -236,20 +225,6 @@ def _weights(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     if (size := sum(value.nbytes for _, value in pairs)) > MAX_BYTES:
         raise InputError(f"what to write takes {size / 1e9:.1f} GB: reproduce it on a smaller draft of its class")
     return {f"{WEIGHTS}{prefix}{name}": value.detach().cpu().clone().contiguous() for name, value in pairs}
-
-
-def _scalars(seen: dict[str, list[str]], at: str) -> dict[str, Any] | None:
-    """Plain arguments of the module; None where one took several values, or is no literal (nan)."""
-    scalars = {}
-    for key, texts in seen.items():
-        module, _, name = key.rpartition(":")
-        if module == at:
-            try:
-                (text,) = texts
-                scalars[name] = ast.literal_eval(text)
-            except (ValueError, SyntaxError):
-                return None
-    return scalars
 
 
 def _real_path(model: nn.Module, short: str) -> str:
