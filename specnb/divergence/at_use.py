@@ -1,12 +1,11 @@
 """Which parameters the operations of a module really read, whatever its attributes say.
 
-A module may resolve another model's weights inside an operation (a registry of experts by position, a name used twice);
-its own attributes stay right. So parameters are told by where the operands of each operation lie in memory. Custom
-operations are followed inside, where their kernels call torch's; what Triton or C++ reads by itself is never seen.
+A module may resolve another model's weights inside an operation (a registry of experts by position); its own attributes
+stay right. So parameters are told by where the operands of each operation lie in memory. Custom operations are followed
+inside, where their kernels call torch's; what Triton or C++ reads by itself is never seen.
 
-A service that hands the draft another model's weights makes them the draft's own: they are its attributes then, and
-where their memory lies says nothing. What tells is which object was whose `Before` the service began, and whose values
-they are; of values that the draft has somewhere itself, nothing.
+A service that hands the draft another model's weights makes them the draft's own attributes. What tells is which object
+was whose `Before` the service began, and whose values they are.
 """
 
 import functools

@@ -19,13 +19,11 @@ class Position(NamedTuple):
     """One drafted token and what became of it.
 
     `p_target (vocab,)` and `q_draft (vocab,)` are the rows after temperature, top-k and top-p, of float32 or better:
-    the target's, and that which the drafter reported, None for a deterministic drafter (a point mass). `accepted` is
-    None behind a rejection, where nothing was tested. `committed_id` is the token that got this place: the draft, or
-    what was drawn instead. `draft_id` None: nothing was drafted for this place, as for the token behind the last draft;
-    it is drawn from p. `accept_u` from [0, 1) is the number that decided by u < p(x)/q(x), `resample_u` the one that
-    picked the committed token from the cumulated residual (`decode.sampling.Draws`); None where unknown, or where it
-    was drawn otherwise. `prefix` identifies the tokens before this place: of positions with the same one the first
-    counts.
+    the target's, and the drafter's, None for a deterministic one (a point mass). `accepted` is None where nothing was
+    tested. `committed_id` is the token that got this place: the draft, or what was drawn instead. `draft_id` None:
+    nothing was drafted for this place; it is drawn from p. `accept_u` from [0, 1) is the number that decided by
+    u < p(x)/q(x), `resample_u` the one that picked the committed token from the cumulated residual; None where unknown.
+    `prefix` identifies the tokens before this place: of positions with the same one the first counts.
     """
 
     p_target: np.ndarray
@@ -38,15 +36,16 @@ class Position(NamedTuple):
     prefix: Hashable = None
 
 
-# --- what needs no statistics: decisions that no random number allows, or not the one that was logged -----------------
-
-
 def flaws(position: Position, p: np.ndarray, q: np.ndarray | None) -> Iterator[tuple[str, str]]:
     """What contradicts the rule whatever the random numbers were, or for those that were logged: (kind, sentence)."""
     x, y = position.draft_id, position.committed_id
     edge = SUM_ROUNDING if any(map(_of_float32, position[:2])) else ROUNDING
     if q is None:
-        yield from _extra_flaws(position, p, y, edge)
+        u = position.resample_u
+        if p[y] == 0:
+            yield "committed", f"token {y} was committed where nothing was drafted, but p has no mass there"
+        elif u is not None and not _picks(p, u, y, edge):
+            yield "bonus", f"token {y} was drawn with u = {u:.6g} behind the last draft, where p gives another"
         return
     if q[x] == 0:
         yield "draft", f"token {x} was drafted, but q has no mass there"
@@ -82,14 +81,6 @@ def _resample_flaws(position: Position, p: np.ndarray, q: np.ndarray, edge: floa
         yield kind, f"token {y} was drawn with u = {u:.6g} after a rejection, where {row}"
 
 
-def _extra_flaws(position: Position, p: np.ndarray, y: int, edge: float) -> Iterator[tuple[str, str]]:
-    u = position.resample_u
-    if p[y] == 0:
-        yield "committed", f"token {y} was committed where nothing was drafted, but p has no mass there"
-    elif u is not None and not _picks(p, u, y, edge):
-        yield "bonus", f"token {y} was drawn with u = {u:.6g} behind the last draft, where p gives another"
-
-
 def _picks(weights: np.ndarray, u: float, y: int, edge: float) -> bool:
     """Whether `u` picks y from the cumulated weights, which may be off by `edge` as a share of their sum."""
     edges = np.cumsum(weights)
@@ -104,10 +95,9 @@ def checked_rows(position: Position) -> tuple[np.ndarray, np.ndarray | None]:
     """p and q in float64, the q of a deterministic drafter as a point mass; None where nothing was drafted."""
     p = _row("p_target", position.p_target)
     _token("committed_id", position.committed_id, len(p))
-    for name in ("accept_u", "resample_u"):
-        u = getattr(position, name)
+    for u in (position.accept_u, position.resample_u):
         if u is not None and not (isinstance(u, Real) and 0 <= u < 1):
-            raise InputError(f"{name} is {u!r:.80}: uniform numbers are from 0 up to, but not, 1")
+            raise InputError(f"accept_u or resample_u is {u!r:.80}: give a number from 0 up to, but not, 1")
     if position.draft_id is None:
         return p, None
     x = _token("draft_id", position.draft_id, len(p))
@@ -138,7 +128,7 @@ def _row(name: str, given: object) -> np.ndarray:
 
 
 def _of_float32(given: object) -> bool:
-    """Whether the values are of float32, or coarser, whatever they were logged in: a list of Python's, or float64."""
+    """Whether the values are of float32, or coarser, whatever they were logged in."""
     if given is None:
         return False
     row = np.asarray(given)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -56,23 +55,20 @@ class SetUp:
     in_blocks: bool = False
 
 
-SETUPS: Mapping[str, SetUp] = MappingProxyType(
-    {
-        setup.id: setup
-        for setup in (
-            SetUp("S0", "alone", "nobody", kills="wrong here: no neighbour is needed"),
-            SetUp("S0w", "alone, in blocks", "nobody", kills="clean, S0 wrong: single steps, or tokens taken back",
-                  in_blocks=True),
-            SetUp("S1", "beside itself", "copy", kills="wrong: buffers or state are shared, whatever the weights"),
-            SetUp("S2", "beside a decoy twin", "decoy", kills="S1 clean, wrong here: another model's values get in"),
-            SetUp("S3", "beside the target", "target", kills="S2 clean, wrong here: size, layout or number of layers"),
-            SetUp("S4", "the target loaded, never run", "target", "never", "wrong: made at loading; clean: at running"),
-            SetUp("S5", "beside another decoy", "other decoy", kills="wrong otherwise than S2: the neighbour's values"),
-            SetUp("S6", "the target first runs behind the prompt", "target", "after",
-                  "clean, S3 wrong: what it left before the draft's first step is read"),
-        )
-    }
-)  # fmt: skip
+SETUPS: Mapping[str, SetUp] = {
+    setup.id: setup for setup in (
+        SetUp("S0", "alone", "nobody", kills="wrong here: no neighbour is needed"),
+        SetUp("S0w", "alone, in blocks", "nobody", kills="clean, S0 wrong: single steps, or tokens taken back",
+              in_blocks=True),
+        SetUp("S1", "beside itself", "copy", kills="wrong: buffers or state are shared, whatever the weights"),
+        SetUp("S2", "beside a decoy twin", "decoy", kills="S1 clean, wrong here: another model's values get in"),
+        SetUp("S3", "beside the target", "target", kills="S2 clean, wrong here: size, layout or number of layers"),
+        SetUp("S4", "the target loaded, never run", "target", "never", "wrong: made at loading; clean: at running"),
+        SetUp("S5", "beside another decoy", "other decoy", kills="wrong otherwise than S2: the neighbour's values"),
+        SetUp("S6", "the target first runs behind the prompt", "target", "after",
+              "clean, S3 wrong: what it left before the draft's first step is read"),
+    )
+}  # fmt: skip
 FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
 """Those that are always run, and those for a draft that only a neighbour makes wrong."""
 
@@ -135,17 +131,12 @@ class Lab:
         self.blocks = Script.blocks(script.text, width=BLOCK)
         parts = find(self.reference)
         self._rotaries = [path for path, _ in parts.rotaries]
-        self.sound: list[Along] = []
+        runs = [_captured(self.reference, feeds) for feeds in (self.script, self.blocks)]
+        self.sound_logits, self.sound = ([run[part] for run in runs] for part in (0, 1))
         """The pristine copy's runs: fed as the script has it, and in blocks."""
-        self.sound_logits: list[Logits] = []
-        sound = []
-        for feeds in (self.script, self.blocks):
-            logits, along = _captured(self.reference, feeds)
-            self.sound_logits.append(logits)
-            self.sound.append(along)
-            sound.append(local_errors(self.reference, along))
-        self.floor = floors(sound, self.dtype)
-        self.unsteady = unsteady(sound, [path for path, _ in parts.routers])
+        errors = [local_errors(self.reference, along) for along in self.sound]
+        self.floor = floors(errors, self.dtype)
+        self.unsteady = unsteady(errors, [path for path, _ in parts.routers])
 
     def fitting(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of these set-ups that can be run: without a target none beside it."""
@@ -235,8 +226,7 @@ class Lab:
             return known
 
         def rounded(dtype: str) -> Rounded:
-            copy = copy_of(self.reference).to(getattr(torch, dtype))
-            sound_logits, along = _captured(copy, script)
+            sound_logits, along = _captured(copy_of(self.reference).to(getattr(torch, dtype)), script)
             errors = local_errors(self.reference, along).groupby(list(TENSOR))["error"].max()
             return errors, self._logits_off(sound_logits, setup)
 

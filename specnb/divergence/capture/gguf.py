@@ -1,9 +1,8 @@
 """Captures of llama.cpp: what each node of its graph was given and gave, and which weights it read, as a trace.
 
-What llama.cpp allows: the callback is taken when a context is made, so the model is opened inside the block. It stops
-after every node that is written down, so the graph runs in pieces. On the processor each operation is the same one
-then, and so are all bits of the logits; a GPU that fuses operations does not fuse over the end of a piece, and its
-logits may differ by rounding: compare two captures with each other there, not one with a plain run.
+The callback is taken when a context is made, so the model is opened inside the block. It stops after every node that is
+written down, so the graph runs in pieces. On the processor all bits of the logits stay the same; a GPU does not fuse
+operations over the end of a piece: compare two captures with each other there, not one with a plain run.
 """
 
 import contextlib
@@ -204,8 +203,7 @@ def _path_by_reading(node: Node) -> str | None:
 def in_order(node: Node, values: np.ndarray, step: Decode) -> tuple[np.ndarray, bool]:
     """`values` (four axes) with the token axis first and without others of size 1; and whether it has a token axis.
 
-    ggml names no axes: the token axis is told by its size, by the operation, and in attention by whose permutation it
-    follows. Attention looks at more cells of the cache than hold tokens: its columns for the others are cut off.
+    ggml names no axes: size and operation tell, in attention the permutation. Columns of unused cells are cut off.
     """
     axis = _token_axis(node, values.dtype, step)
     if "kq" in node.name and "kqv" not in node.name:

@@ -4,10 +4,9 @@
         ...  # run the draft; an investigation must name fault.cause and fault.first
     # every bit of both models is what it was
 
-So a user can see whether the lab finds on his own model what it finds on the embedded pair. Two causes at once are two
-blocks, one in the other. A fault of a neighbour does nothing without a target, as in a draft that runs alone: `first`
-is None then. `split_k` and `uniform_offset` are controls: they change numbers and must not be called structural. Faults
-of the key/value cache are in `faults.cache`; faults of sampling live in no module's forward, they are in `lossless`.
+A fault of a neighbour does nothing without a target: `first` is None then. `split_k` and `uniform_offset` are controls:
+they change numbers and must not be called structural. Faults of the key/value cache are in `faults.cache`; faults of
+sampling are in `lossless`.
 """
 
 import inspect

