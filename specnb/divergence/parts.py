@@ -37,16 +37,14 @@ class Parts:
 
 
 def named(model: nn.Module) -> list[Named]:
-    """All modules with their canonical paths. InputError for a compiled model, whose modules' forward is not run."""
-    if hasattr(model, "_orig_mod"):
-        raise InputError("a compiled model does not run its modules' own forward: plant faults in the eager model")
+    """All modules with their canonical paths."""
     modules = dict(model.named_modules())
     names = canonical(modules)
     return [(names[path], module) for path, module in modules.items()]
 
 
 def find(model: nn.Module) -> Parts:
-    """The parts of any transformers-like model, known by what they have. InputError for a compiled model."""
+    """The parts of any transformers-like model, known by what they have, not by their class."""
     modules = named(model)
     banks = tuple((path, module) for path, module in modules if _is_bank(module))
     blocks = {path.rpartition(".")[0] for path, _ in banks}

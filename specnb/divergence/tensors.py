@@ -251,7 +251,7 @@ KEPT_IDS = 4096
 
 @dataclass(frozen=True)
 class Step:
-    """One forward: `batch` rows of `length` tokens, the first at position `first`; `flat`: tensors have no batch axis."""
+    """One forward: `batch` rows of `length` tokens from position `first` on; `flat`: tensors have no batch axis."""
 
     index: int
     batch: int

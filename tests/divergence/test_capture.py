@@ -147,16 +147,6 @@ def test_nested_arguments_and_outputs_have_dotted_names():
     assert len(twice.params) == 8  # weight and bias of each call
 
 
-class Wrapper(torch.Tensor):
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise NotImplementedError(func)
-
-
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
@@ -164,7 +154,6 @@ class Wrapper(torch.Tensor):
         (lambda: torch.ones(2, 3, device="meta"), "on meta"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
         (lambda: torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8), "quantised"),
-        (lambda: Wrapper(torch.ones(2, 3)), "Wrapper"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -1,21 +1,16 @@
 """The benchmark of the lab: cases really act, other tools see what they would see, and a worse lab scores worse."""
 
-from functools import partial
-
 import numpy as np
 import pandas as pd
 import pytest
 
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.investigate import judge
 from specnb.divergence.pair import make
 from specnb.divergence.script import Along
 from specnb.divergence.trace import Key
-from specnb.errors import InputError
-from tests.benchmarks.divergence_score import grid
 from tests.benchmarks.divergence_score import score as benchmark
 from tests.benchmarks.divergence_score.controls import controlled
-from tests.benchmarks.divergence_score.grid import GridCase, Subject, cases, examined, script_of
+from tests.benchmarks.divergence_score.grid import Subject, cases, script_of
 from tests.benchmarks.divergence_score.rows import alarms, near, right, shares, smallest, table
 from tests.benchmarks.divergence_score.score import Score, score
 from tests.benchmarks.divergence_score.tools import LAB, RULES, differences, pointed
@@ -51,22 +46,13 @@ def rows_of(*values, **shared):
         ("cosine 0.99", NOISE, NOISE[:, ::-1], "float32", True),
         ("cosine 0.999", NOISE, 1.05 * NOISE, "float32", False),  # a scale has the same direction
         ("mean/std 3.0%", NOISE, 1.05 * NOISE, "float32", True),
-        ("mean/std 10.0%", NOISE, 1.05 * NOISE, "float32", False),
+        ("mean/std 3.0%", NOISE, BROKEN, "float32", True),
         ("allclose", NOISE + 1, (NOISE + 1) * 1.01, "bfloat16", False),  # within the tolerance of that type
         ("allclose", NOISE + 1, (NOISE + 1) * 1.01, "float32", True),
     ],
 )
 def test_tools_see_what_their_rule_says(tool, sound, run, dtype, named):
     assert (pointed(tool, differences(along(one=run), along(one=sound), FEEDS, dtype)) is not None) == named
-
-
-def test_the_first_in_time_is_named_and_where_it_begins():
-    """A module that runs later is first where it is wrong in an earlier forward."""
-    late, early = NOISE.copy(), NOISE + 1
-    late[5] += 1
-    early[3] += 1
-    table = differences(along(a=late, b=early), along(a=NOISE, b=NOISE + 1), FEEDS, "float32")
-    assert pointed("allclose", table) == ("b", 3)
 
 
 def test_every_fault_is_put_on_every_layer_that_can_have_it_and_seeds_draw_texts_and_options():
@@ -107,18 +93,6 @@ def test_the_smallest_scale_is_one_that_all_seeds_and_layers_find():
 
 
 # --- on the pair ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_fault_that_did_not_act_is_no_case(monkeypatch):
-    subject = Subject("float32", 0)
-    monkeypatch.setattr(grid, "judge", partial(judge, setups=("S3",)))
-    for case in (
-        GridCase("foreign_writer", 0, {"position": 2, "after": 999}),
-        GridCase("expert_scale_in_op", 0, {"eps": 0.0}),
-    ):
-        with pytest.raises(InputError, match=case.fault):
-            examined(subject, case)
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from specnb.divergence.at_use import AtUse, Owned, Registry, unfollowed
-from specnb.divergence.faults.planting import replaced
 from specnb.divergence.tensors import (
     IDS,
     Arguments,
@@ -336,7 +335,8 @@ class _Hooks:
         # also called when forward raises: a frame left on the stack would shift all that comes later
         yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
-    def forward_of(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def forward_of(self, model: nn.Module) -> Iterator[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
         place, original = self._place(model, ROOT), model.forward
         run = getattr(original, "__func__", lambda _, *args, **kwargs: original(*args, **kwargs))
@@ -354,7 +354,13 @@ class _Hooks:
                 self._leave(place, output)
             return output
 
-        return replaced(model, "forward", MethodType(forward, model))  # bound, so that a copy's is bound to the copy
+        before = {name: value for name, value in vars(model).items() if name == "forward"}
+        model.forward = MethodType(forward, model)  # bound, so that a copy's is bound to the copy
+        try:
+            yield
+        finally:
+            vars(model).pop("forward", None)
+            vars(model).update(before)
 
     def facts(self) -> dict[str, Any]:
         """Which modules have hooks, are written down, and ran; those that never did were not looked at."""

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from specnb.errors import InputError
-
 Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
 """What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
 Around = Callable[..., Any]
@@ -117,8 +115,6 @@ def positions_fed(given: Mapping[str, Any]) -> torch.Tensor:
 
 
 def rotary_positions(given: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
-    """Name and value of the integer tensor among a rotary embedding's arguments. InputError where there is none."""
-    for name, value in given.items():
-        if isinstance(value, torch.Tensor) and not value.is_floating_point():
-            return name, value
-    raise InputError(f"a rotary embedding was called without integer positions: it got {', '.join(given)}")
+    """Name and value of the integer tensor among a rotary embedding's arguments."""
+    tensors = ((name, value) for name, value in given.items() if isinstance(value, torch.Tensor))
+    return next((name, value) for name, value in tensors if not value.is_floating_point())
