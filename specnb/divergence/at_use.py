@@ -41,13 +41,14 @@ class Registry:
 
     Of tied parameters the first name is kept; of a memory that two models share the first model's, so that the
     captured model comes first. A parameter object that no known model has is taken up as UNKNOWN when it is met, and
-    let go by `forget_unknown`: weights that are brought in for one step (offloading) must not pile up.
+    let go by `forget_unknown`: weights that are brought in for one call (offloading) must not pile up.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._spans: list[tuple[int, int, Owned]] = []
         """First address, end and owner, by address."""
         self._objects: dict[int, Owned] = {}
+        self._unknown: set[int] = set()
         self._digests: dict[tuple[int, int], str] = {}
         for tag, model in models.items():
             for path, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -65,6 +66,7 @@ class Registry:
             self._claim(start, owner)
         elif owner is None and isinstance(tensor, nn.Parameter):
             owner = Owned(UNKNOWN, UNKNOWN, tensor)
+            self._unknown.add(id(tensor))
             self._add(owner)
         return owner
 
@@ -85,10 +87,11 @@ class Registry:
 
     def forget_unknown(self) -> None:
         """Let go of the parameters that no known model has."""
-        if unknown := {key for key, owned in self._objects.items() if owned.owner == UNKNOWN}:
+        if self._unknown:
             self._spans = [span for span in self._spans if span[2].owner != UNKNOWN]
-            self._objects = {key: owned for key, owned in self._objects.items() if key not in unknown}
-            self._digests = {key: text for key, text in self._digests.items() if key[0] not in unknown}
+            self._objects = {key: owned for key, owned in self._objects.items() if owned.owner != UNKNOWN}
+            self._digests = {key: text for key, text in self._digests.items() if key[0] not in self._unknown}
+            self._unknown.clear()
 
     def _add(self, owned: Owned) -> None:
         self._objects.setdefault(id(owned.tensor), owned)

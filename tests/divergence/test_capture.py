@@ -1,5 +1,6 @@
 """Capturing changes nothing, sees what ran, and tells whose weights an operation read."""
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -181,14 +182,18 @@ def test_weights_of_another_model_are_seen_where_they_are_used(moe):
     assert set(read["digest"]) == {digest(parameter) for parameter in foreign.parameters()}
 
 
-def test_unknown_parameters_keep_their_digest_and_tied_ones_are_one_object(llama):
-    other = nn.Parameter(torch.randn(48, 32, generator=torch.Generator().manual_seed(5)))
+def test_unknown_parameters_have_a_digest_and_are_let_go_and_tied_ones_are_one_object(llama):
+    layer, other = llama.model.layers[1].mlp.up_proj, nn.Parameter(torch.randn(48, 32))
+    expected, gone, own = digest(other), weakref.ref(other), layer.weight
     with capture(llama) as builder:
-        llama.model.layers[1].mlp.up_proj.weight = other
+        layer.weight = other
         prefill(llama)
+        layer.weight = own
+        del other
+        assert gone() is None  # weights that are brought in for one call must not pile up
     used = builder.trace().params.set_index("module")
     row = used.loc["layers.1.mlp.up_proj"]
-    assert (row["owner"], row["owner_path"], row["digest"]) == ("?", "?", digest(other))
+    assert (row["owner"], row["owner_path"], row["digest"]) == ("?", "?", expected)
     assert used.loc["lm_head", "object_id"] == used.loc["embed_tokens", "object_id"]
 
 

@@ -135,10 +135,11 @@ class TraceBuilder:
         tables = table(self._tensors, TENSOR_COLUMNS), table(self._params, PARAM_COLUMNS)
         return Trace(dict(self.facts), *tables, dict(self._arrays))
 
-    def end_step(self) -> None:
-        """The outermost module has ended."""
-        self.measure()
+    def end_call(self, *, outermost: bool) -> None:
+        """A module has ended."""
         self._registry.forget_unknown()
+        if outermost:
+            self.measure()
 
     def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
         """Copies come first: where an interrupt or want of memory stops them, there is no half row."""
@@ -426,8 +427,7 @@ class _Hooks:
                     self._builder.see(frame, "state", states_in(frame.arguments, layer))
                 self._builder.see(frame, "out", outputs_in(output))
             frame.arguments.clear()
-            if not self.running:
-                self._builder.end_step()
+            self._builder.end_call(outermost=not self.running)
 
 
 def _refuse_graphs(model: nn.Module) -> None:
