@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specnb.divergence import preflight as checks
+from specnb.divergence.faults.planting import replaced
 from specnb.divergence.preflight import files, preflight, table
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
@@ -73,11 +74,8 @@ def test_a_weight_that_no_file_holds_is_named_with_what_it_looks_like(copy, mode
     verdict, evidence, _ = report(copy, model.network)
     assert verdict == "fail" and "lm_head.weight (std 0.29" in evidence and "freshly" not in evidence
     fresh = torch.nn.Parameter(torch.randn(64, 32) * 0.02)
-    old, model.network.lm_head.weight = model.network.lm_head.weight, fresh
-    try:
+    with replaced(model.network.lm_head, "_parameters", {"weight": fresh}):
         assert "as freshly initialised" in report(copy, model.network)[1]
-    finally:
-        model.network.lm_head.weight = old
 
 
 def test_a_weight_that_was_never_written_is_seen_by_its_values(folder, model):
@@ -295,15 +293,9 @@ def test_a_cache_that_is_trimmed_wrongly_is_seen_by_its_logits(by, verdict):
 # training
 
 
-@pytest.mark.parametrize(
-    ("rates", "losses", "verdict"),
-    [
-        ([1e-3] * 50 + [0.0] * 50, np.linspace(9, 5, 100), "fail"),
-        ([1e-3] * 50 + [0.0] * 50, [3.0] * 100, "warn"),
-        ([1e-3] * 100, np.linspace(9, 5, 100), "ok"),
-    ],
-)
-def test_a_rate_that_died_while_the_loss_fell_fails(tmp_path, rates, losses, verdict):
-    log = [{"step": i, "lr": rate, "loss": loss} for i, (rate, loss) in enumerate(zip(rates, losses, strict=True), 1)]
+@pytest.mark.parametrize(("last", "end", "verdict"), [(0.0, 5, "fail"), (0.0, 9, "warn"), (1e-3, 5, "ok")])
+def test_a_rate_that_died_while_the_loss_fell_fails(tmp_path, last, end, verdict):
+    losses = enumerate(np.linspace(9, end, 100), 1)
+    log = [{"step": i, "lr": 1e-3 if i <= 50 else last, "loss": loss} for i, loss in losses]
     (tmp_path / "training.json").write_text(json.dumps({"log": log}))
     assert checks.learning_rate(tmp_path)[0] == verdict
