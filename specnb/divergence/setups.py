@@ -131,8 +131,8 @@ class Lab:
         self.blocks = Script.blocks(script.text, width=BLOCK)
         parts = find(self.reference)
         self._rotaries = [path for path, _ in parts.rotaries]
-        runs = [_captured(self.reference, feeds) for feeds in (self.script, self.blocks)]
-        self.sound_logits, self.sound = ([run[part] for run in runs] for part in (0, 1))
+        sound = [_captured(self.reference, feeds) for feeds in (self.script, self.blocks)]
+        self.sound_logits, self.sound = zip(*sound, strict=True)
         """The pristine copy's runs: fed as the script has it, and in blocks."""
         errors = [local_errors(self.reference, along) for along in self.sound]
         self.floor = floors(errors, self.dtype)
