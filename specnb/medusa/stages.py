@@ -29,7 +29,7 @@ from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.text import Writing
 from specnb.medusa.train import HELD_OUT, Recipe, Report, rank_shares, read_checkpoint, recipe, train
 
-TARGET = "smollm2-135m?backend=hfHELD_OUT_BATCHES = 2dtype=bfloat16HELD_OUT_BATCHES = 2exact=False"
+TARGET = "smollm2-135m?backend=hf&dtype=bfloat16&exact=False"
 HELD_OUT_BATCHES = 2
 PLACES = frozenset({"stage", "work", "out", "shard", "save_every"})
 """Options that say where and how far, not what heads come out."""

@@ -313,8 +313,3 @@ def _resume(
     heads.load_state_dict(saved["heads"])
     optimizer.load_state_dict(saved["optimizer"])
     return saved["step"], saved["log"]
-
-
-# --- the stages of `specnb heads train` ---
-
-"""Row-wise attention (`exact`) is for one sequence, and batches of text are written here."""
