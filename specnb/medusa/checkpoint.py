@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -217,39 +217,6 @@ def _holds(folder: Path, layout: str) -> bool:
 def _require_layout(name: str) -> None:
     if name not in LAYOUTS:
         raise InputError(f"no layout {name[:80]!r}: {did_you_mean(name, list(LAYOUTS))}there are {', '.join(LAYOUTS)}")
-
-
-def card(name: str, facts: Mapping[str, Any]) -> str:
-    """The README.md of trained heads, from the facts of their training."""
-    heads, recipe, text, last = facts["heads"], facts["recipe"], facts["text"], facts["log"][-1]
-    rows = enumerate(zip(last["top1"], last["top5"], last["head_loss"], strict=True), start=1)
-    accuracy = "\n".join(f"| {i} | {top1:.3f} | {top5:.3f} | {loss:.2f} |" for i, (top1, top5, loss) in rows)
-    origin = (
-        f"of a given file (sha256 `{text['texts']}`), whose tokens are the labels"
-        if "texts" in text
-        else "by the backbone itself, on seeds from the permissively licensed texts of `specnb/medusa/corpus.py`; its "
-        "own greedy choices are the labels"
-    )
-    return f"""# {name}
-
-{heads["n_heads"]} {heads["kind"].capitalize()} heads for `{heads["backbone_name"]}`, {facts["parameters"]:,} \
-parameters of their own (their shape is in `config.json`). The licence of the backbone holds, too.
-
-`specnb generate --target '{heads["backbone_name"].partition("&exact")[0]}' --drafter medusa --heads-checkpoint \
-{name} --baseline --prompt …`
-
-On held-out text, of whose tokens {text["coverage"]:.1%} can be drafted at all (head k drafts the token k + 1 places \
-behind the newest):
-
-| head | right at once | among five | loss (nats) |
-|---|---|---|---|
-{accuracy}
-
-Made with `{facts["command"]}` (torch {facts["torch"]}): {last["step"]:,} of {recipe["steps"]:,} steps, \
-{last["examples"]:,} examples, {last["seconds"] / 3600:.2f} hours. All settings and curves are in `training.json`.
-
-The text, {text["tokens"]["train"]:,} tokens and {text["tokens"]["held_out"]:,} held out, is {origin}.
-"""
 
 
 def command(

@@ -59,8 +59,7 @@ def write_text(params: MedusaParams, folder: Path, progress: Progress = silent) 
     # row-wise exact attention is for one sequence, and this is a batch
     with closing(load(params.target, backend="hf", dtype=params.dtype, exact=False)) as writer:
         data.write(
-            writer, folder, batches=dict.fromkeys(SPLITS, 1), backbone=Backbone.of(writer.network).digest,
-            writing=writing, packages=PACKAGES, on_tokens=on_tokens,
+            writer, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, packages=PACKAGES, on_tokens=on_tokens,
         )  # fmt: skip
     text = {split: data.read(folder, split) for split in SPLITS}
     sizes = {f"{split}_tokens": part.tokens.size for split, part in text.items()}

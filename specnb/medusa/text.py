@@ -8,10 +8,10 @@ A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where th
 a request that the backbone draws itself and answers again: nothing is padded.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from specnb.lm import chat
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.attention import attends_to_all
 from specnb.lm.hf.engine import cache_argument, new_cache
-from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa.corpus import Document
 
 ASKED = "asked"
@@ -93,8 +92,7 @@ class Turns:
         return cls(opening[1:] if opening[:2] == bos * 2 else opening, *(part[1:] for part in others))
 
 
-@dataclass(frozen=True)
-class Seed:
+class Seed(NamedTuple):
     """Token ids to begin with, behind which `lead` tokens are drawn, not greedy.
 
     The backbone goes on with a request where the kind is `asked`, else with an answer.
@@ -106,15 +104,15 @@ class Seed:
 
 
 def seeds(
-    model: LanguageModel, documents: Sequence[Document], *, longest: int, seed: int, turns: Turns | None
+    model: LanguageModel, documents: Sequence[Document], *, longest: int, key: list[int], turns: Turns | None
 ) -> Iterator[Seed]:
-    """Endless seeds of at most `longest` tokens, in shares of SHARES; without `turns`, continued texts only."""
+    """Endless seeds of at most `longest` tokens, drawn with `key`, in shares of SHARES; texts only without `turns`."""
     texts = {kind: [d.text for d in documents if d.kind == kind] for kind in REQUESTS}
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(key)
     shares = np.asarray(SHARES if turns else (*SHARES[:3], 0, 0))
     while True:
         kind = KINDS[rng.choice(len(KINDS), p=shares / shares.sum())]
-        lead = lead_of(kind, rng)
+        lead = _lead_of(kind, rng)
         if kind == ASKED:
             yield Seed(kind, turns.opening)
             continue
@@ -132,7 +130,7 @@ def seeds(
             yield Seed(kind, ids, lead)
 
 
-def lead_of(kind: str, rng: np.random.Generator) -> int:
+def _lead_of(kind: str, rng: np.random.Generator) -> int:
     """How many tokens are drawn before the greedy text of a seed of this kind."""
     most = LEADS[kind]
     if kind == "opening":
@@ -202,7 +200,7 @@ class _Row:
     def hand_over(self, forced: Iterable[int]) -> None:
         """The other's turn, after the tokens that the template puts between."""
         self.forced = list(forced)
-        self._begin(not self.answering, lead_of(ASKED, self._rng))
+        self._begin(not self.answering, _lead_of(ASKED, self._rng))
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -220,17 +218,14 @@ class Writer:
 
     def __init__(self, model: LanguageModel, turns: Turns | None, writing: Writing, key: list[int]) -> None:
         self._net, self._ends, self._turns, self._writing = model.network, model.vocab.eog, turns, writing
-        known = inspect.signature(self._net.forward).parameters
-        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-        self._generator = torch.Generator().manual_seed(number_of([*key, 1]))
         self._rng = np.random.default_rng([*key, 2])
+        self._generator = torch.Generator().manual_seed(int(self._rng.integers(1 << 62)))
 
     @torch.inference_mode()
-    def run(self, seeds: Sequence[Seed], on_tokens: OnTokens) -> tuple[np.ndarray, np.ndarray, Tensor]:
+    def run(self, seeds: Sequence[Seed], on_tokens: OnTokens) -> tuple[np.ndarray, np.ndarray]:
         """Rows after `seeds`; `on_tokens` gets the number of tokens of each step.
 
-        Returns tokens `(rows, length)` int32, whether each is the backbone's greedy choice `(rows, length)` bool, and
-        states `(rows, length, hidden)` bfloat16, in front of the final norm.
+        Returns tokens `(rows, length)` int32, and whether each is the backbone's greedy choice `(rows, length)` bool.
         """
         length = self._writing.length
         rows = [_Row(seed, self._writing, self._rng) for seed in seeds]
@@ -239,13 +234,12 @@ class Writer:
         for row, line in zip(rows, tokens, strict=True):
             line[:known], row.forced = row.forced[:known], row.forced[known:]
         state = {cache_argument(self._net): new_cache(self._net)}
-        with grouped(self._net), pre_norm_states(self._net) as caught:
+        with grouped(self._net):
             for at in range(known, length):
                 logits = self._feed(tokens, slice(0 if at == known else at - 1, at), state)
                 self._step(rows, at, logits, tokens, is_own)
                 on_tokens(len(rows))
-            self._feed(tokens, slice(length - 1, length), state)  # nothing follows: for its state alone
-        return tokens, is_own, torch.cat(caught, dim=1).to(torch.bfloat16).cpu()
+        return tokens, is_own
 
     def _feed(self, tokens: np.ndarray, fed: slice, state: dict[str, object]) -> Tensor:
         """Logits `(rows, vocab)` behind the last token fed."""
@@ -253,7 +247,7 @@ class Writer:
         return self._net(
             input_ids=torch.from_numpy(tokens[:, fed]).long().to(device),
             position_ids=torch.arange(fed.start, fed.stop, device=device)[None].expand(len(tokens), -1),
-            use_cache=True, **state, **self._keep,
+            use_cache=True, logits_to_keep=1, **state,
         ).logits[:, -1]  # fmt: skip
 
     def _step(self, rows: list[_Row], at: int, logits: Tensor, tokens: np.ndarray, is_own: np.ndarray) -> None:
@@ -277,11 +271,6 @@ class Writer:
     def _draw(self, logits: Tensor) -> list[int]:
         chances = (logits.float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
         return torch.multinomial(chances, 1, generator=self._generator)[:, 0].tolist()
-
-
-def number_of(key: list[int]) -> int:
-    """A seed that is as good as random and the same for the same key."""
-    return int(np.random.default_rng(key).bit_generator.seed_seq.generate_state(1)[0])
 
 
 GROUPED = "specnb_grouped"
