@@ -120,7 +120,7 @@ def trace(target: LanguageModel, generation: Generation) -> Trace:
 
 
 @torch.inference_mode()
-def score(heads: Heads, along: Trace, *, normed: Tensor | None = None, shift: int = 0) -> Scores:
+def score(heads: Heads, along: Trace, normed: Tensor | None = None, *, shift: int = 0) -> Scores:
     """Ranks, choices and margins of every head at every row.
 
     `normed (n, hidden)` replaces what the blocks are fed, and with `shift` head i is held against token j + 1 + i +

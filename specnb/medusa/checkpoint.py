@@ -36,14 +36,13 @@ SHOWN = 12
 class LoadReport:
     """What was loaded, and how. `converted`: what lay otherwise in the file; `findings`: what a user should mend.
 
-    `n_parameters` are the heads' own, `bytes` those of the file of weights.
+    `n_parameters` are the heads' own.
     """
 
     path: Path
     layout: str
     config: HeadsConfig
     n_parameters: int
-    bytes: int
     converted: tuple[str, ...]
     findings: tuple[str, ...]
 
@@ -54,12 +53,10 @@ class LoadReport:
 
     def __str__(self) -> str:
         config = self.config
-        lm_head = f"{config.lm_head} lm_head" + (f" of rank {config.rank}" if config.rank else "")
-        vocabulary = f", {config.draft_vocab:,} of {config.vocab_size:,} tokens" if config.draft_vocab else ""
         lines = [
             f"{self.path}: {config.n_heads} {config.kind} heads, layout {self.layout}",
-            f"  blocks a head: {config.n_layers}, of {config.hidden_size}; input {config.input}, {lm_head}{vocabulary}",
-            f"  {self.n_parameters:,} parameters, {self.bytes:,} bytes in the file",
+            f"  {config.n_layers} blocks a head, of {config.hidden_size}; input {config.input}, {config.lm_head} lm_head, "
+            f"{config.draft_size:,} of {config.vocab_size:,} tokens; {self.n_parameters:,} parameters",
             *(f"  converted: {sentence}" for sentence in self.converted),
             *(f"  DOUBTFUL: {sentence}" for sentence in self.findings),
         ]
@@ -135,14 +132,11 @@ def _replaced(folder: Path, layout: str) -> Iterator[Path]:
         raise InputError(f"cannot write heads to {folder} ({error.strerror or error}): give another folder") from error
 
 
-def load_trained_heads(
-    path: str | Path, net_or_backbone: PreTrainedModel | Backbone, *, any_backbone: bool = False
-) -> tuple[Heads, LoadReport]:
+def load_trained_heads(path: str | Path, net_or_backbone: PreTrainedModel | Backbone) -> tuple[Heads, LoadReport]:
     """Heads from a shipped name, a folder or a file of any layout, put on a model, in its type and on its device.
 
-    With `any_backbone` heads of another model of the same sizes are taken, and the report says so. Raises HeadsMismatch
-    that lists every key that is missing, unexpected or of another shape or type, weights that are not finite, other
-    sizes, another backbone; InputError where there is nothing to read.
+    Raises HeadsMismatch that lists every key that is missing, unexpected or of another shape or type, weights that are
+    not finite, other sizes, another backbone; InputError where there is nothing to read.
     """
     backbone = net_or_backbone if isinstance(net_or_backbone, Backbone) else Backbone.of(net_or_backbone)
     stored = layouts.open_file(folder_of(path))
@@ -150,9 +144,9 @@ def load_trained_heads(
     usable, faults = _usable(stored, config, names, backbone)
     findings, converted, dtype = _untrained(usable), stored.converted, backbone.lm_head.dtype
     if config.backbone not in ("", backbone.digest):
-        (findings if any_backbone else faults).append(
+        faults.append(
             f"the heads were trained on another model ({config.backbone_name or 'not named'}, digest "
-            f"{config.backbone[:12]}…, here {backbone.digest[:12]}…; any_backbone takes them all the same)"
+            f"{config.backbone[:12]}…, here {backbone.digest[:12]}…)"
         )
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
@@ -170,7 +164,7 @@ def load_trained_heads(
         converted.append(f"no digest of the model that the heads were trained on{named}: only sizes were compared")
     return heads.eval(), LoadReport(
         path=stored.file, layout=stored.layout, config=config, n_parameters=heads.cost()["parameters"],
-        bytes=stored.file.stat().st_size, converted=tuple(converted), findings=tuple(findings),
+        converted=tuple(converted), findings=tuple(findings),
     )  # fmt: skip
 
 
@@ -198,12 +192,9 @@ def _usable(
 
 
 def _untrained(tensors: Mapping[str, Tensor]) -> list[str]:
-    trained: dict[str, bool] = {}
-    for name, tensor in tensors.items():
-        if ".blocks." in name:
-            block = name.partition(".linear.")[0]
-            trained[block] = trained.get(block, False) or bool(tensor.any())
-    return [f"{block} is all zero: it was never trained" for block, moved in trained.items() if not moved]
+    trained = {name.partition(".linear.")[0] for name, tensor in tensors.items() if tensor.any()}
+    blocks = dict.fromkeys(name.partition(".linear.")[0] for name in tensors if ".blocks." in name)
+    return [f"{block} is all zero: it was never trained" for block in blocks if block not in trained]
 
 
 def _holds(folder: Path, layout: str) -> bool:
@@ -224,12 +215,11 @@ def command(
     to: Annotated[str, typer.Option(help=" | ".join(LAYOUTS))],
     out: Annotated[Path, typer.Option(help="the folder to write")],
     backbone: Annotated[str, typer.Option(help="the model that the heads sit on")] = "smollm2-135m",
-    any_backbone: Annotated[bool, typer.Option(help="also heads of another model of the same sizes")] = False,
 ) -> None:
     """Convert trained heads from one layout to another, and tell what was read and what was written."""
     _require_layout(to)  # before a model is opened for nothing
     model = load(backbone, backend="hf")
-    heads, report = load_trained_heads(path, model.network, any_backbone=any_backbone)
+    heads, report = load_trained_heads(path, model.network)
     typer.echo(str(report))
     for sentence in convert(heads, out, to):
         typer.echo(f"  written: {sentence}")

@@ -19,18 +19,16 @@ from specnb.measure import curve as training_curve
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import checkpoint, gates
-from specnb.medusa.accuracy import NO_LABEL, Trace, score, states, trace
+from specnb.medusa.accuracy import Trace, score, states, trace
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.data import Examples
-from specnb.medusa.nets import Backbone, Heads, network, new_heads
+from specnb.medusa.nets import Backbone, Heads, ResidualBlock, network, new_heads
 from specnb.medusa.study import practise
 from specnb.medusa.train import Recipe
 from specnb.prompts import Prompt
 
 STEPS, ALIVE, EVERY = 18, 12, 3
 """Of the schedule that dies: all steps, those that have a rate, and those from line to line of its log."""
-
-
 SHARES = ("right", "right_normed_once", "copies", "repeats")
 """Columns of `fingerprint`."""
 
@@ -57,12 +55,11 @@ class Planted:
 def never_loaded(heads: Heads, backbone: Backbone, seed: int) -> Planted:
     """New heads with blocks as torch draws a layer, which is what a benchmark measures that loads no checkpoint."""
     untrained = new_heads(heads.config, backbone, heads.token_map, seed)
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in untrained.named_parameters():
-            if ".blocks." in name:
-                fan_in = untrained.get_submodule(name.rpartition(".")[0]).in_features
-                weight.copy_((2 * torch.rand(weight.shape, generator=draw) - 1) / fan_in**0.5)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in untrained.modules():
+            if isinstance(module, ResidualBlock):
+                module.linear.reset_parameters()
     return Planted("never loaded", "never loaded", untrained.eval(), None)
 
 
@@ -74,7 +71,7 @@ def none(heads: Heads, report: LoadReport) -> Planted:
 def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: bool) -> Planted:
     """Trained heads that are fed the state normed `twice`, or not at all."""
     config = heads.config.model_copy(update={"input": "pre_norm"})
-    once = Heads(config, backbone, heads.token_map).norm  # a copy: whoever listens to the backbone's must not hear it
+    once = heads.norm  # a copy: whoever listens to the backbone's must not hear it
     norm = nn.Sequential(once, once) if twice else nn.Identity()
     heads_with_norm = Heads(config, replace(backbone, norm=norm), heads.token_map)
     heads_with_norm.load_state_dict(heads.state_dict())
@@ -140,17 +137,16 @@ def fingerprint(heads: Heads, traces: Sequence[Trace]) -> dict[str, float]:
     state behind the final norm, `copies` how often the first choice of all heads is the backbone's next token, and
     `repeats` how often the text has the same token twice in a row: what heads that copy are accepted for.
     """
-    served = [score(heads, trace) for trace in traces]
-    once = [score(heads, trace, normed=trace.post_norm) for trace in traces]
+    served = [score(heads, along) for along in traces]
+    once = [score(heads, along, normed=along.post_norm) for along in traces]
     copies = [s.best == t.best.cpu().numpy()[:, None] for s, t in zip(served, traces, strict=True)]
-    ids = [trace.ids.cpu().numpy() for trace in traces]
-    right, right_once = (np.concatenate([s.rank[:, 0] for s in scores]) for scores in (served, once))
+    ids = [along.ids.cpu().numpy() for along in traces]
+    right, right_once = (float(gates.rates(scores)[0][0]) for scores in (served, once))
     return {
-        "right": float((right[right != NO_LABEL] == 0).mean()),
-        "right_normed_once": float((right_once[right_once != NO_LABEL] == 0).mean()),
+        "right": right, "right_normed_once": right_once,
         "copies": float(np.concatenate(copies).mean()),
-        "repeats": float(np.concatenate([trace[1:] == trace[:-1] for trace in ids]).mean()),
-    }
+        "repeats": float(np.concatenate([text[1:] == text[:-1] for text in ids]).mean()),
+    }  # fmt: skip
 
 
 def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame:

@@ -9,21 +9,16 @@ a request that the backbone draws itself and answers again: nothing is padded.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from specnb.errors import InputError
 from specnb.lm import chat
 from specnb.lm.base import LanguageModel
-from specnb.lm.hf.attention import attends_to_all
 from specnb.lm.hf.engine import cache_argument, new_cache
 from specnb.medusa.corpus import Document
 
@@ -234,11 +229,10 @@ class Writer:
         for row, line in zip(rows, tokens, strict=True):
             line[:known], row.forced = row.forced[:known], row.forced[known:]
         state = {cache_argument(self._net): new_cache(self._net)}
-        with grouped(self._net):
-            for at in range(known, length):
-                logits = self._feed(tokens, slice(0 if at == known else at - 1, at), state)
-                self._step(rows, at, logits, tokens, is_own)
-                on_tokens(len(rows))
+        for at in range(known, length):
+            logits = self._feed(tokens, slice(0 if at == known else at - 1, at), state)
+            self._step(rows, at, logits, tokens, is_own)
+            on_tokens(len(rows))
         return tokens, is_own
 
     def _feed(self, tokens: np.ndarray, fed: slice, state: dict[str, object]) -> Tensor:
@@ -271,50 +265,3 @@ class Writer:
     def _draw(self, logits: Tensor) -> list[int]:
         chances = (logits.float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
         return torch.multinomial(chances, 1, generator=self._generator)[:, 0].tolist()
-
-
-GROUPED = "specnb_grouped"
-"""Attention of one new token for many rows at once. torch's CPU kernel for one query a row works key by key: with 64
-rows of 200 tokens it took three quarters of a step. Here the query heads that share keys are the rows of one matrix
-product. Rows are as they would be alone up to rounding only; exact verification has `lm.hf.attention`."""
-
-
-def grouped_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: query `(rows, heads, 1, dim)`, key and value `(rows, kv_heads, length, dim)`.
-
-    Blocks of more than one token, and masked ones, go to transformers' own. Returns `(rows, 1, heads, dim)`.
-    """
-    rows, heads, n, dim = query.shape
-    if n > 1 or attention_mask is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    shared = query.view(rows, key.shape[1], -1, dim)
-    # what a cache hands out is the front of a longer buffer; the product of such keys takes ten times the copy's time
-    key, value = key.contiguous(), value.contiguous()
-    scores = torch.matmul(shared, key.transpose(-1, -2)) * (dim**-0.5 if scaling is None else scaling)
-    return torch.matmul(scores.float().softmax(-1).to(value.dtype), value).reshape(rows, 1, heads, -1), None
-
-
-@contextmanager
-def grouped(model: PreTrainedModel) -> Iterator[None]:
-    """Grouped attention in the block, for models on a CPU whose layers attend to the whole past by torch's own."""
-    config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
-    if model.device.type != "cpu" or before != "sdpa" or not attends_to_all(config):
-        yield
-        return
-    # both registries take the same function again without harm
-    AttentionInterface.register(GROUPED, grouped_attention)
-    AttentionMaskInterface.register(GROUPED, sdpa_mask)
-    model.set_attn_implementation(GROUPED)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

@@ -80,7 +80,6 @@ def test_what_is_saved_is_loaded_bit_by_bit(tmp_path, backbone, kind, lm_head, d
     assert all(torch.equal(tensor, rounded[name]) for name, tensor in loaded.state_dict().items())
     assert loaded.config == heads.config == report.config
     assert report.clean and report.layout == "specnb" and not report.converted
-    assert report.bytes == (folder / "heads.safetensors").stat().st_size
     assert report.n_parameters == sum(p.numel() for p in heads.parameters())
 
 
@@ -143,27 +142,25 @@ def test_a_config_that_lies_is_an_error(tmp_path, backbone, values):
         load_trained_heads(folder, backbone)
 
 
-def test_heads_of_another_model_are_refused_unless_asked_for(tmp_path, backbone):
+def test_heads_of_another_model_are_refused(tmp_path, backbone):
     folder = save(random_heads(backbone), tmp_path / "heads")
     other = Backbone.of(torch_model("llama", seed=6))
     with pytest.raises(HeadsMismatch, match=backbone.digest[:12]):
         load_trained_heads(folder, other)
-    heads, report = load_trained_heads(folder, other, any_backbone=True)
-    assert not report.clean and heads.config.backbone == backbone.digest
     with pytest.raises(HeadsMismatch, match="vocab_size 64, the backbone 72"):
-        load_trained_heads(folder, Backbone.of(torch_model("llama", vocab_size=VOCAB + 8)), any_backbone=True)
+        load_trained_heads(folder, Backbone.of(torch_model("llama", vocab_size=VOCAB + 8)))
 
 
 def test_untrained_blocks_rounding_and_overflow_are_reported(tmp_path, backbone):
     folder = save(random_heads(backbone), tmp_path / "heads", dtype="float32")
     half = Backbone.of(torch_model("llama", seed=5).half())
-    assert "torch.float32 to torch.float16" in str(load_trained_heads(folder, half, any_backbone=True)[1])
+    assert "torch.float32 to torch.float16" in str(load_trained_heads(folder, half)[1])
     alter(folder, lambda t: [t[f"heads.1.blocks.0.linear.{part}"].zero_() for part in ("weight", "bias")], backbone="")
     report = load_trained_heads(folder, backbone)[1]
     assert len(report.findings) == 1 and "heads.1.blocks.0 " in report.findings[0] and "no digest" in str(report)
     alter(folder, lambda t: t["heads.0.blocks.0.linear.weight"].fill_(1e6))
     with pytest.raises(HeadsMismatch, match="float16"):
-        load_trained_heads(folder, half, any_backbone=True)
+        load_trained_heads(folder, half)
 
 
 # --- other layouts --------------------------------------------------------------------------------------------------

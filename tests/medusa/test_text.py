@@ -1,7 +1,6 @@
 """Training text: the backbone's greedy choices, resumed to the bit, in turns; and the examples cut from it."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from specnb.errors import InputError
-from specnb.lm.hf.engine import new_cache
 from specnb.lm.vocab import Vocabulary
 from specnb.medusa import corpus, data, text
 from specnb.medusa.corpus import Document
@@ -241,34 +239,3 @@ def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, tmp_path, monkeypatc
 )
 def test_loops(tokens, is_loop):
     assert text.loops(tokens) is is_loop
-
-
-# --- grouped attention of one token a row ---------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("masked", [False, True])
-def test_grouped_attention_is_torchs_own_up_to_rounding(net, masked, monkeypatch):
-    tokens = torch.randint(5, 64, (4, 24), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(tokens)
-    mask[0, : 5 * masked] = 0
-    widths, real = [], text.grouped_attention
-    monkeypatch.setattr(text, "grouped_attention", lambda *a, **kw: (widths.append(a[1].shape[2]), real(*a, **kw))[1])
-    rows, before = [], net.config._attn_implementation
-    for attention in (nullcontext(), text.grouped(net)):
-        cache, logits = new_cache(net), []
-        with attention:
-            for at, width in [(0, 9), *((at, 1) for at in range(9, 24))]:
-                given = {"attention_mask": mask[:, : at + width]} if masked else {}
-                out = net(input_ids=tokens[:, at : at + width], past_key_values=cache, **given).logits
-                logits.append(out[:, -1])
-        rows.append(torch.stack(logits, dim=1))
-    assert (rows[0] - rows[1]).abs().max() < 1e-5 * rows[0].abs().max() and set(widths) == {1, 9}
-    assert net.config.num_key_value_heads < net.config.num_attention_heads, "heads share keys, or this shows nothing"
-    with pytest.raises(ZeroDivisionError), text.grouped(net):
-        assert net.config._attn_implementation == text.GROUPED
-        raise ZeroDivisionError
-    assert net.config._attn_implementation == before
-    windows = torch_model("mistral", vocab_size=64, sliding_window=8)
-    with text.grouped(windows):
-        assert windows.config._attn_implementation == before
