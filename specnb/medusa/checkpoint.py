@@ -55,8 +55,8 @@ class LoadReport:
         config = self.config
         lines = [
             f"{self.path}: {config.n_heads} {config.kind} heads, layout {self.layout}",
-            f"  {config.n_layers} blocks a head, of {config.hidden_size}; input {config.input}, {config.lm_head} lm_head, "
-            f"{config.draft_size:,} of {config.vocab_size:,} tokens; {self.n_parameters:,} parameters",
+            f"  {config.n_layers} blocks a head, of {config.hidden_size}; input {config.input}, {config.lm_head} lm_head",
+            f"  {config.draft_size:,} of {config.vocab_size:,} tokens; {self.n_parameters:,} parameters",
             *(f"  converted: {sentence}" for sentence in self.converted),
             *(f"  DOUBTFUL: {sentence}" for sentence in self.findings),
         ]
@@ -186,8 +186,6 @@ def _usable(
             faults.append(f"{there!r} has NaN or infinity (in {dtype})")
         else:
             usable[name] = tensor.clone()  # what the file holds is mapped, and may change under us
-    if config.draft_vocab and MAP not in usable:  # a fault above
-        config = config.model_copy(update={"draft_vocab": 0})
     return usable, [*stored.faults, *misfits(config, backbone, usable.get(MAP)), *faults]
 
 

@@ -368,9 +368,7 @@ def label_shift(e: Evidence) -> Diagnosis | None:
         scores = [score(e.heads, along, shift=shift) for along in e.traces]
         if _better(scores, e.scores) and (alone or _better(scores, e.scores, first=1)):
             then, now = _percent(rates(scores)[0]), _percent(rates(e.scores)[0])
-            seen = (
-                f"head i is right about token t + {2 + shift} + i in {then}, about its own, token t + 2 + i, in {now}"
-            )
+            seen = f"head i is right about token t + {2 + shift} + i in {then}, about its own, t + 2 + i, in {now}"
             return _diagnosis("label shift", seen)
     return None
 

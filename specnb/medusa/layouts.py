@@ -288,12 +288,12 @@ def _sort_by_map(stored: HeadsFile, foreign: ForeignConfig, vocab_size: int) -> 
             stored.faults.append(f"truncated_vocab_size is {truncated} of {vocab_size}, but there is no {MAP}")
         return None
     token_map = tensors.pop(MAP)
-    token_map = token_map.long() if token_map.dtype == torch.int32 else token_map
-    if wrong := map_faults(token_map, vocab_size, in_order=False):
+    ascending, order = token_map.long().flatten().sort()
+    if wrong := map_faults(ascending, vocab_size):
         stored.faults.extend(f"{MAP}: {fault}" for fault in wrong)
         return None
-    tensors[MAP], order = token_map.sort()
-    if not torch.equal(tensors[MAP], token_map):
+    tensors[MAP] = ascending
+    if not torch.equal(ascending, token_map):
         stored.converted.append(f"{MAP} was sorted, and the lm_heads with it")
     for name in [SHARED, *LAYOUTS["vllm"].lm_heads_in(tensors)]:
         n_rows = _rows(stored, [name] if name in tensors else [], -1)
@@ -310,7 +310,7 @@ def write(name: str, heads: Heads, folder: Path) -> list[str]:
     layout, config, state, sentences = LAYOUTS[name], heads.config, dict(heads.state_dict()), []
     if name == OWN:
         write_folder(folder, layout.file, state, config.model_dump())
-        return sentences
+        return []
     _require_room(name, heads)
     if layout.holds == ("private",) and config.lm_head == "shared":
         state |= {f"heads.{i}.lm_head.weight": heads.shared_lm_head for i in range(config.n_heads)}

@@ -209,15 +209,6 @@ def test_a_checkpoint_becomes_a_chain_unless_a_tree_is_asked_for(tiny, saved):
     assert chain.tree_nodes == 0 and chain.findings[-1].startswith("a chain is drafted")
 
 
-@pytest.mark.parametrize("accuracy", [
-    [[0.56, 0.67, 0.73]], [[0.5, float("nan")]], [[-0.1]], [0.5, 0.2], [[]], [[0.5], [0.5, 0.1]], "good",
-], ids=["cumulative", "nan", "negative", "flat", "empty", "ragged", "text"])  # fmt: skip
-def test_what_are_no_accuracies_is_refused(tiny, saved, accuracy):
-    (saved / "training.json").write_text(json.dumps({"accuracy": accuracy}))
-    with pytest.raises(InputError, match=r"training\.json"):
-        opened(tiny, saved)
-
-
 @pytest.mark.parametrize("tree", ["", "bush", "0", -3, 2.5, "2.5", None])
 def test_what_is_no_tree_is_refused_before_anything_is_read(tiny, tree):
     with pytest.raises(InputError, match="number of nodes"):
