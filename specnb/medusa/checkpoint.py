@@ -46,16 +46,11 @@ class LoadReport:
     converted: tuple[str, ...]
     findings: tuple[str, ...]
 
-    @property
-    def clean(self) -> bool:
-        """Nothing was found that makes the heads doubtful."""
-        return not self.findings
-
     def __str__(self) -> str:
         config = self.config
         lines = [
             f"{self.path}: {config.n_heads} {config.kind} heads, layout {self.layout}",
-            f"  {config.n_layers} blocks a head, of {config.hidden_size}; input {config.input}, {config.lm_head} lm_head",
+            f"  {config.n_layers} blocks a head, of {config.hidden_size}; {config.input}, {config.lm_head} lm_head",
             f"  {config.draft_size:,} of {config.vocab_size:,} tokens; {self.n_parameters:,} parameters",
             *(f"  converted: {sentence}" for sentence in self.converted),
             *(f"  DOUBTFUL: {sentence}" for sentence in self.findings),

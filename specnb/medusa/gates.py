@@ -300,9 +300,6 @@ def never_loaded(e: Evidence) -> Diagnosis | None:
     weights = [list(head.blocks.parameters()) for head in e.heads.heads]
     zero = [i for i, of_head in enumerate(weights) if not any(bool(w.any()) for w in of_head)]
     new = [i for i, of_head in enumerate(weights) if all(_like_new(w) for w in of_head if w.dim() > 1)]
-    shared = e.heads.shared_lm_head
-    if e.heads.config.lm_head == "private" and any(not torch.equal(h.lm_head.weight, shared) for h in e.heads.heads):
-        zero = []  # a trained lm_head without blocks is a poor head, but a loaded one
     if zero:
         return _diagnosis("never loaded", f"the blocks of heads {zero} are all zero; {_copying(e)}")
     if new:

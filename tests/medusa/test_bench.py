@@ -81,14 +81,6 @@ def test_the_command_says_what_is_wrong_and_exits_with_1(stage, specnb):
     assert code == 0 and "tau" in shown and "passed" in shown
 
 
-def test_wrong_parameters_are_one_error_that_names_them_all():
-    with pytest.raises(InputError, match=r"categories\.0 = 'cod'.*num_trials = 0"):
-        params("x", categories="cod", num_trials=0)
-    with pytest.raises(InputError, match="number of nodes"):
-        bench.run(params("x", tree="bush"))
-    assert HeadsBenchParams().target.startswith("smollm2-135m?backend=hf")
-
-
 def test_prompts_that_are_timed_and_judged_never_overlap():
     """A category has 14: one alone is judged on 5 of them, each of six on 1."""
     for categories, most in ((("code",), 9), (("code", "prose"), 11), (CATEGORIES, 13)):

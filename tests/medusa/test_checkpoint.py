@@ -79,7 +79,7 @@ def test_what_is_saved_is_loaded_bit_by_bit(tmp_path, backbone, kind, lm_head, d
     assert rounded.keys() == loaded.state_dict().keys()
     assert all(torch.equal(tensor, rounded[name]) for name, tensor in loaded.state_dict().items())
     assert loaded.config == heads.config == report.config
-    assert report.clean and report.layout == "specnb" and not report.converted
+    assert not report.findings and report.layout == "specnb" and not report.converted
     assert report.n_parameters == sum(p.numel() for p in heads.parameters())
 
 
@@ -199,7 +199,7 @@ def test_every_layout_gives_back_what_it_was_given(
         return
     written = convert(heads, tmp_path / "out", layout)
     loaded, report = load_trained_heads(tmp_path / "out", backbone)
-    assert report.layout == layout and report.clean
+    assert report.layout == layout and not report.findings
     before, after = heads.state_dict(), loaded.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     added = {name: after[name] for name in after.keys() - before.keys()}
@@ -300,7 +300,7 @@ def test_what_lies_otherwise_is_read_and_reported(tmp_path, backbone, layout, se
     convert(heads, tmp_path / "out", layout)
     alter(tmp_path / "out", change or (lambda tensors: None), **config)
     loaded, report = load_trained_heads(tmp_path / "out", backbone)
-    assert same_state(loaded, heads) and said in str(report) and report.clean
+    assert same_state(loaded, heads) and said in str(report) and not report.findings
     if layout == "note":
         assert loaded.config.input == heads.config.input
 
