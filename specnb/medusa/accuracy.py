@@ -138,7 +138,7 @@ def _scored(heads: Heads, head: int, along: Trace, fed: Tensor, shift: int) -> t
     padded = torch.cat([along.ids, behind])
     at = torch.arange(n, device=padded.device)
     labels = padded[(at + 1 + head + shift).clamp(min=0)]
-    draft = draft_ids(heads.token_map, heads.config.vocab_size)[labels.clamp(min=0).cpu()].to(labels.device)
+    draft = draft_ids(heads.token_map, heads.config.vocab_size)[labels.clamp(min=0).cpu()].to(labels.device)[:, None]
     since = padded[at[:, None] + torch.arange(head + 1, device=padded.device)].clamp(min=0)
     parts = []
     for rows in at.split(ROWS):
@@ -146,18 +146,14 @@ def _scored(heads: Heads, head: int, along: Trace, fed: Tensor, shift: int) -> t
         top = logits.topk(2, dim=-1).values
         if not bool(top.isfinite().all()):  # NaN compares as no better than the true token's logit: as a hit
             raise NonFiniteLogits(f"head {head} has NaN or infinite logits: its weights are broken, or overflow")
+        drafted = logits.gather(1, draft[rows].clamp(min=0))
+        lower = torch.arange(logits.shape[1], device=logits.device) < draft[rows]
+        rank = (logits > drafted).sum(1) + ((logits == drafted) & lower).sum(1)
+        rank[draft[rows, 0] < 0] = logits.shape[1]
+        rank[labels[rows] == NO_LABEL] = NO_LABEL
         margin = (top[:, 0] - top[:, 1]) / top[:, 0].abs().clamp(min=1)
-        rank = _rank(logits, draft[rows], labels[rows])
         parts.append((rank, heads.full_ids(logits.argmax(-1)), margin))
     return tuple(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
-
-
-def _rank(logits: Tensor, draft: Tensor, labels: Tensor) -> Tensor:
-    drafted = logits.gather(1, draft.clamp(min=0)[:, None])
-    lower = torch.arange(logits.shape[1], device=logits.device) < draft[:, None]
-    rank = (logits > drafted).sum(1) + ((logits == drafted) & lower).sum(1)
-    rank = torch.where(draft < 0, logits.shape[1], rank)
-    return torch.where(labels == NO_LABEL, NO_LABEL, rank)
 
 
 def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:

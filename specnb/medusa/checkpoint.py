@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb.errors import HeadsMismatch, InputError, did_you_mean
-from specnb.io import project_dir, write_atomic
+from specnb.io import project_dir, write_atomic, writing
 from specnb.lm.load import load
 from specnb.measure.curve import TRAINING_FILE
 from specnb.medusa import layouts
@@ -115,7 +115,7 @@ def _replaced(folder: Path, layout: str) -> Iterator[Path]:
     target = Path(folder).resolve()
     if target.is_file() or (target.is_dir() and any(target.iterdir()) and not _holds(target, layout)):
         raise InputError(f"{folder} holds other things than heads: give a new or an empty folder")
-    try:
+    with writing(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as new:
             yield Path(new)
@@ -123,8 +123,6 @@ def _replaced(folder: Path, layout: str) -> Iterator[Path]:
             (target / TRAINING_FILE).unlink(missing_ok=True)
             for file in Path(new).iterdir():
                 file.replace(target / file.name)
-    except OSError as error:
-        raise InputError(f"cannot write heads to {folder} ({error.strerror or error}): give another folder") from error
 
 
 def load_trained_heads(path: str | Path, net_or_backbone: PreTrainedModel | Backbone) -> tuple[Heads, LoadReport]:
@@ -191,7 +189,7 @@ def _untrained(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _holds(folder: Path, layout: str) -> bool:
-    """Whether there are heads of that layout in a folder, and not, say, a model of the same file name."""
+    """Whether there are heads of that layout in a folder; a model may have the same file name."""
     try:
         return layouts.open_file(folder / LAYOUTS[layout].file).layout == layout
     except InputError:

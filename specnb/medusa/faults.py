@@ -5,9 +5,10 @@ and its learning rate had decayed to zero.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -33,7 +34,6 @@ SHARES = ("right", "right_normed_once", "copies", "repeats")
 """Columns of `fingerprint`."""
 
 
-@dataclass(frozen=True)
 class DyingRecipe(Recipe):
     """A recipe whose rate is zero after ALIVE steps, as that of a run which goes on behind the end of a schedule."""
 
@@ -41,8 +41,7 @@ class DyingRecipe(Recipe):
         return super().lr(step) if step < ALIVE else 0.0
 
 
-@dataclass(frozen=True)
-class Planted:
+class Planted(NamedTuple):
     """Heads with one fault, and what its loader and log say of them; `named` is what the gates call it, or ""."""
 
     fault: str
@@ -71,12 +70,12 @@ def none(heads: Heads, report: LoadReport) -> Planted:
 def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: bool) -> Planted:
     """Trained heads that are fed the state normed `twice`, or not at all."""
     config = heads.config.model_copy(update={"input": "pre_norm"})
-    once = heads.norm  # a copy: whoever listens to the backbone's must not hear it
-    norm = nn.Sequential(once, once) if twice else nn.Identity()
-    heads_with_norm = Heads(config, replace(backbone, norm=norm), heads.token_map)
-    heads_with_norm.load_state_dict(heads.state_dict())
-    fault = "norm applied twice" if twice else "norm left out"
-    return Planted(fault, "double norm" if twice else "missing norm", heads_with_norm.eval(), report)
+    # the heads' norm is a copy: whoever listens to the backbone's must not hear it
+    norm = nn.Sequential(heads.norm, heads.norm) if twice else nn.Identity()
+    changed = Heads(config, replace(backbone, norm=norm), heads.token_map)
+    changed.load_state_dict(heads.state_dict())
+    fault, name = ("norm applied twice", "double norm") if twice else ("norm left out", "missing norm")
+    return Planted(fault, name, changed.eval(), report)
 
 
 def rate_died(heads: Heads, backbone: Backbone, text: Path, *, peak_lr: float, seed: int) -> Planted:

@@ -64,8 +64,7 @@ MARK = "\u0001"
 """Stands for a message's text in a rendered chat; no template writes it itself."""
 
 
-@dataclass(frozen=True)
-class Turns:
+class Turns(NamedTuple):
     """The tokens a chat template puts before the first request, and behind each request and each answer."""
 
     opening: tuple[int, ...]
