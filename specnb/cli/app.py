@@ -295,11 +295,8 @@ def bench_medusa(
     categories: Annotated[str | None, typer.Option(help="prompt categories, separated by commas [all]")] = None,
     prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed")] = 2,
     num_trials: Annotated[int, typer.Option(help="timed runs of each prompt; their median counts")] = 5,
-    warmup_steps: Annotated[int, typer.Option(help="uncounted generations by each method, 1 or more")] = 2,
     max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
     tree: Annotated[str, typer.Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
-    k: Annotated[int | None, typer.Option("--k", help="at most so many drafts a round [all]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16, instead of the target's")] = None,
     seed: Annotated[int, typer.Option(help="of the shuffled weights that acceptance must beat")] = 0,
     as_json: Json = False,
 ) -> None:

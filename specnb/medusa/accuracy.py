@@ -6,6 +6,7 @@ true tokens j ... j + i. States are caught by another hook than a drafter's, whi
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -120,7 +121,7 @@ def trace(target: LanguageModel, generation: Generation) -> Trace:
 
 
 @torch.inference_mode()
-def score(heads: Heads, along: Trace, *, normed: Tensor | None = None, shift: int = 0) -> Scores:
+def score(heads: Heads, along: Trace, normed: Tensor | None = None, *, shift: int = 0) -> Scores:
     """Ranks, choices and margins of every head at every row.
 
     `normed (n, hidden)` replaces what the blocks are fed, and with `shift` head i is held against token j + 1 + i +
@@ -137,7 +138,7 @@ def _scored(heads: Heads, head: int, along: Trace, fed: Tensor, shift: int) -> t
     padded = torch.cat([along.ids, behind])
     at = torch.arange(n, device=padded.device)
     labels = padded[(at + 1 + head + shift).clamp(min=0)]
-    draft = draft_ids(heads.token_map, heads.config.vocab_size)[labels.clamp(min=0).cpu()].to(labels.device)
+    draft = draft_ids(heads.token_map, heads.config.vocab_size)[labels.clamp(min=0).cpu()].to(labels.device)[:, None]
     since = padded[at[:, None] + torch.arange(head + 1, device=padded.device)].clamp(min=0)
     parts = []
     for rows in at.split(ROWS):
@@ -145,18 +146,14 @@ def _scored(heads: Heads, head: int, along: Trace, fed: Tensor, shift: int) -> t
         top = logits.topk(2, dim=-1).values
         if not bool(top.isfinite().all()):  # NaN compares as no better than the true token's logit: as a hit
             raise NonFiniteLogits(f"head {head} has NaN or infinite logits: its weights are broken, or overflow")
+        drafted = logits.gather(1, draft[rows].clamp(min=0))
+        lower = torch.arange(logits.shape[1], device=logits.device) < draft[rows]
+        rank = (logits > drafted).sum(1) + ((logits == drafted) & lower).sum(1)
+        rank[draft[rows, 0] < 0] = logits.shape[1]
+        rank[labels[rows] == NO_LABEL] = NO_LABEL
         margin = (top[:, 0] - top[:, 1]) / top[:, 0].abs().clamp(min=1)
-        rank = _rank(logits, draft[rows], labels[rows])
         parts.append((rank, heads.full_ids(logits.argmax(-1)), margin))
     return tuple(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
-
-
-def _rank(logits: Tensor, draft: Tensor, labels: Tensor) -> Tensor:
-    drafted = logits.gather(1, draft.clamp(min=0)[:, None])
-    lower = torch.arange(logits.shape[1], device=logits.device) < draft[:, None]
-    rank = (logits > drafted).sum(1) + ((logits == drafted) & lower).sum(1)
-    rank = torch.where(draft < 0, logits.shape[1], rank)
-    return torch.where(labels == NO_LABEL, NO_LABEL, rank)
 
 
 def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
@@ -165,16 +162,13 @@ def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
     `marginal` is the share of the `n` positions whose true token has just this rank, `cumulative` this rank or a
     better one.
     """
-    rows = []
-    for head, rank in enumerate(np.concatenate([of.rank for of in scores]).T):
-        n = int((rank != NO_LABEL).sum())
-        for at, hits in enumerate(np.bincount(rank[(rank >= 0) & (rank < RANKS)], minlength=RANKS)):
-            better = int(((rank >= 0) & (rank <= at)).sum())
-            rows.append({
-                "head": head, "rank": at, "marginal": hits / n if n else float("nan"),
-                "cumulative": better / n if n else float("nan"), "hits": int(hits), "n": n,
-            })  # fmt: skip
-    return pd.DataFrame(rows)
+    rows, ranks = [], np.concatenate([of.rank for of in scores])
+    for head, rank in product(range(ranks.shape[1]), range(RANKS)):
+        of_head = ranks[:, head][ranks[:, head] != NO_LABEL]
+        hits, better, n = int((of_head == rank).sum()), int((of_head <= rank).sum()), len(of_head)
+        shares = (hits / n, better / n) if n else (float("nan"),) * 2
+        rows.append((head, rank, *shares, hits, n))
+    return pd.DataFrame(rows, columns=["head", "rank", "marginal", "cumulative", "hits", "n"])
 
 
 def accuracy_matrix(table: pd.DataFrame) -> np.ndarray:
@@ -188,15 +182,11 @@ def accuracy_by_head(scores: Sequence[Scores]) -> pd.DataFrame:
     Columns: head, top (1, 5), accuracy, low, high, n.
     """
     rows = []
-    for head in range(scores[0].rank.shape[1]):
+    for head, top in product(range(scores[0].rank.shape[1]), TOPS):
         ranks = [of_prompt.rank[:, head][of_prompt.rank[:, head] != NO_LABEL] for of_prompt in scores]
-        for top in TOPS:
-            share = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
-            n = sum(map(len, ranks))
-            rows.append(
-                {"head": head, "top": top, "accuracy": share.value, "low": share.low, "high": share.high, "n": n}
-            )
-    return pd.DataFrame(rows)
+        share = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
+        rows.append((head, top, share.value, share.low, share.high, sum(map(len, ranks))))
+    return pd.DataFrame(rows, columns=["head", "top", "accuracy", "low", "high", "n"])
 
 
 def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
@@ -218,15 +208,11 @@ def served_counts(generation: Generation) -> np.ndarray:
 
 def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
     """Of greedy generations: position (1..), alpha, low, high (bootstrap over prompts), kept, tested."""
-    counts, rows = [served_counts(counted) for counted in generations], []
+    counts, rows = [served_counts(generation) for generation in generations], []
     for k in range(max(map(len, counts), default=0)):
-        of_prompts = [counted[k] if k < len(counted) else np.zeros(2) for counted in counts]
-        kept, tested = np.sum(of_prompts, axis=0)
-        interval = share_interval(of_prompts)
-        rows.append({
-            "position": k + 1, "alpha": interval.value, "low": interval.low, "high": interval.high,
-            "kept": int(kept), "tested": int(tested),
-        })  # fmt: skip
+        of_prompts = [counted[k] for counted in counts if k < len(counted)]
+        (kept, tested), interval = np.sum(of_prompts, axis=0), share_interval(of_prompts)
+        rows.append((k + 1, interval.value, interval.low, interval.high, int(kept), int(tested)))
     return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
 
 

@@ -51,12 +51,10 @@ SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s",
 
 
 class HeadsBenchParams(Params):
-    """What is timed. `tree` is auto, chain or a number of nodes; `k` cuts the drafts.
+    """What is timed. `tree` is auto, chain or a number of nodes.
 
     auto is the tree of the most tokens a second by costs measured here and accuracies on held-out training text.
-
-    `dtype` replaces that of the target's name; `categories` may be a text with commas. `num_trials` runs of each
-    prompt count by their median, after `warmup_steps` uncounted generations by each method.
+    `categories` may be a text with commas; `num_trials` runs of each prompt count by their median.
     """
 
     target: str = TARGET
@@ -64,11 +62,8 @@ class HeadsBenchParams(Params):
     categories: list[Category] = Field(default=list(CATEGORIES), min_length=1)
     prompts_per_category: int = Field(default=2, ge=1)
     num_trials: int = Field(default=5, ge=1)
-    warmup_steps: int = Field(default=2, ge=1)
     max_new_tokens: int = Field(default=128, ge=2)
     tree: str = AUTO
-    k: int | None = Field(default=None, ge=1)
-    dtype: str | None = None
     seed: int = Field(default=0, ge=0)
 
     @field_validator("categories", mode="before")
@@ -136,13 +131,13 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     """Load, run the gates, and time what passed them."""
     tree_size(params.tree)  # before a model is opened for nothing
     timed, judged = chosen_prompts(params.categories, params.prompts_per_category)
-    with closing(load(params.target, **({"dtype": params.dtype} if params.dtype else {}))) as target:
+    with closing(load(params.target)) as target:
         net = network(target)
         heads, report = load_trained_heads(params.heads_checkpoint or fitting_checkpoint(target), net)
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
         result = measure(
-            target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree, k=params.k,
-            num_trials=params.num_trials, warmup_steps=params.warmup_steps, seed=params.seed, progress=progress,
+            target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree,
+            num_trials=params.num_trials, seed=params.seed, progress=progress,
         )  # fmt: skip
         facts = provenance(
             seeds={"seed": params.seed}, models=[{"role": "target", "id": target.name}],
@@ -160,9 +155,7 @@ def measure(
     *,
     max_new_tokens: int,
     tree: str = AUTO,
-    k: int | None = None,
     num_trials: int = 1,
-    warmup_steps: int = 1,
     seed: int = 0,
     progress: Progress = silent,
 ) -> HeadsBench:
@@ -175,11 +168,19 @@ def measure(
         return HeadsBench(str(report), checked)
     progress(0, 1, "costs of trees")
     drafting = chosen_drafts(target, heads, checked, accuracy_of(report.path), tree)
-    drafting = drafting._replace(k=min(drafting.k, k or drafting.k))
-    speeds = time_prompts(
-        target, heads, drafting, timed, max_new_tokens=max_new_tokens, num_trials=num_trials,
-        warmup_steps=warmup_steps, progress=progress,
-    )  # fmt: skip
+    drafter, name = HeadsDrafter(target, heads, drafting.plan), heads.config.kind
+    settings = {"max_new_tokens": max_new_tokens}
+    methods = {
+        PLAIN: lambda prompt: generate(target, prompt, **settings),
+        name: lambda prompt: generate(target, prompt, drafter=drafter, k=drafting.k, **settings),
+    }
+    runs: list[Timed] = []
+    total = len(timed) * len(methods) * num_trials
+    progress(0, total, "timing")
+    for timed_run in interleaved(methods, timed, repeats=num_trials):
+        runs.append(timed_run)
+        progress(len(runs), total, f"timing: {timed[timed_run.prompt].id}")
+    speeds = speed_table(runs, [prompt.category for prompt in timed], name)
     return HeadsBench(str(report), checked, drafting, speeds)
 
 
@@ -210,10 +211,8 @@ def chosen_drafts(
     A tree is grown from `trained`, the accuracies `(heads, ranks)` that came with the heads, of far more text than the
     gates see; only where there are none, from those that the gates measured.
     """
-    known = (trained,)
-    if trained is None:
-        known = accuracy_matrix(checked.accuracy), f"measured here on {len(checked.plain)} prompts"
-    drafts = choose_drafts(target, heads, tree_size(tree), *known)
+    measured = accuracy_matrix(checked.accuracy), f"measured here on {len(checked.plain)} prompts"
+    drafts = choose_drafts(target, heads, tree_size(tree), *(measured if trained is None else (trained,)))
     if drafts.plan is not None and not len(drafts.plan):
         best = fastest(drafts.candidates[1:]).plan
         says = f"{drafts.says}; timed all the same is one of {len(best)} nodes"
@@ -221,63 +220,25 @@ def chosen_drafts(
     return drafts
 
 
-def time_prompts(
-    target: LanguageModel,
-    heads: Heads,
-    drafting: Drafting,
-    timed: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    num_trials: int,
-    warmup_steps: int,
-    progress: Progress,
-) -> pd.DataFrame:
-    """Interleaved runs, plain and with heads; `speed_table` of them."""
-    drafter = HeadsDrafter(target, heads, drafting.plan)
-    name, settings = heads.config.kind, {"max_new_tokens": max_new_tokens}
-    methods = {
-        PLAIN: lambda prompt: generate(target, prompt, **settings),
-        name: lambda prompt: generate(target, prompt, drafter=drafter, k=drafting.k, **settings),
-    }
-    for warm in range(warmup_steps - 1):  # `interleaved` makes one more
-        for method in methods.values():
-            method(timed[warm % len(timed)])
-    runs: list[Timed] = []
-    total = len(timed) * len(methods) * num_trials
-    progress(0, total, "timing")
-    for run in interleaved(methods, timed, repeats=num_trials):
-        runs.append(run)
-        progress(len(runs), total, f"timing: {timed[run.prompt].id}")
-    return speed_table(runs, [prompt.category for prompt in timed], name)
-
-
 def identity(
-    target: LanguageModel,
-    heads: Heads,
-    plan: TreePlan | None,
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
+    target: LanguageModel, heads: Heads, plan: TreePlan | None, prompts: Sequence[Prompt], *, max_new_tokens: int
 ) -> pd.DataFrame:
     """Decode every prompt plainly, with a chain of all heads and, where there is a `plan`, with that tree.
 
     One row for each shape: drafts a round, tokens compared and those that `differ`, prompts, tau. Meant for a float32
     target: in other types rounding may change a text.
     """
-    texts = [generate(target, prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
-    rows = []
+    settings, rows = {"max_new_tokens": max_new_tokens}, []
+    texts = [generate(target, prompt, **settings) for prompt in prompts]
     for shape in (None, plan)[: 1 + bool(plan)]:
         drafter, k = HeadsDrafter(target, heads, shape), heads.config.n_heads if shape is None else len(shape)
-        drafted = [generate(target, prompt, drafter=drafter, k=k, max_new_tokens=max_new_tokens) for prompt in prompts]
+        drafted = [generate(target, prompt, drafter=drafter, k=k, **settings) for prompt in prompts]
+        pairs = [(a.token_ids, b.token_ids) for a, b in zip(drafted, texts, strict=True)]
         rows.append({
             "shape": CHAIN if shape is None else "tree", "drafts": k, "prompts": len(prompts),
             "tokens": sum(len(text.token_ids) for text in texts),
             # places with different tokens, or a token in one text only
-            "differ": sum(
-                x != y
-                for a, b in zip(drafted, texts, strict=True)
-                for x, y in zip_longest(a.token_ids, b.token_ids)
-            ),
+            "differ": sum(x != y for pair in pairs for x, y in zip_longest(*pair)),
             "tau": sum(len(text.token_ids) for text in drafted) / sum(len(text.rounds) for text in drafted),
         })  # fmt: skip
     return pd.DataFrame(rows)

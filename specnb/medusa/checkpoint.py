@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb.errors import HeadsMismatch, InputError, did_you_mean
-from specnb.io import project_dir, write_atomic
+from specnb.io import project_dir, write_atomic, writing
 from specnb.lm.load import load
 from specnb.measure.curve import TRAINING_FILE
 from specnb.medusa import layouts
@@ -36,30 +36,22 @@ SHOWN = 12
 class LoadReport:
     """What was loaded, and how. `converted`: what lay otherwise in the file; `findings`: what a user should mend.
 
-    `n_parameters` are the heads' own, `bytes` those of the file of weights.
+    `n_parameters` are the heads' own.
     """
 
     path: Path
     layout: str
     config: HeadsConfig
     n_parameters: int
-    bytes: int
     converted: tuple[str, ...]
     findings: tuple[str, ...]
 
-    @property
-    def clean(self) -> bool:
-        """Nothing was found that makes the heads doubtful."""
-        return not self.findings
-
     def __str__(self) -> str:
         config = self.config
-        lm_head = f"{config.lm_head} lm_head" + (f" of rank {config.rank}" if config.rank else "")
-        vocabulary = f", {config.draft_vocab:,} of {config.vocab_size:,} tokens" if config.draft_vocab else ""
         lines = [
             f"{self.path}: {config.n_heads} {config.kind} heads, layout {self.layout}",
-            f"  blocks a head: {config.n_layers}, of {config.hidden_size}; input {config.input}, {lm_head}{vocabulary}",
-            f"  {self.n_parameters:,} parameters, {self.bytes:,} bytes in the file",
+            f"  {config.n_layers} blocks a head, of {config.hidden_size}; {config.input}, {config.lm_head} lm_head",
+            f"  {config.draft_size:,} of {config.vocab_size:,} tokens; {self.n_parameters:,} parameters",
             *(f"  converted: {sentence}" for sentence in self.converted),
             *(f"  DOUBTFUL: {sentence}" for sentence in self.findings),
         ]
@@ -123,7 +115,7 @@ def _replaced(folder: Path, layout: str) -> Iterator[Path]:
     target = Path(folder).resolve()
     if target.is_file() or (target.is_dir() and any(target.iterdir()) and not _holds(target, layout)):
         raise InputError(f"{folder} holds other things than heads: give a new or an empty folder")
-    try:
+    with writing(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as new:
             yield Path(new)
@@ -131,18 +123,13 @@ def _replaced(folder: Path, layout: str) -> Iterator[Path]:
             (target / TRAINING_FILE).unlink(missing_ok=True)
             for file in Path(new).iterdir():
                 file.replace(target / file.name)
-    except OSError as error:
-        raise InputError(f"cannot write heads to {folder} ({error.strerror or error}): give another folder") from error
 
 
-def load_trained_heads(
-    path: str | Path, net_or_backbone: PreTrainedModel | Backbone, *, any_backbone: bool = False
-) -> tuple[Heads, LoadReport]:
+def load_trained_heads(path: str | Path, net_or_backbone: PreTrainedModel | Backbone) -> tuple[Heads, LoadReport]:
     """Heads from a shipped name, a folder or a file of any layout, put on a model, in its type and on its device.
 
-    With `any_backbone` heads of another model of the same sizes are taken, and the report says so. Raises HeadsMismatch
-    that lists every key that is missing, unexpected or of another shape or type, weights that are not finite, other
-    sizes, another backbone; InputError where there is nothing to read.
+    Raises HeadsMismatch that lists every key that is missing, unexpected or of another shape or type, weights that are
+    not finite, other sizes, another backbone; InputError where there is nothing to read.
     """
     backbone = net_or_backbone if isinstance(net_or_backbone, Backbone) else Backbone.of(net_or_backbone)
     stored = layouts.open_file(folder_of(path))
@@ -150,9 +137,9 @@ def load_trained_heads(
     usable, faults = _usable(stored, config, names, backbone)
     findings, converted, dtype = _untrained(usable), stored.converted, backbone.lm_head.dtype
     if config.backbone not in ("", backbone.digest):
-        (findings if any_backbone else faults).append(
+        faults.append(
             f"the heads were trained on another model ({config.backbone_name or 'not named'}, digest "
-            f"{config.backbone[:12]}…, here {backbone.digest[:12]}…; any_backbone takes them all the same)"
+            f"{config.backbone[:12]}…, here {backbone.digest[:12]}…)"
         )
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
@@ -170,7 +157,7 @@ def load_trained_heads(
         converted.append(f"no digest of the model that the heads were trained on{named}: only sizes were compared")
     return heads.eval(), LoadReport(
         path=stored.file, layout=stored.layout, config=config, n_parameters=heads.cost()["parameters"],
-        bytes=stored.file.stat().st_size, converted=tuple(converted), findings=tuple(findings),
+        converted=tuple(converted), findings=tuple(findings),
     )  # fmt: skip
 
 
@@ -192,22 +179,17 @@ def _usable(
             faults.append(f"{there!r} has NaN or infinity (in {dtype})")
         else:
             usable[name] = tensor.clone()  # what the file holds is mapped, and may change under us
-    if config.draft_vocab and MAP not in usable:  # a fault above
-        config = config.model_copy(update={"draft_vocab": 0})
     return usable, [*stored.faults, *misfits(config, backbone, usable.get(MAP)), *faults]
 
 
 def _untrained(tensors: Mapping[str, Tensor]) -> list[str]:
-    trained: dict[str, bool] = {}
-    for name, tensor in tensors.items():
-        if ".blocks." in name:
-            block = name.partition(".linear.")[0]
-            trained[block] = trained.get(block, False) or bool(tensor.any())
-    return [f"{block} is all zero: it was never trained" for block, moved in trained.items() if not moved]
+    trained = {name.partition(".linear.")[0] for name, tensor in tensors.items() if tensor.any()}
+    blocks = dict.fromkeys(name.partition(".linear.")[0] for name in tensors if ".blocks." in name)
+    return [f"{block} is all zero: it was never trained" for block in blocks if block not in trained]
 
 
 def _holds(folder: Path, layout: str) -> bool:
-    """Whether there are heads of that layout in a folder, and not, say, a model of the same file name."""
+    """Whether there are heads of that layout in a folder; a model may have the same file name."""
     try:
         return layouts.open_file(folder / LAYOUTS[layout].file).layout == layout
     except InputError:
@@ -219,50 +201,16 @@ def _require_layout(name: str) -> None:
         raise InputError(f"no layout {name[:80]!r}: {did_you_mean(name, list(LAYOUTS))}there are {', '.join(LAYOUTS)}")
 
 
-def card(name: str, facts: Mapping[str, Any]) -> str:
-    """The README.md of trained heads, from the facts of their training."""
-    heads, recipe, text, last = facts["heads"], facts["recipe"], facts["text"], facts["log"][-1]
-    rows = enumerate(zip(last["top1"], last["top5"], last["head_loss"], strict=True), start=1)
-    accuracy = "\n".join(f"| {i} | {top1:.3f} | {top5:.3f} | {loss:.2f} |" for i, (top1, top5, loss) in rows)
-    origin = (
-        f"of a given file (sha256 `{text['texts']}`), whose tokens are the labels"
-        if "texts" in text
-        else "by the backbone itself, on seeds from the permissively licensed texts of `specnb/medusa/corpus.py`; its "
-        "own greedy choices are the labels"
-    )
-    return f"""# {name}
-
-{heads["n_heads"]} {heads["kind"].capitalize()} heads for `{heads["backbone_name"]}`, {facts["parameters"]:,} \
-parameters of their own (their shape is in `config.json`). The licence of the backbone holds, too.
-
-`specnb generate --target '{heads["backbone_name"].partition("&exact")[0]}' --drafter medusa --heads-checkpoint \
-{name} --baseline --prompt …`
-
-On held-out text, of whose tokens {text["coverage"]:.1%} can be drafted at all (head k drafts the token k + 1 places \
-behind the newest):
-
-| head | right at once | among five | loss (nats) |
-|---|---|---|---|
-{accuracy}
-
-Made with `{facts["command"]}` (torch {facts["torch"]}): {last["step"]:,} of {recipe["steps"]:,} steps, \
-{last["examples"]:,} examples, {last["seconds"] / 3600:.2f} hours. All settings and curves are in `training.json`.
-
-The text, {text["tokens"]["train"]:,} tokens and {text["tokens"]["held_out"]:,} held out, is {origin}.
-"""
-
-
 def command(
     path: Annotated[str, typer.Argument(help="a shipped name, a folder or a file of heads")],
     to: Annotated[str, typer.Option(help=" | ".join(LAYOUTS))],
     out: Annotated[Path, typer.Option(help="the folder to write")],
     backbone: Annotated[str, typer.Option(help="the model that the heads sit on")] = "smollm2-135m",
-    any_backbone: Annotated[bool, typer.Option(help="also heads of another model of the same sizes")] = False,
 ) -> None:
     """Convert trained heads from one layout to another, and tell what was read and what was written."""
     _require_layout(to)  # before a model is opened for nothing
     model = load(backbone, backend="hf")
-    heads, report = load_trained_heads(path, model.network, any_backbone=any_backbone)
+    heads, report = load_trained_heads(path, model.network)
     typer.echo(str(report))
     for sentence in convert(heads, out, to):
         typer.echo(f"  written: {sentence}")

@@ -31,14 +31,14 @@ from specnb.io import file_digest, json_lines, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa import corpus
-from specnb.medusa.nets import Heads, draft_ids
-from specnb.medusa.text import OnTokens, Turns, Writer, Writing, number_of, seeds
+from specnb.medusa.nets import Heads, digest, draft_ids
+from specnb.medusa.text import OnTokens, Turns, Writer, Writing, seeds
 
 FACTS_FILE, SPLITS = "facts.json", ("train", "held_out")
 MAX_TOKENS, HELD_OUT_EVERY = 1 << 28, 20
 """Of given texts: most tokens that are read, and of how many rows one is held out."""
-FILE_ROWS, FORWARD_ROWS = 256, 4
-"""Rows of given text in one file; and of one forward: wide enough for matrix products, small enough for a cache."""
+FORWARD_ROWS = 4
+"""Rows of one forward: wide enough for matrix products, small enough for a cache."""
 NO_LABEL = -100
 
 
@@ -74,52 +74,47 @@ def write(
     folder: Path,
     *,
     batches: dict[str, int],
-    backbone: str,
     writing: Writing,
     packages: Iterable[str] = corpus.LICENCES,
-    shard: tuple[int, int] = (0, 1),
     on_tokens: OnTokens = lambda n: None,
 ) -> None:
-    """Have `model` write the batches of each split that are not in `folder` yet, with their hidden states.
+    """Have `model` write the batches of each split that are not in `folder` yet, and compute their hidden states.
 
-    `backbone` is the model's digest; seeds are of the `packages` that are installed. `shard` (i, n) writes every n-th
-    batch from the i-th on. Raises InputError when the folder holds text of other settings, and for a full disk.
+    Seeds are of the `packages` that are installed. Raises InputError when the folder holds text of other settings.
     """
     documents = dict(zip(SPLITS, corpus.split(corpus.documents(corpus.installed(packages))), strict=True))
     digests = {split: corpus.corpus_digest(texts) for split, texts in documents.items()}
-    _require_same(folder, {"writing": asdict(writing), "backbone": backbone, "model": model.name, "corpus": digests})
+    _require_same(folder, model, {"writing": asdict(writing), "corpus": digests})
     turns = Turns.of(model) if model.vocab.chat_template else None
     for split, n in batches.items():
-        for number in range(shard[0], n, shard[1]):
+        for number in range(n):
             file = folder / f"{split}-{number:05d}.npz"
             if file.is_file():
                 continue
             key = [writing.seed, SPLITS.index(split), number]
-            endless = seeds(model, documents[split], longest=writing.longest_seed, seed=number_of(key), turns=turns)
+            endless = seeds(model, documents[split], longest=writing.longest_seed, key=key, turns=turns)
             # the shortest first: the common part is read in one forward
             batch = sorted(islice(endless, writing.batch_size), key=lambda seed: len(seed.ids))
-            tokens, is_own, states = Writer(model, turns, writing, key).run(batch, on_tokens)
-            TextRows(tokens, is_own).save(file)
-            _save_states(file, states)
+            TextRows(*Writer(model, turns, writing, key).run(batch, on_tokens)).save(file)
+    _compute_states(model.network, folder)
 
 
-def write_given(model: LanguageModel, texts: Path, folder: Path, *, backbone: str, length: int) -> None:
-    """Write rows of `length` tokens of a .jsonl file with `{"text": …}` on each line, one text behind the other.
+def write_given(model: LanguageModel, texts: Path, folder: Path, *, length: int) -> None:
+    """Write rows of `length` tokens of a .jsonl file with `{"text": …}` on each line, and their hidden states.
 
-    Raises InputError when the folder holds other text, there is too little, or a line is anything else.
+    One text stands behind the other. Raises InputError when the folder holds other text, there is too little, or a
+    line is anything else.
     """
-    _require_same(folder, {"texts": file_digest(texts), "length": length, "backbone": backbone, "model": model.name})
-    if (folder / "train-00000.npz").is_file():
-        return
-    ids = np.fromiter(islice(_given_ids(model, texts), MAX_TOKENS), dtype=np.int32)
-    rows = ids[: len(ids) // length * length].reshape(-1, length)
-    if len(rows) < HELD_OUT_EVERY:
-        raise InputError(f"the texts have {len(ids)} tokens, at least {HELD_OUT_EVERY * length} are needed")
-    held_out = np.arange(len(rows)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-    for split, chosen in (("held_out", rows[held_out]), ("train", rows[~held_out])):
-        for number in reversed(range(-(-len(chosen) // FILE_ROWS))):  # the first file last: then all are there
-            part = chosen[number * FILE_ROWS : (number + 1) * FILE_ROWS]
-            TextRows(part, np.ones(part.shape, dtype=bool)).save(folder / f"{split}-{number:05d}.npz")
+    _require_same(folder, model, {"texts": file_digest(texts), "length": length})
+    if not (folder / "train-00000.npz").is_file():
+        ids = np.fromiter(islice(_given_ids(model, texts), MAX_TOKENS), dtype=np.int32)
+        rows = ids[: len(ids) // length * length].reshape(-1, length)
+        if len(rows) < HELD_OUT_EVERY:
+            raise InputError(f"the texts have {len(ids)} tokens, at least {HELD_OUT_EVERY * length} are needed")
+        held_out = np.arange(len(rows)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        for split, chosen in (("held_out", rows[held_out]), ("train", rows[~held_out])):
+            TextRows(chosen, np.ones(chosen.shape, dtype=bool)).save(folder / f"{split}-00000.npz")
+    _compute_states(model.network, folder)
 
 
 def _given_ids(model: LanguageModel, texts: Path) -> Iterator[int]:
@@ -131,12 +126,8 @@ def _given_ids(model: LanguageModel, texts: Path) -> Iterator[int]:
 
 
 @torch.inference_mode()
-def compute_states(net: PreTrainedModel, folder: Path, *, backbone: str, on_tokens: OnTokens = lambda n: None) -> None:
-    """Write the states of every file of text in `folder` that has none yet; `backbone` is the digest of `net`.
-
-    Raises InputError where the text is of another backbone, the states are not finite, or the disk is full.
-    """
-    require_backbone(folder, backbone)
+def _compute_states(net: PreTrainedModel, folder: Path) -> None:
+    """Write the states of every file of text in `folder` that has none yet."""
     for file in files(folder):
         if _states_of(file).is_file():
             continue
@@ -145,16 +136,12 @@ def compute_states(net: PreTrainedModel, folder: Path, *, backbone: str, on_toke
             with pre_norm_states(net) as caught:
                 net(input_ids=tokens.to(net.device), use_cache=False, logits_to_keep=1)
             parts.append(caught[0].to(torch.bfloat16).cpu())
-            on_tokens(tokens.numel())
-        _save_states(file, torch.cat(parts))
-
-
-def _save_states(file: Path, states: Tensor) -> None:
-    if not bool(torch.isfinite(states).all()):
-        raise InputError("the backbone's hidden states are not finite: try another dtype")
-    packed = io.BytesIO()
-    np.save(packed, states.view(torch.int16).numpy())
-    write_atomic(_states_of(file), packed.getvalue())
+        states = torch.cat(parts)
+        if not bool(torch.isfinite(states).all()):
+            raise InputError("the backbone's hidden states are not finite: try another dtype")
+        packed = io.BytesIO()
+        np.save(packed, states.view(torch.int16).numpy())
+        write_atomic(_states_of(file), packed.getvalue())
 
 
 def _states_of(file: Path) -> Path:
@@ -162,7 +149,7 @@ def _states_of(file: Path) -> Path:
 
 
 def read(folder: Path, split: str) -> TextRows:
-    """All rows of a split. Raises InputError where there are none."""
+    """All rows of a split."""
     parts = [TextRows.load(file) for file in files(folder, split)]
     return TextRows(np.concatenate([p.tokens for p in parts]), np.concatenate([p.own for p in parts]))
 
@@ -170,12 +157,9 @@ def read(folder: Path, split: str) -> TextRows:
 def read_states(folder: Path, split: str) -> Tensor:
     """States of a split, `(rows, length, hidden)` bfloat16, in the order of `read`.
 
-    Raises InputError where they are missing, MemoryShortError where they do not fit the memory.
+    Raises MemoryShortError where they do not fit the memory.
     """
-    try:
-        parts = [np.load(_states_of(file), mmap_mode="r", allow_pickle=False) for file in files(folder, split)]
-    except FileNotFoundError as error:
-        raise InputError(f"no hidden states in {folder} ({error}): run --stage hidden") from error
+    parts = [np.load(_states_of(file), mmap_mode="r", allow_pickle=False) for file in files(folder, split)]
     n_bytes, free = sum(part.nbytes for part in parts), psutil.virtual_memory().available
     if n_bytes > free:
         size = f"{n_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB of memory are free"
@@ -184,32 +168,22 @@ def read_states(folder: Path, split: str) -> Tensor:
 
 
 def files(folder: Path, split: str = "*") -> list[Path]:
-    """The files of a split, or of all, in order. Raises InputError where there are none."""
-    if not (paths := sorted(folder.glob(f"{split}-*.npz"))):
-        raise InputError(f"no text in {folder}: write it first (--stage data)")
-    return paths
+    """The files of a split, or of all, in order."""
+    return sorted(folder.glob(f"{split}-*.npz"))
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What the text was written with: settings, model, backbone and corpus digests. InputError where there is none."""
-    file = folder / FACTS_FILE
-    if not file.is_file():
-        raise InputError(f"no {FACTS_FILE} in {folder}: write the text first (--stage data)")
-    return json.loads(file.read_text())
+    """What the text was written with: settings, model, digests of backbone and corpus."""
+    return json.loads((folder / FACTS_FILE).read_text())
 
 
-def _require_same(folder: Path, settings: dict[str, Any]) -> None:
+def _require_same(folder: Path, model: LanguageModel, settings: dict[str, Any]) -> None:
     """Note in a new folder what its text is written with. Raises InputError where it holds text of other settings."""
+    settings |= {"backbone": digest(model.network), "model": model.name}
     if not (folder / FACTS_FILE).is_file():
         write_atomic(folder / FACTS_FILE, json.dumps(settings, indent=1).encode())
     elif facts(folder) != json.loads(json.dumps(settings)):
-        raise InputError(f"{folder} holds text of other settings ({FACTS_FILE}): give another folder")
-
-
-def require_backbone(folder: Path, backbone: str) -> None:
-    """Refuse text of another backbone: its states would be another's (InputError)."""
-    if (other := facts(folder).get("backbone")) != backbone:
-        raise InputError(f"{folder} holds text of backbone {str(other)[:12]}, not {backbone[:12]}: use another folder")
+        raise InputError(f"{folder} holds text of other settings or another model ({FACTS_FILE}): use another folder")
 
 
 class Batch(NamedTuple):

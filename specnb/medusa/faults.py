@@ -5,9 +5,10 @@ and its learning rate had decayed to zero.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,23 +20,20 @@ from specnb.measure import curve as training_curve
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import checkpoint, gates
-from specnb.medusa.accuracy import NO_LABEL, Trace, score, states, trace
+from specnb.medusa.accuracy import Trace, score, states, trace
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.data import Examples
-from specnb.medusa.nets import Backbone, Heads, network, new_heads
+from specnb.medusa.nets import Backbone, Heads, ResidualBlock, network, new_heads
 from specnb.medusa.study import practise
 from specnb.medusa.train import Recipe
 from specnb.prompts import Prompt
 
 STEPS, ALIVE, EVERY = 18, 12, 3
 """Of the schedule that dies: all steps, those that have a rate, and those from line to line of its log."""
-
-
 SHARES = ("right", "right_normed_once", "copies", "repeats")
 """Columns of `fingerprint`."""
 
 
-@dataclass(frozen=True)
 class DyingRecipe(Recipe):
     """A recipe whose rate is zero after ALIVE steps, as that of a run which goes on behind the end of a schedule."""
 
@@ -43,8 +41,7 @@ class DyingRecipe(Recipe):
         return super().lr(step) if step < ALIVE else 0.0
 
 
-@dataclass(frozen=True)
-class Planted:
+class Planted(NamedTuple):
     """Heads with one fault, and what its loader and log say of them; `named` is what the gates call it, or ""."""
 
     fault: str
@@ -57,12 +54,11 @@ class Planted:
 def never_loaded(heads: Heads, backbone: Backbone, seed: int) -> Planted:
     """New heads with blocks as torch draws a layer, which is what a benchmark measures that loads no checkpoint."""
     untrained = new_heads(heads.config, backbone, heads.token_map, seed)
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in untrained.named_parameters():
-            if ".blocks." in name:
-                fan_in = untrained.get_submodule(name.rpartition(".")[0]).in_features
-                weight.copy_((2 * torch.rand(weight.shape, generator=draw) - 1) / fan_in**0.5)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in untrained.modules():
+            if isinstance(module, ResidualBlock):
+                module.linear.reset_parameters()
     return Planted("never loaded", "never loaded", untrained.eval(), None)
 
 
@@ -74,12 +70,12 @@ def none(heads: Heads, report: LoadReport) -> Planted:
 def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: bool) -> Planted:
     """Trained heads that are fed the state normed `twice`, or not at all."""
     config = heads.config.model_copy(update={"input": "pre_norm"})
-    once = Heads(config, backbone, heads.token_map).norm  # a copy: whoever listens to the backbone's must not hear it
-    norm = nn.Sequential(once, once) if twice else nn.Identity()
-    heads_with_norm = Heads(config, replace(backbone, norm=norm), heads.token_map)
-    heads_with_norm.load_state_dict(heads.state_dict())
-    fault = "norm applied twice" if twice else "norm left out"
-    return Planted(fault, "double norm" if twice else "missing norm", heads_with_norm.eval(), report)
+    # the heads' norm is a copy: whoever listens to the backbone's must not hear it
+    norm = nn.Sequential(heads.norm, heads.norm) if twice else nn.Identity()
+    changed = Heads(config, replace(backbone, norm=norm), heads.token_map)
+    changed.load_state_dict(heads.state_dict())
+    fault, name = ("norm applied twice", "double norm") if twice else ("norm left out", "missing norm")
+    return Planted(fault, name, changed.eval(), report)
 
 
 def rate_died(heads: Heads, backbone: Backbone, text: Path, *, peak_lr: float, seed: int) -> Planted:
@@ -140,17 +136,16 @@ def fingerprint(heads: Heads, traces: Sequence[Trace]) -> dict[str, float]:
     state behind the final norm, `copies` how often the first choice of all heads is the backbone's next token, and
     `repeats` how often the text has the same token twice in a row: what heads that copy are accepted for.
     """
-    served = [score(heads, trace) for trace in traces]
-    once = [score(heads, trace, normed=trace.post_norm) for trace in traces]
+    served = [score(heads, along) for along in traces]
+    once = [score(heads, along, normed=along.post_norm) for along in traces]
     copies = [s.best == t.best.cpu().numpy()[:, None] for s, t in zip(served, traces, strict=True)]
-    ids = [trace.ids.cpu().numpy() for trace in traces]
-    right, right_once = (np.concatenate([s.rank[:, 0] for s in scores]) for scores in (served, once))
+    ids = [along.ids.cpu().numpy() for along in traces]
+    right, right_once = (float(gates.rates(scores)[0][0]) for scores in (served, once))
     return {
-        "right": float((right[right != NO_LABEL] == 0).mean()),
-        "right_normed_once": float((right_once[right_once != NO_LABEL] == 0).mean()),
+        "right": right, "right_normed_once": right_once,
         "copies": float(np.concatenate(copies).mean()),
-        "repeats": float(np.concatenate([trace[1:] == trace[:-1] for trace in ids]).mean()),
-    }
+        "repeats": float(np.concatenate([text[1:] == text[:-1] for text in ids]).mean()),
+    }  # fmt: skip
 
 
 def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame:

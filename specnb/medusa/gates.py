@@ -6,7 +6,7 @@ offline; and the learning rate lived to the end of the training. A gate that fai
 number: `never loaded`, `double norm`, `missing norm`, `wrong lm_head`, `label shift`, `dead schedule`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from specnb.decode.generate import generate
 from specnb.lm.base import LanguageModel
@@ -41,12 +41,30 @@ HALF_UNEXPLAINED = 0.01
 """Share of rounds that may differ otherwise in 16-bit types, where a state may differ in many of its digits."""
 
 
+REMEDIES = {
+    "never loaded": "load the trained checkpoint (--heads-checkpoint PATH); if these weights are it, train longer",
+    "double norm": "apply the final norm once: heads that are fed the state in front of it are pre_norm, those that "
+    "are fed the state behind it (hidden_states[-1] in transformers) are post_norm",
+    "wrong norm": "use the heads with the backbone whose norm they were trained on",
+    "wrong lm_head": "use the heads with the backbone they were trained on, and its lm_head",
+    "label shift": "train again: from the state of token t head i has to say token t + 2 + i",
+    "dead schedule": "train again with a schedule that ends above zero at the last step (eta_min)",
+    "served otherwise than scored": "look at the state, the tokens and the position that the drafter hands to heads",
+}
+REMEDIES["missing norm"] = REMEDIES["double norm"]
+"""Every fault that is known by name, and what to do about it."""
+
+
 class Diagnosis(NamedTuple):
     """A fault's name, what was seen of it, and what to do."""
 
     name: str
     evidence: str
     remedy: str
+
+
+def _diagnosis(name: str, evidence: str) -> Diagnosis:
+    return Diagnosis(name, evidence, REMEDIES[name])
 
 
 class Gate(NamedTuple):
@@ -92,16 +110,20 @@ class Checked:
 class Evidence:
     """What the gates have measured: `scores` along `traces`, and the `probe` that zero-block heads were compared on.
 
-    `norm` is the backbone's; `curve` that of the training, None where none came with the heads.
+    `curve` is that of the training, None where none came with the heads.
     """
 
     heads: Heads
-    norm: nn.Module
+    backbone: Backbone
     traces: Sequence[Trace]
     scores: Sequence[Scores]
     probe: States
-    tolerance: float
     curve: Curve | None
+
+    @property
+    def tolerance(self) -> float:
+        """In 16-bit types the spacing of the largest logit: both sides are rounded by half of it at most."""
+        return max(EXACT, torch.finfo(self.heads.shared_lm_head.dtype).eps)
 
     @cached_property
     def fed(self) -> Tensor:
@@ -136,29 +158,22 @@ def run(
     `seed` is that of the shuffled weights. Raises what `generate` raises.
     """
     drafter, plain, chains, traces = HeadsDrafter(target, heads), [], [], []
+    settings = {"k": heads.config.n_heads, "max_new_tokens": max_new_tokens}
     with torch.inference_mode():
         for done, prompt in enumerate(prompts):
             progress(done, len(prompts) + 1, f"gates: {getattr(prompt, 'id', '') or f'prompt {done + 1}'}")
             plain.append(generate(target, prompt, max_new_tokens=max_new_tokens))
-            chains.append(
-                generate(target, prompt, drafter=drafter, k=heads.config.n_heads, max_new_tokens=max_new_tokens)
-            )
+            chains.append(generate(target, prompt, drafter=drafter, **settings))
             traces.append(trace(target, plain[-1]))
         progress(len(prompts), len(prompts) + 1, "gates: heads are scored")
-        scores, backbone = [score(heads, along) for along in traces], Backbone.of(network(target))
         # the last token may be no context
         longest = max(((*text.prompt_ids, *text.token_ids[:-1]) for text in plain), key=len)
-        evidence = Evidence(
-            heads=heads, norm=backbone.norm, traces=traces, scores=scores, curve=curve,
-            probe=accuracy.states(target, longest, min(PROBE, len(longest))),
-            # in 16-bit types the spacing of the largest logit: both sides are rounded by half of it at most
-            tolerance=max(EXACT, torch.finfo(heads.shared_lm_head.dtype).eps),
-        )  # fmt: skip
-        control = _shuffled(heads, backbone, seed)
-        shuffled = [score(control, along) for along in traces]
+        probe = accuracy.states(target, longest, min(PROBE, len(longest)))
+        scores, backbone = [score(heads, along) for along in traces], Backbone.of(network(target))
+        evidence = Evidence(heads, backbone, traces, scores, probe, curve)
         gates = [
-            _loader(report, evidence), _zero_blocks(evidence, backbone), _acceptance(scores, shuffled),
-            _alignment(evidence), _serving(target, heads, plain, chains, scores), _schedule(evidence),
+            _loader(report, evidence), _zero_blocks(evidence), _acceptance(evidence, seed), _alignment(evidence),
+            _serving(target, evidence, plain, chains), _schedule(evidence),
         ]  # fmt: skip
         if failed := {gate.name for gate in gates if not gate.passed}:
             causes = tuple(diagnose(evidence, failed))
@@ -177,9 +192,9 @@ def _loader(report: LoadReport | None, e: Evidence) -> Gate:
     return Gate("loader", not doubts, says, {"findings": list(report.findings)})
 
 
-def _zero_blocks(e: Evidence, backbone: Backbone) -> Gate:
+def _zero_blocks(e: Evidence) -> Gate:
     """New heads of the same config, and the loaded ones without their blocks, are the backbone's lm_head."""
-    new = Heads(e.heads.config, backbone, e.heads.token_map)
+    new = Heads(e.heads.config, e.backbone, e.heads.token_map)
     state = e.probe.fed(new.config.input)
     ids = torch.zeros(len(state), new.config.n_heads, dtype=torch.long, device=state.device)  # zero blocks: no matter
     error = max(relative_error(new.draft_logits(i, state, ids), e.base_logits) for i in range(new.config.n_heads))
@@ -192,9 +207,11 @@ def _zero_blocks(e: Evidence, backbone: Backbone) -> Gate:
     return Gate("zero blocks", max(error, loaded) <= e.tolerance, says, measured)
 
 
-def _acceptance(scores: Sequence[Scores], shuffled: Sequence[Scores]) -> Gate:
+def _acceptance(e: Evidence, seed: int) -> Gate:
     """Drafts a chain would have accepted at every position of the plain text, against the shuffled heads', paired."""
-    rows = [(_accepted(a), _accepted(b), len(a.rank)) for a, b in zip(scores, shuffled, strict=True)]
+    shuffled = _shuffled(e.heads, e.backbone, seed)
+    controls = [score(shuffled, along) for along in e.traces]
+    rows = [(_accepted(a), _accepted(b), len(a.rank)) for a, b in zip(e.scores, controls, strict=True)]
     interval = bootstrap(rows, lambda data: float((data[:, 0] - data[:, 1]).sum() / data[:, 2].sum()))
     mine, chance, n = np.sum(rows, axis=0)
     measured = {
@@ -214,34 +231,34 @@ def _shuffled(heads: Heads, backbone: Backbone, seed: int) -> Heads:
     copy = Heads(heads.config, backbone, heads.token_map)
     copy.load_state_dict(heads.state_dict())
     draw = torch.Generator().manual_seed(seed)
-    for head in copy.heads:
-        for block in head.blocks:
-            for weight in block.parameters():
-                weight.copy_(weight.flatten()[torch.randperm(weight.numel(), generator=draw)].view_as(weight))
+    for name, weight in copy.named_parameters():
+        if ".blocks." in name:
+            weight.copy_(weight.flatten()[torch.randperm(weight.numel(), generator=draw)].view_as(weight))
     return copy
 
 
-def _serving(
-    target: LanguageModel,
-    heads: Heads,
-    plain: Sequence[Generation],
-    chains: Sequence[Generation],
-    scores: Sequence[Scores],
-) -> Gate:
+def _alignment(e: Evidence) -> Gate:
+    """Nothing else that the heads might have been trained on suits them better than what they are served."""
+    causes = [d for d in (trained_under_another_norm(e), label_shift(e)) if d is not None]
+    says = "the heads are right about the tokens and the norm that they are served, and about no others"
+    return Gate("alignment", not causes, "; ".join(d.evidence for d in causes) or says)
+
+
+def _serving(target: LanguageModel, e: Evidence, plain: Sequence[Generation], chains: Sequence[Generation]) -> Gate:
     """What greedy chains did is what the heads are right about offline, in the same rounds.
 
     Where rounding made a chain's text another than the plain one, the chain's own text is scored.
     """
-    rows = []
-    for alone, chain, scored in zip(plain, chains, scores, strict=True):
-        alone_scores = scored if chain.token_ids == alone.token_ids else score(heads, trace(target, chain))
-        rows.append(accuracy.compare_rounds(chain, alone_scores, accuracy.near_tie(target, heads)))
+    rows, ties, same = [], accuracy.near_tie(target, e.heads), [a.token_ids for a in plain]
+    for ids, chain, scored in zip(same, chains, e.scores, strict=True):
+        own_scores = scored if chain.token_ids == ids else score(e.heads, trace(target, chain))
+        rows.append(accuracy.compare_rounds(chain, own_scores, ties))
     total = Compared(*map(sum, zip(*rows, strict=True)))
     alpha = share_interval([counts[0] for drafted in chains if len(counts := accuracy.served_counts(drafted))])
     offline = share_interval([(row.right, row.rounds) for row in rows])
     measured = total._asdict() | {
         "served_alpha_1": alpha.value, "low": alpha.low, "high": alpha.high, "offline_alpha_1": offline.value,
-        "identical": sum(a.token_ids == b.token_ids for a, b in zip(plain, chains, strict=True)),
+        "identical": sum(ids == chain.token_ids for ids, chain in zip(same, chains, strict=True)),
     }  # fmt: skip
     says = (
         f"served alpha_1 {_shown(alpha)}, offline {offline.value:.3f} in the same rounds; {total.apart} of "
@@ -251,13 +268,6 @@ def _serving(
     # an interval of too few prompts (NaN) excludes nothing
     excluded = alpha.low > offline.value or alpha.high < offline.value
     return Gate("serving", total.rounds > 0 and total.apart <= allowed and not excluded, says, measured)
-
-
-def _alignment(e: Evidence) -> Gate:
-    """Nothing else that the heads might have been trained on suits them better than what they are served."""
-    causes = [d for d in (trained_under_another_norm(e), label_shift(e)) if d is not None]
-    says = "the heads are right about the tokens and the norm that they are served, and about no others"
-    return Gate("alignment", not causes, "; ".join(d.evidence for d in causes) or says)
 
 
 def _schedule(e: Evidence) -> Gate:
@@ -271,47 +281,7 @@ def _shown(interval: Interval) -> str:
     return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
-STANDARD_ERRORS = 3.0
-LEAST_GAIN = 0.05
-"""A gain in accuracy counts above 3 standard errors, and above 5 points: what a fault costs is many times that."""
-
-
-class Accuracy(NamedTuple):
-    """Share of positions whose token is each head's first choice, and how many positions, `(n_heads,)` each."""
-
-    rate: np.ndarray
-    n: np.ndarray
-
-    def beats(self, other: "Accuracy") -> bool:
-        """The mean over heads is higher by more than LEAST_GAIN and STANDARD_ERRORS."""
-        spread = sqrt(sum(float((a.rate * (1 - a.rate) / a.n.clip(1)).sum()) for a in (self, other))) / len(self.n)
-        return float(self.rate.mean() - other.rate.mean()) > max(LEAST_GAIN, STANDARD_ERRORS * spread)
-
-
-def _accuracy(scores: Sequence[Scores]) -> Accuracy:
-    """First choices that are right, over all traces."""
-    rank = np.concatenate([score.rank for score in scores])
-    n = (rank != NO_LABEL).sum(0)
-    return Accuracy((rank == 0).sum(0) / n.clip(1), n)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest of what is expected."""
-    expected = expected.float().cpu()
-    return float((actual.float().cpu() - expected).abs().max() / expected.abs().max())
-
-
-def residual_share(heads: Heads, traces: Sequence[Trace]) -> np.ndarray:
-    """What each head's blocks add to the state they are fed, as a share of that state's L2 norm, `(n_heads,)`."""
-    n_heads, added, fed = heads.config.n_heads, np.zeros(heads.config.n_heads), 0.0
-    for along in traces:
-        n = max(0, len(along.ids) - n_heads + 1)  # rows behind which a Hydra is shown all tokens it looks at
-        normed = heads.normed(along.fed(heads.config.input))[:n]
-        since = torch.stack([along.ids[i : i + n] for i in range(n_heads)], dim=1)
-        fed += float(normed.float().square().sum())
-        added += [float((heads.features(i, normed, since) - normed).float().square().sum()) for i in range(n_heads)]
-    return np.sqrt(added / max(fed, 1e-30))
-
+# --- faults, from what the weights alone tell to what only accuracies tell ---
 
 LIKE_NEW = 0.08
 """Relative distance from a new nn.Linear's spread that is still one: 1000 uniform draws stray 1.4 % (one sigma)."""
@@ -319,28 +289,23 @@ SMALL_STEP = 0.01
 """Heads whose blocks add less than 1 % to the state (L2) have hardly left the start, where they add nothing."""
 COPIES = 0.9
 """Share of positions at which a head says the backbone's next token, from which on it is called a copy of it."""
-ONCE = (
-    "apply the final norm once: heads that are fed the state in front of it are pre_norm, those that are fed the state "
-    "behind it (hidden_states[-1] in transformers) are post_norm"
-)
 FOREIGN = 0.5
 """Cosine between a private lm_head and the backbone's, which it starts as: training moves it by far less than this."""
+STANDARD_ERRORS, LEAST_GAIN = 3.0, 0.05
+"""A gain in accuracy counts above 3 standard errors, and above 5 points: what a fault costs is many times that."""
 
 
 def never_loaded(e: Evidence) -> Diagnosis | None:
     """Blocks as they are made, not as they are trained: all zero, or drawn as torch draws a new layer."""
-    zero = [i for i in range(len(e.heads.heads)) if not any(bool(w.any()) for w in _block_weights(e.heads, i))]
-    new = [i for i in range(len(e.heads.heads)) if all(_like_new(w) for w in _block_weights(e.heads, i))]
-    shared = e.heads.shared_lm_head
-    if e.heads.config.lm_head == "private" and any(not torch.equal(h.lm_head.weight, shared) for h in e.heads.heads):
-        zero = []  # a trained lm_head without blocks is a poor head, but a loaded one
-    if not (zero or new):
-        return None
-    evidence = f"the blocks of heads {zero} are all zero" if zero else (
-        f"the blocks of heads {new} are drawn as a new layer's are: uniform, within 1/sqrt(inputs)")  # fmt: skip
-    return Diagnosis(
-        "never loaded", f"{evidence}; {_copying(e)}", "load the trained checkpoint (--heads-checkpoint PATH)"
-    )
+    weights = [list(head.blocks.parameters()) for head in e.heads.heads]
+    zero = [i for i, of_head in enumerate(weights) if not any(bool(w.any()) for w in of_head)]
+    new = [i for i, of_head in enumerate(weights) if all(_like_new(w) for w in of_head if w.dim() > 1)]
+    if zero:
+        return _diagnosis("never loaded", f"the blocks of heads {zero} are all zero; {_copying(e)}")
+    if new:
+        evidence = f"the blocks of heads {new} are drawn as a new layer's are: uniform, within 1/sqrt(inputs)"
+        return _diagnosis("never loaded", f"{evidence}; {_copying(e)}")
+    return None
 
 
 def wrong_norm(e: Evidence) -> Diagnosis | None:
@@ -348,50 +313,43 @@ def wrong_norm(e: Evidence) -> Diagnosis | None:
     if (error := relative_error(e.fed, e.probe.post_norm)) <= e.tolerance:
         return None
     seen = f"what the blocks are fed is {error:.2g} (relative) off the state behind the backbone's final norm"
-    if relative_error(e.fed, e.norm(e.probe.post_norm)) <= e.tolerance:
-        return Diagnosis("double norm", f"{seen}: it is that state, normed once more", ONCE)
+    if relative_error(e.fed, e.backbone.norm(e.probe.post_norm)) <= e.tolerance:
+        return _diagnosis("double norm", f"{seen}: it is that state, normed once more")
     if relative_error(e.fed, e.probe.pre_norm) <= e.tolerance:
-        return Diagnosis("missing norm", f"{seen}: it is the state in front of it", ONCE)
-    return Diagnosis("wrong norm", seen, "use the heads with the backbone whose norm they were trained on")
-
-
-def trained_under_another_norm(e: Evidence) -> Diagnosis | None:
-    """The heads are much better when the norm is applied twice, or not at all, than when it is applied once."""
-    # Now it is not applied once; or there are no blocks, and another norm only turns lm_heads away from their start.
-    if wrong_norm(e) or not residual_share(e.heads, e.traces).any():
-        return None
-    now = _accuracy(e.scores)
-    inputs: dict[bool, Callable[[Trace], Tensor]] = {True: lambda t: e.norm(t.post_norm), False: lambda t: t.pre_norm}
-    scores = {twice: _accuracy([score(e.heads, t, normed=make(t)) for t in e.traces]) for twice, make in inputs.items()}
-    twice = max(scores, key=lambda key: scores[key].rate.mean())
-    if not scores[twice].beats(now):
-        return None
-    name, fed = ("double norm", "twice") if twice else ("missing norm", "not at all")
-    return Diagnosis(
-        name,
-        f"the heads are right in {_percent(now.rate)} of their positions, but in {_percent(scores[twice].rate)} when "
-        f"the final norm is applied {fed}: so they were trained",
-        ONCE,
-    )
+        return _diagnosis("missing norm", f"{seen}: it is the state in front of it")
+    return _diagnosis("wrong norm", seen)
 
 
 def wrong_lm_head(e: Evidence) -> Diagnosis | None:
     """The lm_head that heads share is not the backbone's, or their own ones did not start from it."""
-    remedy = "use the heads with the backbone they were trained on, and its lm_head"
     if (error := e.logits_error(e.probe.post_norm)) > e.tolerance:
-        return Diagnosis(
-            "wrong lm_head",
-            f"the heads' shared lm_head gives logits {error:.2g} (relative) off the backbone's from the same state, "
-            f"{e.tolerance:.2g} would be rounding",
-            remedy,
-        )
+        seen = f"the heads' shared lm_head gives logits {error:.2g} (relative) off the backbone's from the same state"
+        return _diagnosis("wrong lm_head", f"{seen}, {e.tolerance:.2g} would be rounding")
     if e.heads.config.lm_head == "private":
         shared, private = e.heads.shared_lm_head.float(), [head.lm_head.weight.float() for head in e.heads.heads]
         cosine = np.mean([F.cosine_similarity(weight.flatten(), shared.flatten(), 0).item() for weight in private])
         if cosine < FOREIGN:
             evidence = f"the heads' own lm_heads have a cosine of {cosine:.2f} to the backbone's"
-            return Diagnosis("wrong lm_head", evidence, remedy)
+            return _diagnosis("wrong lm_head", evidence)
     return None
+
+
+def trained_under_another_norm(e: Evidence) -> Diagnosis | None:
+    """The heads are much better when the norm is applied twice, or not at all, than when it is applied once."""
+    # Now it is not applied once; or there are no blocks, and another norm only turns lm_heads away from their start.
+    if wrong_norm(e) or not residual_share(e).any():
+        return None
+    inputs = {
+        "double norm": [e.backbone.norm(along.post_norm) for along in e.traces],
+        "missing norm": [along.pre_norm for along in e.traces],
+    }
+    scores = {name: [score(e.heads, *of) for of in zip(e.traces, fed, strict=True)] for name, fed in inputs.items()}
+    name = max(scores, key=lambda name: rates(scores[name])[0].mean())
+    if not _better(scores[name], e.scores):
+        return None
+    fed, now, then = "twice" if name == "double norm" else "not at all", rates(e.scores)[0], rates(scores[name])[0]
+    seen = f"the heads are right in {_percent(now)} of their positions, but in {_percent(then)} when the final norm"
+    return _diagnosis(name, f"{seen} is applied {fed}: so they were trained")
 
 
 def label_shift(e: Evidence) -> Diagnosis | None:
@@ -400,74 +358,78 @@ def label_shift(e: Evidence) -> Diagnosis | None:
     Heads that learned little say the backbone's next token, and the first then looks shifted by -1. So those behind it
     must show it too, and a single head is asked about the token behind only.
     """
-    now = _accuracy(e.scores)
-    alone = len(now.n) == 1
-    shifts = (1,) if alone else (-1, 1)
-    scores = {shift: _accuracy([score(e.heads, t, shift=shift) for t in e.traces]) for shift in shifts}
-    shift = max(scores, key=lambda key: scores[key].rate.mean())
-    deeper = alone or Accuracy(*(x[1:] for x in scores[shift])).beats(Accuracy(*(x[1:] for x in now)))
-    if never_loaded(e) or not deeper or not scores[shift].beats(now):
+    if never_loaded(e):
         return None
-    return Diagnosis(
-        "label shift",
-        f"head i is right about token t + {2 + shift} + i in {_percent(scores[shift].rate)}, about its own, token "
-        f"t + 2 + i, in {_percent(now.rate)} (heads 0..{len(now.rate) - 1})",
-        "train again: from the state of token t head i has to say token t + 2 + i",
-    )
+    alone = e.heads.config.n_heads == 1
+    for shift in (1,) if alone else (-1, 1):
+        scores = [score(e.heads, along, shift=shift) for along in e.traces]
+        if _better(scores, e.scores) and (alone or _better(scores, e.scores, first=1)):
+            then, now = _percent(rates(scores)[0]), _percent(rates(e.scores)[0])
+            seen = f"head i is right about token t + {2 + shift} + i in {then}, about its own, t + 2 + i, in {now}"
+            return _diagnosis("label shift", seen)
+    return None
 
 
 def dead_schedule(e: Evidence) -> Diagnosis | None:
     """Training went on with no learning rate to speak of, or never moved the blocks."""
-    moved = residual_share(e.heads, e.traces)
+    moved = residual_share(e)
     small, added = float(moved.max()) < SMALL_STEP, f"the blocks add {_percent(moved)} to the state"
     if e.curve is not None and e.curve.dead and (e.curve.falling or small):
-        seen = f"{e.curve}; {added}"
-    elif e.curve is None and small and moved.any():
-        seen = f"{added}, and no training curve came with them; {_copying(e)}"
-    else:
-        return None
-    return Diagnosis(
-        "dead schedule", seen, "train again with a schedule that ends above zero at the last step (eta_min)"
-    )
-
-
-TESTS: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
-    never_loaded, wrong_norm, wrong_lm_head, trained_under_another_norm, label_shift, dead_schedule,
-)  # fmt: skip
-"""From what the weights alone tell to what only accuracies tell."""
+        return _diagnosis("dead schedule", f"{e.curve}; {added}")
+    if e.curve is None and small and moved.any():
+        return _diagnosis("dead schedule", f"{added}, and no training curve came with them; {_copying(e)}")
+    return None
 
 
 def diagnose(e: Evidence, failed: Collection[str]) -> list[Diagnosis]:
     """All faults that fit, the most specific first; where none does, what the `failed` gates themselves say."""
-    if causes := [diagnosis for test in TESTS if (diagnosis := test(e)) is not None]:
+    tests = never_loaded, wrong_norm, wrong_lm_head, trained_under_another_norm, label_shift, dead_schedule
+    if causes := [diagnosis for test in tests if (diagnosis := test(e)) is not None]:
         return causes
     if "acceptance" in failed:
-        return [Diagnosis(
-            "never loaded",
-            "acceptance is no better than that of the same heads with their weights shuffled; neither norm, labels, "
-            "lm_head, nor the training's schedule explain it",
-            "check that these weights are the trained ones; if they are, train longer",
-        )]  # fmt: skip
+        seen = "acceptance is no better than that of the same heads with their weights shuffled"
+        return [_diagnosis("never loaded", f"{seen}; neither norm, labels, lm_head, nor the schedule explain it")]
     if "serving" in failed:
-        return [Diagnosis(
-            "served otherwise than scored",
-            "the heads are right along the plain text, but not in the rounds that were served",
-            "look at the state, the tokens and the position that the drafter hands to the heads",
-        )]  # fmt: skip
+        seen = "the heads are right along the plain text, but not in the rounds that were served"
+        return [_diagnosis("served otherwise than scored", seen)]
     return []
 
 
-def _block_weights(heads: Heads, head: int) -> list[Tensor]:
-    return [w for name, w in heads.heads[head].named_parameters() if name.startswith("blocks.")]
+def rates(scores: Sequence[Scores]) -> tuple[np.ndarray, np.ndarray]:
+    """Share of positions whose token is each head's first choice, and how many positions, `(n_heads,)` each."""
+    rank = np.concatenate([score.rank for score in scores])
+    n = (rank != NO_LABEL).sum(0).clip(1)
+    return (rank == 0).sum(0) / n, n
+
+
+def _better(scores: Sequence[Scores], others: Sequence[Scores], first: int = 0) -> bool:
+    """The mean over heads from `first` on is higher by more than LEAST_GAIN and STANDARD_ERRORS."""
+    (rate, n), (other, m) = rates(scores), rates(others)
+    variance = (rate * (1 - rate) / n + other * (1 - other) / m)[first:].mean() / len(rate[first:])
+    return float((rate - other)[first:].mean()) > max(LEAST_GAIN, STANDARD_ERRORS * sqrt(variance))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest of what is expected."""
+    expected = expected.float().cpu()
+    return float((actual.float().cpu() - expected).abs().max() / expected.abs().max())
+
+
+def residual_share(e: Evidence) -> np.ndarray:
+    """What each head's blocks add to the state they are fed, as a share of that state's L2 norm, `(n_heads,)`."""
+    heads, n_heads = e.heads, e.heads.config.n_heads
+    added, fed = np.zeros(n_heads), 0.0
+    for along in e.traces:
+        n = max(0, len(along.ids) - n_heads + 1)  # rows behind which a Hydra is shown all tokens it looks at
+        normed = heads.normed(along.fed(heads.config.input))[:n]
+        since = torch.stack([along.ids[i : i + n] for i in range(n_heads)], dim=1)
+        fed += float(normed.float().square().sum())
+        added += [float((heads.features(i, normed, since) - normed).float().square().sum()) for i in range(n_heads)]
+    return np.sqrt(added / max(fed, 1e-30))
 
 
 def _like_new(weight: Tensor) -> bool:
-    """Uniform on ±1/sqrt(inputs), as nn.Linear draws a weight (He et al. 1502.01852 with a = sqrt(5)).
-
-    Biases are too few to tell, and say nothing against it.
-    """
-    if weight.dim() < 2:
-        return True
+    """Uniform on ±1/sqrt(inputs), as nn.Linear draws a weight (He et al. 1502.01852 with a = sqrt(5))."""
     bound = 1 / sqrt(weight.shape[1])
     largest, spread = float(weight.abs().max()), float(weight.float().std())
     return abs(largest / bound - 1) < LIKE_NEW and abs(spread * sqrt(3) / bound - 1) < LIKE_NEW

@@ -15,7 +15,6 @@ repository's says 2 heads where 5 are). Names left over are faults. All layouts 
 
 import io
 import json
-import pickle
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -152,20 +151,14 @@ def open_file(path: Path) -> HeadsFile:
     file = path if path.is_file() else _weights_in(path)
     beside = file.with_name(CONFIG_FILE)
     config = read_json(beside, MAX_CONFIG_BYTES) if beside.is_file() else {}
-    if file.suffix not in (".safetensors", ".pt"):
-        raise InputError(f"{file} is no file of heads: they are in .safetensors or .pt files")
     try:
         if file.suffix == ".safetensors":
             tensors = safetensors.torch.load_file(file)
         else:
-            tensors = _state(torch.load(file, map_location="cpu", weights_only=True, mmap=True), file)
-    except InputError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise InputError(f"{file} is refused: it holds code, where only tensors are read") from error
+            tensors = _state(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # a damaged file makes torch and safetensors raise what they like
-        raise InputError(f"{file} cannot be read ({str(error)[:200]}): damaged, or no file of heads") from error
-    return HeadsFile(file, config, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
+        raise InputError(f"{file} cannot be read as a file of heads: {str(error)[:200]}") from error
+    return HeadsFile(file, config, {str(name).removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
 
 
 def _weights_in(folder: Path) -> Path:
@@ -178,27 +171,16 @@ def _weights_in(folder: Path) -> Path:
     )
 
 
-def _state(loaded: Any, file: Path) -> dict[str, Tensor]:
-    """The tensors of a state dict, of one inside a training checkpoint, or of a list of them, one a head."""
-    if not isinstance(loaded, Mapping):
-        raise InputError(f"{file} holds a {type(loaded).__name__}, not the state dict of heads")
+def _state(loaded: Any) -> Mapping[str, Tensor]:
+    """A state dict, or the one inside a training checkpoint, which may be a list of them, one a head."""
     if any(isinstance(value, Tensor) for value in loaded.values()):
-        return {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
-    states = {str(name): tensors for name, value in loaded.items() if (tensors := _state_inside(value))}
+        return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+    states = [value for value in loaded.values() if isinstance(value, list | Mapping) and value]
     if len(states) != 1:
-        raise InputError(
-            f"{file} holds {len(states)} state dicts with heads ({', '.join(list(states)[:5]) or 'none'}), not one: "
-            "save the state dict of the heads alone"
-        )
-    return next(iter(states.values()))
-
-
-def _state_inside(value: Any) -> dict[str, Tensor]:
-    """Tensors of a state dict, or of a list of those of single heads; empty for anything else."""
-    if isinstance(value, list) and all(isinstance(state, Mapping) for state in value):
-        value = {f"heads.{i}.{name}": tensor for i, state in enumerate(value) for name, tensor in state.items()}
-    tensors = isinstance(value, Mapping) and all(isinstance(tensor, Tensor) for tensor in value.values())
-    return {str(name): tensor for name, tensor in value.items()} if tensors else {}
+        raise ValueError(f"{len(states)} state dicts in it, not one: save that of the heads alone")
+    if isinstance(states[0], Mapping):
+        return _state(states[0])
+    return {f"heads.{i}.{name}": tensor for i, state in enumerate(states[0]) for name, tensor in _state(state).items()}
 
 
 def read(stored: HeadsFile, backbone: Backbone) -> tuple[HeadsConfig, dict[str, str]]:
@@ -306,12 +288,12 @@ def _sort_by_map(stored: HeadsFile, foreign: ForeignConfig, vocab_size: int) -> 
             stored.faults.append(f"truncated_vocab_size is {truncated} of {vocab_size}, but there is no {MAP}")
         return None
     token_map = tensors.pop(MAP)
-    token_map = token_map.long() if token_map.dtype == torch.int32 else token_map
-    if wrong := map_faults(token_map, vocab_size, in_order=False):
+    ascending, order = token_map.long().flatten().sort()
+    if wrong := map_faults(ascending, vocab_size):
         stored.faults.extend(f"{MAP}: {fault}" for fault in wrong)
         return None
-    tensors[MAP], order = token_map.sort()
-    if not torch.equal(tensors[MAP], token_map):
+    tensors[MAP] = ascending
+    if not torch.equal(ascending, token_map):
         stored.converted.append(f"{MAP} was sorted, and the lm_heads with it")
     for name in [SHARED, *LAYOUTS["vllm"].lm_heads_in(tensors)]:
         n_rows = _rows(stored, [name] if name in tensors else [], -1)
@@ -328,7 +310,7 @@ def write(name: str, heads: Heads, folder: Path) -> list[str]:
     layout, config, state, sentences = LAYOUTS[name], heads.config, dict(heads.state_dict()), []
     if name == OWN:
         write_folder(folder, layout.file, state, config.model_dump())
-        return sentences
+        return []
     _require_room(name, heads)
     if layout.holds == ("private",) and config.lm_head == "shared":
         state |= {f"heads.{i}.lm_head.weight": heads.shared_lm_head for i in range(config.n_heads)}

@@ -6,12 +6,13 @@ variants of an ablation come, not what they can reach.
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, Self
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 import pandas as pd
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from specnb.medusa.data import SPLITS, Examples
 from specnb.medusa.drafter import drafting_s
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.text import Writing
-from specnb.medusa.train import Recipe, Report, evaluate, train
+from specnb.medusa.train import Recipe, evaluate, train
 from specnb.params import MedusaParams
 from specnb.records import RunRecord
 
@@ -59,21 +60,12 @@ def write_text(params: MedusaParams, folder: Path, progress: Progress = silent) 
     # row-wise exact attention is for one sequence, and this is a batch
     with closing(load(params.target, backend="hf", dtype=params.dtype, exact=False)) as writer:
         data.write(
-            writer, folder, batches=dict.fromkeys(SPLITS, 1), backbone=Backbone.of(writer.network).digest,
-            writing=writing, packages=PACKAGES, on_tokens=on_tokens,
+            writer, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, packages=PACKAGES, on_tokens=on_tokens,
         )  # fmt: skip
     text = {split: data.read(folder, split) for split in SPLITS}
     sizes = {f"{split}_tokens": part.tokens.size for split, part in text.items()}
     sizes |= {f"{split}_own": part.n_own for split, part in text.items()}
     return pd.DataFrame([sizes | {"seconds": perf_counter() - began}])
-
-
-class Watch(Protocol):
-    """Who is told of a training: the seconds of a step before the first one, then every step."""
-
-    def starts(self, run: str, steps: int, seconds_a_step: float) -> None: ...
-
-    def step(self, run: str, report: Report) -> None: ...
 
 
 class Practice(NamedTuple):
@@ -87,10 +79,11 @@ class Practice(NamedTuple):
     table: pd.DataFrame
 
 
-def practise(
-    run: str, heads: Heads, recipe: Recipe, text: Path, *, watch: Watch | None = None, save_every: int = 0
-) -> Practice:
-    """Train `heads` in place by the loop that trained the shipped ones; `save_every` 0 logs the last step only."""
+def practise(run: str, heads: Heads, recipe: Recipe, text: Path, *, watch: Any = None, save_every: int = 0) -> Practice:
+    """Train `heads` in place by the loop that trained the shipped ones; `save_every` 0 logs the last step only.
+
+    A `watch` is told by its `starts(run, steps, seconds_a_step)` and, of every step, its `step(run, report)`.
+    """
     examples, held_out = (Examples.of(text, split, heads) for split in SPLITS)
     before, told_s = evaluate(heads.float(), recipe, held_out), 0.0
 
@@ -114,12 +107,11 @@ def practise(
     return Practice(log, pd.DataFrame(columns))
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """One change of an ablation. Heads that are not `trained` are only costed."""
 
     name: str
-    changed: Mapping[str, Any] = field(default_factory=dict)
+    changed: Mapping[str, Any] = MappingProxyType({})
     all_tokens: bool = False
     norm: bool = True
     trained: bool = True

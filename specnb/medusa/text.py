@@ -8,24 +8,18 @@ A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where th
 a request that the backbone draws itself and answers again: nothing is padded.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from specnb.errors import InputError
 from specnb.lm import chat
 from specnb.lm.base import LanguageModel
-from specnb.lm.hf.attention import attends_to_all
 from specnb.lm.hf.engine import cache_argument, new_cache
-from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa.corpus import Document
 
 ASKED = "asked"
@@ -70,8 +64,7 @@ MARK = "\u0001"
 """Stands for a message's text in a rendered chat; no template writes it itself."""
 
 
-@dataclass(frozen=True)
-class Turns:
+class Turns(NamedTuple):
     """The tokens a chat template puts before the first request, and behind each request and each answer."""
 
     opening: tuple[int, ...]
@@ -93,8 +86,7 @@ class Turns:
         return cls(opening[1:] if opening[:2] == bos * 2 else opening, *(part[1:] for part in others))
 
 
-@dataclass(frozen=True)
-class Seed:
+class Seed(NamedTuple):
     """Token ids to begin with, behind which `lead` tokens are drawn, not greedy.
 
     The backbone goes on with a request where the kind is `asked`, else with an answer.
@@ -106,15 +98,15 @@ class Seed:
 
 
 def seeds(
-    model: LanguageModel, documents: Sequence[Document], *, longest: int, seed: int, turns: Turns | None
+    model: LanguageModel, documents: Sequence[Document], *, longest: int, key: list[int], turns: Turns | None
 ) -> Iterator[Seed]:
-    """Endless seeds of at most `longest` tokens, in shares of SHARES; without `turns`, continued texts only."""
+    """Endless seeds of at most `longest` tokens, drawn with `key`, in shares of SHARES; texts only without `turns`."""
     texts = {kind: [d.text for d in documents if d.kind == kind] for kind in REQUESTS}
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(key)
     shares = np.asarray(SHARES if turns else (*SHARES[:3], 0, 0))
     while True:
         kind = KINDS[rng.choice(len(KINDS), p=shares / shares.sum())]
-        lead = lead_of(kind, rng)
+        lead = _lead_of(kind, rng)
         if kind == ASKED:
             yield Seed(kind, turns.opening)
             continue
@@ -132,7 +124,7 @@ def seeds(
             yield Seed(kind, ids, lead)
 
 
-def lead_of(kind: str, rng: np.random.Generator) -> int:
+def _lead_of(kind: str, rng: np.random.Generator) -> int:
     """How many tokens are drawn before the greedy text of a seed of this kind."""
     most = LEADS[kind]
     if kind == "opening":
@@ -202,7 +194,7 @@ class _Row:
     def hand_over(self, forced: Iterable[int]) -> None:
         """The other's turn, after the tokens that the template puts between."""
         self.forced = list(forced)
-        self._begin(not self.answering, lead_of(ASKED, self._rng))
+        self._begin(not self.answering, _lead_of(ASKED, self._rng))
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -220,17 +212,14 @@ class Writer:
 
     def __init__(self, model: LanguageModel, turns: Turns | None, writing: Writing, key: list[int]) -> None:
         self._net, self._ends, self._turns, self._writing = model.network, model.vocab.eog, turns, writing
-        known = inspect.signature(self._net.forward).parameters
-        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-        self._generator = torch.Generator().manual_seed(number_of([*key, 1]))
         self._rng = np.random.default_rng([*key, 2])
+        self._generator = torch.Generator().manual_seed(int(self._rng.integers(1 << 62)))
 
     @torch.inference_mode()
-    def run(self, seeds: Sequence[Seed], on_tokens: OnTokens) -> tuple[np.ndarray, np.ndarray, Tensor]:
+    def run(self, seeds: Sequence[Seed], on_tokens: OnTokens) -> tuple[np.ndarray, np.ndarray]:
         """Rows after `seeds`; `on_tokens` gets the number of tokens of each step.
 
-        Returns tokens `(rows, length)` int32, whether each is the backbone's greedy choice `(rows, length)` bool, and
-        states `(rows, length, hidden)` bfloat16, in front of the final norm.
+        Returns tokens `(rows, length)` int32, and whether each is the backbone's greedy choice `(rows, length)` bool.
         """
         length = self._writing.length
         rows = [_Row(seed, self._writing, self._rng) for seed in seeds]
@@ -239,13 +228,11 @@ class Writer:
         for row, line in zip(rows, tokens, strict=True):
             line[:known], row.forced = row.forced[:known], row.forced[known:]
         state = {cache_argument(self._net): new_cache(self._net)}
-        with grouped(self._net), pre_norm_states(self._net) as caught:
-            for at in range(known, length):
-                logits = self._feed(tokens, slice(0 if at == known else at - 1, at), state)
-                self._step(rows, at, logits, tokens, is_own)
-                on_tokens(len(rows))
-            self._feed(tokens, slice(length - 1, length), state)  # nothing follows: for its state alone
-        return tokens, is_own, torch.cat(caught, dim=1).to(torch.bfloat16).cpu()
+        for at in range(known, length):
+            logits = self._feed(tokens, slice(0 if at == known else at - 1, at), state)
+            self._step(rows, at, logits, tokens, is_own)
+            on_tokens(len(rows))
+        return tokens, is_own
 
     def _feed(self, tokens: np.ndarray, fed: slice, state: dict[str, object]) -> Tensor:
         """Logits `(rows, vocab)` behind the last token fed."""
@@ -253,7 +240,7 @@ class Writer:
         return self._net(
             input_ids=torch.from_numpy(tokens[:, fed]).long().to(device),
             position_ids=torch.arange(fed.start, fed.stop, device=device)[None].expand(len(tokens), -1),
-            use_cache=True, **state, **self._keep,
+            use_cache=True, logits_to_keep=1, **state,
         ).logits[:, -1]  # fmt: skip
 
     def _step(self, rows: list[_Row], at: int, logits: Tensor, tokens: np.ndarray, is_own: np.ndarray) -> None:
@@ -277,55 +264,3 @@ class Writer:
     def _draw(self, logits: Tensor) -> list[int]:
         chances = (logits.float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
         return torch.multinomial(chances, 1, generator=self._generator)[:, 0].tolist()
-
-
-def number_of(key: list[int]) -> int:
-    """A seed that is as good as random and the same for the same key."""
-    return int(np.random.default_rng(key).bit_generator.seed_seq.generate_state(1)[0])
-
-
-GROUPED = "specnb_grouped"
-"""Attention of one new token for many rows at once. torch's CPU kernel for one query a row works key by key: with 64
-rows of 200 tokens it took three quarters of a step. Here the query heads that share keys are the rows of one matrix
-product. Rows are as they would be alone up to rounding only; exact verification has `lm.hf.attention`."""
-
-
-def grouped_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: query `(rows, heads, 1, dim)`, key and value `(rows, kv_heads, length, dim)`.
-
-    Blocks of more than one token, and masked ones, go to transformers' own. Returns `(rows, 1, heads, dim)`.
-    """
-    rows, heads, n, dim = query.shape
-    if n > 1 or attention_mask is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    shared = query.view(rows, key.shape[1], -1, dim)
-    # what a cache hands out is the front of a longer buffer; the product of such keys takes ten times the copy's time
-    key, value = key.contiguous(), value.contiguous()
-    scores = torch.matmul(shared, key.transpose(-1, -2)) * (dim**-0.5 if scaling is None else scaling)
-    return torch.matmul(scores.float().softmax(-1).to(value.dtype), value).reshape(rows, 1, heads, -1), None
-
-
-@contextmanager
-def grouped(model: PreTrainedModel) -> Iterator[None]:
-    """Grouped attention in the block, for models on a CPU whose layers attend to the whole past by torch's own."""
-    config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
-    if model.device.type != "cpu" or before != "sdpa" or not attends_to_all(config):
-        yield
-        return
-    # both registries take the same function again without harm
-    AttentionInterface.register(GROUPED, grouped_attention)
-    AttentionMaskInterface.register(GROUPED, sdpa_mask)
-    model.set_attn_implementation(GROUPED)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

@@ -4,10 +4,9 @@ A run that was killed goes on and ends with the same bits.
 """
 
 import hashlib
-import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specnb.errors import EngineError, InputError, NonFiniteLogits
-from specnb.io import write_atomic
 from specnb.medusa.data import NO_LABEL, Batch, Examples
-from specnb.medusa.nets import OUTSIDE, Heads
+from specnb.medusa.nets import Heads
 
-CHECKPOINT_FILE, LOG_FILE = "checkpoint.pt", "log.jsonl"
+CHECKPOINT_FILE = "checkpoint.pt"
 HELD_OUT = 4096
 """Held-out examples behind each logged accuracy."""
 TOP = 5
@@ -97,66 +95,53 @@ class Measured(NamedTuple):
     top5: Tensor
 
 
-class Objective(nn.Module):
-    """The loss of a batch: sum over heads of head_weight^k times (1 - teacher) hard + teacher soft.
+def objective(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measured]:
+    """Return the loss of a batch, and what is measured without gradients.
 
-    Hard is the cross-entropy with the backbone's greedy token, soft the divergence KL(backbone's row || head's row)
-    over the draft vocabulary, both in nats.
+    The loss is the sum over heads of head_weight^k times (1 - teacher) hard + teacher soft, in nats: hard is the
+    cross-entropy with the backbone's greedy token, soft the divergence KL(backbone's row || head's row) over the draft
+    vocabulary. With a teacher the batch has `later`.
     """
-
-    def __init__(self, heads: Heads, recipe: Recipe) -> None:
-        super().__init__()
-        self.heads, self.recipe = heads, recipe
-
-    def forward(self, hidden: Tensor, ids: Tensor, labels: Tensor, later: Tensor | None) -> tuple[Tensor, Measured]:
-        """Return (loss, Measured without gradients) of a `Batch`, which has `later` where there is a teacher."""
-        heads, total, measured = self.heads, hidden.new_zeros((), dtype=torch.float32), []
-        states = heads.as_input(hidden.to(heads.shared_lm_head.dtype))
-        for i in range(heads.config.n_heads):
-            logits = heads.logits(i, heads.features(i, heads.normed(states), ids)).float()
-            rows = logits.log_softmax(-1)
-            hard, top1, top5 = _hard(rows, labels[:, i])
-            loss = hard
-            if self.recipe.teacher:
-                known = labels[:, i] != NO_LABEL
-                apart = F.kl_div(rows, self._teacher_rows(later[:, i]), reduction="none", log_target=True).sum(-1)
-                soft = (apart * known).sum() / known.sum().clamp(min=1)
-                loss = (1 - self.recipe.teacher) * hard + self.recipe.teacher * soft
-            total = total + self.recipe.head_weight**i * loss
-            measured.append(torch.stack([hard.detach(), top1, top5]))
-        return total, Measured(*torch.stack(measured, dim=1))
-
-    @torch.no_grad()
-    def _teacher_rows(self, later: Tensor) -> Tensor:
-        """Log probabilities of the backbone in the states where it chose the labels, over the draft vocabulary."""
-        heads = self.heads
-        normed = heads.normed(heads.as_input(later.to(heads.shared_lm_head.dtype)))
-        return F.linear(normed, heads.shared_lm_head).float().log_softmax(-1)
+    total, measured = torch.zeros((), device=batch.hidden.device), []
+    for i, logits in enumerate(_rows(heads, batch)):
+        rows, labels = logits.float().log_softmax(-1), batch.labels[:, i]
+        drafted, there = labels >= 0, (labels != NO_LABEL).sum().clamp(min=1)
+        targets = labels.masked_fill(~drafted, NO_LABEL)
+        hard = F.nll_loss(rows, targets, ignore_index=NO_LABEL, reduction="sum") / drafted.sum().clamp(min=1)
+        loss = hard
+        if recipe.teacher:
+            with torch.no_grad():
+                later = batch.later[:, i].to(heads.shared_lm_head.dtype)
+                teacher = F.linear(heads.normed(heads.as_input(later)), heads.shared_lm_head).float().log_softmax(-1)
+            apart = F.kl_div(rows, teacher, reduction="none", log_target=True).sum(-1)
+            soft = (apart * (labels != NO_LABEL)).sum() / there
+            loss = (1 - recipe.teacher) * hard + recipe.teacher * soft
+        total = total + recipe.head_weight**i * loss
+        top = _hits(rows.detach(), labels).sum(0) / there
+        measured.append(torch.stack([hard.detach(), top[0], top.sum()]))
+    return total, Measured(*torch.stack(measured, dim=1))
 
 
 @torch.no_grad()
 def rank_shares(heads: Heads, examples: Batch) -> Tensor:
-    """Share of a head's labels that are the r-th best token of its row, `(n_heads, RANKS)`: by these trees grow."""
+    """Share of a head's labels that are the r-th best token of its row, `(n_heads, TOP)`: by these trees grow."""
     batch = _on_device(examples, heads)
-    states = heads.as_input(batch.hidden.to(heads.shared_lm_head.dtype))
-    shares = []
+    there = (batch.labels != NO_LABEL).sum(0).clamp(min=1)
+    hits = [_hits(logits, batch.labels[:, i]).sum(0) for i, logits in enumerate(_rows(heads, batch))]
+    return torch.stack(hits) / there[:, None]
+
+
+def _rows(heads: Heads, batch: Batch) -> Iterator[Tensor]:
+    """Logits `(batch, draft_size)` of each head."""
+    normed = heads.normed(heads.as_input(batch.hidden.to(heads.shared_lm_head.dtype)))
     for i in range(heads.config.n_heads):
-        labels = batch.labels[:, i]
-        best = heads.logits(i, heads.features(i, heads.normed(states), batch.ids)).topk(TOP, dim=-1).indices
-        hits = (best == labels[:, None]) & (labels >= 0)[:, None]
-        shares.append(hits.sum(0) / (labels != NO_LABEL).sum().clamp(min=1))
-    return torch.stack(shares)
+        yield heads.logits(i, heads.features(i, normed, batch.ids))
 
 
-def _hard(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean cross-entropy over the labels that can be drafted; top-1 and top-5 over all that there are."""
-    in_vocab = labels >= 0
-    there = (labels != NO_LABEL).sum().clamp(min=1)
-    loss = F.nll_loss(rows, labels.masked_fill(labels == OUTSIDE, NO_LABEL), ignore_index=NO_LABEL, reduction="sum")
-    with torch.no_grad():
-        best = rows.topk(min(TOP, rows.shape[-1]), dim=-1).indices
-        hits = (best == labels[:, None]) & in_vocab[:, None]
-    return loss / in_vocab.sum().clamp(min=1), hits[:, 0].sum() / there, hits.any(-1).sum() / there
+def _hits(rows: Tensor, labels: Tensor) -> Tensor:
+    """Whether a label is the best, second best, … token of its row, `(batch, TOP)`; one that is none never is."""
+    best = rows.topk(min(TOP, rows.shape[-1]), dim=-1).indices
+    return (best == labels[:, None]) & (labels >= 0)[:, None]
 
 
 class Report(NamedTuple):
@@ -175,33 +160,33 @@ def train(
     folder: Path,
     *,
     data: str,
-    start: str = "",
     save_every: int = 100,
     on_start: Callable[[float, int], None] = lambda seconds, left: None,
     on_step: Callable[[Report], None] = lambda report: None,
 ) -> list[dict[str, Any]]:
     """Train `heads` in place to `recipe.steps`, from `folder`'s checkpoint if there is one; returns the log.
 
-    Weights are float32 while they are trained. A checkpoint is gone on with only where `data` (the digest of the text),
-    `start` (which heads these were at first), recipe, config and token map are the same. `on_start` gets the seconds of
-    a step, measured before the first, and the steps that are left. A line of the log has step, examples, lr, the
-    weighted loss, seconds, and what `evaluate` returns; every `save_every` steps it and the checkpoint are written.
+    Weights are float32 while they are trained. A checkpoint is gone on with only where `data` (the digest of the
+    text), recipe, config and token map are the same. `on_start` gets the seconds of a step, measured before the first,
+    and the steps that are left. A line of the log has step, examples, lr, the weighted loss, seconds, and what
+    `evaluate` returns; every `save_every` steps it and the checkpoint are written.
 
     Raises InputError (another run in the folder), NonFiniteLogits, EngineError (a gradient that is not finite).
     """
     heads.float()
     try:
-        optimizer = torch.optim.AdamW(
-            [p for p in heads.parameters() if p.requires_grad], lr=recipe.peak_lr, weight_decay=recipe.weight_decay
-        )
-        run = _identity(heads, recipe, data, start)
+        optimizer = torch.optim.AdamW(heads.parameters(), lr=recipe.peak_lr, weight_decay=recipe.weight_decay)
+        token_map = b"" if heads.token_map is None else heads.token_map.cpu().numpy().tobytes()
+        run = {
+            "recipe": asdict(recipe), "heads": heads.config.model_dump(), "data": data,
+            "token_map": hashlib.sha256(token_map).hexdigest(),
+        }  # fmt: skip
         step, log = _resume(folder, run, heads, optimizer)
-        objective = Objective(heads, recipe)
         if step < recipe.steps:
-            on_start(_seconds_of_a_step(objective, examples, step), recipe.steps - step)
+            on_start(_seconds_of_a_step(heads, recipe, examples, step), recipe.steps - step)
         since = time.perf_counter()
         while step < recipe.steps:
-            report = _step(objective, optimizer, examples, step)
+            report = _step(heads, recipe, optimizer, examples, step)
             step += 1
             on_step(report)
             if step % save_every == 0 or step == recipe.steps:
@@ -221,42 +206,44 @@ def train(
 @torch.no_grad()
 def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> dict[str, list[float]]:
     """Return head_loss, top1 and top5 of each head, unweighted, on HELD_OUT examples spread evenly."""
-    with _matmuls(heads):
-        _, losses = Objective(heads, recipe)(*_on_device(held_out.spread(HELD_OUT, later=recipe.teacher > 0), heads))
+    _, losses = _measured(heads, recipe, held_out.spread(HELD_OUT, later=recipe.teacher > 0))
     return {name: [round(float(x), 5) for x in values] for name, values in losses._asdict().items()}
 
 
-def _loss(objective: Objective, examples: Examples, step: int) -> tuple[Tensor, Measured]:
-    recipe, heads = objective.recipe, objective.heads
+def _measured(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measured]:
+    """`objective`, with matrix products in bfloat16 unless the backbone is float32; losses are float32."""
+    lm_head = heads.shared_lm_head
+    with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
+        return objective(heads, recipe, _on_device(batch, heads))
+
+
+def _loss(heads: Heads, recipe: Recipe, examples: Examples, step: int) -> tuple[Tensor, Measured]:
     batch = examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed, later=recipe.teacher > 0)
-    with _matmuls(heads):
-        return objective(*_on_device(batch, heads))
+    return _measured(heads, recipe, batch)
 
 
-def _seconds_of_a_step(objective: Objective, examples: Examples, step: int) -> float:
+def _seconds_of_a_step(heads: Heads, recipe: Recipe, examples: Examples, step: int) -> float:
     """Of a forward and backward without a step, so that the time left is known before the first."""
-    _loss(objective, examples, step)
+    _loss(heads, recipe, examples, step)
     began = time.perf_counter()
-    _loss(objective, examples, step)[0].backward()
-    objective.zero_grad(set_to_none=True)
+    _loss(heads, recipe, examples, step)[0].backward()
+    heads.zero_grad(set_to_none=True)
     return time.perf_counter() - began
 
 
-def _step(objective: Objective, optimizer: torch.optim.Optimizer, examples: Examples, step: int) -> Report:
-    recipe = objective.recipe
-    loss, measured = _loss(objective, examples, step)
+def _step(heads: Heads, recipe: Recipe, optimizer: torch.optim.Optimizer, examples: Examples, step: int) -> Report:
+    loss, measured = _loss(heads, recipe, examples, step)
     if not loss.isfinite():
         raise NonFiniteLogits(
             f"the loss of step {step} is {float(loss.detach())}: lower peak_lr ({recipe.peak_lr}) or clip; "
             "the last checkpoint is whole"
         )
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(objective.parameters(), recipe.clip)
-    if not norm.isfinite():
+    if not nn.utils.clip_grad_norm_(heads.parameters(), recipe.clip).isfinite():
         raise EngineError(f"the gradient of step {step} is not finite: lower peak_lr ({recipe.peak_lr})")
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr(step)
-    faster = [] if recipe.embedding_rate == 1 else objective.heads.on_embeddings
+    faster = [] if recipe.embedding_rate == 1 else heads.on_embeddings
     before = [weight.clone() for weight in faster]
     optimizer.step()
     with torch.no_grad():
@@ -270,42 +257,22 @@ def _on_device(batch: Batch, heads: Heads) -> Batch:
     return Batch(*(None if part is None else part.to(heads.shared_lm_head.device) for part in batch))
 
 
-def _matmuls(heads: Heads) -> torch.autocast:
-    """Matrix products in bfloat16 unless the backbone is float32; losses are float32."""
-    dtype, device = heads.shared_lm_head.dtype, heads.shared_lm_head.device.type
-    return torch.autocast(device, torch.bfloat16, enabled=dtype != torch.float32)
-
-
 def _save(folder: Path, place: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer) -> None:
-    """Write log and weights in one file, replaced in one go; the readable log is a copy."""
+    """Write log and weights in one file, replaced in one go."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{CHECKPOINT_FILE}.part"
     torch.save(place | {"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}, part)
     part.replace(folder / CHECKPOINT_FILE)
-    write_atomic(folder / LOG_FILE, "".join(json.dumps(line) + "\n" for line in place["log"]).encode())
-
-
-def read_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """Return what `train` saved last: run, step, log, heads, optimizer; None if nothing."""
-    file = folder / CHECKPOINT_FILE
-    return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
-
-
-def _identity(heads: Heads, recipe: Recipe, data: str, start: str) -> dict[str, Any]:
-    """What makes a run this run and no other, in plain values."""
-    token_map = b"" if heads.token_map is None else heads.token_map.cpu().numpy().tobytes()
-    return {
-        "recipe": asdict(recipe), "heads": heads.config.model_dump(), "data": data, "start": start,
-        "token_map": hashlib.sha256(token_map).hexdigest(),
-    }  # fmt: skip
 
 
 def _resume(
     folder: Path, run: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer
 ) -> tuple[int, list[dict[str, Any]]]:
-    saved = read_checkpoint(folder)
-    if saved is None:
+    """Steps that are done, and their log; weights and optimizer are put where they were."""
+    file = folder / CHECKPOINT_FILE
+    if not file.exists():
         return 0, []
+    saved = torch.load(file, map_location="cpu", weights_only=True)
     if other := [
         f"{key} was {saved['run'][key]!s:.200}, is {run[key]!s:.200}" for key in run if saved["run"][key] != run[key]
     ]:
@@ -313,8 +280,3 @@ def _resume(
     heads.load_state_dict(saved["heads"])
     optimizer.load_state_dict(saved["optimizer"])
     return saved["step"], saved["log"]
-
-
-# --- the stages of `specnb heads train` ---
-
-"""Row-wise attention (`exact`) is for one sequence, and batches of text are written here."""

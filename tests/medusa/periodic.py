@@ -1,6 +1,5 @@
 """A backbone that walks in circles: its greedy text is known for ever, so what heads must say is known as well."""
 
-import json
 import math
 from pathlib import Path
 
@@ -104,10 +103,8 @@ def randomised(heads: Heads, spread: float = 0.2, seed: int = 0) -> Heads:
 def write_text(target: HfModel, folder: Path, *, length: int) -> None:
     """A folder to practise on: rows along every circle from every place, and their states."""
     folder.mkdir(parents=True, exist_ok=True)
-    backbone = Backbone.of(target.network).digest
-    (folder / "facts.json").write_text(json.dumps({"backbone": backbone}))
     starts = torch.arange(FIRST, FIRST + PERIOD * CIRCLES)
     rows = torch.stack([after(starts, n) for n in range(length)], dim=1).numpy().astype(np.int32)
-    for split in ("train", "held_out"):
+    for split in data.SPLITS:
         data.TextRows(rows, np.ones(rows.shape, bool)).save(folder / f"{split}-00000.npz")
-    data.compute_states(target.network, folder, backbone=backbone)
+    data._compute_states(target.network, folder)

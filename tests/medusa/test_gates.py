@@ -16,7 +16,7 @@ from specnb.medusa.nets import Backbone
 from tests.medusa import periodic
 
 PROMPTS = 6
-CLEAN = SimpleNamespace(clean=True, findings=())
+CLEAN = SimpleNamespace(findings=())
 
 
 def checked(target, heads, *, report=CLEAN, curve=None, **options):
@@ -88,16 +88,6 @@ def foreign_lm_heads(circles, sound):
     return heads
 
 
-def only_lm_heads(circles, sound):
-    """Private lm_heads that were trained a little in front of blocks that never were."""
-    heads = periodic.new_heads(circles, lm_head="private")
-    hooks = [weight.register_hook(torch.zeros_like) for head in heads.heads for weight in head.blocks.parameters()]
-    periodic.fit(heads, circles, steps=10)
-    for hook in hooks:
-        hook.remove()
-    return heads
-
-
 def with_borrowed(heads, *, norm=None, lm_head=None):
     """Heads that sit on other borrowed parts than the backbone's."""
     old = heads._borrowed
@@ -121,7 +111,6 @@ FAULTS = {
     "zero blocks": ("never loaded", training(steps=0), {"loader", "acceptance"}),
     "blocks as torch draws them": ("never loaded", as_torch_draws, {"loader", "acceptance"}),
     "one head was not loaded": ("never loaded", one_zero, {"loader"}),
-    "lm_heads without blocks": ("never loaded", only_lm_heads, {"acceptance"}),
     "weights that nothing explains": (
         "never loaded", lambda circles, sound: periodic.randomised(sound, 0.5), {"acceptance"}),
     "trained with the norm twice": ("double norm", training(norms=2), {"alignment"}),
@@ -171,7 +160,7 @@ def test_a_drafter_that_hands_over_other_states_is_told_from_bad_heads(circles, 
 
 
 def test_a_doubtful_load_is_no_speed(circles, sound):
-    result = checked(circles, sound, report=SimpleNamespace(clean=False, findings=("rounded twice",)))
+    result = checked(circles, sound, report=SimpleNamespace(findings=("rounded twice",)))
     assert failed(result) == {"loader"} and "rounded twice" in result.gates[0].says
 
 

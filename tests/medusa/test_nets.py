@@ -107,28 +107,9 @@ def test_all_heads_at_once_are_the_heads_one_by_one(llama, lm_head):
     assert singly.shape == (3, len(MAP)) and torch.equal(heads.full_ids(singly.argmax(-1)), MAP[singly.argmax(-1)])
 
 
-def test_cost_is_what_a_hand_counts():
-    """SmolLM2-135M: hidden 576, vocabulary 49152, four heads: 1,327,104 weights and 2,304 biases."""
-    hidden, vocab = 576, 49152
-    weight = torch.zeros(1).expand(vocab, hidden)  # no memory: only its size is asked
-    backbone = Backbone(torch.nn.RMSNorm(hidden), weight, weight, "")
-
-    def cost(token_map=None, **settings):
-        return Heads(
-            HeadsConfig(hidden_size=hidden, vocab_size=vocab, n_heads=4, **settings), backbone, token_map
-        ).cost()
-
-    assert cost() == {"parameters": 1_329_408, "own_bytes": 4 * 1_329_408, "shared_bytes": 4 * vocab * hidden}
-    assert cost(bias=False)["parameters"] == 1_327_104
-    assert cost(kind="hydra")["parameters"] == (2 + 3 + 4 + 5) * hidden * hidden + 4 * hidden
-    assert cost(lm_head="low_rank", rank=8)["parameters"] == 1_329_408 + 4 * 8 * (hidden + vocab)
-    few = cost(torch.arange(8192), draft_vocab=8192, lm_head="private")
-    assert few["parameters"] == 1_329_408 + 4 * 8192 * hidden and few["shared_bytes"] == 0
-
-
-@pytest.mark.parametrize("ids", [[3, 1], [1, 1], [1, VOCAB], [-1, 1], [1.0, 2.0], [[1, 2]], []])
+@pytest.mark.parametrize("ids", [[3, 1], [1, 1], [1, VOCAB], [-1, 1], [1.0, 2.0]])
 def test_a_bad_map_is_refused(llama, ids):
-    token_map = torch.tensor(ids) if ids else torch.tensor([], dtype=torch.int64)
+    token_map = torch.tensor(ids)
     config = HeadsConfig(n_heads=1, hidden_size=WIDTH, vocab_size=VOCAB, draft_vocab=token_map.numel())
     assert misfits(config, Backbone.of(llama), token_map)
 

@@ -5,17 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specnb.errors import InputError
 from specnb.medusa import faults, study
 from specnb.medusa.nets import Backbone
-from specnb.medusa.study import VARIANTS, Variant, ablate, practise, variant_heads
+from specnb.medusa.study import VARIANTS, Variant, ablate, variant_heads
 from specnb.medusa.train import Recipe
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB
 
 RECIPE = Recipe(6, batch_size=16, peak_lr=1e-2, warmup=1)
 MAP = torch.arange(4, VOCAB)
-CLEAN = SimpleNamespace(clean=True, findings=())
+CLEAN = SimpleNamespace(findings=())
 
 
 @pytest.fixture(scope="module")
@@ -62,47 +61,12 @@ def test_without_the_norm_the_blocks_are_fed_the_bare_state(circles, backbone, c
     assert torch.equal(sound.normed(sound.as_input(state)), backbone.norm(state))
 
 
-def test_the_time_is_told_before_the_first_step_and_heads_get_better(circles, text):
-    told = []
-    watch = SimpleNamespace(
-        starts=lambda run, steps, seconds: told.append((run, steps, seconds > 0)),
-        step=lambda run, report: told.append((run, report.step)),
-    )
-    recipe = Recipe(40, batch_size=16, peak_lr=2e-2, warmup=1)
-    table = practise("once", periodic.new_heads(circles), recipe, text, watch=watch).table
-    assert told == [("once", 40, True), *(("once", step) for step in range(1, 41))]
-    assert table["head"].tolist() == [0, 1, 2] and (table["steps"] == 40).all() and (table["told_s"] > 0).all()
-    # untrained heads say the next token, which is never the one behind it in a circle of six
-    assert table["top1_before"].max() == 0 < table["top1"].min()
-
-
-def test_a_dying_schedule_has_a_rate_and_then_none_and_a_recipe_refuses_it():
-    dying = faults.DyingRecipe(18, warmup=1, peak_lr=1e-3)
-    rates = [dying.lr(step) for step in range(18)]
-    assert min(rates[:12]) > 0 and rates[12:] == [0.0] * 6 and max(rates) == 1e-3
-    with pytest.raises(InputError, match="eta_min"):
-        Recipe(30, eta_min=0.0)
-
-
-def test_planting_a_norm_does_not_disturb_who_listens_to_the_backbones(backbone, fitted):
-    heard, state = [], torch.randn(1, periodic.HIDDEN, generator=torch.Generator().manual_seed(0))
-    expected = backbone.norm(backbone.norm(state))
-    with backbone.norm.register_forward_hook(lambda *_: heard.append(1)):
-        planted = faults.other_norm(fitted["medusa"], backbone, CLEAN, twice=True)
-        assert torch.equal(planted.heads.normed(state), expected) and not heard
-
-
 def test_a_fault_that_was_not_planted_is_not_named(circles, fitted):
     cases = [
         faults.Planted("claimed", "double norm", fitted["medusa"], CLEAN),
         faults.Planted("none", "", periodic.new_heads(circles), None),  # said to be sound, and never loaded
     ]
     assert not faults.judge(circles, cases, periodic.prompts(6), max_new_tokens=12)["named"].any()
-
-
-def test_transformers_last_hidden_state_is_behind_the_norm(circles):
-    table = faults.last_hidden_state(circles, periodic.prompts()[0]).set_index("state")["largest_difference"]
-    assert table["behind it"] == 0 and table["before the final norm"] > 0.1
 
 
 def test_the_text_of_the_notebook_is_written_by_the_backbone(circles, tmp_path, monkeypatch):

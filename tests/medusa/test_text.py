@@ -1,15 +1,14 @@
 """Training text: the backbone's greedy choices, resumed to the bit, in turns; and the examples cut from it."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from specnb.errors import InputError
-from specnb.lm.hf.engine import new_cache
 from specnb.lm.vocab import Vocabulary
 from specnb.medusa import corpus, data, text
 from specnb.medusa.corpus import Document
@@ -52,20 +51,32 @@ def writer():
 
 
 @pytest.fixture(autouse=True)
-def documents(monkeypatch):
-    found = [
+def documents(monkeypatch, request):
+    texts = [
         Document(f"p/{i}.py", kind, f"first line {i}\nsecond\n\nthird {kind}\n")
         for i in range(6)
         for kind in ("code", "prose")
     ]
-    monkeypatch.setattr(corpus, "installed", lambda _packages: [])
-    monkeypatch.setattr(corpus, "documents", lambda _sources: found)
-    monkeypatch.setattr(corpus, "split", lambda documents: (documents, documents))
+    if "corpus" not in request.node.name:
+        monkeypatch.setattr(corpus, "installed", lambda _packages: [])
+        monkeypatch.setattr(corpus, "documents", lambda _sources: texts)
+        monkeypatch.setattr(corpus, "split", lambda documents: (documents, documents))
+
+
+def test_the_corpus_is_the_same_each_time_and_names_no_place_of_this_machine(monkeypatch):
+    monkeypatch.setattr(corpus, "DOCSTRINGS_ONLY", {"typer"})
+    texts = corpus.documents(corpus.installed(["rich", "typer"]))
+    training, held_out = corpus.split(texts)
+    assert {document.kind for document in texts} == {"code", "prose"}
+    assert len(training) + len(held_out) == len(texts) > 8 * len(held_out) > 0
+    assert not any(str(Path.home()) in document.text for document in texts) or str(Path.home()) == "/"
+    again = corpus.documents(corpus.installed(["typer", "rich"]))
+    assert corpus.corpus_digest(again) == corpus.corpus_digest(texts) != corpus.corpus_digest(training)
 
 
 def written(net, writer, folder, **changed):
     writer.network = net
-    data.write(writer, folder, **({"batches": {"train": 2}, "writing": WRITING, "backbone": "ab"} | changed))
+    data.write(writer, folder, **({"batches": {"train": 2}, "writing": WRITING} | changed))
     return data.read(folder, "train")
 
 
@@ -98,7 +109,7 @@ def test_turns_are_written_as_the_template_writes_them(net, writer, tmp_path):
     assert roles, "rows hold turns beside the first"
 
 
-def test_a_stopped_run_goes_on_and_shards_make_the_same_text(net, writer, tmp_path):
+def test_a_stopped_run_goes_on_to_the_same_text(net, writer, tmp_path):
     whole = written(net, writer, tmp_path / "whole", batches={"train": 3})
     stop = [100]
 
@@ -110,51 +121,31 @@ def test_a_stopped_run_goes_on_and_shards_make_the_same_text(net, writer, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         written(net, writer, tmp_path / "parts", batches={"train": 3}, on_tokens=interrupt)
     again = written(net, writer, tmp_path / "parts", batches={"train": 3})
-    for i in (1, 0):
-        written(net, writer, tmp_path / "shards", batches={"train": 3}, shard=(i, 2))
-    shards = data.read(tmp_path / "shards", "train")
-    assert whole.digest() == again.digest() == shards.digest()
+    assert whole.digest() == again.digest()
     with pytest.raises(InputError, match="other settings"):
-        written(net, writer, tmp_path / "whole", backbone="cd")
+        written(torch_model("llama", vocab_size=64, seed=9), writer, tmp_path / "whole")
 
 
-def test_without_a_chat_template_texts_are_continued(net, tmp_path):
-    rows = written(net, Writer(64, None), tmp_path)
-    assert not np.isin(rows.tokens, [3, 4])[~rows.own].any()
-    assert rows.own[:, -1].all(), "there is nobody else to write"
-
-
-def test_states_come_with_the_text_or_are_computed_from_it(net, writer, tmp_path):
-    """In front of the final norm, by either way no further apart than bfloat16 rounds."""
+def test_states_are_those_in_front_of_the_final_norm_as_near_as_bfloat16_rounds(net, writer, tmp_path):
     rows = written(net, writer, tmp_path, batches={"train": 1})
-    came = data.read_states(tmp_path, "train").float()
-    logits = logits_of(net, rows.tokens)
+    states, logits = data.read_states(tmp_path, "train").float(), logits_of(net, rows.tokens)
     with torch.inference_mode():
-        from_states = net.lm_head(net.model.norm(came))
+        from_states = net.lm_head(net.model.norm(states))
     assert (from_states - logits).abs().max() < 0.02 * logits.abs().max()
-    (tmp_path / "train-00000.hidden.npy").unlink()
-    with pytest.raises(InputError, match="stage hidden"):
-        data.read_states(tmp_path, "train")
-    counts = []
-    data.compute_states(net, tmp_path, backbone="ab", on_tokens=counts.append)
-    data.compute_states(net, tmp_path, backbone="ab", on_tokens=lambda n: pytest.fail("they were there"))
-    computed = data.read_states(tmp_path, "train").float()
-    assert (came - computed).abs().max() <= 2**-7 * computed.abs().max() and sum(counts) == rows.tokens.size
-    with pytest.raises(InputError, match="another folder"):
-        data.compute_states(net, tmp_path, backbone="cd")
 
 
-def test_given_text(writer, tmp_path):
+def test_given_text(net, writer, tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": "abcdefgh" * 20}) + "\n" for _ in range(10)))
+    writer.network = net
     for _ in range(2):
-        data.write_given(writer, file, tmp_path / "out", backbone="ab", length=40)
+        data.write_given(writer, file, tmp_path / "out", length=40)
     train, held_out = (data.read(tmp_path / "out", split) for split in data.SPLITS)
     assert train.own.all() and train.tokens.size + held_out.tokens.size == 10 * 161 // 40 * 40
     for wrong in ('{"text": 1}', "[]", '{"text": "a", "more": 1}', "{", '{"text": "too little"}'):
         file.write_text(wrong + "\n")
         with pytest.raises(InputError):
-            data.write_given(writer, file, tmp_path / "other" / str(len(wrong)), backbone="ab", length=40)
+            data.write_given(writer, file, tmp_path / "other" / str(len(wrong)), length=40)
 
 
 # --- examples -------------------------------------------------------------------------------------------------------
@@ -221,10 +212,10 @@ def test_a_bos_token_stands_in_front_of_the_chat_only():
     assert Turns.of(writer) == Turns((1, 3), (END, 4), (END, 3))
 
 
-def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, writer, tmp_path, monkeypatch):
-    """No label among the drawn ones, and as many of them as the seed says."""
+def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, tmp_path, monkeypatch):
+    """No label among the drawn ones, as many as the seed says; without a chat template nobody else writes."""
     lead = 4
-    monkeypatch.setattr("specnb.medusa.text.lead_of", lambda kind, rng: lead)
+    monkeypatch.setattr("specnb.medusa.text._lead_of", lambda kind, rng: lead)
     rows = written(net, Writer(64, None), tmp_path, batches={"train": 3})
     first = rows.own.argmax(axis=1)
     drawn = 0
@@ -248,34 +239,3 @@ def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, writer, tmp_path, mo
 )
 def test_loops(tokens, is_loop):
     assert text.loops(tokens) is is_loop
-
-
-# --- grouped attention of one token a row ---------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("masked", [False, True])
-def test_grouped_attention_is_torchs_own_up_to_rounding(net, masked, monkeypatch):
-    tokens = torch.randint(5, 64, (4, 24), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(tokens)
-    mask[0, : 5 * masked] = 0
-    widths, real = [], text.grouped_attention
-    monkeypatch.setattr(text, "grouped_attention", lambda *a, **kw: (widths.append(a[1].shape[2]), real(*a, **kw))[1])
-    rows, before = [], net.config._attn_implementation
-    for attention in (nullcontext(), text.grouped(net)):
-        cache, logits = new_cache(net), []
-        with attention:
-            for at, width in [(0, 9), *((at, 1) for at in range(9, 24))]:
-                given = {"attention_mask": mask[:, : at + width]} if masked else {}
-                out = net(input_ids=tokens[:, at : at + width], past_key_values=cache, **given).logits
-                logits.append(out[:, -1])
-        rows.append(torch.stack(logits, dim=1))
-    assert (rows[0] - rows[1]).abs().max() < 1e-5 * rows[0].abs().max() and set(widths) == {1, 9}
-    assert net.config.num_key_value_heads < net.config.num_attention_heads, "heads share keys, or this shows nothing"
-    with pytest.raises(ZeroDivisionError), text.grouped(net):
-        assert net.config._attn_implementation == text.GROUPED
-        raise ZeroDivisionError
-    assert net.config._attn_implementation == before
-    windows = torch_model("mistral", vocab_size=64, sliding_window=8)
-    with text.grouped(windows):
-        assert windows.config._attn_implementation == before

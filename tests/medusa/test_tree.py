@@ -120,9 +120,3 @@ def test_drafting_costs_time_and_may_cost_depth():
     by_hand = {d: grow(PUBLISHED[:d], 63)[1] / (1 + 0.3 * d) for d in range(1, 6)}
     assert deep.plan.depth == max(by_hand, key=by_hand.get) < 4
     assert deep.tokens_per_s == pytest.approx(max(by_hand.values()))
-
-
-def test_the_forward_of_a_tree_has_the_newest_token_too():
-    asked = []
-    candidates(PUBLISHED, lambda n: asked.append(n) or 1.0, sizes=(4,))
-    assert set(asked) == {1, 5}
