@@ -98,10 +98,8 @@ def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
 
 
 def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str) -> None:
-    """Count parameters on the meta device (no memory), then ask for weights + state + margin."""
+    """Ask for weights, state and margin."""
     text = config.get_text_config(decoder=True)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     width = torch.finfo(dtype).bits // 8
     heads = getattr(text, "num_attention_heads", 0) or 1
     state = kv_bytes(
@@ -111,8 +109,14 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
         n_ctx=context(config, n_ctx, name),
         bytes_per_value=width,
     )
-    weights = width * sum(p.numel() for p in skeleton.parameters())
+    weights = width * sum(p.numel() for p in skeleton(config).parameters())
     require(weights, state, device=device, name=name)
+
+
+def skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """The model that transformers builds of `config`, its tensors on the meta device: names and shapes, no memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def vocabulary(
@@ -155,10 +159,7 @@ def dequantised(gguf: Path) -> Path:
     """Cached folder with the float32 weights and the tokenizer of a GGUF file; made on first use."""
     made_by = f"{CONVERSION}-{version('transformers')}"
     folder = cache_dir() / "dequantised" / f"{gguf.stem}-{file_digest(gguf)[:16]}-{made_by}"
-    with_llama = folder.is_dir() or _llama_here()  # a whole folder needs no llama.cpp to be opened
-    if not with_llama:
-        folder = folder.with_name(f"{folder.name}-without-llama")
-    made_once(folder, lambda partial: _dequantise(gguf, partial, with_llama), n_bytes=0)
+    made_once(folder, lambda partial: _dequantise(gguf, partial), n_bytes=0)
     if differs := json.loads((folder / NOTE).read_text(encoding="utf-8"))["tokenizer_differs_on"]:
         warnings.warn(
             f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp: the engines will "
@@ -168,16 +169,7 @@ def dequantised(gguf: Path) -> Path:
     return folder
 
 
-def _llama_here() -> bool:
-    from specnb.lm.gguf import binding
-
-    try:
-        return bool(binding.library())
-    except LoadError:
-        return False
-
-
-def _dequantise(gguf: Path, folder: Path, with_llama: bool) -> None:
+def _dequantise(gguf: Path, folder: Path) -> None:
     from specnb.lm.gguf.header import read_header
 
     try:
@@ -195,7 +187,7 @@ def _dequantise(gguf: Path, folder: Path, with_llama: bool) -> None:
             model.hf_quantizer, model.is_quantized = None, False
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config
-            differs = _complete(gguf, model, tokenizer) if with_llama else []
+            differs = _complete(gguf, model, tokenizer)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     except Exception as error:
