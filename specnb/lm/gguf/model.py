@@ -128,9 +128,9 @@ class GgufModel(GoesBack):
             try:
                 require(weights, state_bytes(model, room, kv, planes), name=name)
             except MemoryShortError:
-                if rollback != AUTO or not planes:
+                if rollback != AUTO:
                     raise
-                planes = 0  # another way back needs none
+                planes = 0  # another strategy needs none
                 require(weights, state_bytes(model, room, kv), name=name)
             context = binding.open_context(
                 model,

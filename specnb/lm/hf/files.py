@@ -238,9 +238,7 @@ def load_error(source: str, error: Exception) -> Exception:
     """
     if isinstance(error, SpecnbError):
         return error
-    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
-    # a first line that ends with a colon announces the reason
-    reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
+    reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
     return LoadError(
         f"transformers cannot load {source!r}: {reason}. Give a local folder with config.json, weights and "
         "tokenizer, a .gguf file, or a hub id that this machine can reach"
