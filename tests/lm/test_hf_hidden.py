@@ -187,12 +187,8 @@ def test_a_forward_that_failed_leaves_no_rows_of_its_own(where, left):
     assert held(model, IDS[:6]) == [4, 5]
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"), [("bart", "does not feed the output of its"), ("bloom", "2 candidates for its final norm")]
-)
-def test_a_norm_that_does_not_stand_before_the_head_is_refused(kind, why):
-    model = HfModel(torch_model(kind), None, name=kind)
-    with pytest.raises(InputError, match=why):
+def test_a_model_with_several_norms_that_might_stand_before_the_head_is_refused():
+    model = HfModel(torch_model("bloom"), None, name="bloom")
+    with pytest.raises(InputError, match="2 candidates"):
         model.watch_hidden()
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.network.modules())
     assert model.forward(IDS[:3]).shape == (3, VOCAB)

@@ -99,7 +99,8 @@ class GgufModel(GoesBack):
         Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
-        _check_file(path)
+        if not path.is_file():
+            raise InputError(f"no such model file: {path}")
         if kv and kv not in KV_TYPES:
             raise InputError(f"unknown kv type {kv!r}; known: {', '.join(KV_TYPES)}")
         asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers, "fixed_width": fixed_width}
@@ -189,16 +190,6 @@ def _free(batch: object, context: object, model: object, _watch: "Watch | None")
     api.llama_batch_free(batch)
     api.llama_free(context)
     api.llama_model_free(model)
-
-
-def _check_file(path: Path) -> None:
-    """Refuse what is no GGUF file, before llama.cpp sees it."""
-    if not path.is_file():
-        raise InputError(f"no such model file: {path}")
-    with path.open("rb") as f:
-        magic = f.read(4)
-    if magic != b"GGUF":
-        raise LoadError(f"{path} is not a GGUF file (it starts with {magic!r}): fetch or convert it again")
 
 
 def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:

@@ -271,6 +271,7 @@ class TorchEngine:
         self.cache = new_cache(self.model)
         self.held = 0
 
+    @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """As `HfModel.locate_nonfinite`."""
         names: list[str] = []
@@ -280,17 +281,12 @@ class TorchEngine:
             if not names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
                 names.append(name)
 
+        positions = torch.arange(len(ids), device=self.device)[None]
+        tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
+        state = {self._state_argument: new_cache(self.model)}
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
                 if name:
                     hooks.enter_context(module.register_forward_hook(partial(hook, name)))
-            self.run_apart(ids)
+            self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
         return names[0] if names else ""
-
-    @torch.inference_mode()
-    def run_apart(self, ids: Sequence[int]) -> None:
-        """Run the model on `ids` from scratch, for the hooks in it; the state is left alone."""
-        positions = torch.arange(len(ids), device=self.device)[None]
-        tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
-        state = {self._state_argument: new_cache(self.model)}
-        self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
