@@ -21,7 +21,7 @@ RewindKind = Literal["crop", "snapshots", "replay", "fused", "checkpoint", "reco
 class Capabilities:
     """What an engine can do with a model, so that callers need not ask for its class.
 
-    `rewind` says how the state goes back (`lm.rollback` has the ways; `none`: it cannot), `rewind_reason` why it is
+    `rewind` says how the state goes back (a strategy of `lm.rollback`; `none`: it cannot), `rewind_reason` why it is
     not by dropping entries, and `rewind_depth` how many tokens at most. `max_width` is the widest single forward,
     `n_ctx` the most tokens the state holds. `lossless_dtype` is True where widths 1 and n differ by float32
     rounding only, and up to `same_bits_up_to` tokens they do not differ at all. `trees` says whether the model is a

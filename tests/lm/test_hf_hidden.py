@@ -17,8 +17,8 @@ from tests.tiny_models import VOCAB, torch_model
 
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, VOCAB, 60)]
 SLOW = [("gpt2", "crop"), ("gemma3_text", "crop"), ("mamba", "snapshots")]
-SLOW += [("qwen3_5_text", way) for way in ("snapshots", "fused", "checkpoint", "recompute")]
-WAYS = [
+SLOW += [("qwen3_5_text", strategy) for strategy in ("snapshots", "fused", "checkpoint", "recompute")]
+STRATEGIES = [
     ("llama", "crop"),
     ("qwen3_5_text", "replay"),
     ("mamba", "recompute"),  # token by token behind a first block
@@ -35,14 +35,14 @@ def network(kind: str, dtype: torch.dtype) -> torch.nn.Module:
     return net
 
 
-def opened(kind: str = "llama", way: str = "auto", *, dtype: torch.dtype = torch.float32) -> HfModel:
-    return HfModel(network(kind, dtype), None, name=kind, rollback=way)
+def opened(kind: str = "llama", strategy: str = "auto", *, dtype: torch.dtype = torch.float32) -> HfModel:
+    return HfModel(network(kind, dtype), None, name=kind, rollback=strategy)
 
 
 @cache
-def shared(kind: str, way: str) -> HfModel:
+def shared(kind: str, strategy: str) -> HfModel:
     """One model a session, to be reset by its user."""
-    return opened(kind, way)
+    return opened(kind, strategy)
 
 
 reference = cache(network)
@@ -81,11 +81,11 @@ actions = st.lists(
 )
 
 
-@pytest.mark.parametrize(("kind", "way"), WAYS)
+@pytest.mark.parametrize(("kind", "strategy"), STRATEGIES)
 @given(actions=actions)
-def test_every_position_of_the_last_forward_is_held_and_nothing_else_is_given(kind, way, actions):
-    """Ways back that feed again hold what they fed; whatever is held is right."""
-    model, text, known = shared(kind, way), [], []
+def test_every_position_of_the_last_forward_is_held_and_nothing_else_is_given(kind, strategy, actions):
+    """Strategies that feed again hold what they fed; whatever is held is right."""
+    model, text, known = shared(kind, strategy), [], []
     model.reset()
     assert held(model, text) == []
     for action, n, extra in actions:
@@ -108,8 +108,8 @@ def test_every_position_of_the_last_forward_is_held_and_nothing_else_is_given(ki
             text = text[: max(0, len(text) - n)]
             known = [position for position in known if position < len(text)]
         found = held(model, text)
-        if way == "crop" or action == "forward":
-            assert [p for p in found if p in known] == known and (way != "crop" or found == known)
+        if strategy == "crop" or action == "forward":
+            assert [p for p in found if p in known] == known and (strategy != "crop" or found == known)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -133,11 +133,11 @@ def test_single_steps_that_take_two_rows_hold_one(dtype):
 
 
 @pytest.mark.parametrize("steps", ["blocks", "single"])
-@pytest.mark.parametrize(("kind", "way"), WAYS)
-def test_of_a_long_prefill_the_last_pieces_are_held(monkeypatch, kind, way, steps):
+@pytest.mark.parametrize(("kind", "strategy"), STRATEGIES)
+def test_of_a_long_prefill_the_last_pieces_are_held(monkeypatch, kind, strategy, steps):
     monkeypatch.setattr("specnb.lm.hf.engine.PREFILL_WIDTH", 8)
     monkeypatch.setattr("specnb.lm.hf.hidden.PREFILL_WIDTH", 8)
-    model = shared(kind, way)
+    model = shared(kind, strategy)
     if steps == "single":
         monkeypatch.setattr(model._engine, "steps", "single")
     for n, rows in ((30, 0), (33, 8), (25, 24)):

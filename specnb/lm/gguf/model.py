@@ -68,7 +68,7 @@ class GgufModel(GoesBack):
         self._free = weakref.finalize(self, _free, self._engine.batch, context, model, watch)
         self._free.atexit = False
         self.rollback: Rollback = Recompute(self._engine)
-        """The way back, and what it has cost."""
+        """How the state goes back, and what that has cost."""
 
     @classmethod
     def open(
@@ -149,7 +149,7 @@ class GgufModel(GoesBack):
                 dtype=dtype,
                 n_ctx=n_ctx,  # llama.cpp rounds a context up
                 max_width=min(api.llama_n_batch(context), n_ctx),
-                rewind="recompute",  # until another way back is chosen
+                rewind="recompute",  # until a strategy is chosen
                 rewind_depth=n_ctx,
                 rewind_reason="it has recurrent layers, whose state keeps no past to go back to" if recurrent else "",
                 # flash attention rounds to 16 bits inside, for every type of cache
@@ -193,7 +193,7 @@ def _free(batch: object, context: object, model: object, _watch: "Watch | None")
 
 
 def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
-    """How many planes to ask the context for (`n_rs_seq`). Raises InputError for an unknown way back or depth."""
+    """How many planes to ask the context for (`n_rs_seq`). Raises InputError for an unknown strategy or depth."""
     if kind == "replay":
         raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
     check_options(kind, depth)
