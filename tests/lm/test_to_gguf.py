@@ -182,17 +182,6 @@ def test_both_engines_read_one_vocabulary_and_split_text_alike(name, copy, tmp_p
             assert binding.tokenize(header, text, special=True) == tokenizer(text).input_ids, text
 
 
-def test_a_normalization_to_nfc_is_left_out_with_a_warning(copy, tmp_path):
-    from tokenizers import normalizers
-
-    folder = copy("lfm2")
-    tokenizer = byte_level()
-    tokenizer.normalizer = normalizers.NFC()
-    save_tokenizer(tokenizer, folder)
-    with pytest.warns(UserWarning, match="NFC"):
-        write_gguf(folder, tmp_path / "model.gguf")
-
-
 def _refused_tokenizers():
     from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
@@ -230,30 +219,20 @@ def test_a_tokenizer_that_llama_would_read_otherwise_is_refused(reason, copy, tm
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_a_bos_that_the_tokenizer_adds_and_its_template_arrive(copy, tmp_path):
+def test_a_bos_its_template_and_several_end_tokens_arrive_and_none_is_refused(copy, tmp_path):
     from tokenizers import processors
 
     folder = copy("lfm2")
     tokenizer = byte_level()
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     save_tokenizer(tokenizer, folder, chat_template="{{ messages[0].content }}")
-    model = GgufModel.open(write_gguf(folder, tmp_path / "model.gguf"), threads=1)
-    assert model.encode("x = 1") == tokenizer.encode("x = 1").ids
-    assert model.vocab.add_bos and model.vocab.chat_template == "{{ messages[0].content }}"
-
-
-def test_several_end_tokens_arrive_and_none_is_refused(copy, tmp_path):
-    folder = copy("lfm2")
     edit(folder / "generation_config.json", eos_token_id=[0, 7])
     with binding.header(write_gguf(folder, tmp_path / "model.gguf")) as header:
-        assert binding.vocabulary(header).eog == {0, 7}
+        assert binding.tokenize(header, "x = 1", special=True) == tokenizer.encode("x = 1").ids
+        vocab = binding.vocabulary(header)
+    assert vocab.eog == {0, 7} and vocab.add_bos and vocab.chat_template == "{{ messages[0].content }}"
     edit(folder / "generation_config.json", eos_token_id=[0, 7, 8, 9])
     with pytest.raises(InputError, match="7, 8, 9"):
-        write_gguf(folder, tmp_path / "model.gguf")
-    for name in ("generation_config.json", "config.json"):
-        edit(folder / name, eos_token_id=None)
-    edit(folder / "tokenizer_config.json", eos_token=None)
-    with pytest.raises(InputError, match="eos_token_id"):
         write_gguf(folder, tmp_path / "other.gguf")
 
 
@@ -274,14 +253,11 @@ def rewrite(folder: Path, change) -> None:
 
 
 CONV = "model.layers.0.conv.in_proj.weight"
-EMBEDDING = "model.embed_tokens.weight"
 
 CONFIG = {
     "gpt2": {"model_type": "gpt2"},
     "-64": {"hidden_size": -64},
-    "'64'": {"hidden_size": "64"},
     "conv_L_cache": {"conv_L_cache": 1},
-    "conv_bias": {"conv_bias": True},
     "layer_types": {"layer_types": ["conv"] * 4},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     "500": {"vocab_size": 500},
@@ -295,8 +271,6 @@ BROKEN = {
     "'f32'": lambda f: rewrite(f, lambda t: t[CONV].fill_(1e6)),
     "int8": lambda f: rewrite(f, lambda t: t.update({CONV: t[CONV].char()})),
     "model": lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 100),
-    "model.safetensors": lambda f: (f / "model.safetensors").unlink(),
-    "tokenizer.json": lambda f: (f / "tokenizer.json").unlink(),
 }
 
 
@@ -312,8 +286,6 @@ SECTIONS = QWEN["rope_parameters"] | {"mrope_section": [1, 8, 1]}
 REFUSED_QWEN = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "gelu",
-    "attention_bias": True,
-    "linear_value_head_dim": 16,
     "layer_types": ["linear_attention"] * 4,
     "rope_parameters": SECTIONS,
 }
@@ -327,28 +299,17 @@ def test_a_config_that_llama_computes_otherwise_is_refused(field, copy, tmp_path
         write_gguf(folder, tmp_path / "model.gguf")
 
 
-def test_shards_and_a_tied_output_that_is_stored_all_the_same_are_read(copy, ggufs, tmp_path):
+def test_shards_a_stored_tied_output_and_heads_for_several_tokens_change_nothing(copy, ggufs, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    folder = copy("lfm2")
+    folder = copy("qwen35")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
-    where = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
-    for shard in set(where.values()):
-        save_file({n: t for n, t in tensors.items() if where[n] == shard}, folder / shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    sharded = write_gguf(folder, tmp_path / "model.gguf", dtype="f32")
-    assert distance(llama_logits(sharded), llama_logits(ggufs["lfm2"])) == 0
-
-
-def test_heads_for_several_tokens_are_left_out(copy, ggufs, tmp_path):
-    import torch
-
-    folder = copy("qwen35")
-    rewrite(folder, lambda tensors: tensors.update({"mtp.fc.weight": torch.ones(2, 2)}))
-    with_heads = write_gguf(folder, tmp_path / "qwen35.gguf", dtype="f32")
-    assert with_heads.stat().st_size - ggufs["qwen35"].stat().st_size < 100
+    tensors |= {name: tensors["model.embed_tokens.weight"].clone() for name in ("lm_head.weight", "mtp.fc.weight")}
+    for shard in (0, 1):
+        save_file({n: t for i, (n, t) in enumerate(tensors.items()) if i % 2 == shard}, folder / f"m{shard}.safetensors")
+    sharded = write_gguf(folder, tmp_path / "qwen35.gguf", dtype="f32")
+    assert distance(llama_logits(sharded), llama_logits(ggufs["qwen35"])) == 0
 
 
 def test_bad_arguments_are_refused(folders, tmp_path):
