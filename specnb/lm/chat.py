@@ -8,6 +8,7 @@ from typing import TypedDict
 from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 
+
 class Message(TypedDict):
     """One turn: role is system, user or assistant."""
 

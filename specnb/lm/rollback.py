@@ -79,9 +79,9 @@ class Engine(Protocol):
 class Recorder(Protocol):
     """An engine's own rollback over the tokens fed last: at most `depth`, and `reach` of them at this moment.
 
-    `begin` records from here on, what was fed before is out of reach; `take_back` undoes the last n tokens; `stop`
-    forgets what was recorded; `uninstall` leaves the engine as it was. Where it `spans_forwards` it reaches back over
-    several, and `base` is the state that it began with; else it reaches into the last forward only.
+    `begin` records from here on; `take_back` undoes the last n tokens; `stop` forgets what was recorded; `uninstall`
+    leaves the engine as it was. Where it `spans_forwards` it reaches back over several, and `base` is the state that
+    it began with; else it reaches into the last forward only.
     """
 
     spans_forwards: bool

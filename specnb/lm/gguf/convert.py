@@ -134,9 +134,7 @@ def _weights(family: Family, config: Any) -> list[Weight]:
     return weights
 
 
-def _tensors(
-    folder: Path, family: Family, weights: list[Weight], stack: ExitStack
-) -> Callable[[Weight], "Tensor"]:
+def _tensors(folder: Path, family: Family, weights: list[Weight], stack: ExitStack) -> Callable[[Weight], "Tensor"]:
     """A reader of the tensors as float32, after checking that the files hold exactly these."""
     from safetensors import safe_open
 

@@ -93,7 +93,9 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
         places[name] = at.number("<I"), at.number("<Q")
     alignment = values.get("general.alignment", ALIGNMENT)
     start = -(-at.place // alignment) * alignment
-    return Header(path, values, packed, shapes, {name: (kind, start + offset) for name, (kind, offset) in places.items()})
+    return Header(
+        path, values, packed, shapes, {name: (kind, start + offset) for name, (kind, offset) in places.items()}
+    )
 
 
 def _value(at: "_Cursor", key: str) -> Any:

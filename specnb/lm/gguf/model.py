@@ -10,15 +10,15 @@ import math
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import psutil
 
-from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, RewindError
+from specnb.errors import EngineError, InputError, MemoryShortError, RewindError
 from specnb.lm.base import Capabilities
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES
@@ -86,7 +86,7 @@ class GgufModel(GoesBack):
         rollback: str = AUTO,
         rollback_depth: int = DEPTH,
     ) -> "GgufModel":
-        """Open a GGUF file.
+        """Open a GGUF file; `watch` is shown what is computed.
 
         `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available);
         `kv` type of the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `gpu_layers` layers on a GPU,
@@ -94,7 +94,7 @@ class GgufModel(GoesBack):
         the same kernels and plain decoding equals verification bit for bit, at the price of T(fixed_width) a plain
         step (0: off); `rollback` how the state of a recurrent model goes back (crop, snapshots, fused, checkpoint,
         recompute; "auto": the first that a probe finds exact), and `rollback_depth` how many tokens of it llama.cpp
-        keeps snapshots of; `watch` is shown what is computed.
+        keeps snapshots of.
 
         Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
@@ -133,14 +133,9 @@ class GgufModel(GoesBack):
                     raise
                 planes = 0  # another strategy needs none
                 require(weights, state_bytes(model, room, kv), name=name)
+            callback = watch and watch.callback
             context = binding.open_context(
-                model,
-                room,
-                kv,
-                threads,
-                flash_attention=flash_attention,
-                planes=planes,
-                callback=watch and watch.callback,
+                model, room, kv, threads, flash_attention=flash_attention, planes=planes, callback=callback
             )
             undo.callback(api.llama_free, context)
             caps = Capabilities(
@@ -216,9 +211,8 @@ def available_cores() -> int:
 
 def weight_type(model: object) -> str:
     """The weight type as the header states it, by its name in FILE_TYPES."""
-    number = binding.metadata(model, "general.file_type") or ""
-    names = {str(v): k for k, v in binding.FILE_TYPES.items()}
-    return names.get(number, f"ftype{number}" if number else "unknown")
+    number = binding.metadata(model, "general.file_type") or "?"
+    return {str(v): k for k, v in binding.FILE_TYPES.items()}.get(number, f"ftype{number}")
 
 
 def is_recurrent(model: object) -> bool:
@@ -246,8 +240,7 @@ def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
     )
 
 
-@dataclass(frozen=True)
-class SavedBlob:
+class SavedBlob(NamedTuple):
     """The recurrent part after `n_tokens` tokens, as llama.cpp writes it out."""
 
     n_tokens: int
@@ -300,8 +293,7 @@ class LlamaEngine:
 
     def _decode(self, ids: Sequence[int], n_logits: int, out: np.ndarray) -> None:
         """One llama_decode; fills `out (n_logits, vocab)`."""
-        n = len(ids)
-        pad = max(0, self._fixed_width - n)
+        n, pad = len(ids), max(0, self._fixed_width - len(ids))
         width = n + pad
         token, position, wants = self._fields
         token[:n] = ids
@@ -417,7 +409,4 @@ def _batch_views(batch: object, size: int) -> tuple[np.ndarray, np.ndarray, np.n
     np.ctypeslib.as_array(batch.n_seq_id, shape=(size,))[:] = 1
     for i in range(size):
         batch.seq_id[i][0] = ctypes.c_int32(0)
-    token, position, wants = (
-        np.ctypeslib.as_array(pointer, shape=(size,)) for pointer in (batch.token, batch.pos, batch.logits)
-    )
-    return token, position, wants
+    return tuple(np.ctypeslib.as_array(field, shape=(size,)) for field in (batch.token, batch.pos, batch.logits))
