@@ -178,5 +178,5 @@ def test_load_opens_files_and_folders_and_keeps_their_name(folder):
     np.testing.assert_allclose(rows[2], rows[0], atol=1e-4)
     for m in models:
         m.close()
-    with pytest.raises(InputError, match="empty"):
+    with pytest.raises(InputError, match="no such model"):
         load("hf:")

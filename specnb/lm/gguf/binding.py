@@ -185,7 +185,10 @@ def tokenize(model: object, text: str, *, special: bool) -> list[int]:
         raise InputError(f"this text cannot be tokenized: {error}") from error
     size = len(raw) + 8  # a token has at least one byte; BOS, EOS and a leading space may be added
     out = (api.llama_token * size)()
-    return list(out[: api.llama_tokenize(vocab, raw, len(raw), out, size, special, special)])
+    n = api.llama_tokenize(vocab, raw, len(raw), out, size, special, special)
+    if n < 0:
+        raise InputError(f"llama.cpp cannot tokenize this text of {len(raw)} bytes (it asks for {-n} tokens)")
+    return list(out[:n])
 
 
 def unspellable(vocab: Vocabulary, text: str) -> str | None:

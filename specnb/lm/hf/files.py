@@ -6,6 +6,7 @@ transformers' conversion leaves out of the tokenizer and of the set of end token
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,18 +56,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 def local_or_hub(source: Path | str) -> str:
     """A folder to load from (a GGUF is dequantised into one), or a hub id left as it is."""
     name, path = str(source), expanded(source)
-    if not name.strip():
-        raise InputError("the model name is empty: give a folder, hf:ORG/NAME or a .gguf file")
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise InputError(f"no such model file: {path}")
+    if path.suffix == ".gguf" and path.is_file():
         return str(dequantised(path))
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise InputError(f"{path} is not a model folder: it has no config.json")
-    if path.is_dir():
+    if path.is_dir() and name:
+        if not (path / "config.json").is_file():
+            raise InputError(f"{path} is not a model folder: it has no config.json")
         return str(path)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"no such model folder: {path}")
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) or path.suffix == ".gguf":
+        raise InputError(f"no such model: {name!r}: give a folder, hf:ORG/NAME or a .gguf file")
     return name
 
 
@@ -232,10 +229,7 @@ def _checked_model(name: str, **options: Any) -> PreTrainedModel:
 
 
 def load_error(source: str, error: Exception) -> Exception:
-    """One readable LoadError for whatever transformers, the hub or safetensors raised; our own errors pass.
-
-    Broken files make them raise nearly any class.
-    """
+    """A LoadError for whatever transformers, the hub or safetensors raised of broken files; our own errors pass."""
     if isinstance(error, SpecnbError):
         return error
     reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__

@@ -129,15 +129,8 @@ class HfModel(GoesBack):
             torch.set_num_threads(threads)
         folder = hf_files.local_or_hub(source)
         model, tokenizer = hf_files.load(folder, dtype=DTYPES[dtype], device=device, n_ctx=n_ctx, revision=revision)
-        return cls(
-            model,
-            tokenizer,
-            name=name or str(source),
-            n_ctx=n_ctx,
-            exact=exact,
-            rollback=rollback,
-            rollback_depth=rollback_depth,
-        )
+        options = {"n_ctx": n_ctx, "exact": exact, "rollback": rollback, "rollback_depth": rollback_depth}
+        return cls(model, tokenizer, name=name or str(source), **options)
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         check_settled(self, self.unsettled)
