@@ -36,9 +36,9 @@ DROPPED, KEPT = PROBE.path(6), PROBE.path(7)
 Steps = Literal["blocks", "later", "single"]
 
 
-def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: float) -> int:
+def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: int) -> int:
     """Bytes of the key and value cache of an attention model for `n_ctx` positions."""
-    return math.ceil(2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value)
+    return 2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value
 
 
 def need_bytes(weights: int, state: int = 0) -> int:

@@ -5,10 +5,11 @@ package's. They are read, changed and written one by one: memory holds the large
 are those whose torch and llama.cpp code were compared, logit by logit (tests/lm/test_to_gguf.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from specnb.errors import InputError, SpecnbError, did_you_mean
 from specnb.io import cache_dir, digest, file_digest, read_json
@@ -69,27 +70,20 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}: {did_you_mean(str(dtype), DTYPES)}known are {', '.join(DTYPES)}")
-    with _single_error(folder), ExitStack() as stack:
-        family, weights, keys = _describe(folder)
-        read = _tensors(folder, family, weights, stack)
-        general = {"general.name": folder.resolve().name, "general.file_type": FILE_TYPES[dtype]}
-        _write(dest, family.arch, general | keys, weights, dtype, read)
-    return dest
-
-
-@contextmanager
-def _single_error(folder: Path) -> Iterator[None]:
-    """Broken files make safetensors, tokenizers and transformers raise nearly any class."""
     try:
-        yield
+        family, weights, keys = _describe(folder)
+        where = _located(folder, family, weights)
+        general = {"general.name": folder.resolve().name, "general.file_type": FILE_TYPES[dtype]}
+        _write(dest, family.arch, general | keys, weights, dtype, where)
     except SpecnbError:
         raise
     except OSError as error:
         raise InputError(f"cannot convert {folder}: {error}") from error
-    except Exception as error:
+    except Exception as error:  # broken files make safetensors, tokenizers and transformers raise nearly any class
         from specnb.lm.hf.files import load_error
 
         raise load_error(str(folder), error) from error
+    return dest
 
 
 def _describe(folder: Path) -> tuple[Family, list[Weight], dict[str, Key]]:
@@ -134,46 +128,43 @@ def _weights(family: Family, config: Any) -> list[Weight]:
     return weights
 
 
-def _tensors(folder: Path, family: Family, weights: list[Weight], stack: ExitStack) -> Callable[[Weight], "Tensor"]:
-    """A reader of the tensors as float32, after checking that the files hold exactly these."""
+def _located(folder: Path, family: Family, weights: list[Weight]) -> dict[str, Path]:
+    """The file of each tensor, after checking that the files hold exactly these, in their shapes."""
     from safetensors import safe_open
 
-    where: dict[str, Any] = {}
+    where: dict[str, Path] = {}
+    shapes: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        file = stack.enter_context(safe_open(path, framework="pt"))
-        where |= dict.fromkeys(file.keys(), file)
-    if not where:
-        raise InputError(f"{folder} has no model.safetensors: weights in other forms are not read")
+        with safe_open(path, framework="pt") as file:
+            where |= dict.fromkeys(file.keys(), path)
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     wanted = {weight.source for weight in weights}
     if missing := sorted(wanted - set(where)):
-        raise InputError(f"{folder} lacks {len(missing)} tensors of its config (the first: {missing[0]})")
+        raise InputError(f"{folder}/*.safetensors lack {len(missing)} tensors of the config (the first: {missing[0]})")
     # a tied output may be stored all the same
     if left := sorted(name for name in set(where) - wanted if not name.startswith((*family.skipped, "lm_head."))):
         raise InputError(f"{folder} has {len(left)} tensors beyond its config (the first: {left[0]:.100})")
     for weight in weights:
-        shape, expected = where[weight.source].get_slice(weight.source).get_shape(), list(weight.like.shape)
-        if shape != expected:
-            raise InputError(f"{folder}: {weight.source} has the shape {shape}, its config says {expected}")
+        if shapes[weight.source] != (expected := list(weight.like.shape)):
+            raise InputError(f"{folder}: {weight.source} is {shapes[weight.source]}, its config says {expected}")
+    return where
 
-    def read(weight: Weight) -> "Tensor":
-        tensor = where[weight.source].get_tensor(weight.source)
-        if not tensor.is_floating_point():
-            raise InputError(f"{folder}: {weight.source} is {tensor.dtype}: quantised weights are not read")
-        return tensor.float()
 
-    return read
+def _values(weight: Weight, path: Path) -> np.ndarray:
+    """What is written of a tensor, as float32."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensor = file.get_tensor(weight.source)
+    if not tensor.is_floating_point():
+        raise InputError(f"{path}: {weight.source} is {tensor.dtype}: quantised weights are not read")
+    return weight.change(tensor.float()).contiguous().numpy()
 
 
 def _write(
-    dest: Path,
-    arch: str,
-    keys: Mapping[str, Key],
-    weights: list[Weight],
-    dtype: str,
-    read: Callable[[Weight], "Tensor"],
+    dest: Path, arch: str, keys: Mapping[str, Key], weights: list[Weight], dtype: str, where: Mapping[str, Path]
 ) -> None:
     """InputError for values that are not finite, or that float16 does not reach."""
-    import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter, quantize
 
     writer = GGUFWriter(dest, arch)
@@ -192,7 +183,7 @@ def _write(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for weight in weights:
-            kind, values = weight.kind(dtype), weight.change(read(weight)).contiguous().numpy()
+            kind, values = weight.kind(dtype), _values(weight, where[weight.source])
             with np.errstate(over="ignore"):
                 packed = quantize(values, GGMLQuantizationType[kind.upper()])
             if not np.isfinite(values).all() or (kind == "f16" and not np.isfinite(packed).all()):

@@ -231,13 +231,7 @@ def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
     heads, kv_heads = api.llama_model_n_head(model), api.llama_model_n_head_kv(model)
     if heads < 1 or kv_heads < 1:
         return size
-    return size + kv_bytes(
-        n_layers=n_layers,
-        n_kv_heads=kv_heads,
-        head_dim=api.llama_model_n_embd(model) // heads,
-        n_ctx=n_ctx,
-        bytes_per_value=KV_TYPES[kv][1],
-    )
+    return size + kv_bytes(n_layers, kv_heads, api.llama_model_n_embd(model) // heads, n_ctx, KV_TYPES[kv][1])
 
 
 class SavedBlob(NamedTuple):

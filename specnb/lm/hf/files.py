@@ -99,13 +99,9 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
     text = config.get_text_config(decoder=True)
     width = torch.finfo(dtype).bits // 8
     heads = getattr(text, "num_attention_heads", 0) or 1
-    state = kv_bytes(
-        n_layers=getattr(text, "num_hidden_layers", 1),
-        n_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads),
-        n_ctx=context(config, n_ctx, name),
-        bytes_per_value=width,
-    )
+    n_layers, kv_heads = getattr(text, "num_hidden_layers", 1), getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads)
+    state = kv_bytes(n_layers, kv_heads, head_dim, context(config, n_ctx, name), width)
     weights = width * sum(p.numel() for p in skeleton(config).parameters())
     require(weights, state, device=device, name=name)
 
