@@ -78,11 +78,11 @@ def in_threads(work) -> list:
 
 
 def test_names_and_types():
-    for name in ("smollm2-135m", "smollm2-135m:q4_1", "SmolLM2-135M:Q4_1"):
+    for name in ("smollm2-135m", "SmolLM2-135M:Q4_1"):
         assert zoo.parse(name) == (REAL, None) and zoo.is_zoo_name(name)
     assert zoo.parse("smollm2-135m:F16") == (REAL, "f16")
     assert {*REAL.derived_bytes, REAL.shipped_type} == set(binding.FILE_TYPES)
-    assert not any(map(zoo.is_zoo_name, ["", "smollm2", "x.gguf", "./smollm2-135m", "hf:smollm2-135m"]))
+    assert not any(map(zoo.is_zoo_name, ["", "smollm2", "./smollm2-135m", "hf:smollm2-135m"]))
 
 
 @pytest.mark.parametrize("name", ["smolm2-135m", "", ":q4_0", "smollm2-135m:", "smollm2-135m:../../x"])
