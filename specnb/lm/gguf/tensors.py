@@ -56,7 +56,7 @@ class _Raw(ctypes.Structure):
     ]
 
 
-_P, _S, _I, _L = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int64
+_P, _S, _I = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_version": (_S, ()),
     "ggml_op_desc": (_S, (_P,)),

@@ -21,6 +21,7 @@ from specnb.lm.hf.attention import LANES, tree_mask
 from specnb.lm.preflight import Steps
 from specnb.lm.tree import Tree
 
+States = dict[int, torch.Tensor | None]
 PREFILL_WIDTH = 512
 FIRST_ROOM = 256
 ARGUMENTS = ("past_key_values", "cache_params")
@@ -113,7 +114,7 @@ class SavedState:
     """
 
     n_tokens: int
-    layers: dict[int, tuple[dict[int, torch.Tensor | None], dict[int, torch.Tensor | None]]]
+    layers: dict[int, tuple[States, States]]
 
     @property
     def nbytes(self) -> int:
@@ -122,9 +123,8 @@ class SavedState:
 
     @classmethod
     def of(cls, cache: Cache, n_tokens: int) -> "SavedState":
-        return cls(
-            n_tokens, {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in recurrent_layers(cache)}
-        )
+        layers = {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in recurrent_layers(cache)}
+        return cls(n_tokens, layers)
 
     def put_back(self, cache: Cache) -> None:
         """Overwrite the recurrent states of `cache`, which must have been written since. Attention is not touched."""
@@ -134,7 +134,7 @@ class SavedState:
             layer.recurrent_states = _copies(states)
 
 
-def _copies(states: dict[int, torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+def _copies(states: States) -> States:
     return {i: None if state is None else state.clone() for i, state in states.items()}
 
 

@@ -45,10 +45,6 @@ class HiddenRows(NamedTuple):
     pre: Tensor
     post: Tensor
 
-    @property
-    def end(self) -> int:
-        return self.start + len(self.pre)
-
 
 class HiddenStates:
     """Listens to the final norm of a model. Make one with `HfModel.watch_hidden`.
@@ -73,12 +69,11 @@ class HiddenStates:
         n_past = self._model.n_past
         # rows behind the state are of tokens that were taken back, or of the second of a doubled step
         for rows in reversed(self._rows) if position < n_past else ():
-            if rows.start <= position < rows.end:
+            if rows.start <= position < rows.start + len(rows.pre):
                 return rows.pre[position - rows.start], rows.post[position - rows.start]
-        spans = ", ".join(f"{rows.start} to {rows.end - 1}" for rows in self._rows)
         raise StateError(
-            f"no hidden state is held for position {position} of {self._model.name}: its state has {n_past} tokens, "
-            f"and of the last forward since watch_hidden are held {spans or 'none'}; feed the token again"
+            f"no hidden state is held for position {position} of {self._model.name}, whose state has {n_past} tokens: "
+            "the last forward since watch_hidden did not compute it; feed the token again"
         )
 
     def keep_path(self, nodes: Sequence[int]) -> None:
