@@ -56,17 +56,17 @@ class Tree:
 
         Raises InputError for a node outside the tree.
         """
-        if not COMMITTED <= node < len(self):
-            raise InputError(f"the tree has nodes 0 to {len(self) - 1}, and -1 for the committed text; got {node}")
+        self._require(node)
         up = []
         while node != COMMITTED:
             up.append(node)
             node = self.parents[node]
         return up[::-1]
 
-    def children(self, node: int) -> list[int]:
-        """The nodes that follow `node`, in order; those of -1 follow the committed text."""
-        return [child for child, parent in enumerate(self.parents) if parent == node]
+    def children(self, node: int) -> tuple[int, ...]:
+        """The nodes that follow `node`, in order; those of -1 follow the committed text. Raises as `path`."""
+        self._require(node)
+        return tuple(child for child, parent in enumerate(self.parents) if parent == node)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -85,3 +85,7 @@ class Tree:
                 seen[node] |= seen[parent]
         seen.flags.writeable = False
         return seen
+
+    def _require(self, node: int) -> None:
+        if not COMMITTED <= node < len(self):
+            raise InputError(f"the tree has nodes 0 to {len(self) - 1}, and -1 for the committed text; got {node}")
