@@ -365,7 +365,7 @@ class PlaneRecorder:
 
     llama.cpp takes back up to `n_rs_seq` tokens, but has planes only of the last decode, and uses them up: to more
     than `last decode - 1` tokens, to a second call, or to one after a state was loaded it says True, and the next
-    logits are wrong (0.3.36; measured in tests/laws/test_rollback_llama.py). So `reach` is what really can be taken back.
+    logits are wrong (0.3.36; tests/laws/test_rollback_llama.py). So `reach` is what really can be taken back.
     It records always, so that there is nothing to begin, to stop or to undo.
     """
 
