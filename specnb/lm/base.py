@@ -21,7 +21,7 @@ RewindKind = Literal["crop", "snapshots", "replay", "fused", "checkpoint", "reco
 class Capabilities:
     """What an engine can do with a model, so that callers need not ask for its class.
 
-    `rewind` says how the state goes back (`lm.rollback` has the ways; `none`: it cannot), `rewind_reason` why it is
+    `rewind` says how the state goes back (a strategy of `lm.rollback`; `none`: it cannot), `rewind_reason` why it is
     not by dropping entries, and `rewind_depth` how many tokens at most. `max_width` is the widest single forward,
     `n_ctx` the most tokens the state holds. `lossless_dtype` is True where widths 1 and n differ by float32
     rounding only, and up to `same_bits_up_to` tokens they do not differ at all. `trees` says whether the model is a
@@ -146,10 +146,8 @@ def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None
     array = np.asarray(ids)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
         raise InputError(f"forward of {model.name} takes a flat list of at least one token id, got {ids!r:.80}")
-    lowest, highest = int(array.min()), int(array.max())
-    if lowest < 0 or highest >= model.vocab.size:
-        bad = lowest if lowest < 0 else highest
-        raise InputError(f"token id {bad} is outside the vocabulary of {model.name} (0..{model.vocab.size - 1})")
+    if (bad := array[(array < 0) | (array >= model.vocab.size)]).size:
+        raise InputError(f"token id {bad[0]} is outside the vocabulary of {model.name} (0..{model.vocab.size - 1})")
     if model.n_past + len(ids) > model.caps.n_ctx:
         raise CapacityError(
             f"{model.name} holds {model.caps.n_ctx} tokens; {model.n_past} in the state and {len(ids)} more do not "

@@ -8,9 +8,6 @@ from typing import TypedDict
 from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 
-MAX_CHARACTERS = 10_000_000
-"""Of a rendered text."""
-
 
 class Message(TypedDict):
     """One turn: role is system, user or assistant."""
@@ -37,24 +34,18 @@ def _compiled(template: str):
 def render(vocab: Vocabulary, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
     """The text to encode for `messages`, ending where the assistant's answer begins.
 
-    Raises InputError when the model has no chat template, the template fails or refuses the messages, or writes more
-    than MAX_CHARACTERS.
+    Raises InputError when the model has no chat template, and when the template fails or refuses the messages.
     """
     if not vocab.chat_template:
         raise InputError("this model has no chat template: pass plain text instead of messages")
     text_of = {"bos_token": vocab.bos, "eos_token": vocab.eos}
     tokens = {name: "" if i is None else vocab.pieces[i].decode("utf-8", "replace") for name, i in text_of.items()}
-    pieces, size = [], 0
     try:
-        template = _compiled(vocab.chat_template)
-        for piece in template.generate(messages=list(messages), add_generation_prompt=add_generation_prompt, **tokens):
-            pieces.append(piece)
-            size += len(piece)
-            if size > MAX_CHARACTERS:
-                raise InputError(f"the chat template of this model writes more than {MAX_CHARACTERS} characters")
+        return _compiled(vocab.chat_template).render(
+            messages=list(messages), add_generation_prompt=add_generation_prompt, **tokens
+        )
     except InputError:
         raise
     except Exception as error:  # a template is a program: it may divide by zero or recurse without end
         reason = str(error) or type(error).__name__
         raise InputError(f"the chat template of this model cannot be rendered: {reason}") from error
-    return "".join(pieces)

@@ -10,11 +10,15 @@ tiny-hybrid                         a model that comes with the checkout (a fold
 """
 
 import inspect
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
+
+from pydantic import TypeAdapter, ValidationError
 
 from specnb.errors import InputError, MemoryShortError
 from specnb.io import read_json
@@ -74,19 +78,14 @@ def _where(source: str) -> str:
         return "zoo"
     if source.endswith(".gguf"):
         return "gguf"
-    if source.startswith("hf:") or source in zoo.embedded_names() or _is_folder(source):
+    if source.startswith("hf:") or source in zoo.embedded_names():
+        return "hf"
+    if source and os.path.isdir(expanded(source)):  # noqa: PTH112 - False for a name too long, too
         return "hf"
     if "/" in source or "\\" in source:
         raise InputError(f"no such folder: {source} (a model on a hub is hf:ORG/NAME, a file ends in .gguf)")
     zoo.parse(source)  # raises with the names that are close
     return "zoo"
-
-
-def _is_folder(source: str) -> bool:
-    try:
-        return bool(source) and expanded(source).is_dir()
-    except OSError:  # a name too long for the file system
-        return False
 
 
 def local_file(spec: ModelSpec) -> Path | None:
@@ -109,21 +108,19 @@ def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tu
     """
     if draft is None or draft in DRAFTERS:
         return draft, None
-    weights: dict[str, int] = {}
+    weights: Counter[str] = Counter()
     try:
         for spec in (parse(target), parse(draft)):
-            device = spec.options.get("device", "cpu")
             if not int(spec.options.get("gpu_layers", 0)):  # what part llama.cpp puts where is for it to know
-                weights[device] = weights.get(device, 0) + weights_bytes(spec)
-    except (InputError, ValueError):  # for `load` to say
-        return draft, None
-    try:
+                weights[spec.options.get("device", "cpu")] += weights_bytes(spec)
         for device, both in weights.items():
             require(both, name=f"{draft} beside {target}", device=device)
     except MemoryShortError as error:
         if strict:
             raise
         return None, f"{type(error).__name__}: {error}"
+    except (InputError, ValueError):  # for `load` to say
+        pass
     return draft, None
 
 
@@ -185,16 +182,9 @@ def _typed(opener: Callable[..., LanguageModel], spec: ModelSpec) -> dict[str, A
             continue  # of the conversion, not of the engine
         if key not in known:
             raise InputError(f"{spec.text!r}: {spec.backend} has no option {key!r}; known: backend, {', '.join(known)}")
-        typed[key] = _convert(value, type(known[key].default), key)
+        kind = type(known[key].default)
+        try:
+            typed[key] = TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
+            raise InputError(f"option {key}={value!r} is not a {kind.__name__}") from error
     return typed
-
-
-def _convert(value: Any, to: type, key: str) -> Any:
-    if isinstance(value, to) or (to is int and hasattr(value, "__index__")):
-        return value
-    try:
-        if not isinstance(value, str):
-            raise ValueError(f"{value!r} is a {type(value).__name__}")
-        return {"true": True, "1": True, "false": False, "0": False}[value.lower()] if to is bool else to(value)
-    except (KeyError, ValueError) as error:
-        raise InputError(f"option {key}={value!r} is not a {to.__name__}") from error

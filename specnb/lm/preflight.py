@@ -36,18 +36,14 @@ DROPPED, KEPT = PROBE.path(6), PROBE.path(7)
 Steps = Literal["blocks", "later", "single"]
 
 
-def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: float) -> int:
+def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: int) -> int:
     """Bytes of the key and value cache of an attention model for `n_ctx` positions."""
-    return math.ceil(2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value)
+    return 2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value
 
 
 def need_bytes(weights: int, state: int = 0) -> int:
     """Bytes a model takes: weights, state (KV cache, recurrent state) and a margin for work buffers."""
-    return weights + state + _margin_bytes(weights)
-
-
-def _margin_bytes(weights: int) -> int:
-    return max(MIN_MARGIN_BYTES, math.ceil(MARGIN_SHARE * weights))
+    return weights + state + max(MIN_MARGIN_BYTES, math.ceil(MARGIN_SHARE * weights))
 
 
 def require(weights: int, state: int = 0, *, name: str, device: str = "cpu") -> None:
@@ -56,85 +52,73 @@ def require(weights: int, state: int = 0, *, name: str, device: str = "cpu") -> 
     Raises MemoryShortError with every number and the remedy, and InputError for a device that is not there.
     """
     free, need = free_bytes(device), need_bytes(weights, state)
-    if need <= free:
-        return
-    shown = [human_bytes(size) for size in (need, weights, state, _margin_bytes(weights), free, need - free)]
-    raise MemoryShortError(
-        "{} does not fit on {}: it needs {} (weights {} + state {} + margin {}), {} is free, {} short; use a smaller "
-        "context (n_ctx), a smaller quantisation, or the target alone without a draft model".format(
-            name, device, *shown
+    if need > free:
+        shown = [human_bytes(size) for size in (need, weights, state, need - weights - state, free, need - free)]
+        raise MemoryShortError(
+            "{} does not fit on {}: it needs {} (weights {} + state {} + margin {}), {} is free, {} short; use a "
+            "smaller context (n_ctx), a smaller quantisation, or the target alone without a draft model".format(
+                name, device, *shown
+            )
         )
-    )
 
 
 def free_bytes(device: str = "cpu") -> int:
     """Bytes that can still be taken on `cpu`, `cuda` or `cuda:N` without swapping or being killed.
 
-    For the CPU: what the system calls available, bounded by every memory limit of the control group. For CUDA: what
-    the driver reports free and what torch holds in its cache without using it. Raises InputError for another device
-    and for one that is not there.
+    For the CPU: what the system calls available, bounded by every memory limit of the control group (version 2). For
+    CUDA: what the driver reports free and what torch holds in its cache without using it. Raises InputError for
+    another device and for one that is not there.
     """
     if device == "cpu":
         import psutil
 
-        rooms = (_cgroup_room_bytes(folder) for folder in cgroup_folders("memory"))
+        rooms = (_cgroup_room_bytes(folder) for folder in cgroup_folders())
         return min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)])
     if not (match := re.fullmatch(r"cuda(?::(\d+))?", str(device))):
         raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
     import torch
 
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(match[1] or 0) >= seen:
+    index, seen = int(match[1] or 0), torch.cuda.device_count()
+    if index >= seen:
         raise InputError(f"device {device!r} is not there: torch sees {seen} CUDA devices; use device=cpu")
-    index = int(match[1]) if match[1] else torch.cuda.current_device()
     free, _ = torch.cuda.mem_get_info(index)
     return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
 
 
 def _cgroup_room_bytes(folder: Path) -> int | None:
-    """Limit minus use of one control group (version 2), never below 0; None where it sets no limit."""
-    texts = {name: _kernel_text(folder / f"memory.{name}").strip() for name in ("max", "high", "current")}
-    limits = [int(texts[name]) for name in ("max", "high") if texts[name].isdigit()]
+    """Limit minus use of one control group, never below 0; None where it sets no limit."""
+    limits = [int(text) for name in ("max", "high") if (text := _kernel_text(folder / f"memory.{name}")).isdigit()]
     if not limits:
         return None
     # The use counts file pages that the kernel drops on demand, among them the model file just written or read.
     lines = (line.split() for line in _kernel_text(folder / "memory.stat").splitlines())
     reclaimable = next((int(line[1]) for line in lines if line[0] == "inactive_file"), 0)
-    return max(0, min(limits) - max(0, int(texts["current"] or 0) - reclaimable))
+    return max(0, min(limits) - max(0, int(_kernel_text(folder / "memory.current") or 0) - reclaimable))
 
 
-def cgroup_folders(controller: str, proc: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> list[Path]:
-    """Folders that may limit this process, innermost first; version 2 and version 1 of Linux control groups.
+def cgroup_folders(proc: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> list[Path]:
+    """Folders that may limit this process, innermost first: its control group (version 2), and every ancestor.
 
-    Every ancestor limits too. Inside a container the path in `/proc` can name folders of the host: those that do
-    not exist here are left out, and the top of the mount, where the container sees its own limits, is always tried.
+    Inside a container the path in `/proc` can name folders of the host: those that do not exist here are left out,
+    and the top of the mount, where the container sees its own limits, is always tried.
     """
-    folders: list[Path] = []
-    for line in _kernel_text(proc).splitlines():
-        _, names, inside = line.split(":", 2)
-        if not names or controller in names.split(","):
-            top = mount / controller if names else mount
-            parts = [] if ".." in inside.split("/") else inside.strip("/").split("/")
-            folders += [top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    inside = next((line[3:] for line in _kernel_text(proc).splitlines() if line.startswith("0::")), "")
+    parts = [] if ".." in inside else inside.strip("/").split("/")
+    folders = (mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 
 def quota_cores() -> float | None:
     """Cores the control group grants, the smallest along the path; None where there is no limit."""
-    quotas = []
-    for folder in cgroup_folders("cpu"):
-        old = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        words = (_kernel_text(folder / "cpu.max") or " ".join(_kernel_text(folder / name) for name in old)).split()
-        # no limit is "max" in version 2 and -1 in version 1
-        if len(words) == 2 and all(word.isdigit() and int(word) > 0 for word in words):
-            quotas.append(int(words[0]) / int(words[1]))
+    words = (_kernel_text(folder / "cpu.max").split() for folder in cgroup_folders())
+    quotas = [int(quota) / int(period) for quota, period in (w for w in words if len(w) == 2) if quota != "max"]
     return round(min(quotas), 3) if quotas else None
 
 
 def _kernel_text(file: Path) -> str:
     """A small file of the kernel; "" if it cannot be read."""
     with contextlib.suppress(OSError):
-        return file.read_text(encoding="utf-8", errors="replace")
+        return file.read_text(encoding="utf-8", errors="replace").strip()
     return ""
 
 

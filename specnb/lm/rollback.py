@@ -1,7 +1,7 @@
-"""The ways back: how a model's state returns to an earlier token, exactly, one strategy a class.
+"""Rollback strategies: how a model's state returns to an earlier token, exactly, one strategy a class.
 
 A KV cache forgets its last n entries by being cropped. A recurrent state is one tensor that every token overwrites,
-so the way back must be paid for, in bytes, in forwards, or in both (figures: notebook 04):
+so going back must be paid for, in bytes, in forwards, or in both (figures: notebook 04):
 
     crop         attention only: drop entries
     snapshots    the state after every position since the border; going back is a choice among them
@@ -9,7 +9,7 @@ so the way back must be paid for, in bytes, in forwards, or in both (figures: no
                  going back runs the accepted tokens through the recurrence alone, no forward
     fused        one state; after going back, the accepted tokens ride along in the next forward, without logits
     checkpoint   one state; going back feeds the accepted tokens in a forward of their own (llama.cpp, PR 20080)
-    recompute    nothing kept: everything is fed again. The oracle of the others, and the way back beyond their reach
+    recompute    nothing kept: everything is fed again. The oracle of the others, and what they do beyond their reach
 
 The *border* is where the caller last called `rewind` (of 0 tokens too): speculative decoding rewinds once a round,
 so that what lies before the border is true, and what is fed behind it may be taken back. Every strategy goes back
@@ -41,10 +41,8 @@ from specnb.lm.preflight import goes_back
 AUTO = "auto"
 """Let a probe choose."""
 
-DEPTH = 32
-"""Tokens that recorders reach back over, unless another depth is asked for."""
-
-MAX_DEPTH = 256
+DEPTH, MAX_DEPTH = 32, 256
+"""Tokens that recorders reach back over, unless another depth is asked for, and at most."""
 
 SETTLE_AT = 3
 """Tokens that a fused replay carries along at most. As rows of every round's forward they soon cost more than a forward
@@ -59,7 +57,7 @@ class Saved(Protocol):
 
 
 class Engine(Protocol):
-    """A state of `held` tokens, without any way back of its own.
+    """A state of `held` tokens that knows no rollback.
 
     `feed` appends ids and returns the logits `(rows, vocab)` of the last of them. `crop` drops the attention entries
     of the last n tokens, and leaves recurrent states as they are; `restore` drops the tokens since `saved`.
@@ -79,11 +77,11 @@ class Engine(Protocol):
 
 
 class Recorder(Protocol):
-    """An engine's own way back over the tokens fed last: at most `depth`, and `reach` of them at this moment.
+    """An engine's own rollback over the tokens fed last: at most `depth`, and `reach` of them at this moment.
 
-    `begin` records from here on, what was fed before is out of reach; `take_back` undoes the last n tokens; `stop`
-    forgets what was recorded; `uninstall` leaves the engine as it was. Where it `spans_forwards` it reaches back over
-    several, and `base` is the state that it began with; else it reaches into the last forward only.
+    `begin` records from here on; `take_back` undoes the last n tokens; `stop` forgets what was recorded; `uninstall`
+    leaves the engine as it was. Where it `spans_forwards` it reaches back over several, and `base` is the state that
+    it began with; else it reaches into the last forward only.
     """
 
     spans_forwards: bool
@@ -132,7 +130,7 @@ class Rollback:
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept for the way back, at this moment."""
+        """Bytes kept for going back, at this moment."""
         return 0
 
     def forward(self, ids: Sequence[int], rows: int) -> np.ndarray:
@@ -265,7 +263,7 @@ class FusedReplay(Checkpoint):
 
     def _prepare(self, n: int) -> None:
         pending = len(self._tokens) - self._engine.held
-        if 0 < pending <= SETTLE_AT:  # the saved state is where the engine stands: it stays the way back
+        if 0 < pending <= SETTLE_AT:  # the saved state is where the engine stands: it stays
             self._at_border = False
             self.cost.fused += pending
             return
@@ -344,7 +342,7 @@ KINDS = (AUTO, "replay", "snapshots", *STRATEGIES)
 
 
 def check_options(kind: str, depth: int) -> None:
-    """Refuse an unknown way back, or a depth that records nothing."""
+    """Refuse an unknown strategy, or a depth that records nothing."""
     if kind not in KINDS:
         raise InputError(f"unknown rollback {kind!r}; {did_you_mean(str(kind), KINDS)}known: {', '.join(KINDS)}")
     if not 1 <= depth <= MAX_DEPTH:
@@ -360,10 +358,10 @@ def choose(
     *,
     afford: Callable[[str], None] = lambda _name: None,
 ) -> Rollback:
-    """The way back `kind` for `model`, or with "auto" the first of `preferred` that a probe finds exact.
+    """The strategy `kind` for `model`, or with "auto" the first of `preferred` that a probe finds exact.
 
-    A model that can crop need not be probed. `recorders` open what a way records with, or raise InputError where the
-    family or the engine has none; `afford(name)` raises MemoryShortError where there is no room for what it keeps.
+    A model that can crop need not be probed. `recorders` open what a strategy records with, or raise InputError where
+    the family or the engine has none; `afford(name)` raises MemoryShortError where there is no room for what it keeps.
     Raises InputError (not for this model), MemoryShortError, LoadError (a probe found it inexact).
     """
     reason = model.caps.rewind_reason

@@ -40,10 +40,9 @@ class ToyLM:
         check_settled(self, self._tree)
         rows = check_forward(self, ids, n_logits)
         self._ids.extend(int(i) for i in ids)
-        out = np.empty((rows, self.vocab.size), dtype=np.float32)
-        for r in range(rows):
-            out[r] = self._logits_of(tuple(self._ids[: len(self._ids) - rows + r + 1]))
-        return out
+        ends = range(len(self._ids) - rows + 1, len(self._ids) + 1)
+        logits = [self._logits_of(tuple(self._ids[:end])) for end in ends]
+        return np.array(logits, dtype=np.float32).reshape(rows, self.vocab.size)
 
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
         check_settled(self, self._tree)

@@ -64,12 +64,9 @@ class Tree:
         return up[::-1]
 
     def children(self, node: int) -> tuple[int, ...]:
-        """The nodes that follow `node`, in order; those of -1 follow the committed text.
-
-        Raises InputError for a node outside the tree.
-        """
+        """The nodes that follow `node`, in order; those of -1 follow the committed text. Raises as `path`."""
         self._require(node)
-        return self._children[node + 1]
+        return tuple(child for child, parent in enumerate(self.parents) if parent == node)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -88,14 +85,6 @@ class Tree:
                 seen[node] |= seen[parent]
         seen.flags.writeable = False
         return seen
-
-    @cached_property
-    def _children(self) -> tuple[tuple[int, ...], ...]:
-        """By node + 1."""
-        children: list[list[int]] = [[] for _ in range(len(self) + 1)]
-        for node, parent in enumerate(self.parents):
-            children[parent + 1].append(node)
-        return tuple(tuple(nodes) for nodes in children)
 
     def _require(self, node: int) -> None:
         if not COMMITTED <= node < len(self):

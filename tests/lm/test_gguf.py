@@ -1,6 +1,5 @@
 """GGUF files in llama.cpp: what cannot be opened is one clear error, and no argument ends the process."""
 
-import logging
 import subprocess
 import sys
 
@@ -9,13 +8,11 @@ import pytest
 
 from specnb.errors import CapacityError, InputError, LoadError, MemoryShortError
 from specnb.lm import preflight
-from specnb.lm.gguf import binding
-from specnb.lm.gguf import model as gguf_model
 from specnb.lm.gguf.model import GgufModel
 from tests.tiny_models import bert_gguf, llama_gguf, mamba_gguf
 
 IDS = [4, 9, 6, 7, 8, 11, 5, 10]
-CUTS = (4, 8, 16, 23, 24, 40, 100, 500, 1500, 2600, 20_000, -1)
+CUTS = (0, 4, 24, 100, 1500, 20_000, -1)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +41,9 @@ def test_what_is_no_gguf_file_is_refused(tmp_path):
     for path in (tmp_path / "absent.gguf", tmp_path):
         with pytest.raises(InputError, match=path.name):
             GgufModel.open(path)
-    for content in (b"", b"GG", b"hello, I am text"):
-        (tmp_path / "bad.gguf").write_bytes(content)
-        with pytest.raises(LoadError, match=r"bad\.gguf"):
-            GgufModel.open(tmp_path / "bad.gguf")
+    (tmp_path / "bad.gguf").write_bytes(b"hello, I am text")
+    with pytest.raises(LoadError, match=r"bad\.gguf"):
+        GgufModel.open(tmp_path / "bad.gguf")
 
 
 def test_a_truncated_file_is_refused_wherever_it_ends(file, tmp_path):
@@ -93,27 +89,13 @@ def test_weights_of_all_parts_and_the_context_are_asked_for_before_they_are_made
         GgufModel.open(parts[0])
 
 
-@pytest.mark.parametrize("kv", ["f32", "f16"])
-@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize(("kv", "flash"), [("f32", False), ("f32", True), ("f16", False)])
 def test_caches_and_attentions_agree_and_only_float32_claims_exact_widths(file, model, kv, flash):
     other = GgufModel.open(file, threads=1, kv=kv, flash_attention=flash)
     rows = other.forward(IDS)
     assert other.caps.lossless_dtype == (kv == "f32" and not flash)
     np.testing.assert_allclose(rows, model.forward(IDS), atol=1e-4 if other.caps.lossless_dtype else 0.02)
-    other.reset()
-    single = np.concatenate([other.forward([i]) for i in IDS])
-    np.testing.assert_allclose(single, rows, atol=2e-5 if other.caps.lossless_dtype else 0.02)
     other.close()
-
-
-def test_the_context_is_the_one_asked_for(file, model):
-    """llama.cpp rounds contexts up to 256; the caller's number holds. Without one: the model's own."""
-    assert model.caps.n_ctx == 64
-    small = GgufModel.open(file, n_ctx=5, threads=1)
-    assert (small.caps.n_ctx, small.caps.max_width, small.caps.rewind_depth) == (5, 5, 5)
-    small.forward(IDS[:5])
-    with pytest.raises(CapacityError, match="holds 5 tokens"):
-        small.forward([5])
 
 
 @pytest.mark.parametrize(("n_ctx", "width"), [(4, 3), (4, 40), (30, 6), (30, 40)])
@@ -139,18 +121,14 @@ def test_a_fixed_width_gives_the_same_bits_up_to_the_end_of_the_context(file, n_
 def test_a_recurrent_model_goes_back_by_what_its_architecture_allows(tmp_path):
     file = mamba_gguf(tmp_path / "mamba.gguf")
     model = GgufModel.open(file, threads=1)
-    assert model.caps.rewind == "fused" and gguf_model.is_recurrent(model._model)
+    assert model.caps.rewind == "fused"
     whole = model.forward(IDS)
     model.rewind(2)
     np.testing.assert_allclose(model.forward(IDS[-2:]), whole[-2:], atol=1e-4)
-    model.reset()
-    np.testing.assert_allclose(np.concatenate([model.forward([i]) for i in IDS]), whole, atol=1e-4)
     model.close()
-    with pytest.raises(InputError, match="fixed_width=0"):
-        GgufModel.open(file, fixed_width=4, threads=1)
-    for kind, why in {"crop": "recurrent layers", "snapshots": "no snapshots", "replay": "backend=hf"}.items():
-        with pytest.raises(InputError, match=why):
-            GgufModel.open(file, threads=1, rollback=kind)
+    for options in ({"fixed_width": 4}, {"rollback": "crop"}, {"rollback": "snapshots"}, {"rollback": "replay"}):
+        with pytest.raises(InputError):
+            GgufModel.open(file, threads=1, **options)
 
 
 def test_what_would_end_the_process_is_an_error(file, tmp_path):
@@ -176,16 +154,3 @@ def test_what_would_end_the_process_is_an_error(file, tmp_path):
     ).splitlines()
     assert len(output) == 8 and "'Z'" in output[0] and all(file.name in line for line in output[2:6])
     assert output[1] == str([259, *(3 + b for b in "🙂".encode())])
-
-
-def test_log_levels_and_lines(caplog):
-    """ggml's levels 1 to 4 are debug, info, warn, error; 5 continues the line before. Info is too much for INFO."""
-    log = binding.library().log_callback
-    lines = [(1, b"d\n"), (2, b"i\n"), (3, b"w\n"), (4, b"e "), (5, b"more\ntwo"), (5, b"\n"), (0, b"0\xff\n")]
-    with caplog.at_level(logging.DEBUG, logger="specnb.llama_cpp"):
-        for level, text in lines:
-            log(level, text, None)
-    levels = {r.getMessage(): r.levelno for r in caplog.records}
-    debug, info, error = logging.DEBUG, logging.INFO, logging.ERROR
-    assert levels == {"d": debug, "i": debug, "w": info, "e more": error, "two": error, "0\ufffd": debug}
-    assert list(binding.library().errors)[-2:] == ["e more", "two"]

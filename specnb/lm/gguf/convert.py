@@ -1,22 +1,25 @@
 """A transformers folder as a GGUF file, so that llama.cpp runs the same weights: recurrent and hybrid families first.
 
-Tensors are read, changed and written one by one: memory holds the largest of them, not the model. The models are
-those whose torch and llama.cpp code were compared, logit by logit (tests/lm/test_to_gguf.py).
+Which tensors there are, and their shapes, is what transformers builds of the config; their GGUF names are the gguf
+package's. They are read, changed and written one by one: memory holds the largest of them, not the model. The models
+are those whose torch and llama.cpp code were compared, logit by logit (tests/lm/test_to_gguf.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from specnb.errors import InputError, SpecnbError, did_you_mean
-from specnb.io import cache_dir, read_json
+from specnb.io import cache_dir, digest, file_digest, read_json
 from specnb.lm.gguf.binding import FILE_TYPES
-from specnb.lm.gguf.families import FAMILIES, Key, Plan, Weight
+from specnb.lm.gguf.families import FAMILIES, Change, Family, Key
 from specnb.lm.gguf.tokenizer import tokenizer_keys
-from specnb.lm.zoo import files_digest, made_once
+from specnb.lm.zoo import made_once
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DTYPES = ("f16", "f32", "bf16")
 MAX_TEXT_BYTES = 64 << 20
@@ -33,17 +36,29 @@ READ = (
 )
 
 
+class Weight(NamedTuple):
+    """A tensor of a model: its GGUF name, transformers' name, its shape (a tensor without memory), and its change."""
+
+    name: str
+    source: str
+    like: "Tensor"
+    change: Change
+
+    def kind(self, dtype: str) -> str:
+        """Vectors and convolutions stay float32 whatever the file's type is: llama.cpp's kernels read them so."""
+        return dtype if self.like.dim() == 2 else "f32"
+
+
 def converted(folder: Path, dtype: str) -> Path:
     """The cached GGUF of the model in `folder`; another one for other weights, texts or `dtype` (see `write_gguf`)."""
-    check_dtype(dtype)
     files = [path for pattern in READ for path in sorted(folder.glob(pattern))]
-    digest = files_digest(files)
-    dest = cache_dir() / "converted" / f"{folder.resolve().name}-{digest[:16]}-{CONVERSION}.{dtype}.gguf"
+    sha256 = digest([file_digest(path) for path in files])
+    dest = cache_dir() / "converted" / f"{folder.resolve().name}-{sha256[:16]}-{CONVERSION}.{dtype}.gguf"
     n_bytes = 2 * sum(path.stat().st_size for path in files)
     return made_once(dest, lambda partial: write_gguf(folder, partial, dtype=dtype), n_bytes=n_bytes)
 
 
-def write_gguf(folder: Path | str, dest: Path | str, *, dtype: str = "f16") -> Path:
+def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     """Write the model in `folder` (config.json, safetensors, tokenizer) to the GGUF file `dest`; returns `dest`.
 
     `dtype` of the matrices: "f16", "f32" or "bf16"; vectors and convolutions stay float32.
@@ -53,42 +68,28 @@ def write_gguf(folder: Path | str, dest: Path | str, *, dtype: str = "f16") -> P
     that llama.cpp splits otherwise (see `tokenizer_keys`); a `dest` that cannot be written. Raises LoadError for
     files that transformers or safetensors cannot read.
     """
-    folder, dest = Path(folder).expanduser(), Path(dest).expanduser()
-    check_dtype(dtype)
-    with _single_error(folder):
-        plan, keys = _describe(folder)
-        with ExitStack() as stack:
-            read = _tensors(folder, plan, stack)
-            _write(dest, folder.resolve().name, plan, keys, dtype, read)
-    return dest
-
-
-def check_dtype(dtype: str) -> None:
-    """Refuse what `write_gguf` does not write."""
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}: {did_you_mean(str(dtype), DTYPES)}known are {', '.join(DTYPES)}")
-
-
-@contextmanager
-def _single_error(folder: Path) -> Iterator[None]:
-    """Broken files make safetensors, tokenizers and transformers raise nearly any class."""
     try:
-        yield
+        family, weights, keys = _describe(folder)
+        where = _located(folder, family, weights)
+        general = {"general.name": folder.resolve().name, "general.file_type": FILE_TYPES[dtype]}
+        _write(dest, family.arch, general | keys, weights, dtype, where)
     except SpecnbError:
         raise
     except OSError as error:
         raise InputError(f"cannot convert {folder}: {error}") from error
-    except Exception as error:
+    except Exception as error:  # broken files make safetensors, tokenizers and transformers raise nearly any class
         from specnb.lm.hf.files import load_error
 
         raise load_error(str(folder), error) from error
+    return dest
 
 
-def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
-    """The plan of the model and the keys of its tokenizer; no weight is read."""
-    raw = read_json(folder / "config.json", MAX_TEXT_BYTES)
-    kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+def _describe(folder: Path) -> tuple[Family, list[Weight], dict[str, Key]]:
+    """The family of the model, its tensors, and the keys of the header; no weight is read."""
+    kind = read_json(folder / "config.json", MAX_TEXT_BYTES).get("model_type")
+    if kind not in FAMILIES:
         raise InputError(
             f"{folder} has the model_type {kind!r:.80}: known are {', '.join(FAMILIES)}; "
             "llama.cpp's own convert_hf_to_gguf.py knows many others"
@@ -99,83 +100,96 @@ def _describe(folder: Path) -> tuple[Plan, dict[str, Key]]:
 
     from specnb.lm.hf.files import quiet, vocabulary
 
+    family = FAMILIES[kind]
     with quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        plan = FAMILIES[kind](config)
+        keys = {f"{family.arch}.{key}": value for key, value in family.keys(config).items()}
+        weights = _weights(family, config)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         has_generation = (folder / "generation_config.json").exists()
         generation = GenerationConfig.from_pretrained(folder) if has_generation else None
-    return plan, tokenizer_keys(tokenizer, vocabulary(tokenizer, config, generation))
+    return family, weights, keys | tokenizer_keys(tokenizer, vocabulary(tokenizer, config, generation))
 
 
-def _tensors(folder: Path, plan: Plan, stack: ExitStack) -> Callable[[Weight], np.ndarray]:
-    """A reader of the planned tensors as float32, after checking that the files hold exactly those."""
+def _weights(family: Family, config: Any) -> list[Weight]:
+    """The tensors that transformers builds of `config`. A tied output is the embedding."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    from specnb.lm.hf.files import skeleton
+
+    arch = next(number for number, name in MODEL_ARCH_NAMES.items() if name == family.arch)
+    names, changes = get_tensor_name_map(arch, config.num_hidden_layers), family.changes(config)
+    weights = []
+    for source, like in skeleton(config).state_dict().items():
+        if source != "lm_head.weight" or not config.tie_word_embeddings:
+            name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+            change = next((change for ending, change in changes.items() if source.endswith(ending)), lambda w: w)
+            weights.append(Weight(name, source, like, change))
+    return weights
+
+
+def _located(folder: Path, family: Family, weights: list[Weight]) -> dict[str, Path]:
+    """The file of each tensor, after checking that the files hold exactly these, in their shapes."""
     from safetensors import safe_open
 
-    where: dict[str, Any] = {}
+    where: dict[str, Path] = {}
+    shapes: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        file = stack.enter_context(safe_open(path, framework="pt"))
-        where |= dict.fromkeys(file.keys(), file)
-    if not where:
-        raise InputError(f"{folder} has no model.safetensors: weights in other forms are not read")
-    wanted = {weight.source for weight in plan.weights}
+        with safe_open(path, framework="pt") as file:
+            where |= dict.fromkeys(file.keys(), path)
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    wanted = {weight.source for weight in weights}
     if missing := sorted(wanted - set(where)):
-        raise InputError(f"{folder} lacks {len(missing)} tensors of its config (the first: {missing[0]})")
-    if left := sorted(name for name in set(where) - wanted if not name.startswith(plan.skipped)):
+        raise InputError(f"{folder}/*.safetensors lack {len(missing)} tensors of the config (the first: {missing[0]})")
+    # a tied output may be stored all the same
+    if left := sorted(name for name in set(where) - wanted if not name.startswith((*family.skipped, "lm_head."))):
         raise InputError(f"{folder} has {len(left)} tensors beyond its config (the first: {left[0]:.100})")
-    for weight in plan.weights:
-        if (shape := tuple(where[weight.source].get_slice(weight.source).get_shape())) != weight.shape:
-            raise InputError(f"{folder}: {weight.source} has the shape {shape}, its config says {weight.shape}")
+    for weight in weights:
+        if shapes[weight.source] != (expected := list(weight.like.shape)):
+            raise InputError(f"{folder}: {weight.source} is {shapes[weight.source]}, its config says {expected}")
+    return where
 
-    def read(weight: Weight) -> np.ndarray:
-        tensor = where[weight.source].get_tensor(weight.source)
-        if not tensor.is_floating_point():
-            raise InputError(f"{folder}: {weight.source} is {tensor.dtype}: quantised weights are not read")
-        return tensor.float().numpy()
 
-    return read
+def _values(weight: Weight, path: Path) -> np.ndarray:
+    """What is written of a tensor, as float32."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensor = file.get_tensor(weight.source)
+    if not tensor.is_floating_point():
+        raise InputError(f"{path}: {weight.source} is {tensor.dtype}: quantised weights are not read")
+    return weight.change(tensor.float()).contiguous().numpy()
 
 
 def _write(
-    dest: Path, name: str, plan: Plan, keys: Mapping[str, Key], dtype: str, read: Callable[[Weight], np.ndarray]
+    dest: Path, arch: str, keys: Mapping[str, Key], weights: list[Weight], dtype: str, where: Mapping[str, Path]
 ) -> None:
-    from gguf import GGMLQuantizationType, GGUFWriter
+    """InputError for values that are not finite, or that float16 does not reach."""
+    from gguf import GGMLQuantizationType, GGUFWriter, quantize
 
-    writer = GGUFWriter(dest, plan.arch)
+    writer = GGUFWriter(dest, arch)
     # each key with the type that llama.cpp's loader asks for: gguf-py has no method for some of the names
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    general = {"general.name": name, "general.file_type": FILE_TYPES[dtype]}
     try:
-        for key, value in {**general, **{f"{plan.arch}.{k}": v for k, v in plan.keys.items()}, **keys}.items():
+        for key, value in keys.items():
             add.get(type(value), writer.add_array)(key, value)
-        for weight in plan.weights:
-            kind = _type(weight, dtype)
-            n_bytes = int(np.prod(weight.written_shape, dtype=np.int64)) * (4 if kind == "f32" else 2)
+        for weight in weights:
+            kind, changed = weight.kind(dtype), weight.change(weight.like)
+            n_bytes = changed.numel() * (4 if kind == "f32" else 2)
             # numpy's type is only looked at for packed bytes; the true one is the last argument
             raw_dtype = GGMLQuantizationType[kind.upper()]
-            writer.add_tensor_info(weight.name, weight.written_shape, np.dtype(np.float32), n_bytes, raw_dtype)
+            writer.add_tensor_info(weight.name, changed.shape, np.dtype(np.float32), n_bytes, raw_dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for weight in plan.weights:
-            writer.write_tensor_data(_values(weight, dtype, read(weight)))
+        for weight in weights:
+            kind, values = weight.kind(dtype), _values(weight, where[weight.source])
+            with np.errstate(over="ignore"):
+                packed = quantize(values, GGMLQuantizationType[kind.upper()])
+            if not np.isfinite(values).all() or (kind == "f16" and not np.isfinite(packed).all()):
+                raise InputError(
+                    f"{weight.source} has values that {kind} does not hold: damaged, or write it with dtype='f32'"
+                )
+            writer.write_tensor_data(packed)
     finally:
         writer.close()
-
-
-def _type(weight: Weight, dtype: str) -> str:
-    return "f32" if weight.exact else dtype
-
-
-def _values(weight: Weight, dtype: str, tensor: np.ndarray) -> np.ndarray:
-    """The bytes to write. InputError for values that are not finite, or that float16 does not reach."""
-    from gguf import GGMLQuantizationType, quantize
-
-    changed = (weight.change(tensor) if weight.change else tensor).reshape(weight.written_shape)
-    changed = np.ascontiguousarray(changed, dtype=np.float32)
-    kind = _type(weight, dtype)
-    with np.errstate(over="ignore"):
-        packed = quantize(changed, GGMLQuantizationType[kind.upper()])
-    if not np.isfinite(changed).all() or (kind == "f16" and not np.isfinite(packed).all()):
-        raise InputError(f"{weight.source} has values that {kind} does not hold: damaged, or write it with dtype='f32'")
-    return packed

@@ -10,15 +10,15 @@ import math
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import psutil
 
-from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, RewindError
+from specnb.errors import EngineError, InputError, MemoryShortError, RewindError
 from specnb.lm.base import Capabilities
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES
@@ -68,7 +68,7 @@ class GgufModel(GoesBack):
         self._free = weakref.finalize(self, _free, self._engine.batch, context, model, watch)
         self._free.atexit = False
         self.rollback: Rollback = Recompute(self._engine)
-        """The way back, and what it has cost."""
+        """How the state goes back, and what that has cost."""
 
     @classmethod
     def open(
@@ -86,7 +86,7 @@ class GgufModel(GoesBack):
         rollback: str = AUTO,
         rollback_depth: int = DEPTH,
     ) -> "GgufModel":
-        """Open a GGUF file.
+        """Open a GGUF file; `watch` is shown what is computed.
 
         `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available);
         `kv` type of the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `gpu_layers` layers on a GPU,
@@ -94,12 +94,13 @@ class GgufModel(GoesBack):
         the same kernels and plain decoding equals verification bit for bit, at the price of T(fixed_width) a plain
         step (0: off); `rollback` how the state of a recurrent model goes back (crop, snapshots, fused, checkpoint,
         recompute; "auto": the first that a probe finds exact), and `rollback_depth` how many tokens of it llama.cpp
-        keeps snapshots of; `watch` is shown what is computed.
+        keeps snapshots of.
 
         Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
-        _check_file(path)
+        if not path.is_file():
+            raise InputError(f"no such model file: {path}")
         if kv and kv not in KV_TYPES:
             raise InputError(f"unknown kv type {kv!r}; known: {', '.join(KV_TYPES)}")
         asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers, "fixed_width": fixed_width}
@@ -128,18 +129,13 @@ class GgufModel(GoesBack):
             try:
                 require(weights, state_bytes(model, room, kv, planes), name=name)
             except MemoryShortError:
-                if rollback != AUTO or not planes:
+                if rollback != AUTO:
                     raise
-                planes = 0  # another way back needs none
+                planes = 0  # another strategy needs none
                 require(weights, state_bytes(model, room, kv), name=name)
+            callback = watch and watch.callback
             context = binding.open_context(
-                model,
-                room,
-                kv,
-                threads,
-                flash_attention=flash_attention,
-                planes=planes,
-                callback=watch and watch.callback,
+                model, room, kv, threads, flash_attention=flash_attention, planes=planes, callback=callback
             )
             undo.callback(api.llama_free, context)
             caps = Capabilities(
@@ -148,7 +144,7 @@ class GgufModel(GoesBack):
                 dtype=dtype,
                 n_ctx=n_ctx,  # llama.cpp rounds a context up
                 max_width=min(api.llama_n_batch(context), n_ctx),
-                rewind="recompute",  # until another way back is chosen
+                rewind="recompute",  # until a strategy is chosen
                 rewind_depth=n_ctx,
                 rewind_reason="it has recurrent layers, whose state keeps no past to go back to" if recurrent else "",
                 # flash attention rounds to 16 bits inside, for every type of cache
@@ -191,18 +187,8 @@ def _free(batch: object, context: object, model: object, _watch: "Watch | None")
     api.llama_model_free(model)
 
 
-def _check_file(path: Path) -> None:
-    """Refuse what is no GGUF file, before llama.cpp sees it."""
-    if not path.is_file():
-        raise InputError(f"no such model file: {path}")
-    with path.open("rb") as f:
-        magic = f.read(4)
-    if magic != b"GGUF":
-        raise LoadError(f"{path} is not a GGUF file (it starts with {magic!r}): fetch or convert it again")
-
-
 def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
-    """How many planes to ask the context for (`n_rs_seq`). Raises InputError for an unknown way back or depth."""
+    """How many planes to ask the context for (`n_rs_seq`). Raises InputError for an unknown strategy or depth."""
     if kind == "replay":
         raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
     check_options(kind, depth)
@@ -225,9 +211,8 @@ def available_cores() -> int:
 
 def weight_type(model: object) -> str:
     """The weight type as the header states it, by its name in FILE_TYPES."""
-    number = binding.metadata(model, "general.file_type") or ""
-    names = {str(v): k for k, v in binding.FILE_TYPES.items()}
-    return names.get(number, f"ftype{number}" if number else "unknown")
+    number = binding.metadata(model, "general.file_type") or "?"
+    return {str(v): k for k, v in binding.FILE_TYPES.items()}.get(number, f"ftype{number}")
 
 
 def is_recurrent(model: object) -> bool:
@@ -246,17 +231,10 @@ def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
     heads, kv_heads = api.llama_model_n_head(model), api.llama_model_n_head_kv(model)
     if heads < 1 or kv_heads < 1:
         return size
-    return size + kv_bytes(
-        n_layers=n_layers,
-        n_kv_heads=kv_heads,
-        head_dim=api.llama_model_n_embd(model) // heads,
-        n_ctx=n_ctx,
-        bytes_per_value=KV_TYPES[kv][1],
-    )
+    return size + kv_bytes(n_layers, kv_heads, api.llama_model_n_embd(model) // heads, n_ctx, KV_TYPES[kv][1])
 
 
-@dataclass(frozen=True)
-class SavedBlob:
+class SavedBlob(NamedTuple):
     """The recurrent part after `n_tokens` tokens, as llama.cpp writes it out."""
 
     n_tokens: int
@@ -309,8 +287,7 @@ class LlamaEngine:
 
     def _decode(self, ids: Sequence[int], n_logits: int, out: np.ndarray) -> None:
         """One llama_decode; fills `out (n_logits, vocab)`."""
-        n = len(ids)
-        pad = max(0, self._fixed_width - n)
+        n, pad = len(ids), max(0, self._fixed_width - len(ids))
         width = n + pad
         token, position, wants = self._fields
         token[:n] = ids
@@ -388,7 +365,7 @@ class PlaneRecorder:
 
     llama.cpp takes back up to `n_rs_seq` tokens, but has planes only of the last decode, and uses them up: to more
     than `last decode - 1` tokens, to a second call, or to one after a state was loaded it says True, and the next
-    logits are wrong (0.3.36; measured in tests/lm/test_to_gguf.py). So `reach` is what really can be taken back.
+    logits are wrong (0.3.36; tests/laws/test_rollback_llama.py). So `reach` is what really can be taken back.
     It records always, so that there is nothing to begin, to stop or to undo.
     """
 
@@ -426,7 +403,4 @@ def _batch_views(batch: object, size: int) -> tuple[np.ndarray, np.ndarray, np.n
     np.ctypeslib.as_array(batch.n_seq_id, shape=(size,))[:] = 1
     for i in range(size):
         batch.seq_id[i][0] = ctypes.c_int32(0)
-    token, position, wants = (
-        np.ctypeslib.as_array(pointer, shape=(size,)) for pointer in (batch.token, batch.pos, batch.logits)
-    )
-    return token, position, wants
+    return tuple(np.ctypeslib.as_array(field, shape=(size,)) for field in (batch.token, batch.pos, batch.logits))

@@ -7,8 +7,7 @@ the layout of the one that requirements.txt names.
 
 import contextlib
 import ctypes
-import os
-import weakref
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from specnb.errors import LoadError
 from specnb.lm.gguf import binding
+from specnb.lm.gguf.header import read_header
 from specnb.lm.zoo import gguf_parts
 
 REMEDY = "install llama-cpp-python as requirements.txt does"
@@ -56,13 +56,7 @@ class _Raw(ctypes.Structure):
     ]
 
 
-class _FileParams(ctypes.Structure):
-    """struct gguf_init_params of gguf.h."""
-
-    _fields_ = [("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p)]
-
-
-_P, _S, _I, _L = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int64
+_P, _S, _I = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_version": (_S, ()),
     "ggml_op_desc": (_S, (_P,)),
@@ -72,12 +66,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_buffer_get_usage": (_I, (_P,)),
     "ggml_backend_buffer_is_host": (ctypes.c_bool, (_P,)),
     "ggml_backend_buffer_name": (_S, (_P,)),
-    "gguf_init_from_file": (_P, (_S, _FileParams)),
-    "gguf_free": (None, (_P,)),
-    "gguf_find_tensor": (_L, (_P, _S)),
-    "gguf_get_data_offset": (ctypes.c_size_t, (_P,)),
-    "gguf_get_tensor_offset": (ctypes.c_size_t, (_P, _L)),
-    "gguf_get_tensor_size": (ctypes.c_size_t, (_P, _L)),
     "ggml_backend_tensor_get": (None, (_P, _P, ctypes.c_size_t, ctypes.c_size_t)),
 }
 
@@ -179,23 +167,17 @@ class StoredWeights:
     """The tensors of a GGUF file (or of all parts of one), as their bytes lie there."""
 
     def __init__(self, path: Path) -> None:
-        """Raises LoadError for a file that ggml cannot read."""
-        self._ggml = ggml()
-        self._files: list[tuple[int, np.memmap]] = []
-        for part in gguf_parts(path):
-            header = self._ggml.gguf_init_from_file(os.fsencode(part), _FileParams(True, None))
-            if not header:
-                raise LoadError(f"ggml cannot read the header of {part}: fetch or convert it again")
-            weakref.finalize(self, self._ggml.gguf_free, header)
-            self._files.append((header, np.memmap(part, np.uint8, "r")))
+        self._files = [(read_header(part), np.memmap(part, np.uint8, "r")) for part in gguf_parts(path)]
 
     def find(self, name: str) -> memoryview | None:
         """The bytes of the tensor of this name; None where there is none."""
+        from gguf import GGML_QUANT_SIZES
+
         for header, content in self._files:
-            place = self._ggml.gguf_find_tensor(header, name.encode())
-            if place >= 0:
-                start = self._ggml.gguf_get_data_offset(header) + self._ggml.gguf_get_tensor_offset(header, place)
-                return content[start : start + self._ggml.gguf_get_tensor_size(header, place)].data
+            if name in header.places:
+                kind, start = header.places[name]
+                values, n_bytes = GGML_QUANT_SIZES[kind]  # of a block
+                return content[start : start + math.prod(header.shapes[name]) // values * n_bytes].data
         return None
 
 

@@ -53,24 +53,27 @@ def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> d
     if not tokenizer.is_fast:
         raise _refusal(type(tokenizer).__name__, "only tokenizers with a tokenizer.json are written")
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    model = state["model"]
-    _check_normalizer(state["normalizer"])
     pre = _pre_type(state)
-    _check_model(model, pre)
+    _check(state, pre)
+    plain, whole = (tokenizer("x", add_special_tokens=special).input_ids for special in (False, True))
+    if whole != ([vocab.bos] if vocab.add_bos else []) + plain:
+        raise _refusal(whole, "its post-processor puts tokens around a text, of which only BOS can be written")
     tokens, types = _tokens(state, vocab.size)
+    ends = sorted(vocab.eog, key=lambda i: (i != vocab.eos, i))  # the tokenizer's own first
+    if not 1 <= len(ends) <= len(END_KEYS):
+        raise _refusal(ends, f"a GGUF names one to {len(END_KEYS)} end tokens: set eos_token_id in config.json")
     keys: dict[str, Key] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
-        "tokenizer.ggml.add_bos_token": vocab.add_bos,
-        **_end_keys(vocab),
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": types,
+        "merges": [" ".join(pair) for pair in state["model"]["merges"]],
+        "add_bos_token": vocab.add_bos,
+        "bos_token_id": ends[0] if vocab.bos is None else vocab.bos,  # the end begins where nothing else does (GPT-2)
+        **dict(zip(END_KEYS, ends, strict=False)),
     }
-    _check_around(tokenizer, vocab)
-    if vocab.chat_template:
-        keys["tokenizer.chat_template"] = vocab.chat_template
-    return keys
+    template = {"tokenizer.chat_template": vocab.chat_template} if vocab.chat_template else {}
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | template
 
 
 def _refusal(part: object, why: str) -> InputError:
@@ -78,32 +81,19 @@ def _refusal(part: object, why: str) -> InputError:
     return InputError(f"tokenizer: {shown:.400}: {why}; such a tokenizer runs in torch only (?backend=hf)")
 
 
-def _check_normalizer(normalizer: dict[str, Any] | None) -> None:
-    if normalizer is None:
-        return
-    if normalizer != {"type": "NFC"}:
-        raise _refusal(normalizer, "llama.cpp does not normalize text")
-    warnings.warn(
-        "this tokenizer normalizes text to NFC, llama.cpp does not: give both engines texts in NFC, or token ids",
-        stacklevel=4,
-    )
-
-
 def _pre_type(state: dict[str, Any]) -> str:
     steps, spelled = [], False
     for step in _flat(state["pre_tokenizer"]):
-        if spelled:
-            raise _refusal(step, "a step after the bytes are spelled")
-        kind = step["type"]
-        if kind == "Digits" and step["individual_digits"]:
-            steps.append(DIGITS)
-        elif kind == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
-            steps.append(f"split {step['pattern'].get('Regex')}")
-        elif kind == "ByteLevel" and not step["add_prefix_space"]:
-            spelled = True
-            steps += [BUILT_IN] if step["use_regex"] else []
-        else:
-            raise _refusal(step, "llama.cpp has no such pre-tokenizer")
+        match step:
+            case {"type": "Digits", "individual_digits": True} if not spelled:
+                steps.append(DIGITS)
+            case {"type": "Split", "behavior": "Isolated", "invert": False} if not spelled:
+                steps.append(f"split {step['pattern'].get('Regex')}")
+            case {"type": "ByteLevel", "add_prefix_space": False} if not spelled:
+                spelled = True
+                steps += [BUILT_IN] if step["use_regex"] else []
+            case _:
+                raise _refusal(step, "llama.cpp has no such pre-tokenizer, or not behind the step that spells bytes")
     if not spelled:
         raise _refusal(state["pre_tokenizer"], "its pre-tokenizer does not spell bytes")
     if (pre := PRE_TYPES.get(tuple(steps))) is None:
@@ -117,15 +107,21 @@ def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [part for inner in step["pretokenizers"] for part in _flat(inner)] if step["type"] == "Sequence" else [step]
 
 
-def _check_model(model: dict[str, Any], pre: str) -> None:
+def _check(state: dict[str, Any], pre: str) -> None:
+    """Refuse a normalizer and a model that llama.cpp computes otherwise."""
+    normalizer, model = state["normalizer"], state["model"]
+    if normalizer == {"type": "NFC"}:
+        warnings.warn(
+            "this tokenizer normalizes text to NFC, llama.cpp does not: give both engines texts in NFC, or token ids",
+            stacklevel=4,
+        )
+    elif normalizer is not None:
+        raise _refusal(normalizer, "llama.cpp does not normalize text")
     if model["type"] != "BPE":
         raise _refusal(model["type"], "only byte-level BPE is written")
-    if set_ := [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]:
-        raise _refusal({key: model[key] for key in set_}, "llama.cpp has no such option")
     if model.get("ignore_merges", False) != (pre in IGNORE_MERGES):
         raise _refusal({"ignore_merges": model.get("ignore_merges")}, f"llama.cpp does otherwise for {pre}")
-    missing = ALPHABET.keys() - model["vocab"].keys()
-    if model["unk_token"] is not None and missing:
+    if model["unk_token"] is not None and (missing := ALPHABET.keys() - model["vocab"].keys()):
         raise _refusal(model["unk_token"], f"{len(missing)} bytes become this token, llama.cpp drops them")
 
 
@@ -139,22 +135,4 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     if (last := max(names)) >= size:
         raise _refusal(names[last][0], f"it has the id {last}, the model {size} ids")
     rows = [names.get(i, (f"[PAD{i}]", UNUSED)) for i in range(size)]
-    tokens = [text for text, _ in rows]
-    if len(set(tokens)) < size:
-        raise _refusal(next(t for t in tokens if tokens.count(t) > 1), "two ids have this text")
-    return tokens, [kind for _, kind in rows]
-
-
-def _end_keys(vocab: Vocabulary) -> dict[str, Key]:
-    """End tokens, the tokenizer's own first, and a beginning: where there is none, that of the end, as in GPT-2."""
-    ends = sorted(vocab.eog, key=lambda i: (i != vocab.eos, i))
-    if not 1 <= len(ends) <= len(END_KEYS):
-        raise _refusal(ends, f"a GGUF names one to {len(END_KEYS)} end tokens: set eos_token_id in config.json")
-    keys = {f"tokenizer.ggml.{key}": i for key, i in zip(END_KEYS, ends, strict=False)}
-    return keys | {"tokenizer.ggml.bos_token_id": ends[0] if vocab.bos is None else vocab.bos}
-
-
-def _check_around(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> None:
-    plain, whole = (tokenizer("x", add_special_tokens=special).input_ids for special in (False, True))
-    if whole != ([vocab.bos] if vocab.add_bos else []) + plain:
-        raise _refusal(whole, "its post-processor puts tokens around a text, of which only BOS can be written")
+    return [text for text, _ in rows], [kind for _, kind in rows]

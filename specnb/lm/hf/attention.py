@@ -234,7 +234,7 @@ def tree_mask(tree: Tree, held: int, *, dtype: torch.dtype, device: torch.device
 
 
 def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
-    """What in this model, or its way back, stands against trees; "" if nothing that can be read off."""
+    """What in this model, or its rollback, stands against trees; "" if nothing that can be read off."""
     config = model.config.get_text_config(decoder=True)
     name, attention = type(model).__name__, config._attn_implementation
     if rollback != "crop":

@@ -21,6 +21,7 @@ from specnb.lm.hf.attention import LANES, tree_mask
 from specnb.lm.preflight import Steps
 from specnb.lm.tree import Tree
 
+States = dict[int, torch.Tensor | None]
 PREFILL_WIDTH = 512
 FIRST_ROOM = 256
 ARGUMENTS = ("past_key_values", "cache_params")
@@ -113,7 +114,7 @@ class SavedState:
     """
 
     n_tokens: int
-    layers: dict[int, tuple[dict[int, torch.Tensor | None], dict[int, torch.Tensor | None]]]
+    layers: dict[int, tuple[States, States]]
 
     @property
     def nbytes(self) -> int:
@@ -122,9 +123,8 @@ class SavedState:
 
     @classmethod
     def of(cls, cache: Cache, n_tokens: int) -> "SavedState":
-        return cls(
-            n_tokens, {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in recurrent_layers(cache)}
-        )
+        layers = {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in recurrent_layers(cache)}
+        return cls(n_tokens, layers)
 
     def put_back(self, cache: Cache) -> None:
         """Overwrite the recurrent states of `cache`, which must have been written since. Attention is not touched."""
@@ -134,7 +134,7 @@ class SavedState:
             layer.recurrent_states = _copies(states)
 
 
-def _copies(states: dict[int, torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+def _copies(states: States) -> States:
     return {i: None if state is None else state.clone() for i, state in states.items()}
 
 
@@ -271,6 +271,7 @@ class TorchEngine:
         self.cache = new_cache(self.model)
         self.held = 0
 
+    @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """As `HfModel.locate_nonfinite`."""
         names: list[str] = []
@@ -280,17 +281,12 @@ class TorchEngine:
             if not names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
                 names.append(name)
 
+        positions = torch.arange(len(ids), device=self.device)[None]
+        tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
+        state = {self._state_argument: new_cache(self.model)}
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
                 if name:
                     hooks.enter_context(module.register_forward_hook(partial(hook, name)))
-            self.run_apart(ids)
+            self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
         return names[0] if names else ""
-
-    @torch.inference_mode()
-    def run_apart(self, ids: Sequence[int]) -> None:
-        """Run the model on `ids` from scratch, for the hooks in it; the state is left alone."""
-        positions = torch.arange(len(ids), device=self.device)[None]
-        tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
-        state = {self._state_argument: new_cache(self.model)}
-        self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)

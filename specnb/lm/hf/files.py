@@ -6,6 +6,7 @@ transformers' conversion leaves out of the tokenizer and of the set of end token
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,18 +56,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 def local_or_hub(source: Path | str) -> str:
     """A folder to load from (a GGUF is dequantised into one), or a hub id left as it is."""
     name, path = str(source), expanded(source)
-    if not name.strip():
-        raise InputError("the model name is empty: give a folder, hf:ORG/NAME or a .gguf file")
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise InputError(f"no such model file: {path}")
+    if path.suffix == ".gguf" and path.is_file():
         return str(dequantised(path))
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise InputError(f"{path} is not a model folder: it has no config.json")
-    if path.is_dir():
+    if path.is_dir() and name:
+        if not (path / "config.json").is_file():
+            raise InputError(f"{path} is not a model folder: it has no config.json")
         return str(path)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"no such model folder: {path}")
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) or path.suffix == ".gguf":
+        raise InputError(f"no such model: {name!r}: give a folder, hf:ORG/NAME or a .gguf file")
     return name
 
 
@@ -98,21 +95,21 @@ def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
 
 
 def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str) -> None:
-    """Count parameters on the meta device (no memory), then ask for weights + state + margin."""
+    """Ask for weights, state and margin."""
     text = config.get_text_config(decoder=True)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     width = torch.finfo(dtype).bits // 8
     heads = getattr(text, "num_attention_heads", 0) or 1
-    state = kv_bytes(
-        n_layers=getattr(text, "num_hidden_layers", 1),
-        n_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads),
-        n_ctx=context(config, n_ctx, name),
-        bytes_per_value=width,
-    )
-    weights = width * sum(p.numel() for p in skeleton.parameters())
+    n_layers, kv_heads = getattr(text, "num_hidden_layers", 1), getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads)
+    state = kv_bytes(n_layers, kv_heads, head_dim, context(config, n_ctx, name), width)
+    weights = width * sum(p.numel() for p in skeleton(config).parameters())
     require(weights, state, device=device, name=name)
+
+
+def skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """The model that transformers builds of `config`, its tensors on the meta device: names and shapes, no memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def vocabulary(
@@ -155,10 +152,7 @@ def dequantised(gguf: Path) -> Path:
     """Cached folder with the float32 weights and the tokenizer of a GGUF file; made on first use."""
     made_by = f"{CONVERSION}-{version('transformers')}"
     folder = cache_dir() / "dequantised" / f"{gguf.stem}-{file_digest(gguf)[:16]}-{made_by}"
-    with_llama = folder.is_dir() or _llama_here()  # a whole folder needs no llama.cpp to be opened
-    if not with_llama:
-        folder = folder.with_name(f"{folder.name}-without-llama")
-    made_once(folder, lambda partial: _dequantise(gguf, partial, with_llama), n_bytes=0)
+    made_once(folder, lambda partial: _dequantise(gguf, partial), n_bytes=0)
     if differs := json.loads((folder / NOTE).read_text(encoding="utf-8"))["tokenizer_differs_on"]:
         warnings.warn(
             f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp: the engines will "
@@ -168,16 +162,7 @@ def dequantised(gguf: Path) -> Path:
     return folder
 
 
-def _llama_here() -> bool:
-    from specnb.lm.gguf import binding
-
-    try:
-        return bool(binding.library())
-    except LoadError:
-        return False
-
-
-def _dequantise(gguf: Path, folder: Path, with_llama: bool) -> None:
+def _dequantise(gguf: Path, folder: Path) -> None:
     from specnb.lm.gguf.header import read_header
 
     try:
@@ -195,7 +180,7 @@ def _dequantise(gguf: Path, folder: Path, with_llama: bool) -> None:
             model.hf_quantizer, model.is_quantized = None, False
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config
-            differs = _complete(gguf, model, tokenizer) if with_llama else []
+            differs = _complete(gguf, model, tokenizer)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     except Exception as error:
@@ -240,15 +225,10 @@ def _checked_model(name: str, **options: Any) -> PreTrainedModel:
 
 
 def load_error(source: str, error: Exception) -> Exception:
-    """One readable LoadError for whatever transformers, the hub or safetensors raised; our own errors pass.
-
-    Broken files make them raise nearly any class.
-    """
+    """A LoadError for whatever transformers, the hub or safetensors raised of broken files; our own errors pass."""
     if isinstance(error, SpecnbError):
         return error
-    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
-    # a first line that ends with a colon announces the reason
-    reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
+    reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
     return LoadError(
         f"transformers cannot load {source!r}: {reason}. Give a local folder with config.json, weights and "
         "tokenizer, a .gguf file, or a hub id that this machine can reach"

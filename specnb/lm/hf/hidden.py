@@ -45,10 +45,6 @@ class HiddenRows(NamedTuple):
     pre: Tensor
     post: Tensor
 
-    @property
-    def end(self) -> int:
-        return self.start + len(self.pre)
-
 
 class HiddenStates:
     """Listens to the final norm of a model. Make one with `HfModel.watch_hidden`.
@@ -60,9 +56,7 @@ class HiddenStates:
         self._engine, self._model = engine, model
         self._rows: list[HiddenRows] = []
         self._feed = engine.n_feeds
-        norm = final_norm(engine.model)
-        _require_before_head(engine, norm)
-        self._hook = norm.register_forward_hook(self._hear)
+        self._hook = final_norm(engine.model).register_forward_hook(self._hear)
 
     def at(self, position: int) -> tuple[Tensor, Tensor]:
         """Of the token at `position` of the state: the hidden state before and after the final norm, `(hidden,)` each.
@@ -75,12 +69,11 @@ class HiddenStates:
         n_past = self._model.n_past
         # rows behind the state are of tokens that were taken back, or of the second of a doubled step
         for rows in reversed(self._rows) if position < n_past else ():
-            if rows.start <= position < rows.end:
+            if rows.start <= position < rows.start + len(rows.pre):
                 return rows.pre[position - rows.start], rows.post[position - rows.start]
-        spans = ", ".join(f"{rows.start} to {rows.end - 1}" for rows in self._rows)
         raise StateError(
-            f"no hidden state is held for position {position} of {self._model.name}: its state has {n_past} tokens, "
-            f"and of the last forward since watch_hidden are held {spans or 'none'}; feed the token again"
+            f"no hidden state is held for position {position} of {self._model.name}, whose state has {n_past} tokens: "
+            "the last forward since watch_hidden did not compute it; feed the token again"
         )
 
     def keep_path(self, nodes: Sequence[int]) -> None:
@@ -104,20 +97,3 @@ class HiddenStates:
         self._rows.append(HiddenRows(self._engine.held, inputs[0][0], output[0]))
         while sum(len(rows.pre) for rows in self._rows[1:]) >= PREFILL_WIDTH:
             del self._rows[0]
-
-
-def _require_before_head(engine: TorchEngine, norm: nn.Module) -> None:
-    """Refuse a norm whose output is not what lm_head is fed: the only norm of some decoders is that of embeddings."""
-    seen: dict[str, Tensor] = {}
-    head = engine.model.get_output_embeddings()
-    with (
-        norm.register_forward_hook(lambda _norm, _inputs, output: seen.update(normed=output)),
-        head.register_forward_pre_hook(lambda _head, inputs: seen.update(fed=inputs[0])),
-    ):
-        engine.run_apart([0])
-    same = len(seen) == 2 and seen["normed"].shape == seen["fed"].shape
-    if not same or not torch.allclose(seen["normed"], seen["fed"], rtol=0, atol=0, equal_nan=True):
-        raise InputError(
-            f"{type(engine.model).__name__} does not feed the output of its {type(norm).__name__} to lm_head as it is: "
-            "there is no hidden state here that heads could be given"
-        )

@@ -66,7 +66,7 @@ class HfModel(GoesBack):
         """The tree of the last `forward_tree`, whose nodes the state ends with, until `keep_path`."""
         self._hidden: HiddenStates | None = None
         self.rollback: Rollback = Recompute(self._engine)
-        """The way back, and what it has cost."""
+        """How the state goes back, and what that has cost."""
         self.caps = Capabilities(
             engine="torch",
             device=str(parameter.device),
@@ -129,15 +129,8 @@ class HfModel(GoesBack):
             torch.set_num_threads(threads)
         folder = hf_files.local_or_hub(source)
         model, tokenizer = hf_files.load(folder, dtype=DTYPES[dtype], device=device, n_ctx=n_ctx, revision=revision)
-        return cls(
-            model,
-            tokenizer,
-            name=name or str(source),
-            n_ctx=n_ctx,
-            exact=exact,
-            rollback=rollback,
-            rollback_depth=rollback_depth,
-        )
+        options = {"n_ctx": n_ctx, "exact": exact, "rollback": rollback, "rollback_depth": rollback_depth}
+        return cls(model, tokenizer, name=name or str(source), **options)
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         check_settled(self, self.unsettled)
@@ -210,7 +203,7 @@ class HfModel(GoesBack):
         return self._engine.first_nonfinite(ids)
 
     def _chosen_rollback(self, kind: str, depth: int) -> Rollback:
-        """The way back `kind`, or with "auto" the first that is exact. Raises as `rollback.choose`."""
+        """The strategy `kind`, or with "auto" the first that is exact. Raises as `rollback.choose`."""
         check_options(kind, depth)
         recorders = {}
         if kind != AUTO or self.caps.rewind_reason:

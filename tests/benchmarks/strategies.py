@@ -1,6 +1,6 @@
-"""Ways back in llama.cpp against separate replay, paired on the same scripted drafts of the embedded hybrid.
+"""Rollback strategies in llama.cpp against separate replay, paired on the same scripted drafts of the embedded hybrid.
 
-python tests/benchmarks/ways_back.py [--passages 16] [--tokens 48] [--repeats 3]
+python tests/benchmarks/strategies.py [--passages 16] [--tokens 48] [--repeats 3]
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
     name = name_in("tiny-hybrid", "llama")
-    models = {way: load(name, rollback=way) for way in ("checkpoint", "fused", "snapshots")}
+    models = {strategy: load(name, rollback=strategy) for strategy in ("checkpoint", "fused", "snapshots")}
     plain = models["checkpoint"]
     prompts = [plain.encode(prompt.text)[:64] for prompt in passages(limit=asked.passages)]
     longest = asked.tokens + max(k for k, _ in CELLS)
@@ -34,7 +34,7 @@ def main() -> None:
         return generate(model, prompts[at], drafter=drafter, k=k, **settings)
 
     for k, rate in CELLS:
-        methods = {way: partial(run, model, k, rate) for way, model in models.items()}
+        methods = {strategy: partial(run, model, k, rate) for strategy, model in models.items()}
         frame = compare(methods, range(len(prompts)), baseline="checkpoint", repeats=asked.repeats)
         print(f"K = {k}, {rate:.0%} right\n{frame.round(3).to_string(index=False)}\n")
 
