@@ -13,7 +13,7 @@ from specnb.lm.zoo import made_once
 from specnb.registry import DRAFTERS, MODEL_DRAFTER, resolve
 
 if TYPE_CHECKING:
-    from specnb.draft.translate import Translation
+    from specnb.draft.token_map import Fit
 
 
 class LoadedDrafter(NamedTuple):
@@ -23,7 +23,7 @@ class LoadedDrafter(NamedTuple):
     fallback: str | None = None
 
     @property
-    def translation(self) -> "Translation | None":
+    def translation(self) -> "Fit | None":
         """How a draft model of another vocabulary gets to the target's, and how much the two share."""
         return getattr(self.drafter, "translation", None)
 

@@ -143,7 +143,7 @@ def test_other_padding_is_the_identity_and_a_slice(wider):
     target, draft = model(pieces[wider]), model(pieces[1 - wider], seed=1)
     made = TokenIntersection(draft, target)
     assert pairs(target, draft) == {0: 0, 1: 1, 2: 2} and made._from == made._to == slice(0, 3)
-    assert made.translation.how is Way.SLICING and made.translation.overlap.of_target == 1.0
+    assert made.translation.way is Way.SLICING and made.translation.overlap.of_target == 1.0
     row = made.forward([0, 2, 1])
     draft.reset()
     np.testing.assert_array_equal(row[:, :3], draft.forward([0, 2, 1])[:, :3])
@@ -310,7 +310,7 @@ def loading(monkeypatch, draft):
 
 
 def kind_of(made: LoadedDrafter):
-    return type(made.drafter).__name__, made.translation and made.translation.how
+    return type(made.drafter).__name__, made.translation and made.translation.way
 
 
 def readers(share):
