@@ -33,10 +33,8 @@ def load_drafter(
 ) -> LoadedDrafter:
     """Open a drafter for `target`: one of `registry.DRAFTERS`, or the name of a draft model.
 
-    A draft model that cannot be fetched or loaded, or does not fit the memory, is no reason to lose the generation:
-    the result then has no drafter and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot
-    be translated, is a mistake, and always raises; so are heads that do not fit ("medusa", whose options are those of
-    `medusa.drafter.heads_drafter`).
+    A draft model that cannot be fetched or loaded is no reason to lose the generation: the result then has no drafter
+    and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot be translated, always raises.
 
     `translate` says what happens to a draft model with another vocabulary: "tokens" drafts with the shared pieces
     (`TokenIntersection`), "strings" spells its text in the target's tokens (`StringMatch`), "refuse" raises
@@ -67,8 +65,7 @@ def self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: A
 def requantised_copy(target: str, type_name: str = "q4_0") -> str:
     """Name of a copy of `target` with weights of `type_name` (see `lm.gguf.binding.FILE_TYPES`), made if need be.
 
-    Raises InputError when the target is no GGUF (its weights cannot be requantised here) or the type is unknown,
-    LoadError or FetchError when the copy cannot be made or written.
+    Raises InputError (no GGUF, unknown type), LoadError or FetchError (no copy could be written).
     """
     from specnb.lm.gguf import binding
 
