@@ -174,7 +174,7 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
     if model_of(drafter) is target:
         raise InputError(f"{target.name} cannot be its own drafter: it has one state. Load it a second time")
     if getattr(drafter, "target", target) is not target:
-        raise InputError(f"{drafter.name} reads hidden states of another {drafter.target.name}: open it for this one")
+        raise InputError(f"{drafter.name} reads hidden states of {drafter.target.name}, opened a second time: use one")
     if tree_nodes(drafter):
         require_trees(target)
     if drafter.vocab is not None:
