@@ -82,18 +82,6 @@ def test_noise_counts_on_the_whole_way_to_the_fork_and_not_beyond():
         assert explain_fork(model, PROMPT, PLAIN, OTHER, width=3).noise == pytest.approx(noise)
 
 
-@pytest.mark.parametrize("prompt", [(0,), (0, 0, 0)])
-@pytest.mark.parametrize("width", [1, 2, 3, 8])
-def test_the_target_runs_once_in_single_steps_and_once_in_blocks(prompt, width):
-    model = near(0.5, 0.0, at=len(prompt) + 2)
-    model.forward([1, 1])  # a state from before, which must not count
-    model.widths.clear()
-    fork = explain_fork(model, prompt, PLAIN, OTHER, width=width)
-    assert fork.margin == pytest.approx(0.5) and model.n_past == 0
-    block = max(2, width)
-    assert model.widths == [len(prompt), 1, 1, len(prompt), *[block] * -(-2 // block)]
-
-
 def test_a_fork_at_the_first_token_is_a_fault():
     """Both runs take it from the same logits, those of the prefill: no noise excuses it."""
     model = near(0.15, 0.1, at=2)

@@ -8,21 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specnb.book.explorer import live as explorer
 from specnb.decode.control import ConfidenceStop, EntropyStop, FixedK
 from specnb.decode.costaware import CostAware
 from specnb.decode.generate import generate
-from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.draft.translate import StringMatch
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure import adaptive, ksweep
 from specnb.measure.recording import follow
 from specnb.measure.replay import fixed_k, walk
-from specnb.params import AdaptiveKParams, ExplorerParams, KSweepParams
-from tests.laws import vocabularies
 
 PROMPT = [0, 1, 2, 0, 1]
 
@@ -97,33 +91,6 @@ def test_a_generation_of_another_target_length_or_drafter_is_refused():
         with pytest.raises(InputError, match=named):
             follow(target, [LookupDrafter()], generation, max_new_tokens=n)
     assert follow(target, [LookupDrafter()], old, max_new_tokens=9)  # a record from before it was kept
-
-
-def test_a_controller_that_reads_rows_is_not_replayed_along_strings():
-    target = vocabularies.model((b"a", b"b", b"ab"), order=2, seed=1)
-    drafter = StringMatch(vocabularies.model((b"ba", b"b", b"a"), seed=2), target)
-    plain = generate(target, [0, 1, 2], max_new_tokens=12)
-    (recording,) = follow(target, [drafter], plain, k_max=4, max_new_tokens=12, only_k_max=True)
-    assert fixed_k(recording, 4).drafted
-    with pytest.raises(InputError, match="reads drafts"):
-        walk(recording, ConfidenceStop(4, 0.5))
-
-
-@pytest.mark.parametrize(
-    ("module", "run"),
-    [
-        (ksweep, lambda: ksweep.run(KSweepParams(max_new_tokens=4))),
-        (adaptive, lambda: adaptive.run(AdaptiveKParams(max_new_tokens=4))),
-        (explorer, lambda: explorer.Workbench.open(ExplorerParams(max_new_tokens=4))),
-    ],
-)
-def test_experiments_refuse_before_the_work(monkeypatch, module, run):
-    target = toy.markov(4, seed=1)
-    target.forward = lambda *_: pytest.fail("worked")
-    monkeypatch.setattr(module, "load", lambda *_, **__: target)
-    monkeypatch.setattr(module, "load_drafter", lambda *_, **__: LoadedDrafter(Heads()))
-    with pytest.raises(InputError, match="medusa"):
-        run()
 
 
 # --- behind wrong drafts --------------------------------------------------------------------------------------------
