@@ -1,7 +1,7 @@
 """From what a user asks for to a drafter that fits the target, or to the reason why there is none."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from specnb.draft.base import Drafter
 from specnb.errors import FetchError, InputError, LoadError, did_you_mean
@@ -12,20 +12,12 @@ from specnb.lm.load import local_file, parse
 from specnb.lm.zoo import made_once
 from specnb.registry import DRAFTERS, MODEL_DRAFTER, resolve
 
-if TYPE_CHECKING:
-    from specnb.draft.token_map import Fit
-
 
 class LoadedDrafter(NamedTuple):
     """A drafter, or None and the reason (`fallback`) why generation goes on with the target alone."""
 
     drafter: Drafter | None
     fallback: str | None = None
-
-    @property
-    def translation(self) -> "Fit | None":
-        """How a draft model of another vocabulary gets to the target's, and how much the two share."""
-        return getattr(self.drafter, "translation", None)
 
 
 def load_drafter(

@@ -16,7 +16,7 @@ import numpy as np
 
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
-from specnb.draft.spelling import CONTEXT, HEALED, GrowingSpelling, Longest, whole_characters, written
+from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, whole_characters, written
 from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, columns, fit
 from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
@@ -175,25 +175,19 @@ class StringMatch:
         return Proposal(spelled[:k], None, forward_s)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        ids = self._spelling.ids
-        border = max(0, len(ids) - HEALED)  # what is spelled before stays as it is
-        state = [*ids[border:], *self._fed][: max(0, self.model.n_past - border)]
+        state = [*self._spelling.ids, *self._fed][: self.model.n_past]
         self._follow(tokens)
-        now = ids[border:]
+        now = self._spelling.ids[:-1]  # the newest token stays out, so that the next propose has something to feed
         same = next((i for i, (a, b) in enumerate(zip(state, now, strict=False)) if a != b), min(len(state), len(now)))
-        # the newest token stays out of the state, so that the next propose has something to feed
-        self._keep(min(border + same, max(0, len(ids) - 1)))
-        self._fed = []
-
-    def close(self) -> None:
-        self.model.close()
-
-    def _keep(self, length: int) -> None:
-        surplus = self.model.n_past - length
+        surplus = self.model.n_past - same
         if surplus > self.model.caps.rewind_depth:
             self.model.reset()
         elif surplus > 0:
             self.model.rewind(surplus)
+        self._fed = []
+
+    def close(self) -> None:
+        self.model.close()
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Spell the tokens that are new: text as text, control tokens as the draft's own where it has their like."""

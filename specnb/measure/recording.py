@@ -96,11 +96,11 @@ class Trace(NamedTuple):
         """Read what `save` wrote. Raises InputError for another file."""
         try:
             table = pq.read_table(path)
-        except (OSError, pa.ArrowException) as error:
+            meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
+        except (OSError, pa.ArrowException, KeyError) as error:
             raise InputError(f"{path} is no trace: {error}; record it again") from error
-        meta = json.loads((table.schema.metadata or {}).get(b"specnb_trace", b"{}"))
-        if meta.get("format") != FORMAT:
-            raise InputError(f"{path} is no trace of format {FORMAT}, but {meta or 'another table'}; record it again")
+        if meta["format"] != FORMAT:
+            raise InputError(f"{path} is a trace of format {meta['format']}, not {FORMAT}; record it again")
         return cls(tuple(map(_recording, table.to_pylist())))
 
 

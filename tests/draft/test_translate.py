@@ -218,7 +218,7 @@ def loading(monkeypatch, draft):
 
 
 def kind_of(made: LoadedDrafter):
-    return type(made.drafter).__name__, made.translation and made.translation.way
+    return type(made.drafter).__name__, made.drafter.translation.way
 
 
 def readers(share):
@@ -238,7 +238,7 @@ def test_the_overlap_decides_unless_asked_for(monkeypatch, share, translate, exp
     loading(monkeypatch, draft)
     made = load_drafter("draft", target, translate=translate)
     assert kind_of(made) == expected and made.fallback is None
-    assert made.translation.overlap.shared == len(mapped(target, draft).draft_ids)
+    assert made.drafter.translation.overlap.shared == len(mapped(target, draft).draft_ids)
     assert generate(target, "for", drafter=made.drafter, k=3, max_new_tokens=8).token_ids == (
         generate(target, "for", max_new_tokens=8).token_ids
     )

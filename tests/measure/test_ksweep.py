@@ -10,7 +10,7 @@ from specnb.draft.load import LoadedDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import CapacityError, InputError, LoadError
 from specnb.lm import toy
-from specnb.measure import ksweep
+from specnb.measure import experiment, ksweep
 from specnb.params import KSweepParams
 from specnb.prompts import prompts
 
@@ -150,6 +150,12 @@ def test_what_was_generated_before_an_error_is_saved(house, monkeypatch, tmp_pat
     saved = store.load(folder)
     assert saved.status == "failed" and len(saved.generations) == 3
     assert saved.error == f"{type(error).__name__}: {error}"
+
+
+def test_a_record_that_cannot_be_saved_does_not_hide_the_error_that_ended_the_run(monkeypatch):
+    monkeypatch.setattr(experiment, "save", lambda _: (_ for _ in ()).throw(InputError("the disk is full")))
+    with pytest.raises(ZeroDivisionError), experiment.saving_failures([1], lambda error: "results/x"):
+        raise ZeroDivisionError
 
 
 def test_a_lossy_rule_is_not_replayed(house):
