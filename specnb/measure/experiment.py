@@ -8,7 +8,7 @@ from typing import Any
 
 from specnb.decode.generate import prompt_ids
 from specnb.draft.base import Drafter, model_of
-from specnb.errors import CapacityError, InputError
+from specnb.errors import CapacityError, InputError, SpecnbError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import local_file, parse
@@ -40,9 +40,7 @@ def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_token
         except InputError as error:
             raise InputError(f"prompt {prompt.id} cannot be used with {target.name}: {error}") from error
         if n > room:
-            raise CapacityError(
-                f"prompt {prompt.id} has {n} tokens, {target.name} room for {room}: load a larger n_ctx"
-            )
+            raise CapacityError(f"prompt {prompt.id} has {n} tokens, {target.name} room for {room}: raise n_ctx")
 
 
 def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[str, Any]]:
