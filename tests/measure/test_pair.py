@@ -50,10 +50,7 @@ def test_a_near_tie_is_a_margin_of_at_most_twice_the_noise(gap, tie):
     fork = explain_fork(near(gap, noise=0.125), PROMPT, PLAIN, OTHER, width=3)
     assert (fork.position, fork.token_ids, fork.near_tie) == (2, (2, 3), tie)
     assert fork.margin == pytest.approx(gap) and fork.noise == pytest.approx(0.125)
-
-
-def test_without_a_difference_there_is_no_fork():
-    assert explain_fork(near(0.5, 0.1), PROMPT, PLAIN, PLAIN[:2], width=3) is None
+    assert explain_fork(near(gap, noise=0.125), PROMPT, PLAIN, PLAIN[:2], width=3) is None
 
 
 @pytest.mark.parametrize(("float32", "limit"), [(True, 0.005), (False, 0.5)])

@@ -17,26 +17,15 @@ SIZE = 300
 FORK = {"position": 3, "token_ids": (1, 2), "margin": 2.0, "noise": 0.1, "noise_share": 0.0}
 
 
-class Planted:
+class Planted(ScriptedDrafter):
     """Drafts whatever `fault(truth_ahead, tokens)` makes of the right drafts."""
 
-    name, vocab = "planted", None
-
     def __init__(self, truth, fault):
-        self._truth, self._fault = truth, fault
-
-    def start(self, tokens):
-        self._prompt = len(tokens)
+        super().__init__(truth, 1.0, vocab_size=SIZE)
+        self.name, self._fault = "planted", fault
 
     def propose(self, tokens, k, rng):
-        at = len(tokens) - self._prompt
-        return Proposal(tuple(self._fault(list(self._truth[at : at + k]), tokens)))
-
-    def commit(self, tokens):
-        pass
-
-    def close(self):
-        pass
+        return Proposal(tuple(self._fault(list(super().propose(tokens, k, rng).ids), tokens)))
 
 
 @pytest.fixture(scope="module")
