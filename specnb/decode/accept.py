@@ -76,8 +76,7 @@ def token_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Seque
 def point_mass(p_target: ProbRows, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
     """Rejection sampling for a deterministic drafter, whose q is a point mass on x: keep x with p(x).
 
-    After a rejection the correction comes from p without x. (Using the drafter's softmax as q here would bias the
-    output: x was not drawn from it.)
+    After a rejection the correction comes from p without x. (The drafter's softmax is not q: x was not drawn from it.)
     """
     tested: list[float] = []
     for i, x in enumerate(draft_ids):
@@ -175,8 +174,7 @@ def _typical_threshold(p: np.ndarray) -> float:
 def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
     """LOSSY. Keep the longest path of drafts x with p(x) > min(0.09, 0.3 exp(-H(p))); the extra token is drawn from p.
 
-    Medusa, Cai et al. 2401.10774, sections 2.3 and 2.3.1: plausible tokens are kept however the drafter came to them,
-    so the output does not follow the target's distribution. Of paths that are equally long the likeliest is kept.
+    Medusa, Cai et al. 2401.10774, sections 2.3 and 2.3.1. Of paths that are equally long the likeliest is kept.
     `p_target` holds the rows after the newest token and after each draft.
     """
     parents = range(-1, len(proposal.ids) - 1) if proposal.tree is None else proposal.tree.parents

@@ -40,12 +40,12 @@ class Recording(NamedTuple):
     For a round that starts after i generated tokens:
 
     * `keep[i][j]`: the probability that draft j is kept, given that those before it were and the true token is
-      committed. As many as are on offer there: at most k_max, and at most the tokens that are left;
+      committed; for at most k_max drafts and the tokens that are left;
     * `offered[i]`: drafts on offer, those beyond the end of the generation too, which are verified all the same;
     * `support[i]`: the length of the match that a lookup copies from, 0 where there is none;
     * `beliefs[i]`: what the draft model's row for token i says, along the true tokens, as far as its context reaches;
-    * `astray[i]`: the same of the rows that follow a wrong draft for token i; `astray[n]` of those behind the last
-      token. Greedy only, as far as they were followed;
+    * `astray[i]`: the same of the rows that follow a wrong draft for token i (for i = n_tokens, the last token), as
+      far as they were followed. Greedy only;
     * `pieces[i]`: the text of token i.
     """
 
@@ -275,10 +275,7 @@ def _follow_model(
     most: Sequence[int],
     recording: Recording,
 ) -> tuple[Recording, list[int | None]]:
-    """`recording` along the true tokens, and for each of them the greedy draft where it is wrong.
-
-    A draft is kept with the chance that `measure.replay` derives.
-    """
+    """`recording` along the true tokens, and for each of them the greedy draft where it is wrong."""
     kept, beliefs, wrong = [], [], []
     for at, row in _rows_along(model, generation, _pass_width(model.caps)):
         token = generation.token_ids[at]
@@ -327,9 +324,8 @@ def _rows_along(model: LanguageModel, generation: Generation, width: int) -> Ite
 class Astray:
     """Paths of greedy drafts that leave `generation`: path i starts with the wrong draft for token i, if there is one.
 
-    `model` holds true tokens of `generation` alone, and nobody else uses it meanwhile: where a path starts is found by
-    rewinding. The last path, one more than there are tokens, is behind the last token. Asking from the front to the
-    end feeds every true token once.
+    The last path, one more than there are tokens, is behind the last token. Nobody else uses `model` meanwhile, whose
+    state is rewound to where a path starts. Asking from the front to the end feeds every true token once.
     """
 
     def __init__(self, model: LanguageModel, generation: Generation, wrong: Sequence[int | None], width: int) -> None:

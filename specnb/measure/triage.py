@@ -130,16 +130,9 @@ class Profile:
         return Share.equal([pair for r in self.rounds if not r.parents for pair in pairwise(r.draft_ids)])
 
     @cached_property
-    def all_equal(self) -> Share:
-        """Chains of at least two drafts in which d1 = d2 = … = dK."""
-        chains = [r for r in self.rounds if not r.parents and len(r.draft_ids) > 1]
-        return Share.of(sum(len(set(r.draft_ids)) == 1 for r in chains), len(chains))
-
-    @cached_property
     def echoes(self) -> Share:
         """Rounds whose first draft is the newest token of the text once more."""
-        rounds = [(newest, r) for g in self.generations for _, newest, r in _drafting(g)]
-        return Share.equal([(newest, r.draft_ids[0]) for newest, r in rounds if r.draft_ids])
+        return Share.equal([(newest, r.draft_ids[0]) for g in self.generations for _, newest, r in _drafting(g)])
 
     @cached_property
     def text_repeats(self) -> Share:
@@ -149,7 +142,7 @@ class Profile:
     @cached_property
     def commonest(self) -> tuple[int, Share, Share]:
         """The token that is most often the first draft, its share of the first drafts, and of the texts' tokens."""
-        counts = Counter(r.draft_ids[0] for r in self.rounds if r.draft_ids)
+        counts = Counter(r.draft_ids[0] for r in self.rounds)
         token, hits = counts.most_common(1)[0] if counts else (-1, 0)
         tokens = [t for text in self._texts for t in text]
         return token, Share.of(hits, counts.total()), Share.of(tokens.count(token), len(tokens))
@@ -162,12 +155,16 @@ class Profile:
     @cached_property
     def beyond_drafted(self) -> Share:
         """Generated tokens whose id is above every drafted id: none by chance, where ids are drafted from all."""
-        tokens = [t for g in self.generations if any(r.k for r in g.rounds) for t in g.token_ids]
+        tokens = [t for g in self._drafted for t in g.token_ids]
         return Share.of(sum(t > self.highest for t in tokens), len(tokens))
 
     @cached_property
+    def _drafted(self) -> tuple[Generation, ...]:
+        return tuple(g for g in self.generations if any(r.k for r in g.rounds))
+
+    @cached_property
     def _texts(self) -> tuple[tuple[int, ...], ...]:
-        return tuple((*g.prompt_ids, *g.token_ids) for g in self.generations if any(r.k for r in g.rounds))
+        return tuple((*g.prompt_ids, *g.token_ids) for g in self._drafted)
 
     def table(self) -> pd.DataFrame:
         """alpha by position: position (1..), alpha, low, high, kept, tested."""
@@ -313,8 +310,7 @@ def _same_input(p: Profile) -> str:
     # where drafts behind the first are kept as drafts that know something are, the repeats are the text's
     if not _above_text(p.repeats, p.text_repeats) or any(share.low > ALIVE for share in p.alpha[1:]):
         return ""
-    equal = f"{p.repeats} neighbouring drafts equal, in the text {p.text_repeats}"
-    return f"in {p.all_equal} rounds all drafts are one token ({equal})"
+    return f"{p.repeats} neighbouring drafts are one token twice, of the text {p.text_repeats}"
 
 
 def _first_only(p: Profile) -> str:

@@ -138,7 +138,6 @@ def test_the_profile_counts_what_was_tested(target, truth):
     assert [(a.hits, a.n) for a in profile.alpha] == [(tested[0], tested[0]), (0, tested[1])]
     assert profile.table()["tested"].tolist() == tested
     assert profile.first["position"][:3].tolist() == [3, 5, 7]
-    assert profile.all_equal.n == sum(r.k > 1 for r in generation.rounds)
 
 
 def test_the_interval_is_wilsons():
