@@ -146,17 +146,6 @@ def test_more_drafts_than_asked_for_are_refused():
     assert len(run(toy.cyclic(7), [0], careless, k=0, n=3)[0]) == 3
 
 
-class Misreporting(Spy):
-    """Drafts token 0 and reports `rows` for it."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.rows = np.asarray(rows)
-
-    def propose(self, tokens, k, rng):
-        return Proposal((0, 0), self.rows)
-
-
 GOOD = [0.7, 0.3, 0.0]
 
 
@@ -168,8 +157,10 @@ GOOD = [0.7, 0.3, 0.0]
 ])  # fmt: skip
 def test_a_drafter_that_misreports_its_rows_is_named_with_the_place_and_the_value(rows, named):
     """Such drafts were kept with certainty: min(1, nan) is 1, and so is min(1, p/0)."""
+    spy = Spy()
+    spy.propose = lambda tokens, k, rng: Proposal((0, 0), np.asarray(rows))
     with pytest.raises(InputError, match=f"(?s)spy.*{named}"):
-        run(toy.markov(3, order=1, seed=0), [0, 1], Misreporting(rows), k=2, sampling=Sampling(1.0))
+        run(toy.markov(3, order=1, seed=0), [0, 1], spy, k=2, sampling=Sampling(1.0))
 
 
 # --- errors pass, and the next call starts clean --------------------------------------------------------------------
