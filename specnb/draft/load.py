@@ -51,7 +51,9 @@ def load_drafter(
 
 
 def self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: Any) -> Drafter:
-    return resolve(MODEL_DRAFTER)(requantised_copy(target.name, type_name), target, **options)
+    from specnb.draft.translate import model_drafter
+
+    return model_drafter(requantised_copy(target.name, type_name), target, **options)
 
 
 def requantised_copy(target: str, type_name: str = "q4_0") -> str:
