@@ -122,6 +122,7 @@ def test_the_record_says_what_was_run(drafter, temperature, rule, recorded):
     g = generate(target, [0], drafter=drafter, k=3, temperature=temperature, seed=9, max_new_tokens=4, rule=rule)
     assert (g.drafter, g.rule, g.k, g.lossless) == recorded
     assert (g.target, g.temperature, g.seed, g.fallback) == (target.name, temperature, 9, None)
+    assert 0 < g.prefill_s < g.wall_s
 
 
 # --- names: what is opened here is closed here ----------------------------------------------------------------------

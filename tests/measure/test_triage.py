@@ -114,6 +114,12 @@ def test_a_text_that_repeats_itself_may_be_drafted_so(target, truth):
     assert not {"same input", "constant draft"} & set(names(zeros)) and "near zero" in names(zeros)
 
 
+def test_a_drafter_that_stutters_where_the_text_does_not_is_still_right(target, truth):
+    """One round of three right through, the others one token: no single input, for later drafts are kept."""
+    stutter = planted(target, truth, lambda ids, tokens: ids[:1] * len(ids) if len(tokens) % 3 else ids, n=250)
+    assert "same input" not in names(stutter)[:1]
+
+
 def test_a_change_of_content_is_no_change_with_time(target, truth):
     good = [planted(target, truth, lambda ids, tokens: ids, n=200) for _ in range(3)]
     bad = [planted(target, truth, FAULTS["near zero"], n=120) for _ in range(3)]
