@@ -117,14 +117,14 @@ def _candidate(name: str, drafter: Drafter, spoken: float | None = 1.0, *, stand
     translation = getattr(drafter, "translation", None)
     if translation is None:
         return Candidate(name, drafter, 1.0, stands_in)
-    reach = spoken if translation.how is Way.STRINGS else translation.overlap.target_uses
+    reach = spoken if translation.way is Way.STRINGS else translation.overlap.target_uses
     return Candidate(name, drafter, reach, stands_in)
 
 
 def _in_target_tokens(drafter: Drafter) -> bool:
     """Whether a drafter writes the target's own tokens, none of them translated."""
     translation = getattr(drafter, "translation", None)
-    return translation is None or translation.how is Way.SLICING
+    return translation is None or translation.way is Way.SLICING
 
 
 def _runs(
@@ -164,7 +164,7 @@ def _row(
     greedy = all(g.temperature == 0 for g in drafted)
     return {
         "vocabulary": tried.name,
-        "translated": str(translation.how) if translation else "not needed",
+        "translated": str(translation.way) if translation else "not needed",
         "pieces_shared": translation.overlap.of_target if translation else 1.0,
         "text_shared": tried.reach,
         "predicted_rate": expected and expected.acceptance_rate,

@@ -6,12 +6,9 @@ rejection, a bonus after full acceptance. All but `typical` leave the target's d
 has them by name. Rows are asked for one by one, only as far as needed, so a lazy sequence saves softmaxes.
 
 A tree holds several guesses for one place. Its drafts are deterministic, so each child of a node is a point mass.
-Rejection sampling tries one child after the other (recursive rejection sampling: SpecInfer, Miao et al. 2305.09781,
-section 4.3). The first, x, is kept with p(x), the next, y, with its share p(y) / (1 - p(x)) of what is left of p, and
-so on. All in all child y is kept with p(y), and the correction is distributed as p without the children. Drawing
-once from p and going to the child that holds the token drawn, if there is one, is the same law in one draw. No rule
-can do better: whatever is committed first has the law p, so the walk cannot go on more often than p has mass on the
-children. At temperature 0 p is a point mass on the argmax, and the walk is greedy decoding.
+Rejection sampling would try one child after the other (SpecInfer, Miao et al. 2305.09781, section 4.3): all in all
+child y is kept with p(y), and the correction is distributed as p without the children. Drawing once from p and going
+to the child that holds the token drawn, if there is one, is the same law in one draw, and no rule can keep more.
 """
 
 from collections import Counter
@@ -79,8 +76,7 @@ def token_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Seque
 def point_mass(p_target: ProbRows, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
     """Rejection sampling for a deterministic drafter, whose q is a point mass on x: keep x with p(x).
 
-    After a rejection the correction comes from p without x. (Using the drafter's softmax as q here would bias the
-    output: x was not drawn from it.)
+    After a rejection the correction comes from p without x. (The drafter's softmax is not q: x was not drawn from it.)
     """
     tested: list[float] = []
     for i, x in enumerate(draft_ids):
@@ -124,17 +120,13 @@ def require_trees(target: LanguageModel) -> None:
     """Refuse, before anything is drafted, a target that cannot verify a tree in one forward."""
     if not target.caps.trees:
         why = target.caps.trees_reason or f"its engine ({target.caps.engine}) computes chains of tokens only"
-        raise InputError(
-            f"{target.name} cannot verify trees of drafts: {why}. Draft a chain (--tree chain), or open a model whose "
-            "layers all attend to the whole past with ?backend=hf"
-        )
+        raise InputError(f"{target.name} cannot verify trees of drafts: {why}. Draft a chain (--tree chain)")
 
 
 def checked(proposal: Proposal, depth: int) -> Proposal:
     """A tree that may be verified, without the nodes below `depth`: more tokens than that cannot be committed.
 
-    Where no node is left there is no tree, but a round without drafts. Raises InputError for a tree that does not
-    belong to its ids, rows of a draft distribution, or children of one node with the same token.
+    Raises InputError for a tree that does not belong to its ids, for rows, and for equal children of one node.
     """
     tree, ids = proposal.tree, proposal.ids
     if len(tree) != len(ids):
@@ -174,7 +166,7 @@ def walk(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance
 
 
 def _typical_threshold(p: np.ndarray) -> float:
-    """The probability above which typical acceptance keeps a token of the row `p (vocab,)`, whose entropy is H."""
+    """The probability above which typical acceptance keeps a token of the row `p (vocab,)`."""
     entropy = -float(np.sum(p[p > 0] * np.log(p[p > 0])))
     return min(0.09, 0.3 * float(np.exp(-entropy)))
 
@@ -182,8 +174,7 @@ def _typical_threshold(p: np.ndarray) -> float:
 def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
     """LOSSY. Keep the longest path of drafts x with p(x) > min(0.09, 0.3 exp(-H(p))); the extra token is drawn from p.
 
-    Medusa, Cai et al. 2401.10774, sections 2.3 and 2.3.1: plausible tokens are kept however the drafter came to them,
-    so the output does not follow the target's distribution. Of paths that are equally long the likeliest is kept.
+    Medusa, Cai et al. 2401.10774, sections 2.3 and 2.3.1. Of paths that are equally long the likeliest is kept.
     `p_target` holds the rows after the newest token and after each draft.
     """
     parents = range(-1, len(proposal.ids) - 1) if proposal.tree is None else proposal.tree.parents

@@ -1,9 +1,8 @@
 """How many tokens to draft in the next round, decided while generating.
 
-A controller chooses a draft length before a round and may end drafting within it. It looks at the text so far, at
-earlier rounds and at the drafter's own rows, never at the target's verdict on the block in hand: a rule that did would
-change the distribution of what is generated. Controllers know nothing of models, so the same object runs live
-(`loop.speculative`) and along a recording (`measure.replay`).
+A controller chooses a draft length before a round and may end drafting within it. It never looks at the target's
+verdict on the block in hand: a rule that did would change the distribution of what is generated. Controllers know
+nothing of models, so the same object runs live (`loop.speculative`) and along a recording (`measure.replay`).
 """
 
 from collections import deque
@@ -119,7 +118,6 @@ class ConfidenceStop(Controller):
     """Draft while the drafter is sure: its largest probability, over the full vocabulary, is at least `p_min`.
 
     `cumulative` multiplies the probabilities along the block instead: the estimated chance that all of it is kept.
-    llama.cpp's `--draft-p-min` looks at a row that top-k has cut to 10 entries, where every probability is larger.
     """
 
     reads_drafts = True

@@ -8,13 +8,10 @@ from specnb.decode.control import Belief, Controller, RoundOutcome
 
 TRY = 3
 """Rounds of drafting that are tried while plain decoding seems faster."""
-
 LOSS = 0.01
 """Share of the time that tries may cost."""
-
-PRIOR = 0.7
+PRIOR, WEIGHT = 0.7, 2.0
 """How often a draft is kept, as long as nothing is known; it weighs as much as WEIGHT drafts."""
-WEIGHT = 2.0
 FADE = 1.0 - 1.0 / 60
 """Estimates have a memory of 60 rounds."""
 
@@ -32,22 +29,18 @@ class CostAware(Controller):
 
     A round with K drafts takes verify_s[K + 1] + K draft_s and commits 1 + sum_j prod_{i<=j} alpha_i tokens (Leviathan
     et al. 2211.17192, with a measured cost curve in place of T(K + 1) = T(1) and an alpha for each position). What
-    is known of a draft depends on the drafter:
+    is known of a draft depends on the drafter; `rate` is that of recent drafting rounds:
 
     * lookup: how often copied tokens are kept is learned by the length of the match, which grows with each of them
       that is kept. As many are verified as win the most tokens over rate * T's rise;
     * a draft model: how often drafts are kept is learned by the model's own largest probability. Let P be the chance
       that a token is reached and kept. It is verified if P pays for the wider forward (P >= rate * T's slope), and
-      another is drafted if P times the usual alpha pays for the draft as well.
+      another is drafted if P times the usual alpha pays for the draft as well;
+    * a drafter that tells neither: K is the draft length of the highest expected rate.
 
-    The rate is that of recent drafting rounds.
-
-    For a drafter that tells neither, K is the draft length of the highest expected rate.
-
-    Estimates fade towards what is assumed at first, PRIOR, an optimist's view: drafts that are never made teach
-    nothing. Where plain decoding is faster K is 0. Drafting is tried again for TRY rounds after `patience` tokens, or
-    later: a try that lost time waits for so many tokens that it cost LOSS of theirs. What was learned is kept from one
-    generation to the next.
+    Estimates fade towards an optimist's PRIOR: drafts that are never made teach nothing. Where plain decoding is
+    faster K is 0. Drafting is tried again for TRY rounds after `patience` tokens, or so much later that a try that
+    lost time cost LOSS of it. What was learned is kept from one generation to the next.
     """
 
     name = "cost-aware"
@@ -78,8 +71,8 @@ class CostAware(Controller):
             self._bins = []
             return self.k_max
         plain = 1.0 / self._verify[1]
+        rates = self._positions.rates(self._verify, self._draft)
         if self._bins is None:
-            rates = self._positions.rates(self._verify, self._draft)
             best, self._rate = int(np.argmax(rates)), float(rates.max())
         else:
             self._bins = []
@@ -93,7 +86,7 @@ class CostAware(Controller):
         if self._trying == 0 or not self.k_max:
             return 0
         self._trying, self._plain = self._trying - 1, 0
-        return 1 + int(np.argmax(self._positions.rates(self._verify, self._draft)[1:]))
+        return 1 + int(np.argmax(rates[1:]))
 
     def goes_on(self, position: int, belief: Belief) -> bool:
         self._bins = [] if self._bins is None else self._bins
@@ -159,9 +152,8 @@ class _Positions:
         self._tested[: min(outcome.n_accepted + 1, outcome.k)] += 1
         self._kept[: outcome.n_accepted] += 1
         before = PRIOR
-        for j in range(len(self.alpha)):  # each is drawn to the one before it, the first to the prior
-            before = (self._kept[j] + WEIGHT * before) / (self._tested[j] + WEIGHT)
-            self.alpha[j] = before
+        for j, (kept, tested) in enumerate(zip(self._kept, self._tested, strict=True)):
+            self.alpha[j] = before = (kept + WEIGHT * before) / (tested + WEIGHT)  # drawn to the one before it
 
     def rates(self, verify_s: np.ndarray, draft_s: float) -> np.ndarray:
         """Expected tokens a second for K = 0 to k_max."""

@@ -14,7 +14,7 @@ from specnb.decode.accept import LOSSY, RULES, Rule, require_trees, rule_of
 from specnb.decode.control import Controller, FixedK
 from specnb.decode.loop import Stopping, StopRules, require_text
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.draft.base import Drafter, tree_nodes
+from specnb.draft.base import Drafter, model_of, tree_nodes
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
@@ -51,7 +51,7 @@ def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
         # many templates write the BOS token that encode adds as well; trained on one, models go wrong with two
         return ids[1:] if target.vocab.add_bos and ids[:2] == (target.vocab.bos,) * 2 else ids
     try:
-        return tuple(index(token) for token in prompt)
+        return tuple(map(index, prompt))
     except TypeError as error:
         raise InputError(f"a prompt is text, messages or token ids (int), got {prompt!r:.200}") from error
 
@@ -79,8 +79,7 @@ def generate(
 
     `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also "lookup" and "self").
     What is opened here is closed here. A draft model that cannot be loaded is left out, and the record says so
-    in `fallback`, unless `strict`. `rule` is token, block or typical (lossy), or an `accept.Rule`. `seed` makes draws
-    repeatable.
+    in `fallback`, unless `strict`. `rule` is token, block or typical (lossy), or an `accept.Rule`.
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
 
@@ -109,10 +108,14 @@ def generate(
             drafter, fallback = load_drafter(drafter, target, strict=strict)
             opened += [drafter] if drafter else []
         drafter = _fitting(target, drafter)
+        nodes = tree_nodes(drafter) if drafter else 0
         if control is None:
-            control = FixedK((drafter and tree_nodes(drafter)) or DRAFT_LENGTH)
-        elif control is k:
-            _require_chains(drafter, control)
+            control = FixedK(nodes or DRAFT_LENGTH)
+        elif control is k and nodes:  # controllers reckon draft by draft along a chain
+            raise InputError(
+                f"the controller {control.name!r} chooses the length of chains, but {drafter.name} drafts trees: give "
+                "k as a number of nodes, or draft a chain (tree=chain)"
+            )
         ids = prompt_ids(target, prompt)
         stopping = Stopping(limits, target.vocab)
         chooser = Chooser(sampling, Draws(np.random.default_rng(seed)))
@@ -160,32 +163,20 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
     if drafter is None:
         return None
     if target.caps.rewind == "none":
+        why = target.caps.rewind_reason
         raise InputError(
-            f"{target.name} cannot verify drafts, for it cannot go back: {target.caps.rewind_reason}. "
-            "Generate without a drafter"
+            f"{target.name} cannot verify drafts, for it cannot go back: {why}. Generate without a drafter"
         )
     if isinstance(drafter, LanguageModel):
         from specnb.draft.model import ModelDrafter
 
         drafter = ModelDrafter(drafter)
-    if getattr(drafter, "model", None) is target:
+    if model_of(drafter) is target:
         raise InputError(f"{target.name} cannot be its own drafter: it has one state. Load it a second time")
     if getattr(drafter, "target", target) is not target:
-        raise InputError(
-            f"the drafter {drafter.name} reads hidden states of {drafter.target.name} as it was opened for that "
-            "drafter, not of this target: make a drafter for each opened target"
-        )
+        raise InputError(f"{drafter.name} reads hidden states of {drafter.target.name}, opened a second time: use one")
     if tree_nodes(drafter):
         require_trees(target)
     if drafter.vocab is not None:
         require_same(target.vocab, drafter.vocab, names=(target.name, drafter.name))
     return drafter
-
-
-def _require_chains(drafter: Drafter | None, control: Controller) -> None:
-    """Controllers reckon draft by draft along a chain; what they would learn from a tree is wrong."""
-    if drafter is not None and tree_nodes(drafter):
-        raise InputError(
-            f"the controller {control.name!r} chooses the length of chains, but {drafter.name} drafts trees: give k as "
-            "a number of nodes, or draft a chain (tree=chain)"
-        )

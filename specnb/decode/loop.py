@@ -98,11 +98,8 @@ def speculative(
 
     Leviathan et al. 2211.17192, algorithm 1. `after_prompt` is what `prefill` returned; the rule is that of
     `chooser.sampling`. With a lossless rule the tokens are those of `autoregressive` (greedy), or follow the same
-    distribution. Drafts are a chain or a tree, as the drafter likes. Raises InputError before the first token for a
-    drafter of trees and a target that cannot verify them.
+    distribution. Drafts are a chain or a tree, as the drafter likes.
     """
-    if tree_nodes(drafter):
-        accept.require_trees(target)
     rule = accept.rule_of(chooser.sampling)
     tokens = list(prompt_ids)  # the caller's list is never touched, and drafters see this one read-only
     view = TokenView(tokens)
@@ -201,21 +198,13 @@ def _proposed(
 
 
 def _require_rows(target: LanguageModel, drafter: Drafter, proposal: Proposal) -> None:
-    """Refuse rows that the drafts were not drawn from: the rules would keep such drafts with certainty.
-
-    One sum over each row finds NaN and infinity as well. Raises InputError.
-    """
-    ids, rows = proposal.ids, proposal.q_draft
-    expected = (len(ids), target.vocab.size)
+    """Refuse rows that the drafts were not drawn from: the rules would keep such drafts with certainty."""
+    rows, expected = proposal.q_draft, (len(proposal.ids), target.vocab.size)
     if rows.shape != expected:
         raise InputError(f"drafter {drafter.name} reports q_draft of shape {rows.shape}, expected {expected}")
-    for at, (token, row) in enumerate(zip(ids, rows, strict=True)):
-        total, chance = float(row.sum()), float(row[token]) if 0 <= token < len(row) else 0.0
-        if not (abs(total - 1.0) < ROW_TOLERANCE and chance > 0.0):
-            raise InputError(
-                f"drafter {drafter.name}: draft {at} of a round is token {token} with q = {chance}, from a row that "
-                f"sums to {total}; expected q above 0 and a sum of 1. Report the row that the draft was drawn from"
-            )
+    sums, chances = rows.sum(axis=1), rows[range(len(rows)), proposal.ids]
+    if not ((abs(sums - 1.0) < ROW_TOLERANCE).all() and (chances > 0.0).all()):
+        raise InputError(f"drafter {drafter.name} reports rows with q = {chances} at its drafts, which sum to {sums}")
 
 
 def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead: np.ndarray | None) -> np.ndarray:
@@ -259,10 +248,9 @@ def _located(
     """The error with position and layer; `logits` are the rows after the last of `tokens` and after each draft."""
     bad = int(np.argmax(~np.isfinite(logits.max(axis=1))))
     fed = [*tokens, *proposal.up_to(bad - 1)]
-    layer = target.locate_nonfinite(fed)
-    source = f"the first module with a non-finite output is {layer}" if layer else "no module can be named here"
-    remedy = "Try dtype=float32 or check the weights"
-    return NonFiniteLogits(f"{target.name}, after {len(fed)} tokens: {error}; {source}. {remedy}")
+    layer = target.locate_nonfinite(fed) or "none that can be named here"
+    where = f"{target.name}, after {len(fed)} tokens: {error}; the first module with a non-finite output is {layer}"
+    return NonFiniteLogits(f"{where}. Try dtype=float32 or check the weights")
 
 
 # --- where a generation ends ----------------------------------------------------------------------------------------
@@ -293,12 +281,11 @@ def require_text(text: str, noun: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise InputError(f"{noun} holds {half!a}, which is no text in UTF-8: write whole characters") from error
+        raise InputError(f"{noun} is no text in UTF-8: {text[error.start]!a}") from error
 
 
 class Stopping:
-    """Decides token by token, so that a block of tokens ends where single steps would; `reason` is set at the end."""
+    """Decides token by token, so that a block ends where single steps would; `reason` is set at the end."""
 
     def __init__(self, rules: StopRules, vocab: Vocabulary) -> None:
         self._rules, self._vocab = rules, vocab
@@ -313,7 +300,7 @@ class Stopping:
         return self._rules.max_new_tokens - self._count
 
     def ended(self, n_tokens: int, n_ctx: int) -> bool:
-        """Whether generation is over: also where the next forward, after `n_tokens`, would not fit into the context."""
+        """Whether generation is over, also for want of room for a forward after `n_tokens`."""
         if self.reason is None and n_tokens > n_ctx:
             self.reason = "context"
         return self.reason is not None
@@ -333,8 +320,8 @@ class Stopping:
         if self._strings:
             piece = b"" if token in self._vocab.eog else self._vocab.piece(token)  # an ignored end is not shown
             self._text += piece
-            reach = len(piece) + max(len(s) for s in self._strings)
-            if any(s in self._text[-reach:] for s in self._strings):
+            newest = self._text[-len(piece) - max(map(len, self._strings)) :]
+            if any(s in newest for s in self._strings):
                 return "stop_string"
         return "length" if self.remaining <= 0 else None
 

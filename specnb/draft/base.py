@@ -38,7 +38,7 @@ entry of `registry.DRAFTERS`. `tests/draft/test_conformance.py` then tries it, a
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -134,8 +134,7 @@ def tree_nodes(drafter: Drafter) -> int:
 class TokenView(Sequence[int]):
     """The tokens so far, read-only.
 
-    Drafters get this view instead of the loop's list, so that none can append to the caller's tokens: that
-    mistake makes every later round continue from a corrupted sequence ("HelloHello").
+    Drafters get this view instead of the loop's list, so that none can append to the caller's tokens ("HelloHello").
     """
 
     __slots__ = ("_tokens",)
@@ -143,10 +142,6 @@ class TokenView(Sequence[int]):
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
         part = self._tokens[index]
         return tuple(part) if isinstance(index, slice) else part

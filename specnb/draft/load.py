@@ -1,7 +1,7 @@
 """From what a user asks for to a drafter that fits the target, or to the reason why there is none."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from specnb.draft.base import Drafter
 from specnb.errors import FetchError, InputError, LoadError, did_you_mean
@@ -12,9 +12,6 @@ from specnb.lm.load import local_file, parse
 from specnb.lm.zoo import made_once
 from specnb.registry import DRAFTERS, MODEL_DRAFTER, resolve
 
-if TYPE_CHECKING:
-    from specnb.draft.translate import Translation
-
 
 class LoadedDrafter(NamedTuple):
     """A drafter, or None and the reason (`fallback`) why generation goes on with the target alone."""
@@ -22,21 +19,14 @@ class LoadedDrafter(NamedTuple):
     drafter: Drafter | None
     fallback: str | None = None
 
-    @property
-    def translation(self) -> "Translation | None":
-        """How a draft model of another vocabulary gets to the target's, and how much the two share."""
-        return getattr(self.drafter, "translation", None)
-
 
 def load_drafter(
     name: str, target: LanguageModel, *, strict: bool = False, translate: str = "auto", **options: Any
 ) -> LoadedDrafter:
     """Open a drafter for `target`: one of `registry.DRAFTERS`, or the name of a draft model.
 
-    A draft model that cannot be fetched or loaded, or does not fit the memory, is no reason to lose the generation:
-    the result then has no drafter and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot
-    be translated, is a mistake, and always raises; so are heads that do not fit ("medusa", whose options are those of
-    `medusa.drafter.heads_drafter`).
+    A draft model that cannot be fetched or loaded is no reason to lose the generation: the result then has no drafter
+    and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot be translated, always raises.
 
     `translate` says what happens to a draft model with another vocabulary: "tokens" drafts with the shared pieces
     (`TokenIntersection`), "strings" spells its text in the target's tokens (`StringMatch`), "refuse" raises
@@ -61,14 +51,15 @@ def load_drafter(
 
 
 def self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: Any) -> Drafter:
-    return resolve(MODEL_DRAFTER)(requantised_copy(target.name, type_name), target, **options)
+    from specnb.draft.translate import model_drafter
+
+    return model_drafter(requantised_copy(target.name, type_name), target, **options)
 
 
 def requantised_copy(target: str, type_name: str = "q4_0") -> str:
     """Name of a copy of `target` with weights of `type_name` (see `lm.gguf.binding.FILE_TYPES`), made if need be.
 
-    Raises InputError when the target is no GGUF (its weights cannot be requantised here) or the type is unknown,
-    LoadError or FetchError when the copy cannot be made or written.
+    Raises InputError (no GGUF, unknown type), LoadError or FetchError (no copy could be written).
     """
     from specnb.lm.gguf import binding
 

@@ -29,8 +29,7 @@ class ModelDrafter:
     def start(self, tokens: Sequence[int]) -> None:
         self.model.reset()
         self._fed = []
-        room = self.model.caps.n_ctx
-        if 1 < len(tokens) <= room:
+        if 1 < len(tokens) <= self.model.caps.n_ctx:
             with suppress(CapacityError):  # see propose
                 self.model.forward(tokens[:-1], n_logits=0)
 
@@ -43,26 +42,23 @@ class ModelDrafter:
         rows: list[np.ndarray] = []
         forward_s = 0.0
         feed: Sequence[int] = tokens[self.model.n_past :]
-        while True:
+        while len(ids) < k and not (ids and rng.enough):
+            self._fed = ids[:-1]  # the last draft was sampled, but not fed
             began = perf_counter()
             try:
                 logits = self.model.forward(feed, n_logits=1)
             except CapacityError:  # in a translated state a token may take several places
-                self._fed = ids[:-1]
                 break
             forward_s += perf_counter() - began
+            self._fed = ids[:]
             picked = rng.pick(logits[0])
-            if picked is None:  # all drafts so far are in the state
-                self._fed = ids
+            if picked is None:
                 break
             token, row = picked
             ids.append(token)
             if row is not None:
                 rows.append(row)
             feed = (token,)
-            if rng.enough or len(ids) == k:  # the last draft was sampled, but not fed
-                self._fed = ids[:-1]
-                break
         return Proposal(tuple(ids), np.stack(rows) if rows else None, forward_s)
 
     def commit(self, tokens: Sequence[int]) -> None:

@@ -22,14 +22,15 @@ def written(model: LanguageModel, before: bytes, added: bytes) -> tuple[int, ...
     a line (sentencepiece puts a space before a text, but none there). None as well for bytes that are no text, and
     where a control token or an end of generation would come out: these are never made from text.
     """
-    never = model.vocab.control
-    for context in dict.fromkeys((_from_a_character(before), b"", b"\n")):
+    while before and before[0] & 0xC0 == 0x80:  # what is left of a character that was cut
+        before = before[1:]
+    for context in dict.fromkeys((before, b"", b"\n")):
         try:
             ids = model.encode((context + added).decode(), special=False)
         except (UnicodeDecodeError, InputError):  # half a character, or letters that the tokenizer does not know
             continue
         spelled = _last(model, ids, added)
-        if spelled is not None and never.isdisjoint(spelled):
+        if spelled is not None and model.vocab.control.isdisjoint(spelled):
             return spelled
     return None
 
@@ -42,14 +43,6 @@ def _last(model: LanguageModel, ids: Sequence[int], added: bytes) -> tuple[int, 
         missing -= len(model.vocab.piece(ids[at]))
     last = tuple(ids[at:])
     return last if model.vocab.decode_bytes(last) == added else None
-
-
-def _from_a_character(text: bytes) -> bytes:
-    """`text` without what is left of a character that was cut at its start."""
-    at = 0
-    while at < min(3, len(text)) and text[at] & 0xC0 == 0x80:
-        at += 1
-    return text[at:]
 
 
 def whole_characters(text: bytes) -> bytes:
@@ -66,11 +59,9 @@ class Longest:
     """Spells any bytes from a vocabulary, the longest piece first; bytes that no piece begins with are left out."""
 
     def __init__(self, model: LanguageModel) -> None:
-        never = model.vocab.control
-        self._ids: dict[bytes, int] = {}
-        for token, piece in enumerate(model.vocab.pieces):
-            if piece and token not in never:
-                self._ids.setdefault(piece, token)
+        pieces = enumerate(model.vocab.pieces)
+        text = {token: piece for token, piece in pieces if piece and token not in model.vocab.control}
+        self._ids = {piece: token for token, piece in reversed(text.items())}  # the lowest id of equal pieces
         self._reach = max(map(len, self._ids), default=0)
 
     def spell(self, text: bytes) -> list[int]:

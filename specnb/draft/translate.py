@@ -10,14 +10,14 @@ translated: the verification rules hold for every q, as long as the drafts came 
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
-from specnb.draft.spelling import CONTEXT, HEALED, GrowingSpelling, Longest, whole_characters, written
-from specnb.draft.token_map import Overlap, Tokenizing, TokenMap, Tokens, Way, columns, fit
+from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, whole_characters, written
+from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, columns, fit
 from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 from specnb.lm.load import load
@@ -30,25 +30,12 @@ DRAFTS_PER_TOKEN = 3
 """Most draft tokens that are spent on one token of the target, on average over a round."""
 
 
-class Translation(NamedTuple):
-    """How a drafter gets from its vocabulary to the target's: by slicing alone, shared tokens, or strings."""
-
-    how: Way
-    overlap: Overlap
-
-    def __str__(self) -> str:
-        return f"{self.how} ({self.overlap})"
-
-
 class TokenIntersection:
     """A draft model that reads and predicts the target's ids: a LanguageModel for `ModelDrafter`.
 
-    A row holds the draft's logits at shared pieces and -inf elsewhere; where the ids that both have mean the same, that
-    is the row itself, cut or filled up. The state is the wrapped model's, in its own ids: a shared token is one of
-    its tokens, another is spelled, each by itself, so that n tokens can be rewound whatever they took. The wrapped
-    model is not changed.
-
-    Raises VocabularyMismatch when not one piece is shared.
+    A row holds the draft's logits at shared pieces and -inf elsewhere. The state is the wrapped model's, in its own
+    ids: a shared token is one of its tokens, another is spelled, each by itself, so that n tokens can be rewound
+    whatever they took. Raises VocabularyMismatch when not one piece is shared.
     """
 
     def __init__(self, model: LanguageModel, target: Tokenizing, token_map: TokenMap | None = None) -> None:
@@ -58,7 +45,7 @@ class TokenIntersection:
                 f"{target.name} ({target.vocab.kind}) and {model.name} ({model.vocab.kind}) share not one token: "
                 "use a drafter with the target's tokenizer, or --drafter lookup, which needs no draft model"
             )
-        self.translation = Translation(Way.SLICING if self._map.is_slice else Way.TOKENS, self._map.overlap)
+        self.translation = Fit(Way.SLICING if self._map.is_slice else Way.TOKENS, self._map.overlap)
         self.model, self.name, self.vocab = model, model.name, target.vocab
         self.caps = replace(model.caps, details={**model.caps.details, "translation": str(self.translation)})
         self.encode = target.encode
@@ -82,12 +69,7 @@ class TokenIntersection:
             parts[0] = self._beginning(parts[0])
         sizes = [len(part) for part in parts]
         ends = np.cumsum([0, *sizes[len(sizes) - rows + 1 :]]) if rows else []  # a token's row is that of its last part
-        try:
-            logits = self.model.forward([i for part in parts for i in part], int(ends[-1]) + 1 if rows else 0)
-        except BaseException:
-            if not self.model.n_past:  # a state that cannot be cropped is emptied
-                self._sizes.clear()
-            raise
+        logits = self.model.forward([i for part in parts for i in part], int(ends[-1]) + 1 if rows else 0)
         self._sizes += sizes
         return self._translated(logits[ends] if rows else logits)
 
@@ -123,13 +105,9 @@ class TokenIntersection:
         if token not in self._spelled:
             same, text = self._map.draft_of(token), self.vocab.pieces[token]
             ids = (same,) if same is not None else written(self.model, b"", text) or tuple(self._longest.spell(text))
-            self._spelled[token] = ids or (self._blank,)
+            ends = (i for i in (self.model.vocab.eos, self.model.vocab.bos, 0) if i is not None)
+            self._spelled[token] = ids or (next(ends),)  # an end stands for a text that the draft cannot spell
         return self._spelled[token]
-
-    @property
-    def _blank(self) -> int:
-        """What stands for a token without a text that the draft could spell."""
-        return next((i for i in (self.model.vocab.eos, self.model.vocab.bos) if i is not None), 0)
 
     def _beginning(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         bos = self.model.vocab.bos
@@ -143,21 +121,15 @@ class StringMatch:
     tokenizer writes behind the text so far; drafting ends at a control token. It is deterministic given the text, so
     `q_draft` is None. Both tokenizers see a window of the text, so that a round costs the same at any length.
 
-    The last token of a proposal may be the beginning of a longer one (to hold it back gained at most 0.1 tokens a
-    round). So the drafts for one K are not the first of those for a larger one (`nested`), and a recording answers for
-    one K only (`measure.recording.follow`).
-
-    Raises VocabularyMismatch when target or draft has no tokenizer.
+    The last token of a proposal may be the beginning of a longer one. So the drafts for one K are not the first of
+    those for a larger one (`nested`), and a recording answers for one K only (`measure.recording.follow`).
     """
 
     nested = False
 
     def __init__(self, model: LanguageModel, target: LanguageModel, token_map: TokenMap | None = None) -> None:
-        for side in (target, model):
-            if side.vocab.kind == "none":
-                raise VocabularyMismatch(f"{side.name} was opened without a tokenizer: its tokens are no text to draft")
         self._map = token_map or TokenMap(Tokens(target), Tokens(model))
-        self.translation = Translation(Way.STRINGS, self._map.overlap)
+        self.translation = Fit(Way.STRINGS, self._map.overlap)
         self.model, self.name, self.vocab = model, model.name, target.vocab
         self._target = target
         self._spelling = GrowingSpelling(model)
@@ -203,25 +175,19 @@ class StringMatch:
         return Proposal(spelled[:k], None, forward_s)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        ids = self._spelling.ids
-        border = max(0, len(ids) - HEALED)  # what is spelled before stays as it is
-        state = [*ids[border:], *self._fed][: max(0, self.model.n_past - border)]
+        state = [*self._spelling.ids, *self._fed][: self.model.n_past]
         self._follow(tokens)
-        now = ids[border:]
+        now = self._spelling.ids[:-1]  # the newest token stays out, so that the next propose has something to feed
         same = next((i for i, (a, b) in enumerate(zip(state, now, strict=False)) if a != b), min(len(state), len(now)))
-        # the newest token stays out of the state, so that the next propose has something to feed
-        self._keep(min(border + same, max(0, len(ids) - 1)))
-        self._fed = []
-
-    def close(self) -> None:
-        self.model.close()
-
-    def _keep(self, length: int) -> None:
-        surplus = self.model.n_past - length
+        surplus = self.model.n_past - same
         if surplus > self.model.caps.rewind_depth:
             self.model.reset()
         elif surplus > 0:
             self.model.rewind(surplus)
+        self._fed = []
+
+    def close(self) -> None:
+        self.model.close()
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Spell the tokens that are new: text as text, control tokens as the draft's own where it has their like."""
@@ -261,8 +227,7 @@ def model_drafter(
 def fitted(model: LanguageModel, target: LanguageModel, translate: str = "auto") -> ModelDrafter | StringMatch:
     """An opened draft model as a drafter for `target`, translated where it must be; `translate`: see `load_drafter`.
 
-    The way is that of `token_map.fit`, which `compat.check` asks too. Raises VocabularyMismatch where translation is
-    refused, or there is no way.
+    Raises VocabularyMismatch where translation is refused, or there is no way.
     """
     if translate == "refuse":
         require_same(target.vocab, model.vocab, names=(target.name, model.name))
@@ -271,7 +236,7 @@ def fitted(model: LanguageModel, target: LanguageModel, translate: str = "auto")
     if best is Way.SAME:
         return ModelDrafter(model)
     way = FORCED.get(translate, best)
-    if way is Way.NONE:
+    if way is Way.NONE or (way is Way.STRINGS and "none" in (target.vocab.kind, model.vocab.kind)):
         raise VocabularyMismatch(
             f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind}): {overlap}, and "
             "its text cannot be spelled in the target's tokens. Use a drafter with the target's tokenizer, a "

@@ -46,22 +46,16 @@ class ControllerStudy(NamedTuple):
 
 def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
     """Fresh controllers by name, the cost-aware one told what rounds cost."""
-    verify_s = [cost.curve.seconds(n) for n in range(k_max + 2)]
-    all_controllers = [
-        RollingAcceptance(),
-        ContentK(),
-        ConfidenceStop(k_max, 0.5),
-        ConfidenceStop(k_max, 0.3, cumulative=True),
-        EntropyStop(k_max),
-        CostAware(verify_s, cost.c * cost.curve.seconds(1)),
-    ]
-    return {control.name: control for control in all_controllers}
+    cost_aware = CostAware([cost.curve.seconds(n) for n in range(k_max + 2)], cost.c * cost.curve.seconds(1))
+    confident = ConfidenceStop(k_max, 0.5), ConfidenceStop(k_max, 0.3, cumulative=True)
+    fresh = (RollingAcceptance(), ContentK(), *confident, EntropyStop(k_max), cost_aware)
+    return {control.name: control for control in fresh}
 
 
 def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerStudy:
     """Generate, follow every drafter, replay every controller on every machine, run some live.
 
-    Raises what `specnb.load` and `generate` raise; what was generated before is saved as a failed run.
+    What was generated before an error is saved as a failed run.
     """
     started, chosen = datetime.now(UTC), prompts_of(params)
     drafters: list[Drafter] = []
@@ -104,9 +98,10 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
 def _plain(params: AdaptiveKParams, target: LanguageModel, prompt: Prompt) -> Generation:
     """The greedy answer; the category of a question is what its answer turned out to be."""
     generation = generate(target, prompt, max_new_tokens=params.max_new_tokens, seed=params.seed)
-    if not switches(generation):
-        return generation
-    return generation.model_copy(update={"category": detect(prompt.messages[-1].content, generation.text)})
+    if switches(generation):
+        kind = detect(prompt.messages[-1].content, generation.text)
+        return generation.model_copy(update={"category": kind})
+    return generation
 
 
 def switches(text: Generation | Recording) -> bool:
@@ -122,23 +117,23 @@ class _Walkers:
     """Who walks along while a drafter is followed: all that are replayed later, so that the trace holds what they ask.
 
     Controllers of every machine go through all texts of a content, as in `_replayed`, and this machine's start anew
-    for each text, as live. Only those that read drafts ask.
+    for each text, as live.
     """
 
     def __init__(self, costs: Mapping[str, Cost], k_max: int) -> None:
         self._costs, self._k_max = costs, k_max
-        self._sessions: dict[str, dict[str, list[Controller]]] = {}
+        self._sessions: dict[tuple[str, str], list[Controller]] = {}
 
     def along(self, content: str) -> dict[str, list[Controller]]:
         """For the next text of a content, by drafter."""
-        if content not in self._sessions:
-            everywhere = {name: machines(cost).values() for name, cost in self._costs.items()}
-            self._sessions[content] = {name: self._readers(*all_costs) for name, all_costs in everywhere.items()}
-        return {name: self._sessions[content][name] + self._readers(cost) for name, cost in self._costs.items()}
+        for name, cost in self._costs.items():
+            if (content, name) not in self._sessions:
+                self._sessions[content, name] = self._readers(*machines(cost).values())
+        return {name: self._sessions[content, name] + self._readers(cost) for name, cost in self._costs.items()}
 
     def _readers(self, *costs: Cost) -> list[Controller]:
-        all_controllers = [control for cost in costs for control in controllers(cost, self._k_max).values()]
-        return [control for control in all_controllers if control.reads_drafts]
+        fresh = [control for cost in costs for control in controllers(cost, self._k_max).values()]
+        return [control for control in fresh if control.reads_drafts]
 
 
 def _live(
@@ -150,6 +145,7 @@ def _live(
     progress: Progress,
 ) -> Iterator[tuple[Drafter, Generation]]:
     """The first prompts of each content with every controller, fresh for each prompt."""
+    common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed}
     seen: Counter[str] = Counter()
     for at, prompt in enumerate(chosen):
         seen[prompt.category] += 1
@@ -158,21 +154,18 @@ def _live(
         for drafter in drafters:
             for control in controllers(costs[drafter.name], params.k_max).values():
                 progress(at, len(chosen), f"{prompt.id} live: {control.name}")
-                live = generate(
-                    target, prompt, drafter=drafter, k=control, max_new_tokens=params.max_new_tokens, seed=params.seed
-                )
-                yield drafter, live
+                yield drafter, generate(target, prompt, drafter=drafter, k=control, **common)
 
 
 def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k_max: int) -> Iterator[dict[str, Any]]:
     """The first draft that differs between a live run and its replay, with margin and noise; none for a lookup."""
-    if isinstance(drafter, ModelDrafter):
-        (recording,) = trace.select(prompt_id=live.prompt_id, drafter=drafter.name).recordings
-        steps = walk(recording, controllers(cost, k_max)[live.controller])
-        fork = explain_draft(drafter.model, live, [(s.drafted, s.n_accepted) for s in steps])
-        if fork is not None:
-            key = {"prompt_id": live.prompt_id, "drafter": live.drafter, "policy": live.controller}
-            yield key | fork.model_dump(mode="json")
+    if not isinstance(drafter, ModelDrafter):
+        return
+    (recording,) = trace.select(prompt_id=live.prompt_id, drafter=drafter.name).recordings
+    steps = walk(recording, controllers(cost, k_max)[live.controller])
+    if fork := explain_draft(drafter.model, live, [(s.drafted, s.n_accepted) for s in steps]):
+        key = {"prompt_id": live.prompt_id, "drafter": live.drafter, "policy": live.controller}
+        yield key | fork.model_dump(mode="json")
 
 
 def machines(cost: Cost) -> dict[str, Cost]:
@@ -189,12 +182,11 @@ def walk_session(recordings: Sequence[Recording], control: Controller) -> list[t
 def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[dict[str, Any]]:
     """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle."""
     for drafter, drafter_cost in costs.items():
-        recordings = trace.select(drafter=drafter).recordings
         contents: dict[str, list[Recording]] = {}
-        for recording in recordings:
+        for recording in trace.select(drafter=drafter).recordings:
             contents.setdefault(_content(recording), []).append(recording)
         contents = {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
-        exact = {id(r): [fixed_k(r, k) for k in range(k_max + 1)] for r in recordings}
+        exact = {id(r): [fixed_k(r, k) for k in range(k_max + 1)] for group in contents.values() for r in group}
         for machine, cost in machines(drafter_cost).items():
             for content, group in contents.items():
                 common = {"machine": machine, "drafter": drafter, "content": content}
@@ -216,9 +208,9 @@ def cost_of(record: RunRecord, drafter: str) -> Cost:
 
 def questions(limit: int) -> tuple[Prompt, ...]:
     """The first `limit` conversations, cut behind each question of the user: one prompt a question, in order."""
-    path = project_dir() / "data" / "switching" / "conversations.jsonl"
+    talks = read_jsonl(project_dir() / "data" / "switching" / "conversations.jsonl")[:limit]
     return tuple(
         Prompt(id=f"{PREFIX}{talk.id}-{turn}", category=talk.category, messages=talk.messages[:upto])
-        for talk in (read_jsonl(path)[:limit] if limit else ())
+        for talk in talks
         for turn, upto in enumerate(range(1, len(talk.messages) + 1, 2), start=1)
     )

@@ -51,8 +51,7 @@ def rate_ratio(rows: np.ndarray) -> float:
 
 def rate(rows: np.ndarray) -> float:
     """Tokens a second from rows (tokens, seconds): total over total."""
-    tokens, seconds = rows.sum(axis=0)
-    return float(tokens / seconds)
+    return float(np.divide(*rows.sum(axis=0)))
 
 
 Method = Callable[[Any], Generation | Sequence[int]]
@@ -72,10 +71,7 @@ class Timed(NamedTuple):
 
 
 def interleaved(methods: Mapping[str, Method], prompts: Sequence[Any], *, repeats: int = 1) -> Iterator[Timed]:
-    """Run every method on every prompt; the order rotates, so that drift and cache warmth fall on all alike.
-
-    The first prompt is run once by every method beforehand, uncounted.
-    """
+    """Run every method on every prompt in rotating order, and beforehand, uncounted, on the first prompt."""
     for run in methods.values():
         run(prompts[0])
     names = list(methods)
@@ -92,19 +88,13 @@ def interleaved(methods: Mapping[str, Method], prompts: Sequence[Any], *, repeat
 
 
 def compare(
-    methods: Mapping[str, Method],
-    prompts: Sequence[Any],
-    *,
-    baseline: str,
-    repeats: int = 1,
-    same_text: bool = False,
+    methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: str, repeats: int = 1, same_text: bool = False
 ) -> pd.DataFrame:
     """Time `methods` on `prompts` against `baseline`, one of them; one row a method.
 
     Columns: method, tokens_per_s, speedup with low and high (bootstrap over prompts, paired with the baseline on
     the same prompt), tau and acceptance_rate where the method returns a Generation, identical (prompts whose tokens
-    equal the baseline's), n_prompts. With `same_text` a method is compared on those prompts only. Where two methods
-    round differently their texts part, and how well a text can be drafted says nothing of how fast a method is.
+    equal the baseline's), n_prompts. With `same_text` a method is compared on those prompts only.
 
     >>> from functools import partial
     >>> from specnb.decode.generate import generate
@@ -122,9 +112,7 @@ def table(runs: Sequence[Timed], *, baseline: str, same_text: bool = False) -> p
     by_method: dict[str, dict[int, list[Timed]]] = {}
     for run in runs:
         by_method.setdefault(run.method, {}).setdefault(run.prompt, []).append(run)
-    return pd.DataFrame(
-        [_row(name, by_prompt, by_method[baseline], same_text) for name, by_prompt in by_method.items()]
-    )
+    return pd.DataFrame([_row(name, by_method[name], by_method[baseline], same_text) for name in by_method])
 
 
 def _row(name: str, by_prompt: dict[int, list[Timed]], base: dict[int, list[Timed]], same_text: bool) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What a forward costs: T(n), the seconds of one target forward on n new tokens, and c = T_draft(1) / T_target(1).
 
-The curve T(n)/T(1) decides whether speculation can pay at all: a round costs k draft steps and T(k + 1), a plain
-step T(1). On memory-bound hardware it is nearly flat; on two cores with 4-bit weights it is not.
+A round costs k draft steps and T(k + 1), a plain step T(1): where T(n)/T(1) is not flat, speculation can hardly pay.
 """
 
 from collections.abc import Collection, Sequence
@@ -70,17 +69,16 @@ def verify_curve(
     >>> curve.widths, curve.seconds(5) > 0
     ((1, 5), True)
     """
-    return _measured(model, (), widths, context, repeats, 0)[0]
+    return _measured(model, (), widths, context, repeats)[0]
 
 
 def verify_costs(
-    target: LanguageModel, drafters: Sequence[Drafter], k_max: int, *, repeats: int = 7, seed: int = 0
+    target: LanguageModel, drafters: Sequence[Drafter], k_max: int, *, repeats: int = 7
 ) -> tuple[CostCurve, dict[str, float]]:
     """The target's curve up to k_max + 1 tokens, and by its name each drafter's c: T_draft(1) / T_target(1).
 
     All are measured in turn, as `verify_curve` does, after CONTEXT tokens or half of what the smallest of the models
-    holds. c is 0 for a drafter without a model. Raises InputError when that does not fit a model, and for
-    trained heads, whose cost is not that of a model's forward.
+    holds. c is 0 for a drafter without a model. Raises InputError when that does not fit a model, and for heads.
     """
     for drafter in drafters:
         if getattr(drafter, "reads_hidden", False):
@@ -88,28 +86,23 @@ def verify_costs(
     models = {d.name: model for d in drafters if (model := model_of(d)) is not None}
     context = min(CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))
     widths = {1, *(n for n in WIDTHS if n <= k_max), k_max + 1}
-    curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats, seed)
+    curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats)
     measured = {name: step_s / curve.seconds(1) for name, step_s in zip(models, steps_s, strict=True)}
     return curve, dict.fromkeys((d.name for d in drafters), 0.0) | measured
 
 
 def _measured(
-    target: LanguageModel,
-    drafts: Sequence[LanguageModel],
-    widths: Collection[int],
-    context: int,
-    repeats: int,
-    seed: int,
+    target: LanguageModel, drafts: Sequence[LanguageModel], widths: Collection[int], context: int, repeats: int
 ) -> tuple[CostCurve, list[float]]:
     """The target's curve, and the median seconds of a single step of each draft model, measured in turn with it."""
     widths = tuple(sorted(set(widths)))
     steps = [(target, n) for n in widths] + [(draft, 1) for draft in drafts]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for model, n in steps:
         if context < 1 or context + n > model.caps.n_ctx or n > model.caps.max_width:
             raise InputError(f"{context} tokens and a forward of {n} do not fit {model.name} ({model.caps.n_ctx})")
     ids = rng.integers(0, min(m.vocab.size for m, _ in steps), context + widths[-1]).tolist()
-    for model in {id(m): m for m, _ in steps}.values():
+    for model in (target, *drafts):
         model.reset()
         model.forward(ids[:context], n_logits=0)
     samples: list[list[float]] = [[] for _ in steps]
@@ -122,7 +115,7 @@ def _measured(
             model.rewind(n)
             if repeat >= 0:
                 samples[at].append(took)
-    for model, _ in steps:
+    for model in (target, *drafts):
         model.reset()
     timed = tuple(tuple(s) for s in samples[: len(widths)])
     curve = CostCurve(model=target.name, context=context, widths=widths, samples_s=timed)

@@ -35,46 +35,37 @@ class Curve:
         try:
             rows = [(float(line["step"]), float(line["lr"]), float(np.mean(line["loss"]))) for line in log]
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"a training log has step, lr and loss in every line: {error!r:.80}") from error
-        data = np.asarray(rows, dtype=float).reshape(-1, 3)
-        sound = len(data) and np.isfinite(data).all() and (data >= 0).all() and data[:, 1].max() > 0
-        if not sound or not (np.diff(data[:, 0], prepend=0.0) > 0).all():
-            raise InputError("a training log has rising steps, finite losses, and rates of which some are above 0")
-        return cls(*data.T)
+            raise InputError(f"{TRAINING_FILE} needs step, lr and loss in every line: {error!r:.80}") from error
+        step, lr, loss = np.array(rows, dtype=float).reshape(-1, 3).T
+        if not (len(step) and (np.diff(step, prepend=0.0) > 0).all() and np.isfinite(lr + loss).all() and lr.max() > 0):
+            raise InputError(f"{TRAINING_FILE} needs rising steps, finite losses, and rates of which some are above 0")
+        return cls(step, lr, loss)
 
     @property
     def dead_share(self) -> float:
-        """Share of all steps that were made at a rate below DEAD of the highest, behind that highest one."""
-        widths = np.diff(self.step, prepend=0.0)
-        return float(widths[self._behind_highest & (self.lr <= DEAD * self.lr.max())].sum() / self.step[-1])
+        """Share of all steps at a rate below DEAD of the highest, behind that one: a warm-up may begin at 0."""
+        widths, top = np.diff(self.step, prepend=0.0), int(self.lr.argmax())
+        return float(widths[top:][self.lr[top:] <= DEAD * self.lr[top]].sum() / self.step[-1])
 
     @property
     def dead(self) -> bool:
         """Whether, behind the highest rate, it was dead for DEAD_SHARE of all steps, or zero before the last line."""
-        zero = self._behind_highest & (self.lr == 0)
-        return self.dead_share >= DEAD_SHARE or bool(zero[:-1].any())
-
-    @property
-    def _behind_highest(self) -> np.ndarray:
-        """The lines behind that of the highest rate: what comes before is a warm-up, which may begin at 0."""
-        return np.arange(len(self.lr)) > int(self.lr.argmax())
+        return self.dead_share >= DEAD_SHARE or bool((self.lr[self.lr.argmax() : -1] == 0).any())
 
     @property
     def falling(self) -> bool:
         """Whether the loss still fell in the last quarter of the steps whose rate was alive."""
-        alive = self.loss[: max(1, int((self.lr > DEAD * self.lr.max()).nonzero()[0][-1]) + 1)]
+        alive = self.loss[: int(np.flatnonzero(self.lr > DEAD * self.lr.max())[-1]) + 1]
         quarter = max(1, len(alive) // 4)
-        last, before = alive[-quarter:].mean(), alive[-2 * quarter : -quarter]
-        return bool(len(before)) and float(last) < (1 - FALL) * float(before.mean())
+        last, before = alive[-quarter:], alive[-2 * quarter : -quarter]
+        return bool(len(before)) and float(last.mean()) < (1 - FALL) * float(before.mean())
 
     def __str__(self) -> str:
+        highest, steps = f"{self.lr.max():.2g}", f"{self.step[-1]:.0f} steps"
         if not self.dead:
-            return f"the learning rate, {self.lr.max():.2g} at its highest, was alive in all {self.step[-1]:.0f} steps"
-        state = "still falling" if self.falling else "no longer falling"
-        return (
-            f"{self.dead_share:.0%} of {self.step[-1]:.0f} steps were made at less than a thousandth of the highest "
-            f"learning rate ({self.lr.max():.2g}), with the loss {state} when it died"
-        )
+            return f"the learning rate, {highest} at its highest, was alive in all {steps}"
+        loss = "still falling" if self.falling else "no longer falling"
+        return f"{self.dead_share:.0%} of {steps} at under {DEAD:g} of the highest rate ({highest}), the loss {loss}"
 
 
 def training_card(checkpoint: Path) -> dict[str, Any]:
@@ -86,7 +77,4 @@ def training_card(checkpoint: Path) -> dict[str, Any]:
 def read(checkpoint: Path) -> Curve | None:
     """The curve that came with a checkpoint, a folder or a file in one; None without one. Raises InputError."""
     log = training_card(checkpoint).get("log")
-    try:
-        return Curve.of(log) if log else None
-    except InputError as error:
-        raise InputError(f"{TRAINING_FILE} of {checkpoint}: {error}") from error
+    return Curve.of(log) if log else None

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from specnb.decode.generate import prompt_ids
@@ -34,23 +33,20 @@ def prompts_of(params: Params) -> list[Prompt]:
 
 def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_tokens: int) -> None:
     """Every prompt can be encoded and fits with its answer: told now rather than an hour later."""
+    room = target.caps.n_ctx - max_new_tokens
     for prompt in chosen:
         try:
             n = len(prompt_ids(target, prompt))
         except InputError as error:
             raise InputError(f"prompt {prompt.id} cannot be used with {target.name}: {error}") from error
-        if n + max_new_tokens > target.caps.n_ctx:
-            raise CapacityError(
-                f"prompt {prompt.id} has {n} tokens; with {max_new_tokens} new ones it exceeds the {target.caps.n_ctx} "
-                f"of {target.name}: load it with a larger n_ctx"
-            )
+        if n > room:
+            raise CapacityError(f"prompt {prompt.id} has {n} tokens, {target.name} room for {room}: raise n_ctx")
 
 
 def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[str, Any]]:
     """Role, name and file digest of what was run; the digest is None for what is not one file on this machine."""
     names = [("target", target.name)] + [("drafter", d.name) for d in drafters if model_of(d)]
-    files = [(role, name, _file(name)) for role, name in names]
-    return [{"role": role, "id": name, "sha256": file_digest(file) if file else None} for role, name, file in files]
+    return [{"role": role, "id": name, "sha256": _digest(name)} for role, name in names]
 
 
 @contextmanager
@@ -64,16 +60,17 @@ def saving_failures(
         if generations:
             try:
                 save(recorded(error))
-            except SpecnbError as unsaved:
+            except SpecnbError as unsaved:  # must not hide what ended the run
                 error.add_note(f"what was generated before is lost: {unsaved}")
         raise
 
 
-def _file(name: str) -> Path | None:
+def _digest(name: str) -> str | None:
     try:
-        return local_file(parse(name))
+        file = local_file(parse(name))
     except InputError:  # made in memory: its name opens nothing
         return None
+    return file_digest(file) if file else None
 
 
 def record_of(

@@ -6,6 +6,7 @@ Live runs are interleaved with the plain ones. What a replay predicts is measure
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
+from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -30,9 +31,8 @@ EXPERIMENT = "01_k_sweep"
 def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
     """Run the sweep; the record holds every generation, the verify cost curve, c, and the forks that were found.
 
-    Raises what `specnb.load` and `generate` raise; prompts are checked before anything is timed. What was generated
-    before an error or an interrupt is saved, as a record whose status is failed. A draft model that cannot be loaded
-    ends the run: a sweep without its drafter answers nothing.
+    What was generated before an error or an interrupt is saved, as a record whose status is failed. A draft model that
+    cannot be loaded ends the run: a sweep without its drafter answers nothing.
     """
     started, chosen = datetime.now(UTC), prompts_of(params)
     drafters: list[Drafter] = []
@@ -53,7 +53,8 @@ def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
             check_prompts(target, chosen, params.max_new_tokens)
             curve, c = verify_costs(target, drafters, max(params.k_max, *params.ks))
             measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c[drafter.name]}
-            _generate_all(params, target, drafter, chosen, progress, generations)
+            for generation in _generations(params, target, drafter, chosen, progress):
+                generations.append(generation)  # one by one: what is there when the next fails is saved
             measured["forks"] = list(_forks(target, generations))
             if params.rule == "token":  # a lossy rule's text depends on the drafts, the block rule keeps more of them
                 measured["replay"] = _replay(params, target, drafter, generations, Cost(curve, measured["c"]))
@@ -61,41 +62,31 @@ def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
             return recorded()
 
 
-def _generate_all(
-    params: KSweepParams,
-    target: LanguageModel,
-    drafter: Drafter,
-    chosen: list[Prompt],
-    progress: Progress,
-    generations: list[Generation],
-) -> None:
-    """Append to `generations` the baseline (k = 0) and every K on each prompt and temperature, the order rotating."""
+def _generations(
+    params: KSweepParams, target: LanguageModel, drafter: Drafter, chosen: list[Prompt], progress: Progress
+) -> Iterator[Generation]:
+    """The baseline (k = 0) and every K on each prompt and temperature, the order rotating."""
     ks = [0, *params.ks]
     total = len(ks) * len(chosen) * len(params.temperatures)
     common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed, "rule": params.rule}
     warm = common | {"max_new_tokens": 8, "temperature": params.temperatures[0]}
     for k in (0, max(ks)):  # warm-up, not recorded
         generate(target, chosen[0], drafter=drafter if k else None, k=k, **warm)
+    done = count()
     for temperature in params.temperatures:
         for at, prompt in enumerate(chosen):
             for k in ks[at % len(ks) :] + ks[: at % len(ks)]:
-                progress(len(generations), total, f"{prompt.id}, temperature {temperature}, K {k}")
-                drafting = drafter if k else None
-                generations.append(generate(target, prompt, drafter=drafting, k=k, temperature=temperature, **common))
+                progress(next(done), total, f"{prompt.id}, temperature {temperature}, K {k}")
+                yield generate(target, prompt, drafter=drafter if k else None, k=k, temperature=temperature, **common)
     progress(total, total, "done")
 
 
 def _replay(
-    params: KSweepParams,
-    target: LanguageModel,
-    drafter: Drafter,
-    generations: list[Generation],
-    cost: Cost,
+    params: KSweepParams, target: LanguageModel, drafter: Drafter, generations: list[Generation], cost: Cost
 ) -> dict[str, Any]:
     """Every K along every plain generation, how long that took, and how long the live runs of as many K's take.
 
-    `live_s` scales the live runs' time from their K's to all: what the same grid costs live. The plain generations
-    are part of both and counted in neither.
+    `live_s` scales the live runs' time from their K's to all. The plain generations are counted in neither.
     """
     ks = range(1, params.k_max + 1)
     wanted = sorted({*ks, *params.ks})
@@ -116,16 +107,15 @@ def _turns(params: KSweepParams, target: LanguageModel, drafter: Drafter, cost: 
     None for a model without a chat template.
     """
     wanted = params.conversations if target.vocab.chat_template else 0
+    n, k = params.max_new_tokens, max(params.ks)
     for prompt in prompts("chat", limit=wanted) if wanted else ():
         for turn, upto in enumerate(range(1, len(prompt.messages) + 1, 2), start=1):
             messages = [m.model_dump() for m in prompt.messages[:upto]]
-            if len(prompt_ids(target, messages)) + params.max_new_tokens > target.caps.n_ctx:
+            if len(prompt_ids(target, messages)) + n > target.caps.n_ctx:
                 break
-            generation = generate(target, messages, max_new_tokens=params.max_new_tokens)
-            (recording,) = follow(
-                target, [drafter], generation, k_max=max(params.ks), max_new_tokens=params.max_new_tokens
-            )
-            (row,) = sweep(recording, [max(params.ks)], cost)
+            generation = generate(target, messages, max_new_tokens=n)
+            (recording,) = follow(target, [drafter], generation, k_max=k, max_new_tokens=n)
+            (row,) = sweep(recording, [k], cost)
             yield row | {"prompt_id": prompt.id, "turn": turn, "prompt_tokens": len(generation.prompt_ids)}
 
 
@@ -140,12 +130,9 @@ def baseline_of(generations: Sequence[Generation], generation: Generation) -> Ge
 
 def _forks(target: LanguageModel, generations: Sequence[Generation]) -> Iterator[dict[str, Any]]:
     """Each greedy generation that differs from its baseline, with margin and noise at the first difference."""
-    for generation in generations:
-        if generation.temperature > 0 or generation.k == 0:
-            continue
-        fork = fork_of(target, baseline_of(generations, generation), generation)
-        if fork is not None:
-            yield {"prompt_id": generation.prompt_id, "k": generation.k, **fork.model_dump(mode="json")}
+    for drafted in (g for g in generations if g.k and g.temperature == 0):
+        if fork := fork_of(target, baseline_of(generations, drafted), drafted):
+            yield {"prompt_id": drafted.prompt_id, "k": drafted.k, **fork.model_dump(mode="json")}
 
 
 def _engine(params: KSweepParams) -> dict[str, str]:

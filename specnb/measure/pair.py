@@ -1,8 +1,8 @@
 """The same prompt twice, speculatively and plainly: side by side, and where greedy texts part, rounding or a fault?
 
 A forward of n tokens adds in another order than n forwards of one, so logits differ by rounding (the width noise).
-Where the two best tokens are closer than that, either may win, and both are right. Anything else is a fault. So is
-noise beyond what rounding can do in the model's type: a block forward that is plainly wrong must not excuse itself.
+Where the two best tokens are closer than that, either may win. Anything else is a fault, and so is noise beyond what
+rounding can do in the model's type: a block forward that is plainly wrong must not excuse itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +30,8 @@ class TextFork(BaseModel):
     """The first position where two token sequences differ, and how close the two candidates were there.
 
     `margin` is the distance of their logits in single steps. `noise` is the largest difference that blocks of tokens
-    make to the two best logits of a row on the way there; `noise_share` is the same as a share of the row's range.
-    `near_tie`: margin <= 2 * noise, and the noise is small enough to be rounding.
+    make to the two best logits of a row on the way there, `noise_share` its share of the row's range. `near_tie`:
+    margin <= 2 * noise, and the noise is small enough to be rounding.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,8 +47,7 @@ class TextFork(BaseModel):
 class PairSummary(Summary):
     """The generation's summary, and how it compares with the baseline (None without one).
 
-    `speedup` is the ratio of the tokens_per_s of one run each: for a measurement with an interval run a sweep.
-    `fork` is given when greedy tokens differ: where, by how much, and whether it is a near-tie.
+    `speedup` is the ratio of one run each: for an interval run a sweep. `fork` is given when greedy tokens differ.
     """
 
     speedup: float | None = None
@@ -83,16 +82,13 @@ def run_pair(
     """Load the models, generate (warm-up of 4 tokens first, uncounted), and compare with plain decoding.
 
     `translate` is that of `load_drafter`; `settings` are those of `specnb.generate`. `heads_checkpoint` and `tree` are
-    for trained heads (`medusa.drafter`); a tree that is "auto", or not given, is chosen by what is measured first.
-    Raises what that and `specnb.load` raise.
+    for trained heads (`medusa.drafter`); a tree that is not given is chosen by what is measured first.
     """
-    options = {"heads_checkpoint": heads_checkpoint, "tree": tree}
+    options = {"heads_checkpoint": heads_checkpoint, "tree": tree or ("auto" if drafter_name == HEADS else None)}
     options = {name: value for name, value in options.items() if value is not None}
     if options and drafter_name != HEADS:
         given = " and ".join("--" + name.replace("_", "-") for name in options)
         raise InputError(f"{given}: for trained heads; add --drafter {HEADS} (got {drafter_name or 'no drafter'})")
-    if drafter_name == HEADS:
-        options.setdefault("tree", "auto")
     drafter_name, fallback = room_for_both(target_name, drafter_name, strict=strict)
     target = load(target_name)
     drafter = None
@@ -105,10 +101,9 @@ def run_pair(
         generation = generate(target, prompt, drafter=drafter, **settings)
         generation = generation.model_copy(update={"fallback": fallback})
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else None
-        comparison = _comparison(target, generation, baseline) if baseline else {}
-        summary = PairSummary(
-            **generation.summary(step_s).model_dump(), **comparison, notes=getattr(drafter, "findings", ())
-        )
+        fields = generation.summary(step_s).model_dump() | {"notes": getattr(drafter, "findings", ())}
+        fields |= _comparison(target, generation, baseline) if baseline else {}
+        summary = PairSummary(**fields)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
     finally:
         if drafter is not None:
@@ -118,9 +113,9 @@ def run_pair(
 
 def _comparison(target: LanguageModel, generation: Generation, baseline: Generation) -> Mapping[str, Any]:
     """The fields of a PairSummary that need a baseline."""
-    rates = generation.tokens_per_s, baseline.tokens_per_s
+    speed, plain = generation.tokens_per_s, baseline.tokens_per_s
     return {
-        "speedup": rates[0] / rates[1] if all(rates) else None,
+        "speedup": speed / plain if speed and plain else None,
         "identical": generation.token_ids == baseline.token_ids,
         "fork": None if generation.temperature > 0 else fork_of(target, baseline, generation),
     }
@@ -143,17 +138,17 @@ def explain_fork(
         return None
     watched, single, ranges = [], [], []
     for row in _rows(target, prompt_ids, a[:at], 1):
-        best = np.argpartition(row, -2)[-2:] if len(watched) < at else np.array([a[at], b[at]])
-        watched.append(best)
-        single.append(row[best])
+        watched.append(np.argpartition(row, -2)[-2:] if len(watched) < at else np.array([a[at], b[at]]))
+        single.append(row[watched[-1]])
         ranges.append(float(row.max() - np.median(row)))
     blocks = [row[ids] for row, ids in zip(_rows(target, prompt_ids, a[:at], max(2, width)), watched, strict=True)]
     differences = np.abs(np.array(single) - np.array(blocks)).max(axis=1)
     noise, share = float(differences.max()), float((differences / np.maximum(ranges, 1e-9)).max())
     margin = abs(float(single[-1][0] - single[-1][1]))
     near_tie = margin <= 2 * noise and share <= ROUNDING[target.caps.lossless_dtype]
-    tokens = a[at], b[at]
-    return TextFork(position=at, token_ids=tokens, margin=margin, noise=noise, noise_share=share, near_tie=near_tie)
+    return TextFork(
+        position=at, token_ids=(a[at], b[at]), margin=margin, noise=noise, noise_share=share, near_tie=near_tie
+    )
 
 
 def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tuple[int, int]]) -> TextFork | None:
@@ -169,14 +164,12 @@ def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tup
     live_round, (drafted, kept) = pairs[first]
     before = sum(earlier.n_accepted + 1 for earlier, _ in pairs[:first])
     common = live.token_ids[: before + min(live_round.n_accepted, kept)]
-    right = live.token_ids[len(common)]
-    if live_round.n_accepted < kept:
-        wrong = (
-            live_round.draft_ids[live_round.n_accepted] if live_round.n_accepted < len(live_round.draft_ids) else right
-        )
-    else:
+    right = wrong = live.token_ids[len(common)]
+    if kept > live_round.n_accepted < live_round.k:
+        wrong = live_round.draft_ids[live_round.n_accepted]
+    elif live_round.n_accepted > kept < drafted:
         *_, row = _rows(model, live.prompt_ids, common, 1)
-        wrong = int(row.argmax()) if kept < drafted else right
+        wrong = int(row.argmax())
     return explain_fork(model, live.prompt_ids, (*common, right), (*common, wrong), width=2)
 
 

@@ -2,16 +2,12 @@
 
 Losslessness makes the generated tokens independent of the drafts, so one recording answers every K and every
 controller (`measure.replay`). The tokens are generated once, plainly. A draft model is then followed in ONE
-teacher-forced pass, a deterministic drafter with one proposal a position.
-
-Live, drafts behind a wrong one are made and thrown away. A replay needs them only for controllers that read drafts: how
-many would they have made? They are the dearest part of a recording, single steps on a path that no other round shares.
-So they are followed no further than somebody asks (`Astray`).
+teacher-forced pass, a deterministic drafter with one proposal a position. Drafts behind a wrong one cost single steps;
+only controllers that read drafts need them, so they are followed no further than somebody asks (`Astray`).
 """
 
 import io
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import merge
 from pathlib import Path
@@ -44,12 +40,12 @@ class Recording(NamedTuple):
     For a round that starts after i generated tokens:
 
     * `keep[i][j]`: the probability that draft j is kept, given that those before it were and the true token is
-      committed. As many as are on offer there: at most k_max, and at most the tokens that are left;
+      committed; for at most k_max drafts and the tokens that are left;
     * `offered[i]`: drafts on offer, those beyond the end of the generation too, which are verified all the same;
     * `support[i]`: the length of the match that a lookup copies from, 0 where there is none;
     * `beliefs[i]`: what the draft model's row for token i says, along the true tokens, as far as its context reaches;
-    * `astray[i]`: the same of the rows that follow a wrong draft for token i; `astray[n]` of those behind the last
-      token. Greedy only, as far as they were followed;
+    * `astray[i]`: the same of the rows that follow a wrong draft for token i (for i = n_tokens, the last token), as
+      far as they were followed. Greedy only;
     * `pieces[i]`: the text of token i.
     """
 
@@ -82,12 +78,10 @@ class Trace(NamedTuple):
 
     def select(self, **wanted: object) -> "Trace":
         """The recordings whose fields equal `wanted`, such as category="code". Raises InputError when none does."""
-        recordings = tuple(
-            r for r in self.recordings if all(getattr(r, name) == value for name, value in wanted.items())
-        )
-        if not recordings:
+        chosen = tuple(r for r in self.recordings if wanted.items() <= r._asdict().items())
+        if not chosen:
             raise InputError(f"the trace holds no recording with {wanted}")
-        return Trace(recordings)
+        return Trace(chosen)
 
     def save(self, path: Path) -> None:
         """Write a parquet file, one row a recording."""
@@ -102,11 +96,11 @@ class Trace(NamedTuple):
         """Read what `save` wrote. Raises InputError for another file."""
         try:
             table = pq.read_table(path)
-        except (OSError, pa.ArrowException) as error:
+            meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
+        except (OSError, pa.ArrowException, KeyError) as error:
             raise InputError(f"{path} is no trace: {error}; record it again") from error
-        meta = json.loads((table.schema.metadata or {}).get(b"specnb_trace", b"{}"))
-        if meta.get("format") != FORMAT:
-            raise InputError(f"{path} is no trace of format {FORMAT}, but {meta or 'another table'}; record it again")
+        if meta["format"] != FORMAT:
+            raise InputError(f"{path} is a trace of format {meta['format']}, not {FORMAT}; record it again")
         return cls(tuple(map(_recording, table.to_pylist())))
 
 
@@ -150,33 +144,25 @@ def record(
     seed: int = 0,
     astray: bool = False,
 ) -> Iterator[tuple[Generation, list[Recording]]]:
-    """Generate each prompt once with the target alone and follow every drafter along it.
-
-    Yields the plain generation and a Recording per drafter; `astray` as in `follow`. Raises what `generate` raises.
-    """
+    """Generate each prompt once with the target alone and `follow` every drafter along it: both, prompt by prompt."""
+    limits = {"k_max": k_max, "max_new_tokens": max_new_tokens, "astray": astray}
     for prompt in prompts:
         generation = generate(target, prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-        yield (
-            generation,
-            follow(target, drafters, generation, k_max=k_max, max_new_tokens=max_new_tokens, astray=astray),
-        )
+        yield generation, follow(target, drafters, generation, **limits)
 
 
 def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -> None:
     """Refuse, before any work, drafters that `follow` would get wrong, and two of one name. Raises InputError."""
-    names = Counter(drafter.name for drafter in drafters)
-    for drafter in drafters:
-        faults = {
-            f"is the name of {names[drafter.name]} drafters: give each once": names[drafter.name] > 1,
-            f"drafts trees of {tree_nodes(drafter)} nodes, and only chains are replayed": tree_nodes(drafter) > 0,
-            "reads the target's hidden states, which no recording holds yet: measure it live (specnb generate, specnb "
-            "bench medusa)": getattr(drafter, "reads_hidden", False),
-            "drafts text: its drafts for a smaller K are not the first of those for a larger one. Translate by tokens, "
-            "or follow it with only_k_max, K by K": not (only_k_max or getattr(drafter, "nested", True)),
-        }
-        for fault, held in faults.items():
-            if held:
-                raise InputError(f"{drafter.name} {fault}")
+    names = [drafter.name for drafter in drafters]
+    for name, drafter in zip(names, drafters, strict=True):
+        if names.count(name) > 1:
+            raise InputError(f"{name} is the name of {names.count(name)} drafters: give each once")
+        if tree_nodes(drafter):
+            raise InputError(f"{name} drafts trees of {tree_nodes(drafter)} nodes, and only chains are replayed")
+        if getattr(drafter, "reads_hidden", False):
+            raise InputError(f"{name} reads the target's hidden states, which no recording holds: measure it live")
+        if not (only_k_max or getattr(drafter, "nested", True)):
+            raise InputError(f"{name} drafts text, another one for each K: follow it with only_k_max, K by K")
 
 
 def follow(
@@ -192,16 +178,13 @@ def follow(
 ) -> list[Recording]:
     """A recording of each drafter along `generation`, which `target` generated plainly with `max_new_tokens` at most.
 
-    A draft model is followed in single steps where wide forwards round otherwise (`_pass_width`). Live it feeds two
-    tokens at once after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
+    A draft model is followed in single steps where wide forwards round otherwise. Live it feeds two tokens at once
+    after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
 
     With `astray` wrong greedy drafts of a draft model are followed as far as any controller may read, which takes far
-    longer. Only how much is wasted by controllers that stop within a block depends on it. Without it they are followed
-    as far as those controllers read that are `walking` along the recording, by the drafter's name; these learn from it.
-    The recording then holds for every controller that reads no further, such as fresh ones that go the same way.
-
-    `StringMatch` proposes for a smaller K other tokens than the first of those for `k_max`: its last one may be the
-    beginning of a longer one. With `only_k_max` no smaller K is asked of the recording, and it is followed, too.
+    longer. Without it they are followed as far as those controllers read that are `walking` along the recording, by
+    the drafter's name; these learn from it. The recording then holds for every controller that reads no further.
+    `only_k_max` takes drafters that are not nested, too: the recording then answers for `k_max` alone.
 
     Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
     or another `max_new_tokens` made.
@@ -218,10 +201,8 @@ def follow(
     if not sampling.greedy and any(isinstance(drafter, ModelDrafter) for drafter in drafters):
         p_true = _true_probabilities(target, generation, sampling)
     n_prompt, widest = len(generation.prompt_ids), min(k_max, target.caps.max_width - 1)
-    most = [
-        max(0, min(widest, max_new_tokens - i - 1, target.caps.n_ctx - n_prompt - i))
-        for i in range(len(generation.token_ids))
-    ]
+    last = min(max_new_tokens - 1, target.caps.n_ctx - n_prompt)
+    most = [max(0, min(widest, last - i)) for i in range(len(generation.token_ids))]
     blank = Recording(
         generation.prompt_id, generation.category, generation.target, "", sampling.temperature, generation.seed, k_max,
         max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), generation.token_ids,
@@ -294,10 +275,7 @@ def _follow_model(
     most: Sequence[int],
     recording: Recording,
 ) -> tuple[Recording, list[int | None]]:
-    """`recording` along the true tokens, and for each of them the greedy draft where it is wrong.
-
-    A draft is kept with the chance that `measure.replay` derives.
-    """
+    """`recording` along the true tokens, and for each of them the greedy draft where it is wrong."""
     kept, beliefs, wrong = [], [], []
     for at, row in _rows_along(model, generation, _pass_width(model.caps)):
         token = generation.token_ids[at]
@@ -323,7 +301,7 @@ def _true_probabilities(target: LanguageModel, generation: Generation, sampling:
 
 
 def _pass_width(caps: Capabilities) -> int:
-    """How many tokens a forward may hold and still give the rows of single steps, which live drafts come from."""
+    """Tokens of a forward that still gives the rows of single steps, which live drafts come from."""
     return PASS_WIDTH if caps.lossless_dtype else max(1, min(PASS_WIDTH, caps.same_bits_up_to))
 
 
@@ -346,9 +324,8 @@ def _rows_along(model: LanguageModel, generation: Generation, width: int) -> Ite
 class Astray:
     """Paths of greedy drafts that leave `generation`: path i starts with the wrong draft for token i, if there is one.
 
-    `model` holds true tokens of `generation` alone, and nobody else uses it meanwhile: where a path starts is found by
-    rewinding. The last path, one more than there are tokens, is behind the last token. Asking from the front to the
-    end feeds every true token once.
+    The last path, one more than there are tokens, is behind the last token. Nobody else uses `model` meanwhile, whose
+    state is rewound to where a path starts. Asking from the front to the end feeds every true token once.
     """
 
     def __init__(self, model: LanguageModel, generation: Generation, wrong: Sequence[int | None], width: int) -> None:
@@ -368,7 +345,7 @@ class Astray:
         return tuple(map(tuple, self._beliefs))
 
     def follow_all(self, offered: Sequence[int]) -> None:
-        """Follow every path as far as any round goes: one that starts after i tokens has up to `offered[i]` drafts."""
+        """Follow every path as far as any round goes."""
         for path, (start, drafts) in enumerate(zip(self._starts, self._drafts, strict=True)):
             if drafts and offered[start] > 1:  # of two drafts, the first wrong, one row is behind it
                 self.belief(path, offered[start] - 2)

@@ -7,9 +7,8 @@ from one pass of the drafter over x (`measure.recording`), because losslessness 
 * temperature > 0: P(the draft is kept | x_i was committed) = min(1, q_draft(x_i) / p_target(x_i)), independently along
   x (P(x and kept) = min(p, q), and P(x) = p); for a deterministic drafter it is 1 where the draft is x_i, else 0.
 
-After a rejection the correction x_i is committed, after K kept drafts the bonus token, and the next round starts
-behind it. For a fixed K the expected number of rounds that start at each position follows by going along x once
-(`fixed_k`, exact); for a controller that looks back the chain is walked with seeded draws (`walk`).
+For a fixed K the expected number of rounds that start at each position follows by going along x once (`fixed_k`,
+exact); for a controller that looks back the chain is walked with seeded draws (`walk`).
 """
 
 from collections import Counter
@@ -91,25 +90,23 @@ def fixed_k(recording: "Recording", k: int) -> Counts:
 
 def sweep(recording: "Recording", ks: Sequence[int], cost: Cost) -> list[dict[str, Any]]:
     """A recording at every K: one flat row each, with the predicted seconds of decoding, plain ones beside them."""
-    rows = []
-    for k in ks:
-        counts = fixed_k(recording, k)
-        rows.append(
-            {
-                "prompt_id": recording.prompt_id,
-                "category": recording.category,
-                "temperature": recording.temperature,
-                "k": k,
-                "n_decoded": max(0, counts.n_tokens - 1),
-                "rounds": counts.rounds,
-                "tau": counts.tau if counts.rounds else None,
-                "drafted": counts.drafted,
-                "accepted": counts.accepted,
-                "seconds": counts.seconds(cost),
-                "plain_s": max(0, counts.n_tokens - 1) * cost.curve.seconds(1),
-            }
-        )
-    return rows
+    n_decoded = max(0, recording.n_tokens - 1)
+    return [
+        {
+            "prompt_id": recording.prompt_id,
+            "category": recording.category,
+            "temperature": recording.temperature,
+            "k": k,
+            "n_decoded": n_decoded,
+            "rounds": counts.rounds,
+            "tau": counts.tau if counts.rounds else None,
+            "drafted": counts.drafted,
+            "accepted": counts.accepted,
+            "seconds": counts.seconds(cost),
+            "plain_s": n_decoded * cost.curve.seconds(1),
+        }
+        for k, counts in ((k, fixed_k(recording, k)) for k in ks)
+    ]
 
 
 class Step(NamedTuple):
@@ -128,9 +125,9 @@ Behind = Callable[[int, int], Belief]
 def walk(recording: "Recording", controller: Controller, rng: np.random.Generator | None = None) -> list[Step]:
     """The rounds that `controller` makes along a recording; draws from `rng` where a draft is kept by chance.
 
-    Greedy recordings need no `rng` and give the live run's rounds. Beyond the first wrong draft of a block a
-    controller that reads drafts sees `astray`, or, in a recording without it, the rows along the true tokens. Raises
-    InputError where it reads further than wrong drafts were followed.
+    Greedy recordings give the live run's rounds. Beyond the first wrong draft of a block a controller that reads drafts
+    sees `astray`, or, in a recording without it, the rows along the true tokens. Raises InputError where it reads
+    further than wrong drafts were followed.
     """
     return list(rounds(recording, controller, rng))
 
@@ -141,10 +138,7 @@ def rounds(
     """`walk`, a round at a time; `behind` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
     if controller.reads_drafts and any(recording.offered) and not (recording.beliefs or recording.support):
-        raise InputError(
-            f"{controller.name} reads drafts, but the recording of {recording.drafter} does not hold its rows: replay "
-            "a fixed K, or run it live"
-        )
+        raise InputError(f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows")
     behind = behind or _recorded(recording)
     controller.start(recording.prompt)
     at = 0
@@ -236,8 +230,7 @@ def _recorded(recording: "Recording") -> Behind | None:
         if depth >= len(path):
             raise InputError(
                 f"the controller reads {depth + 1} rows behind the wrong draft for token {token} of "
-                f"{recording.prompt_id!r}, but the recording holds {len(path)}: it was followed for other controllers. "
-                "Follow it for this one, or with astray=True for any"
+                f"{recording.prompt_id!r}, which was followed for other controllers: follow it with astray=True"
             )
         return path[depth]
 

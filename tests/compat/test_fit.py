@@ -41,7 +41,7 @@ def taken(model, target):
     except VocabularyMismatch as error:
         assert "--drafter lookup" in str(error)
         return Way.NONE
-    return drafter.translation.how if drafter.translation else Way.SAME
+    return drafter.translation.way if drafter.translation else Way.SAME
 
 
 @pytest.mark.parametrize(("way", "target", "draft"), CONSTRUCTED)
@@ -54,7 +54,7 @@ def test_the_drafter_is_the_one_of_the_verdict(way, target, draft):
 def test_a_forced_way_is_taken_whatever_the_verdict():
     target, draft = carrying("gpt-2"), carrying("bert-bge")
     for way in ("tokens", "strings"):
-        assert fitted(draft, target, way).translation.how == way
+        assert fitted(draft, target, way).translation.way == way
 
 
 @pytest.mark.model

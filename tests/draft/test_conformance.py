@@ -19,6 +19,7 @@ from tests.laws.vocabularies import model
 NEEDS_A_MODEL = {"self": "requantises the target's file", "medusa": "heads of one target"}
 """Registered drafters that no toy target can have; their own tests hold them to the same laws."""
 PIECES = (b"a", b"b", b"ab", b"c", b"ba")
+LETTERS = (b"b", b"a", b"x")
 
 
 def target_model(seed=0):
@@ -37,10 +38,11 @@ def documented(target):
 MAKERS = {
     **{name: resolve(entry) for name, entry in DRAFTERS.items() if name not in NEEDS_A_MODEL},
     "documented": documented,
-    "model": lambda target: ModelDrafter(model(PIECES, seed=7)),
-    "model of a short context": lambda target: ModelDrafter(model(PIECES, seed=7, n_ctx=9)),
-    "shared tokens": lambda target: ModelDrafter(TokenIntersection(model((b"b", b"a", b"x"), seed=8), target)),
-    "strings": lambda target: StringMatch(model((b"b", b"a", b"c"), seed=9), target),
+    # these look back over everything: one wrong token left in their state shows
+    "model": lambda target: ModelDrafter(model(PIECES, order=1000, seed=7)),
+    "model of a short context": lambda target: ModelDrafter(model(PIECES, order=1000, seed=7, n_ctx=9)),
+    "shared tokens": lambda target: ModelDrafter(TokenIntersection(model(LETTERS, order=1000, seed=8), target)),
+    "strings": lambda target: StringMatch(model((b"b", b"a", b"c"), order=1000, seed=9), target),
 }
 every_drafter = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 

@@ -5,14 +5,14 @@ from pathlib import Path
 from time import perf_counter
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm import toy
 from specnb.measure import content
-from specnb.measure.content import ENOUGH, REPORT_K, REQUEST, TAIL, ContentK, detect
+from specnb.measure.content import REPORT_K, REQUEST, TAIL, ContentK, detect
 from specnb.prompts import prompts
 
 CHAT = "<|im_start|>user\nHow does this work?<|im_end|>\n<|im_start|>assistant\n"
@@ -31,14 +31,6 @@ texts = st.text() | st.lists(pieces | st.text(max_size=8), max_size=60).map("".j
 @given(st.sampled_from(["", CHAT, "Write a poem."]), texts)
 def test_any_growing_text_has_one_of_the_four_kinds(prompt, generated):
     assert all(detect(prompt, generated[:end]) in REPORT_K for end in range(0, len(generated) + 1, 7))
-
-
-@given(texts, texts, st.text(min_size=1), st.sampled_from(["", CHAT]))
-def test_only_the_end_matters_when_no_fence_stands_before_it(one, other, end, prompt):
-    assume("`" not in one + other + end and "<|" not in one + other + end)
-    end = (end * TAIL)[:TAIL]
-    assume(len(end.strip()) >= ENOUGH)
-    assert detect(prompt, one + end) == detect(prompt, other + end)
 
 
 @pytest.mark.parametrize("unit", ["(", "a.", " = ", '"', '"a": 1', " ", "-a ", "def ", "```\n", "where x ", "<|"])

@@ -91,22 +91,6 @@ def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
     assert failed["check"].tolist() == [check] and (failed["of"] - failed["hold"]).tolist() == [1]
 
 
-@pytest.mark.parametrize(
-    ("change", "options"),
-    [
-        ({}, {"backend": "hf", "dtype": "bfloat16"}),
-        ({"backend": "", "dtype": ""}, {}),
-        ({"backend": "llama"}, {"backend": "llama"}),  # its weights have a type of their own
-    ],
-    ids=str,
-)
-def test_engine_options_that_are_empty_are_left_to_the_name(house, change, options):
-    house.target.forward = lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run(**change)
-    assert house.opened == [("smollm2-135m", options)] and house.closed == ["target"]
-
-
 def test_a_draft_model_has_a_cost(house, monkeypatch):
     draft = toy.markov(7, seed=2)
     draft.caps, draft.name = replace(draft.caps, n_ctx=64), "smollm2-135m:q4_0"
@@ -169,13 +153,9 @@ def test_what_was_generated_before_an_error_is_saved(house, monkeypatch, tmp_pat
 
 
 def test_a_record_that_cannot_be_saved_does_not_hide_the_error_that_ended_the_run(monkeypatch):
-    def full(record):
-        raise InputError(f"cannot write {record}")
-
-    monkeypatch.setattr(experiment, "save", full)
-    with pytest.raises(ZeroDivisionError) as caught, experiment.saving_failures([1], lambda error: "results/x"):
+    monkeypatch.setattr(experiment, "save", lambda _: (_ for _ in ()).throw(InputError("the disk is full")))
+    with pytest.raises(ZeroDivisionError), experiment.saving_failures([1], lambda error: "results/x"):
         raise ZeroDivisionError
-    assert "results/x" in caught.value.__notes__[0]
 
 
 def test_a_lossy_rule_is_not_replayed(house):

@@ -17,26 +17,15 @@ SIZE = 300
 FORK = {"position": 3, "token_ids": (1, 2), "margin": 2.0, "noise": 0.1, "noise_share": 0.0}
 
 
-class Planted:
+class Planted(ScriptedDrafter):
     """Drafts whatever `fault(truth_ahead, tokens)` makes of the right drafts."""
 
-    name, vocab = "planted", None
-
     def __init__(self, truth, fault):
-        self._truth, self._fault = truth, fault
-
-    def start(self, tokens):
-        self._prompt = len(tokens)
+        super().__init__(truth, 1.0, vocab_size=SIZE)
+        self.name, self._fault = "planted", fault
 
     def propose(self, tokens, k, rng):
-        at = len(tokens) - self._prompt
-        return Proposal(tuple(self._fault(list(self._truth[at : at + k]), tokens)))
-
-    def commit(self, tokens):
-        pass
-
-    def close(self):
-        pass
+        return Proposal(tuple(self._fault(list(super().propose(tokens, k, rng).ids), tokens)))
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +77,6 @@ def test_a_planted_fault_is_named_first(target, truth, name):
     assert judged.suspicious and judged.verdict == "suspicious" and judged.suspicions[0].name == name
     assert judged.line.count("\n") == 0 and judged.suspicions[0].where in judged.line
     assert list(judged.table()["name"]) == [s.name for s in judged.suspicions]
-
-
-def test_one_wrong_input_of_sampled_drafts_is_seen_by_its_repeats(target, truth):
-    """K draws from one row: equal as often as the row is concentrated, not always."""
-    draws = np.random.default_rng(0)
-
-    def fault(ids, tokens):
-        return [ids[0] if draws.random() < 0.75 else (ids[0] + 7) % SIZE for _ in ids]
-
-    assert names(planted(target, truth, fault, n=250))[0] == "same input"
 
 
 @settings(max_examples=25, deadline=None)
@@ -160,21 +139,11 @@ def test_a_text_that_leaves_plain_decoding_points_to_the_side_that_is_wrong(targ
 
 def test_the_profile_counts_what_was_tested(target, truth):
     generation = planted(target, truth, FAULTS["first draft only"], n=101)
-    profile = Profile((generation, run(target, None)))
+    profile = Profile((generation, run(target, None)), SIZE)
     tested = [sum(r.n_tested > k for r in generation.rounds) for k in (0, 1)]
     assert [(a.hits, a.n) for a in profile.alpha] == [(tested[0], tested[0]), (0, tested[1])]
-    assert profile.total == Share.of(generation.accepted_tokens, generation.total_draft_tokens)
     assert profile.table()["tested"].tolist() == tested
     assert profile.first["position"][:3].tolist() == [3, 5, 7]
-    assert profile.all_equal.n == sum(r.k > 1 for r in generation.rounds)
-
-
-@given(st.integers(0, 400), st.integers(1, 400))
-def test_an_interval_holds_its_rate_and_narrows(hits, n):
-    share = Share.of(min(hits, n), n)
-    assert 0 <= share.low <= share.rate <= share.high <= 1
-    more = Share.of(10 * share.hits, 10 * n)
-    assert more.high - more.low < share.high - share.low
 
 
 def test_the_interval_is_wilsons():

@@ -56,7 +56,7 @@ class Workbench:
         recordings: list[Recording] = []
         todo = [(temperature, prompt) for temperature in p.temperatures for prompt in self.chosen]
         with self._in_use:
-            curve, c = verify_costs(self.target, self.drafters, p.k_max, seed=p.seed)
+            curve, c = verify_costs(self.target, self.drafters, p.k_max)
             for temperature, prompt in todo:
                 progress(len(generations), len(todo), f"{prompt.id}, temperature {temperature:g}")
                 ((generation, followed),) = record(
