@@ -204,7 +204,6 @@ def test_names_cannot_leave_the_results_folder(tmp_path, name):
     [
         ({"measurements": {"c": math.nan}}, r"measurements\.c"),
         ({"measurements": {"curve": {1: 0.1}}}, r"measurements\.curve"),
-        ({"generations": (generation_of(round_of(), seed=2**64),)}, "abc123"),
     ],
 )
 def test_what_json_or_parquet_would_change_is_refused_and_nothing_is_written(tmp_path, fields, place):
@@ -240,7 +239,6 @@ def flipped_bit(folder):
 DAMAGES = {
     "half a file": lambda folder: (folder / "run.json").write_bytes((folder / "run.json").read_bytes()[:-9]),
     "newer schema": edited(schema_version=SCHEMA_VERSION + 1),
-    "no generations": edited(generations=None),
     "flipped bit": flipped_bit,
     "rounds lost": lambda folder: (folder / "rounds.parquet").unlink(),
 }
