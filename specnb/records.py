@@ -177,25 +177,16 @@ class Generation(BaseModel):
         `step_s` is T(1), seconds of one plain decoding step of the same target; with it `estimated_speedup` counts
         what drafting and wider verification cost, without it the estimate is tau, the bound for free drafts.
         """
-        speed = self.tokens_per_s
-        times = ("draft_s", "verify_s", "rewind_s", "other_s", "forward_s")
+        speed, times = self.tokens_per_s, ("draft_s", "verify_s", "rewind_s", "other_s", "forward_s")
         seconds = {name: sum(getattr(r, name) for r in self.rounds) for name in times}
-        forward_s = seconds.pop("forward_s")
+        overhead_share = 1 - seconds.pop("forward_s") / self.decode_s if speed is not None else None
         return Summary(
+            **{name: getattr(self, name) for name in Summary.model_fields if hasattr(self, name)},  # of one name here
+            **seconds,
             n_tokens=len(self.token_ids),
             n_rounds=len(self.rounds),
-            total_draft_tokens=self.total_draft_tokens,
-            accepted_tokens=self.accepted_tokens,
-            acceptance_rate=self.acceptance_rate,
-            tau=self.tau,
-            tokens_per_s=speed,
             estimated_speedup=speed * step_s if speed is not None and step_s is not None else self.tau,
-            wall_s=self.wall_s,
-            prefill_s=self.prefill_s,
-            overhead_share=1 - forward_s / self.decode_s if speed is not None else None,
-            stop_reason=self.stop_reason,
-            fallback=self.fallback,
-            **seconds,
+            overhead_share=overhead_share,
         )
 
 

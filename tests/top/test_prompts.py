@@ -74,19 +74,12 @@ def test_a_line_that_is_no_prompt_is_refused_with_file_line_and_value(write, lin
     assert str(caught.value).startswith(f"{path}:3: ") and len(str(caught.value)) < 1000
 
 
-def test_order_and_content_are_kept(write):
-    read = read_jsonl(write(record(id="b", text=" x\n"), dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"}))
-    assert [prompt.id for prompt in read] == ["b", "a"] and len(set(read)) == 2
-    assert read[0].text == " x\n" and read[0].messages is None
+def test_order_and_content_are_kept_and_a_byte_order_mark_crlf_and_blank_lines_do_not_count(write):
+    chat = dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"}
+    first, last = (json.dumps(line).encode() for line in (record(id="b", text=" x\n"), chat))
+    read = read_jsonl(write(b"\xef\xbb\xbf" + first + b"\r", b"\r", b"  \r", last))
+    assert [prompt.id for prompt in read] == ["b", "a"] and (read[0].text, read[0].messages) == (" x\n", None)
     assert [message.role for message in read[1].messages] == ["system", "user"]
-
-
-def test_byte_order_mark_crlf_blank_lines_and_a_missing_last_newline_are_tolerated(write):
-    first, last = (json.dumps(record(id=name)).encode() for name in "ab")
-    assert [prompt.id for prompt in read_jsonl(write(b"\xef\xbb\xbf" + first + b"\r", b"\r", b"  \r", last))] == [
-        "a",
-        "b",
-    ]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip))
@@ -96,9 +89,9 @@ def test_any_text_comes_back_unchanged_even_with_unicode_line_separators(tmp_pat
     assert read_jsonl(path)[0].text == f"\u2028{text}"
 
 
-def test_a_repeated_id_is_refused_with_both_lines(write):
+def test_a_repeated_id_is_refused_with_its_line(write):
     path = write(record(id="a"), record(id="b"), record(id="a", text="other"))
-    with pytest.raises(InputError, match=r"mine\.jsonl:3: id 'a' was used on line 1"):
+    with pytest.raises(InputError, match=r"mine\.jsonl:3: .*'a'"):
         read_jsonl(path)
 
 
@@ -118,12 +111,8 @@ def test_prompts_come_in_category_order_then_file_order_and_no_file_is_skipped(w
     (tmp_path / "prose.jsonl").unlink()
     with pytest.raises(InputError, match=r"prose\.jsonl"):
         prompts(folder=tmp_path)
-
-
-@pytest.mark.parametrize("category", ["poem", "", "../code"])
-def test_an_unknown_category_is_refused(category):
-    with pytest.raises(InputError, match=repr(category)):
-        prompts(category)
+    with pytest.raises(InputError, match="'poem'"):
+        prompts("poem")
 
 
 def test_the_digest_sees_content_and_order_and_not_layout(write):
