@@ -93,12 +93,10 @@ def test_two_captures_of_the_same_are_compared_as_the_first_says(specnb, write, 
     assert code == 0 and out.startswith("SOUND: ")
 
 
-def test_a_prompt_is_fed_as_text_and_a_seed_makes_others(write, models):
+def test_a_prompt_is_fed_as_text(write, models):
     document = write("a", models["llama.cpp"], "--prompt", "ab", "--max-new-tokens", "1")
     with closing(load(models["llama.cpp"])) as model:
         assert document["token_ids"][0] == model.encode("ab")
-    made_up_ids = [write(seed, models["torch"], "--max-new-tokens", "0", "--seed", seed)["token_ids"] for seed in "34"]
-    assert made_up_ids[0] != made_up_ids[1]
 
 
 @pytest.mark.parametrize(("engine", "other"), [ENGINES, ENGINES[::-1]])
@@ -181,16 +179,13 @@ def test_what_is_there_is_left_alone(specnb, models, tmp_path):
     ("words", "ids", "value"),
     [
         (["--tokens", "FILE", "--prompt", "x"], "1 2", "--prompt x"),
-        (["--prompt", "x", "--seed", "1"], "", "--seed 1"),
         (["--width", "5"], "", "--width 5"),
         (["--modules", "("], "", "'('"),
         (["--modules", "no_such"], "", "no_such"),
         (["--max-new-tokens", "49"], "", "65"),
         (["--tokens", "FILE"], "", "feed"),
         (["--tokens", "FILE"], "1 2\n3 x4", "line 2"),
-        (["--tokens", "FILE"], "9" * 5000, "line 1"),
         (["--tokens", "FILE"], "1 99", "99"),
-        (["--tokens", "FILE"], "1 -4", "-4"),
     ],
     ids=lambda x: " ".join(x)[:30],
 )
@@ -271,7 +266,7 @@ def test_modules_of_an_engine_are_renamed_for_the_comparison(compared):
     for words in (["--rename", r"^engine\.="], ["--rename", "^engin=x", "--rename", r"^xe\.(?=.*)="]):
         code, out, err = compared("a", "engine", *words)
         assert code == 1 and out.startswith("DIVERGENT: first at lm_head"), err
-    for word in ("engine", "=x", "(=x", "a=\\9"):
+    for word in ("engine", "(=x"):
         code, out, err = compared("a", "b", "--rename", word)
         assert code == 2 and out == "" and word.partition("=")[0] in errors(err)[0]
 
@@ -288,13 +283,11 @@ def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specn
     assert code == 0 and json.loads(out)["next"] == []
 
 
-def test_what_is_doubtful_is_captured_too_and_of_an_unknown_engine_nothing(traces):
+def test_what_is_doubtful_is_captured_too(traces):
     both = {name: Trace.load(traces[name]) for name in ("a", "b")}
     sound = compare(*both.values())
     doubtful = dataclasses.replace(sound, doubts=(Doubt("lm_head", 7, 1),))
     assert _closer(sound, both) == [] and ["lm_head" in command for command in _closer(doubtful, both)] == [True, True]
-    elsewhere = {name: dataclasses.replace(trace, facts={"engine": "vllm"}) for name, trace in both.items()}
-    assert _closer(doubtful, elsewhere) == []
 
 
 def test_comparing_needs_no_torch(traces):
