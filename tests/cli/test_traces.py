@@ -12,14 +12,12 @@ import pytest
 
 from specnb.cli.traces import _closer
 from specnb.divergence.capture import capture
-from specnb.divergence.capture.feeding import fed
 from specnb.divergence.compare import compare
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import made_up
 from specnb.divergence.script import run
-from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
+from specnb.divergence.trace import Trace
 from specnb.divergence.walk import Doubt
-from specnb.errors import InputError
 from specnb.lm.load import load
 from tests.tiny_models import llama_gguf, torch_folder, torch_model
 
@@ -118,9 +116,7 @@ def test_another_dtype_is_rounding_and_another_model_is_divergent(specnb, write,
     half = write("b", f"{models['torch']}?dtype=bfloat16", "--tokens", str(tmp_path / "a"))
     write("blocks", f"{models['torch']}?dtype=bfloat16", "--tokens", str(tmp_path / "a"), "--width", "3")
     code, out, _ = specnb(*shlex.split(half["next"][0])[1:], "--sound", str(tmp_path / "blocks"), "--json")
-    document = json.loads(out)
-    assert code == 0 and document["verdict"] in ("SOUND", "PRECISION_ONLY")
-    assert document["coverage"]["equal"] < document["coverage"]["tensors"]
+    assert code == 0 and json.loads(out)["verdict"] in ("SOUND", "PRECISION_ONLY")
     other = torch_model()
     other.model.layers[1].mlp.down_proj.weight.data[0] *= 2
     other.save_pretrained(tmp_path / "other")
@@ -197,33 +193,6 @@ def test_wrong_words_are_one_line_and_leave_nothing(specnb, models, tmp_path, wo
     assert value in errors(err)[0] and [path.name for path in tmp_path.iterdir()] == ["ids"]
 
 
-STEP = {"step": 0, "batch": 1, "length": 2, "first_position": 0, "token_ids": [1, 2]}
-
-
-@pytest.mark.parametrize(
-    "change", [{"first_position": 3}, {"batch": 2}, {"length": 9}], ids=lambda change: str(*change.keys())
-)
-def test_a_trace_that_cannot_be_fed_again_is_refused(tmp_path, change):
-    facts = {"steps": [STEP, STEP | {"first_position": 2} | change]}
-    Trace(facts, table([], TENSOR_COLUMNS), table([], PARAM_COLUMNS), {}).save(tmp_path)
-    with pytest.raises(InputError, match="forward 1"):
-        fed(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.model
-@pytest.mark.parametrize("backend", ["hf", "llama"])
-def test_the_real_model_is_captured_by_both_engines(specnb, tmp_path, backend, monkeypatch):
-    monkeypatch.undo()  # the fetched model's own cache
-    first = ["smollm2-135m", "--backend", backend, "--prompt", "def f(n):", "--max-new-tokens", "2"]
-    code, out, err = specnb("divergence", "capture", *first, "--modules", "norm", "--out", str(tmp_path / "a"))
-    assert code == 0 and "modules of smollm2-135m" in out, err
-    again = ["smollm2-135m", "--backend", backend, "--tokens", str(tmp_path / "a"), "--modules", "norm"]
-    assert specnb("divergence", "capture", *again, "--out", str(tmp_path / "b"))[0] == 0
-    code, out, _ = specnb("divergence", "compare", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert code == 0 and out.startswith("SOUND: ")
-
-
 # --- compare --------------------------------------------------------------------------------------------------------
 
 
@@ -254,8 +223,6 @@ def test_traces_are_compared_by_their_folders(compared):
     assert code == 0 and out.startswith("SOUND: ") and "looked at: " in out and not next_lines(out)
     code, out, _ = compared("a", "wrong", "--sound", "b")
     assert code == 1 and out.startswith("DIVERGENT: first at lm_head") and "changed" in out
-    code, out, _ = compared("a", "wrong", "--json")
-    assert code == 1 and json.loads(out)["first"]["module"] == "lm_head"
     code, out, err = compared("a", "none")
     assert code == 125 and out == "" and "none" in errors(err)[0]
 
@@ -263,9 +230,8 @@ def test_traces_are_compared_by_their_folders(compared):
 def test_modules_of_an_engine_are_renamed_for_the_comparison(compared):
     code, _, err = compared("a", "engine")
     assert code == 125 and "--rename OLD=NEW" in errors(err)[0]
-    for words in (["--rename", r"^engine\.="], ["--rename", "^engin=x", "--rename", r"^xe\.(?=.*)="]):
-        code, out, err = compared("a", "engine", *words)
-        assert code == 1 and out.startswith("DIVERGENT: first at lm_head"), err
+    code, out, err = compared("a", "engine", "--rename", "^engin=x", "--rename", r"^xe\.(?=.*)=")
+    assert code == 1 and out.startswith("DIVERGENT: first at lm_head"), err
     for word in ("engine", "(=x"):
         code, out, err = compared("a", "b", "--rename", word)
         assert code == 2 and out == "" and word.partition("=")[0] in errors(err)[0]
@@ -291,16 +257,13 @@ def test_what_is_doubtful_is_captured_too(traces):
 
 
 def test_comparing_needs_no_torch(traces):
-    words = ["divergence", "compare", traces["a"], traces["b"]]
+    words = ["specnb", "divergence", "compare", traces["a"], traces["b"]]
     code = f"""
-import sys
+import atexit, sys
 from specnb.cli import main
-sys.argv = ["specnb", *{words!r}]
-try:
-    main()
-except SystemExit as ended:
-    assert not ended.code
-print(sorted({{"torch", "transformers", "llama_cpp"}} & set(sys.modules)))
+sys.argv = {words!r}
+atexit.register(lambda: print(sorted({{"torch", "transformers", "llama_cpp"}} & set(sys.modules))))
+main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("[]\n"), done.stdout + done.stderr
