@@ -47,9 +47,6 @@ class Params(BaseModel):
     ("value", "expected"),
     [
         (np.int64(3), 3),
-        (np.float64(0.1), 0.1),
-        (np.bool_(True), True),
-        (np.str_("a"), "a"),
         ((1, (2,)), [1, [2]]),
         ({Colour.RED: Colour.RED}, {"red": "red"}),
         (Params(), {"k": 4}),
@@ -108,11 +105,9 @@ def test_a_settled_file_is_hashed_once_and_another_size_or_time_is_another_file(
 
 def test_a_file_just_written_is_not_remembered(tmp_path, own_cache):
     """Two writes within the grain of the time stamp look alike; only hashing tells them apart."""
-    file, now = tmp_path / "w", time.time_ns()
+    now = int(time.time())
     for data in (b"one", b"two"):
-        file.write_bytes(data)
-        os.utime(file, ns=(now, now))
-        assert file_digest(file) == digest(data)
+        assert file_digest(settled(tmp_path / "w", data, now)) == digest(data)
 
 
 def test_a_damaged_memory_of_digests_is_replaced_and_an_unwritable_one_costs_only_time(tmp_path, own_cache):
