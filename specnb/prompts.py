@@ -33,6 +33,9 @@ class Prompt(BaseModel):
     """One prompt: either `text`, continued as it stands, or `messages`, put through the model's chat template.
 
     The last message is the user's. The texts come to at most 64 KiB of UTF-8 together, and none of them is blank.
+
+    >>> Prompt(id="mine-1", category="chat", messages=[{"role": "user", "content": "Hello"}]).messages[0].content
+    'Hello'
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -105,6 +105,11 @@ class Generation(BaseModel):
     draft length, or the most that `controller` may choose where one chose it round by round. `translation` says how a
     draft model of another vocabulary got to the target's, and how much the two share. `max_new_tokens` is None in
     records from before it was kept.
+
+    >>> step = Round(0, 2, 1, (5, 6), (5, 9), (1.0, 0.0), 0.1, 0.2, 0.0, 0.0, 0.3, 3)
+    >>> done = Generation(prompt_ids=(1,), token_ids=(5, 9), rounds=(step,), wall_s=0.3, stop_reason="length")
+    >>> done.tau, done.acceptance_rate
+    (2.0, 0.5)
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -191,7 +196,13 @@ class Generation(BaseModel):
 
 
 class RunRecord(BaseModel):
-    """One run of one experiment: what was asked, where, and everything that was generated."""
+    """One run of one experiment: what was asked, where, and everything that was generated.
+
+    >>> now = datetime(2026, 1, 1)
+    >>> run = RunRecord(run_id="r", experiment="mine", params={"k": 4}, provenance={}, started=now, ended=now)
+    >>> RunRecord.model_validate_json(run.model_dump_json()) == run
+    True
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
