@@ -49,8 +49,8 @@ def project_dir() -> Path:
 def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "error") -> Any:
     """Return `value` in the types of JSON; numpy scalars, dates, tuples and pydantic models are converted.
 
-    NaN and infinity raise InputError, or become None with `nan=None` (as pandas' NA does). A key that is not text
-    and a type that JSON lacks raise InputError, which names the place.
+    NaN, infinity, a key that is not text and a type that JSON lacks raise InputError with the place. With `nan=None`
+    numbers that are none, pandas' NA among them, become None.
 
     >>> plain({"rates": (0.5, float("nan"))}, nan=None)
     {'rates': [0.5, None]}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specnb import cli
+from specnb import cli, doctor
 from specnb.book import engine, notebook
 from specnb.book.engine import NotebookOutcome, Problem
 from specnb.draft import translate as draft_translate
@@ -110,10 +110,9 @@ def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb,
     assert code == 0 and err == "" and out.count("\n") == 1
     assert list(document) == ["generation", "baseline", "summary", "triage"] and document["triage"] is None
     assert document["generation"]["token_ids"] == document["baseline"]["token_ids"] == [2, 3, 4, 0, 1] * 2
-    assert document["generation"]["k"] == 3 and document["baseline"]["k"] == 0
     summary = document["summary"]
     assert summary["identical"] is True and summary["speedup"] > 0 and summary["fork"] is None
-    assert summary["acceptance_rate"] == 1.0 and summary["total_draft_tokens"] > 0 and summary["n_tokens"] == 10
+    assert summary["acceptance_rate"] == 1.0 and summary["n_tokens"] == 10
     assert not {"tau", "tokens_per_s", "estimated_speedup", "accepted_tokens", "overhead_share"} - set(summary)
 
 
@@ -231,8 +230,7 @@ def test_the_zoo_as_json_and_as_a_table(specnb, monkeypatch, tmp_path):
     rows = json.loads(out)
     assert code == 0 and rows[0]["name"] == "smollm2-135m" and rows[0]["present"] is False
     assert set(rows[0]) == {"name", "source", "licence", "n_bytes", "present", "path"}
-    code, out, _ = specnb("models")
-    assert code == 0 and "Apache-2.0" in out
+    assert "Apache-2.0" in specnb("models")[1]
 
 
 def test_verify_names_the_damaged_file_and_ends_with_one(specnb, tmp_path, monkeypatch):
@@ -243,19 +241,15 @@ def test_verify_names_the_damaged_file_and_ends_with_one(specnb, tmp_path, monke
         code, out, _ = specnb("models", "verify", "--json")
         assert code == int(not ok)
         assert json.loads(out) == [{"name": "converted/tiny.gguf", "path": str(file), "ok": ok}]
-    assert "tiny.gguf" in specnb("models", "verify")[1]
     is_mistake(specnb("models", "fetch", "smollm3"), "smollm3")
 
 
-def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch):
-    from specnb import doctor
-
-    for ok, expected in ((True, 0), (None, 0), (False, 1)):
-        monkeypatch.setattr(doctor, "diagnose", lambda decode, ok=ok: [doctor.Finding("x", ok, "found", "do this")])
-        code, out, _ = specnb("check", "--json")
-        assert code == expected
-        assert json.loads(out) == [{"name": "x", "ok": ok, "detail": "found", "fix": "do this"}]
-        assert "do this" in specnb("check")[1]
+@pytest.mark.parametrize(("ok", "expected"), [(True, 0), (None, 0), (False, 1)])
+def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch, ok, expected):
+    monkeypatch.setattr(doctor, "diagnose", lambda decode: [doctor.Finding("x", ok, "found", "do this")])
+    code, out, _ = specnb("check", "--json")
+    assert code == expected and json.loads(out) == [{"name": "x", "ok": ok, "detail": "found", "fix": "do this"}]
+    assert "do this" in specnb("check")[1]
 
 
 def test_unknown_words_show_the_usage_and_exit_with_two():
