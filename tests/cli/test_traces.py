@@ -12,12 +12,14 @@ import pytest
 
 from specnb.cli.traces import _closer
 from specnb.divergence.capture import capture
+from specnb.divergence.capture.feeding import fed
 from specnb.divergence.compare import compare
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import made_up
 from specnb.divergence.script import run
-from specnb.divergence.trace import Trace
+from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.divergence.walk import Doubt
+from specnb.errors import InputError
 from specnb.lm.load import load
 from tests.tiny_models import llama_gguf, torch_folder, torch_model
 
@@ -191,6 +193,15 @@ def test_wrong_words_are_one_line_and_leave_nothing(specnb, models, tmp_path, wo
     code, out, err = specnb("divergence", "capture", models["torch"], *words, "--out", str(tmp_path / "out"))
     assert code == 2 and out == "" and len(errors(err)) == 1 and len(errors(err)[0]) < 500, err
     assert value in errors(err)[0] and [path.name for path in tmp_path.iterdir()] == ["ids"]
+
+
+@pytest.mark.parametrize("change", [{"first_position": 3}, {"batch": 2}, {"length": 9}], ids=str)
+def test_a_trace_that_cannot_be_fed_again_is_refused(tmp_path, change):
+    step = {"step": 0, "batch": 1, "length": 2, "first_position": 0, "token_ids": [1, 2]}
+    facts = {"steps": [step, step | {"first_position": 2} | change]}
+    Trace(facts, table([], TENSOR_COLUMNS), table([], PARAM_COLUMNS), {}).save(tmp_path)
+    with pytest.raises(InputError, match="forward 1"):
+        fed(tmp_path)
 
 
 # --- compare --------------------------------------------------------------------------------------------------------
