@@ -1,10 +1,11 @@
 """The doctor: is everything here that the suite needs, and if not, what to type. `specnb check` shows the findings.
 
-Each check looks at the thing itself (the decode runs, the file is written, the matrix product is right), not at a
-proxy for it, and none of them stops the others: a check that breaks is itself a finding.
+Each check looks at the thing itself: the decode runs, the file is written, the matrix product is right. None of them
+stops the others: a check that breaks is itself a finding.
 """
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -32,14 +33,11 @@ REBUILD = (
     "pip install --no-cache-dir --force-reinstall --no-deps llama-cpp-python==0.3.36 "
     '--config-settings="cmake.define.GGML_NATIVE=OFF"'
 )
-CRASHES_ON_THIS_CPU = (
-    "the llama-cpp-python build crashes on this CPU (AMX with GCC 12, or a cached wheel built for another CPU); "
-    f"rebuild with exactly: {REBUILD}"
-)
 FREE_MEMORY = "close other programs and notebook kernels, or raise the memory limit of the container"
 OTHER_CACHE = "export SPECNB_CACHE=FOLDER, a folder with room that you can write to"
-HARDWARE_CRASHES = {-signal.SIGSEGV, -signal.SIGILL, -getattr(signal, "SIGBUS", signal.SIGSEGV)}
-HARDWARE_CRASHES |= {0xC0000005, 0xC000001D}  # Windows: access violation, illegal instruction
+CRASHED = f"llama-cpp-python was built for another CPU, or for AMX by GCC 12; rebuild with exactly: {REBUILD}"
+DEATHS = dict.fromkeys((signal.SIGSEGV, signal.SIGILL, signal.SIGBUS), CRASHED) | {signal.SIGKILL: FREE_MEMORY}
+"""What to do about a probe that died by a signal."""
 PROBE = """
 import sys, numpy, specnb
 row = specnb.load(sys.argv[1] + "?backend=llama&n_ctx=64").forward([1])[-1]
@@ -64,13 +62,8 @@ def diagnose(*, decode: bool = True) -> list[Finding]:
     """
     checks = [check_python, check_packages, check_compiler, check_torch]
     checks += [check_decode] if decode else []
-    checks += [check_kernel, check_browser, check_memory, check_disk, check_cache]
+    checks += [check_kernel, check_browser, check_room, check_cache]
     return [finding for check in checks for finding in guarded(check)]
-
-
-def all_ok(findings: Iterable[Finding]) -> bool:
-    """Return whether nothing is missing; warnings (`ok` None) do not count."""
-    return all(finding.ok is not False for finding in findings)
 
 
 def guarded(check: Callable[[], Finding | Iterable[Finding]]) -> list[Finding]:
@@ -88,10 +81,9 @@ def judge(name: str, ok: bool, detail: str, fix: str, *, only_warn: bool = False
     return Finding(name, True, detail, "") if ok else Finding(name, None if only_warn else False, detail, fix)
 
 
-def check_python(version: str | None = None) -> Finding:
+def check_python() -> Finding:
     """Compare the running Python with `requires-python` of the package."""
-    version = version or ".".join(map(str, sys.version_info[:3]))
-    needed = metadata.metadata("specnb")["Requires-Python"]
+    version, needed = platform.python_version(), metadata.metadata("specnb")["Requires-Python"]
     ok = SpecifierSet(needed).contains(version, prereleases=True)
     fix = f"make the environment with Python {needed}: python3.12 -m venv .venv && .venv/bin/{REINSTALL}"
     return judge("python", ok, f"{version} (needs {needed})", fix)
@@ -115,8 +107,7 @@ def check_packages() -> Iterator[Finding]:
 
 def check_compiler() -> Finding:
     """Look for a C++ compiler: needed only to build llama-cpp-python, so its absence warns."""
-    names = [os.environ.get("CXX") or "c++", "g++", "clang++", "cl"]
-    compiler = next(filter(None, map(shutil.which, names)), None)
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
     fix = "needed to build llama-cpp-python: apt-get install g++ (Debian, Ubuntu), xcode-select --install (macOS)"
     return judge("c++ compiler", compiler is not None, compiler or "none in PATH", fix, only_warn=True)
 
@@ -151,19 +142,12 @@ def check_decode(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Find
     except subprocess.TimeoutExpired:
         fix = f"try again with the machine idle, else rebuild: {REBUILD}"
         return Finding(name, False, f"no token within {timeout_s:g} s", fix)
-    code, answer, error = done.returncode, _last_line(done.stdout), _last_line(done.stderr)
-    if code == 0:
-        return Finding(name, True, answer, "")
-    death = signal.Signals(-code).name if code < 0 else f"exit code {code:#x}"
-    if code in HARDWARE_CRASHES:
-        return Finding(name, False, f"died at the first decode: {death}", CRASHES_ON_THIS_CPU)
-    if death == "SIGKILL":
-        return Finding(name, False, "killed from outside (SIGKILL), most likely for lack of memory", FREE_MEMORY)
-    return Finding(name, False, f"{death}: {error[:500]}", REBUILD if code < 0 else REINSTALL)
-
-
-def _last_line(output: bytes) -> str:
-    return (output.decode("utf-8", errors="replace").strip().splitlines() or [""])[-1]
+    code, output = done.returncode, done.stderr if done.returncode else done.stdout
+    line = output.decode(errors="replace").strip().rpartition("\n")[2][:500]
+    if code >= 0:
+        return judge(name, code == 0, f"exit code {code}: {line}" if code else line, REINSTALL)
+    death = signal.Signals(-code)
+    return Finding(name, False, f"died at the first decode ({death.name}): {line}", DEATHS.get(death, REBUILD))
 
 
 def check_kernel() -> Finding:
@@ -177,8 +161,7 @@ def check_kernel() -> Finding:
         return Finding(name, False, "not installed", fix)
     # a bare `python` is replaced by this interpreter; another environment's python3 does not have specnb
     here = not program.is_absolute() or program.parent == Path(sys.executable).parent
-    detail = f"starts {sys.executable}" if here else f"starts {program}, not this environment's {sys.executable}"
-    return judge(name, here, detail, fix, only_warn=True)
+    return judge(name, here, f"starts {sys.executable if here else program}", fix, only_warn=True)
 
 
 def check_browser() -> Finding:
@@ -187,26 +170,21 @@ def check_browser() -> Finding:
 
     path = Chromium.find_browser(skip_local=False)
     ok = path is not None and Path(path).is_file()
-    detail = path if ok else f"{path} is not a file: see BROWSER_PATH" if path else "none in PATH, BROWSER_PATH not set"
     fix = "apt-get install chromium, or: kaleido_get_chrome"
-    return judge("browser for svg and png", ok, detail, fix, only_warn=True)
+    return judge("browser for svg and png", ok, path or "none in PATH, BROWSER_PATH not set", fix, only_warn=True)
 
 
-def check_memory() -> Finding:
-    """Check free memory for a target, a drafter and the notebook kernel."""
-    return _room("free memory", free_bytes(), NEEDED_MEMORY_BYTES, FREE_MEMORY)
-
-
-def check_disk() -> Finding:
-    """Check free disk where models are cached."""
+def check_room() -> Iterator[Finding]:
+    """Check free memory for a target, a drafter and the notebook kernel, and free disk where models are cached."""
     folder = cache_dir()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
-    return _room("free disk", free, NEEDED_DISK_BYTES, f"free some space at {folder}, or {OTHER_CACHE}")
-
-
-def _room(name: str, free: int, needed: int, fix: str) -> Finding:
-    return judge(name, free >= needed, f"{human_bytes(free)} free (needs {human_bytes(needed)})", fix)
+    other_disk = f"free some space at {folder}, or {OTHER_CACHE}"
+    rooms = {
+        "free memory": (free_bytes(), NEEDED_MEMORY_BYTES, FREE_MEMORY),
+        "free disk": (shutil.disk_usage(existing).free, NEEDED_DISK_BYTES, other_disk),
+    }
+    for name, (free, needed, fix) in rooms.items():
+        yield judge(name, free >= needed, f"{human_bytes(free)} free (needs {human_bytes(needed)})", fix)
 
 
 def check_cache() -> Finding:

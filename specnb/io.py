@@ -42,18 +42,15 @@ def project_dir() -> Path:
     """The checkout that holds `data/`, `notebooks/` and `figures/`; the package is installed from it (`-e .`)."""
     root = Path(__file__).resolve().parent.parent
     if not (root / "data").is_dir():
-        raise InputError(
-            f"no data/ folder beside the package ({root}): specnb is used from its checkout; "
-            "install it there with `pip install -e .`"
-        )
+        raise InputError(f"no data/ folder beside the package ({root}): install it in its checkout, `pip install -e .`")
     return root
 
 
 def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "error") -> Any:
     """Return `value` in the types of JSON; numpy scalars, dates, tuples and pydantic models are converted.
 
-    NaN and infinity raise InputError, or become None with `nan=None` (as pandas' NA does). A key that is not text
-    and a type that JSON lacks raise InputError, which names the place.
+    NaN, infinity, a key that is not text and a type that JSON lacks raise InputError with the place. With `nan=None`
+    numbers that are none, pandas' NA among them, become None.
 
     >>> plain({"rates": (0.5, float("nan"))}, nan=None)
     {'rates': [0.5, None]}
@@ -92,48 +89,40 @@ def canonical_json(value: Any) -> str:
 def digest(value: Any) -> str:
     """Return the sha256 (hex) of bytes, of the file that a Path names, or of an object's `canonical_json`."""
     if isinstance(value, Path):
-        try:
-            with value.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise InputError(f"{value} cannot be read ({error.strerror}): check the path") from error
+        with value.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     return hashlib.sha256(value if isinstance(value, bytes) else canonical_json(value).encode()).hexdigest()
 
 
 def file_digest(path: str | Path) -> str:
     """Return `digest(Path(path))`, remembered in `cache_dir()/digests.json` by path, size and time stamp.
 
-    A lost, damaged or unwritable memory costs the time to hash again. Raises InputError unless `path` is a file.
+    A lost or unwritable memory costs the time to hash again. Raises InputError unless `path` is a file.
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise InputError(f"{path} is no file: only files have a digest; check the path")
-    memory, stamp, entries = cache_dir() / "digests.json", _stamp(file), {}
+    memory, stat, entries = cache_dir() / "digests.json", file.stat(), {}
     with contextlib.suppress(InputError):
         entries = read_json(memory, 4 << 20)
-    match entries.get(str(file)):
-        case [size, mtime, str(known)] if [size, mtime] == stamp:
-            return known
-    result = digest(file)
-    if _stamp(file) == stamp and time.time() - stamp[1] / 1e9 >= SETTLED_S:
-        with contextlib.suppress(InputError):
-            write_atomic(memory, json.dumps({**entries, str(file): [*stamp, result]}, indent=0).encode())
-    return result
-
-
-def _stamp(file: Path) -> list[int]:
-    return [file.stat().st_size, file.stat().st_mtime_ns]
+    size, mtime_ns, known = entries.get(str(file), (0, 0, ""))
+    if (size, mtime_ns) != (stat.st_size, stat.st_mtime_ns):
+        known = digest(file)
+        if time.time() - stat.st_mtime_ns / 1e9 >= SETTLED_S:
+            entries[str(file)] = [stat.st_size, stat.st_mtime_ns, known]
+            with contextlib.suppress(InputError):
+                write_atomic(memory, json.dumps(entries, indent=0).encode())
+    return known
 
 
 def read_bytes(path: str | Path, limit: int) -> bytes:
     """Return all of a file. Raises InputError if it cannot be read or has more than `limit` bytes."""
-    path = Path(path)
     try:
-        if not path.is_fifo() and path.stat().st_size <= limit:
-            return path.read_bytes()
+        if Path(path).stat().st_size <= limit:
+            return Path(path).read_bytes()
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): check it") from error
-    raise InputError(f"{path} is a pipe, or has more than {limit} bytes: it is another file than expected; check it")
+        raise InputError(f"{path} cannot be read ({error}): check the path") from error
+    raise InputError(f"{path} has more than {limit} bytes: it is another file than expected; check it")
 
 
 def read_text(path: str | Path, limit: int) -> str:
@@ -142,7 +131,7 @@ def read_text(path: str | Path, limit: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 at byte {error.start}: save it as UTF-8, or fetch it again") from error
+        raise InputError(f"{path} is not UTF-8 ({error}): save it as UTF-8, or fetch it again") from error
 
 
 def read_json(path: str | Path, limit: int) -> dict[str, Any]:
@@ -184,7 +173,7 @@ def validated(model: type[Model], value: Any, where: str) -> Model:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn an OSError of what is written inside (no room, no permission) into an InputError that names `path`."""
+    """Turn an OSError inside (no room, no permission) into an InputError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -215,7 +204,7 @@ def locked(file: Path, reason: str) -> Iterator[None]:
 def write_atomic(path: str | Path, data: bytes) -> None:
     """Write `data` to `path`, folders included, so that a reader sees the old file or the new one, never a part.
 
-    Raises InputError where it cannot be written, and the old file stays.
+    Raises InputError where it cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")

@@ -58,8 +58,8 @@ class Params(BaseModel):
 class KSweepParams(Params):
     """Notebook 01: which draft length K pays, per temperature and content?
 
-    Each prompt is generated plainly at every temperature, and a replay along it answers K = 1 to `k_max`; the K's of
-    `ks` run live beside it, interleaved, as the check. `conversations` are followed turn by turn.
+    A replay along each prompt's plain generation answers K = 1 to `k_max`; the K's of `ks` run live beside it as the
+    check. `conversations` are followed turn by turn.
 
     >>> KSweepParams.checked(k_max=0)
     Traceback (most recent call last):
@@ -93,9 +93,8 @@ class KSweepParams(Params):
 class AdaptiveKParams(Params):
     """Notebook 02: does it pay to change K while generating, and which controller does it best?
 
-    Each prompt is generated once; every drafter and every controller is replayed along it. The first `live_prompts`
-    of each content run live as well, as the check. The first `conversations` that switch content are answered, and
-    replayed with one controller throughout.
+    Every drafter and controller is replayed along each prompt's generation; `live_prompts` of each content run live as
+    the check. `conversations` that switch content are answered, and replayed with one controller throughout.
     """
 
     target: str = "smollm2-135m:f16"
@@ -112,9 +111,8 @@ class AdaptiveKParams(Params):
 class CompatibilityParams(Params):
     """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?
 
-    `models` are compared with one another. `target` and `draft` are compared in every detail, and run. A draft that is
-    a vocabulary without weights is spoken by `draft_model`, and so is each of `families`, for comparison. `pairs` are
-    the field report's, target first.
+    `models` are compared with one another; `target` and `draft` in every detail, and run. A draft that is a vocabulary
+    without weights is spoken by `draft_model`, and so is each of `families`. `pairs` are the report's, target first.
     """
 
     models: list[str] = Field(min_length=2, max_length=64, default=[
@@ -163,10 +161,9 @@ class RollbackParams(Params):
 class MedusaParams(Params):
     """Notebook 05: do these heads work, trained, loaded, verified and faster; and if not, which fault is it?
 
-    `medusa` and `hydra` are trained heads for `target` (a shipped name, or a folder). `rows` rows of `row_tokens` are
-    written to practise on, and as many held out; the short trainings have `steps` steps, a variant of the ablation
-    `ablation_steps`. Faults are planted and judged on `max_new_tokens` of a few prompts; of each category
-    `prompts_per_category` are timed, and as the last check `identity_prompts` compared in float32.
+    `medusa` and `hydra` are trained heads for `target`. `rows` rows of `row_tokens` are written to practise on, and as
+    many held out; the short trainings have `steps` steps, a variant of the ablation `ablation_steps`. Of each category
+    `prompts_per_category` are timed, and `identity_prompts` compared in float32.
     """
 
     target: str = "smollm2-135m"
@@ -187,9 +184,8 @@ class MedusaParams(Params):
 class DivergenceParams(Params):
     """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?
 
-    The embedded pair of `dtype` and `seed` reads `tokens` tokens, `prompt_tokens` of them at once and the others in
-    rounds of `k`. `fault` is planted in `layer` (-1: where it is by default) and investigated; then each of `gallery`
-    (empty: all planted faults).
+    The embedded pair reads `tokens` tokens, `prompt_tokens` of them at once and the others in rounds of `k`. `fault` is
+    planted in `layer` (-1: where it is by default) and investigated; then each of `gallery` (empty: all).
     """
 
     fault: str = "positional_registry"

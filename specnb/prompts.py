@@ -33,6 +33,9 @@ class Prompt(BaseModel):
     """One prompt: either `text`, continued as it stands, or `messages`, put through the model's chat template.
 
     The last message is the user's. The texts come to at most 64 KiB of UTF-8 together, and none of them is blank.
+
+    >>> Prompt(id="mine-1", category="chat", messages=[{"role": "user", "content": "Hello"}]).messages[0].content
+    'Hello'
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,7 +50,7 @@ class Prompt(BaseModel):
         if (self.text is None) == (self.messages is None):
             raise ValueError("give exactly one of text and messages")
         texts = [self.text] if self.text is not None else [message.content for message in self.messages]
-        if not all(text.strip() for text in texts):
+        if not all(map(str.strip, texts)):
             raise ValueError("blank text; write a prompt or leave the line out")
         if (n_bytes := sum(len(text.encode()) for text in texts)) > MAX_PROMPT_BYTES:
             raise ValueError(f"{n_bytes} bytes of text, at most {MAX_PROMPT_BYTES} are allowed; shorten the prompt")
@@ -75,21 +78,18 @@ def prompts(category: str | None = None, *, limit: int | None = None, folder: Pa
 def read_jsonl(path: str | Path) -> tuple[Prompt, ...]:
     """Return the prompts of a JSONL file, one object a line, in file order.
 
-    A byte order mark, CRLF line ends and blank lines are allowed. Raises InputError, with file, line and reason, if
-    the file cannot be read, is larger than 16 MiB, holds no prompt, repeats an id, or has a line that is not a valid
-    `Prompt`.
+    Raises InputError, with file, line and reason, if the file cannot be read, is larger than 16 MiB, holds no prompt,
+    repeats an id, or has a line that is not a valid `Prompt`.
     """
-    lines: dict[str, int] = {}
-    result: list[Prompt] = []
+    result: dict[str, Prompt] = {}
     for number, value in json_lines(path):
         prompt = validated(Prompt, value, f"{path}:{number}")
-        if prompt.id in lines:
-            raise InputError(f"{path}:{number}: id {prompt.id!r} was used on line {lines[prompt.id]}; rename one")
-        lines[prompt.id] = number
-        result.append(prompt)
+        if prompt.id in result:
+            raise InputError(f"{path}:{number}: id {prompt.id!r} was used before; rename one")
+        result[prompt.id] = prompt
     if not result:
         raise InputError(f"{path}: no prompts in it; write one JSON object a line")
-    return tuple(result)
+    return tuple(result.values())
 
 
 def digest(prompts: Iterable[Prompt]) -> str:

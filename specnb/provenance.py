@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 from specnb.io import plain
@@ -41,9 +41,9 @@ def provenance(
 ) -> dict[str, Any]:
     """What produced a result, as a dict that `json.dumps` takes.
 
-    `models` are mappings with at least `id`; an `id` that is an absolute path is cut to its file
-    name. Facts that cannot be known (no git, no GPU, a package that is not installed) are None, never an error.
-    Raises InputError if `seeds`, `models` or `extra` hold something JSON has no form for.
+    `models` are mappings with at least `id`, of which an absolute path is cut to its file name. Facts that cannot be
+    known (no git, no GPU, a package that is not installed) are None, never an error. Raises InputError if `seeds`,
+    `models` or `extra` hold something JSON has no form for.
     """
     import psutil
 
@@ -59,17 +59,11 @@ def provenance(
         "memory_bytes": psutil.virtual_memory().total,
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "seeds": seeds,
-        "models": [_named(model) for model in models],
+        "models": [{**model, "id": re.sub(r"^(/|[A-Za-z]:\\).*[/\\]", "", model["id"])} for model in models],
         "prompts_digest": prompts_digest,
         "extra": dict(extra or {}),
     }
     return plain(record, "provenance")
-
-
-def _named(model: Mapping[str, Any]) -> dict[str, Any]:
-    name = model["id"]
-    absolute = name.startswith("/") or PureWindowsPath(name).is_absolute()
-    return {**model, "id": PureWindowsPath(name).name if absolute else name}
 
 
 def _version(distribution: str) -> str | None:
@@ -88,15 +82,13 @@ def git_state(root: Path, timeout_s: float = 2.0) -> dict[str, Any] | None:
         return None
     command = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=normal"]
     command += ["--", ".", ":(exclude)figures", ":(exclude)results"]
-    # A git hook exports GIT_DIR and friends, which point at the hook's repository. Without optional locks, runs side
-    # by side do not fight for the index.
+    # a git hook exports GIT_DIR and friends, which point at its own repository
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k.startswith("GIT_CONFIG")}
-    env["GIT_OPTIONAL_LOCKS"] = "0"
+    env["GIT_OPTIONAL_LOCKS"] = "0"  # runs side by side do not fight for the index
     try:
-        done = subprocess.run(command, capture_output=True, timeout=timeout_s, env=env, check=True)
+        report = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=timeout_s, env=env).decode()
     except (OSError, subprocess.SubprocessError):
         return None
-    report = done.stdout.decode("utf-8", errors="replace")
     commit = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", report, re.MULTILINE)  # "(initial)" before the first one
     changed = any(not line.startswith("#") for line in report.splitlines())
     return {"commit": commit[1] if commit else None, "dirty": changed}
@@ -119,13 +111,9 @@ def cpu_facts() -> dict[str, Any]:
 
 def _cpuinfo(path: Path = Path("/proc/cpuinfo")) -> tuple[str | None, frozenset[str]]:
     """Name and flags of the first core; the rest of the file repeats them once a core."""
-    facts: dict[str, str] = {}
-    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if not line.strip():
-                break
-            key, _, value = line.partition(":")
-            facts[key.strip().lower()] = value.strip()
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    facts = {key.strip().lower(): value.strip() for key, _, value in lines}
     return facts.get("model name"), frozenset(facts.get("flags", facts.get("features", "")).split())
 
 

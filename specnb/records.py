@@ -105,6 +105,11 @@ class Generation(BaseModel):
     draft length, or the most that `controller` may choose where one chose it round by round. `translation` says how a
     draft model of another vocabulary got to the target's, and how much the two share. `max_new_tokens` is None in
     records from before it was kept.
+
+    >>> step = Round(0, 2, 1, (5, 6), (5, 9), (1.0, 0.0), 0.1, 0.2, 0.0, 0.0, 0.3, 3)
+    >>> done = Generation(prompt_ids=(1,), token_ids=(5, 9), rounds=(step,), wall_s=0.3, stop_reason="length")
+    >>> done.tau, done.acceptance_rate
+    (2.0, 0.5)
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -177,30 +182,27 @@ class Generation(BaseModel):
         `step_s` is T(1), seconds of one plain decoding step of the same target; with it `estimated_speedup` counts
         what drafting and wider verification cost, without it the estimate is tau, the bound for free drafts.
         """
-        speed = self.tokens_per_s
-        times = ("draft_s", "verify_s", "rewind_s", "other_s", "forward_s")
+        speed, times = self.tokens_per_s, ("draft_s", "verify_s", "rewind_s", "other_s", "forward_s")
         seconds = {name: sum(getattr(r, name) for r in self.rounds) for name in times}
-        forward_s = seconds.pop("forward_s")
+        overhead_share = 1 - seconds.pop("forward_s") / self.decode_s if speed is not None else None
         return Summary(
+            **{name: getattr(self, name) for name in Summary.model_fields if hasattr(self, name)},  # of one name here
+            **seconds,
             n_tokens=len(self.token_ids),
             n_rounds=len(self.rounds),
-            total_draft_tokens=self.total_draft_tokens,
-            accepted_tokens=self.accepted_tokens,
-            acceptance_rate=self.acceptance_rate,
-            tau=self.tau,
-            tokens_per_s=speed,
             estimated_speedup=speed * step_s if speed is not None and step_s is not None else self.tau,
-            wall_s=self.wall_s,
-            prefill_s=self.prefill_s,
-            overhead_share=1 - forward_s / self.decode_s if speed is not None else None,
-            stop_reason=self.stop_reason,
-            fallback=self.fallback,
-            **seconds,
+            overhead_share=overhead_share,
         )
 
 
 class RunRecord(BaseModel):
-    """One run of one experiment: what was asked, where, and everything that was generated."""
+    """One run of one experiment: what was asked, where, and everything that was generated.
+
+    >>> now = datetime(2026, 1, 1)
+    >>> run = RunRecord(run_id="r", experiment="mine", params={"k": 4}, provenance={}, started=now, ended=now)
+    >>> RunRecord.model_validate_json(run.model_dump_json()) == run
+    True
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -79,6 +79,10 @@ def publish(
     loads `plotly.min.js` (4.5 MB, not in the repository) from its own folder, and shows the svg where that is absent.
 
     Raises InputError: before anything is written for what cannot be used, and for a folder that cannot be written.
+
+    >>> publish(go.Figure(), "Best K", record=None)  # a figure's name is that of its files
+    Traceback (most recent call last):
+    specnb.errors.InputError: figure name 'Best K': use 1 to 64 of a-z 0-9 _ -, the first a letter or digit
     """
     if not NAME.fullmatch(name):
         raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")

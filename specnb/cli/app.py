@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from specnb.cli import divergence
 from specnb.cli.show import Json, cell, clean, complain, print_frame, print_json, print_result, print_table
 from specnb.errors import InputError, SpecnbError
+from specnb.io import read_text
 
 app = typer.Typer(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
@@ -31,8 +32,12 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(divergence.app, name="divergence")
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with their `--help`: torch is slow to import
 
+HeadsCheckpoint = Annotated[
+    str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
+]
 PARAMETER = ("-p", "--parameter")
 INTERRUPTED = 130
+LONGEST_PROMPT = 16 << 20
 
 
 def main() -> None:
@@ -63,8 +68,7 @@ class _TakesPairs(TyperCommand):
 def run(
     notebooks: Annotated[list[str] | None, typer.Argument(help="names or paths; none: all, in order")] = None,
     parameter: Annotated[
-        list[str] | None,
-        typer.Option(*PARAMETER, help="NAME VALUE (or NAME=VALUE), repeatable", metavar="NAME VALUE"),
+        list[str] | None, typer.Option(*PARAMETER, help="or NAME=VALUE; repeatable", metavar="NAME VALUE")
     ] = None,
     results: Annotated[Path | None, typer.Option(help="folder of records [results/]")] = None,
     timeout_s: Annotated[int | None, typer.Option(help="seconds a cell may take", min=1)] = None,
@@ -80,8 +84,6 @@ def run(
 
     given = parse_parameters(parameter or [])
     paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
-    if not paths:
-        raise InputError("there are no notebooks in the checkout to run: give the path of one")
     if given and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
     zoo.path("smollm2-135m")  # fetched here, where its progress can be seen
@@ -95,12 +97,12 @@ def run(
     rows = [[o.notebook, o.status, f"{o.duration_s:.1f}", o.run_id, str(o.output)] for o in outcomes]
     columns = ["notebook", "status", "seconds", "run", "output"]
     print_result(as_json, [outcome.model_dump(mode="json") for outcome in outcomes], "runs", columns, rows)
-    problems = [(outcome.notebook, outcome.error) for outcome in outcomes if outcome.error]
-    for name, error in problems:
-        complain(f"{name}: {error.kind}: {error.message}")
+    failed = [outcome for outcome in outcomes if outcome.error]
+    for outcome in failed:
+        complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
     if not given and any(figures_dir().glob("*.json")):
         write_gallery(figures_dir())  # runs with other parameters keep their figures in results/
-    raise typer.Exit(INTERRUPTED if interrupted else int(bool(problems)))
+    raise typer.Exit(INTERRUPTED if interrupted else int(bool(failed)))
 
 
 @app.command()
@@ -141,15 +143,9 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="text to continue")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="file whose text is to be continued")] = None,
     draft: Annotated[str | None, typer.Option(help="draft model")] = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="drafter without a model of its own: lookup, self or medusa (trained heads)")
-    ] = None,
-    heads_checkpoint: Annotated[
-        str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
-    ] = None,
-    tree: Annotated[
-        str | None, typer.Option(help="what heads draft: chain, a number of nodes, or auto (by measured costs) [auto]")
-    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="drafter without a model name: lookup, self or medusa")] = None,
+    heads_checkpoint: HeadsCheckpoint = None,
+    tree: Annotated[str | None, typer.Option(help="what heads draft: chain, a number of nodes, or auto [auto]")] = None,
     k: Annotated[int | None, typer.Option("--k", help="draft length; of a tree, nodes [4, or the whole tree]")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
@@ -162,9 +158,7 @@ def generate(
     ignore_eog: Annotated[bool, typer.Option("--ignore-eog", help="go on after end-of-generation tokens")] = False,
     baseline: Annotated[bool, typer.Option("--baseline", help="decode plainly too, and compare")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="fail if the drafter cannot be loaded")] = False,
-    translate: Annotated[
-        str, typer.Option(help="a draft model of another vocabulary: auto, tokens, strings, refuse")
-    ] = "auto",
+    translate: Annotated[str, typer.Option(help="other vocabularies: auto, tokens, strings, refuse")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Generate once, speculatively if a drafter is given."""
@@ -175,35 +169,19 @@ def generate(
         raise InputError(f"give --draft or --drafter, not both (got {draft!r} and {drafter!r})")
     text = _prompt_text(prompt, prompt_file)
     result = run_pair(
-        target,
-        draft or drafter,
-        [{"role": "user", "content": text}] if chat else text,
-        with_baseline=baseline,
-        strict=strict,
-        translate=translate,
-        heads_checkpoint=heads_checkpoint,
-        tree=tree,
-        k=k,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        rule=rule,
-        stop=stop or (),
+        target, draft or drafter, [{"role": "user", "content": text}] if chat else text, with_baseline=baseline,
+        strict=strict, translate=translate, heads_checkpoint=heads_checkpoint, tree=tree, k=k, temperature=temperature,
+        top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, rule=rule, stop=stop or (),
         ignore_eog=ignore_eog,
-    )
-    suspicious = suspicion(result)
-    if suspicious:
+    )  # fmt: skip
+    if suspicious := suspicion(result):
         complain(suspicious)
     if as_json:
         print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
         return
     print(clean(result.generation.text))
-    shown = result.summary.model_dump(exclude={"notes"})
+    shown = result.summary.model_dump(exclude={"notes"}) | {"translation": result.generation.translation or None}
     facts = [[name, cell(value)] for name, value in shown.items() if value is not None]
-    notes = {"fallback": result.generation.fallback, "translation": result.generation.translation}
-    facts += [[name, text] for name, text in notes.items() if text]
     facts += [["note", note] for note in result.summary.notes]
     print_table(f"{result.generation.target}, {result.generation.drafter or 'no drafter'}", ["", ""], facts)
 
@@ -211,12 +189,7 @@ def generate(
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise InputError("give the prompt with --prompt or with --prompt-file")
-    if prompt is not None:
-        return prompt
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the prompt from {file}: {error}") from error
+    return read_text(file, LONGEST_PROMPT) if prompt is None else prompt
 
 
 @app.command()
@@ -289,9 +262,7 @@ def verify(as_json: Json = False) -> None:
 def bench_medusa(
     context: typer.Context,
     target: Annotated[str | None, typer.Option(help="the backbone [smollm2-135m in torch, bfloat16]")] = None,
-    heads_checkpoint: Annotated[
-        str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
-    ] = None,
+    heads_checkpoint: HeadsCheckpoint = None,
     categories: Annotated[str | None, typer.Option(help="prompt categories, separated by commas [all]")] = None,
     prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed")] = 2,
     num_trials: Annotated[int, typer.Option(help="timed runs of each prompt; their median counts")] = 5,
@@ -327,4 +298,4 @@ def check(
     mark = {True: "ok", False: "MISSING", None: "warning"}
     rows = [[mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in findings]
     print_result(as_json, [finding._asdict() for finding in findings], "check", ["", "what", "found"], rows)
-    raise typer.Exit(0 if doctor.all_ok(findings) else 1)
+    raise typer.Exit(int(any(finding.ok is False for finding in findings)))

@@ -1,10 +1,6 @@
 """`specnb divergence capture` and `compare`: what a model computes is written down; two such traces are compared."""
 
 import shlex
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,36 +8,27 @@ import typer
 
 from specnb.cli.show import Json, complain, judged, names, print_frame, print_json
 from specnb.errors import InputError
-from specnb.io import writing
 
 if TYPE_CHECKING:
     from specnb.divergence.compare import Comparison
     from specnb.divergence.trace import Trace
-    from specnb.lm.base import LanguageModel
 
 NEW_TOKENS, MADE_UP = 16, 16
 """Tokens behind the prompt; ids of a prompt that is made up."""
 BACKENDS = {"torch": "hf", "llama.cpp": "llama"}
 """What opens a model in an engine."""
-SHOWN = 5
-"""Modules that never ran, by name."""
 
 
 def capture(
     model: Annotated[str, typer.Argument(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?dtype=…&…")],
     out: Annotated[Path, typer.Option(help="new folder for the trace")],
     prompt: Annotated[str | None, typer.Option(help=f"text to be fed [{MADE_UP} random ids]")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"after the prompt, one by one [{NEW_TOKENS}]", min=0)
-    ] = None,
-    tokens: Annotated[
-        Path | None, typer.Option(help="folder of a trace: feed what it was fed; or a file of ids, a line a forward")
-    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="after the prompt, one by one", min=0)] = NEW_TOKENS,
+    tokens: Annotated[Path | None, typer.Option(help="a trace to be fed again, or ids, a line a forward")] = None,
     width: Annotated[int | None, typer.Option(help="feed the text of --tokens in blocks of so many", min=1)] = None,
     backend: Annotated[str | None, typer.Option(help="hf or llama [as the name says]")] = None,
     modules: Annotated[str | None, typer.Option(help="regular expression in the paths that are written down")] = None,
     full: Annotated[str | None, typer.Option(help="regular expression: of these whole tensors are kept")] = None,
-    seed: Annotated[int | None, typer.Option(help="of the random ids [0]")] = None,
     as_json: Json = False,
 ) -> None:
     """Feed a model a text, and write down what its modules (llama.cpp: nodes of its graph) were given and gave.
@@ -53,33 +40,34 @@ def capture(
 
     In torch it is transformers' own attention, with ?exact=true the one that specnb has for bfloat16.
     """
-    for name, value in (("--prompt", prompt), ("--max-new-tokens", max_new_tokens), ("--seed", seed)):
-        if tokens is not None and value is not None:
-            raise InputError(f"--tokens {tokens} says all that is fed: leave {name} {value} out")
-    if prompt is not None and seed is not None:
-        raise InputError(f"--seed {seed} is that of random ids: leave it or --prompt out")
+    if tokens is not None and prompt is not None:
+        raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt {prompt} out")
     if width is not None and tokens is None:
         raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InputError(f"--out {out} is there and not an empty folder: give a new one, or remove it first")
+    import numpy as np
+
     from specnb.book.progress import ProgressBar
+    from specnb.decode.generate import prompt_ids
     from specnb.divergence.capture.feeding import captured, fed, feed, feed_greedily
     from specnb.divergence.script import Script
 
     script, stopped = None if tokens is None else fed(tokens), ""
     if width is not None:
         script = Script.blocks(script.text, width=width)
-    with _new_folder(out) as folder:
-        with captured(model, backend, modules=modules, full=full) as (its, builder), ProgressBar() as progress:
-            builder.facts["opened"] = its.name
-            if script is not None:
-                feed(its, script, progress)
-            else:
-                n_new = NEW_TOKENS if max_new_tokens is None else max_new_tokens
-                stopped = feed_greedily(its, _prompt_ids(its, prompt, seed or 0), n_new, progress)
-        trace = builder.trace()
-        if trace.tensors.empty:
-            raise InputError(f"--modules {modules} is in no path of what ran: see those of a capture without it")
-        with writing(out):
-            trace.save(folder)
+    with captured(model, backend, modules=modules, full=full) as (its, builder), ProgressBar() as progress:
+        builder.facts["opened"] = its.name
+        if script is not None:
+            feed(its, script, progress)
+        else:
+            random_ids = np.random.default_rng(0).integers(0, its.vocab.size, MADE_UP).tolist()
+            ids = random_ids if prompt is None else prompt_ids(its, prompt)
+            stopped = feed_greedily(its, ids, max_new_tokens, progress)
+    trace = builder.trace()
+    if trace.tensors.empty:
+        raise InputError(f"--modules {modules} is in no path of what ran: see those of a capture without it")
+    trace.save(out)
     if stopped:
         complain(stopped)
     document = _document(trace, out, stopped, tokens)
@@ -87,33 +75,6 @@ def capture(
         print_json(document)
     else:
         _show(document)
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` when all went well, and vanishes when not; what is in `out` is never touched."""
-    target = out.absolute()
-    new = target.with_name(f".{target.name}.{uuid.uuid4().hex}.new")
-    with writing(out):
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise InputError(f"--out {out} is there and not an empty folder: give a new one, or remove it first")
-        new.mkdir(parents=True)
-    try:
-        yield new
-        with writing(out):
-            new.replace(target)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def _prompt_ids(model: "LanguageModel", prompt: str | None, seed: int) -> tuple[int, ...]:
-    if prompt is None:
-        import numpy as np
-
-        return tuple(np.random.default_rng(seed).integers(0, model.vocab.size, MADE_UP).tolist())
-    from specnb.decode.generate import prompt_ids
-
-    return prompt_ids(model, prompt)
 
 
 def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dict[str, Any]:
@@ -147,13 +108,11 @@ def _show(document: dict[str, Any]) -> None:
     from specnb.lm.preflight import human_bytes
 
     seen, n_fed = document["modules"], sum(map(len, document["token_ids"]))
-    modules = f"{seen['written']} of {seen['hooked']} modules of {document['model']} ({document['engine']})"
-    print(f"{modules}, {document['steps']} forwards of {n_fed} tokens: {document['rows']} tensors, {document['reads']} "
-          "parameters read")  # fmt: skip
-    if never := seen["never_called"]:
-        more = f" and {len(never) - SHOWN} more" if len(never) > SHOWN else ""
-        print(f"never ran: {', '.join(path or 'the model itself' for path in never[:SHOWN])}{more}")
-    print(f"{human_bytes(document['n_bytes'])} in {document['folder']}")
+    print(f"{seen['written']} of {seen['hooked']} modules of {document['model']} ({document['engine']}), "
+          f"{document['steps']} forwards of {n_fed} tokens: {document['rows']} tensors, {document['reads']} parameters "
+          f"read; {human_bytes(document['n_bytes'])} in {document['folder']}")  # fmt: skip
+    if seen["never_called"]:
+        print(f"never ran: {', '.join(path or 'the model itself' for path in seen['never_called'])}")
     if document["apart"]:
         print(document["apart"])
     for command in document["next"]:
@@ -163,15 +122,10 @@ def _show(document: dict[str, Any]) -> None:
 def compare(
     reference: Annotated[Path, typer.Argument(help="folder of the trace of a run that is right")],
     candidate: Annotated[Path, typer.Argument(help="folder of the trace of the run that is not")],
-    sound: Annotated[
-        str | None, typer.Option(help="folders of more runs that are right, by commas: the floors")
-    ] = None,
+    sound: Annotated[str | None, typer.Option(help="folders of more runs that are right, by commas")] = None,
     precise: Annotated[Path | None, typer.Option(help="folder of a float32 run of the same draft")] = None,
     rename: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OLD=NEW", help="in module paths, of all traces: regular expression, and what replaces it"
-        ),
+        list[str] | None, typer.Option(metavar="OLD=NEW", help="in module paths: expression, and what replaces it")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -199,9 +153,7 @@ def compare(
         print(comparison.line)
         print(f"looked at: {comparison.coverage}")
         for doubt in comparison.doubts:
-            print(
-                f"doubtful: {doubt.module} chose otherwise at {doubt.count} tokens, from position {doubt.position} on"
-            )
+            print(f"doubtful: {doubt.module} chose otherwise {doubt.count} times, from position {doubt.position} on")
         columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
         nodes = pd.DataFrame(comparison.minimal, columns=Node._fields)
         print_frame("wrong by themselves, first in time first", nodes[columns])
@@ -215,16 +167,11 @@ def _renamed(words: list[str]) -> dict[str, str]:
     """Regular expressions and what replaces them. InputError for what is no such, before a trace is read."""
     from specnb.divergence.trace import canonical_name
 
-    renames = {}
-    for word in words:
-        old, equals, new = word.rpartition("=")  # the last one: lookaheads have some, and paths have none
-        if not (old and equals):
-            raise InputError(f"--rename {word}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
-        renames[old] = new
-    try:
-        canonical_name("", renames)
-    except InputError as error:
-        raise InputError(f"--rename: {error}") from error
+    pairs = [word.rpartition("=") for word in words]  # the last one: lookaheads have some, and paths have none
+    renames = {old: new for old, _, new in pairs}
+    if "" in renames:
+        raise InputError(f"--rename {' '.join(words)}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
+    canonical_name("", renames)
     return renames
 
 

@@ -32,6 +32,10 @@ def load_drafter(
     (`TokenIntersection`), "strings" spells its text in the target's tokens (`StringMatch`), "refuse" raises
     VocabularyMismatch. "auto" takes tokens where the target mostly uses shared ones, else strings (`token_map.fit`);
     where the ids that both have mean the same, rows are sliced, and nothing is lost.
+
+    >>> from specnb.lm import toy
+    >>> load_drafter("lookup", toy.cyclic(5), n_max=3).drafter.name
+    'lookup(n=1..3,x4)'
     """
     try:
         make = resolve(DRAFTERS[name]) if name in DRAFTERS else partial(resolve(MODEL_DRAFTER), name)

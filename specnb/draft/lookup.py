@@ -14,7 +14,16 @@ from specnb.lm.base import LanguageModel
 
 
 class LookupDrafter:
-    """Copies from the tokens so far, after the last occurrence of their last n tokens, n from `n_max` to `n_min`."""
+    """Copies from the tokens so far, after the last occurrence of their last n tokens, n from `n_max` to `n_min`.
+
+    Proposes at most `max_spec_factor` * n tokens; infinity makes it always the k that is asked for.
+
+    >>> from specnb import generate
+    >>> from specnb.lm import toy
+    >>> drafted = generate(toy.cyclic(3), [0], drafter=LookupDrafter(), k=4, max_new_tokens=8)
+    >>> [r.draft_ids for r in drafted.rounds]
+    [(), (), (), (1, 2, 0, 1)]
+    """
 
     vocab = None
 

@@ -17,7 +17,14 @@ from specnb.lm.base import LanguageModel
 
 
 class ModelDrafter:
-    """Drafts by sampling (or, greedy, by argmax) from `model`, one token at a time."""
+    """Drafts by sampling (or, greedy, by argmax) from `model`, one token at a time.
+
+    >>> from specnb import generate
+    >>> from specnb.lm import toy
+    >>> drafted = generate(toy.cyclic(5), [0], drafter=ModelDrafter(toy.cyclic(5)), k=3, max_new_tokens=8)
+    >>> drafted.token_ids, drafted.acceptance_rate
+    ((1, 2, 3, 4, 0, 1, 2, 3), 1.0)
+    """
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model

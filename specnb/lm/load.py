@@ -150,6 +150,10 @@ def load(name_or_path: str | Path, *, watch: "Watch | None" = None, **options: A
     `watch` is shown what llama.cpp computes (see `lm.gguf.tensors`).
 
     Raises InputError (name, option), FetchError (zoo file not to be had), LoadError, MemoryShortError.
+
+    >>> model = load("tiny-hybrid-draft", n_ctx=64)
+    >>> model.forward(model.encode("def f")).shape == (len(model.encode("def f")), model.vocab.size)
+    True
     """
     spec = parse(str(name_or_path), **options)
     if watch is not None and spec.backend != "llama":

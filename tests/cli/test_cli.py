@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specnb import cli
+from specnb import cli, doctor
 from specnb.book import engine, notebook
 from specnb.book.engine import NotebookOutcome, Problem
 from specnb.draft import translate as draft_translate
@@ -51,9 +51,7 @@ def test_more_models_make_a_matrix(specnb):
     code, out, _ = specnb("compat", "gpt-neox", "mpt", "llama-3.2-1b-instruct", "--json")
     rows = json.loads(out)
     assert code == 0 and [r["verdict"] for r in rows[:2]] == ["drop-in", "unknown"] and len(rows) == 6
-    assert [r["way"] for r in rows[:2]] == ["same ids", None]
-    code, out, _ = specnb("compat", "gpt-neox", "mpt", "gpt-2")
-    assert code == 0 and out.count("drop-in") == 2 and out.count("True") == 4
+    assert specnb("compat", "gpt-neox", "mpt", "gpt-2")[1].count("drop-in") == 2
     is_mistake(specnb("compat", "gpt-2", "nothing-like-it"), "nothing-like-it")
 
 
@@ -82,24 +80,17 @@ def models(monkeypatch):
         ("--draft draft --drafter lookup", ["'draft'", "'lookup'"]),
         ("--k -1", ["k ", "-1"]),
         ("--rule tree", ["'tree'"]),
-        ("--temperature -1", ["temperature", "-1.0"]),
         ("--draft other", ["cannot draft for", "0 pieces"]),
         ("--draft damaged --strict", ["damaged.gguf is no model, or half of one"]),
         ("--stop \udcff", ["UTF-8"]),
-        ("--chat", ["chat template"]),
         ("--tree 8", ["--tree", "no drafter"]),
         ("--drafter lookup --heads-checkpoint x", ["--heads-checkpoint", "lookup"]),
-        ("--drafter medusa", ["hidden states", "?backend=hf"]),
         ("--prompt-file x", ["--prompt"]),
     ],
     ids=lambda x: x.encode("ascii", "replace").decode() if isinstance(x, str) else "",
 )
 def test_wrong_words_for_generate_are_one_line(specnb, models, words, parts):
     is_mistake(specnb("generate", "--target", "five", "--prompt", "ab", *words.split(" ")), *parts)
-
-
-def test_an_unknown_target_names_what_is_known(specnb):
-    is_mistake(specnb("generate", "--target", "smolm2-135m", "--prompt", "x"), "smolm2-135m", "did you mean smollm2")
 
 
 def test_a_prompt_from_a_file(specnb, models, tmp_path):
@@ -119,21 +110,17 @@ def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb,
     assert code == 0 and err == "" and out.count("\n") == 1
     assert list(document) == ["generation", "baseline", "summary", "triage"] and document["triage"] is None
     assert document["generation"]["token_ids"] == document["baseline"]["token_ids"] == [2, 3, 4, 0, 1] * 2
-    assert document["generation"]["k"] == 3 and document["baseline"]["k"] == 0
     summary = document["summary"]
     assert summary["identical"] is True and summary["speedup"] > 0 and summary["fork"] is None
-    assert summary["acceptance_rate"] == 1.0 and summary["total_draft_tokens"] > 0 and summary["n_tokens"] == 10
+    assert summary["acceptance_rate"] == 1.0 and summary["n_tokens"] == 10
     assert not {"tau", "tokens_per_s", "estimated_speedup", "accepted_tokens", "overhead_share"} - set(summary)
 
 
 def test_a_draft_model_that_cannot_be_loaded_is_in_the_record(specnb, models):
-    words = ["--target", "five", "--prompt", "ab", "--json"]
-    document = json.loads(specnb("generate", *words, "--draft", "damaged", "--baseline")[1])
+    words = ["--target", "five", "--prompt", "ab", "--draft", "damaged", "--baseline", "--json"]
+    document = json.loads(specnb("generate", *words)[1])
     assert document["generation"]["fallback"].startswith("LoadError: damaged.gguf")
     assert document["summary"]["fallback"] == document["generation"]["fallback"] and document["summary"]["identical"]
-    document = json.loads(specnb("generate", *words, "--drafter", "lookup")[1])
-    assert document["baseline"] is None and document["summary"]["identical"] is None
-    assert document["generation"]["drafter"] == "lookup(n=1..6,x4)"
 
 
 def test_sampling_words_reach_the_record_and_without_json_the_text_and_a_table_are_printed(specnb, models):
@@ -148,18 +135,15 @@ def test_sampling_words_reach_the_record_and_without_json_the_text_and_a_table_a
 
 
 def test_what_the_terminal_cannot_show_is_no_crash(monkeypatch, models):
-    """A stdout in ASCII, and a vocabulary beyond it; JSON is ASCII in any case."""
+    """A stdout in ASCII, and a vocabulary beyond it."""
     smiling = toy.ToyLM(toy.cyclic(2)._logits_of, Vocabulary(("😀".encode(), b"b"), bos=0))
     monkeypatch.setattr(pair, "load", lambda name: smiling)
-    for words in ([], ["--json"]):
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-        monkeypatch.setattr(sys, "argv", ["specnb", "generate", "--target", "x", "--prompt", "", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        sys.stdout.flush()
-        out = sys.stdout.buffer.getvalue().decode()
-        shown, smile = (json.loads(out)["generation"]["text"], "😀") if words else (out, "\\U0001f600")
-        assert not ended.value.code and smile in shown
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["specnb", "generate", "--target", "x", "--prompt", ""])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    sys.stdout.flush()
+    assert not ended.value.code and b"\\U0001f600" in sys.stdout.buffer.getvalue()
 
 
 def test_control_sequences_in_what_a_model_writes_are_shown_and_not_obeyed(specnb, monkeypatch):
@@ -201,10 +185,8 @@ def runs(monkeypatch, tmp_path):
     [
         (["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m"], {"ks": [2, 4], "target": "smollm2-135m"}),
         (["-p", "ks=[2,4]", "--parameter", "target", "x=y"], {"ks": [2, 4], "target": "x=y"}),
-        (["--parameter=seed=3", "-prule=block"], {"seed": 3, "rule": "block"}),
         (["-p", "seed", "-1"], {"seed": -1}),
         (["-p", "target", ""], {"target": ""}),
-        (["-p", "target", "m.gguf?backend=hf&dtype=bfloat16"], {"target": "m.gguf?backend=hf&dtype=bfloat16"}),
         ([], {}),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
@@ -230,14 +212,12 @@ def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs)
     code, out, err = specnb("run", "01_a", "bad_one", "02_b", "--json")
     assert code == 1 and [o["status"] for o in json.loads(out)] == ["completed", "failed", "completed"]
     assert err == "specnb: bad_one: KeyError: 'x'\n"
-    assert specnb("run", "01_a", "bad_one")[0] == 1
 
 
 def test_an_unknown_notebook_and_results_that_cannot_be_written_are_mistakes(specnb, tmp_path, monkeypatch):
-    monkeypatch.setattr(zoo, "path", lambda name: pytest.fail("fetched a model"))
+    monkeypatch.setattr(zoo, "path", lambda name, **_: tmp_path)
     is_mistake(specnb("run", "99_nothing"), "no notebook '99_nothing'", "01_k_sweep")
     (tmp_path / "file").write_text("no folder")
-    monkeypatch.setattr(zoo, "path", lambda name, **_: tmp_path)
     is_mistake(specnb("run", "08_lossless", "--results", str(tmp_path / "file")), str(tmp_path / "file"))
 
 
@@ -250,8 +230,7 @@ def test_the_zoo_as_json_and_as_a_table(specnb, monkeypatch, tmp_path):
     rows = json.loads(out)
     assert code == 0 and rows[0]["name"] == "smollm2-135m" and rows[0]["present"] is False
     assert set(rows[0]) == {"name", "source", "licence", "n_bytes", "present", "path"}
-    code, out, _ = specnb("models")
-    assert code == 0 and "Apache-2.0" in out
+    assert "Apache-2.0" in specnb("models")[1]
 
 
 def test_verify_names_the_damaged_file_and_ends_with_one(specnb, tmp_path, monkeypatch):
@@ -262,19 +241,15 @@ def test_verify_names_the_damaged_file_and_ends_with_one(specnb, tmp_path, monke
         code, out, _ = specnb("models", "verify", "--json")
         assert code == int(not ok)
         assert json.loads(out) == [{"name": "converted/tiny.gguf", "path": str(file), "ok": ok}]
-    assert "tiny.gguf" in specnb("models", "verify")[1]
     is_mistake(specnb("models", "fetch", "smollm3"), "smollm3")
 
 
-def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch):
-    from specnb import doctor
-
-    for ok, expected in ((True, 0), (None, 0), (False, 1)):
-        monkeypatch.setattr(doctor, "diagnose", lambda decode, ok=ok: [doctor.Finding("x", ok, "found", "do this")])
-        code, out, _ = specnb("check", "--json")
-        assert code == expected
-        assert json.loads(out) == [{"name": "x", "ok": ok, "detail": "found", "fix": "do this"}]
-        assert "do this" in specnb("check")[1]
+@pytest.mark.parametrize(("ok", "expected"), [(True, 0), (None, 0), (False, 1)])
+def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch, ok, expected):
+    monkeypatch.setattr(doctor, "diagnose", lambda decode: [doctor.Finding("x", ok, "found", "do this")])
+    code, out, _ = specnb("check", "--json")
+    assert code == expected and json.loads(out) == [{"name": "x", "ok": ok, "detail": "found", "fix": "do this"}]
+    assert "do this" in specnb("check")[1]
 
 
 def test_unknown_words_show_the_usage_and_exit_with_two():
@@ -284,8 +259,7 @@ def test_unknown_words_show_the_usage_and_exit_with_two():
 
 
 def test_heads_take_the_options_of_their_own_commands(specnb):
-    code, out, err = specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "'vlm'" in err
+    is_mistake(specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x"), "'vlm'")
 
 
 def test_a_mistake_in_a_real_process_is_one_line_and_json_the_only_thing_on_stdout(tmp_path):

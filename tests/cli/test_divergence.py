@@ -9,8 +9,6 @@ from functools import partial
 import pytest
 
 from specnb.book.divergence import acceptance_document, acceptance_line, read_acceptance
-from specnb.cli import divergence as commands
-from specnb.divergence import report
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.features import imported
 from specnb.divergence.lossless import related, resampled_from_target
@@ -55,13 +53,6 @@ def test_a_sound_draft_is_exit_code_zero(investigate):
     assert code == 0 and out.startswith("SOUND: ") and "50 of 50 modules" in out and "Causes" not in out
 
 
-def test_the_case_is_exit_code_one_and_names_module_and_cause(investigate):
-    code, out, _ = investigate(*SHORT, "--setups", "S0,S1,S2", "--fault", "positional_registry")
-    line = out.splitlines()[0]
-    assert code == 1 and line.startswith("DIVERGENT: first at layers.0.mlp.experts,")
-    assert "IDENTITY" in line and "S0 S1 clean; S2 wrong" in line and "vLLM #33497" in out
-
-
 def test_json_is_one_document_with_the_verdict(investigate):
     words = ["--fault", "expert_scale", "--layer", "2", "--setups", "S0", "--dtype", "bfloat16", "--seed", "3"]
     code, out, _ = investigate(*SHORT, *words, "--json")
@@ -76,15 +67,12 @@ def test_json_is_one_document_with_the_verdict(investigate):
     ("words", "value"),
     [
         ("--fault positional", "did you mean positional_registry?"),
-        ("--fault random_head --layer 1", "layer 1"),
         ("--layer 1", "--fault"),
         ("--fault split_k --deploy a:b", "'a:b' and 'split_k'"),
         ("--setups S0,S9", "'S9'"),
         ("--target smollm2-135m", "smollm2-135m"),
         ("--prompt-tokens 32", "--tokens"),
-        ("--dtype float8", "float32, bfloat16"),
         ("--draft no-such-model --dtype foo", "float32, bfloat16, float16"),
-        ("--draft no-such-model --setups S0,S3", "--target"),
         ("--features graphs", "--deploy"),
         ("--fault expert_scale --layer 9", "layer 9"),
     ],
@@ -97,8 +85,6 @@ def test_wrong_words_are_one_line_and_exit_code_two(investigate, words, value):
 SERVICE = """
 from contextlib import contextmanager
 from specnb.divergence.faults import FAULTS
-print("a service may print")
-number = 3
 
 def deploy(draft, neighbour):
     print("so it may")
@@ -143,20 +129,16 @@ def service(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_service_of_the_users_is_found_in_the_current_directory(investigate, service):
+def test_a_service_of_the_users_is_found_in_the_current_directory_and_may_print(investigate, service):
     code, out, err = investigate(*SHORT, "--deploy", "my_service:deploy", "--setups", "S2", "--json")
-    assert code == 1 and json.loads(out)["causes"][0]["cause"] == "IDENTITY"
-    assert "a service may print" in err and "so it may" in err
+    assert code == 1 and json.loads(out)["causes"][0]["cause"] == "IDENTITY" and "so it may" in err
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
     [
         ("my_service", ["my_service:deploy"]),
-        ("nothing_like_it:deploy", ["ModuleNotFoundError"]),
         ("broken:deploy", ["ModuleNotFoundError", "nothing_like_it", "(broken.py, line 2)"]),
-        ("my_service:deploi", ["did you mean deploy"]),
-        ("my_service:number", ["3"]),
         ("my_service:once", ["generator", "contextlib.contextmanager"]),
         ("my_service:raises", ["raised KeyError: 'slot 17'", "(my_service.py, line"]),
     ],
@@ -172,7 +154,6 @@ def test_a_service_that_does_not_start_says_why_and_where(service, name, values)
     [
         ("--draft no-such-model", 125, "no-such-model"),
         ("--deploy nothing_like_it:deploy", 125, "ModuleNotFoundError"),
-        ("--deploy my_service:deploy --features graphs", 2, "deploy"),
         ("--generation none.json", 125, "none.json"),
         # Python's own exit code for it is 1: git would take every commit of a broken build for the bad one
         ("--deploy my_service:crashes --setups S0", 125, "ZeroDivisionError: in the kernel"),
@@ -192,27 +173,16 @@ def test_models_of_the_users_are_opened_in_torch(investigate, tiny):
     assert {s["setup"] for s in document["setups"] if s["verdict"] == "clean"} == {"S0", "S3"}
 
 
-def test_a_report_holds_the_verdict_and_a_reproduction(investigate, tiny, tmp_path):
-    words = [*SHORT, "--draft", tiny, "--dtype", "bfloat16", "--fault", "random_head", "--setups", "S0", "--json"]
+def test_a_report_holds_what_is_printed_and_a_reproduction(investigate, tiny, tmp_path):
+    words = [*SHORT, "--draft", tiny, "--dtype", "bfloat16", "--fault", "random_head", "--setups", "S0"]
     code, out, err = investigate(*words, "--report", str(tmp_path / "report"))
-    document = json.loads(out)
+    document = json.loads((tmp_path / "report" / "report.json").read_text())
     assert code == 1 and document["causes"][0]["cause"] == "HEAD" and "report.html" in complaint(err)
-    written = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert written["line"] == document["line"] and "slots" not in written
+    assert (tmp_path / "report" / "report.txt").read_text() == out.removesuffix("\n") and "slots" not in document
     assert "import" in (tmp_path / "report" / "repro" / "repro.py").read_text()
-
-
-def test_what_is_printed_is_what_the_report_says_and_stays_where_that_cannot_be_written(
-    investigate, tmp_path, monkeypatch
-):
-    code, out, _ = investigate(*SHORT, "--setups", "S0", "--report", str(tmp_path))
-    assert code == 0 and (tmp_path / "report.txt").read_text() == out.removesuffix("\n")
-    slots = json.loads((tmp_path / "report.json").read_text())["slots"]  # of the embedded pair only
-    assert 336 in [row["first_slot"] for row in slots] and "controls were called divergent" in out
-    monkeypatch.setattr(report, "project_dir", lambda: tmp_path)
     (tmp_path / "file").write_text("")
     code, out, err = investigate(*SHORT, "--setups", "S0", "--report", str(tmp_path / "file" / "in"))
-    assert code == 0 and "Not known here" in out and "report.json" in complaint(err)
+    assert code == 0 and out and "report.json" in complaint(err)
 
 
 # --- a generation beside it -----------------------------------------------------------------------------------------
@@ -238,24 +208,18 @@ def test_a_generation_puts_its_acceptance_into_verdict_and_report(investigate, g
     words = ["--draft", generated[0], "--setups", "S0", "--generation", str(generation)]
     code, out, err = investigate(*words, "--report", str(tmp_path / "report"), "--json")
     accepted, expected = json.loads(out)["acceptance"], read_acceptance(generation, vocab_size=64)
-    assert code == 0 and accepted["alpha"][0]["n"] > 20
-    assert accepted == acceptance_document(expected) and accepted["verdict"] == expected.verdict
-    assert json.loads((tmp_path / "report" / "report.json").read_text())["acceptance"] == accepted
+    assert code == 0 and accepted == acceptance_document(expected) and accepted["alpha"][0]["n"] > 20
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "<h2>Acceptance</h2>" in page and html.escape(acceptance_line(expected)) in page
+    assert html.escape(acceptance_line(expected)) in page
     # torch judges other code than llama.cpp runs, and says how to see that
     assert f"specnb divergence capture {generated[0]} --backend llama" in err
-    code, out, _ = investigate(*words)
-    assert code == 0 and out.splitlines()[-1] == f"Acceptance: {acceptance_line(expected)}"
 
 
 @pytest.mark.parametrize(
     ("place", "given", "value"),
     [
-        ("drafter", "", "drafted"),
         ("prompt_ids", [64], "64"),
         ("rounds", [7], "generation.rounds.0"),
-        ("token_ids", [3], "generation"),
         (None, None, "generation: "),
     ],
 )
@@ -277,19 +241,8 @@ def test_a_preflight_fails_with_what_is_wrong(specnb, tiny, tmp_path):
     assert code == 0 and verdicts["load report"] == verdicts["recurrence"] == verdicts["rope"] == "ok"
     (tmp_path / "training.json").write_text("{")
     code, out, _ = specnb("divergence", "preflight", "--draft", tiny, "--training", str(tmp_path))
-    assert code == 1 and "fail" in out and "learning rate" in out
-    for words in (["--draft", tiny, "--training", str(tmp_path / "none")], ["--draft", "lookup"]):
-        assert specnb("divergence", "preflight", *words)[:2] == (2, "")
-
-
-def test_files_of_a_hub_model_are_those_that_were_fetched(monkeypatch, tmp_path):
-    import huggingface_hub
-
-    asked = {}
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **more: asked.update(more, a=a) or tmp_path)
-    assert commands._folder("hf:org/name?revision=v1") == tmp_path
-    assert asked == {"a": ("org/name",), "revision": "v1", "local_files_only": True}
-    assert commands._folder("smollm2-135m") is None and commands._folder("lookup") is None
+    assert code == 1 and "fail" in out
+    assert specnb("divergence", "preflight", "--draft", "lookup")[:2] == (2, "")
 
 
 @pytest.fixture
@@ -326,9 +279,7 @@ def test_an_audit_says_sound_or_inconclusive_or_what_is_wrong(audit):
     [
         ("--draft missing", 125, "missing"),
         ("--draft draft --prompts 99999", 2, "99999"),
-        ("--draft missing --temperature nan", 2, "temperature"),
         ("--draft missing --k 0", 2, "--k"),
-        ("--draft draft --effect 10", 2, "effect"),
     ],
 )
 def test_what_cannot_be_audited_is_no_verdict(audit, words, code, value):
@@ -359,26 +310,19 @@ def generate(specnb, monkeypatch):
 
 def test_a_draft_that_is_never_kept_is_told_in_one_line(generate):
     code, out, err = generate("--draft", "other", "--json")
-    document = json.loads(out)
-    assert code == 0 and err.count("\n") == 1 and document["triage"] in complaint(err)
-    code, out, err = generate("--draft", "other")
-    assert code == 0 and "suspicious" in err and "suspicious" not in out
+    assert code == 0 and err.count("\n") == 1 and json.loads(out)["triage"] in complaint(err)
 
 
-@pytest.mark.parametrize("words", ["--draft same", "--drafter lookup", "", "--draft same --baseline"])
+@pytest.mark.parametrize("words", ["--draft same --baseline", "--drafter lookup", ""])
 def test_a_sound_drafter_is_not_remarked_upon(generate, words):
     code, out, err = generate(*words.split(), "--json")
     assert code == 0 and err == "" and json.loads(out)["triage"] is None
 
 
 def test_a_sweep_names_the_drafter_that_is_suspicious(monkeypatch):
-    class Reading(toy.ToyLM):
-        def encode(self, text, *, special=True):
-            return [b % self.vocab.size for b in text.encode()]
-
     def opened(seed):
         model = toy.markov(SIZE, order=3, seed=seed)
-        model.__class__ = Reading
+        model.encode = lambda text, special=True: [b % SIZE for b in text.encode()]
         return model
 
     params = KSweepParams(
@@ -393,9 +337,6 @@ def test_a_sweep_names_the_drafter_that_is_suspicious(monkeypatch):
         record = ksweep.run(params)
         lines = suspicions(record)
         assert len(lines) == n_lines and all(line.startswith("draft: ") for line in lines)
-    old = record.model_copy(update={"provenance": record.provenance | {"extra": {}}})
-    with pytest.raises(InputError):
-        suspicions(old)
 
 
 @pytest.mark.slow

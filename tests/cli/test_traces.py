@@ -93,12 +93,10 @@ def test_two_captures_of_the_same_are_compared_as_the_first_says(specnb, write, 
     assert code == 0 and out.startswith("SOUND: ")
 
 
-def test_a_prompt_is_fed_as_text_and_a_seed_makes_others(write, models):
+def test_a_prompt_is_fed_as_text(write, models):
     document = write("a", models["llama.cpp"], "--prompt", "ab", "--max-new-tokens", "1")
     with closing(load(models["llama.cpp"])) as model:
         assert document["token_ids"][0] == model.encode("ab")
-    made_up_ids = [write(seed, models["torch"], "--max-new-tokens", "0", "--seed", seed)["token_ids"] for seed in "34"]
-    assert made_up_ids[0] != made_up_ids[1]
 
 
 @pytest.mark.parametrize(("engine", "other"), [ENGINES, ENGINES[::-1]])
@@ -120,9 +118,7 @@ def test_another_dtype_is_rounding_and_another_model_is_divergent(specnb, write,
     half = write("b", f"{models['torch']}?dtype=bfloat16", "--tokens", str(tmp_path / "a"))
     write("blocks", f"{models['torch']}?dtype=bfloat16", "--tokens", str(tmp_path / "a"), "--width", "3")
     code, out, _ = specnb(*shlex.split(half["next"][0])[1:], "--sound", str(tmp_path / "blocks"), "--json")
-    document = json.loads(out)
-    assert code == 0 and document["verdict"] in ("SOUND", "PRECISION_ONLY")
-    assert document["coverage"]["equal"] < document["coverage"]["tensors"]
+    assert code == 0 and json.loads(out)["verdict"] in ("SOUND", "PRECISION_ONLY")
     other = torch_model()
     other.model.layers[1].mlp.down_proj.weight.data[0] *= 2
     other.save_pretrained(tmp_path / "other")
@@ -181,16 +177,13 @@ def test_what_is_there_is_left_alone(specnb, models, tmp_path):
     ("words", "ids", "value"),
     [
         (["--tokens", "FILE", "--prompt", "x"], "1 2", "--prompt x"),
-        (["--prompt", "x", "--seed", "1"], "", "--seed 1"),
         (["--width", "5"], "", "--width 5"),
         (["--modules", "("], "", "'('"),
         (["--modules", "no_such"], "", "no_such"),
         (["--max-new-tokens", "49"], "", "65"),
         (["--tokens", "FILE"], "", "feed"),
         (["--tokens", "FILE"], "1 2\n3 x4", "line 2"),
-        (["--tokens", "FILE"], "9" * 5000, "line 1"),
         (["--tokens", "FILE"], "1 99", "99"),
-        (["--tokens", "FILE"], "1 -4", "-4"),
     ],
     ids=lambda x: " ".join(x)[:30],
 )
@@ -202,31 +195,13 @@ def test_wrong_words_are_one_line_and_leave_nothing(specnb, models, tmp_path, wo
     assert value in errors(err)[0] and [path.name for path in tmp_path.iterdir()] == ["ids"]
 
 
-STEP = {"step": 0, "batch": 1, "length": 2, "first_position": 0, "token_ids": [1, 2]}
-
-
-@pytest.mark.parametrize(
-    "change", [{"first_position": 3}, {"batch": 2}, {"length": 9}], ids=lambda change: str(*change.keys())
-)
+@pytest.mark.parametrize("change", [{"first_position": 3}, {"batch": 2}, {"length": 9}], ids=str)
 def test_a_trace_that_cannot_be_fed_again_is_refused(tmp_path, change):
-    facts = {"steps": [STEP, STEP | {"first_position": 2} | change]}
+    step = {"step": 0, "batch": 1, "length": 2, "first_position": 0, "token_ids": [1, 2]}
+    facts = {"steps": [step, step | {"first_position": 2} | change]}
     Trace(facts, table([], TENSOR_COLUMNS), table([], PARAM_COLUMNS), {}).save(tmp_path)
     with pytest.raises(InputError, match="forward 1"):
         fed(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.model
-@pytest.mark.parametrize("backend", ["hf", "llama"])
-def test_the_real_model_is_captured_by_both_engines(specnb, tmp_path, backend, monkeypatch):
-    monkeypatch.undo()  # the fetched model's own cache
-    first = ["smollm2-135m", "--backend", backend, "--prompt", "def f(n):", "--max-new-tokens", "2"]
-    code, out, err = specnb("divergence", "capture", *first, "--modules", "norm", "--out", str(tmp_path / "a"))
-    assert code == 0 and "modules of smollm2-135m" in out, err
-    again = ["smollm2-135m", "--backend", backend, "--tokens", str(tmp_path / "a"), "--modules", "norm"]
-    assert specnb("divergence", "capture", *again, "--out", str(tmp_path / "b"))[0] == 0
-    code, out, _ = specnb("divergence", "compare", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert code == 0 and out.startswith("SOUND: ")
 
 
 # --- compare --------------------------------------------------------------------------------------------------------
@@ -259,8 +234,6 @@ def test_traces_are_compared_by_their_folders(compared):
     assert code == 0 and out.startswith("SOUND: ") and "looked at: " in out and not next_lines(out)
     code, out, _ = compared("a", "wrong", "--sound", "b")
     assert code == 1 and out.startswith("DIVERGENT: first at lm_head") and "changed" in out
-    code, out, _ = compared("a", "wrong", "--json")
-    assert code == 1 and json.loads(out)["first"]["module"] == "lm_head"
     code, out, err = compared("a", "none")
     assert code == 125 and out == "" and "none" in errors(err)[0]
 
@@ -268,10 +241,9 @@ def test_traces_are_compared_by_their_folders(compared):
 def test_modules_of_an_engine_are_renamed_for_the_comparison(compared):
     code, _, err = compared("a", "engine")
     assert code == 125 and "--rename OLD=NEW" in errors(err)[0]
-    for words in (["--rename", r"^engine\.="], ["--rename", "^engin=x", "--rename", r"^xe\.(?=.*)="]):
-        code, out, err = compared("a", "engine", *words)
-        assert code == 1 and out.startswith("DIVERGENT: first at lm_head"), err
-    for word in ("engine", "=x", "(=x", "a=\\9"):
+    code, out, err = compared("a", "engine", "--rename", "^engin=x", "--rename", r"^xe\.(?=.*)=")
+    assert code == 1 and out.startswith("DIVERGENT: first at lm_head"), err
+    for word in ("engine", "(=x"):
         code, out, err = compared("a", "b", "--rename", word)
         assert code == 2 and out == "" and word.partition("=")[0] in errors(err)[0]
 
@@ -288,26 +260,21 @@ def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specn
     assert code == 0 and json.loads(out)["next"] == []
 
 
-def test_what_is_doubtful_is_captured_too_and_of_an_unknown_engine_nothing(traces):
+def test_what_is_doubtful_is_captured_too(traces):
     both = {name: Trace.load(traces[name]) for name in ("a", "b")}
     sound = compare(*both.values())
     doubtful = dataclasses.replace(sound, doubts=(Doubt("lm_head", 7, 1),))
     assert _closer(sound, both) == [] and ["lm_head" in command for command in _closer(doubtful, both)] == [True, True]
-    elsewhere = {name: dataclasses.replace(trace, facts={"engine": "vllm"}) for name, trace in both.items()}
-    assert _closer(doubtful, elsewhere) == []
 
 
 def test_comparing_needs_no_torch(traces):
-    words = ["divergence", "compare", traces["a"], traces["b"]]
+    words = ["specnb", "divergence", "compare", traces["a"], traces["b"]]
     code = f"""
-import sys
+import atexit, sys
 from specnb.cli import main
-sys.argv = ["specnb", *{words!r}]
-try:
-    main()
-except SystemExit as ended:
-    assert not ended.code
-print(sorted({{"torch", "transformers", "llama_cpp"}} & set(sys.modules)))
+sys.argv = {words!r}
+atexit.register(lambda: print(sorted({{"torch", "transformers", "llama_cpp"}} & set(sys.modules))))
+main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("[]\n"), done.stdout + done.stderr

@@ -9,36 +9,24 @@ import torch
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
 from specnb import doctor
-from specnb.doctor import Finding, all_ok, check_decode, diagnose, guarded
-from specnb.errors import FetchError
+from specnb.doctor import Finding, check_decode, diagnose, guarded
 
 
 @pytest.mark.parametrize(
     ("probe", "ok", "detail", "fix"),
     [
         ("print('a line of a log'); print('token 42')", True, "token 42", ""),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", False, "SIGILL", "crashes on this CPU"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", False, "memory", "memory"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", False, "SIGILL", doctor.CRASHED),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", False, "SIGKILL", doctor.FREE_MEMORY),
         ("import os; os.write(2, b'GGML_ASSERT(x) failed'); os.abort()", False, "GGML_ASSERT(x)", doctor.REBUILD),
         ("import time; time.sleep(60)", False, "0.5 s", doctor.REBUILD),
-        ("raise SystemExit(3)", False, "exit code 0x3", "pip install"),
-        ("raise RuntimeError('no such library')", False, "no such library", "pip install"),
+        ("raise RuntimeError('no such library')", False, "no such library", doctor.REINSTALL),
     ],
 )
 def test_how_the_probe_ends_says_what_is_wrong_and_what_to_do(monkeypatch, probe, ok, detail, fix):
     monkeypatch.setattr("specnb.lm.zoo.path", lambda name: "model.gguf")
     finding = check_decode(probe, timeout_s=0.5 if "sleep" in probe else 60)
     assert finding.ok is ok and detail in finding.detail and fix in finding.fix and bool(finding.fix) is not ok
-
-
-def test_a_model_that_cannot_be_fetched_is_a_finding_with_the_message(monkeypatch):
-    def offline(name):
-        raise FetchError(f"{name}: no network")
-
-    monkeypatch.setattr("specnb.lm.zoo.path", offline)
-    finding = check_decode()
-    assert (finding.ok, finding.detail) == (False, "smollm2-135m: no network")
-    assert "specnb models fetch smollm2-135m" in finding.fix
 
 
 @pytest.mark.model
@@ -57,30 +45,19 @@ def test_packages_are_judged_by_their_ranges(monkeypatch):
     requires = ["torch<3,>=2.6", "numpy<3,>=2", "absent>=1", "rc>=2", 'lab>=4; extra == "lab"', 'win; os_name == "x"']
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(metadata, "requires", lambda name: requires)
-    findings = {f.name.removeprefix("package "): f for f in doctor.check_packages()}
-    assert findings["torch"] == Finding("package torch", True, "2.13.0+cpu (needs <3,>=2.6)", "")
-    verdicts = {name: f.ok for name, f in findings.items()}
+    verdicts = {f.name.removeprefix("package "): f.ok for f in doctor.check_packages()}
     assert verdicts == {"torch": True, "numpy": False, "absent": False, "rc": True, "lab": None}
-    assert "1.26.4" in findings["numpy"].detail and "requirements.txt" in findings["numpy"].fix
-
-
-def test_python_is_judged_by_what_the_package_requires():
-    assert [doctor.check_python(version).ok for version in ("3.11.0", "3.10.14")] == [True, False]
 
 
 def test_a_missing_compiler_only_warns(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert doctor.check_compiler().ok is None
-    monkeypatch.setenv("CXX", "my-c++")
-    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    assert doctor.check_compiler().detail == "/bin/my-c++"
 
 
-@pytest.mark.parametrize(("flags", "hint"), [(["amx_bf16"], "in hardware (amx_bf16)"), (["avx2"], "take float32")])
-def test_torch_computes_and_says_whether_bfloat16_is_in_the_cpu(monkeypatch, flags, hint):
-    monkeypatch.setattr(doctor, "cpu_facts", lambda: {"isa": flags})
-    finding = doctor.check_torch()
-    assert finding.ok is True and hint in finding.detail
+def test_torch_computes_and_says_whether_bfloat16_is_in_the_cpu(monkeypatch):
+    for flags, hint in ((["amx_bf16"], "in hardware (amx_bf16)"), (["avx2"], "take float32")):
+        monkeypatch.setattr(doctor, "cpu_facts", lambda flags=flags: {"isa": flags})
+        assert doctor.check_torch().ok is True and hint in doctor.check_torch().detail
     right = torch.Tensor.__matmul__
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: right(a, b) + (a.dtype == torch.bfloat16))
     finding = doctor.check_torch()
@@ -95,16 +72,13 @@ def test_the_kernel_has_to_start_this_environment(monkeypatch, program, ok):
         return SimpleNamespace(argv=[program, "-m", "x"])
 
     monkeypatch.setattr(KernelSpecManager, "get_kernel_spec", kernel_spec)
-    finding = doctor.check_kernel()
-    assert finding.ok is ok and (ok or "ipykernel install" in finding.fix)
-    assert program in (None, "python") or program in finding.detail
+    assert doctor.check_kernel().ok is ok
 
 
 @pytest.mark.parametrize(("path", "ok"), [(__file__, True), (None, None), ("/no/such/chrome", None)])
 def test_a_browser_is_a_file_or_a_warning(monkeypatch, path, ok):
     monkeypatch.setattr("choreographer.browsers.chromium.Chromium.find_browser", lambda **_: path)
-    finding = doctor.check_browser()
-    assert finding.ok is ok and (path or "BROWSER_PATH") in finding.detail
+    assert doctor.check_browser().ok is ok
 
 
 @pytest.mark.parametrize(("free", "ok"), [(3 << 30, True), ((2 << 30) - 1, False)])
@@ -113,16 +87,14 @@ def test_memory_and_disk_have_a_floor_and_disk_is_measured_where_the_cache_will_
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "not" / "yet"))
     monkeypatch.setattr(doctor, "free_bytes", lambda: free)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: asked.append(folder) or SimpleNamespace(free=free))
-    assert doctor.check_memory().ok is ok and doctor.check_disk().ok is ok and asked == [tmp_path]
+    assert [finding.ok for finding in doctor.check_room()] == [ok, ok] and asked == [tmp_path]
 
 
 def test_a_cache_folder_is_written_to_and_left_empty(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     assert doctor.check_cache().ok is True and list((tmp_path / "cache").iterdir()) == []
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "file" / "cache"))
-    finding = doctor.check_cache()
-    assert finding.ok is False and "SPECNB_CACHE" in finding.fix
+    monkeypatch.setenv("SPECNB_CACHE", f"{__file__}/cache")
+    assert doctor.check_cache().ok is False
 
 
 def test_a_check_that_breaks_is_a_finding():
@@ -134,11 +106,9 @@ def test_a_check_that_breaks_is_a_finding():
     assert (broken.name, broken.ok) == ("half done", False) and "disk on fire" in broken.detail
 
 
-def test_every_problem_has_a_fix_and_only_failures_spoil_the_whole(monkeypatch):
+def test_every_problem_has_a_fix(monkeypatch):
     monkeypatch.setattr(doctor, "free_bytes", lambda: 0)
     findings = {finding.name: finding for finding in diagnose(decode=False)}
-    assert findings["free memory"].ok is False and not all_ok(findings.values())
-    assert all(finding.fix for finding in findings.values() if finding.ok is not True)
+    assert findings["free memory"].ok is False and all(f.fix for f in findings.values() if f.ok is not True)
     assert {"package torch", "package llama-cpp-python", "package jupyterlab", "python"} <= set(findings)
     assert "llama.cpp decodes" not in findings
-    assert all_ok([Finding("x", ok, "", "") for ok in (True, None)])

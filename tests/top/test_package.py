@@ -42,6 +42,7 @@ import specnb.prompts  # the function stays, whatever is imported
 from specnb import prompts
 assert specnb.prompts("code") == prompts("code") == first and len(first) >= 12
 import specnb.records, specnb.params, specnb.store, specnb.provenance, specnb.doctor
+specnb.provenance.provenance()
 light()
 import specnb.cli
 before = state()  # rich draws a number

@@ -15,21 +15,14 @@ CLASSES = [getattr(params, name) for name in vars(params) if name.endswith("Para
     ("field", "value", "bad"),
     [
         ("ks", [0, 2], "0 = 0"),
-        ("ks", [], "[]"),
         ("ks", [2, 4, 2], "2 is listed twice"),
         ("ks", [2.5], "0 = 2.5"),
-        ("ks", ["2"], "0 = '2'"),
         ("ks", [True], "0 = True"),
-        ("ks", "4,8", "'4,8'"),
         ("temperatures", [-0.1], "0 = -0.1"),
         ("temperatures", [float("nan")], "0 = nan"),
-        ("temperatures", [0, 0.0], "0.0 is listed twice"),
-        ("categories", "code", "'code'"),
         ("max_new_tokens", 1, "= 1:"),
         ("seed", 2**63, str(2**63)),
         ("backend", "onnx", "'onnx'"),
-        ("drafter", None, "None"),
-        ("rule", "tree", "'tree'"),
         ("rule", "typical", "temperatures above 0"),
         ("kss", [2], "kss = [2]"),
         ("target", ["x" * 100] * 1000, "xxx"),
@@ -42,11 +35,6 @@ def test_a_bad_value_is_one_short_line_with_field_and_value(field, value, bad):
     message = str(caught.value)
     assert field in message and bad in message and "\n" not in message and len(message) < 600
     assert isinstance(caught.value.__cause__, ValidationError)
-
-
-def test_all_bad_values_are_named_at_once():
-    with pytest.raises(InputError, match=r"ks\.0 = 0.*; seed = -1"):
-        KSweepParams.checked(ks=[0], seed=-1)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -67,9 +55,7 @@ def test_ks_are_sorted_whole_temperatures_are_floats_and_the_rest_stays_in_order
 
 
 def test_from_cell_takes_the_fields_leaves_the_rest_and_names_every_missing_one():
-    assert KSweepParams.from_cell({"__name__": "__main__", "In": [], "kss": 1, **GOOD, "ks": [5]}) == KSweepParams(
-        ks=[5]
-    )
-    cell = {name: value for name, value in GOOD.items() if name not in ("rule", "ks")}
+    cell = {"__name__": "__main__", "In": [], "kss": 1, **GOOD, "ks": [5]}
+    assert KSweepParams.from_cell(cell) == KSweepParams(ks=[5])
     with pytest.raises(InputError, match="ks, rule"):
-        KSweepParams.from_cell(cell)
+        KSweepParams.from_cell({name: value for name, value in GOOD.items() if name not in ("rule", "ks")})

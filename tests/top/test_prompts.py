@@ -49,14 +49,10 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     [
         (record(text=None), "text"),
         (record(messages=[USER]), "text"),
-        (record(text=" \n\t"), "text"),
-        (dialogue(), "messages"),
         (dialogue(USER, ASSISTANT), "assistant"),
         (dialogue(USER | {"role": "tool"}), "'tool'"),
         (record(id="../up"), r"'\.\./up'"),
-        (record(id="x" * 65), "xxx"),
         (record(category="x" * 10_000), "'xxx"),
-        (record(category=None), "category"),
         (record(txt="x"), "txt"),
         (record(text="a\ud800b"), "surrogate"),
         (record(text="é" * (MAX_PROMPT_BYTES // 2) + "x"), str(MAX_PROMPT_BYTES + 1)),
@@ -65,7 +61,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         (b'{"id": "a", "category": "code", "text": "x\xe9"}', "UTF-8"),
         (b"[" * 200_000, "recursion"),
     ],
-    ids=range(17),
+    ids=range(13),
 )
 def test_a_line_that_is_no_prompt_is_refused_with_file_line_and_value(write, line, value):
     path = write(record(id="fine"), b"\r", line)
@@ -74,19 +70,12 @@ def test_a_line_that_is_no_prompt_is_refused_with_file_line_and_value(write, lin
     assert str(caught.value).startswith(f"{path}:3: ") and len(str(caught.value)) < 1000
 
 
-def test_order_and_content_are_kept(write):
-    read = read_jsonl(write(record(id="b", text=" x\n"), dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"}))
-    assert [prompt.id for prompt in read] == ["b", "a"] and len(set(read)) == 2
-    assert read[0].text == " x\n" and read[0].messages is None
+def test_order_and_content_are_kept_and_a_byte_order_mark_crlf_and_blank_lines_do_not_count(write):
+    chat = dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"}
+    first, last = (json.dumps(line).encode() for line in (record(id="b", text=" x\n"), chat))
+    read = read_jsonl(write(b"\xef\xbb\xbf" + first + b"\r", b"\r", b"  \r", last))
+    assert [prompt.id for prompt in read] == ["b", "a"] and (read[0].text, read[0].messages) == (" x\n", None)
     assert [message.role for message in read[1].messages] == ["system", "user"]
-
-
-def test_byte_order_mark_crlf_blank_lines_and_a_missing_last_newline_are_tolerated(write):
-    first, last = (json.dumps(record(id=name)).encode() for name in "ab")
-    assert [prompt.id for prompt in read_jsonl(write(b"\xef\xbb\xbf" + first + b"\r", b"\r", b"  \r", last))] == [
-        "a",
-        "b",
-    ]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip))
@@ -96,16 +85,12 @@ def test_any_text_comes_back_unchanged_even_with_unicode_line_separators(tmp_pat
     assert read_jsonl(path)[0].text == f"\u2028{text}"
 
 
-def test_a_repeated_id_is_refused_with_both_lines(write):
-    path = write(record(id="a"), record(id="b"), record(id="a", text="other"))
-    with pytest.raises(InputError, match=r"mine\.jsonl:3: id 'a' was used on line 1"):
-        read_jsonl(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"\r\n  \n", b" " * (MAX_JSONL_BYTES + 1)], ids=len)
-def test_a_file_without_prompts_or_too_large_is_refused(write, content):
+@pytest.mark.parametrize("content", [b"\r\n  \n", b" " * (MAX_JSONL_BYTES + 1)], ids=len)
+def test_a_file_without_prompts_too_large_or_with_an_id_twice_is_refused(write, content):
     with pytest.raises(InputError, match=r"mine\.jsonl"):
         read_jsonl(write(content))
+    with pytest.raises(InputError, match=r"mine\.jsonl:3: .*'a'"):
+        read_jsonl(write(record(id="a"), record(id="b"), record(id="a", text="other")))
 
 
 def test_prompts_come_in_category_order_then_file_order_and_no_file_is_skipped(write, tmp_path):
@@ -118,12 +103,8 @@ def test_prompts_come_in_category_order_then_file_order_and_no_file_is_skipped(w
     (tmp_path / "prose.jsonl").unlink()
     with pytest.raises(InputError, match=r"prose\.jsonl"):
         prompts(folder=tmp_path)
-
-
-@pytest.mark.parametrize("category", ["poem", "", "../code"])
-def test_an_unknown_category_is_refused(category):
-    with pytest.raises(InputError, match=repr(category)):
-        prompts(category)
+    with pytest.raises(InputError, match="'poem'"):
+        prompts("poem")
 
 
 def test_the_digest_sees_content_and_order_and_not_layout(write):

@@ -17,17 +17,15 @@ from specnb.provenance import git_state, provenance
 
 
 def test_record_is_json_and_names_code_machine_and_time_but_no_path():
-    models = [{"id": "/somewhere/private/model.gguf?backend=hf"}]
+    models = [{"id": "/somewhere/private/model.gguf?backend=hf"}, {"id": "hf:org/name"}]
     record = provenance(seeds=(1, 2), models=models, prompts_digest="d", extra={"temperature": np.float32(0.5)})
     text = json.dumps(record, allow_nan=False)
     assert json.loads(text) == record
     assert (record["packages"]["numpy"], record["python"]) == (np.__version__, sys.version.split()[0])
     assert (record["seeds"], record["extra"], record["prompts_digest"]) == ([1, 2], {"temperature": 0.5}, "d")
-    assert record["cpu"]["logical_cores"] >= record["cpu"]["usable_cores"] >= 1
-    assert record["memory_bytes"] > 1 << 28
-    taken = datetime.fromisoformat(record["utc"])
-    assert taken.utcoffset().total_seconds() == 0 and abs((datetime.now(UTC) - taken).total_seconds()) < 60
-    assert record["models"] == [{"id": "model.gguf?backend=hf"}]
+    assert record["cpu"]["logical_cores"] >= record["cpu"]["usable_cores"] >= 1 and record["memory_bytes"] > 1 << 28
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(record["utc"])).total_seconds()) < 60
+    assert record["models"] == [{"id": "model.gguf?backend=hf"}, {"id": "hf:org/name"}]
     assert not [path for path in (str(Path(prov.__file__).parents[1]), str(Path.home()), "/somewhere") if path in text]
 
 
@@ -50,14 +48,6 @@ def test_gpus_are_listed_where_torch_sees_some(monkeypatch):
     record = provenance()
     assert record["gpu"] == [{"name": "GPU X", "memory_bytes": 8 << 30}]
     assert record["torch"]["threads"] == torch.get_num_threads()
-
-
-def test_provenance_imports_no_engine():
-    code = (
-        "import sys; from specnb.provenance import provenance; provenance(); "
-        "sys.exit(bool({'torch', 'transformers', 'llama_cpp', 'pandas'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def git(folder: Path, *words: str) -> str:
@@ -93,20 +83,16 @@ def test_git_names_the_commit_and_whether_anything_but_figures_and_results_chang
 
 def test_the_commit_of_another_project_is_not_borrowed(checkout, tmp_path, monkeypatch):
     """A package installed inside a project, and a git hook, which exports the folders of its own repository."""
-    inner, other = checkout / "venv" / "specnb", tmp_path / "other"
-    inner.mkdir(parents=True)
-    assert git_state(inner) is None
-    other.mkdir()
-    git(other, "init", "-q")
-    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
-    monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
+    assert git_state(tmp_path) is None
+    git(tmp_path, "init", "-q", "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "other" / ".git" / "index"))
     state = git_state(checkout)
     assert state["commit"] is not None and state["dirty"] is False
 
 
-@pytest.mark.parametrize("script", ["exec sleep 30", "exit 128"])
-def test_a_git_that_hangs_or_fails_is_not_waited_for(checkout, tmp_path, monkeypatch, script):
-    (tmp_path / "git").write_text(f"#!/bin/sh\n{script}\n")
+def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch):
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 30\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     began = time.monotonic()

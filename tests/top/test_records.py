@@ -68,10 +68,9 @@ def test_ratios_without_a_denominator_are_none():
     ],
 )
 def test_positions_of_a_chain(drafts, n_accepted, committed, n_tested):
-    made = round_(0, committed, drafts=drafts, n_accepted=n_accepted)
-    assert made.n_tested == n_tested and made.accepted_nodes == tuple(range(n_accepted)) and made.parents == ()
-    as_tree = made._replace(parents=tuple(range(-1, len(drafts) - 1)))
-    assert (as_tree.n_tested, as_tree.accepted_nodes) == (n_tested, made.accepted_nodes)
+    chain = round_(0, committed, drafts=drafts, n_accepted=n_accepted)
+    for same in (chain, chain._replace(parents=tuple(range(-1, len(drafts) - 1)))):
+        assert same.n_tested == n_tested and same.accepted_nodes == tuple(range(n_accepted))
 
 
 @pytest.mark.parametrize(
@@ -97,16 +96,10 @@ def test_a_round_of_before_there_were_trees_is_a_chain():
     assert Generation.model_validate(old) == DONE
 
 
-@pytest.mark.parametrize("tokens", [(), DONE.token_ids[:-1], (*DONE.token_ids, 7), (*DONE.token_ids[:-1], 6)])
+@pytest.mark.parametrize("tokens", [DONE.token_ids[:-1], (*DONE.token_ids[:-1], 6)])
 def test_rounds_must_make_the_tokens(tokens):
     with pytest.raises(ValidationError, match=f"token_ids holds {len(tokens)} others"):
         Generation(**(DONE.model_dump() | {"token_ids": tokens}))
-
-
-@pytest.mark.parametrize("change", [{"stop_reason": "tired"}, {"extra": 1}, {"rounds": [[0, 1]]}], ids=str)
-def test_another_schema_is_refused(change):
-    with pytest.raises(ValidationError):
-        Generation.model_validate(DONE.model_dump(mode="json") | change)
 
 
 @given(seed=st.integers(0, 99), k=st.integers(0, 5), n=st.integers(0, 20), temperature=st.sampled_from([0.0, 1.0]))

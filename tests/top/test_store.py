@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from specnb import io, store
 from specnb.errors import InputError
-from specnb.io import digest, project_dir
+from specnb.io import digest
 from specnb.records import SCHEMA_VERSION, Generation, Round, RunRecord
 from tests.top.test_io import JSON
 
@@ -56,13 +56,6 @@ def rich() -> RunRecord:
 def names(folder):
     """The visible files of a folder."""
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-
-
-def test_a_record_comes_back_exactly(rich, tmp_path):
-    for record in (rich, record_of(status="failed", error="CapacityError: 9 > 8")):
-        folder = store.save(record, tmp_path)
-        assert folder == tmp_path / "01_k_sweep" / "abc123" and names(folder) == ["rounds.parquet", "run.json"]
-        assert store.load(folder) == record
 
 
 IDS = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
@@ -191,7 +184,7 @@ def test_a_record_survives_writers_that_are_killed(rich, tmp_path):
     assert names(folder) == ["rounds.parquet", "run.json"] and len(list(folder.iterdir())) == 3
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a" * 129, "a\n", "-x", "é"])
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a" * 129, "a\n"])
 def test_names_cannot_leave_the_results_folder(tmp_path, name):
     for fields in ({"run_id": name}, {"experiment": name}):
         with pytest.raises(InputError, match=re.escape(repr(name))):
@@ -199,17 +192,10 @@ def test_names_cannot_leave_the_results_folder(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "fields, place",
-    [
-        ({"measurements": {"c": math.nan}}, r"measurements\.c"),
-        ({"measurements": {"curve": {1: 0.1}}}, r"measurements\.curve"),
-        ({"generations": (generation_of(round_of(), seed=2**64),)}, "abc123"),
-    ],
-)
-def test_what_json_or_parquet_would_change_is_refused_and_nothing_is_written(tmp_path, fields, place):
-    with pytest.raises(InputError, match=place):
-        store.save(record_of().model_copy(update=fields), tmp_path)
+def test_what_json_would_change_is_refused_and_nothing_is_written(tmp_path):
+    for measurements in ({"c": math.nan}, {"c": {1: 0.1}}):
+        with pytest.raises(InputError, match=r"measurements\.c"):
+            store.save(record_of(measurements=measurements), tmp_path)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(InputError, match="file"):
@@ -223,12 +209,9 @@ def test_run_id_depends_on_name_and_values_only():
     assert store.run_id("x", {}) == "77f689c4813e"  # it names folders: it must stay the same from version to version
 
 
-def edited(**fields):
-    def damage(folder):
-        path = folder / "run.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-    return damage
+def newer(folder):
+    path = folder / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": SCHEMA_VERSION + 1}))
 
 
 def flipped_bit(folder):
@@ -239,8 +222,7 @@ def flipped_bit(folder):
 
 DAMAGES = {
     "half a file": lambda folder: (folder / "run.json").write_bytes((folder / "run.json").read_bytes()[:-9]),
-    "newer schema": edited(schema_version=SCHEMA_VERSION + 1),
-    "no generations": edited(generations=None),
+    "newer schema": newer,
     "flipped bit": flipped_bit,
     "rounds lost": lambda folder: (folder / "rounds.parquet").unlink(),
 }
@@ -262,6 +244,7 @@ def test_query_sees_every_record(rich, tmp_path):
     results = tmp_path / "re*ults [1]"  # taken literally
     store.save(rich, tmp_path / "results 1")
     store.save(rich, results)
+    store.save(rich, results / ".ipynb_checkpoints")  # hidden
     elsewhere = WHEN.astimezone(timezone(timedelta(hours=2)))
     store.save(record_of(run_id="empty", experiment="other", status="failed", error="x", started=elsewhere), results)
     rounds = store.query("select run_id, k_asked, sum(n_accepted) as n from rounds group by all order by n", results)
@@ -270,30 +253,14 @@ def test_query_sees_every_record(rich, tmp_path):
     rows = runs[["run_id", "status", "k"]].itertuples(index=False, name=None)
     assert list(rows) == [("abc123", "completed", 2), ("empty", "failed", 2)]
     assert [start.isoformat() for start in runs.started] == ["2026-11-21T12:00:00.123456"] * 2
-    assert json.loads(runs.measurements[0])["c"] == 0.25
     generations = store.query("select generation, n_tokens, wall_s, fallback from generations order by 1", results)
     assert list(generations.n_tokens) == [4, 0, 1] and generations.fallback[2] == "no memory"
     (row,) = store.query("select * from rounds where k = 1", results).to_dict("records")
     assert (row["generation"], row["k_asked"], row["seed"], row["temperature"]) == (0, 2, 2**62, 0.7)
-    assert (
-        row["prompt_id"] == "code-01" and list(row["draft_ids"]) == [7] and row["filename"].endswith("rounds.parquet")
-    )
-    for sql in ("selec 1", "select nope from rounds", "-- nothing"):
+    assert (row["prompt_id"], list(row["draft_ids"])) == ("code-01", [7]) and row["filename"].endswith("rounds.parquet")
+    for sql, folder in (("selec 1", results), ("-- nothing", results), ("select * from runs", tmp_path / "none")):
         with pytest.raises(InputError):
-            store.query(sql, results)
-
-
-def test_query_leaves_hidden_folders_out(rich, tmp_path):
-    store.save(rich, tmp_path / ".ipynb_checkpoints")
-    with pytest.raises(InputError, match="no records"):
-        store.query("select * from rounds", tmp_path)
-
-
-def test_results_dir_is_that_of_the_environment_or_the_checkout(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
-    assert store.results_dir() == tmp_path
-    monkeypatch.delenv("SPECNB_RESULTS")
-    assert store.results_dir() == project_dir() / "results"
+            store.query(sql, folder)
 
 
 def test_a_headless_run_saves_into_its_own_folder(rich, tmp_path, monkeypatch):
