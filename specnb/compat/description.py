@@ -5,13 +5,13 @@ A description needs no weights, and says None for whatever its source does not s
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
 from specnb.draft.spelling import Longest
 from specnb.draft.token_map import Tokens
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 
 HUB = "hf:"
@@ -44,7 +44,7 @@ class Description:
     `hub` is the name under which its tokenizer can be read, where its pieces are not at hand.
     `from_memory` names the fields that no document at hand shows: a verdict that rests on one is no better than that.
     `mask` are ids that only a modified draft model knows (PARD's mask tokens). `encode` turns text into ids with the
-    real tokenizer, without special tokens; opening it may take a second, reading the description must not.
+    real tokenizer, without special tokens.
     """
 
     name: str
@@ -129,15 +129,5 @@ class Family:
 
 
 def tokens_of(described: Description) -> Tokens | None:
-    """A description's tokens, to be compared with others'; None where only facts are published.
-
-    A tokenizer that cannot be opened is done without, as where there is none.
-    """
-    if described.vocab is None:
-        return None
-    tokens = Tokens(Family(described))
-    try:
-        tokens.sample  # noqa: B018 - opens the tokenizer
-    except SpecnbError:
-        return Tokens(Family(replace(described, encode=None)))
-    return tokens
+    """A description's tokens, to be compared with others'; None where only facts are published."""
+    return None if described.vocab is None else Tokens(Family(described))

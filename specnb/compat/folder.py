@@ -17,12 +17,9 @@ from specnb.errors import FetchError, InputError, SpecnbError
 from specnb.io import read_json, read_text
 from specnb.lm.vocab import Vocabulary, kind_of, rule_names, spelling_of
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-TOKENIZER_CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
-GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+SPECIAL_MAP, GENERATION, TEMPLATE = "special_tokens_map.json", "generation_config.json", "chat_template.jinja"
 SMALL_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, TEMPLATE)
-# fetched too, a few megabytes: to say that a tokenizer is there in a form that is not read
-OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 MAX_ID = 4_000_000
 MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES = 128 << 20, 16 << 20, 4 << 20
@@ -38,16 +35,17 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
     Without config.json `vocab_size` is the tokenizer's; without tokenizer.json `vocab` is None. `normalizer` names the
     steps ("NFC"). Raises InputError naming file, key, value and remedy; FetchError if the hub cannot give the files.
     """
-    text = str(source)
+    text, path = str(source), Path(source)
     if text.startswith(HUB):
-        repo = text.removeprefix(HUB)
-        return _of_folder(_fetched(repo, revision), name=repo, source=text)
-    path = Path(source)
-    if path.is_dir():
-        return _of_folder(path, name=path.resolve().name, source=text)
-    tokenizer = _tokenizer(path)
-    with _reading(path):
-        return _tokenized(tokenizer, {}, {}, {}, None, {"name": path.parent.resolve().name, "source": str(path)})
+        path = _fetched(text.removeprefix(HUB), revision)
+    elif not path.is_dir():
+        return _described(text, path, None)
+    if not any((path / file).exists() for file in (CONFIG, TOKENIZER)):
+        raise InputError(
+            f"{source} has neither a {CONFIG} nor a {TOKENIZER}: save a tokenizer with transformers' "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
+        )
+    return _described(text, path / TOKENIZER, path)
 
 
 def _fetched(repo: str, revision: str) -> Path:
@@ -56,7 +54,7 @@ def _fetched(repo: str, revision: str) -> Path:
 
     instead = f"or give a folder with {', '.join(SMALL_FILES[:3])}"
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=[*SMALL_FILES, *OTHER_TOKENIZERS]))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(SMALL_FILES)))
     except HFValidationError as error:
         raise InputError(f"{HUB}{repo} is no hub id ({str(error).splitlines()[0]}): write hf:ORG/NAME") from error
     except GatedRepoError as error:
@@ -72,26 +70,20 @@ def _fetched(repo: str, revision: str) -> Path:
         ) from error
 
 
-def _of_folder(folder: Path, *, name: str, source: str) -> Description:
-    has_config, has_tokenizer = ((folder / file).exists() for file in (CONFIG, TOKENIZER))
-    others = [file for file in OTHER_TOKENIZERS if (folder / file).exists()]
-    if not has_tokenizer and (others or not has_config):
-        raise InputError(
-            f"{source} has no tokenizer.json ({f'only {others[0]}' if others else 'nor a config.json'}): save it with "
-            "transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
-        )
+def _described(name: str, tokenizer: Path, folder: Path | None) -> Description:
+    """From a tokenizer.json, which a folder with a config may lack, and the folder's other files."""
     config, special_map, tokenizer_config, generation = (
-        read_json(folder / file, MAX_CONFIG_BYTES) if (folder / file).exists() else {}
+        read_json(folder / file, MAX_CONFIG_BYTES) if folder and (folder / file).exists() else {}
         for file in (CONFIG, SPECIAL_MAP, TOKENIZER_CONFIG, GENERATION)
     )
-    tokenizer = _tokenizer(folder / TOKENIZER) if has_tokenizer else None
-    with _reading(folder):
-        facts = {"name": name, "source": source, **_model_facts(config)}
-        if tokenizer is None:
+    opened = _tokenizer(tokenizer) if folder is None or tokenizer.exists() else None
+    with _reading(folder or tokenizer):
+        facts = {"name": name, "source": name, **_model_facts(config)}
+        if opened is None:
             special = {key: _first_id(_text_config(config), f"{key}_token_id") for key in ("bos", "eos", "pad")}
             return Description(**facts, **special, vocab_size=_vocab_size(config))
         template = _template(folder, tokenizer_config)
-        return _tokenized(tokenizer, special_map | tokenizer_config, config, generation, template, facts)
+        return _tokenized(opened, special_map | tokenizer_config, config, generation, template, facts)
 
 
 @contextmanager
@@ -186,7 +178,9 @@ def _tokenized(
     eos = after[0] if eos is None and after else eos
     eog = frozenset().union(*(_ids(part, "eos_token_id") for part in (generation, text, config)))
     eog |= frozenset() if eos is None else {eos}
-    _require_known(max(size, n_tokens), {"bos": [bos], "eos": [eos, *eog], "pad": [pad]})
+    unknown = [i for i in {bos, eos, pad, *eog} - {None} if not 0 <= i < max(size, n_tokens)]
+    if unknown:
+        raise ValueError(f"a special token has the id {unknown[0]}, expected one of {max(size, n_tokens)} ids")
     add_bos = bos is not None and bos in before
     vocab = Vocabulary(
         pieces=(*pieces[:size], *(b"" for _ in range(size - n_tokens))),
@@ -228,22 +222,15 @@ def _special(tokenizer: Tokenizer, stated: dict, key: str, fallback: int | None)
     return token
 
 
-def _template(folder: Path, tokenizer_config: dict) -> str | None:
+def _template(folder: Path | None, tokenizer_config: dict) -> str | None:
     """A chat template: its own file, or in tokenizer_config.json, where it may be a list with one named default."""
-    if (folder / TEMPLATE).exists():
+    if folder and (folder / TEMPLATE).exists():
         return read_text(folder / TEMPLATE, MAX_TEMPLATE_BYTES)
     stored = tokenizer_config.get("chat_template")
     return {t["name"]: t["template"] for t in stored}.get("default") if isinstance(stored, list) else stored
 
 
 # --- the config ------------------------------------------------------------------------------------------------------
-
-
-def _require_known(n: int, special: Mapping[str, list[int | None]]) -> None:
-    for key, ids in special.items():
-        for i in ids:
-            if i is not None and not 0 <= i < n:
-                raise ValueError(f"{key}_token_id is {i}, expected one of {n} ids")
 
 
 def _text_config(config: dict) -> dict:
@@ -293,7 +280,6 @@ def _quantisation(config: dict, text: dict) -> str | None:
     """ "gptq 4" where the weights are quantised, else the type they are stored in."""
     quantised = config.get("quantization_config") or {}
     if method := quantised.get("quant_method"):
-        bits = quantised.get("bits")
-        return method if bits is None else f"{method} {bits}"
+        return f"{method} {quantised.get('bits', '')}".strip()
     names = (part.get(key) for key in ("dtype", "torch_dtype") for part in (text, config))
     return next((name for name in names if name), None)
