@@ -20,7 +20,7 @@ from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
 from specnb.lm.tree import COMMITTED, Tree
 from tests.laws.enumerate import distribution, total_variation
-from tests.laws.test_distribution import SETTINGS, closed_form_law, speculative_law
+from tests.laws.test_distribution import ONE, SETTINGS, off_by
 from tests.laws.trees import random_tree
 
 
@@ -106,15 +106,13 @@ SHAPES = {
 def test_trees_keep_the_law(rule, shape, sampling):
     target = toy.markov(3, order=2, seed=3)
     drafter = Trees(len(SHAPES[shape]), 3, seed=1, parents=SHAPES[shape])
-    law = speculative_law(target, drafter, sampling, n=4, k=9, rule=rule)
-    assert total_variation(law, closed_form_law(target, sampling, 4)) < 1e-9
+    assert off_by(target, drafter, sampling, n=4, k=9, rule=rule) < 1e-9
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_trees_and_ends_inside_them_keep_the_law(seed):
-    sampling, target = Sampling(temperature=1.0), toy.markov(3, order=2, seed=seed, eog=frozenset({2}))
-    law = speculative_law(target, Trees(6, 3, seed), sampling, n=4, k=6)
-    assert total_variation(law, closed_form_law(target, sampling, 4)) < 1e-9
+    target = toy.markov(3, order=2, seed=seed, eog=frozenset({2}))
+    assert off_by(target, Trees(6, 3, seed), ONE, n=4, k=6) < 1e-9
 
 
 def rejected_one_by_one(logits, proposal, chooser):
@@ -200,9 +198,8 @@ def test_typical_on_a_chain_is_the_rule_for_chains():
 
 
 def test_typical_on_trees_is_lossy():
-    sampling, target = Sampling(temperature=1.0), toy.markov(3, order=2, seed=0)
-    law = speculative_law(target, Trees(5, 3), sampling, n=3, k=5, rule="typical")
-    assert total_variation(law, closed_form_law(target, sampling, 3)) > 0.005
+    target = toy.markov(3, order=2, seed=0)
+    assert off_by(target, Trees(5, 3), ONE, n=3, k=5, rule="typical") > 0.005
     assert not generate(target, [0], drafter=Trees(5, 3), temperature=1.0, rule="typical", max_new_tokens=5).lossless
 
 
@@ -250,9 +247,8 @@ def test_planted_faults_break_the_law(faulty):
     def rule(logits, proposal, chooser):
         return (accept.RULES["token"] if proposal.tree is None else faulty)(logits, proposal, chooser)
 
-    sampling, target = Sampling(temperature=1.0), toy.markov(3, order=2, seed=0)
-    law = speculative_law(target, Trees(4, 3, parents=(-1, -1, 0, 1)), sampling, n=3, k=4, rule=rule)
-    assert total_variation(law, closed_form_law(target, sampling, 3)) > 0.005
+    target = toy.markov(3, order=2, seed=0)
+    assert off_by(target, Trees(4, 3, parents=(-1, -1, 0, 1)), ONE, n=3, k=4, rule=rule) > 0.005
 
 
 # --- what cannot be verified ----------------------------------------------------------------------------------------
