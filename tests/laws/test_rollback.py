@@ -92,7 +92,7 @@ def check_same_state(model: HfModel, plain: HfModel) -> None:
 
 
 def check_rounds(model, plain, check) -> None:
-    """Two rounds, of which any number of tokens stays, behind prompts shorter and longer than a convolution's window."""
+    """Two rounds, of which any number of tokens stays; prompts shorter and longer than a convolution's window."""
     for prompt, accepted in product((2, 9), range(K + 1)):
         for each in (model, plain):
             each.reset()
