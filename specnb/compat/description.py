@@ -4,7 +4,8 @@ Readers (`compat.gguf`, `compat.folder`, `compat.shelf`) make descriptions; `com
 A description needs no weights, and says None for whatever its source does not state.
 """
 
-from collections.abc import Callable, Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -32,6 +33,10 @@ class Merges:
 
     count: int
     digest: str
+
+    @classmethod
+    def of(cls, rules: Sequence[bytes]) -> "Merges":
+        return cls(len(rules), hashlib.sha256(b"".join(rule + b"\n" for rule in rules)).hexdigest())
 
 
 @dataclass(frozen=True, eq=False)

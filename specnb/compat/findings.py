@@ -89,10 +89,7 @@ def _of_pieces(target: Description, draft: Description, ids: IdComparison | None
 def _how_to_get(described: Description) -> str:
     if described.hub is None:
         return f"Give a file or folder with the tokenizer of {described.name}."
-    return (
-        f"Write {described.hub} for {described.name}: its small files are fetched from the hub, once (a gated model "
-        "asks you to accept its licence on its page and to log in: hf auth login)."
-    )
+    return f"Write {described.hub} for {described.name}: its small files are fetched once (if gated: hf auth login)."
 
 
 def _differ(topic: str, read: Callable[[Description], object], severity: Severity, remedy: str) -> Finder:

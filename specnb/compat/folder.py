@@ -4,7 +4,6 @@ The tokenizer is opened by the `tokenizers` library, as the engines open it: ids
 text are the library's answers.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -80,7 +79,8 @@ def _described(name: str, tokenizer: Path, folder: Path | None) -> Description:
     with _reading(folder or tokenizer):
         facts = {"name": name, "source": name, **_model_facts(config)}
         if opened is None:
-            special = {key: _first_id(_text_config(config), f"{key}_token_id") for key in ("bos", "eos", "pad")}
+            ids = {key: _ids(_text_config(config), f"{key}_token_id") for key in ("bos", "eos", "pad")}
+            special = {key: stated[0] for key, stated in ids.items() if stated}
             return Description(**facts, **special, vocab_size=_vocab_size(config))
         template = _template(folder, tokenizer_config)
         return _tokenized(opened, special_map | tokenizer_config, config, generation, template, facts)
@@ -148,18 +148,10 @@ def _pieces(tokenizer: Tokenizer) -> list[bytes]:
     return pieces
 
 
-def _merges(stored: list | None) -> Merges | None:
-    """Either spelling of a rule, "left right" or ["left", "right"], gives the digest that a GGUF's rules give."""
-    if stored is None:
-        return None
-    digest = hashlib.sha256()
-    for merge in stored:
-        if not isinstance(merge, str):
-            left, right = merge
-            # converters write a space inside a piece as U+0120
-            merge = " ".join(part.replace(" ", "\u0120") for part in (left, right))
-        digest.update(merge.encode("utf-8", "surrogatepass") + b"\n")
-    return Merges(len(stored), digest.hexdigest())
+def _rule(merge: str | list[str]) -> bytes:
+    """A merge rule, stored as "left right" or ["left", "right"], as a GGUF states it: a space in a piece is U+0120."""
+    parts = [merge] if isinstance(merge, str) else [part.replace(" ", "\u0120") for part in merge]
+    return " ".join(parts).encode("utf-8", "surrogatepass")
 
 
 def _tokenized(
@@ -169,15 +161,16 @@ def _tokenized(
     text, pieces = _text_config(config), _pieces(tokenizer)
     n_tokens = len(pieces)
     size = _vocab_size(config) or n_tokens
+    merges = tokenizer.state["model"].get("merges")
     before, after = tokenizer.around()
-    bos, eos, pad = (
-        _special(tokenizer, stated, f"{key}_token", _first_id(text, f"{key}_token_id")) for key in ("bos", "eos", "pad")
-    )
     # where no file names BOS or EOS, what the tokenizer puts around a text is it
-    bos = before[0] if bos is None and before else bos
-    eos = after[0] if eos is None and after else eos
-    eog = frozenset().union(*(_ids(part, "eos_token_id") for part in (generation, text, config)))
-    eog |= frozenset() if eos is None else {eos}
+    bos, eos, pad = (
+        next(iter([*_special(tokenizer, stated, f"{key}_token"), *_ids(text, f"{key}_token_id"), *around]), None)
+        for key, around in (("bos", before), ("eos", after), ("pad", []))
+    )
+    eog = frozenset([eos] if eos is not None else []).union(
+        *(_ids(part, "eos_token_id") for part in (generation, text, config))
+    )
     unknown = [i for i in {bos, eos, pad, *eog} - {None} if not 0 <= i < max(size, n_tokens)]
     if unknown:
         raise ValueError(f"a special token has the id {unknown[0]}, expected one of {max(size, n_tokens)} ids")
@@ -205,21 +198,19 @@ def _tokenized(
         add_eos=eos is not None and eos in after,
         added=frozenset(i for i in tokenizer.added if i < size),
         normalizer=" ".join(n for n in rule_names(tokenizer.state.get("normalizer")) if n != "Sequence") or None,
-        merges=_merges(tokenizer.state["model"].get("merges")),
+        merges=None if merges is None else Merges.of(list(map(_rule, merges))),
         encode=tokenizer.encode,
     )
 
 
-def _special(tokenizer: Tokenizer, stated: dict, key: str, fallback: int | None) -> int | None:
-    """The id of a special token: by its text, which is also given as {"content": …}, else as the config has it."""
+def _special(tokenizer: Tokenizer, stated: dict, key: str) -> list[int]:
+    """The id of a special token by its text, which is also given as {"content": …}; none where it is not stated."""
     value = stated.get(key)
     text = value.get("content") if isinstance(value, dict) else value
-    if text is None:
-        return fallback
-    token = tokenizer.library.token_to_id(text)
-    if token is None:
+    token = text and tokenizer.library.token_to_id(text)
+    if text and token is None:
         raise InputError(f"{tokenizer.path} has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}")
-    return token
+    return [token] if text else []
 
 
 def _template(folder: Path | None, tokenizer_config: dict) -> str | None:
@@ -262,18 +253,10 @@ def _vocab_size(config: dict) -> int | None:
     return size
 
 
-def _ids(config: dict, key: str) -> frozenset[int]:
-    """An id or a list of ids."""
+def _ids(config: dict, key: str) -> list[int]:
+    """An id or a list of ids. An id of -1 is none: so the first Llamas wrote their padding."""
     value = config.get(key)
-    return frozenset() if value is None else frozenset(value if isinstance(value, list) else [value])
-
-
-def _first_id(config: dict, key: str) -> int | None:
-    """An id, or the first of a list of ids. A padding id of -1 is none: so the first Llamas wrote it."""
-    value = config.get(key)
-    if key == "pad_token_id" and value == -1:
-        return None
-    return next(iter(value), None) if isinstance(value, list) else value
+    return [i for i in (value if isinstance(value, list) else [value]) if i not in (None, -1)]
 
 
 def _quantisation(config: dict, text: dict) -> str | None:

@@ -3,7 +3,6 @@
 The vocabulary is what llama.cpp makes of it, from a copy of the header's key-values.
 """
 
-import hashlib
 import re
 import struct
 import tempfile
@@ -89,7 +88,7 @@ def _with_vocab(header: Header, described: Description) -> Description:
         add_bos=vocab.add_bos,
         add_eos=api.llama_vocab_get_add_eos(raw),
         added=vocab.special | marked,
-        merges=_merges(header),
+        merges=Merges.of(header.values[MERGES]) if MERGES in header.values else None,
         encode=encode,
     )
 
@@ -151,17 +150,13 @@ class _Encoder:
 def _key_values(header: Header) -> bytes:
     """A GGUF without tensors: the tokenizer under an architecture that every llama.cpp knows."""
     kept = [pair for key, pair in header.packed.items() if key.startswith("tokenizer.") or key == "general.name"]
-    kept.append(_packed(ARCHITECTURE, struct.pack("<I", STRING) + _length("llama")))
+    kept.append(_string(ARCHITECTURE) + struct.pack("<I", STRING) + _string("llama"))
     if MERGES not in header.values:  # llama.cpp asks for some; lists that were not made by merging have none
-        kept.append(_packed(MERGES, struct.pack("<IIQ", ARRAY, STRING, 0)))
+        kept.append(_string(MERGES) + struct.pack("<IIQ", ARRAY, STRING, 0))
     return b"GGUF" + struct.pack("<IQQ", 3, 0, len(kept)) + b"".join(kept)
 
 
-def _packed(key: str, value: bytes) -> bytes:
-    return _length(key) + value
-
-
-def _length(text: str) -> bytes:
+def _string(text: str) -> bytes:
     return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
@@ -175,13 +170,6 @@ def _rows(header: Header, architecture: str | None) -> int | None:
     if rows is not None and not 0 < rows <= MAX_ROWS:
         raise header.fault("the number of rows of the embedding", rows, f"{MAX_ROWS} are the most that is read")
     return rows
-
-
-def _merges(header: Header) -> Merges | None:
-    stored = header.get(MERGES, list)
-    if stored is None:
-        return None
-    return Merges(len(stored), hashlib.sha256(b"".join(merge + b"\n" for merge in stored)).hexdigest())
 
 
 def _quantisation(header: Header) -> str | None:
