@@ -69,7 +69,6 @@ class Description:
     normalizer: str | None = None
     merges: Merges | None = None
     n_ctx: int | None = None
-    quantisation: str | None = None
     state: State | None = None
     hub: str | None = None
     from_memory: tuple[str, ...] = ()

@@ -226,9 +226,7 @@ FINDERS: tuple[Finder, ...] = (
     _differ(
         "merges", lambda d: d.merges and f"{d.merges.count} ({d.merges.digest[:8]})", _L, "texts are cut differently"
     ),
-    _differ("chat template", lambda d: d.vocab and d.vocab.chat_template, _N, "the target's template is used for both"),
     _context,
-    _differ("quantisation", lambda d: d.quantisation, _N, "the draft's only changes how often it is right"),
     _mask_tokens,
     _state("target", 0),
     _state("draft", 1),

@@ -13,15 +13,15 @@ from typing import Any
 
 from specnb.compat.description import HUB, Description, Merges, state_of
 from specnb.errors import FetchError, InputError, SpecnbError
-from specnb.io import read_json, read_text
+from specnb.io import read_json
 from specnb.lm.vocab import Vocabulary, kind_of, rule_names, spelling_of
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
-SPECIAL_MAP, GENERATION, TEMPLATE = "special_tokens_map.json", "generation_config.json", "chat_template.jinja"
-SMALL_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, TEMPLATE)
+SPECIAL_MAP, GENERATION = "special_tokens_map.json", "generation_config.json"
+SMALL_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION)
 
 MAX_ID = 4_000_000
-MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES = 128 << 20, 16 << 20, 4 << 20
+MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 """Names that model families give to the context length; the first that is stated holds."""
 
@@ -82,8 +82,7 @@ def _described(name: str, tokenizer: Path, folder: Path | None) -> Description:
             ids = {key: _ids(_text_config(config), f"{key}_token_id") for key in ("bos", "eos", "pad")}
             special = {key: stated[0] for key, stated in ids.items() if stated}
             return Description(**facts, **special, vocab_size=_vocab_size(config))
-        template = _template(folder, tokenizer_config)
-        return _tokenized(opened, special_map | tokenizer_config, config, generation, template, facts)
+        return _tokenized(opened, special_map | tokenizer_config, config, generation, facts)
 
 
 @contextmanager
@@ -155,7 +154,7 @@ def _rule(merge: str | list[str]) -> bytes:
 
 
 def _tokenized(
-    tokenizer: Tokenizer, stated: dict, config: dict, generation: dict, template: str | None, facts: dict[str, Any]
+    tokenizer: Tokenizer, stated: dict, config: dict, generation: dict, facts: dict[str, Any]
 ) -> Description:
     """`stated` is tokenizer_config.json over special_tokens_map.json; all but the tokenizer may be empty."""
     text, pieces = _text_config(config), _pieces(tokenizer)
@@ -184,7 +183,6 @@ def _tokenized(
         eog=eog,
         special=frozenset(i for i, token in tokenizer.added.items() if token.special and i < size),
         add_bos=add_bos,
-        chat_template=template,
     )
     return Description(
         **facts,
@@ -213,14 +211,6 @@ def _special(tokenizer: Tokenizer, stated: dict, key: str) -> list[int]:
     return [token] if text else []
 
 
-def _template(folder: Path | None, tokenizer_config: dict) -> str | None:
-    """A chat template: its own file, or in tokenizer_config.json, where it may be a list with one named default."""
-    if folder and (folder / TEMPLATE).exists():
-        return read_text(folder / TEMPLATE, MAX_TEMPLATE_BYTES)
-    stored = tokenizer_config.get("chat_template")
-    return {t["name"]: t["template"] for t in stored}.get("default") if isinstance(stored, list) else stored
-
-
 # --- the config ------------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +229,6 @@ def _model_facts(config: dict) -> dict[str, Any]:
     return {
         "architecture": kind,
         "n_ctx": next((n for key in CONTEXT_KEYS if (n := text.get(key))), None),
-        "quantisation": _quantisation(config, text),
         "state": state_of(kind, text.get("layer_types") or ()),
         "mask": frozenset(i for i in mask if i is not None),
     }
@@ -257,12 +246,3 @@ def _ids(config: dict, key: str) -> list[int]:
     """An id or a list of ids. An id of -1 is none: so the first Llamas wrote their padding."""
     value = config.get(key)
     return [i for i in (value if isinstance(value, list) else [value]) if i not in (None, -1)]
-
-
-def _quantisation(config: dict, text: dict) -> str | None:
-    """ "gptq 4" where the weights are quantised, else the type they are stored in."""
-    quantised = config.get("quantization_config") or {}
-    if method := quantised.get("quant_method"):
-        return f"{method} {quantised.get('bits', '')}".strip()
-    names = (part.get(key) for key in ("dtype", "torch_dtype") for part in (text, config))
-    return next((name for name in names if name), None)

@@ -37,9 +37,8 @@ END_OF_TURN = frozenset(
 def describe(path: Path | str) -> Description:
     """What the header of a GGUF file states, its defaults being llama.cpp's.
 
-    `encode` is llama.cpp's own tokenizer, `normalizer` lists the header's flags as written, `quantisation` is the file
-    type ("q4_k_m"), `eot` is None where several texts could be it. Raises InputError naming file, offset or key, value
-    and remedy.
+    `encode` is llama.cpp's own tokenizer, `normalizer` lists the header's flags as written, `eot` is None where several
+    texts could be it. Raises InputError naming file, offset or key, value and remedy.
     """
     header = read_header(Path(path))
     if number := header.get("split.no", int):
@@ -54,7 +53,6 @@ def describe(path: Path | str) -> Description:
         architecture=architecture,
         vocab_size=_rows(header, architecture),
         n_ctx=header.get(f"{architecture}.context_length", int),
-        quantisation=_quantisation(header),
         state=state_of(architecture),
         normalizer=_normalizer(header),
     )
@@ -170,15 +168,6 @@ def _rows(header: Header, architecture: str | None) -> int | None:
     if rows is not None and not 0 < rows <= MAX_ROWS:
         raise header.fault("the number of rows of the embedding", rows, f"{MAX_ROWS} are the most that is read")
     return rows
-
-
-def _quantisation(header: Header) -> str | None:
-    from gguf.constants import LlamaFileType
-
-    stated = header.get("general.file_type", int)
-    names = {int(t): t.name for t in LlamaFileType}
-    name = None if stated is None else names.get(stated, f"ftype{stated}")
-    return name and name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
 
 
 def _normalizer(header: Header) -> str | None:

@@ -63,13 +63,6 @@ def _reader(name: str | Path) -> tuple[str, Reader]:
     return text, reader
 
 
-def _of_zoo(name: str) -> Description:
-    """A copy of another type is not made for its header's sake: but for the type it is that of the file as shipped."""
-    entry, kind = zoo.parse(name)
-    described = gguf.describe(zoo.path(entry.name))
-    return described if kind is None else replace(described, quantisation=kind)
-
-
 MAX_TIKTOKEN_BYTES = 128 << 20
 
 
@@ -96,7 +89,8 @@ def _ends(suffix: str) -> Callable[[str], bool]:
 
 
 READERS = (
-    Reader(zoo.is_zoo_name, _of_zoo, opens=True),
+    # a copy of another type is not made for its header's sake: that of the file as shipped says the same
+    Reader(zoo.is_zoo_name, lambda name: gguf.describe(zoo.path(zoo.parse(name)[0].name)), opens=True),
     Reader(lambda name: name.startswith(HUB), folder.describe, opens=True, takes=("revision",)),
     Reader(_ends(".gguf"), lambda name: gguf.describe(zoo.expanded(name)), opens=True),
     Reader(_ends(".tiktoken"), lambda name: tiktoken(zoo.expanded(name))),

@@ -81,7 +81,6 @@ def test_the_overlap_counts_from_id_zero_and_leaves_padding_out():
         ({"added": frozenset({3})}, "added tokens", Severity.NOTE),
         ({"normalizer": "NFC"}, "normalizer", Severity.LOWERS),
         ({"n_ctx": 8}, "context length", Severity.NOTE),
-        ({"quantisation": "q4_0"}, "quantisation", Severity.NOTE),
         ({"mask": frozenset({11})}, "modified draft", Severity.LOWERS),
         ({"state": State.HYBRID}, "state of the draft", Severity.BREAKS),
         ({"encode": lambda text: [1]}, "same text, other ids", Severity.LOWERS),
@@ -90,7 +89,7 @@ def test_the_overlap_counts_from_id_zero_and_leaves_padding_out():
 def test_each_difference_is_one_finding_with_both_values_and_a_remedy(change, topic, severity):
     base = replace(
         PLAIN, bos=0, eos=0, pad=0, eot=0, added=frozenset({2}), normalizer="none", n_ctx=16,
-        quantisation="f16", state=State.ATTENTION, encode=lambda text: [0],
+        state=State.ATTENTION, encode=lambda text: [0],
     )  # fmt: skip
     usual = topics(check(base, base))
     report = check(base, replace(base, **change))

@@ -95,14 +95,12 @@ def changed(*path, to):
 
 
 def test_every_field_that_a_folder_states(folder):
-    (folder / "chat_template.jinja").write_text("{{ x }}")
     d = describe(folder)
     assert (d.name, d.source, d.architecture, d.state) == (str(folder), str(folder), "qwen2", State.ATTENTION)
     assert (d.bos, d.eos, d.pad, d.add_bos, d.add_eos) == (261, 259, 259, True, False)
     assert d.vocab.eog == {259, 260} and d.vocab.special == {259, 261} and d.added == {259, 260, 261}
-    assert (d.n_ctx, d.quantisation) == (32768, "bfloat16")
+    assert d.n_ctx == 32768
     assert (d.vocab.kind, d.vocab.pre, d.normalizer) == ("bpe", "bytelevel", "NFC Lowercase")
-    assert d.vocab.chat_template == "{{ x }}"
     assert (d.n_tokens, d.vocab_size, d.vocab.size) == (262, 272, 272)
     assert d.vocab.pieces[:256] == tuple(bytes([b]) for b in range(256)) and d.vocab.pieces[258] == b" the"
     assert d.vocab.pieces[259:261] == (b"<|im_end|>", "<thînk>".encode()) and set(d.vocab.pieces[262:]) == {b""}
@@ -161,12 +159,6 @@ def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, single, ex
     assert (d.add_bos, d.add_eos) == expected == (ids[0] == 261, ids[-1] == 259)
 
 
-def test_chat_templates_in_their_three_places(folder):
-    listed = {"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}
-    assert describe(folder_of(folder, tokenizer_config=listed)).vocab.chat_template == "D"
-    assert describe(folder_of(folder, tokenizer_config={"chat_template": "S"})).vocab.chat_template == "S"
-
-
 def test_merges_have_one_digest_in_both_spellings(tmp_path):
     tokenizer = byte_level_tokenizer()
     pairs = describe(folder_of(tmp_path / "a", tokenizer)).merges
@@ -206,7 +198,7 @@ def test_the_dequantised_folder_is_its_gguf():
     special = ("added", "bos", "eos", "pad", "add_bos", "add_eos")
     for field in (*special, "merges", "n_ctx", "n_tokens", "vocab_size"):
         assert getattr(folder, field) == getattr(header, field), field
-    for field in ("special", "eog", "kind", "chat_template"):
+    for field in ("special", "eog", "kind"):
         assert getattr(folder.vocab, field) == getattr(header.vocab, field), field
     text = "def f(x):\n    return 1234 # 日本 🙂\n"
     assert folder.encode(text) == header.encode(text)
