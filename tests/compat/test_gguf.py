@@ -27,32 +27,26 @@ LETTERS = [chr(c) for c in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE,
 
 
 def text(value):
-    raw = value if isinstance(value, bytes) else value.encode()
-    return struct.pack("<Q", len(raw)) + raw
+    return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
 def key_value(key, kind, packed):
     return text(key) + struct.pack("<I", kind) + packed
 
 
-def strings(key, values):
-    return key_value(key, ARRAY, struct.pack("<IQ", STRING, len(values)) + b"".join(map(text, values)))
-
-
-def integers(key, values, kind=I32):
-    return key_value(key, ARRAY, struct.pack(f"<IQ{len(values)}i", kind, len(values), *values))
-
-
-def u32(key, value):
-    return key_value(key, U32, struct.pack("<I", value))
-
-
-def boolean(key, value):
-    return key_value(key, BOOL, bytes([value]))
-
-
-def string(key, value):
-    return key_value(key, STRING, text(value))
+def pair(key, value):
+    """A key and its value, whose type is that of the value: bool, int (u32), text, list of texts, floats or ints."""
+    match value:
+        case bool():
+            return key_value(key, BOOL, bytes([value]))
+        case int():
+            return key_value(key, U32, struct.pack("<I", value))
+        case str():
+            return key_value(key, STRING, text(value))
+        case [str(), *_]:
+            return key_value(key, ARRAY, struct.pack("<IQ", STRING, len(value)) + b"".join(map(text, value)))
+    kind, code = (F32, "f") if isinstance(value[0], float) else (I32, "i")
+    return key_value(key, ARRAY, struct.pack(f"<IQ{len(value)}{code}", kind, len(value), *value))
 
 
 def file_of(folder, *pairs, magic=b"GGUF", version=3, n_keys=None, n_tensors=0, rest=b""):
@@ -66,12 +60,12 @@ def bpe_file(folder, tokens, *pairs, types=None, merges=("a b",), pre="gpt-2", a
     """A byte-level BPE; `types` are normal where not given."""
     return file_of(
         folder,
-        string("general.architecture", arch),
-        string("tokenizer.ggml.model", "gpt2"),
-        string("tokenizer.ggml.pre", pre),
-        strings("tokenizer.ggml.tokens", tokens),
-        integers("tokenizer.ggml.token_type", types or [NORMAL] * len(tokens)),
-        strings("tokenizer.ggml.merges", list(merges)),
+        pair("general.architecture", arch),
+        pair("tokenizer.ggml.model", "gpt2"),
+        pair("tokenizer.ggml.pre", pre),
+        pair("tokenizer.ggml.tokens", tokens),
+        pair("tokenizer.ggml.token_type", types or [NORMAL] * len(tokens)),
+        pair("tokenizer.ggml.merges", list(merges)),
         *pairs,
     )
 
@@ -165,11 +159,11 @@ def as_llama_cpp(path):
     [
         (["<|im_end|>"], [NORMAL], [], 256),  # a control token that is not marked as such
         (["<|im_end|>", "<|endoftext|>"], [CONTROL] * 2, [], None),  # either could be it
-        (["<|im_end|>", "<|eot_id|>"], [CONTROL] * 2, [u32("tokenizer.ggml.eot_token_id", 5)], 5),
+        (["<|im_end|>", "<|eot_id|>"], [CONTROL] * 2, [pair("tokenizer.ggml.eot_token_id", 5)], 5),
         (["<|im_end|>"], [UNUSED], [], 256),  # its piece is its text, not b""
         (["<|unused1|>", "x y", "ÿ€", ""], [UNUSED, USER_DEFINED, UNKNOWN, NORMAL], [], None),
-        (["<|fim_pad|>", "<|repo_name|>", "</s>"], [NORMAL] * 3, [string("tokenizer.chat_template", "{{ x }}")], None),
-        ([], [], [boolean("tokenizer.ggml.add_bos_token", 1), boolean("tokenizer.ggml.add_eos_token", 1)], None),
+        (["<|fim_pad|>", "<|repo_name|>", "</s>"], [NORMAL] * 3, [pair("tokenizer.chat_template", "{{ x }}")], None),
+        ([], [], [pair("tokenizer.ggml.add_bos_token", True), pair("tokenizer.ggml.add_eos_token", True)], None),
     ],
 )
 def test_the_vocabulary_from_key_values_is_that_of_the_file(tmp_path, tokens, types, pairs, eot):
@@ -190,13 +184,11 @@ def test_sentencepiece_and_wordpiece_are_llama_cpps(tmp_path, model):
     kinds |= {b.decode(): BYTE for b in BYTES} if model != "bert" else {}  # on these llama.cpp ends the process
     path = file_of(
         tmp_path,
-        string("general.architecture", "llama"),
-        string("tokenizer.ggml.model", model),
-        strings("tokenizer.ggml.tokens", tokens),
-        key_value(
-            "tokenizer.ggml.scores", ARRAY, struct.pack(f"<IQ{len(tokens)}f", F32, len(tokens), *range(len(tokens)))
-        ),
-        integers("tokenizer.ggml.token_type", [kinds.get(t, NORMAL) for t in tokens]),
+        pair("general.architecture", "llama"),
+        pair("tokenizer.ggml.model", model),
+        pair("tokenizer.ggml.tokens", tokens),
+        pair("tokenizer.ggml.scores", [float(i) for i in range(len(tokens))]),
+        pair("tokenizer.ggml.token_type", [kinds.get(t, NORMAL) for t in tokens]),
     )
     d = as_llama_cpp(path)
     assert d.vocab.pieces[tokens.index("<0x0A>")] == (b"\n" if model != "bert" else b"<0x0A>")
@@ -221,13 +213,13 @@ def test_the_real_header_is_what_llama_cpp_reads(opened):
 def test_a_special_id_out_of_range_is_llama_cpps_default(tmp_path):
     """Old converters wrote -1 or the number of tokens for "none"; llama.cpp opens these files, and so must we."""
     out = {"bos": 256, "padding": 2**32 - 1, "eos": 2**32 - 1}
-    d = describe(bpe_file(tmp_path, letters_and(), *(u32(f"tokenizer.ggml.{k}_token_id", i) for k, i in out.items())))
+    d = describe(bpe_file(tmp_path, letters_and(), *(pair(f"tokenizer.ggml.{k}_token_id", i) for k, i in out.items())))
     assert (d.bos, d.pad, d.eos) == (11, None, 11)
 
 
 def shard(number):
     pairs = [key_value(f"split.{key}", 2, struct.pack("<H", n)) for key, n in (("no", number), ("count", 3))]
-    return [*pairs, string("general.architecture", "llama")]
+    return [*pairs, pair("general.architecture", "llama")]
 
 
 def test_a_first_shard_is_read(tmp_path):
@@ -235,8 +227,8 @@ def test_a_first_shard_is_read(tmp_path):
     assert (described.architecture, described.vocab) == ("llama", None)
 
 
-SOUND = (string("tokenizer.ggml.model", "gpt2"), strings("tokenizer.ggml.tokens", LETTERS))
-BERT = (string("tokenizer.ggml.model", "bert"), strings("tokenizer.ggml.tokens", ["<0x0A>"]))
+SOUND = (pair("tokenizer.ggml.model", "gpt2"), pair("tokenizer.ggml.tokens", LETTERS))
+BERT = (pair("tokenizer.ggml.model", "bert"), pair("tokenizer.ggml.tokens", ["<0x0A>"]))
 
 
 @pytest.mark.parametrize(
@@ -251,16 +243,16 @@ BERT = (string("tokenizer.ggml.model", "bert"), strings("tokenizer.ggml.tokens",
         ("ends inside", [key_value("a", ARRAY, struct.pack("<IQ", STRING, 10**11))], {}),
         ("9", [key_value("a", ARRAY, struct.pack("<IQ", ARRAY, 1))], {}),
         ("13", [key_value("a", 13, b"xxxx")], {}),
-        ("'a'", [u32("a", 1), u32("a", 2)], {}),
+        ("'a'", [pair("a", 1), pair("a", 2)], {}),
         ("tokenizer.ggml.tokens", [SOUND[0]], {}),
-        ("b'a'", [SOUND[0], strings("tokenizer.ggml.tokens", ["a", "b", "a"])], {}),  # these end llama.cpp's process
-        ("1 int32", [*SOUND, integers("tokenizer.ggml.token_type", [1])], {}),
-        ("<0x0A>", [*BERT, integers("tokenizer.ggml.token_type", [BYTE])], {}),
-        ("merges is 1", [*SOUND, u32("tokenizer.ggml.merges", 1)], {}),
-        ("'magic'", [string("tokenizer.ggml.model", "magic"), SOUND[1]], {}),  # and these are its errors
-        ("eos_token_id", [*SOUND, string("tokenizer.ggml.eos_token_id", "2")], {}),
-        ("add_bos_token", [*SOUND, u32("tokenizer.ggml.add_bos_token", 1)], {}),
-        ("4294967295", [*SOUND, u32("None.vocab_size", 2**32 - 1)], {}),
+        ("b'a'", [SOUND[0], pair("tokenizer.ggml.tokens", ["a", "b", "a"])], {}),  # these end llama.cpp's process
+        ("1 int32", [*SOUND, pair("tokenizer.ggml.token_type", [1])], {}),
+        ("<0x0A>", [*BERT, pair("tokenizer.ggml.token_type", [BYTE])], {}),
+        ("merges is 1", [*SOUND, pair("tokenizer.ggml.merges", 1)], {}),
+        ("'magic'", [pair("tokenizer.ggml.model", "magic"), SOUND[1]], {}),  # and these are its errors
+        ("eos_token_id", [*SOUND, pair("tokenizer.ggml.eos_token_id", "2")], {}),
+        ("add_bos_token", [*SOUND, pair("tokenizer.ggml.add_bos_token", 1)], {}),
+        ("4294967295", [*SOUND, pair("None.vocab_size", 2**32 - 1)], {}),
     ],
 )
 def test_a_header_that_cannot_be_is_one_error_with_the_value(tmp_path, value, pairs, options):
@@ -270,7 +262,7 @@ def test_a_header_that_cannot_be_is_one_error_with_the_value(tmp_path, value, pa
 @given(changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4), kept=st.floats(0, 1))
 def test_a_damaged_header_is_read_or_refused(tmp_path_factory, changes, kept):
     folder = tmp_path_factory.mktemp("damaged")
-    path = bpe_file(folder, letters_and("<|im_end|>"), u32("llama.vocab_size", 257))
+    path = bpe_file(folder, letters_and("<|im_end|>"), pair("llama.vocab_size", 257))
     data = bytearray(path.read_bytes())
     for place, byte in changes:
         data[int(place * (len(data) - 1))] = byte
