@@ -224,7 +224,7 @@ def test_a_real_draft_in_another_familys_tokens_is_lossless_and_accepted(opened,
     target = opened(name)
     drafter = make(target, speaking(opened(DRAFT), Family(shelf.describe(family))))
     plain, drafted = (
-        generate(target, CODE, max_new_tokens=24, ignore_eog=True, **options)
+        generate(target, CODE, max_new_tokens=16, ignore_eog=True, **options)
         for options in ({}, {"drafter": drafter, "k": 4})
     )
     assert drafted.token_ids == plain.token_ids
