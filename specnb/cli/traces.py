@@ -23,7 +23,9 @@ def capture(
     model: Annotated[str, typer.Argument(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?dtype=…&…")],
     out: Annotated[Path, typer.Option(help="new folder for the trace")],
     prompt: Annotated[str | None, typer.Option(help=f"text to be fed [{MADE_UP} random ids]")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="after the prompt, one by one", min=0)] = NEW_TOKENS,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help=f"after the prompt, one by one [{NEW_TOKENS}]", min=0)
+    ] = None,
     tokens: Annotated[Path | None, typer.Option(help="a trace to be fed again, or ids, a line a forward")] = None,
     width: Annotated[int | None, typer.Option(help="feed the text of --tokens in blocks of so many", min=1)] = None,
     backend: Annotated[str | None, typer.Option(help="hf or llama [as the name says]")] = None,
@@ -40,8 +42,8 @@ def capture(
 
     In torch it is transformers' own attention, with ?exact=true the one that specnb has for bfloat16.
     """
-    if tokens is not None and prompt is not None:
-        raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt {prompt} out")
+    if tokens is not None and (prompt is not None or max_new_tokens is not None):
+        raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt and --max-new-tokens out")
     if width is not None and tokens is None:
         raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -63,7 +65,7 @@ def capture(
         else:
             random_ids = np.random.default_rng(0).integers(0, its.vocab.size, MADE_UP).tolist()
             ids = random_ids if prompt is None else prompt_ids(its, prompt)
-            stopped = feed_greedily(its, ids, max_new_tokens, progress)
+            stopped = feed_greedily(its, ids, NEW_TOKENS if max_new_tokens is None else max_new_tokens, progress)
     trace = builder.trace()
     if trace.tensors.empty:
         raise InputError(f"--modules {modules} is in no path of what ran: see those of a capture without it")

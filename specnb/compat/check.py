@@ -5,7 +5,7 @@ check(describe("smollm2-135m"), describe("qwen2.5-0.5b-instruct")).verdict   # n
 
 from collections.abc import Sequence
 from enum import StrEnum
-from itertools import zip_longest
+from itertools import permutations, zip_longest
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -35,10 +35,10 @@ OF_WAY = MappingProxyType(
         Way.TOKENS: Verdict.TRANSLATION,
         Way.STRINGS: Verdict.TRANSLATION,
         Way.NONE: Verdict.IMPOSSIBLE,
+        None: Verdict.UNKNOWN,
     }
 )
 """The verdict on each way that `load_drafter` would take."""
-
 
 SIZE_DIFFERENCE = 128
 """SPEC_VOCAB_MAX_SIZE_DIFFERENCE. It was 100 before 2025."""
@@ -83,12 +83,10 @@ class Report(NamedTuple):
         o, ids = self.overlap, self.ids
         return self._asdict() | {
             "verdict": str(self.verdict),
-            "way": None if self.way is None else str(self.way),
+            "way": self.way and str(self.way),
             "reach": self.reach,
-            "overlap": None if o is None else o._asdict() | {"of_target": o.of_target, "of_draft": o.of_draft},
-            "ids": None
-            if ids is None
-            else ids._asdict() | {"examples": [[i, a.hex(), b.hex()] for i, a, b in ids.examples]},
+            "overlap": o and o._asdict() | {"of_target": o.of_target, "of_draft": o.of_draft},
+            "ids": ids and ids._asdict() | {"examples": [[i, a.hex(), b.hex()] for i, a, b in ids.examples]},
             "findings": self.to_frame().to_dict(orient="records"),
             "llama_cpp": self.llama_cpp._asdict(),
             "transformers": self.transformers._asdict(),
@@ -119,23 +117,25 @@ class Report(NamedTuple):
         shared = f"{o.shared:,} pieces in common ({o.of_target:.1%} of the target's, {o.of_draft:.1%} of the draft's)"
         ids = f"{n:,} ids mean other texts" if n else "every id that both have means the same"
         by = f" by {self.way}" if self.verdict is Verdict.TRANSLATION else ""
-        others = [
-            f"{f.topic} ({f.target}, {f.draft})" for f in self.findings if f.severity and f.topic in BESIDE_TOKENS
-        ]
+        others = [f"{f.topic} ({f.target}, {f.draft})" for f in self.findings if f.topic in BESIDE_TOKENS]
         but = f" Beside the tokens: {'; '.join(others)}." if others else ""
         return f"{self.draft} for {self.target}: {self.verdict}{by}; {ids}; {shared}.{but}{memory}"
 
 
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with its target. Only descriptions are read, no weights."""
-    pair = tokens_of(target), tokens_of(draft)
+    return _report(target, draft, (tokens_of(target), tokens_of(draft)))
+
+
+def _report(target: Description, draft: Description, pair: tuple[Tokens | None, Tokens | None]) -> Report:
     fitted, ids = (None, None) if None in pair else (fit(*pair), compare_ids(*pair))
+    way, overlap = fitted or (None, None)
     return Report(
         target.name,
         draft.name,
-        _verdict(fitted),
-        fitted and fitted.way,
-        fitted and fitted.overlap,
+        OF_WAY[way],
+        way,
+        overlap,
         ids,
         findings(target, draft, ids),
         _llama_cpp(target, draft),
@@ -153,29 +153,24 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
     repeated = next((n for n in names if names.count(n) > 1), None)
     if len(names) < 2 or repeated is not None:
         raise InputError(f"{repeated!r} is listed twice" if repeated else "a matrix needs two models or more")
-    tokens = [tokens_of(d) for d in described]
-    pairs = [(i, j) for i in range(len(names)) for j in range(len(names)) if i != j]
-    return pd.DataFrame([_row(described[i], described[j], (tokens[i], tokens[j])) for i, j in pairs])
+    pairs = permutations([(d, tokens_of(d)) for d in described], 2)
+    return pd.DataFrame([_row(_report(a, b, (of_a, of_b))) for (a, of_a), (b, of_b) in pairs])
 
 
-def _verdict(fitted: Fit | None) -> Verdict:
-    return Verdict.UNKNOWN if fitted is None else OF_WAY[fitted.way]
-
-
-def _row(target: Description, draft: Description, pair: tuple[Tokens | None, Tokens | None]) -> dict[str, object]:
-    fitted, ids = (None, None) if None in pair else (fit(*pair), compare_ids(*pair))
+def _row(report: Report) -> dict[str, object]:
+    ids, overlap = report.ids, report.overlap
     return {
-        "target": target.name,
-        "draft": draft.name,
-        "verdict": str(_verdict(fitted)),
-        "way": fitted and str(fitted.way),
+        "target": report.target,
+        "draft": report.draft,
+        "verdict": str(report.verdict),
+        "way": report.way and str(report.way),
         "first_difference": ids and ids.first_difference,
         "n_different": ids and ids.n_different,
-        "share_target": fitted and fitted.overlap.of_target,
-        "share_draft": fitted and fitted.overlap.of_draft,
-        "text_shared": fitted and fitted.overlap.target_uses,
-        "llama_cpp": _llama_cpp(target, draft).accepts,
-        "transformers": _transformers(target, draft).accepts,
+        "share_target": overlap and overlap.of_target,
+        "share_draft": overlap and overlap.of_draft,
+        "text_shared": overlap and overlap.target_uses,
+        "llama_cpp": report.llama_cpp.accepts,
+        "transformers": report.transformers.accepts,
     }
 
 

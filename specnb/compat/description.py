@@ -4,14 +4,15 @@ Readers (`compat.gguf`, `compat.folder`, `compat.shelf`) make descriptions; `com
 A description needs no weights, and says None for whatever its source does not state.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
 from specnb.draft.spelling import Longest
 from specnb.draft.token_map import Tokens
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 
 HUB = "hf:"
@@ -33,6 +34,10 @@ class Merges:
     count: int
     digest: str
 
+    @classmethod
+    def of(cls, rules: Sequence[bytes]) -> "Merges":
+        return cls(len(rules), hashlib.sha256(b"".join(rule + b"\n" for rule in rules)).hexdigest())
+
 
 @dataclass(frozen=True, eq=False)
 class Description:
@@ -44,7 +49,7 @@ class Description:
     `hub` is the name under which its tokenizer can be read, where its pieces are not at hand.
     `from_memory` names the fields that no document at hand shows: a verdict that rests on one is no better than that.
     `mask` are ids that only a modified draft model knows (PARD's mask tokens). `encode` turns text into ids with the
-    real tokenizer, without special tokens; opening it may take a second, reading the description must not.
+    real tokenizer, without special tokens.
     """
 
     name: str
@@ -64,7 +69,6 @@ class Description:
     normalizer: str | None = None
     merges: Merges | None = None
     n_ctx: int | None = None
-    quantisation: str | None = None
     state: State | None = None
     hub: str | None = None
     from_memory: tuple[str, ...] = ()
@@ -129,15 +133,5 @@ class Family:
 
 
 def tokens_of(described: Description) -> Tokens | None:
-    """A description's tokens, to be compared with others'; None where only facts are published.
-
-    A tokenizer that cannot be opened is done without, as where there is none.
-    """
-    if described.vocab is None:
-        return None
-    tokens = Tokens(Family(described))
-    try:
-        tokens.sample  # noqa: B018 - opens the tokenizer
-    except SpecnbError:
-        return Tokens(Family(replace(described, encode=None)))
-    return tokens
+    """A description's tokens, to be compared with others'; None where only facts are published."""
+    return None if described.vocab is None else Tokens(Family(described))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from specnb.compat.description import Description, State
 from specnb.draft.token_map import Tokens
-from specnb.errors import SpecnbError
+from specnb.errors import InputError
 
 
 class Severity(IntEnum):
@@ -66,12 +66,9 @@ Finder = Callable[[Description, Description], Finding | None]
 
 def findings(target: Description, draft: Description, ids: IdComparison | None) -> tuple[Finding, ...]:
     """All findings, the gravest first, in the order of the topics among equals."""
-    differences = [
-        *_of_pieces(target, draft, ids),
-        *_of_probes(target, draft),
-        *(f for find in FINDERS if (f := find(target, draft)) is not None),
-    ]
-    return tuple(sorted(differences, key=lambda f: -f.severity))
+    differences = [find(target, draft) for find in FINDERS]
+    known = [*_of_pieces(target, draft, ids), *(finding for finding in differences if finding)]
+    return tuple(sorted(known, key=lambda finding: -finding.severity))
 
 
 def _of_pieces(target: Description, draft: Description, ids: IdComparison | None) -> Iterator[Finding]:
@@ -92,10 +89,7 @@ def _of_pieces(target: Description, draft: Description, ids: IdComparison | None
 def _how_to_get(described: Description) -> str:
     if described.hub is None:
         return f"Give a file or folder with the tokenizer of {described.name}."
-    return (
-        f"Write {described.hub} for {described.name}: its small files are fetched from the hub, once (a gated model "
-        "asks you to accept its licence on its page and to log in: hf auth login)."
-    )
+    return f"Write {described.hub} for {described.name}: its small files are fetched once (if gated: hf auth login)."
 
 
 def _differ(topic: str, read: Callable[[Description], object], severity: Severity, remedy: str) -> Finder:
@@ -140,15 +134,14 @@ def _mask_tokens(target: Description, draft: Description) -> Finding | None:
 
 def _state(role: str, pick: int) -> Finder:
     def find(target: Description, draft: Description) -> Finding | None:
-        state = (target, draft)[pick].state
-        if state in (None, State.ATTENTION):
+        states = target.state, draft.state
+        if states[pick] in (None, State.ATTENTION):
             return None
         remedy = (
-            f"a {state} state cannot be cropped: rejected tokens are taken back by replay, snapshots or a saved state "
-            "(rollback=, notebook 04); an engine that crops all the same continues from a wrong state"
+            f"a {states[pick]} state cannot be cropped: rejected tokens are taken back by replay, snapshots or a saved "
+            "state (rollback=, notebook 04); an engine that crops all the same continues from a wrong state"
         )
-        states = (d.state or "unknown" for d in (target, draft))
-        return Finding(f"state of the {role}", Severity.BREAKS, *states, remedy)
+        return Finding(f"state of the {role}", Severity.BREAKS, *(state or "unknown" for state in states), remedy)
 
     return find
 
@@ -160,43 +153,21 @@ def _context(target: Description, draft: Description) -> Finding | None:
     return Finding("context length", Severity.NOTE, str(target.n_ctx), str(draft.n_ctx), remedy)
 
 
-def _of_probes(target: Description, draft: Description) -> Iterator[Finding]:
-    """What the real tokenizers do with PROBES; one that cannot be opened costs its finding, not the verdict."""
-    ids_of: list[dict[str, list[int]]] = []
-    for side, described in enumerate((target, draft)):
-        try:
-            encode = described.encode
-            ids_of.append({name: encode(text) for name, text in PROBES.items()} if encode else {})
-        except SpecnbError as error:
-            ids_of.append({})
-            remedy = "its tokenizer cannot be opened, so no text was tried; the pieces are compared all the same"
-            yield Finding("tokenizer", Severity.NOTE, *_beside(side, str(error)), remedy)
-    other = next((name for name, ids in ids_of[0].items() if ids != ids_of[1].get(name, ids)), None)
-    if other is not None:
-        remedy = (
-            "prompts are encoded by the target alone; a draft that was trained on another cut of the same text "
-            "guesses worse"
-        )
-        shown = f"{other}: {_shown(ids_of[0][other])}", _shown(ids_of[1][other])
-        yield Finding("same text, other ids", Severity.LOWERS, *shown, remedy)
-    for side, described in enumerate((target, draft)):
-        name = next((n for n, ids in ids_of[side].items() if not _spells(described, ids, PROBES[n])), None)
-        if name is not None:
-            back = f"{name}: {_shown(described.vocab.decode_bytes(ids_of[side][name]))}"
-            remedy = "its tokens do not spell the text back: translating through text loses what is lost here"
-            yield Finding("round trip", Severity.NOTE, *_beside(side, back), remedy)
+def _cuts(target: Description, draft: Description) -> Finding | None:
+    """What the real tokenizers do with PROBES, where both are at hand."""
+    remedy = "the target alone encodes prompts; a draft that was trained on another cut of the same text guesses worse"
+    for name, text in PROBES.items():
+        a, b = (_encoded(described, text) for described in (target, draft))
+        if a is not None and b is not None and a != b:
+            return Finding("same text, other ids", Severity.LOWERS, _shown(f"{name}: {a}"), _shown(b), remedy)
+    return None
 
 
-def _beside(side: int, text: str) -> tuple[str, str]:
-    """The two values of a finding that is about one of the two."""
-    return ("-", _shown(text)) if side else (_shown(text), "-")
-
-
-def _spells(described: Description, ids: Sequence[int], text: str) -> bool:
-    """Whether the ids are the text again, up to a space that sentencepiece puts before it."""
-    if described.vocab is None:
-        return True
-    return described.vocab.decode_bytes(ids).removeprefix(b" ") == text.encode().removeprefix(b" ")
+def _encoded(described: Description, text: str) -> list[int] | None:
+    try:
+        return described.encode(text) if described.encode else None
+    except InputError:  # it has no token for a letter
+        return None
 
 
 def _pre(target: Description, draft: Description) -> Finding | None:
@@ -236,8 +207,9 @@ PROBES = {
 }
 """Texts that tokenizers cut differently."""
 
-_B, _L, _N = Severity.BREAKS, Severity.LOWERS, Severity.NOTE
+_L, _N = Severity.LOWERS, Severity.NOTE
 FINDERS: tuple[Finder, ...] = (
+    _cuts,
     _differ("tokenizer kind", lambda d: d.vocab and d.vocab.kind, _L, "only pieces that both have can be drafted"),
     _pre,
     _normalizer,
@@ -254,9 +226,7 @@ FINDERS: tuple[Finder, ...] = (
     _differ(
         "merges", lambda d: d.merges and f"{d.merges.count} ({d.merges.digest[:8]})", _L, "texts are cut differently"
     ),
-    _differ("chat template", lambda d: d.vocab and d.vocab.chat_template, _N, "the target's template is used for both"),
     _context,
-    _differ("quantisation", lambda d: d.quantisation, _N, "the draft's only changes how often it is right"),
     _mask_tokens,
     _state("target", 0),
     _state("draft", 1),

@@ -4,7 +4,6 @@ The tokenizer is opened by the `tokenizers` library, as the engines open it: ids
 text are the library's answers.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,18 +13,15 @@ from typing import Any
 
 from specnb.compat.description import HUB, Description, Merges, state_of
 from specnb.errors import FetchError, InputError, SpecnbError
-from specnb.io import read_json, read_text
+from specnb.io import read_json
 from specnb.lm.vocab import Vocabulary, kind_of, rule_names, spelling_of
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-TOKENIZER_CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
-GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
-SMALL_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, TEMPLATE)
-# fetched too, a few megabytes: to say that a tokenizer is there in a form that is not read
-OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+SPECIAL_MAP, GENERATION = "special_tokens_map.json", "generation_config.json"
+SMALL_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION)
 
 MAX_ID = 4_000_000
-MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES = 128 << 20, 16 << 20, 4 << 20
+MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 """Names that model families give to the context length; the first that is stated holds."""
 
@@ -38,16 +34,17 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
     Without config.json `vocab_size` is the tokenizer's; without tokenizer.json `vocab` is None. `normalizer` names the
     steps ("NFC"). Raises InputError naming file, key, value and remedy; FetchError if the hub cannot give the files.
     """
-    text = str(source)
+    text, path = str(source), Path(source)
     if text.startswith(HUB):
-        repo = text.removeprefix(HUB)
-        return _of_folder(_fetched(repo, revision), name=repo, source=text)
-    path = Path(source)
-    if path.is_dir():
-        return _of_folder(path, name=path.resolve().name, source=text)
-    tokenizer = _tokenizer(path)
-    with _reading(path):
-        return _tokenized(tokenizer, {}, {}, {}, None, {"name": path.parent.resolve().name, "source": str(path)})
+        path = _fetched(text.removeprefix(HUB), revision)
+    elif not path.is_dir():
+        return _described(text, path, None)
+    if not any((path / file).exists() for file in (CONFIG, TOKENIZER)):
+        raise InputError(
+            f"{source} has neither a {CONFIG} nor a {TOKENIZER}: save a tokenizer with transformers' "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
+        )
+    return _described(text, path / TOKENIZER, path)
 
 
 def _fetched(repo: str, revision: str) -> Path:
@@ -56,7 +53,7 @@ def _fetched(repo: str, revision: str) -> Path:
 
     instead = f"or give a folder with {', '.join(SMALL_FILES[:3])}"
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=[*SMALL_FILES, *OTHER_TOKENIZERS]))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(SMALL_FILES)))
     except HFValidationError as error:
         raise InputError(f"{HUB}{repo} is no hub id ({str(error).splitlines()[0]}): write hf:ORG/NAME") from error
     except GatedRepoError as error:
@@ -72,26 +69,20 @@ def _fetched(repo: str, revision: str) -> Path:
         ) from error
 
 
-def _of_folder(folder: Path, *, name: str, source: str) -> Description:
-    has_config, has_tokenizer = ((folder / file).exists() for file in (CONFIG, TOKENIZER))
-    others = [file for file in OTHER_TOKENIZERS if (folder / file).exists()]
-    if not has_tokenizer and (others or not has_config):
-        raise InputError(
-            f"{source} has no tokenizer.json ({f'only {others[0]}' if others else 'nor a config.json'}): save it with "
-            "transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
-        )
+def _described(name: str, tokenizer: Path, folder: Path | None) -> Description:
+    """From a tokenizer.json, which a folder with a config may lack, and the folder's other files."""
     config, special_map, tokenizer_config, generation = (
-        read_json(folder / file, MAX_CONFIG_BYTES) if (folder / file).exists() else {}
+        read_json(folder / file, MAX_CONFIG_BYTES) if folder and (folder / file).exists() else {}
         for file in (CONFIG, SPECIAL_MAP, TOKENIZER_CONFIG, GENERATION)
     )
-    tokenizer = _tokenizer(folder / TOKENIZER) if has_tokenizer else None
-    with _reading(folder):
-        facts = {"name": name, "source": source, **_model_facts(config)}
-        if tokenizer is None:
-            special = {key: _first_id(_text_config(config), f"{key}_token_id") for key in ("bos", "eos", "pad")}
+    opened = _tokenizer(tokenizer) if folder is None or tokenizer.exists() else None
+    with _reading(folder or tokenizer):
+        facts = {"name": name, "source": name, **_model_facts(config)}
+        if opened is None:
+            ids = {key: _ids(_text_config(config), f"{key}_token_id") for key in ("bos", "eos", "pad")}
+            special = {key: stated[0] for key, stated in ids.items() if stated}
             return Description(**facts, **special, vocab_size=_vocab_size(config))
-        template = _template(folder, tokenizer_config)
-        return _tokenized(tokenizer, special_map | tokenizer_config, config, generation, template, facts)
+        return _tokenized(opened, special_map | tokenizer_config, config, generation, facts)
 
 
 @contextmanager
@@ -156,37 +147,32 @@ def _pieces(tokenizer: Tokenizer) -> list[bytes]:
     return pieces
 
 
-def _merges(stored: list | None) -> Merges | None:
-    """Either spelling of a rule, "left right" or ["left", "right"], gives the digest that a GGUF's rules give."""
-    if stored is None:
-        return None
-    digest = hashlib.sha256()
-    for merge in stored:
-        if not isinstance(merge, str):
-            left, right = merge
-            # converters write a space inside a piece as U+0120
-            merge = " ".join(part.replace(" ", "\u0120") for part in (left, right))
-        digest.update(merge.encode("utf-8", "surrogatepass") + b"\n")
-    return Merges(len(stored), digest.hexdigest())
+def _rule(merge: str | list[str]) -> bytes:
+    """A merge rule, stored as "left right" or ["left", "right"], as a GGUF states it: a space in a piece is U+0120."""
+    parts = [merge] if isinstance(merge, str) else [part.replace(" ", "\u0120") for part in merge]
+    return " ".join(parts).encode("utf-8", "surrogatepass")
 
 
 def _tokenized(
-    tokenizer: Tokenizer, stated: dict, config: dict, generation: dict, template: str | None, facts: dict[str, Any]
+    tokenizer: Tokenizer, stated: dict, config: dict, generation: dict, facts: dict[str, Any]
 ) -> Description:
     """`stated` is tokenizer_config.json over special_tokens_map.json; all but the tokenizer may be empty."""
     text, pieces = _text_config(config), _pieces(tokenizer)
     n_tokens = len(pieces)
     size = _vocab_size(config) or n_tokens
+    merges = tokenizer.state["model"].get("merges")
     before, after = tokenizer.around()
-    bos, eos, pad = (
-        _special(tokenizer, stated, f"{key}_token", _first_id(text, f"{key}_token_id")) for key in ("bos", "eos", "pad")
-    )
     # where no file names BOS or EOS, what the tokenizer puts around a text is it
-    bos = before[0] if bos is None and before else bos
-    eos = after[0] if eos is None and after else eos
-    eog = frozenset().union(*(_ids(part, "eos_token_id") for part in (generation, text, config)))
-    eog |= frozenset() if eos is None else {eos}
-    _require_known(max(size, n_tokens), {"bos": [bos], "eos": [eos, *eog], "pad": [pad]})
+    bos, eos, pad = (
+        next(iter([*_special(tokenizer, stated, f"{key}_token"), *_ids(text, f"{key}_token_id"), *around]), None)
+        for key, around in (("bos", before), ("eos", after), ("pad", []))
+    )
+    eog = frozenset([eos] if eos is not None else []).union(
+        *(_ids(part, "eos_token_id") for part in (generation, text, config))
+    )
+    unknown = [i for i in {bos, eos, pad, *eog} - {None} if not 0 <= i < max(size, n_tokens)]
+    if unknown:
+        raise ValueError(f"a special token has the id {unknown[0]}, expected one of {max(size, n_tokens)} ids")
     add_bos = bos is not None and bos in before
     vocab = Vocabulary(
         pieces=(*pieces[:size], *(b"" for _ in range(size - n_tokens))),
@@ -197,7 +183,6 @@ def _tokenized(
         eog=eog,
         special=frozenset(i for i, token in tokenizer.added.items() if token.special and i < size),
         add_bos=add_bos,
-        chat_template=template,
     )
     return Description(
         **facts,
@@ -211,39 +196,22 @@ def _tokenized(
         add_eos=eos is not None and eos in after,
         added=frozenset(i for i in tokenizer.added if i < size),
         normalizer=" ".join(n for n in rule_names(tokenizer.state.get("normalizer")) if n != "Sequence") or None,
-        merges=_merges(tokenizer.state["model"].get("merges")),
+        merges=None if merges is None else Merges.of(list(map(_rule, merges))),
         encode=tokenizer.encode,
     )
 
 
-def _special(tokenizer: Tokenizer, stated: dict, key: str, fallback: int | None) -> int | None:
-    """The id of a special token: by its text, which is also given as {"content": …}, else as the config has it."""
+def _special(tokenizer: Tokenizer, stated: dict, key: str) -> list[int]:
+    """The id of a special token by its text, which is also given as {"content": …}; none where it is not stated."""
     value = stated.get(key)
     text = value.get("content") if isinstance(value, dict) else value
-    if text is None:
-        return fallback
-    token = tokenizer.library.token_to_id(text)
-    if token is None:
+    token = text and tokenizer.library.token_to_id(text)
+    if text and token is None:
         raise InputError(f"{tokenizer.path} has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}")
-    return token
-
-
-def _template(folder: Path, tokenizer_config: dict) -> str | None:
-    """A chat template: its own file, or in tokenizer_config.json, where it may be a list with one named default."""
-    if (folder / TEMPLATE).exists():
-        return read_text(folder / TEMPLATE, MAX_TEMPLATE_BYTES)
-    stored = tokenizer_config.get("chat_template")
-    return {t["name"]: t["template"] for t in stored}.get("default") if isinstance(stored, list) else stored
+    return [token] if text else []
 
 
 # --- the config ------------------------------------------------------------------------------------------------------
-
-
-def _require_known(n: int, special: Mapping[str, list[int | None]]) -> None:
-    for key, ids in special.items():
-        for i in ids:
-            if i is not None and not 0 <= i < n:
-                raise ValueError(f"{key}_token_id is {i}, expected one of {n} ids")
 
 
 def _text_config(config: dict) -> dict:
@@ -261,7 +229,6 @@ def _model_facts(config: dict) -> dict[str, Any]:
     return {
         "architecture": kind,
         "n_ctx": next((n for key in CONTEXT_KEYS if (n := text.get(key))), None),
-        "quantisation": _quantisation(config, text),
         "state": state_of(kind, text.get("layer_types") or ()),
         "mask": frozenset(i for i in mask if i is not None),
     }
@@ -275,25 +242,7 @@ def _vocab_size(config: dict) -> int | None:
     return size
 
 
-def _ids(config: dict, key: str) -> frozenset[int]:
-    """An id or a list of ids."""
+def _ids(config: dict, key: str) -> list[int]:
+    """An id or a list of ids. An id of -1 is none: so the first Llamas wrote their padding."""
     value = config.get(key)
-    return frozenset() if value is None else frozenset(value if isinstance(value, list) else [value])
-
-
-def _first_id(config: dict, key: str) -> int | None:
-    """An id, or the first of a list of ids. A padding id of -1 is none: so the first Llamas wrote it."""
-    value = config.get(key)
-    if key == "pad_token_id" and value == -1:
-        return None
-    return next(iter(value), None) if isinstance(value, list) else value
-
-
-def _quantisation(config: dict, text: dict) -> str | None:
-    """ "gptq 4" where the weights are quantised, else the type they are stored in."""
-    quantised = config.get("quantization_config") or {}
-    if method := quantised.get("quant_method"):
-        bits = quantised.get("bits")
-        return method if bits is None else f"{method} {bits}"
-    names = (part.get(key) for key in ("dtype", "torch_dtype") for part in (text, config))
-    return next((name for name in names if name), None)
+    return [i for i in (value if isinstance(value, list) else [value]) if i not in (None, -1)]

@@ -3,7 +3,6 @@
 The vocabulary is what llama.cpp makes of it, from a copy of the header's key-values.
 """
 
-import hashlib
 import re
 import struct
 import tempfile
@@ -38,9 +37,8 @@ END_OF_TURN = frozenset(
 def describe(path: Path | str) -> Description:
     """What the header of a GGUF file states, its defaults being llama.cpp's.
 
-    `encode` is llama.cpp's own tokenizer, `normalizer` lists the header's flags as written, `quantisation` is the file
-    type ("q4_k_m"), `eot` is None where several texts could be it. Raises InputError naming file, offset or key, value
-    and remedy.
+    `encode` is llama.cpp's own tokenizer, `normalizer` lists the header's flags as written, `eot` is None where several
+    texts could be it. Raises InputError naming file, offset or key, value and remedy.
     """
     header = read_header(Path(path))
     if number := header.get("split.no", int):
@@ -55,7 +53,6 @@ def describe(path: Path | str) -> Description:
         architecture=architecture,
         vocab_size=_rows(header, architecture),
         n_ctx=header.get(f"{architecture}.context_length", int),
-        quantisation=_quantisation(header),
         state=state_of(architecture),
         normalizer=_normalizer(header),
     )
@@ -89,7 +86,7 @@ def _with_vocab(header: Header, described: Description) -> Description:
         add_bos=vocab.add_bos,
         add_eos=api.llama_vocab_get_add_eos(raw),
         added=vocab.special | marked,
-        merges=_merges(header),
+        merges=Merges.of(header.values[MERGES]) if MERGES in header.values else None,
         encode=encode,
     )
 
@@ -151,17 +148,13 @@ class _Encoder:
 def _key_values(header: Header) -> bytes:
     """A GGUF without tensors: the tokenizer under an architecture that every llama.cpp knows."""
     kept = [pair for key, pair in header.packed.items() if key.startswith("tokenizer.") or key == "general.name"]
-    kept.append(_packed(ARCHITECTURE, struct.pack("<I", STRING) + _length("llama")))
+    kept.append(_string(ARCHITECTURE) + struct.pack("<I", STRING) + _string("llama"))
     if MERGES not in header.values:  # llama.cpp asks for some; lists that were not made by merging have none
-        kept.append(_packed(MERGES, struct.pack("<IIQ", ARRAY, STRING, 0)))
+        kept.append(_string(MERGES) + struct.pack("<IIQ", ARRAY, STRING, 0))
     return b"GGUF" + struct.pack("<IQQ", 3, 0, len(kept)) + b"".join(kept)
 
 
-def _packed(key: str, value: bytes) -> bytes:
-    return _length(key) + value
-
-
-def _length(text: str) -> bytes:
+def _string(text: str) -> bytes:
     return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
@@ -175,22 +168,6 @@ def _rows(header: Header, architecture: str | None) -> int | None:
     if rows is not None and not 0 < rows <= MAX_ROWS:
         raise header.fault("the number of rows of the embedding", rows, f"{MAX_ROWS} are the most that is read")
     return rows
-
-
-def _merges(header: Header) -> Merges | None:
-    stored = header.get(MERGES, list)
-    if stored is None:
-        return None
-    return Merges(len(stored), hashlib.sha256(b"".join(merge + b"\n" for merge in stored)).hexdigest())
-
-
-def _quantisation(header: Header) -> str | None:
-    from gguf.constants import LlamaFileType
-
-    stated = header.get("general.file_type", int)
-    names = {int(t): t.name for t in LlamaFileType}
-    name = None if stated is None else names.get(stated, f"ftype{stated}")
-    return name and name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
 
 
 def _normalizer(header: Header) -> str | None:

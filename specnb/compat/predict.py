@@ -1,21 +1,19 @@
 """What acceptance a verdict predicts, before anything is run, and the most that any draft could reach.
 
-The formula. `reach` is the share of the tokens of an ordinary text (as the target writes it) that the draft can put
-forward; `quality` the chance that this draft is right about a token when it may write the target's own tokens. Then
+`reach` is the share of an ordinary text's tokens (as the target writes it) that the draft can put forward; `quality`
+the chance that this draft is right about a token when it may write the target's own tokens. Then
 
     alpha = quality * reach,   tau = 1 + alpha + … + alpha^K,   acceptance = (tau - 1) / K        (Leviathan 2211.17192)
 
-It assumes that being within reach and being easy to guess have nothing to do with one another, that a draft is as good
-behind a token it had to spell as behind one of its own, and that the text at hand is an ordinary one. The second errs
-upwards, and outweighs the first: for SmolLM2-135M behind five families' tokens at K = 4, greedy, the rate that was
-measured lies 0.00 to 0.11 below the predicted one on code and prose (notebook 03 prints both), and 0.08 to 0.17 below
-it on code and text that is edited in a chat.
+It assumes that tokens within reach are no easier to guess, that a draft is as good behind a token that it had to spell,
+and that the text is an ordinary one. The second errs upwards: for SmolLM2-135M behind five families' tokens at K = 4,
+greedy, the measured rate lies 0.00 to 0.11 below the predicted one on code and prose (notebook 03 prints both), and
+0.08 to 0.17 below it on chats that edit.
 
 The bound assumes nothing but `reach`: a token out of reach is never an accepted draft, so each takes a target call of
 its own, and no call commits more than K + 1: tau <= min(K + 1, 1 / (1 - reach)).
 
-What it does not know: how good the draft is. `quality` comes from a run of the same draft in the target's vocabulary,
-or is 1, the best there can be. A model of another family has no such run.
+`quality` comes from a run of the same draft in the target's vocabulary, or is 1, the best there can be.
 """
 
 from collections.abc import Iterable

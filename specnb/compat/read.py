@@ -10,7 +10,6 @@ tokenizer.json  x.tiktoken          a tokenizer alone
 
 import base64
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -54,31 +53,14 @@ def opens(name: str | Path) -> bool:
 
 def _reader(name: str | Path) -> tuple[str, Reader]:
     text = str(name).partition("?")[0]
-    for reader in READERS:
-        if reader.fits(text):
-            return text, reader
-    raise InputError(
-        f"{str(name)!r} is nothing that describes a tokenizer: give a zoo name ({', '.join(zoo.ENTRIES)}), a name of "
-        f"the shelf ({', '.join(shelf.names())}), a .gguf file, a folder with config.json, hf:ORG/NAME, a "
-        "tokenizer.json or a *.tiktoken file that exists"
-    )
-
-
-def _path(name: str) -> Path:
-    return Path(name).expanduser()
-
-
-def _is_folder(name: str) -> bool:
-    with suppress(OSError, RuntimeError, ValueError):  # too long, ~ of an unknown user, a NUL in it
-        return _path(name).is_dir()
-    return False
-
-
-def _of_zoo(name: str) -> Description:
-    """A copy of another type is not made for its header's sake: but for the type it is that of the file as shipped."""
-    entry, kind = zoo.parse(name)
-    described = gguf.describe(zoo.path(entry.name))
-    return described if kind is None else replace(described, quantisation=kind)
+    reader = next((reader for reader in READERS if reader.fits(text)), None)
+    if reader is None:
+        raise InputError(
+            f"{str(name)!r} is nothing that describes a tokenizer: give a zoo name ({', '.join(zoo.ENTRIES)}), a name "
+            f"of the shelf ({', '.join(shelf.names())}), a .gguf file, a folder with config.json, hf:ORG/NAME, a "
+            "tokenizer.json or a *.tiktoken file that exists"
+        )
+    return text, reader
 
 
 MAX_TIKTOKEN_BYTES = 128 << 20
@@ -87,36 +69,35 @@ MAX_TIKTOKEN_BYTES = 128 << 20
 def tiktoken(path: Path) -> Description:
     """Pieces of a *.tiktoken file, one "base64 rank" a line, the rank being the id.
 
-    Special tokens are not in it (they are code), so bos, eos and `encode` are None. Raises InputError naming the line
-    for text that is not base64, ids out of range, and ids used twice.
+    Special tokens are not in it (they are code), so bos, eos and `encode` are None. Raises InputError for lines that
+    are none of these, for ids out of range, and for ids used twice.
     """
-    pieces: dict[int, bytes] = {}
-    for number, line in enumerate(read_bytes(path, MAX_TIKTOKEN_BYTES).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            word, rank = line.split()
-            piece, i = base64.b64decode(word, validate=True), int(rank)
-            if not 0 <= i < folder.MAX_ID or i in pieces:
-                raise ValueError(f"the id {i} is used before, or not below {folder.MAX_ID}")
-        except ValueError as error:
-            raise InputError(f"{path}: line {number} is {line[:60]!r}, expected BASE64 ID ({error})") from error
-        pieces[i] = piece
-    if not pieces:
-        raise InputError(f"{path} holds no token: it is no tiktoken file, or empty")
+    lines = [line.split() for line in read_bytes(path, MAX_TIKTOKEN_BYTES).splitlines() if line.strip()]
+    try:
+        pieces = {int(rank): base64.b64decode(word, validate=True) for word, rank in lines}
+    except ValueError as error:
+        raise InputError(f"{path} holds a line that is not BASE64 ID ({error}): fetch it again") from error
+    if len(pieces) < len(lines) or not lines or min(pieces) < 0 or max(pieces) >= folder.MAX_ID:
+        raise InputError(f"{path}: got {len(lines)} ids, expected some, each once, from 0 to {folder.MAX_ID - 1}")
     size = 1 + max(pieces)
     vocab = Vocabulary(tuple(pieces.get(i, b"") for i in range(size)), kind="bpe", pre="tiktoken")
     return Description(name=path.stem, source=str(path), vocab=vocab, n_tokens=size, vocab_size=size)
 
 
+def _ends(suffix: str) -> Callable[[str], bool]:
+    return lambda name: name.lower().endswith(suffix)
+
+
 READERS = (
-    Reader(zoo.is_zoo_name, _of_zoo, opens=True),
-    Reader(lambda name: name in zoo.embedded_names(), lambda name: folder.describe(zoo.local_folder(name)), opens=True),
+    # a copy of another type is not made for its header's sake: that of the file as shipped says the same
+    Reader(zoo.is_zoo_name, lambda name: gguf.describe(zoo.path(zoo.parse(name)[0].name)), opens=True),
     Reader(lambda name: name.startswith(HUB), folder.describe, opens=True, takes=("revision",)),
-    Reader(lambda name: name.lower().endswith(".gguf"), lambda name: gguf.describe(_path(name)), opens=True),
-    Reader(lambda name: name.lower().endswith(".tiktoken"), lambda name: tiktoken(_path(name))),
-    Reader(lambda name: name.lower().endswith(".json"), lambda name: folder.describe(_path(name))),
+    Reader(_ends(".gguf"), lambda name: gguf.describe(zoo.expanded(name)), opens=True),
+    Reader(_ends(".tiktoken"), lambda name: tiktoken(zoo.expanded(name))),
+    Reader(_ends(".json"), lambda name: folder.describe(zoo.expanded(name))),
     Reader(lambda name: name.lower() in shelf.names(), shelf.describe),
-    Reader(_is_folder, lambda name: folder.describe(_path(name)), opens=True),
+    Reader(
+        lambda name: zoo.local_folder(name).is_dir(), lambda name: folder.describe(zoo.local_folder(name)), opens=True
+    ),
 )
 """Tried in order; the first that fits reads."""

@@ -14,8 +14,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import compress
 from pathlib import Path
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any
 
 from specnb.compat.description import HUB, Description, Merges, State
 from specnb.errors import InputError, did_you_mean
@@ -25,38 +24,8 @@ from specnb.lm.vocab import Vocabulary
 META_KEY = b"specnb.vocab"
 SUMS = "SHA256SUMS"
 SPECIAL_IDS = ("bos", "eos", "pad", "eot")
-
-
-class Facts(BaseModel):
-    """What is published of one model.
-
-    `source` names the documents. `from_memory` are the keys that none of them shows: a verdict that rests on one is no
-    better than that. `defaults` are keys that the publisher leaves out and llama.cpp fills in, as for every GGUF.
-    `tokenizer` is the list whose pieces are the model's; None where its licence keeps them from being shipped.
-    `mask` are ids that only a modified draft model knows.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str
-    source: str
-    note: str = ""
-    from_memory: tuple[str, ...] = ()
-    defaults: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    architecture: str | None = None
-    vocab_size: int | None = None
-    n_tokens: int | None = None
-    bos: int | None = None
-    eos: int | None = None
-    pad: int | None = None
-    eot: int | None = None
-    eog: frozenset[int] | None = None
-    add_bos: bool | None = None
-    add_eos: bool | None = None
-    mask: frozenset[int] = frozenset()
-    n_ctx: int | None = None
-    state: State | None = None
+SAME_KEYS = (*SPECIAL_IDS, "architecture", "vocab_size", "n_tokens", "add_bos", "add_eos", "n_ctx")
+"""Keys of facts.toml that are fields of a description."""
 
 
 def folder() -> Path:
@@ -64,9 +33,21 @@ def folder() -> Path:
     return project_dir() / "data" / "vocab"
 
 
+@cache
+def facts() -> dict[str, dict[str, Any]]:
+    """The models of facts.toml, which says at its top what its keys are."""
+    return tomllib.loads((folder() / "facts.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def lists() -> tuple[str, ...]:
+    """The names of the lists."""
+    return tuple(sorted(path.stem for path in folder().glob("*.parquet")))
+
+
 def names() -> list[str]:
     """Every name that `describe` knows: the lists first, then the models of facts.toml."""
-    return [*_lists(), *_entries()]
+    return [*lists(), *facts()]
 
 
 def describe(name: str) -> Description:
@@ -77,27 +58,23 @@ def describe(name: str) -> Description:
     be had. Raises InputError for an unknown name.
     """
     name = name.lower()
-    if name in _lists():
-        return _list(name)
-    entry = facts(name)
-    defaults = f"; llama.cpp's default: {', '.join(entry.defaults)}" if entry.defaults else ""
-    same = (*SPECIAL_IDS, "architecture", "vocab_size", "n_tokens", "add_bos", "add_eos", "mask", "from_memory")
+    if name in lists():
+        return read_list(folder() / f"{name}.parquet")[0]
+    if name not in facts():
+        hint = did_you_mean(name, names())
+        raise InputError(f"nothing on the shelf is called {name!r}: {hint}there are {', '.join(names())}")
+    entry = facts()[name]
+    defaults = f"; llama.cpp's default: {', '.join(entry['defaults'])}" if "defaults" in entry else ""
     described = Description(
         name=name,
-        source=f"facts: {entry.source}{defaults}",
-        hub=None if entry.tokenizer else f"{HUB}{entry.model}",
-        **{key: getattr(entry, key) for key in (*same, "n_ctx", "state")},
+        source=f"facts: {entry['source']}{defaults}",
+        hub=None if "tokenizer" in entry else f"{HUB}{entry['model']}",
+        state=State(entry["state"]),
+        mask=frozenset(entry.get("mask", ())),
+        from_memory=tuple(entry.get("from_memory", ())),
+        **{key: entry[key] for key in SAME_KEYS if key in entry},
     )
-    return described if entry.tokenizer is None else _with_pieces(described, entry, _list(entry.tokenizer))
-
-
-def facts(name: str) -> Facts:
-    """The entry of facts.toml. Raises InputError with the nearest names."""
-    entries = _entries()
-    if name.lower() not in entries:
-        hint = did_you_mean(name.lower(), names())
-        raise InputError(f"nothing on the shelf is called {name!r}: {hint}there are {', '.join(names())}")
-    return entries[name.lower()]
+    return _with_pieces(described, entry) if "tokenizer" in entry else described
 
 
 def read_list(path: Path) -> tuple[Description, dict]:
@@ -125,32 +102,23 @@ def read_list(path: Path) -> tuple[Description, dict]:
     return described, stated
 
 
-def _list(name: str) -> Description:
-    return read_list(folder() / f"{name}.parquet")[0]
-
-
-def _with_pieces(described: Description, entry: Facts, tokenizer: Description) -> Description:
-    """The list's pieces, padded to the model's row of logits, with the model's own ids."""
-    n, size = tokenizer.n_tokens, entry.vocab_size or tokenizer.vocab_size
-    vocab = replace(
-        tokenizer.vocab,
-        pieces=tokenizer.vocab.pieces[:n] + (b"",) * (size - n),
-        bos=entry.bos,
-        eos=entry.eos,
-        eog=tokenizer.vocab.eog if entry.eog is None else entry.eog,
-        add_bos=tokenizer.vocab.add_bos if entry.add_bos is None else entry.add_bos,
-        chat_template=None,  # it is the model's, not the tokenizer family's
+def _with_pieces(described: Description, entry: dict[str, Any]) -> Description:
+    """The pieces of the model's list, padded to the model's row of logits, with the model's own ids."""
+    family = describe(entry["tokenizer"])
+    vocab, n = family.vocab, family.n_tokens
+    return replace(
+        described,
+        vocab=replace(
+            vocab,
+            pieces=vocab.pieces[:n] + (b"",) * (described.vocab_size - n),
+            bos=described.bos,
+            eos=described.eos,
+            eog=frozenset(entry.get("eog", vocab.eog)),
+            add_bos=described.add_bos,
+            chat_template=None,  # it is the model's, not the tokenizer family's
+        ),
+        n_tokens=n,
+        added=family.added,
+        normalizer=family.normalizer,
+        merges=family.merges,
     )
-    family = {key: getattr(tokenizer, key) for key in ("added", "normalizer", "merges")}
-    return replace(described, vocab=vocab, n_tokens=n, vocab_size=size, **family)
-
-
-@cache
-def _lists() -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in folder().glob("*.parquet")))
-
-
-@cache
-def _entries() -> dict[str, Facts]:
-    entries = tomllib.loads((folder() / "facts.toml").read_text(encoding="utf-8"))
-    return {name: Facts.model_validate(entry) for name, entry in entries.items()}

@@ -4,7 +4,7 @@ The measurement behind notebook 03. Overlap, and what it predicts (`compat.predi
 what comes of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.params import CompatibilityParams
-from specnb.prompts import Prompt, prompts
+from specnb.prompts import prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "03_compatibility"
@@ -44,13 +44,13 @@ def speaking(model: LanguageModel, family: Family) -> TokenIntersection:
 class Candidate(NamedTuple):
     """A drafter to be tried. `reach` is the share of an ordinary text's tokens that it can put forward, if known.
 
-    `stands_in` where the weights are those of `draft_model`, which speaks another vocabulary than its own.
+    `alike` where the weights are those of `draft_model`, whatever vocabulary it speaks.
     """
 
     name: str
     drafter: Drafter
     reach: float | None
-    stands_in: bool = False
+    alike: bool
 
 
 def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecord:
@@ -64,8 +64,10 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
     chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
     names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
     speakers = {name: Family(describe(name)) for name in names if not opens(name)}
+    settings = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens, "seed": params.seed}
+    total = len(chosen) * (2 + len(names))
     generations: list[Generation] = []
-    measured: dict[str, Any] = {"trial": []}
+    rows: list[dict[str, Any]] = []
     with ExitStack() as opened:
 
         def loaded(name: str) -> LanguageModel:
@@ -73,42 +75,49 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
             opened.callback(model.close)
             return model
 
-        target = loaded(params.target)
-        models = [ModelDrafter(loaded(name)) for name in (params.draft_model, *(n for n in names if opens(n)))]
+        target, draft = loaded(params.target), loaded(params.draft_model)
+        others = {name: loaded(name) for name in names if name not in speakers}
 
         def recorded(error: BaseException | None = None) -> RunRecord:
-            used = models_of(target, models)
-            return record_of(EXPERIMENT, params, chosen, target, used, started, generations, measured, error=error)
+            used = models_of(target, [ModelDrafter(model) for model in (draft, *others.values())])
+            return record_of(
+                EXPERIMENT, params, chosen, target, used, started, generations, {"trial": rows}, error=error
+            )
+
+        def generated(name: str, **drafting: Any) -> list[Generation]:
+            for prompt in chosen:
+                progress(len(generations), total, f"{prompt.id}, {name}")
+                generations.append(generate(target, prompt, **settings, **drafting))
+            return generations[-len(chosen) :]
 
         with saving_failures(generations, recorded):
-            total = len(chosen) * (2 + len(names))
-            generations.extend(_runs(params, target, None, "plainly", chosen, 0, total, progress))
-            quality: float | None = None
-            for at, tried in enumerate(_candidates(target, [m.model for m in models], names, speakers), start=1):
-                done = at * len(chosen)
-                generations.extend(_runs(params, target, tried.drafter, tried.name, chosen, done, total, progress))
-                latest = generations[-len(chosen) :]
-                if at == 1 and _in_target_tokens(tried.drafter):  # so it tells how good this draft is
-                    quality = predict.chance_of(latest)
-                expected = quality if at == 1 or tried.stands_in else None  # of other weights nothing is known before
-                measured["trial"].append(_row(tried, expected, params.k, latest, generations[: len(chosen)]))
+            plain, quality = generated("plainly"), None
+            for tried in _candidates(target, draft, names, others, speakers):
+                drafted = generated(tried.name, drafter=tried.drafter, k=params.k)
+                if tried.name == UNCHANGED and _in_target_tokens(tried.drafter):  # so it tells how good this draft is
+                    quality = predict.chance_of(drafted)
+                # of other weights nothing is known before
+                rows.append(_row(tried, quality if tried.alike else None, params.k, drafted, plain))
             return recorded()
 
 
 def _candidates(
-    target: LanguageModel, models: Sequence[LanguageModel], names: Sequence[str], speakers: dict[str, Family]
+    target: LanguageModel,
+    draft: LanguageModel,
+    names: Sequence[str],
+    others: Mapping[str, LanguageModel],
+    speakers: Mapping[str, Family],
 ) -> Iterator[Candidate]:
-    first, *others = models
-    yield _candidate(UNCHANGED, fitted(first, target))
+    yield _candidate(UNCHANGED, fitted(draft, target), alike=True)
     for name in names:
-        if name in speakers:
-            spoken = speaking(first, speakers[name])
-            yield _candidate(name, fitted(spoken, target), spoken.translation.overlap.draft_uses, stands_in=True)
+        if name in others:
+            yield _candidate(name, fitted(others[name], target), alike=False)
         else:
-            yield _candidate(name, fitted(others.pop(0), target))
+            spoken = speaking(draft, speakers[name])
+            yield _candidate(name, fitted(spoken, target), spoken.translation.overlap.draft_uses, alike=True)
 
 
-def _candidate(name: str, drafter: Drafter, spoken: float | None = 1.0, *, stands_in: bool = False) -> Candidate:
+def _candidate(name: str, drafter: Drafter, spoken: float | None = 1.0, *, alike: bool) -> Candidate:
     """`spoken` is the share of its own tokens that a draft model has where it speaks another vocabulary.
 
     What it lacks there it cannot write as a string either. Where tokens are shared, it and what the target lacks are
@@ -116,34 +125,15 @@ def _candidate(name: str, drafter: Drafter, spoken: float | None = 1.0, *, stand
     """
     translation = getattr(drafter, "translation", None)
     if translation is None:
-        return Candidate(name, drafter, 1.0, stands_in)
+        return Candidate(name, drafter, 1.0, alike)
     reach = spoken if translation.way is Way.STRINGS else translation.overlap.target_uses
-    return Candidate(name, drafter, reach, stands_in)
+    return Candidate(name, drafter, reach, alike)
 
 
 def _in_target_tokens(drafter: Drafter) -> bool:
     """Whether a drafter writes the target's own tokens, none of them translated."""
     translation = getattr(drafter, "translation", None)
     return translation is None or translation.way is Way.SLICING
-
-
-def _runs(
-    params: CompatibilityParams,
-    target: LanguageModel,
-    drafter: Drafter | None,
-    name: str,
-    chosen: Sequence[Prompt],
-    done: int,
-    total: int,
-    progress: Progress,
-) -> Iterator[Generation]:
-    drafting = {"drafter": drafter, "k": params.k} if drafter else {}
-    for at, prompt in enumerate(chosen):
-        progress(done + at, total, f"{prompt.id}, {name}")
-        yield generate(
-            target, prompt, temperature=params.temperature, max_new_tokens=params.max_new_tokens, seed=params.seed,
-            **drafting,
-        )  # fmt: skip
 
 
 def _row(

@@ -27,9 +27,9 @@ beta    (B, T, HV)          strength of the write
 state   (B, HV, dk, dv)     S, float32 or float64, which is what everything is computed in
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
-from time import perf_counter
+from timeit import timeit
 
 import pandas as pd
 import torch
@@ -136,16 +136,10 @@ def _cost_of(tree: Tree, repeats: int) -> dict[str, float]:
 
     with torch.inference_mode():
         error = (solve() - each_path()).abs().max().item()  # the first runs are warm-up
-        times = [(_seconds(solve), _seconds(each_path)) for _ in range(repeats)]
+        times = [(timeit(solve, number=1), timeit(each_path, number=1)) for _ in range(repeats)]
     solve_s, paths_s = map(median, zip(*times, strict=True))
     depth = max(map(len, paths))
     return {"depth": depth, "solve_s": solve_s, "paths_s": paths_s, "ratio": paths_s / solve_s, "max_error": error}
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    began = perf_counter()
-    run()
-    return perf_counter() - began
 
 
 def _layer_inputs(n: int) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -23,15 +23,12 @@ from specnb.errors import InputError, did_you_mean
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 ITEM_BYTES: dict[Dtype, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-GATE_BYTES = 4
-"""Gates are kept in float32 in every record: they are few, and an error in a decay stays in the state."""
 
 
 class Kind(NamedTuple):
-    """What sort of recurrence the layers run; how often a head has gates and keys."""
+    """What sort of recurrence the layers run: `gates` of a head in a replay record, and before the convolution."""
 
     gates: int = 0
-    """In a replay record."""
     gates_before_conv: int = 0
     keys_in_conv: int = 0
 
@@ -47,7 +44,7 @@ class RecurrentShape(NamedTuple):
 
     `heads`, `value_dim`, `key_heads`, `key_dim` as in the table above (zeros for short-conv); `conv_channels` is the
     width of the convolution, `conv_columns` what the engine keeps of it. `record_dtype` is that of values, keys and
-    columns in a replay record.
+    columns in a replay record; states and gates are float32 everywhere, for an error in a decay stays in the state.
     """
 
     kind: Kind
@@ -58,19 +55,8 @@ class RecurrentShape(NamedTuple):
     key_dim: int
     conv_channels: int
     conv_columns: int
-    state_dtype: Dtype = "float32"
     conv_dtype: Dtype = "float32"
     record_dtype: Dtype = "bfloat16"
-
-    @property
-    def values(self) -> int:
-        """Numbers in one token's value, one layer."""
-        return self.heads * self.value_dim
-
-    @property
-    def keys(self) -> int:
-        """Numbers in one token's key, one layer, not expanded to heads."""
-        return self.key_heads * self.key_dim
 
 
 LAYOUTS: dict[str, tuple[int, Dtype | None]] = {"transformers": (1, None), "llama.cpp": (0, "float32")}
@@ -92,9 +78,9 @@ def _names(*attributes: str) -> _Names:
 
 
 _QWEN_NEXT = _names(
-    "linear_conv_kernel_dim",
-    *("linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads", "linear_key_head_dim"),
-)
+    "linear_conv_kernel_dim", "linear_num_value_heads", "linear_value_head_dim",
+    "linear_num_key_heads", "linear_key_head_dim",
+)  # fmt: skip
 _MAMBA2_NAMES = _names("conv_kernel", "num_heads", "head_dim", "n_groups", "state_size")
 _BAMBA = _names("mamba_d_conv", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")
 _NEMOTRON = _names("conv_kernel", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
@@ -148,71 +134,48 @@ def shape_of(config: Any, *, layout: str = "transformers", dtype: Dtype | None =
     )
 
 
-def state_bytes(shape: RecurrentShape) -> int:
-    """S: the recurrent states, heads x value_dim x key_dim a layer. 0 for short convolutions."""
-    return shape.layers * shape.values * shape.key_dim * ITEM_BYTES[shape.state_dtype]
+def sizes_of(shape: RecurrentShape) -> dict[str, int]:
+    """Return the bytes of all recurrent layers together, by what is kept of them.
 
+    For the sequence: `state` S (heads x value_dim x key_dim), `window` R (`conv_columns` of the convolution), and
+    `snapshot`, both. For a token:
 
-def window_bytes(shape: RecurrentShape) -> int:
-    """R: the convolution windows, `conv_columns` as the engine holds them (transformers: 4 where 3 are read)."""
-    return shape.layers * shape.conv_channels * shape.conv_columns * ITEM_BYTES[shape.conv_dtype]
-
-
-def snapshot_bytes(shape: RecurrentShape) -> int:
-    """One position's snapshot: S + R. The live state itself takes as much."""
-    return state_bytes(shape) + window_bytes(shape)
-
-
-def conv_column_bytes(shape: RecurrentShape) -> int:
-    """One token's column before the convolution, which the window needs back: raw and factor records go with it."""
-    return shape.layers * shape.conv_channels * ITEM_BYTES[shape.record_dtype]
-
-
-def raw_replay_bytes(shape: RecurrentShape) -> int:
-    """One token's inputs of the recurrence: values, keys before they are shared out to heads, gates in float32.
-
-    Queries (C of Mamba) are not in it: they read the state and do not change it. Without the convolution's column.
+    * `column`: its input of the convolution, which the window needs back beside either replay;
+    * `raw_replay`: value, key (not yet shared out to heads) and gates. Queries only read the state;
+    * `factor_replay`: the rank-one write u (beta (v - S k), or dt x), its key and one decay a head: no serial chain is
+      left. Only a `record_dtype` of float32 keeps long outputs from drifting;
+    * `pre_conv`: the column and what is projected beside it (a and b, raw dt). It brings back window and state both, at
+      the price of convolution and gates (and Mamba-1's projections) once more.
     """
-    return _write_bytes(shape, shape.heads * shape.kind.gates)
-
-
-def factor_replay_bytes(shape: RecurrentShape) -> int:
-    """One token's rank-one write: u (beta (v - S k), or dt x), key, one decay a head in float32; no serial chain left.
-
-    Counted with `record_dtype`; only float32 keeps long outputs from drifting. Without the convolution's column.
-    """
-    return _write_bytes(shape, shape.heads)
-
-
-def _write_bytes(shape: RecurrentShape, gates: int) -> int:
-    """One token's value, key and so many gates."""
-    return shape.layers * ((shape.values + shape.keys) * ITEM_BYTES[shape.record_dtype] + gates * GATE_BYTES)
-
-
-def pre_conv_bytes(shape: RecurrentShape) -> int:
-    """One token's column before the convolution and what else is projected beside it (a and b, raw dt; float32).
-
-    Brings back window and state both, at the price of convolution and gates (and Mamba-1's projections) once more.
-    """
-    gates = shape.heads * shape.kind.gates_before_conv
-    return conv_column_bytes(shape) + shape.layers * gates * GATE_BYTES
+    kind, item, float32 = shape.kind, ITEM_BYTES[shape.record_dtype], ITEM_BYTES["float32"]
+    values, keys, gate = shape.heads * shape.value_dim, shape.key_heads * shape.key_dim, shape.heads * float32
+    each = {
+        "state": values * shape.key_dim * float32,
+        "window": shape.conv_channels * shape.conv_columns * ITEM_BYTES[shape.conv_dtype],
+        "column": shape.conv_channels * item,
+        "raw_replay": (values + keys) * item + kind.gates * gate,
+        "factor_replay": (values + keys) * item + gate,
+        "pre_conv": shape.conv_channels * item + kind.gates_before_conv * gate,
+    }
+    sizes = {name: shape.layers * n_bytes for name, n_bytes in each.items()}
+    return sizes | {"snapshot": sizes["state"] + sizes["window"]}
 
 
 def parts(shape: RecurrentShape) -> pd.DataFrame:
     """What there is to keep, a row each: `quantity`, `n_bytes`, and how many times smaller than S + R it is."""
-    column = conv_column_bytes(shape)
+    n = sizes_of(shape)
     rows = {
-        "state S": state_bytes(shape),
-        "window R": window_bytes(shape),
-        "snapshot S + R, a position": snapshot_bytes(shape),
-        "raw replay, a token": raw_replay_bytes(shape),
-        "raw replay and conv column, a token": raw_replay_bytes(shape) + column,
-        "factor replay, a token": factor_replay_bytes(shape),
-        "factor replay and conv column, a token": factor_replay_bytes(shape) + column,
-        "inputs before the convolution, a token": pre_conv_bytes(shape),
+        "state S": n["state"],
+        "window R": n["window"],
+        "snapshot S + R, a position": n["snapshot"],
+        "raw replay, a token": n["raw_replay"],
+        "raw replay and conv column, a token": n["raw_replay"] + n["column"],
+        "factor replay, a token": n["factor_replay"],
+        "factor replay and conv column, a token": n["factor_replay"] + n["column"],
+        "inputs before the convolution, a token": n["pre_conv"],
     }
     frame = pd.DataFrame({"quantity": list(rows), "n_bytes": list(rows.values())})
-    return frame.assign(times_smaller=snapshot_bytes(shape) / frame["n_bytes"])  # inf where nothing is kept
+    return frame.assign(times_smaller=n["snapshot"] / frame["n_bytes"])  # inf where nothing is kept
 
 
 def table(shape: RecurrentShape, widths: Sequence[int] = (2, 4, 8, 16, 64)) -> pd.DataFrame:
@@ -223,13 +186,14 @@ def table(shape: RecurrentShape, widths: Sequence[int] = (2, 4, 8, 16, 64)) -> p
     with the width; `checkpoint_bytes`, which does not. The replays suppose a verification that reads the state and
     leaves it as it was; an engine that advances it in place keeps one snapshot more.
     """
-    live, column = snapshot_bytes(shape), conv_column_bytes(shape)
+    n = sizes_of(shape)
+    live = n["snapshot"]
     per_token = {
-        "snapshots_bytes": snapshot_bytes(shape),
-        "raw_replay_bytes": raw_replay_bytes(shape) + column,
-        "factor_replay_bytes": factor_replay_bytes(shape) + column,
-        "pre_conv_bytes": pre_conv_bytes(shape),
+        "snapshots_bytes": live,
+        "raw_replay_bytes": n["raw_replay"] + n["column"],
+        "factor_replay_bytes": n["factor_replay"] + n["column"],
+        "pre_conv_bytes": n["pre_conv"],
     }
-    grown = {name: [live + width * n for width in widths] for name, n in per_token.items()}
+    grown = {name: [live + width * size for width in widths] for name, size in per_token.items()}
     fixed = {"checkpoint_bytes": 2 * live}  # whatever the width: the accepted tokens are run again
     return pd.DataFrame({"width": widths, "live_bytes": live, **grown, **fixed})

@@ -1,6 +1,5 @@
 """Every rollback strategy on the same drafts: is it exact, how fast is it, what does it keep? For notebook 04."""
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError
-from specnb.io import cache_dir, digest, file_digest, json_lines, plain
+from specnb.io import cache_dir, digest, file_digest, json_lines, plain, read_json
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, parse
@@ -37,7 +36,7 @@ TWIN_FIELDS = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 """What an attention-only twin takes over from the config of its hybrid."""
-TWIN_DISK_BYTES = 1 << 30
+TWIN_DISK_BYTES, MAX_CONFIG_BYTES = 1 << 30, 1 << 24
 
 
 def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
@@ -203,11 +202,7 @@ def attention_twin(name: str) -> Path:
     attention heads or a tokenizer.
     """
     folder = zoo.local_folder(name)
-    if not (folder / "config.json").is_file():
-        raise InputError(
-            f"{name!r} is neither an embedded model ({', '.join(zoo.embedded_names())}) nor a model's folder"
-        )
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
     missing = [key for key in TWIN_FIELDS if key not in config] + [f for f in TOKENIZER if not (folder / f).is_file()]
     if missing:
         raise InputError(f"{folder} has no attention-only twin: it lacks {', '.join(missing)}")

@@ -27,32 +27,26 @@ LETTERS = [chr(c) for c in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE,
 
 
 def text(value):
-    raw = value if isinstance(value, bytes) else value.encode()
-    return struct.pack("<Q", len(raw)) + raw
+    return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
 def key_value(key, kind, packed):
     return text(key) + struct.pack("<I", kind) + packed
 
 
-def strings(key, values):
-    return key_value(key, ARRAY, struct.pack("<IQ", STRING, len(values)) + b"".join(map(text, values)))
-
-
-def integers(key, values, kind=I32):
-    return key_value(key, ARRAY, struct.pack(f"<IQ{len(values)}i", kind, len(values), *values))
-
-
-def u32(key, value):
-    return key_value(key, U32, struct.pack("<I", value))
-
-
-def boolean(key, value):
-    return key_value(key, BOOL, bytes([value]))
-
-
-def string(key, value):
-    return key_value(key, STRING, text(value))
+def pair(key, value):
+    """A key and its value, whose type is that of the value: bool, int (u32), text, list of texts, floats or ints."""
+    match value:
+        case bool():
+            return key_value(key, BOOL, bytes([value]))
+        case int():
+            return key_value(key, U32, struct.pack("<I", value))
+        case str():
+            return key_value(key, STRING, text(value))
+        case [str(), *_]:
+            return key_value(key, ARRAY, struct.pack("<IQ", STRING, len(value)) + b"".join(map(text, value)))
+    kind, code = (F32, "f") if isinstance(value[0], float) else (I32, "i")
+    return key_value(key, ARRAY, struct.pack(f"<IQ{len(value)}{code}", kind, len(value), *value))
 
 
 def file_of(folder, *pairs, magic=b"GGUF", version=3, n_keys=None, n_tensors=0, rest=b""):
@@ -66,12 +60,12 @@ def bpe_file(folder, tokens, *pairs, types=None, merges=("a b",), pre="gpt-2", a
     """A byte-level BPE; `types` are normal where not given."""
     return file_of(
         folder,
-        string("general.architecture", arch),
-        string("tokenizer.ggml.model", "gpt2"),
-        string("tokenizer.ggml.pre", pre),
-        strings("tokenizer.ggml.tokens", tokens),
-        integers("tokenizer.ggml.token_type", types or [NORMAL] * len(tokens)),
-        strings("tokenizer.ggml.merges", list(merges)),
+        pair("general.architecture", arch),
+        pair("tokenizer.ggml.model", "gpt2"),
+        pair("tokenizer.ggml.pre", pre),
+        pair("tokenizer.ggml.tokens", tokens),
+        pair("tokenizer.ggml.token_type", types or [NORMAL] * len(tokens)),
+        pair("tokenizer.ggml.merges", list(merges)),
         *pairs,
     )
 
@@ -81,14 +75,10 @@ def letters_and(*more):
     return [*LETTERS, *more]
 
 
-def refused(path, *words):
+def refused(path, value):
     with pytest.raises(InputError) as caught:
         describe(path)
-    message = str(caught.value)
-    assert str(path) in message and "\n" not in message and len(message) < 500
-    for word in words:
-        assert word in message, message
-    return message
+    assert str(path) in str(caught.value) and value in str(caught.value) and "\n" not in str(caught.value)
 
 
 # --- what a sound header says ----------------------------------------------------------------------------------------
@@ -102,7 +92,6 @@ def written(tmp_path):
     out.add_uint16("split.count", 2)
     out.add_name("Tiny")
     out.add_context_length(4096)
-    out.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("qwen2")
     tokens = letters_and("ĠtheĊ", "<|im_end|>", "<|im_start|>", "[PAD259]")
@@ -125,7 +114,7 @@ def written(tmp_path):
 def test_every_field_that_a_header_states(written):
     d = describe(written)
     assert (d.name, d.source, d.architecture, d.n_ctx) == ("Tiny", str(written), "qwen3next", 4096)
-    assert (d.quantisation, d.state) == ("q4_k_m", State.HYBRID)
+    assert d.state == State.HYBRID
     assert (d.eos, d.pad, d.add_bos, d.add_eos) == (257, 258, False, False)
     assert (d.vocab_size, d.vocab.size, d.n_tokens) == (272, 272, 259) and d.added == {257, 258}
     assert d.vocab.pieces[256] == b" the\n" and set(d.vocab.pieces[259:]) == {b""}
@@ -140,15 +129,11 @@ def test_only_the_header_is_needed(written):
     written.write_bytes(written.read_bytes()[:header_end])
     cut = describe(written)
     assert cut.vocab.digest == whole.vocab.digest and cut.vocab_size == whole.vocab_size
-    assert cut.encode("the é") == whole.encode("the é") != []
+    ids = cut.encode("the<|im_end|>é")
+    assert ids == whole.encode("the<|im_end|>é") and 257 not in ids
+    assert cut.vocab.raw_bytes(ids) == "the<|im_end|>é".encode()
     written.write_bytes(written.read_bytes()[:-1])
     refused(written, "ends inside")
-
-
-@pytest.mark.parametrize(("stated", "name"), [(0, "f32"), (999, "ftype999"), (None, None)])
-def test_the_file_type_by_name(tmp_path, stated, name):
-    pairs = [] if stated is None else [u32("general.file_type", stated)]
-    assert describe(file_of(tmp_path, *pairs)).quantisation == name
 
 
 # --- the vocabulary -------------------------------------------------------------------------------------------
@@ -174,11 +159,11 @@ def as_llama_cpp(path):
     [
         (["<|im_end|>"], [NORMAL], [], 256),  # a control token that is not marked as such
         (["<|im_end|>", "<|endoftext|>"], [CONTROL] * 2, [], None),  # either could be it
-        (["<|im_end|>", "<|eot_id|>"], [CONTROL] * 2, [u32("tokenizer.ggml.eot_token_id", 5)], 5),
+        (["<|im_end|>", "<|eot_id|>"], [CONTROL] * 2, [pair("tokenizer.ggml.eot_token_id", 5)], 5),
         (["<|im_end|>"], [UNUSED], [], 256),  # its piece is its text, not b""
         (["<|unused1|>", "x y", "ÿ€", ""], [UNUSED, USER_DEFINED, UNKNOWN, NORMAL], [], None),
-        (["<|fim_pad|>", "<|repo_name|>", "</s>"], [NORMAL] * 3, [string("tokenizer.chat_template", "{{ x }}")], None),
-        ([], [], [boolean("tokenizer.ggml.add_bos_token", 1), boolean("tokenizer.ggml.add_eos_token", 1)], None),
+        (["<|fim_pad|>", "<|repo_name|>", "</s>"], [NORMAL] * 3, [pair("tokenizer.chat_template", "{{ x }}")], None),
+        ([], [], [pair("tokenizer.ggml.add_bos_token", True), pair("tokenizer.ggml.add_eos_token", True)], None),
     ],
 )
 def test_the_vocabulary_from_key_values_is_that_of_the_file(tmp_path, tokens, types, pairs, eot):
@@ -186,10 +171,10 @@ def test_the_vocabulary_from_key_values_is_that_of_the_file(tmp_path, tokens, ty
     assert as_llama_cpp(path).eot == eot
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "glm4", "gemma4"])
-def test_defaults_by_pre_tokenizer_are_llama_cpps(tmp_path, pre):
-    d = as_llama_cpp(bpe_file(tmp_path, letters_and("▁a"), pre=pre))
-    assert d.add_bos == (pre != "glm4") and d.bos == (None if pre == "glm4" else 11)
+def test_defaults_by_pre_tokenizer_are_llama_cpps(tmp_path):
+    for pre, bos in (("llama-bpe", 11), ("glm4", None), ("gemma4", 11)):
+        d = as_llama_cpp(bpe_file(tmp_path, letters_and("▁a"), pre=pre))
+        assert d.add_bos == (bos is not None) and d.bos == bos
 
 
 @pytest.mark.parametrize("model", ["llama", "t5", "bert"])
@@ -199,25 +184,15 @@ def test_sentencepiece_and_wordpiece_are_llama_cpps(tmp_path, model):
     kinds |= {b.decode(): BYTE for b in BYTES} if model != "bert" else {}  # on these llama.cpp ends the process
     path = file_of(
         tmp_path,
-        string("general.architecture", "llama"),
-        string("tokenizer.ggml.model", model),
-        strings("tokenizer.ggml.tokens", tokens),
-        key_value(
-            "tokenizer.ggml.scores", ARRAY, struct.pack(f"<IQ{len(tokens)}f", F32, len(tokens), *range(len(tokens)))
-        ),
-        integers("tokenizer.ggml.token_type", [kinds.get(t, NORMAL) for t in tokens]),
+        pair("general.architecture", "llama"),
+        pair("tokenizer.ggml.model", model),
+        pair("tokenizer.ggml.tokens", tokens),
+        pair("tokenizer.ggml.scores", [float(i) for i in range(len(tokens))]),
+        pair("tokenizer.ggml.token_type", [kinds.get(t, NORMAL) for t in tokens]),
     )
     d = as_llama_cpp(path)
     assert d.vocab.pieces[tokens.index("<0x0A>")] == (b"\n" if model != "bert" else b"<0x0A>")
     assert d.vocab.pieces[tokens.index("▁")] == b" "
-
-
-def test_encode_is_llama_cpps_without_special_tokens(tmp_path):
-    path = bpe_file(tmp_path, letters_and("<|im_end|>"), types=[NORMAL] * 256 + [CONTROL])
-    d = describe(path)
-    ids = d.encode("a<|im_end|>é")
-    assert 256 not in ids and d.vocab.raw_bytes(ids) == "a<|im_end|>é".encode()
-    assert d.encode("") == []
 
 
 @pytest.mark.model
@@ -227,7 +202,7 @@ def test_the_real_header_is_what_llama_cpp_reads(opened):
     path = zoo.path("smollm2-135m")
     d = as_llama_cpp(path)
     assert d.vocab.pieces == opened("smollm2-135m").vocab.pieces
-    assert (d.n_tokens, d.vocab_size, d.n_ctx, d.quantisation) == (49152, 49152, 8192, "q4_1")
+    assert (d.n_tokens, d.vocab_size, d.n_ctx) == (49152, 49152, 8192)
     assert d.merges.count == 48900
     assert d.encode("Hello 12 é") == opened("smollm2-135m").encode("Hello 12 é", special=False)
 
@@ -235,35 +210,31 @@ def test_the_real_header_is_what_llama_cpp_reads(opened):
 # --- hostile files ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pair", "field", "expected"),
-    [
-        (u32("tokenizer.ggml.bos_token_id", 256), "bos", 11),
-        (u32("tokenizer.ggml.padding_token_id", 2**32 - 1), "pad", None),
-        (u32("tokenizer.ggml.eos_token_id", 2**32 - 1), "eos", 11),
-    ],
-)
-def test_a_special_id_out_of_range_is_llama_cpps_default(tmp_path, pair, field, expected):
+def test_a_special_id_out_of_range_is_llama_cpps_default(tmp_path):
     """Old converters wrote -1 or the number of tokens for "none"; llama.cpp opens these files, and so must we."""
-    assert getattr(describe(bpe_file(tmp_path, letters_and(), pair)), field) == expected
+    out = {"bos": 256, "padding": 2**32 - 1, "eos": 2**32 - 1}
+    d = describe(bpe_file(tmp_path, letters_and(), *(pair(f"tokenizer.ggml.{k}_token_id", i) for k, i in out.items())))
+    assert (d.bos, d.pad, d.eos) == (11, None, 11)
 
 
-def test_a_later_shard_sends_to_the_first(tmp_path):
-    def shard(number):
-        pairs = [key_value(f"split.{key}", 2, struct.pack("<H", n)) for key, n in (("no", number), ("count", 3))]
-        return file_of(tmp_path, *pairs, string("general.architecture", "llama"))
-
-    assert describe(shard(0)).architecture == "llama"
-    refused(shard(1), "shard 2 of 3", "first")
+def shard(number):
+    pairs = [key_value(f"split.{key}", 2, struct.pack("<H", n)) for key, n in (("no", number), ("count", 3))]
+    return [*pairs, pair("general.architecture", "llama")]
 
 
-SOUND = (string("tokenizer.ggml.model", "gpt2"), strings("tokenizer.ggml.tokens", LETTERS))
-BERT = (string("tokenizer.ggml.model", "bert"), strings("tokenizer.ggml.tokens", ["<0x0A>"]))
+def test_a_first_shard_is_read(tmp_path):
+    described = describe(file_of(tmp_path, *shard(0)))
+    assert (described.architecture, described.vocab) == ("llama", None)
+
+
+SOUND = (pair("tokenizer.ggml.model", "gpt2"), pair("tokenizer.ggml.tokens", LETTERS))
+BERT = (pair("tokenizer.ggml.model", "bert"), pair("tokenizer.ggml.tokens", ["<0x0A>"]))
 
 
 @pytest.mark.parametrize(
     ("value", "pairs", "options"),
     [
+        ("shard 2 of 3", shard(1), {}),
         ("GGML", [], {"magic": b"GGML"}),
         ("version 0x1", [], {"version": 1}),
         ("0x3000000", [], {"version": 3 << 24}),  # big endian
@@ -272,16 +243,16 @@ BERT = (string("tokenizer.ggml.model", "bert"), strings("tokenizer.ggml.tokens",
         ("ends inside", [key_value("a", ARRAY, struct.pack("<IQ", STRING, 10**11))], {}),
         ("9", [key_value("a", ARRAY, struct.pack("<IQ", ARRAY, 1))], {}),
         ("13", [key_value("a", 13, b"xxxx")], {}),
-        ("'a'", [u32("a", 1), u32("a", 2)], {}),
+        ("'a'", [pair("a", 1), pair("a", 2)], {}),
         ("tokenizer.ggml.tokens", [SOUND[0]], {}),
-        ("b'a'", [SOUND[0], strings("tokenizer.ggml.tokens", ["a", "b", "a"])], {}),  # these end llama.cpp's process
-        ("1 int32", [*SOUND, integers("tokenizer.ggml.token_type", [1])], {}),
-        ("<0x0A>", [*BERT, integers("tokenizer.ggml.token_type", [BYTE])], {}),
-        ("merges is 1", [*SOUND, u32("tokenizer.ggml.merges", 1)], {}),
-        ("'magic'", [string("tokenizer.ggml.model", "magic"), SOUND[1]], {}),  # and these are its errors
-        ("eos_token_id", [*SOUND, string("tokenizer.ggml.eos_token_id", "2")], {}),
-        ("add_bos_token", [*SOUND, u32("tokenizer.ggml.add_bos_token", 1)], {}),
-        ("4294967295", [*SOUND, u32("None.vocab_size", 2**32 - 1)], {}),
+        ("b'a'", [SOUND[0], pair("tokenizer.ggml.tokens", ["a", "b", "a"])], {}),  # these end llama.cpp's process
+        ("1 int32", [*SOUND, pair("tokenizer.ggml.token_type", [1])], {}),
+        ("<0x0A>", [*BERT, pair("tokenizer.ggml.token_type", [BYTE])], {}),
+        ("merges is 1", [*SOUND, pair("tokenizer.ggml.merges", 1)], {}),
+        ("'magic'", [pair("tokenizer.ggml.model", "magic"), SOUND[1]], {}),  # and these are its errors
+        ("eos_token_id", [*SOUND, pair("tokenizer.ggml.eos_token_id", "2")], {}),
+        ("add_bos_token", [*SOUND, pair("tokenizer.ggml.add_bos_token", 1)], {}),
+        ("4294967295", [*SOUND, pair("None.vocab_size", 2**32 - 1)], {}),
     ],
 )
 def test_a_header_that_cannot_be_is_one_error_with_the_value(tmp_path, value, pairs, options):
@@ -291,7 +262,7 @@ def test_a_header_that_cannot_be_is_one_error_with_the_value(tmp_path, value, pa
 @given(changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4), kept=st.floats(0, 1))
 def test_a_damaged_header_is_read_or_refused(tmp_path_factory, changes, kept):
     folder = tmp_path_factory.mktemp("damaged")
-    path = bpe_file(folder, letters_and("<|im_end|>"), u32("llama.vocab_size", 257))
+    path = bpe_file(folder, letters_and("<|im_end|>"), pair("llama.vocab_size", 257))
     data = bytearray(path.read_bytes())
     for place, byte in changes:
         data[int(place * (len(data) - 1))] = byte

@@ -61,20 +61,20 @@ def test_families_differ_where_they_should(lists):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_has_its_lists_pieces_its_own_row_of_logits_and_its_own_ids(name, lists):
-    entry, described = shelf.facts(name), shelf.describe(name)
-    assert described.source.startswith(f"facts: {entry.source}") and described.from_memory == entry.from_memory
-    assert {*entry.from_memory, *entry.defaults} <= entry.model_fields_set
-    assert described.state is State(state_of(entry.architecture))
-    for key in ("architecture", "vocab_size", "bos", "eos", "pad", "eot", "add_bos", "add_eos", "n_ctx", "mask"):
-        assert getattr(described, key) == getattr(entry, key), key
-    if entry.tokenizer is None:
-        assert described.vocab is None
+    entry, described = shelf.facts()[name], shelf.describe(name)
+    assert described.source.startswith(f"facts: {entry['source']}")
+    assert {*described.from_memory, *entry.get("defaults", ())} <= entry.keys()
+    assert described.state is State(state_of(entry["architecture"]))
+    for key in ("architecture", "vocab_size", "bos", "eos", "pad", "eot", "add_bos", "add_eos", "n_ctx"):
+        assert getattr(described, key) == entry.get(key), key
+    if "tokenizer" not in entry:
+        assert described.vocab is None and described.hub == f"hf:{entry['model']}"
         return
-    family, vocab = lists[entry.tokenizer], described.vocab
+    family, vocab = lists[entry["tokenizer"]], described.vocab
     n = family.n_tokens
-    assert described.n_tokens == n == (entry.n_tokens or n) and vocab.size == entry.vocab_size >= n
+    assert described.n_tokens == n == entry.get("n_tokens", n) and vocab.size == entry["vocab_size"] >= n
     assert vocab.pieces[:n] == family.vocab.pieces[:n] and not any(vocab.pieces[n:])
-    assert (vocab.bos, vocab.eos, vocab.add_bos) == (entry.bos, entry.eos, entry.add_bos)
+    assert (vocab.bos, vocab.eos, vocab.add_bos) == (described.bos, described.eos, described.add_bos)
     assert all(i >= n for i in described.mask), "a mask token is no token of the target"
 
 

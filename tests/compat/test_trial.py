@@ -5,11 +5,9 @@ import json
 import pytest
 
 from specnb.book import compat as figures
-from specnb.compat import shelf, trial
+from specnb.compat import trial
 from specnb.compat.description import Description, Family
-from specnb.decode.generate import generate
-from specnb.draft.translate import fitted
-from specnb.errors import InputError, VocabularyMismatch
+from specnb.errors import VocabularyMismatch
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 from specnb.params import CompatibilityParams
@@ -69,10 +67,8 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     assert half["pieces_shared"] == pytest.approx(4 / 7) and half["acceptance_rate"] < own["acceptance_rate"]
     assert record.generations[-1].translation.startswith(half["translated"])
     assert record.generations[-1].drafter == "d as half"
-    assert own["tau"] == pytest.approx(
-        sum(g.tau * len(g.rounds) for g in record.generations[2:4])
-        / sum(len(g.rounds) for g in record.generations[2:4])
-    )
+    runs = record.generations[2:4]
+    assert own["tau"] == pytest.approx(sum(g.tau * len(g.rounds) for g in runs) / sum(len(g.rounds) for g in runs))
 
 
 def test_what_was_predicted_stands_beside_what_came_of_it(models):
@@ -100,9 +96,7 @@ def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models)
     assert own["predicted_rate"] is not None and "e" in json.dumps(record.provenance["models"])
 
 
-def test_a_family_without_pieces_or_with_nothing_in_common_is_refused():
-    with pytest.raises(InputError, match="facts-only"):
-        Family(Description(name="facts-only", source="facts"))
+def test_a_family_with_nothing_in_common_is_refused():
     with pytest.raises(VocabularyMismatch, match="share not one token"):
         trial.speaking(reading(), Family(family("cyrillic", "д", "ж")))
 
@@ -116,17 +110,3 @@ def test_the_figure_shows_each_vocabulary(models):
     assert [t.name.split(" (")[0] for t in marks] == table["vocabulary"].tolist()
     assert predicted.name == "predicted from the first" and list(predicted.text) == [trial.UNCHANGED]
     assert len(figures.overlap_against_acceptance(table.assign(predicted_rate=None)).data) == len(marks)
-
-
-@pytest.mark.model
-@pytest.mark.slow
-@pytest.mark.parametrize("target_name", ["smollm2-135m:f32?threads=1", "smollm2-135m?backend=hf"])
-@pytest.mark.parametrize("name", ["gpt-2", "qwen2.5"])
-def test_a_real_draft_in_another_familys_vocabulary(opened, target_name, name):
-    """In both engines: the text of plain decoding, drafts kept, the overlap in the record."""
-    target = opened(target_name)
-    drafter = fitted(trial.speaking(opened("smollm2-135m:q4_0?threads=1"), Family(shelf.describe(name))), target)
-    prompt = "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(values):\n"
-    plain, made = (generate(target, prompt, max_new_tokens=16, **d) for d in ({}, {"drafter": drafter, "k": 4}))
-    assert made.token_ids == plain.token_ids and made.accepted_tokens > 0
-    assert "pieces shared" in made.translation and made.drafter.endswith(f"as {name}")

@@ -39,10 +39,6 @@ def loop_law(target, drafter, sampling, n, control=lambda: None, prompt=PROMPT):
     return distribution(program)
 
 
-def speculative_law(target, drafter, sampling, n, k, rule="token", prompt=PROMPT):
-    return loop_law(target, drafter, replace(sampling, rule=rule), n, lambda: FixedK(k), prompt)
-
-
 def closed_form_law(target, sampling, n, prompt=PROMPT):
     """Without any loop: products of the model's own rows."""
     law = {(): 1.0}
@@ -59,10 +55,10 @@ def closed_form_law(target, sampling, n, prompt=PROMPT):
     return law
 
 
-def off_by(target, drafter, sampling, n, k, rule="token"):
+def off_by(target, drafter, sampling, n, k, rule="token", prompt=PROMPT):
     """How far the loop is from the closed form: total variation."""
-    law = speculative_law(target, drafter, sampling, n, k, rule)
-    return total_variation(law, closed_form_law(target, sampling, n))
+    law = loop_law(target, drafter, replace(sampling, rule=rule), n, lambda: FixedK(k), prompt)
+    return total_variation(law, closed_form_law(target, sampling, n, prompt))
 
 
 def draft_model(seed):

@@ -125,7 +125,7 @@ def test_each_draft_sees_the_drafts_before_it():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafter", [None, "lookup"])
+@pytest.mark.parametrize("drafter", [None, LookupDrafter()])
 def test_bad_logits_stop_the_run_with_their_place(bad, temperature, drafter):
     """A softmax that hides NaN behind a uniform row would go on with random text."""
 
@@ -138,7 +138,7 @@ def test_bad_logits_stop_the_run_with_their_place(bad, temperature, drafter):
 
     target = toy.ToyLM(logits_of, toy.letters(4))
     with pytest.raises(NonFiniteLogits, match=r"after 6 tokens.*logits_of"):
-        generate(target, [0, 1, 2], drafter=LookupDrafter() if drafter else None, k=2, temperature=temperature)
+        generate(target, [0, 1, 2], drafter=drafter, k=2, temperature=temperature)
 
 
 def test_bad_logits_of_the_draft_model_are_named_as_such():

@@ -1,5 +1,7 @@
 """The laws on the real model, in both engines: speculative equals plain, rewind equals never having gone ahead."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -21,34 +23,26 @@ SHORT, LONG = 40, 256
 GRID = [pytest.param(k, LONG, marks=pytest.mark.slow) for k in range(1, 9)]
 
 
-def first(names):
-    """The first is tested by default; `tests/smoke` has both engines, and the slow line all of them."""
-    return [names[0], *(pytest.param(name, marks=pytest.mark.slow) for name in names[1:])]
+def slow(names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
 def plain(opened):
-    """Plain greedy tokens a target and length, made once."""
-    made = {}
-
-    def of(name, n):
-        if (name, n) not in made:
-            made[name, n] = generate(opened(name), PROMPT, max_new_tokens=n, ignore_eog=True)
-        return made[name, n]
-
-    return of
+    """Plain greedy tokens of a target and a length, generated once."""
+    return cache(lambda name, n: generate(opened(name), PROMPT, max_new_tokens=n, ignore_eog=True))
 
 
-def speculative(opened, name, drafter, k, **settings):
+def speculative(opened, name, drafter, k, n):
     made = ModelDrafter(opened(DRAFT)) if drafter == "model" else LookupDrafter()
-    return generate(opened(name), PROMPT, drafter=made, k=k, **({"ignore_eog": True} | settings))
+    return generate(opened(name), PROMPT, drafter=made, k=k, max_new_tokens=n, ignore_eog=True)
 
 
 @pytest.mark.parametrize(("k", "n"), [(4, SHORT), *GRID])
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
-@pytest.mark.parametrize("name", first(FLOAT32))
+@pytest.mark.parametrize("name", [FLOAT32[0], *slow(FLOAT32[1:])])  # `tests/smoke` has both engines
 def test_float32_speculative_equals_plain(opened, plain, name, drafter, k, n):
-    made = speculative(opened, name, drafter, k, max_new_tokens=n)
+    made = speculative(opened, name, drafter, k, n)
     assert len(made.token_ids) == n
     assert made.token_ids == plain(name, n).token_ids
     assert made.accepted_tokens > 0 or drafter == "lookup"
@@ -58,7 +52,7 @@ def test_float32_speculative_equals_plain(opened, plain, name, drafter, k, n):
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 @pytest.mark.parametrize("name", REDUCED)
 def test_reduced_precision_forks_only_at_near_ties(opened, plain, name, drafter, record_property):
-    made = speculative(opened, name, drafter, 4, max_new_tokens=LONG)
+    made = speculative(opened, name, drafter, 4, LONG)
     fork = explain_fork(opened(name), made.prompt_ids, plain(name, LONG).token_ids, made.token_ids, width=5)
     record_property("fork", None if fork is None else fork.model_dump_json())
     assert fork is None or fork.near_tie, f"forked away from a clear winner: {fork}"
@@ -92,9 +86,7 @@ def ahead_and_back(model, n, forget):
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-@pytest.mark.parametrize(
-    "name", [*FLOAT32, *(pytest.param(name, marks=pytest.mark.slow) for name in REDUCED)]
-)  # all of one model, then the next: three stay open
+@pytest.mark.parametrize("name", [*FLOAT32, *slow(REDUCED)])  # all of one model, then the next: three stay open
 def test_rewind_equals_never_having_gone_ahead(opened, name, n):
     model = opened(name)
     never, again = ahead_and_back(model, n, lambda: model.rewind(n))
@@ -116,29 +108,27 @@ def test_a_planted_rewind_fault_is_seen(opened):
 def rows_of(model, ids, past, width):
     """Logits of the tokens after the first `past`, in forwards of `width`."""
     model.reset()
-    model.forward(ids[:past], n_logits=0)
+    if past:
+        model.forward(ids[:past], n_logits=0)
     return np.concatenate([model.forward(ids[i : i + width]) for i in range(past, len(ids), width)])
 
 
 @pytest.mark.slow
-def test_bfloat16_on_a_cpu_gives_a_token_the_same_bits_at_every_width(opened):
-    """Across the borders to which keys are padded (192, 256), where the kernel's sums change their order."""
-    model = opened("smollm2-135m?backend=hf&dtype=bfloat16")
+@pytest.mark.parametrize(
+    ("name", "n", "past", "widths"),
+    [  # bfloat16 across the borders to which keys are padded (192, 256), where the kernel's sums change their order
+        ("smollm2-135m?backend=hf&dtype=bfloat16", 280, 170, (2, 3, 5, 9, 13, 64)),
+        ("smollm2-135m?fixed_width=6", 60, 30, (2, 3, 5, 6)),
+    ],
+)
+def test_a_token_has_the_same_bits_at_every_width(opened, name, n, past, widths):
+    model = opened(name)
     if not model.caps.same_bits_up_to:
         pytest.skip("torch's kernels for this CPU round a row by the number of rows: forks are near-ties instead")
-    ids = [token for p in prompts("edit", limit=3) for token in model.encode(p.messages[0].content)][:280]
-    single = rows_of(model, ids, 170, 1)
-    for width in (2, 3, 5, 9, 13, 64):
-        np.testing.assert_array_equal(rows_of(model, ids, 170, width), single, err_msg=f"width {width}")
-
-
-@pytest.mark.slow
-def test_fixed_width_makes_widths_equal_bit_for_bit(opened):
-    model = opened("smollm2-135m?fixed_width=6")
-    ids = model.encode(PROMPT.messages[0].content)[:60]
-    single = rows_of(model, ids, 30, 1)
-    for width in (2, 3, 5, 6):
-        np.testing.assert_array_equal(rows_of(model, ids, 30, width), single, err_msg=f"width {width}")
+    ids = [token for p in prompts("edit", limit=3) for token in model.encode(p.messages[0].content)][:n]
+    single = rows_of(model, ids, past, 1)
+    for width in widths:
+        np.testing.assert_array_equal(rows_of(model, ids, past, width), single, err_msg=f"width {width}")
 
 
 def test_both_engines_read_the_same_model(opened):
@@ -150,10 +140,7 @@ def test_both_engines_read_the_same_model(opened):
         text = prompt.text or prompt.messages[-1].content
         assert llama.encode(text) == torch.encode(text)
     ids = llama.encode(PROMPT.messages[0].content)[:64]
-    logits = []
-    for model in (llama, torch):
-        model.reset()
-        logits.append(model.forward(ids))
+    logits = [rows_of(model, ids, 0, len(ids)) for model in (llama, torch)]
     np.testing.assert_allclose(logits[0], logits[1], atol=2e-3)
 
 
@@ -162,20 +149,7 @@ def test_blocks_and_prefill_agree_with_single_steps(opened):
     for name in FLOAT32:
         model = opened(name)
         ids = model.encode(PROMPT.messages[0].content)[:20]
-        model.reset()
-        whole = model.forward(ids)
-        model.reset()
-        steps = np.concatenate([model.forward([i]) for i in ids])
-        np.testing.assert_allclose(steps, whole, atol=2e-3)
+        whole = rows_of(model, ids, 0, len(ids))
+        np.testing.assert_allclose(rows_of(model, ids, 0, 1), whole, atol=2e-3)
         model.reset()
         np.testing.assert_allclose(model.forward(ids, n_logits=3), whole[-3:], atol=2e-3)
-
-
-@pytest.mark.slow
-def test_sampling_with_one_seed_repeats(opened):
-    runs = [
-        speculative(opened, "smollm2-135m", "model", 3, temperature=0.8, seed=5, max_new_tokens=24).token_ids
-        for _ in range(2)
-    ]
-    other = speculative(opened, "smollm2-135m", "model", 3, temperature=0.8, seed=6, max_new_tokens=24).token_ids
-    assert runs[0] == runs[1] != other

@@ -12,6 +12,8 @@ import torch
 from specnb.lm.hf import record as hf_record
 from specnb.lm.hf.engine import recurrent_layers
 from specnb.lm.hf.model import HfModel
+from specnb.ssm.delta_rule import unit
+from tests.laws.test_deltanet import by_hand
 from tests.tiny_models import VOCAB, torch_model
 
 CONFIGS = {"mamba2": {"n_groups": 2, "chunk_size": 4}, "qwen3_5_text": {"linear_value_head_dim": 6}}
@@ -37,14 +39,9 @@ def scanned(state, inputs, options):
 
 
 def delta_ruled(state, inputs, _options):
-    """S <- e^g S + beta k (v - (e^g S)^T k)^T of each head; state (batch, heads, dk, dv)."""
-    (S,), (k, v, g, beta) = arrays(state), arrays(*inputs)
-    k = np.repeat(k / np.sqrt((k**2).sum(-1, keepdims=True) + 1e-6), v.shape[2] // k.shape[2], axis=2)
-    for t in range(k.shape[1]):
-        S = np.exp(g[:, t])[..., None, None] * S
-        news = beta[:, t, :, None] * (v[:, t] - np.einsum("bhkv,bhk->bhv", S, k[:, t]))
-        S = S + k[:, t, ..., None] * news[..., None, :]
-    return S
+    """The state after the delta rule of the paper, its keys brought to unit length."""
+    k, v, g, beta = inputs
+    return by_hand([unit(k), unit(k), v, g, beta], state, range(k.shape[1]))[1]
 
 
 FORMULAS = {"mamba2": scanned, "qwen3_5_text": delta_ruled}

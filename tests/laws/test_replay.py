@@ -123,5 +123,5 @@ def test_a_drafter_that_samples_by_itself_is_refused():
         def propose(self, tokens, k, rng):
             return super().propose(tokens, k, rng)._replace(ids=(rng.pick(np.zeros(4))[0],))
 
-    with pytest.raises(InputError, match="only draft models"):
+    with pytest.raises(InputError):
         list(record(toy.markov(4), [Sampler()], [PROMPT], max_new_tokens=4))

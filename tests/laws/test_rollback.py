@@ -4,6 +4,8 @@ For every strategy and family: the state, the convolution's window and the entri
 accepted tokens, and greedy decoding over many rounds. Broken strategies are planted below, and are seen.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 from transformers.cache_utils import DynamicLayer
@@ -17,6 +19,7 @@ from specnb.lm.hf import record as hf_record
 from specnb.lm.hf.engine import KeptPastLayer, recurrent_layers
 from specnb.lm.hf.model import HfModel
 from specnb.lm.rollback import FusedReplay
+from specnb.records import Generation
 from tests.tiny_models import VOCAB, torch_model
 
 FORGETFUL = ("mamba", "falcon_mamba", "jamba")
@@ -88,30 +91,24 @@ def check_same_state(model: HfModel, plain: HfModel) -> None:
     assert max(found.values()) < CLOSE, found
 
 
-@pytest.mark.parametrize(("family", "way"), some_of(0))
-def test_the_state_after_any_number_of_accepted_tokens_is_that_of_the_plain_run(family, way):
-    model, plain = opened(family, way), opened(family, "recompute")
-    assert model.caps.rewind == way
-    for prompt in (2, 9):  # shorter and longer than the convolution's window
-        for accepted in range(K + 1):
-            for each in (model, plain):
-                each.reset()
-                each.forward(IDS[:prompt])
-            model.forward(IDS[prompt : prompt + K])  # the first round: the prompt's last token is in the state already
-            model.rewind(K - accepted)
-            plain_ids = IDS[prompt : prompt + accepted]
-            again = [IDS[40], *IDS[20 : 20 + K]]
-            model.forward(again)
-            model.rewind(K - accepted)
-            for token in (*plain_ids, *again[: accepted + 1]):
-                plain.forward([token])
-            check_same_state(model, plain)
+def check_rounds(model, plain, check) -> None:
+    """Two rounds, of which any number of tokens stays; prompts shorter and longer than a convolution's window."""
+    for prompt, accepted in product((2, 9), range(K + 1)):
+        for each in (model, plain):
+            each.reset()
+            each.forward(IDS[:prompt])
+        model.forward(IDS[prompt : prompt + K])  # the first round: the prompt's last token is in the state already
+        model.rewind(K - accepted)
+        again = [IDS[40], *IDS[20 : 20 + K]]
+        model.forward(again)
+        model.rewind(K - accepted)
+        for token in (*IDS[prompt : prompt + accepted], *again[: accepted + 1]):
+            plain.forward([token])
+        check(model, plain)
 
 
-@pytest.mark.parametrize(("family", "way"), some_of(1))
-def test_a_drafting_model_goes_back_over_its_single_steps(family, way):
-    """As ModelDrafter uses it: several forwards a round, then a rewind, then one of the tokens before it as well."""
-    model, plain = opened(family, way), opened(family, "recompute")
+def check_single_steps(model, plain, check) -> None:
+    """As ModelDrafter goes: several forwards a round, then a rewind, then one of the tokens before it as well."""
     for each in (model, plain):
         each.forward(IDS[:9])
     for accepted in (0, 2, K - 1):
@@ -120,9 +117,38 @@ def test_a_drafting_model_goes_back_over_its_single_steps(family, way):
         model.rewind(K - accepted)
         for token in IDS[20 : 20 + accepted]:
             plain.forward([token])
-    model.rewind(1)  # beyond the border: nothing was fed since
-    plain.rewind(1)
-    check_same_state(model, plain)
+    for each in (model, plain):
+        each.rewind(1)  # beyond the border: nothing was fed since
+    check(model, plain)
+
+
+def check_interrupt(model, plain, check, where, name: str) -> None:
+    """Going back is interrupted in `where.name`; what comes after is right all the same."""
+    model.forward(IDS[:9])
+    model.forward(IDS[20:26])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(where, name, interrupted)
+        model.rewind(3)
+    assert model.n_past == 0
+    for each in (model, plain):
+        each.forward(IDS[:9])
+    check(model, plain)
+
+
+def interrupted(*_args) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("family", "way"), some_of(0))
+def test_the_state_after_any_number_of_accepted_tokens_is_that_of_the_plain_run(family, way):
+    model = opened(family, way)
+    assert model.caps.rewind == way
+    check_rounds(model, opened(family, "recompute"), check_same_state)
+
+
+@pytest.mark.parametrize(("family", "way"), some_of(1))
+def test_a_drafting_model_goes_back_over_its_single_steps(family, way):
+    check_single_steps(opened(family, way), opened(family, "recompute"), check_same_state)
 
 
 class Scripted:
@@ -152,18 +178,22 @@ ROUNDS = [(6, 6), (6, 0), (0, 0), (4, 2), (6, 5), (1, 0), (6, 0), (6, 0), (1, 1)
 """Drafted and right a round: all, none, no drafts, some; alternating. 15 of 36 drafts are right: 2.5 tokens a round."""
 
 
-def decoded(model: HfModel, drafter, tokens: int) -> list[int]:
-    got = generate(model, IDS[:9], drafter=drafter, k=K, max_new_tokens=tokens, ignore_eog=True)
-    if drafter is not None:
-        assert got.accepted_tokens > 0 or tokens < 20
-    return list(got.token_ids)
+def decoded(model, drafter=None, *, tokens: int, k: int = K) -> Generation:
+    return generate(model, IDS[:9], drafter=drafter, k=k, max_new_tokens=tokens, ignore_eog=True)
+
+
+def check_decoding(model, *, tokens: int) -> Generation:
+    """Speculative greedy decoding by ROUNDS gives the tokens of plain decoding."""
+    truth = decoded(model, tokens=tokens).token_ids
+    made = decoded(model, Scripted(truth, ROUNDS), tokens=tokens)
+    assert made.token_ids == truth and 0 < made.accepted_tokens < made.total_draft_tokens
+    return made
 
 
 @pytest.mark.parametrize(("family", "way"), some_of(2))
 def test_greedy_decoding_is_that_of_the_plain_run(family, way):
     model = opened(family, way, n_ctx=256)
-    truth = decoded(model, None, 60)
-    assert decoded(model, Scripted(truth, ROUNDS), 60) == truth
+    check_decoding(model, tokens=60)
     assert model.rollback.nbytes < 2**20
 
 
@@ -171,19 +201,16 @@ def test_greedy_decoding_is_that_of_the_plain_run(family, way):
 @pytest.mark.parametrize(("family", "way"), [pair for pair in PAIRS if pair[1] != "recompute"])
 def test_greedy_decoding_over_a_thousand_rounds(family, way):
     model = opened(family, way, n_ctx=4096)
-    truth = decoded(model, None, 2600)
-    got = generate(model, IDS[:9], drafter=Scripted(truth, ROUNDS), k=K, max_new_tokens=2600, ignore_eog=True)
-    assert list(got.token_ids) == truth and len(got.rounds) >= 1000
-    assert model.rollback.cost.recomputed == 0
+    assert len(check_decoding(model, tokens=2600).rounds) >= 1000 and model.rollback.cost.recomputed == 0
 
 
 def test_a_hybrid_draft_model_drafts_for_a_hybrid_target():
     """Both go back, the draft over its single steps; at the same weights every draft is accepted."""
     target, twin, other = (opened("qwen3_5_text", n_ctx=256, seed=seed) for seed in (0, 0, 5))
-    truth = decoded(target, None, 40)
+    truth = decoded(target, tokens=40).token_ids
     for draft, all_right in ((twin, True), (other, False)):
-        made = generate(target, IDS[:9], drafter=ModelDrafter(draft), k=4, max_new_tokens=40, ignore_eog=True)
-        assert list(made.token_ids) == truth
+        made = decoded(target, ModelDrafter(draft), tokens=40, k=4)
+        assert made.token_ids == truth
         assert (made.accepted_tokens == made.total_draft_tokens) == all_right
         assert draft.rollback.cost.recomputed == target.rollback.cost.recomputed == 0
 
@@ -270,11 +297,7 @@ def test_a_way_back_that_is_broken_is_not_used_and_leaves_nothing_behind(monkeyp
     with pytest.raises(InputError, match="listened to already"):
         HfModel(net, None, name="second", rollback="snapshots")
     model.close()
-    model.close()
     assert listeners(net) == before
-    for use in (lambda: model.n_past, lambda: model.rewind(0), lambda: model.locate_nonfinite([1])):
-        with pytest.raises(InputError, match="m was closed"):
-            use()
 
 
 def listeners(net) -> set[str]:
@@ -289,24 +312,12 @@ def test_a_family_without_a_recurrence_to_replay_is_refused_and_steps(family):
     assert model.caps.rewind == "snapshots" and "token by token" in model.caps.details["steps"]
 
 
-def interrupted(*_args) -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_an_interrupt_while_going_back_leaves_no_wrong_state(way):
     model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
-    model.forward(IDS[:9])
-    model.forward(IDS[20:26])
     broken = "take_back" if way in ("replay", "snapshots") else "feed" if way != "fused" else "restore"
     where = model.rollback._recorder if broken == "take_back" else model._engine
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(where, broken, interrupted)
-        model.rewind(3)
-    assert model.n_past == 0
-    for each in (model, plain):
-        each.forward(IDS[:9])
-    check_same_state(model, plain)
+    check_interrupt(model, plain, check_same_state, where, broken)
 
 
 @pytest.mark.parametrize("way", ["replay", "snapshots"])

@@ -6,21 +6,27 @@ On tiny random hybrids as GGUF files: Qwen3.5 and LFM2 keep snapshots, Mamba-2 a
 import numpy as np
 import pytest
 
-from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.gguf.convert import write_gguf
 from specnb.lm.gguf.model import GgufModel, PlaneRecorder, state_bytes
 from specnb.lm.hf.files import quiet
 from specnb.lm.preflight import need_bytes
-from tests.laws.test_rollback import IDS, ROUNDS, Scripted, interrupted
+from tests.laws.test_rollback import (
+    IDS,
+    K,
+    check_decoding,
+    check_interrupt,
+    check_rounds,
+    check_single_steps,
+    decoded,
+)
 from tests.tiny_hybrids import hybrid_folder
 
 CHOSEN = {"qwen35-grouped": "snapshots", "lfm2": "snapshots", "mamba2": "fused"}
 """What the architecture keeps decides."""
 STRATEGIES = ("snapshots", "fused", "checkpoint", "recompute")
 PAIRS = [(f, way) for f in CHOSEN for way in STRATEGIES if way != "snapshots" or CHOSEN[f] == way]
-K = 6
 CLOSE = 2e-3
 """Of logits with a spread of several: llama.cpp's kernels for one token round otherwise than those for several."""
 
@@ -60,42 +66,18 @@ def check_same_ahead(model: GgufModel, plain: GgufModel) -> None:
 def test_logits_after_any_number_of_accepted_tokens_are_those_of_the_plain_run(family, way, opened):
     model, plain = opened(family, way), opened(family, "recompute", n_ctx=500)
     assert model.caps.rewind == way and opened(family).caps.rewind == CHOSEN[family]
-    for prompt in (2, 9):
-        for accepted in range(K + 1):
-            for each in (model, plain):
-                each.reset()
-                each.forward(IDS[:prompt])
-            model.forward(IDS[prompt : prompt + K])  # the first round: all of it may have to go
-            model.rewind(K - accepted)
-            again = [IDS[40], *IDS[20 : 20 + K]]
-            model.forward(again)
-            model.rewind(K - accepted)
-            plain.forward([*IDS[prompt : prompt + accepted], *again[: accepted + 1]])
-            check_same_ahead(model, plain)
+    check_rounds(model, plain, check_same_ahead)
 
 
 @pytest.mark.parametrize(("family", "way"), PAIRS)
 def test_a_drafting_model_goes_back_over_its_single_steps(family, way, opened):
-    model, plain = opened(family, way), opened(family, "recompute", n_ctx=500)
-    for each in (model, plain):
-        each.forward(IDS[:9])
-    for accepted in (0, 2, K - 1):
-        for token in IDS[20 : 20 + K]:
-            model.forward([token])
-        model.rewind(K - accepted)
-        plain.forward(IDS[20 : 20 + accepted]) if accepted else None
-    for each in (model, plain):
-        each.rewind(1)  # beyond the border: nothing was fed since
-    check_same_ahead(model, plain)
+    check_single_steps(opened(family, way), opened(family, "recompute", n_ctx=500), check_same_ahead)
 
 
 @pytest.mark.parametrize(("family", "way"), PAIRS)
 def test_greedy_decoding_is_that_of_the_plain_run(family, way, opened):
     model = opened(family, way)
-    plain = {"prompt": IDS[:9], "max_new_tokens": 150, "ignore_eog": True}
-    truth = list(generate(model, **plain).token_ids)
-    made = generate(model, drafter=Scripted(truth, ROUNDS), k=K, **plain)
-    assert list(made.token_ids) == truth and 0 < made.accepted_tokens < made.total_draft_tokens
+    check_decoding(model, tokens=150)
     cost = model.rollback.cost
     assert (cost.recomputed == 0) == (way != "recompute")
     if way == "fused":
@@ -107,19 +89,14 @@ def test_greedy_decoding_is_that_of_the_plain_run(family, way, opened):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "way"), [pair for pair in PAIRS if pair[1] != "recompute"])
 def test_greedy_decoding_over_a_thousand_rounds(family, way, opened):
-    model = opened(family, way, n_ctx=4096)
-    plain = {"prompt": IDS[:9], "max_new_tokens": 2600, "ignore_eog": True}
-    truth = list(generate(model, **plain).token_ids)
-    made = generate(model, drafter=Scripted(truth, ROUNDS), k=K, **plain)
-    assert list(made.token_ids) == truth and len(made.rounds) >= 1000
+    assert len(check_decoding(opened(family, way, n_ctx=4096), tokens=2600).rounds) >= 1000
 
 
 @pytest.mark.parametrize("way", ["snapshots", "fused", "checkpoint"])
 def test_a_hybrid_draft_model_drafts_for_a_hybrid_target(way, opened):
     target, twin = opened("qwen35-grouped"), opened("qwen35-grouped", way, n_ctx=400)
-    plain = {"prompt": IDS[:9], "max_new_tokens": 60, "ignore_eog": True}
-    truth = generate(target, **plain).token_ids
-    made = generate(target, drafter=ModelDrafter(twin), k=4, **plain)
+    truth = decoded(target, tokens=60).token_ids
+    made = decoded(target, ModelDrafter(twin), tokens=60, k=4)
     assert made.token_ids == truth and made.acceptance_rate > 0.9
     assert twin.rollback.cost.recomputed == 0
 
@@ -205,12 +182,4 @@ def test_a_closed_model_says_so_and_ends_no_process(files):
 @pytest.mark.parametrize("way", ["fused", "checkpoint", "recompute"])
 def test_an_interrupt_while_going_back_leaves_no_wrong_state(way, opened):
     model, plain = opened("qwen35-grouped", way), opened("qwen35-grouped", "recompute", n_ctx=500)
-    model.forward(IDS[:9])
-    model.forward(IDS[20:26])
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(model._engine, "restore" if way == "fused" else "feed", interrupted)
-        model.rewind(3)
-    assert model.n_past == 0
-    for each in (model, plain):
-        each.forward(IDS[:9])
-    check_same_ahead(model, plain)
+    check_interrupt(model, plain, check_same_ahead, model._engine, "restore" if way == "fused" else "feed")

@@ -3,7 +3,6 @@
 Everything here runs the shipped loop over closed-form models; the drafters are trees of fixed or random tokens.
 """
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,14 +13,13 @@ from hypothesis import strategies as st
 from specnb.decode import accept
 from specnb.decode.control import RollingAcceptance
 from specnb.decode.generate import generate
-from specnb.decode.sampling import Chooser, Draws, Sampling
+from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Proposal
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
 from specnb.lm.tree import COMMITTED, Tree
 from tests.laws.enumerate import distribution, total_variation
-from tests.laws.test_distribution import SETTINGS, closed_form_law, speculative_law
-from tests.laws.trees import random_tree
+from tests.laws.test_distribution import ONE, SETTINGS, off_by
 
 
 class Trees:
@@ -106,15 +104,13 @@ SHAPES = {
 def test_trees_keep_the_law(rule, shape, sampling):
     target = toy.markov(3, order=2, seed=3)
     drafter = Trees(len(SHAPES[shape]), 3, seed=1, parents=SHAPES[shape])
-    law = speculative_law(target, drafter, sampling, n=4, k=9, rule=rule)
-    assert total_variation(law, closed_form_law(target, sampling, 4)) < 1e-9
+    assert off_by(target, drafter, sampling, n=4, k=9, rule=rule) < 1e-9
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_trees_and_ends_inside_them_keep_the_law(seed):
-    sampling, target = Sampling(temperature=1.0), toy.markov(3, order=2, seed=seed, eog=frozenset({2}))
-    law = speculative_law(target, Trees(6, 3, seed), sampling, n=4, k=6)
-    assert total_variation(law, closed_form_law(target, sampling, 4)) < 1e-9
+    target = toy.markov(3, order=2, seed=seed, eog=frozenset({2}))
+    assert off_by(target, Trees(6, 3, seed), ONE, n=4, k=6) < 1e-9
 
 
 def rejected_one_by_one(logits, proposal, chooser):
@@ -135,26 +131,17 @@ def rejected_one_by_one(logits, proposal, chooser):
             return accept.Acceptance(tuple(path), chooser.draws.categorical(p), ())
 
 
-def on_random_rows(seed, n_nodes=5, vocab=4):
-    rng = np.random.default_rng(seed)
-    proposal = Trees(n_nodes, vocab, seed).propose([0], n_nodes, None)
-    return 1.5 * rng.standard_normal((n_nodes + 1, vocab)), proposal
-
-
 @pytest.mark.parametrize("seed", range(8))
-def test_walking_is_rejecting_child_by_child(seed):
-    logits, proposal = on_random_rows(seed)
+def test_walking_is_rejecting_child_by_child_with_the_probability_that_it_says(seed):
+    """Of position j given that it is reached by this path: what the enumeration says as well."""
+    rng = np.random.default_rng(seed)
+    proposal = Trees(5, 4, seed).propose([0], 5, None)
+    logits = 1.5 * rng.standard_normal((6, 4))
 
     def law(rule):
         return distribution(lambda draws: rule(logits, proposal, Chooser(Sampling(0.9), draws))[:2])
 
     assert total_variation(law(accept.walk), law(rejected_one_by_one)) < 1e-12
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_accept_probability_is_that_of_going_on(seed):
-    """Of position j given that it is reached by this path: what the enumeration says as well."""
-    logits, proposal = on_random_rows(seed)
     made = distribution(lambda draws: accept.walk(logits, proposal, Chooser(Sampling(1.0), draws)))
     for one in made:
         for j, chance in enumerate(one.accept_prob):
@@ -190,19 +177,9 @@ def test_typical_keeps_the_longest_and_likeliest_path_that_passes(rows, ids, par
     assert path or verdict.next_id == 0
 
 
-def test_typical_on_a_chain_is_the_rule_for_chains():
-    for seed in range(20):
-        rng = np.random.default_rng(seed)
-        rows, ids = rng.dirichlet(np.full(6, 0.5), size=5), tuple(int(i) for i in rng.integers(0, 6, 4))
-        one = accept.typical(rows, Proposal(ids), Draws(np.random.default_rng(seed)))
-        two = accept.typical(rows, Proposal(ids, tree=Tree.chain(4)), Draws(np.random.default_rng(seed)))
-        assert (one.path, one.next_id, one.accept_prob) == two
-
-
 def test_typical_on_trees_is_lossy():
-    sampling, target = Sampling(temperature=1.0), toy.markov(3, order=2, seed=0)
-    law = speculative_law(target, Trees(5, 3), sampling, n=3, k=5, rule="typical")
-    assert total_variation(law, closed_form_law(target, sampling, 3)) > 0.005
+    target = toy.markov(3, order=2, seed=0)
+    assert off_by(target, Trees(5, 3), ONE, n=3, k=5, rule="typical") > 0.005
     assert not generate(target, [0], drafter=Trees(5, 3), temperature=1.0, rule="typical", max_new_tokens=5).lossless
 
 
@@ -250,9 +227,8 @@ def test_planted_faults_break_the_law(faulty):
     def rule(logits, proposal, chooser):
         return (accept.RULES["token"] if proposal.tree is None else faulty)(logits, proposal, chooser)
 
-    sampling, target = Sampling(temperature=1.0), toy.markov(3, order=2, seed=0)
-    law = speculative_law(target, Trees(4, 3, parents=(-1, -1, 0, 1)), sampling, n=3, k=4, rule=rule)
-    assert total_variation(law, closed_form_law(target, sampling, 3)) > 0.005
+    target = toy.markov(3, order=2, seed=0)
+    assert off_by(target, Trees(4, 3, parents=(-1, -1, 0, 1)), ONE, n=3, k=4, rule=rule) > 0.005
 
 
 # --- what cannot be verified ----------------------------------------------------------------------------------------
@@ -265,18 +241,18 @@ def proposing(proposal, nodes=0):
 
 
 @pytest.mark.parametrize(
-    ("proposal", "message"),
+    "proposal",
     [
-        (Proposal((1, 2, 1), tree=Tree((-1, -1, -1))), "2 drafts after the same token are all token 1"),
-        (Proposal((1, 2), tree=Tree((-1, 0, 0))), "a tree of 3 nodes was proposed with 2 tokens"),
-        (Proposal((1, 2), np.ones((2, 5)), tree=Tree((-1, 0))), "rows of q_draft"),
-        (Proposal((1, 2, 3, 4, 0), tree=Tree.chain(5)), "proposed 5 tokens, but was asked for 4"),
+        Proposal((1, 2, 1), tree=Tree((-1, -1, -1))),
+        Proposal((1, 2), tree=Tree((-1, 0, 0))),
+        Proposal((1, 2), np.ones((2, 5)), tree=Tree((-1, 0))),
+        Proposal((1, 2, 3, 4, 0), tree=Tree.chain(5)),
     ],
     ids=["twins", "sizes", "rows", "more"],
 )
 @pytest.mark.parametrize("declared", [0, 4])
-def test_what_is_no_tree_of_drafts_is_refused(proposal, message, declared):
-    with pytest.raises(InputError, match=message):
+def test_what_is_no_tree_of_drafts_is_refused(proposal, declared):
+    with pytest.raises(InputError):
         generate(toy.cyclic(5), [0], drafter=proposing(proposal, declared), k=4, max_new_tokens=20)
 
 
@@ -290,28 +266,28 @@ def test_a_tree_may_be_empty_and_repeat_a_token_under_another_parent():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
 def test_no_node_is_deeper_than_what_can_still_be_committed(n):
-    chain_and_star = Proposal((1, 2, 3, 4, 2), tree=Tree((-1, 0, 1, 2, -1)))
-    made = generate(toy.cyclic(5), [0], drafter=proposing(chain_and_star, 5), max_new_tokens=n)
+    """And what is kept hangs together as it did."""
+    chain_and_star = Proposal((1, 2, 3, 4, 2, 3), tree=Tree((-1, 0, 1, 2, -1, 4)))
+    made = generate(toy.cyclic(5), [0], drafter=proposing(chain_and_star, 6), max_new_tokens=n)
     first = made.rounds[0]
-    deepest = max(Tree(first.parents).depths, default=-1) + 1
-    assert deepest == min(4, n - 1) and first.k == min(5, deepest + (n > 1))
+    assert first.parents == {1: (), 2: (-1, -1), 3: (-1, 0, -1, 2), 4: (-1, 0, 1, -1, 3), 9: (-1, 0, 1, 2, -1, 4)}[n]
     assert made.token_ids == tuple((i + 1) % 5 for i in range(n))
 
 
-@pytest.mark.parametrize(("reason", "announced"), [("its layers have sliding windows", True), ("engine (toy)", False)])
-def test_a_target_that_cannot_compute_trees_is_refused(reason, announced):
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_target_that_cannot_compute_trees_is_refused(announced):
     """Before the first token; a tree that was not announced when it is proposed."""
     target = toy.cyclic(5)
-    target.caps = replace(target.caps, trees=False, trees_reason=reason if announced else "")
+    target.caps = replace(target.caps, trees=False, trees_reason="its layers have sliding windows")
     drafter = Trees(3, 5) if announced else proposing(Proposal((1, 2), tree=Tree((-1, -1))))
     if announced:
         target.forward = lambda *_, **__: pytest.fail("a token was fed")
-    with pytest.raises(InputError, match=re.escape(reason)):
+    with pytest.raises(InputError, match="sliding windows"):
         generate(target, [0], drafter=drafter)
 
 
 def test_a_controller_of_chains_does_not_reckon_with_trees():
-    with pytest.raises(InputError, match=r"'rolling acceptance'.* trees"):
+    with pytest.raises(InputError, match="rolling acceptance"):
         generate(toy.cyclic(5), [0], drafter=Trees(3, 5), k=RollingAcceptance())
 
 
@@ -334,17 +310,6 @@ def test_bad_logits_in_a_tree_stop_the_run_with_their_place(temperature):
     assert generate(target, [3], max_new_tokens=1).token_ids == (4,), "the state can be used again"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_depth_cutting_keeps_the_upper_part_as_it_was(seed):
-    drawn = random_tree(12, seed)
-    whole = Proposal(tuple(range(12)), tree=drawn)
-    for depth in range(1, 6):
-        cut = accept.checked(whole, depth)
-        kept = [node for node in range(12) if drawn.depths[node] < depth]
-        assert list(cut.ids) == kept
-        assert [cut.up_to(i) for i in range(len(kept))] == [whole.up_to(node) for node in kept]
-
-
 class Knowing(Trees):
     """Drafts a bush in which the true continuation runs along nodes 1, 3, 4, other tokens beside it."""
 
@@ -365,5 +330,3 @@ def test_a_real_model_verifies_trees_as_it_decodes_plainly(opened):
     drafter = Knowing(plain.prompt_ids, plain.token_ids, target.vocab.size)
     made = generate(target, plain.prompt_ids, drafter=drafter, max_new_tokens=32)
     assert made.token_ids == plain.token_ids and made.tau > 3
-    wrong = generate(target, plain.prompt_ids, drafter=Trees(6, target.vocab.size), max_new_tokens=8)
-    assert wrong.token_ids == plain.token_ids[:8]

@@ -12,7 +12,7 @@ import specnb
 from specnb.errors import InputError
 from specnb.lm.hf.engine import cache_argument
 from specnb.ssm import memory
-from specnb.ssm.memory import MAMBA1, SHORT_CONV, RecurrentShape, shape_of
+from specnb.ssm.memory import MAMBA1, SHORT_CONV, RecurrentShape, shape_of, sizes_of
 from tests.tiny_models import mamba_gguf, torch_model
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -74,24 +74,15 @@ def held(cache, name):
 
 def test_qwen3_next_80b_is_the_published_table():
     half = qwen3_next_80b()
-    full = half._replace(record_dtype="float32")
+    n, full = sizes_of(half), sizes_of(half._replace(record_dtype="float32"))
     assert half.layers == 36
-    assert (memory.state_bytes(half), memory.window_bytes(half)) == (72 * MIB, 3.375 * MIB)
-    assert memory.snapshot_bytes(half) == 75.375 * MIB
-    assert (memory.raw_replay_bytes(half), memory.raw_replay_bytes(full)) == (441 * KIB, 873 * KIB)
-    assert (memory.factor_replay_bytes(half), memory.factor_replay_bytes(full)) == (436.5 * KIB, 868.5 * KIB)
-    assert memory.raw_replay_bytes(half) + memory.conv_column_bytes(half) == 1017 * KIB
-    assert memory.pre_conv_bytes(half) == 585 * KIB
-
-
-def test_the_window_in_transformers_has_a_column_more_and_the_dtype_of_the_activations():
-    full, half = (shape_of(config_of("qwen3_next"), dtype=dtype) for dtype in ("float32", "bfloat16"))
-    assert (memory.window_bytes(full), memory.window_bytes(half)) == (4.5 * MIB, 2.25 * MIB)
-    assert memory.state_bytes(full) == memory.state_bytes(half) == 72 * MIB
-
-
-def test_the_table_by_width_is_the_published_one():
-    rows = memory.table(qwen3_next_80b()).set_index("width") / MIB
+    assert (n["state"], n["window"], n["snapshot"]) == (72 * MIB, 3.375 * MIB, 75.375 * MIB)
+    assert (n["raw_replay"], full["raw_replay"]) == (441 * KIB, 873 * KIB)
+    assert (n["factor_replay"], full["factor_replay"]) == (436.5 * KIB, 868.5 * KIB)
+    assert (n["raw_replay"] + n["column"], n["pre_conv"]) == (1017 * KIB, 585 * KIB)
+    rows = memory.parts(half).set_index("quantity")["times_smaller"].round().tolist()
+    assert rows == [1, 22, 1, 175, 76, 177, 76, 132]
+    rows = memory.table(half).set_index("width") / MIB
     assert rows["snapshots_bytes"].round(0).tolist() == [226, 377, 678, 1281, 4899]
     assert rows["raw_replay_bytes"].round(1).tolist() == [77.4, 79.3, 83.3, 91.3, 138.9]
     assert rows["checkpoint_bytes"].round(0).eq(151).all() and rows["live_bytes"].eq(75.375).all()
@@ -99,22 +90,12 @@ def test_the_table_by_width_is_the_published_one():
     assert (rows["pre_conv_bytes"] < rows["factor_replay_bytes"]).all()
 
 
-def test_mamba_2_8b_replays_in_an_eighth_of_its_state():
-    """The ratio of 100 and more belongs to large key and value heads; with 16 columns a channel it is 8."""
-    shape = shape_of(config_of("mamba", hidden_size=2560, num_hidden_layers=64), layout="llama.cpp")
-    assert memory.state_bytes(shape) == 20 * MIB
-    assert memory.raw_replay_bytes(shape) == 64 * (2 * 5120 + 16) * 4
-    assert memory.state_bytes(shape) / memory.raw_replay_bytes(shape) == pytest.approx(8, abs=0.02)
-    assert memory.pre_conv_bytes(shape) == 64 * 5120 * 4, "dt, B and C come from the convolved x"
-
-
-def test_mamba2_is_the_published_formula():
-    """L (H P N b + (cw - 1) (d_in + 2 G N) b) a snapshot, L ((H P + G N) b + 4 H) a token."""
-    shape = shape_of(config_of("mamba2"), layout="llama.cpp", dtype="float32")
-    half = shape._replace(record_dtype="bfloat16")
-    assert memory.snapshot_bytes(shape) == 64 * (128 * 64 * 128 * 4 + 3 * (8192 + 2 * 8 * 128) * 4)
-    assert memory.raw_replay_bytes(half) == 64 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)
-    assert memory.pre_conv_bytes(half) == 64 * ((8192 + 2 * 8 * 128) * 2 + 128 * 4)
+def test_the_factors_of_mamba2_are_the_published_formula():
+    """L ((H P + G N) b + 4 H) a token; Mamba-1, with 16 columns a channel, saves a factor of 8 only."""
+    shape = shape_of(config_of("mamba2"), layout="llama.cpp", dtype="bfloat16")
+    assert sizes_of(shape)["factor_replay"] == 64 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)
+    n = sizes_of(shape_of(config_of("mamba", hidden_size=2560, num_hidden_layers=64), layout="llama.cpp"))
+    assert n["state"] == 20 * MIB and n["state"] / n["raw_replay"] == pytest.approx(8, abs=0.02)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, cycle([torch.float32, torch.bfloat16]))], ids=str)
@@ -125,9 +106,11 @@ def test_formulas_are_the_bytes_of_the_caches_of_every_family(family, dtype):
     for ids in (torch.arange(3, 9)[None], torch.tensor([[9]])):
         model(ids, **{cache_argument(model): cache}, use_cache=True)
     shape = shape_of(model.config, dtype=str(dtype).removeprefix("torch."))
-    assert memory.state_bytes(shape) == held(cache, "recurrent_states")
-    assert memory.window_bytes(shape) == held(cache, "conv_states") > 0
-    assert (memory.state_bytes(shape) > 0) is (shape.kind is not SHORT_CONV)
+    n = sizes_of(shape)
+    assert n["state"] == held(cache, "recurrent_states")
+    assert n["window"] == held(cache, "conv_states") > 0
+    assert (n["state"] > 0) is (shape.kind is not SHORT_CONV)
+    assert not memory.parts(shape)["times_smaller"].isna().any()
 
 
 def test_every_known_family_is_checked_on_a_real_cache():
@@ -146,7 +129,7 @@ def test_formulas_are_the_bytes_of_llama_cpps_state(tmp_path):
         n_bytes = llama_cpp.llama_state_seq_get_size(model._context, 0)
     finally:
         model.close()
-    assert 0 <= n_bytes - memory.snapshot_bytes(shape) < 100, "beside the state only a header"
+    assert 0 <= n_bytes - sizes_of(shape)["snapshot"] < 100, "beside the state only a header"
 
 
 @pytest.mark.parametrize(
@@ -164,42 +147,22 @@ def test_what_replay_has_to_keep_measured(family, kernel, writes, gates, monkeyp
     kernels = record_calls(monkeypatch, code, kernel)
     convs = record_calls(monkeypatch, DynamicCache, "update_conv_state")
     model(torch.arange(3, 8)[None], **{cache_argument(model): DynamicCache(config=model.config)})
-    shape = shape_of(model.config)
+    n = sizes_of(shape_of(model.config))
     columns = sum(call["conv_states"].nbytes for call in convs)
-    assert columns == 5 * memory.conv_column_bytes(shape)
-    assert columns + sum(call[name].nbytes for call in kernels for name in gates) == 5 * memory.pre_conv_bytes(shape)
-    assert sum(call[name].nbytes for call in kernels for name in writes) == 5 * memory.raw_replay_bytes(shape)
+    assert columns == 5 * n["column"]
+    assert columns + sum(call[name].nbytes for call in kernels for name in gates) == 5 * n["pre_conv"]
+    assert sum(call[name].nbytes for call in kernels for name in writes) == 5 * n["raw_replay"]
 
 
-def test_parts_name_every_quantity_once():
-    rows = memory.parts(qwen3_next_80b())
-    assert rows["quantity"].is_unique
-    assert rows.set_index("quantity")["times_smaller"].round().astype(int).to_dict() == {
-        "state S": 1,
-        "window R": 22,
-        "snapshot S + R, a position": 1,
-        "raw replay, a token": 175,
-        "raw replay and conv column, a token": 76,
-        "factor replay, a token": 177,
-        "factor replay and conv column, a token": 76,
-        "inputs before the convolution, a token": 132,
-    }
-    conv_only = memory.parts(shape_of(config_of("lfm2", layer_types=CONVS, num_hidden_layers=4)))
-    assert not conv_only["times_smaller"].isna().any()
-
-
-def test_a_composite_config_is_read_by_its_text_part():
+def test_layout_and_dtype_of_the_activations_decide_the_window():
+    """transformers keeps a column more; llama.cpp keeps all in float32. A composite config is its text part."""
     composite = config_of("qwen3_5")
     assert shape_of(composite) == shape_of(composite.text_config)
-    assert memory.state_bytes(shape_of(composite)) == 48 * MIB
-
-
-def test_the_dtype_of_activations_is_the_configs_own_unless_given():
+    windows = [sizes_of(shape_of(config_of("qwen3_next"), dtype=dtype))["window"] for dtype in ("float32", "bfloat16")]
+    assert windows == [4.5 * MIB, 2.25 * MIB]
     config = config_of("mamba2", dtype="bfloat16")
     assert (shape_of(config).conv_dtype, shape_of(config).record_dtype) == ("bfloat16", "bfloat16")
-    assert shape_of(config, dtype="float32").conv_dtype == "float32"
-    assert shape_of(config, layout="llama.cpp").conv_dtype == "float32"
-    assert shape_of(config_of("mamba2")).record_dtype == "float32"
+    assert shape_of(config, layout="llama.cpp").conv_dtype == "float32" == shape_of(config_of("mamba2")).record_dtype
 
 
 @pytest.mark.parametrize(("family", "value"), [("llama", "llama"), ("lfm2", "full_attention")])

