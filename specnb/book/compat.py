@@ -1,9 +1,10 @@
 """Figures of notebook 03: verdicts of all pairs, and overlap against acceptance."""
 
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import COLOURS, series, template
+from specnb.book.style import COLOURS, MARKERS, template
 from specnb.compat.check import Verdict
 
 LOOKS = {
@@ -68,27 +69,20 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     Open circles are what the run of the same draft in its own vocabulary predicts.
     """
     drawn = trial.dropna(subset=["text_shared", "acceptance_rate"])
-    figure = go.Figure()
-    for index, row in enumerate(drawn.itertuples()):
-        figure.add_trace(
-            go.Scatter(
-                x=[row.text_shared], y=[row.acceptance_rate], mode="markers",
-                marker=series(index)["marker"] | {"size": 13},
-                name=f"{row.vocabulary} ({row.translated})",
-                hovertemplate=f"{row.vocabulary}<br>{row.accepted} of {row.drafted} accepted<extra></extra>",
-            )
-        )  # fmt: skip
+    drawn = drawn.assign(run=drawn["vocabulary"] + " (" + drawn["translated"].astype(str) + ")")
+    figure = px.scatter(
+        drawn, x="text_shared", y="acceptance_rate", color="run", symbol="run", symbol_sequence=MARKERS,
+        hover_data=["accepted", "drafted"], template=template(), title="The same draft model behind other vocabularies",
+    ).update_traces(marker_size=13)  # fmt: skip
     predicted = drawn.dropna(subset=["predicted_rate"])
     if not predicted.empty:
-        figure.add_trace(
-            go.Scatter(
-                x=predicted["text_shared"], y=predicted["predicted_rate"], mode="markers", text=predicted["vocabulary"],
-                marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the first",
-                hovertemplate="%{text}<br>predicted %{y:.2f}<extra></extra>",
-            )
+        figure.add_scatter(
+            x=predicted["text_shared"], y=predicted["predicted_rate"], mode="markers", text=predicted["vocabulary"],
+            marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the first",
+            hovertemplate="%{text}<br>predicted %{y:.2f}<extra></extra>",
         )  # fmt: skip
     least = max(0.0, float(drawn["text_shared"].min()) - 0.05)
     title_x = "share of an ordinary text's tokens that both have"
     figure.update_xaxes(title_text=title_x, range=[least, 1.01], tickformat=".0%")
     figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", range=[0, 1.05])
-    return figure.update_layout(template=template(), title_text="The same draft model behind other vocabularies")
+    return figure.update_layout(legend_title_text="")

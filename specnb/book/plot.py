@@ -18,7 +18,7 @@ PLOTLY_JS = "plotly.js"
 
 
 class Plot(anywidget.AnyWidget):
-    """`figure`, drawn; `update` changes its traces. A reader's zoom is kept."""
+    """A figure, drawn; `update` shows another in its place. A reader's zoom is kept."""
 
     _esm = """
     // One plotly.js for the page. A view that is removed before it arrives leaves the asking to the next one.
@@ -59,10 +59,8 @@ class Plot(anywidget.AnyWidget):
     _look = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, figure: go.Figure) -> None:
-        spec = figure.to_dict()
-        self._data = spec["data"]
-        look = spec["layout"] | {"uirevision": "kept"}
-        super().__init__(_look=to_json_plotly(look), _traces=to_json_plotly(self._data))
+        super().__init__()
+        self.update(figure)
         self.on_msg(self._asked)
 
     @property
@@ -70,10 +68,10 @@ class Plot(anywidget.AnyWidget):
         """What is drawn now, as a figure that needs no kernel."""
         return go.Figure(json.loads(self._traces), json.loads(self._look))
 
-    def update(self, data: list[dict]) -> None:
-        """Change the traces, one dict for each in order. Raises ValueError for another number of them."""
-        self._data = [trace | new for trace, new in zip(self._data, data, strict=True)]
-        self._traces = to_json_plotly(self._data)
+    def update(self, figure: go.Figure) -> None:
+        spec = figure.to_dict()
+        self._look = to_json_plotly(spec["layout"] | {"uirevision": "kept"})
+        self._traces = to_json_plotly(spec["data"])  # last: the page draws when it changes
 
     def _asked(self, _widget: object, content: object, _buffers: list) -> None:
         if content == PLOTLY_JS:

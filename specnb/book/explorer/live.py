@@ -1,7 +1,7 @@
 """The explorer's models: records its trace, measures what forwards cost, and runs a setting for real."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple, Self
 
@@ -71,12 +71,10 @@ class Workbench:
         kept = record_of("09_explorer", p, self.chosen, self.target, models, started, generations, measured)
         return Recorded(kept, Trace(tuple(recordings)), curve, c)
 
-    def run_live(
-        self, setting: Setting, progress: Progress = silent, cancelled: Callable[[], bool] = lambda: False
-    ) -> list[Generation]:
-        """Each prompt of the setting's content plainly and with drafts, in turn; stops between generations if asked.
+    def run_live(self, setting: Setting, progress: Progress = silent) -> list[Generation]:
+        """Each prompt of the setting's content plainly and with drafts, in turn; a warm-up is not kept.
 
-        A warm-up is not kept. Raises what `generate` raises.
+        Raises what `generate` raises.
         """
         chosen = [p for p in self.chosen if setting.content in (ALL, p.category)]
         chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][:LIVE_PROMPTS]  # from different contents
@@ -89,8 +87,6 @@ class Workbench:
             for extra in ({}, {"drafter": drafter, "k": 1}):
                 generate(self.target, chosen[0], max_new_tokens=4, **common, **extra)
             for prompt, extra in todo:
-                if cancelled():
-                    break
                 progress(len(generations), len(todo), f"{prompt.id}, {'with drafts' if extra else 'plainly'}")
                 tokens = self.params.max_new_tokens
                 generations.append(generate(self.target, prompt, max_new_tokens=tokens, **common, **extra))
