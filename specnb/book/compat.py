@@ -22,18 +22,20 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
 
     A mark beside the letter tells where llama.cpp's or transformers' check says otherwise.
     """
-    names = list(dict.fromkeys(matrix["target"]))
-    order = list(LOOKS)
-    cells = {(row.target, row.draft): row for row in matrix.itertuples()}
-    rows = [[cells.get((target, draft)) for draft in names] for target in names]
+    names, order = list(dict.fromkeys(matrix["target"])), list(LOOKS)
+    shown = matrix.assign(
+        code=[order.index(verdict) + 0.5 for verdict in matrix["verdict"]],
+        letters=[LOOKS[Verdict(row.verdict)][0] + _others(row) for row in matrix.itertuples()],
+        hover=list(map(_hover, matrix.itertuples())),
+    )
+    wide = shown.pivot(index="target", columns="draft").reindex(names)
+    code, letters, hover = (wide[column].reindex(columns=names) for column in ("code", "letters", "hover"))
     steps = [(at / len(order), colour) for i, (_, colour) in enumerate(LOOKS.values()) for at in (i, i + 1)]
     figure = go.Figure(
         go.Heatmap(
             x=names, y=names, zmin=0, zmax=len(order), colorscale=steps, showscale=False, xgap=2, ygap=2,
-            z=[[None if c is None else order.index(c.verdict) + 0.5 for c in row] for row in rows],
-            text=[["" if c is None else LOOKS[Verdict(c.verdict)][0] + _others(c) for c in row] for row in rows],
-            texttemplate="%{text}", customdata=[["" if c is None else _hover(c) for c in row] for row in rows],
-            hovertemplate="%{customdata}<extra></extra>",
+            z=code.to_numpy().tolist(), text=letters.fillna("").to_numpy().tolist(), texttemplate="%{text}",
+            customdata=hover.fillna("").to_numpy().tolist(), hovertemplate="%{customdata}<extra></extra>",
         )
     )  # fmt: skip
     for verdict, (letter, colour) in LOOKS.items():

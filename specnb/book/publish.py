@@ -29,7 +29,6 @@ SCHEMA_VERSION = 1  # of the sidecar
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 WIDTH, HEIGHT, PNG_SCALE = 960, 480, 2
 MAX_ROWS = 2000  # of a table that the sidecar holds
-GALLERY_ROWS = 24  # of a table that the gallery shows
 EXPORT_S, RENDER_S = 120.0, 60.0  # limits: both images with the browser's start and end, one image
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
 EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
@@ -212,9 +211,8 @@ def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
 
 def write_gallery(folder: Path) -> Path:
     """Write `folder/README.md` and return its path. Raises InputError where no figure is published."""
-    path = folder / "README.md"
-    write_atomic(path, gallery(folder).encode())
-    return path
+    write_atomic(folder / "README.md", gallery(folder).encode())
+    return folder / "README.md"
 
 
 def gallery(folder: Path) -> str:
@@ -236,20 +234,5 @@ def _entry(sidecar: dict[str, Any]) -> str:
     origin = f"{sidecar['provenance'].get('utc', '')[:10]}, commit {commit}"
     return (
         f"### {name}\n\n{picture}\n\n{sidecar['caption']}\n"
-        f"{origin}. [Interactive]({name}.html) · [provenance]({name}.json)\n{_entry_table(sidecar['table'])}"
+        f"{origin}. [Interactive]({name}.html) · [provenance and data]({name}.json)\n"
     )
-
-
-def _entry_table(table: dict[str, Any] | None) -> str:
-    rows = (table or {}).get("records") or []
-    if not rows or len(rows) > GALLERY_ROWS:
-        return ""
-    lines = [table["columns"], ["---"] * len(table["columns"])]
-    lines += [[_entry_cell(row[column]) for column in table["columns"]] for row in rows]
-    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"\n<details><summary>Data: {len(rows)} rows</summary>\n\n{body}\n\n</details>\n"
-
-
-def _entry_cell(value: Any) -> str:
-    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")

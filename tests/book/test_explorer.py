@@ -333,7 +333,7 @@ def test_an_error_of_a_live_run_is_shown_one_runs_at_a_time_and_the_next_run_wor
 
 
 def test_a_workbench_records_what_the_explorer_needs(bench):
-    recorded = bench.record()
-    assert recorded.record.status == "completed" and len(recorded.trace.recordings) == 20
-    assert recorded.c == {LOOKUP: 0.0} and recorded.curve.widths[-1] == 25
-    assert Tables(recorded.trace).contents == ("code", "prose")
+    kept, trace, curve, c = bench.record()
+    assert kept.status == "completed" and len(trace.recordings) == 20
+    assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25
+    assert Tables(trace).contents == ("code", "prose")

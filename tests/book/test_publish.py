@@ -176,16 +176,14 @@ def test_the_gallery_in_the_repository_is_that_of_its_sidecars():
     assert (folder / "README.md").read_text(encoding="utf-8") == gallery(folder), "run `specnb publish`"
 
 
-def test_an_entry_of_the_gallery_holds_picture_caption_origin_and_data(no_browser, tmp_path):
+def test_an_entry_of_the_gallery_holds_picture_caption_and_origin(no_browser, tmp_path):
     with pytest.raises(InputError, match=tmp_path.name):
         gallery(tmp_path)
     origin = {"git": {"commit": "f" * 40, "dirty": True}, "utc": "2026-11-21T08:39:54+00:00"}
-    table = pd.DataFrame({"k": [4, None], "tau": [1.23456, 2.0]})
-    sidecar = published(tmp_path, record=record_of(provenance=origin), table=table)
+    sidecar = published(tmp_path, record=record_of(provenance=origin))
     page = gallery(tmp_path)
     for text in ("specnb run 01_k_sweep", "(no picture)", sidecar["caption"], "2026-11-21, commit ffffffffff, with ch"):
         assert text in page
-    assert "| k | tau |\n| --- | --- |\n| 4 | 1.235 |\n|  | 2 |" in page
     (tmp_path / "speed.json").write_text(json.dumps(sidecar | {"files": {"speed.png": "0"}}))
     assert "![Speed-up over K](speed.png)" in gallery(tmp_path)
 
