@@ -36,14 +36,11 @@ def against_best(record: RunRecord) -> pd.DataFrame:
 
 def worst(share: pd.DataFrame) -> pd.DataFrame:
     """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content."""
-    contents = [name for name in share.columns if name not in ("machine", "drafter", "policy", SWITCHING)]
     rows = share[~share["policy"].isin(["best fixed K: speed-up", "oracle"])]
-    table = rows[["machine", "drafter", "policy"]].assign(
-        worst=rows[contents].min(axis=1), content=rows[contents].idxmin(axis=1)
-    )
-    if SWITCHING in share:
-        table = table.assign(**{SWITCHING: rows[SWITCHING]})
-    return table.reset_index(drop=True)
+    rows = rows.set_index(["machine", "drafter", "policy"])
+    contents = rows.drop(columns=SWITCHING, errors="ignore")
+    table = pd.DataFrame({"worst": contents.min(axis=1), "content": contents.idxmin(axis=1)})
+    return table.join(rows.filter([SWITCHING])).reset_index()
 
 
 def live_check(study: ControllerStudy) -> pd.DataFrame:

@@ -18,7 +18,7 @@ LOOKS = {
 
 
 def verdicts(matrix: pd.DataFrame) -> go.Figure:
-    """Every pair of `check.matrix`, coloured and lettered by its verdict; hover text says what is shared.
+    """Every pair of `check.matrix`, coloured and lettered by its verdict.
 
     A mark beside the letter tells where llama.cpp's or transformers' check says otherwise.
     """
@@ -26,16 +26,15 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
     shown = matrix.assign(
         code=[order.index(verdict) + 0.5 for verdict in matrix["verdict"]],
         letters=[LOOKS[Verdict(row.verdict)][0] + _others(row) for row in matrix.itertuples()],
-        hover=list(map(_hover, matrix.itertuples())),
     )
-    wide = shown.pivot(index="target", columns="draft").reindex(names)
-    code, letters, hover = (wide[column].reindex(columns=names) for column in ("code", "letters", "hover"))
+    wide = shown.pivot(index="target", columns="draft", values=["code", "letters"]).reindex(names)
     steps = [(at / len(order), colour) for i, (_, colour) in enumerate(LOOKS.values()) for at in (i, i + 1)]
     figure = go.Figure(
         go.Heatmap(
-            x=names, y=names, zmin=0, zmax=len(order), colorscale=steps, showscale=False, xgap=2, ygap=2,
-            z=code.to_numpy().tolist(), text=letters.fillna("").to_numpy().tolist(), texttemplate="%{text}",
-            customdata=hover.fillna("").to_numpy().tolist(), hovertemplate="%{customdata}<extra></extra>",
+            x=names, y=names, z=wide["code"].reindex(columns=names).to_numpy().tolist(),
+            zmin=0, zmax=len(order), colorscale=steps, showscale=False, xgap=2, ygap=2, texttemplate="%{text}",
+            text=wide["letters"].reindex(columns=names).fillna("").to_numpy().tolist(),
+            hovertemplate="%{x} for %{y}: %{text}<extra></extra>",
         )
     )  # fmt: skip
     for verdict, (letter, colour) in LOOKS.items():
@@ -55,14 +54,6 @@ def _others(cell: tuple) -> str:
     fits = cell.verdict in (Verdict.DROP_IN, Verdict.SLICING)
     wrong = {"l": cell.llama_cpp, "t": cell.transformers}
     return "".join(f" {letter}" for letter, accepts in wrong.items() if accepts is not None and accepts != fits)
-
-
-def _hover(cell: tuple) -> str:
-    shared = "" if pd.isna(cell.share_target) else f"<br>{cell.share_target:.1%} of the target's pieces shared"
-    text = f"{cell.draft} for {cell.target}: {cell.verdict}{shared}"
-    if pd.isna(cell.first_difference):
-        return text
-    return f"{text}<br>{cell.n_different:.0f} ids differ, first {cell.first_difference:.0f}"
 
 
 def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:

@@ -182,8 +182,7 @@ def _kill(browser: Any) -> None:
     """End the browser of a Kaleido, if it still runs, and its helpers: it leads a process group of its own."""
     process = getattr(browser, "subprocess", None)
     if process is not None and process.poll() is None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+        os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
 
 
 def stable_svg(svg: bytes) -> bytes:
@@ -222,8 +221,7 @@ def gallery(folder: Path) -> str:
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
     parts = [GALLERY]
     for experiment, figures in groupby(sidecars, key=lambda sidecar: sidecar["experiment"]):
-        parts.append(f"## {experiment}\n\n`.venv/bin/specnb run {experiment}`\n")
-        parts += [_entry(sidecar) for sidecar in figures]
+        parts += [f"## {experiment}\n\n`.venv/bin/specnb run {experiment}`\n", *map(_entry, figures)]
     return "\n".join(parts)
 
 

@@ -77,7 +77,7 @@ def replayed(record: RunRecord) -> pd.DataFrame:
 def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame) -> dict:
     times = group[["n_decoded", "seconds", "n_decoded", "plain_s"]].to_numpy(dtype=float)
     times = times[times[:, 0] > 0]  # an answer of one token is all prefill
-    speedup = bootstrap(times, rate_ratio, draws=500) if len(times) else Interval(*[float("nan")] * 3)
+    speedup = bootstrap(times, rate_ratio, draws=500)
     drafted, accepted, rounds = (float(group[name].sum()) for name in ("drafted", "accepted", "rounds"))
     return {
         **dict(zip(("category", "temperature", "k"), key, strict=True)),

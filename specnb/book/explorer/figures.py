@@ -33,10 +33,6 @@ class View(NamedTuple):
     round: int
     live: tuple[float, float, float, float] | None = None
 
-    @property
-    def step(self) -> Step:
-        return self.steps[self.round - 1]
-
 
 def view(tables: Tables, setting: Setting, index: int, round_: int, live: tuple | None = None) -> View:
     """Look a setting up; `index` is the recording of the strip, `round_` counts from 1 and is kept in range."""
@@ -65,8 +61,8 @@ def speedup(v: View) -> go.Figure:
     )  # fmt: skip
     counts = f"tau {p.tau:.2f}<br>accepted {p.accepted:.0f} of {p.drafted:.0f}"
     figure.add_scatter(
-        x=[v.setting.k if v.setting.policy == FIXED else float(p.mean_k)], y=[float(p.speedup)], mode="markers",
-        name=f"chosen: {label(v.setting)}",
+        x=[v.setting.k if v.setting.policy == FIXED else float(p.drafted / p.rounds)], y=[float(p.speedup)],
+        mode="markers", name=f"chosen: {label(v.setting)}",
         marker={"color": COLOURS[1], "symbol": "diamond", "size": 14, "line": {"color": "#222", "width": 1}},
         hovertemplate=f"chosen: speed-up %{{y:.2f}}<br>{counts}<extra></extra>",
     )  # fmt: skip
@@ -154,7 +150,7 @@ def summary(v: View) -> list[str]:
     return [
         f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {s.temperature:g}: "
         f"predicted speed-up {p.speedup:.2f}, prompts: {p.n_prompts} ({about}); {verdict(p)}.",
-        f"tau {p.tau:.2f}, {p.accepted:.0f} of {p.drafted:.0f} drafts kept, {p.mean_k:.1f} drafts a round. "
+        f"tau {p.tau:.2f}, {p.accepted:.0f} of {p.drafted:.0f} drafts kept, {p.drafted / p.rounds:.1f} drafts a round. "
         f"Best fixed K: {best}.",
         f"Costs: {machine.name}, T({AT})/T(1) = {machine.at8:.2f}, c = {machine.c:.2f}.",
         round_line(v),
@@ -170,7 +166,7 @@ def verdict(p: Predicted) -> str:
 
 def round_line(v: View) -> str:
     """The round of the strip in words."""
-    s = v.step
+    s = v.steps[v.round - 1]
     end = ending(s) if s.at + s.n_accepted < v.recording.n_tokens else "the end"
     text = "".join(map(shown_text, v.recording.pieces[s.at : s.at + s.n_accepted + 1]))
     counts = f"{s.drafted} drafted, {s.n_accepted} kept, {s.drafted - s.n_accepted} discarded"

@@ -113,11 +113,6 @@ class Predicted(NamedTuple):
     def tau(self) -> np.ndarray:
         return self.n_tokens / self.rounds
 
-    @property
-    def mean_k(self) -> np.ndarray:
-        """Drafts a round, on average."""
-        return self.drafted / self.rounds
-
 
 class Tables:
     """The trace, prepared. Building it costs one `fixed_k` for each recording and K; looking up costs next to nothing.
@@ -174,8 +169,8 @@ class Tables:
         """Those that can be replayed: their K is recorded and, where they read beliefs, these are too."""
         reads = self.is_model(drafter)
         some = Setting(drafter, 0.0, ALL, FIXED, 1, Machine.straight(CUSTOM, 1.0, 0.0, self.k_max))
-        fits = {name: p.controller(some).k_max <= self.k_max for name, p in POLICIES.items()}
-        return tuple(name for name, p in POLICIES.items() if fits[name] and (reads or not p.reads_beliefs))
+        fits = {name: p for name, p in POLICIES.items() if p.controller(some).k_max <= self.k_max}
+        return tuple(name for name, p in fits.items() if reads or not p.reads_beliefs)
 
     def sweep(self, setting: Setting) -> Predicted:
         """Every fixed K from 0, exactly."""
