@@ -75,17 +75,16 @@ def replayed(record: RunRecord) -> pd.DataFrame:
 
 
 def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame) -> dict:
-    times = group[["n_decoded", "seconds", "n_decoded", "plain_s"]].to_numpy(dtype=float)
-    times = times[times[:, 0] > 0]  # an answer of one token is all prefill
-    speedup = bootstrap(times, rate_ratio, draws=500)
-    drafted, accepted, rounds = (float(group[name].sum()) for name in ("drafted", "accepted", "rounds"))
+    decoding = group[group["n_decoded"] > 0]  # an answer of one token is all prefill
+    times = decoding[["n_decoded", "seconds", "n_decoded", "plain_s"]].to_numpy(dtype=float)
+    speedup, sums = bootstrap(times, rate_ratio, draws=500), group[["drafted", "accepted", "rounds"]].sum()
     return {
         **dict(zip(("category", "temperature", "k"), key, strict=True)),
         "tokens_per_s": speedup.value * group["n_decoded"].sum() / group["live_plain_s"].sum(),
-        "drafted": drafted,
-        "accepted": accepted,
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "tau": (group["tau"] * group["rounds"]).sum() / rounds,
+        "drafted": float(sums["drafted"]),
+        "accepted": float(sums["accepted"]),
+        "acceptance_rate": sums["accepted"] / sums["drafted"] if sums["drafted"] else None,
+        "tau": (group["tau"] * group["rounds"]).sum() / sums["rounds"],
         "speedup": speedup.value,
         "low": speedup.low,
         "high": speedup.high,

@@ -115,10 +115,9 @@ def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(t
             recordings = [tables.recordings[i] for i in tables.chosen(setting)]
             walks = [walk(recording, controller) for recording in recordings]
             counts = [counts_of(recording, steps) for recording, steps in zip(recordings, walks, strict=True)]
-            p = tables.predict(setting)
-            for name in ("rounds", "drafted", "accepted"):
-                assert getattr(p, name) == sum(getattr(c, name) for c in counts), setting
-            plain = sum(r.n_tokens - 1 for r in recordings) * cost.curve.seconds(1)
+            p, plain = tables.predict(setting), sum(r.n_tokens - 1 for r in recordings) * cost.curve.seconds(1)
+            totals = [sum(getattr(c, name) for c in counts) for name in ("rounds", "drafted", "accepted")]
+            assert [p.rounds, p.drafted, p.accepted] == totals, setting
             assert p.speedup == pytest.approx(plain / sum(c.seconds(cost) for c in counts))
             assert walks == [tables.steps(setting, i) for i in tables.chosen(setting)]
 
@@ -212,7 +211,7 @@ def test_each_control_changes_what_it_should(explorer, redraws):
 def test_what_is_drawn_is_what_is_computed(explorer):
     explorer.content.value, explorer.k.value = "prose", 7
     p = explorer._tables.predict(explorer.setting())
-    point = explorer.speedup.figure.data[3]
+    point = explorer.speedup.figure.data[2]
     assert (point.x[0], point.y[0]) == (7, pytest.approx(p.speedup))
     assert list(explorer.alpha.figure.data[0].y) == pytest.approx((p.kept[:7] / p.tested[:7]).tolist())
     assert f"{p.speedup:.2f}" in explorer.summary.lines[0]
@@ -230,9 +229,8 @@ def test_dragging_a_cost_makes_a_custom_curve_and_a_named_one_moves_the_sliders(
 
 
 def test_a_lookup_costs_nothing_and_offers_no_policy_that_reads_beliefs(explorer):
-    explorer.drafter.value = MODEL
+    explorer.drafter.value, explorer.policy.value = MODEL, "confidence"
     assert explorer.c.value == 0.3
-    explorer.policy.value = "confidence"
     explorer.drafter.value = LOOKUP
     assert explorer.c.value == 0 and explorer.policy.value == FIXED and "entropy" not in explorer.policy.options
 
@@ -284,10 +282,10 @@ def test_a_live_run_is_shown_beside_its_prediction_and_can_be_repeated(explorer,
     for k in (4, 6):
         line = live(bench.run_live, k)
         assert line.startswith(f"Live, fixed K = {k}, prompts: 3: speed-up") and "predicted" in line
-        star = explorer.speedup.figure.data[4]
+        star = explorer.speedup.figure.data[3]
         assert star.name == "live run" and star.x[0] == k and star.y[0] > 0
     explorer.temperature.value = 0.7
-    assert len(explorer.speedup.figure.data) == 4, "a live run of another temperature"
+    assert len(explorer.speedup.figure.data) == 3, "a live run of another temperature"
 
 
 def test_a_live_run_makes_the_rounds_that_were_predicted(bench, tables):

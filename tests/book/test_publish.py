@@ -97,15 +97,18 @@ def test_without_a_browser_page_and_sidecar_are_written_and_say_why(no_browser, 
 def test_the_sidecar_holds_run_provenance_digests_and_caption(no_browser, tmp_path):
     figure, table = figure_of(), pd.DataFrame({"k": [1, 2], "speedup": [1.0, 0.1 + 0.2]}, index=[7, 9])
     sidecar = published(tmp_path, figure, table=table)
-    assert (sidecar["schema_version"], sidecar["name"], sidecar["status"]) == (1, "speed", "completed")
-    assert (sidecar["experiment"], sidecar["run_id"]) == ("01_k_sweep", "abc123")
-    assert sidecar["params"] == record_of().params and sidecar["provenance"] == HERE
-    assert sidecar["title"] == "Speed-up over K" and sidecar["caption"] == caption_of("Speed-up over K", record_of())
     content = json.dumps(json.loads(figure.to_json()), sort_keys=True, separators=(",", ":"))
-    assert sidecar["figure_sha256"] == digest(content.encode())
-    assert sidecar["table"]["sha256"] == digest(b"k,speedup\n1,1.0\n2,0.30000000000000004\n")
-    assert sidecar["table"]["records"] == [{"k": 1, "speedup": 1.0}, {"k": 2, "speedup": 0.1 + 0.2}]
-    assert sidecar["files"] == {"speed.html": digest(tmp_path / "speed.html")}
+    wanted = {
+        "schema_version": 1, "name": "speed", "status": "completed", "experiment": "01_k_sweep", "run_id": "abc123",
+        "params": record_of().params, "provenance": HERE, "title": "Speed-up over K",
+        "caption": caption_of("Speed-up over K", record_of()), "figure_sha256": digest(content.encode()),
+        "files": {"speed.html": digest(tmp_path / "speed.html")},
+    }  # fmt: skip
+    assert {key: sidecar[key] for key in wanted} == wanted
+    assert sidecar["table"] == {
+        "sha256": digest(b"k,speedup\n1,1.0\n2,0.30000000000000004\n"), "rows": 2, "columns": ["k", "speedup"],
+        "records": [{"k": 1, "speedup": 1.0}, {"k": 2, "speedup": 0.1 + 0.2}],
+    }  # fmt: skip
 
 
 def test_equal_figures_of_one_run_give_equal_bytes_and_other_figures_other_digests(no_browser, tmp_path):
@@ -140,13 +143,10 @@ def test_what_cannot_be_published_is_refused(no_browser, monkeypatch, tmp_path):
     assert figures_dir() == tmp_path / "here"
 
 
-def test_cells_of_every_kind_come_through_json_and_a_long_table_is_left_out(no_browser, tmp_path):
-    table = pd.DataFrame({"f": [1.5, np.nan, -np.inf], "o": [None, (1, 2), "x"], "n": np.array([1, 2, 3], np.int32)})
-    table["when"] = [pd.Timestamp("2026-11-21"), pd.NaT, pd.NaT]
+def test_missing_cells_come_through_json_and_a_long_table_is_left_out(no_browser, tmp_path):
+    table = pd.DataFrame({"f": [1.5, np.nan], "o": [None, (1, 2)], "when": [pd.Timestamp("2026-11-21"), pd.NaT]})
     rows = published(tmp_path, table=table)["table"]["records"]
-    assert [list(row.values()) for row in rows] == [
-        [1.5, None, 1, "2026-11-21T00:00:00"], [None, [1, 2], 2, None], [None, "x", 3, None],
-    ]  # fmt: skip
+    assert [list(row.values()) for row in rows] == [[1.5, None, "2026-11-21T00:00:00"], [None, [1, 2], None]]
     long = published(tmp_path, table=pd.DataFrame({"k": range(2001)}))["table"]
     assert long["records"] is None and long["rows"] == 2001 and "2000" in long["left_out"]
 

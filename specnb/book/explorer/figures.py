@@ -42,7 +42,7 @@ def view(tables: Tables, setting: Setting, index: int, round_: int, live: tuple 
 
 
 def speedup(v: View) -> go.Figure:
-    """Predicted speed-up over K: interval, line, break-even, the chosen point, the live point if there is one."""
+    """Predicted speed-up over K: interval, line, the chosen point, the live point if there is one, break-even."""
     ks, p = list(range(1, len(v.sweep.speedup))), v.predicted
     low, high = v.sweep.low[1:].tolist(), v.sweep.high[1:].tolist()
     figure = go.Figure()
@@ -55,10 +55,7 @@ def speedup(v: View) -> go.Figure:
         x=ks, y=v.sweep.speedup[1:].tolist(), mode="lines+markers", name="every fixed K", marker_size=6,
         line={"color": COLOURS[0], "width": 2}, hovertemplate="K = %{x}<br>speed-up %{y:.2f}<extra></extra>",
     )  # fmt: skip
-    figure.add_scatter(
-        x=[0, len(v.sweep.speedup)], y=[1, 1], mode="lines", name="break-even", hoverinfo="skip",
-        line={"color": "#222", "width": 1, "dash": "dash"},
-    )  # fmt: skip
+    figure.add_hline(y=1, line={"color": "#222", "width": 1, "dash": "dash"})
     counts = f"tau {p.tau:.2f}<br>accepted {p.accepted:.0f} of {p.drafted:.0f}"
     figure.add_scatter(
         x=[v.setting.k if v.setting.policy == FIXED else float(p.drafted / p.rounds)], y=[float(p.speedup)],
