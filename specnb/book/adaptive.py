@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import series, template
-from specnb.decode.control import Controller
+from specnb.book.style import looks, template
 from specnb.errors import InputError
 from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches, walk_session
 from specnb.measure.replay import counts_of, walk
@@ -36,14 +36,11 @@ def against_best(record: RunRecord) -> pd.DataFrame:
 
 def worst(share: pd.DataFrame) -> pd.DataFrame:
     """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content."""
-    contents = [name for name in share.columns if name not in ("machine", "drafter", "policy", SWITCHING)]
     rows = share[~share["policy"].isin(["best fixed K: speed-up", "oracle"])]
-    table = rows[["machine", "drafter", "policy"]].assign(
-        worst=rows[contents].min(axis=1), content=rows[contents].idxmin(axis=1)
-    )
-    if SWITCHING in share:
-        table = table.assign(**{SWITCHING: rows[SWITCHING]})
-    return table.reset_index(drop=True)
+    rows = rows.set_index(["machine", "drafter", "policy"])
+    contents = rows.drop(columns=SWITCHING, errors="ignore")
+    table = pd.DataFrame({"worst": contents.min(axis=1), "content": contents.idxmin(axis=1)})
+    return table.join(rows.filter([SWITCHING])).reset_index()
 
 
 def live_check(study: ControllerStudy) -> pd.DataFrame:
@@ -63,17 +60,10 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
         control = controllers(cost_of(study.record, g.drafter), recording.k_max)[g.controller]
         counts = counts_of(recording, walk(recording, control))
         live = (len(g.rounds), g.total_draft_tokens, g.accepted_tokens)
-        rows.append(
-            {
-                "content": g.category,
-                "drafter": g.drafter,
-                "policy": g.controller,
-                **dict(zip(("rounds", "drafted", "accepted"), live, strict=True)),
-                "same": live == (counts.rounds, counts.drafted, counts.accepted),
-                "same_text": g.token_ids == plain[g.prompt_id].token_ids,
-                "near_tie": forks.get((g.prompt_id, g.drafter, g.controller)),
-            }
-        )
+        same = live == (counts.rounds, counts.drafted, counts.accepted)
+        same_text = g.token_ids == plain[g.prompt_id].token_ids
+        near_tie = forks.get((g.prompt_id, g.drafter, g.controller))
+        rows.append((g.category, g.drafter, g.controller, *live, same, same_text, near_tie))
     columns = ["content", "drafter", "policy", "rounds", "drafted", "accepted", "same", "same_text", "near_tie"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -83,29 +73,21 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
     recordings = [r for r in study.trace.select(drafter=drafter).recordings if switches(r)]
     if not recordings:
         raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
-    replayed_controllers: dict[str, Controller] = controllers(cost_of(study.record, drafter), recordings[0].k_max)
+    fresh = controllers(cost_of(study.record, drafter), recordings[0].k_max)
     rows = []
     for policy in policies:
         before = 0
-        for recording, steps in walk_session(recordings, replayed_controllers[policy]):
-            rows += [
-                {"policy": policy, "token": before + s.at, "k": s.drafted, "content": recording.category} for s in steps
-            ]
+        for recording, steps in walk_session(recordings, fresh[policy]):
+            rows += [(policy, before + s.at, s.drafted, recording.category) for s in steps]
             before += recording.n_tokens
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["policy", "token", "k", "content"])
 
 
 def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}") -> go.Figure:
     """Drafted tokens of each round over the position in the answers, with the contents named above their stretch."""
-    figure = go.Figure()
-    for index, (policy, line) in enumerate(frame.groupby("policy", sort=False)):
-        style = series(index)
-        figure.add_trace(
-            go.Scatter(
-                x=line["token"].tolist(), y=line["k"].tolist(), mode="lines", name=str(policy),
-                line={**style["line"], "shape": "hv"}, hovertemplate="token %{x}<br>%{y} drafted",
-            )
-        )  # fmt: skip
+    look = looks("policy", frame["policy"].unique().tolist())
+    del look["symbol"], look["symbol_map"]
+    figure = px.line(frame, x="token", y="k", line_shape="hv", template=template(), title=title, **look)
     first = frame[frame["policy"] == frame["policy"].iloc[0]]
     stretch = (first["content"] != first["content"].shift()).cumsum()
     for at, (_, part) in enumerate(first.groupby(stretch)):
@@ -116,4 +98,4 @@ def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}
         )  # fmt: skip
     figure.update_xaxes(title_text="position in the answers (generated tokens)")
     figure.update_yaxes(title_text="tokens drafted in the round", rangemode="tozero")
-    return figure.update_layout(template=template(), title_text=title)
+    return figure.update_layout(legend_title_text="")

@@ -1,9 +1,10 @@
 """Figures of notebook 03: verdicts of all pairs, and overlap against acceptance."""
 
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import COLOURS, series, template
+from specnb.book.style import COLOURS, MARKERS, template
 from specnb.compat.check import Verdict
 
 LOOKS = {
@@ -17,22 +18,23 @@ LOOKS = {
 
 
 def verdicts(matrix: pd.DataFrame) -> go.Figure:
-    """Every pair of `check.matrix`, coloured and lettered by its verdict; hover text says what is shared.
+    """Every pair of `check.matrix`, coloured and lettered by its verdict.
 
     A mark beside the letter tells where llama.cpp's or transformers' check says otherwise.
     """
-    names = list(dict.fromkeys(matrix["target"]))
-    order = list(LOOKS)
-    cells = {(row.target, row.draft): row for row in matrix.itertuples()}
-    rows = [[cells.get((target, draft)) for draft in names] for target in names]
+    names, order = list(dict.fromkeys(matrix["target"])), list(LOOKS)
+    shown = matrix.assign(
+        code=[order.index(verdict) + 0.5 for verdict in matrix["verdict"]],
+        letters=[LOOKS[Verdict(row.verdict)][0] + _others(row) for row in matrix.itertuples()],
+    )
+    wide = shown.pivot(index="target", columns="draft", values=["code", "letters"]).reindex(names)
     steps = [(at / len(order), colour) for i, (_, colour) in enumerate(LOOKS.values()) for at in (i, i + 1)]
     figure = go.Figure(
         go.Heatmap(
-            x=names, y=names, zmin=0, zmax=len(order), colorscale=steps, showscale=False, xgap=2, ygap=2,
-            z=[[None if c is None else order.index(c.verdict) + 0.5 for c in row] for row in rows],
-            text=[["" if c is None else LOOKS[Verdict(c.verdict)][0] + _others(c) for c in row] for row in rows],
-            texttemplate="%{text}", customdata=[["" if c is None else _hover(c) for c in row] for row in rows],
-            hovertemplate="%{customdata}<extra></extra>",
+            x=names, y=names, z=wide["code"].reindex(columns=names).to_numpy().tolist(),
+            zmin=0, zmax=len(order), colorscale=steps, showscale=False, xgap=2, ygap=2, texttemplate="%{text}",
+            text=wide["letters"].reindex(columns=names).fillna("").to_numpy().tolist(),
+            hovertemplate="%{x} for %{y}: %{text}<extra></extra>",
         )
     )  # fmt: skip
     for verdict, (letter, colour) in LOOKS.items():
@@ -54,41 +56,26 @@ def _others(cell: tuple) -> str:
     return "".join(f" {letter}" for letter, accepts in wrong.items() if accepts is not None and accepts != fits)
 
 
-def _hover(cell: tuple) -> str:
-    shared = "" if pd.isna(cell.share_target) else f"<br>{cell.share_target:.1%} of the target's pieces shared"
-    text = f"{cell.draft} for {cell.target}: {cell.verdict}{shared}"
-    if pd.isna(cell.first_difference):
-        return text
-    return f"{text}<br>{cell.n_different:.0f} ids differ, first {cell.first_difference:.0f}"
-
-
 def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     """Acceptance rate over the share of an ordinary text's tokens that the draft's vocabulary has, one mark each.
 
     Open circles are what the run of the same draft in its own vocabulary predicts.
     """
     drawn = trial.dropna(subset=["text_shared", "acceptance_rate"])
-    figure = go.Figure()
-    for index, row in enumerate(drawn.itertuples()):
-        figure.add_trace(
-            go.Scatter(
-                x=[row.text_shared], y=[row.acceptance_rate], mode="markers",
-                marker=series(index)["marker"] | {"size": 13},
-                name=f"{row.vocabulary} ({row.translated})",
-                hovertemplate=f"{row.vocabulary}<br>{row.accepted} of {row.drafted} accepted<extra></extra>",
-            )
-        )  # fmt: skip
+    drawn = drawn.assign(run=drawn["vocabulary"] + " (" + drawn["translated"].astype(str) + ")")
+    figure = px.scatter(
+        drawn, x="text_shared", y="acceptance_rate", color="run", symbol="run", symbol_sequence=MARKERS,
+        hover_data=["accepted", "drafted"], template=template(), title="The same draft model behind other vocabularies",
+    ).update_traces(marker_size=13)  # fmt: skip
     predicted = drawn.dropna(subset=["predicted_rate"])
     if not predicted.empty:
-        figure.add_trace(
-            go.Scatter(
-                x=predicted["text_shared"], y=predicted["predicted_rate"], mode="markers", text=predicted["vocabulary"],
-                marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the first",
-                hovertemplate="%{text}<br>predicted %{y:.2f}<extra></extra>",
-            )
+        figure.add_scatter(
+            x=predicted["text_shared"], y=predicted["predicted_rate"], mode="markers", text=predicted["vocabulary"],
+            marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the first",
+            hovertemplate="%{text}<br>predicted %{y:.2f}<extra></extra>",
         )  # fmt: skip
     least = max(0.0, float(drawn["text_shared"].min()) - 0.05)
     title_x = "share of an ordinary text's tokens that both have"
     figure.update_xaxes(title_text=title_x, range=[least, 1.01], tickformat=".0%")
     figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", range=[0, 1.05])
-    return figure.update_layout(template=template(), title_text="The same draft model behind other vocabularies")
+    return figure.update_layout(legend_title_text="")

@@ -7,11 +7,8 @@ kernel; here the cell that was running holds the error, and those behind it stay
 
 import os
 import re
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +38,6 @@ REDRAW_S = 0.5
 KERNEL_LOG = "kernel.log"
 # ipykernel else passes it through a pipe to a thread of its own, where the last words of a crash are lost
 NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"
-SOCKET_PATH_BYTES = 95  # "-ipc-1" is added to it; Linux takes 107, macOS 103
 
 
 class Problem(BaseModel):
@@ -131,9 +127,7 @@ def run_notebook(
                 kernel_starts=nb.metadata.papermill.get("kernel_starts", 0),
                 output=output,
             )
-            _save(nb, output)
-            if not (folder / KERNEL_LOG).stat().st_size:
-                (folder / KERNEL_LOG).unlink()
+            manager.save()
             write_atomic(folder / "outcome.json", (outcome.model_dump_json(indent=1) + "\n").encode())
     return outcome
 
@@ -142,7 +136,7 @@ class _Manager(NotebookExecutionManager):
     """Saves in one step: papermill truncates the file first."""
 
     def save(self, **_: Any) -> None:
-        _save(self.nb, Path(self.output_path))
+        write_atomic(self.output_path, (nbformat.writes(self.nb) + "\n").encode())
         self.last_save_time = self.now()
 
 
@@ -160,6 +154,12 @@ class _Client(PapermillNotebookClient):
         return output
 
 
+def _last_line(text: str) -> str:
+    """The newest line of a progress bar, without the bar: `12% 3/24 code-1, K 4`."""
+    words = re.split(r"[\r\n]", text.strip())[-1].split()
+    return " ".join(word for word in words if word.isascii() and word != "|")[:LINE_CHARS]
+
+
 def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeout_s: int | None) -> None:
     """Run the notebook in place, saving it after every cell; `launch` (env, cwd, stdout, stderr) is for the kernel.
 
@@ -168,57 +168,33 @@ def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeo
     manager.notebook_start()
     for attempt in (1, 2):
         manager.nb.metadata.papermill["kernel_starts"] = attempt
-        with kernel_manager() as kernel:
-            client = _Client(
-                manager,
-                km=kernel,
-                kernel_name=NATIVE_KERNEL_NAME,
-                startup_timeout=START_TIMEOUT_S,
-                timeout=timeout_s,
-                iopub_timeout=IOPUB_TIMEOUT_S,
-                store_widget_state=False,
-                extra_arguments=[NATIVE_OUTPUT_TO_LOG],
-            )
-            try:
-                client.execute(cleanup_kc=True, **launch)
-                return manager.notebook_complete()
-            except RuntimeError as error:
-                if _begun(manager.nb):
-                    raise
-                stillborn = error
-    raise DeadKernelError(f"no kernel came up in two attempts: {stillborn}") from stillborn
-
-
-@contextmanager
-def kernel_manager() -> Iterator[AsyncKernelManager]:
-    """A manager for one kernel of this interpreter, though another environment's spec lies earlier on Jupyter's path.
-
-    TCP ports, and socket names in a shared folder, collide when several kernels start at once: the sockets lie in a
-    temporary folder of their own, removed at the end. Windows, and a temporary folder with too long a name, get TCP.
-    """
-    with tempfile.TemporaryDirectory(prefix="specnb-", ignore_cleanup_errors=True) as folder:
-        file = os.path.realpath(Path(folder) / "k.json")
-        ipc = sys.platform != "win32" and len(os.fsencode(file)) <= SOCKET_PATH_BYTES
-        yield AsyncKernelManager(
+        # of this interpreter, though another environment's spec lies earlier on Jupyter's path
+        specs = KernelSpecManager(kernel_dirs=[])
+        client = _Client(
+            manager,
+            km=AsyncKernelManager(kernel_name=NATIVE_KERNEL_NAME, kernel_spec_manager=specs),
             kernel_name=NATIVE_KERNEL_NAME,
-            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
-            connection_file=file,
-            transport="ipc" if ipc else "tcp",
+            startup_timeout=START_TIMEOUT_S,
+            timeout=timeout_s,
+            iopub_timeout=IOPUB_TIMEOUT_S,
+            store_widget_state=False,
+            extra_arguments=[NATIVE_OUTPUT_TO_LOG],
         )
+        try:
+            client.execute(cleanup_kc=True, **launch)
+            return manager.notebook_complete()
+        except RuntimeError as error:
+            if _begun(manager.nb):
+                raise
+            stillborn = error
+    raise DeadKernelError(f"no kernel came up in two attempts: {stillborn}") from stillborn
 
 
 def _problem_of(error: BaseException) -> Problem:
     """What ended a run from outside its cells, in words."""
-    match error:
-        case CellTimeoutError():
-            message = " ".join(str(error).splitlines()[:2])
-        case DeadKernelError():
-            advice = f"read {KERNEL_LOG}, if there is one, and run `specnb check`"
-            message = f"{_short(str(error))} (out of memory, or a crash in native code: {advice})"
-        case KeyboardInterrupt():
-            message = "interrupted from the keyboard"
-        case _:
-            message = _short(str(error))
+    message = str(error)[:MESSAGE_CHARS] or "interrupted"
+    if isinstance(error, DeadKernelError):
+        message += f" (out of memory, or a crash in native code: read {KERNEL_LOG}, and run `specnb check`)"
     return Problem(kind=type(error).__name__, message=message)
 
 
@@ -244,19 +220,6 @@ def _marked_problem(nb: NotebookNode, source: NotebookNode) -> Problem | None:
         raise_for_execution_errors(nb, None)
     except PapermillExecutionError as error:
         places = {cell.id: index for index, cell in enumerate(source.cells)}
-        return Problem(kind=error.ename, message=_short(error.evalue), cell=places.get(executed[error.cell_index].id))
+        cell = places.get(executed[error.cell_index].id)
+        return Problem(kind=error.ename, message=error.evalue[:MESSAGE_CHARS], cell=cell)
     return None
-
-
-def _save(nb: NotebookNode, path: Path) -> None:
-    write_atomic(path, (nbformat.writes(nb) + "\n").encode())
-
-
-def _last_line(text: str) -> str:
-    """The newest line of a progress bar, without the bar: `12% 3/24 code-1, K 4`."""
-    words = re.split(r"[\r\n]", text.strip())[-1].split()
-    return " ".join(word for word in words if word.isascii() and word != "|")[:LINE_CHARS]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MESSAGE_CHARS else f"{text[:MESSAGE_CHARS]} … ({len(text)} characters)"

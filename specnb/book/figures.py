@@ -1,10 +1,10 @@
 """Tables to figures: pure functions from a DataFrame to a plotly Figure. Nothing is shown or written here."""
 
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from specnb.book.style import series, spread, template
+from specnb.book.style import looks, series, template
 
 MANY = 8
 """More K's than this are drawn as a line without bars and marks, which would cover each other."""
@@ -18,74 +18,46 @@ def speedup_over_k(
     `sweep` is `tables.k_sweep` or `tables.replayed`; bars are its intervals, left out for more than MANY K's. `live`
     (`tables.k_sweep`) is drawn over a replayed sweep as marks. K = 0, the baseline, is the line at 1 and not drawn.
     """
-    drawn = sweep[sweep["k"] > 0]
+    drawn, ks = _drafting(sweep), sorted(sweep.loc[sweep["k"] > 0, "k"].unique())
+    look = looks("category", drawn["category"].unique().tolist())  # the same in every panel
+    bars = {"error_y": "above", "error_y_minus": "below"}
+    axes = {"x": "k", "y": "speedup", "facet_col": "temperature", "hover_data": ["tokens_per_s", "accepted", "drafted"]}
+    few = len(ks) <= MANY
+    figure = px.line(drawn, **axes, **look, **(bars if few else {}), template=template())
+    figure.update_traces(mode="lines+markers" if few else "lines")
+    if live is not None:
+        del look["line_dash"], look["line_dash_map"]
+        marks = px.scatter(_drafting(live), **axes, **look, **bars).update_traces(showlegend=False)
+        figure.add_traces([mark.update(name=f"{mark.name}, live") for mark in marks.data])
     temperatures = sorted(drawn["temperature"].unique())
-    categories = drawn["category"].unique().tolist()  # a category looks the same in every panel
-    titles = [f"temperature {t:g}" + (" (greedy)" if t == 0 else "") for t in temperatures]
-    figure = make_subplots(
-        cols=len(temperatures), rows=1, shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.04
-    )
-    for column, temperature in enumerate(temperatures, start=1):
-        panel = drawn[drawn["temperature"] == temperature]
-        for category, line in panel.groupby("category", sort=False):
-            first = not any(trace.name == category for trace in figure.data)
-            trace = _speedup_trace(str(category), line, categories.index(category), legend=first)
-            figure.add_trace(trace, row=1, col=column)
-            if live is not None:
-                ran = live[(live["category"] == category) & (live["temperature"] == temperature) & (live["k"] > 0)]
-                marks = _speedup_trace(str(category), ran, categories.index(category), legend=False)
-                figure.add_trace(marks.update(mode="markers", name=f"{category}, live"), row=1, col=column)
+    for note, t in zip(figure.layout.annotations, temperatures, strict=False):  # one panel has no annotation
+        note.text = f"temperature {t:g}" + (" (greedy)" if t == 0 else "")
     figure.add_hline(y=1.0, line={"color": "#222", "width": 1})
     # named in the legend, where it cannot lie across the data
-    line = {"color": "#222", "width": 1}
-    figure.add_trace(go.Scatter(x=[None], y=[None], mode="lines", line=line, name="break-even"), row=1, col=1)
-    ks = sorted(drawn["k"].unique())
-    figure.update_xaxes(title_text="draft length K (tokens)", tickvals=ks if len(ks) <= MANY else ks[3::4])
-    figure.update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
-    figure.update_yaxes(rangemode="tozero")
+    figure.add_scatter(x=[None], y=[None], mode="lines", name="break-even", line={"color": "#222", "width": 1})
+    figure.update_xaxes(title_text="draft length K (tokens)", tickvals=ks if few else ks[3::4])
+    figure.update_yaxes(rangemode="tozero").update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
     lossy = "" if drawn.get("lossless", pd.Series([True])).all() else " (lossy: not the target's distribution)"
-    return figure.update_layout(template=template(), title_text=title + lossy)
+    return figure.update_layout(title_text=title + lossy, legend_title_text="")
 
 
-def _speedup_trace(category: str, line: pd.DataFrame, index: int, *, legend: bool) -> go.Scatter:
-    few = len(line) <= MANY
-    return go.Scatter(
-        x=line["k"].tolist(),
-        y=line["speedup"].tolist(),
-        error_y=spread(line["speedup"], line["low"], line["high"]) if few else None,
-        customdata=line[["tokens_per_s", "accepted", "drafted", "tau"]].to_numpy().tolist(),
-        hovertemplate=(
-            "K = %{x}<br>speed-up %{y:.2f}<br>%{customdata[0]:.1f} tokens/s<br>"
-            "accepted %{customdata[1]:.0f} of %{customdata[2]:.0f}<br>tau %{customdata[3]:.2f}"
-        ),
-        mode="lines+markers" if few else "lines",
-        name=category,
-        legendgroup=category,
-        showlegend=legend,
-        **series(index),
-    )
+def _drafting(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows with drafts, by temperature and K, and the two arms of their intervals."""
+    rows = table[table["k"] > 0].sort_values(["temperature", "k"], kind="stable")
+    return rows.assign(above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"])
 
 
 def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.Figure:
     """T(n)/T(1) over the width n of a target forward, beside the two extremes: free width, and n single steps."""
-    widths, ratios = curve["width"].tolist(), curve["ratio"].tolist()
-    seconds = [[1000 * s] for s in curve["median_s"]]
-    figure = go.Figure(
-        go.Scatter(
-            x=widths,
-            y=ratios,
-            customdata=seconds,
-            mode="lines+markers",
-            name="measured",
-            hovertemplate="n = %{x}<br>T(n)/T(1) = %{y:.2f}<br>%{customdata[0]:.1f} ms",
-            **series(0),
-        )
-    )
+    widths = curve["width"].tolist()
+    figure = go.Figure()
+    figure.add_scatter(
+        x=widths, y=curve["ratio"].tolist(), text=(1000 * curve["median_s"]).round(1).tolist(), mode="lines+markers",
+        name="measured", hovertemplate="n = %{x}<br>T(n)/T(1) = %{y:.2f}<br>%{text} ms", **series(0),
+    )  # fmt: skip
     ends = [widths[0], widths[-1]]
     for index, (name, ys) in enumerate({"free width": [1, 1], "n single steps": ends}.items(), start=2):
-        figure.add_trace(
-            go.Scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"], hoverinfo="skip")
-        )
+        figure.add_scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"], hoverinfo="skip")
     figure.update_xaxes(title_text="tokens in one target forward, n", type="log", tickvals=widths)
     figure.update_yaxes(title_text="T(n) / T(1)", type="log", tickvals=[1, 2, 4, 8, 16, 32])
     return figure.update_layout(template=template(), title_text=title)

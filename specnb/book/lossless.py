@@ -1,9 +1,10 @@
 """Tables and the figure of notebook 08, from its record."""
 
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import series, template
+from specnb.book.style import MARKERS, template
 from specnb.divergence.sampling import STATISTICS
 from specnb.records import RunRecord
 
@@ -28,14 +29,14 @@ def planted(record: RunRecord) -> pd.DataFrame:
 
 def planted_figure(record: RunRecord) -> go.Figure:
     """The five sums of each planted fault: between the lines is chance."""
-    table = planted(record)
-    figure = go.Figure()
-    for index, name in enumerate(STATISTICS):
-        look = {"marker": series(index)["marker"] | {"size": 11}}
-        figure.add_trace(go.Scatter(x=table[name], y=table["planted"], mode="markers", name=name, **look))
+    rows = planted(record).melt("planted", list(STATISTICS), var_name="sum", value_name="z")
+    figure = px.scatter(
+        rows, x="z", y="planted", color="sum", symbol="sum", symbol_sequence=MARKERS, template=template()
+    )
+    figure.update_traces(marker_size=11)
     for limit in (-CHANCE, CHANCE):
         figure.add_vline(x=limit, line={"color": "#222", "width": 1, "dash": "dot"})
     figure.update_xaxes(title_text="z: standard deviations from what the rows promise")
     figure.update_yaxes(autorange="reversed", automargin=True)
     title = "Planted faults of sampling: which sum sees which"
-    return figure.update_layout(template=template(), title_text=title, height=380)
+    return figure.update_layout(title_text=title, height=380, legend_title_text="")

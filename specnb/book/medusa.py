@@ -124,7 +124,7 @@ class TrainingView:
         left = (self._steps - report.step) * self._seconds
         self._progress(report.step, self._steps, f"{run}: about {left:.0f} s left")
         if report.step % EVERY == 0 or report.step == self._steps:
-            self.plot.update([{"x": line.x, "y": line.y} for line in self.figure().data])
+            self.plot.update(self.figure())
 
     def figure(self) -> go.Figure:
         """Loss, top-1 and top-5 over steps, a row of panels for each run, a line for each head."""

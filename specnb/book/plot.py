@@ -2,7 +2,7 @@
 
 `plotly.graph_objects.FigureWidget` brings plotly.js as its own program (5 MB), and anywidget drops for good every
 later change of a widget whose program took over two seconds to start. Here the program is a few lines, which start at
-once; plotly.js is asked for afterwards, once a page.
+once; plotly.js comes as a text beside the figure and is run once a page.
 """
 
 import json
@@ -13,68 +13,42 @@ import traitlets
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
-PLOTLY_JS = "plotly.js"
-"""What a page asks for in its message."""
-
 
 class Plot(anywidget.AnyWidget):
-    """`figure`, drawn; `update` changes its traces. A reader's zoom is kept."""
+    """A figure, drawn; `update` shows another in its place. A reader's zoom is kept."""
 
     _esm = """
-    // One plotly.js for the page. A view that is removed before it arrives leaves the asking to the next one.
-    // A kernel that is busy, or gone, keeps only its own plots waiting.
-    const page = (globalThis.specnbPlots ??= { turns: new WeakMap(), plotly: null });
-
-    function ask(model, signal) {
-      return new Promise((resolve) => {
-        const arrived = (_, [source]) => {
-          model.off("msg:custom", arrived);
-          const module = { exports: {} };
-          new Function("module", new TextDecoder().decode(source))(module);
-          resolve(module.exports);
-        };
-        signal.addEventListener("abort", () => resolve(null));
-        model.on("msg:custom", arrived);
-        model.send("plotly.js");
-      });
+    function run(source) {
+      const module = { exports: {} };
+      new Function("module", source)(module);
+      return module.exports;
     }
 
-    async function render({ model, el, signal }) {
-      const kernel = model.widget_manager;
-      const before = page.turns.get(kernel) ?? Promise.resolve();
-      const turn = before.then(async () => { page.plotly ??= signal.aborted ? null : await ask(model, signal); });
-      page.turns.set(kernel, turn);
-      await turn;
-      if (signal.aborted) return;
+    function render({ model, el }) {
+      const plotly = (globalThis.specnbPlotly ??= run(model.get("_plotly")));
       const figure = el.appendChild(document.createElement("div"));
       const now = (name) => JSON.parse(model.get(name));
-      const draw = () => page.plotly.react(figure, now("_traces"), now("_look"), { displaylogo: false });
+      const draw = () => plotly.react(figure, now("_traces"), now("_look"), { displaylogo: false });
       model.on("change:_traces", draw);
       draw();
-      return () => page.plotly.purge(figure);
+      return () => plotly.purge(figure);
     }
     export default { render };
     """
+    _plotly = traitlets.Unicode().tag(sync=True)
     _traces = traitlets.Unicode().tag(sync=True)
     _look = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, figure: go.Figure) -> None:
-        spec = figure.to_dict()
-        self._data = spec["data"]
-        look = spec["layout"] | {"uirevision": "kept"}
-        super().__init__(_look=to_json_plotly(look), _traces=to_json_plotly(self._data))
-        self.on_msg(self._asked)
+        super().__init__(_plotly=get_plotlyjs())
+        self.update(figure)
 
     @property
     def figure(self) -> go.Figure:
         """What is drawn now, as a figure that needs no kernel."""
         return go.Figure(json.loads(self._traces), json.loads(self._look))
 
-    def update(self, data: list[dict]) -> None:
-        """Change the traces, one dict for each in order. Raises ValueError for another number of them."""
-        self._data = [trace | new for trace, new in zip(self._data, data, strict=True)]
-        self._traces = to_json_plotly(self._data)
-
-    def _asked(self, _widget: object, content: object, _buffers: list) -> None:
-        if content == PLOTLY_JS:
-            self.send(PLOTLY_JS, buffers=[get_plotlyjs().encode()])
+    def update(self, figure: go.Figure) -> None:
+        spec = figure.to_dict()
+        self._look = to_json_plotly(spec["layout"] | {"uirevision": "kept"})
+        self._traces = to_json_plotly(spec["data"])  # last: the page draws when it changes

@@ -1,8 +1,7 @@
 """A figure leaves its notebook as files that say where they come from: `NAME.svg`, `.png`, `.html` and `.json`.
 
 The json beside them (the sidecar) holds the run, its parameters and provenance, the digests of the table, of the
-figure and of each file, and the caption. It is written last, so a set that does not belong together is noticed.
-The gallery, `figures/README.md`, is made from the sidecars alone.
+figure and of each file, and the caption. It is written last. The gallery, `figures/README.md`, comes from the sidecars.
 """
 
 import asyncio
@@ -12,9 +11,7 @@ import json
 import os
 import re
 import signal
-import struct
-import zlib
-from collections.abc import Mapping
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -25,15 +22,14 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from specnb.errors import InputError
-from specnb.io import canonical_json, digest, plain, project_dir, write_atomic
+from specnb.io import digest, plain, project_dir, write_atomic
 from specnb.records import RunRecord
 
 SCHEMA_VERSION = 1  # of the sidecar
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 WIDTH, HEIGHT, PNG_SCALE = 960, 480, 2
 MAX_ROWS = 2000  # of a table that the sidecar holds
-GALLERY_ROWS = 24  # of a table that the gallery shows
-EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: both images with the browser's start, one image, its end
+EXPORT_S, RENDER_S = 120.0, 60.0  # limits: both images with the browser's start and end, one image
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
 EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
 GALLERY = """# Figures
@@ -43,7 +39,7 @@ and its data. Results that are not figures are in [`tests/benchmarks`](../tests/
 """
 PAGE = """<!DOCTYPE html>
 <html lang="en">
-<head><meta charset="utf-8"><title>{title}</title><meta name="specnb" content="{mark}"></head>
+<head><meta charset="utf-8"><title>{title}</title></head>
 <body style="font-family: DejaVu Sans, Arial, sans-serif; max-width: {width}px">
 <img id="still" src="{name}.svg" alt="{caption}">
 {plot}
@@ -71,8 +67,8 @@ def publish(
     """Write `figure` as `folder/NAME.{svg,png,html,json}` and return it; `folder` is `figures_dir()` unless given.
 
     The images have the size of the figure's layout, else WIDTH x HEIGHT pixels, the png PNG_SCALE times as many.
-    `table` is the data that the figure shows: the sidecar holds its digest and, up to MAX_ROWS rows, the rows. Equal
-    figures of one run give equal bytes.
+    `table` is the data that the figure shows, without its index: the sidecar holds its digest and, up to MAX_ROWS rows,
+    the rows. Equal figures of one run give equal bytes.
 
     Images need Chrome or Chromium. Where the export fails, html and json are written all the same, the sidecar says
     why under `skipped`, and an older image of that name is removed. The page opens from `file://` without a network: it
@@ -89,12 +85,12 @@ def publish(
     folder = figures_dir() if folder is None else Path(folder)
     title = plain_text(figure.layout.title.text) or name
     caption = caption_of(title, record)
-    figure_digest = digest(json.loads(figure.to_json(engine="json")))  # keys sorted: plotly changes their order
-    keys = {"name": name, "experiment": record.experiment, "run_id": record.run_id, "figure_sha256": figure_digest}
-    mark = canonical_json(keys)
     document = {
         "schema_version": SCHEMA_VERSION,
-        **keys,
+        "name": name,
+        "experiment": record.experiment,
+        "run_id": record.run_id,
+        "figure_sha256": digest(json.loads(figure.to_json(engine="json"))),  # keys sorted: plotly changes their order
         "title": title,
         "caption": caption,
         "status": record.status,
@@ -105,8 +101,14 @@ def publish(
     document = plain(document, "record")
     sized = go.Figure(figure.to_dict())
     sized.update_layout(width=figure.layout.width or WIDTH, height=figure.layout.height or HEIGHT)
-    contents, skipped = render(sized, mark)
-    contents["html"] = _page(sized, name, title, caption, mark)
+    contents, skipped = render(sized)
+    texts = {
+        "plot": sized.to_html(full_html=False, include_plotlyjs="directory", div_id=name),
+        "title": html.escape(title),
+        "caption": html.escape(caption),
+    }
+    page = PAGE.format(name=name, width=sized.layout.width, **texts)
+    contents["html"] = page.encode("utf-8", "xmlcharrefreplace")
     script, source = folder / "plotly.min.js", get_plotlyjs().encode()
     if not script.is_file() or script.read_bytes() != source:
         write_atomic(script, source)
@@ -133,36 +135,31 @@ def caption_of(title: str, record: RunRecord) -> str:
     # ids of the provenance have no folders of this machine; of several drafters the first
     names = record.params | {m["role"]: m["id"] for m in reversed(record.provenance.get("models") or ())}
     models = " with ".join(str(names[role]) for role in ("target", "drafter") if names.get(role))
-    where = f"{models or 'model not recorded'}, on {_machine(record.provenance)}"
+    cpu, extra = record.provenance.get("cpu") or {}, record.provenance.get("extra") or {}
+    machine = [f"{cpu['model']} ({cpu.get('usable_cores', '?')} cores)"] if cpu.get("model") else []
+    if not str(extra.get("device", "")).startswith("cpu"):
+        machine += [gpu["name"] for gpu in record.provenance.get("gpu") or ()]
+    where = f"{models or 'model not recorded'}, on {' and '.join(machine) or 'a machine that was not recorded'}"
     return ", ".join([f"{title}: run {record.run_id} of {record.experiment}", where, *notes]) + "."
 
 
-def _machine(provenance: Mapping[str, Any]) -> str:
-    """CPU with its usable cores and, unless the run says that it stayed on the CPU, the GPUs."""
-    cpu, extra = provenance.get("cpu") or {}, provenance.get("extra") or {}
-    words = [f"{cpu['model']} ({cpu.get('usable_cores', '?')} cores)"] if cpu.get("model") else []
-    if not str(extra.get("device", "")).startswith("cpu"):
-        words += [gpu["name"] for gpu in provenance.get("gpu") or ()]
-    return " and ".join(words) or "a machine that was not recorded"
-
-
-def render(figure: go.Figure, mark: str) -> tuple[dict[str, bytes], dict[str, str]]:
-    """The images that could be made, and for each other suffix the reason. `mark` is ASCII text put into both.
+def render(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
+    """The images that could be made, and for each other suffix the reason.
 
     One browser makes both, started and ended in a thread of its own: this one may have a running event loop, as in a
-    kernel. kaleido's shared sync server is not used: it waits for ever for a browser that does not start.
+    kernel.
     """
     spec = figure.to_dict()
     for index, trace in enumerate(spec["data"]):
         trace["uid"] = f"trace{index}"  # plotly.js draws a random one, and builds ids of it
     images: dict[str, bytes] = {}
     with ThreadPoolExecutor(1, thread_name_prefix="specnb-images") as thread:
-        error = thread.submit(lambda: asyncio.run(_shoot(spec, mark, images))).exception()
+        error = thread.submit(lambda: asyncio.run(_draw(spec, images))).exception()
     reason = str(error) if isinstance(error, InputError) else f"{EXPORT_FAILED} ({type(error).__name__})"
     return images, {suffix: reason for suffix in ("svg", "png") if suffix not in images}
 
 
-async def _shoot(spec: dict, mark: str, images: dict[str, bytes]) -> None:
+async def _draw(spec: dict, images: dict[str, bytes]) -> None:
     """Put images into `images`. Raises what goes wrong, and leaves no process behind."""
     import kaleido
     from choreographer.browsers.chromium import Chromium
@@ -171,84 +168,54 @@ async def _shoot(spec: dict, mark: str, images: dict[str, bytes]) -> None:
     if not path or not Path(path).is_file():  # asked here: a Kaleido that finds none leaves five threads behind
         raise InputError(NO_BROWSER)
     browser = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
-    drawing = asyncio.gather(_draw(browser, spec, mark, images), return_exceptions=True)
-    # Not wait_for: kaleido awaits the browser while it cleans up too, so a hung one has to be ended first.
-    for step, limit_s in ((drawing, EXPORT_S), (browser.close(), CLOSE_S)):
-        done, _ = await asyncio.wait({asyncio.gather(step, return_exceptions=True)}, timeout=limit_s)
-        if not done:
-            _kill(browser)
-    _kill(browser)
-    error = drawing.result()[0] if drawing.done() else TimeoutError()
-    if error is not None:
-        raise error
-
-
-async def _draw(browser: Any, spec: dict, mark: str, images: dict[str, bytes]) -> None:
     size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"]}
-    await browser.open()
-    images["svg"] = finish_svg(await browser.calc_fig(spec, {"format": "svg", "scale": 1, **size}), mark)
-    images["png"] = finish_png(await browser.calc_fig(spec, {"format": "png", "scale": PNG_SCALE, **size}), mark)
+    # a browser that hangs is ended from outside: kaleido awaits it even while it is cancelled
+    watchdog = threading.Timer(EXPORT_S, _kill, [browser])
+    watchdog.start()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(_kill, browser)
+        stack.callback(watchdog.cancel)
+        stack.push_async_callback(browser.close)
+        await browser.open()
+        svg = await browser.calc_fig(spec, {"format": "svg", "scale": 1, **size})
+        images["svg"] = stable_svg(svg)
+        images["png"] = await browser.calc_fig(spec, {"format": "png", "scale": PNG_SCALE, **size})
 
 
 def _kill(browser: Any) -> None:
     """End the browser of a Kaleido, if it still runs, and its helpers: it leads a process group of its own."""
     process = getattr(browser, "subprocess", None)
     if process is not None and process.poll() is None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+        os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
 
 
-def finish_svg(svg: bytes, mark: str) -> bytes:
-    """`svg` of plotly.js with `mark` in a `<metadata>` element, and without what differs from export to export:
-    the uid of the layout, six random hexadecimal digits in the ids and in references to them (text is left alone),
-    and the order of the root's attributes. Raises ValueError for what is no svg of plotly.js.
+def stable_svg(svg: bytes) -> bytes:
+    """`svg` of plotly.js without what differs from export to export.
+
+    These are the uid of the layout, six random hexadecimal digits in the ids and in references to them (text is left
+    alone), and the order of the root's attributes.
     """
-    text = svg.decode()
-    root, uid = re.match(r"<svg\b([^>]*)>", text), re.search(r'<defs id="defs-([0-9a-f]{6})">', text)
-    if not root or not uid:
-        raise ValueError("the browser gave no svg of plotly.js")
-    attributes = " ".join(sorted(re.findall(r'[\w:-]+="[^"]*"', root[1])))
-    body = re.sub(rf'(\bid="[\w-]*?|#[\w-]*?){uid[1]}', r"\g<1>000000", text[root.end() :])
-    return f'<svg {attributes}><metadata id="specnb">{html.escape(mark, quote=False)}</metadata>{body}'.encode()
-
-
-def finish_png(png: bytes, mark: str) -> bytes:
-    """`png` with `mark` in a tEXt chunk before its end. Raises ValueError for what is no complete png."""
-    if not png.startswith(b"\x89PNG\r\n\x1a\n") or png[-8:-4] != b"IEND":
-        raise ValueError("the browser gave no complete png")
-    body = b"tEXtspecnb\0" + mark.encode("ascii")
-    return png[:-12] + struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) + png[-12:]
+    root, _, body = svg.decode().partition(">")
+    (uid,) = re.findall(r'<defs id="defs-([0-9a-f]{6})">', body)
+    attributes = " ".join(sorted(re.findall(r'[\w:-]+="[^"]*"', root)))
+    body = re.sub(rf'(\bid="[\w-]*?|#[\w-]*?){uid}', r"\g<1>000000", body)
+    return f"<svg {attributes}>{body}".encode()
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
-    """Digest of the table's canonical CSV (UTF-8, "\\n", shortest floats, NaN empty), and its rows if not too many.
-
-    An index that has a name, or that holds no integers, belongs to the table; one that only counts rows does not.
-    """
-    if any(label is not None for label in table.index.names) or not pd.api.types.is_integer_dtype(table.index.dtype):
-        table = table.reset_index(allow_duplicates=True)
-    columns = [str(column) for column in table.columns]
-    if len(set(columns)) < len(columns):
-        raise InputError(f"the table has two columns of one name: {columns}; rename one")
-    table = table.set_axis(columns, axis=1)
+    """Digest of the table's CSV without its index ("\\n", shortest floats, NaN empty), and its rows if not too many."""
+    table = table.rename(columns=str)
     csv = table.to_csv(index=False, lineterminator="\n").encode("utf-8", "surrogatepass")
-    facts = {"sha256": digest(csv), "rows": len(table), "columns": columns}
+    facts = {"sha256": digest(csv), "rows": len(table), "columns": list(table.columns)}
     if len(table) > MAX_ROWS:
         return facts | {"records": None, "left_out": f"more than {MAX_ROWS} rows: the run record holds the data"}
     return facts | {"records": plain(table.to_dict("records"), "table", nan=None)}
 
 
-def _page(figure: go.Figure, name: str, title: str, caption: str, mark: str) -> bytes:
-    plot = figure.to_html(full_html=False, include_plotlyjs="directory", div_id=name)
-    texts = {key: html.escape(text) for key, text in (("title", title), ("caption", caption), ("mark", mark))}
-    return PAGE.format(name=name, plot=plot, width=figure.layout.width, **texts).encode("utf-8", "xmlcharrefreplace")
-
-
 def write_gallery(folder: Path) -> Path:
     """Write `folder/README.md` and return its path. Raises InputError where no figure is published."""
-    path = folder / "README.md"
-    write_atomic(path, gallery(folder).encode())
-    return path
+    write_atomic(folder / "README.md", gallery(folder).encode())
+    return folder / "README.md"
 
 
 def gallery(folder: Path) -> str:
@@ -258,8 +225,7 @@ def gallery(folder: Path) -> str:
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
     parts = [GALLERY]
     for experiment, figures in groupby(sidecars, key=lambda sidecar: sidecar["experiment"]):
-        parts.append(f"## {experiment}\n\n`.venv/bin/specnb run {experiment}`\n")
-        parts += [_entry(sidecar) for sidecar in figures]
+        parts += [f"## {experiment}\n\n`.venv/bin/specnb run {experiment}`\n", *map(_entry, figures)]
     return "\n".join(parts)
 
 
@@ -270,20 +236,5 @@ def _entry(sidecar: dict[str, Any]) -> str:
     origin = f"{sidecar['provenance'].get('utc', '')[:10]}, commit {commit}"
     return (
         f"### {name}\n\n{picture}\n\n{sidecar['caption']}\n"
-        f"{origin}. [Interactive]({name}.html) · [provenance]({name}.json)\n{_entry_table(sidecar['table'])}"
+        f"{origin}. [Interactive]({name}.html) · [provenance and data]({name}.json)\n"
     )
-
-
-def _entry_table(table: dict[str, Any] | None) -> str:
-    rows = (table or {}).get("records") or []
-    if not rows or len(rows) > GALLERY_ROWS:
-        return ""
-    lines = [table["columns"], ["---"] * len(table["columns"])]
-    lines += [[_entry_cell(row[column]) for column in table["columns"]] for row in rows]
-    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"\n<details><summary>Data: {len(rows)} rows</summary>\n\n{body}\n\n</details>\n"
-
-
-def _entry_cell(value: Any) -> str:
-    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,10 +1,10 @@
 """Tables and figures of notebook 04: rollback strategies, what they keep, and trees."""
 
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from specnb.book.style import series, spread, template
+from specnb.book.style import looks, template
 from specnb.records import RunRecord
 from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES
 
@@ -61,44 +61,32 @@ def _scaled(frame: pd.DataFrame, suffix: str, unit: str, factor: float) -> pd.Da
 
 def speed(table: pd.DataFrame, target: str) -> go.Figure:
     """Speed over plain decoding at each K, a line for each strategy and a panel for each acceptance."""
-    rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values("k")
-    rates = sorted(rows["acceptance"].unique())
-    titles = [f"{rate:.0%} of drafts right" for rate in rates]
-    figure = make_subplots(cols=len(rates), shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.03)
-    for index, strategy in enumerate((*STRATEGIES, FREE)):  # each looks the same in every figure
-        for panel, rate in enumerate(rates, start=1):
-            line = rows[(rows["method"] == strategy) & (rows["acceptance"] == rate)]
-            if line.empty:
-                continue
-            figure.add_trace(
-                go.Scatter(
-                    x=line["k"].astype(str).tolist(), y=line["speedup"].tolist(), mode="lines+markers", name=strategy,
-                    error_y=spread(line["speedup"], line["low"], line["high"]),
-                    legendgroup=strategy, showlegend=panel == 1, **series(index),
-                    hovertemplate=f"{strategy}, {rate:.0%} right<br>K = %{{x}}: %{{y:.2f}} times plain<extra></extra>",
-                ), row=1, col=panel,
-            )  # fmt: skip
+    rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["acceptance", "k"])
+    rows = rows.assign(
+        k=rows["k"].astype(str), above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"]
+    )
+    figure = px.line(
+        rows, x="k", y="speedup", error_y="above", error_y_minus="below", facet_col="acceptance", markers=True,
+        template=template(), title=f"What going back costs: {rows['engine'].iloc[0]}",
+        **looks("method", (*STRATEGIES, FREE)),
+    )  # fmt: skip
+    for note, rate in zip(figure.layout.annotations, rows["acceptance"].unique(), strict=False):
+        note.text = f"{rate:.0%} of drafts right"
     figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
     figure.update_xaxes(title_text="draft length K", type="category")
-    figure.update_yaxes(title_text="speed over plain decoding", rangemode="tozero", col=1)
-    title = f"What going back costs: {rows['engine'].iloc[0]}"
-    return figure.update_layout(template=template(), title_text=title, margin={"t": 90})
+    figure.update_yaxes(rangemode="tozero").update_yaxes(title_text="speed over plain decoding", col=1)
+    return figure.update_layout(margin={"t": 90}, legend_title_text="")
 
 
 def trees(table: pd.DataFrame) -> go.Figure:
     """Milliseconds over the number of nodes: one masked solve, and the serial rule along every path."""
-    figure = go.Figure()
-    for kind, rows in table.groupby("tree", sort=False):
-        for how, column in (("one solve", "solve_s"), ("path by path", "paths_s")):
-            figure.add_trace(
-                go.Scatter(
-                    x=rows["nodes"].tolist(), y=(rows[column] * 1e3).tolist(), mode="lines+markers",
-                    name=f"{kind}, {how}", **series(len(figure.data)),
-                    hovertemplate=f"{kind}, {how}<br>%{{x}} nodes: %{{y:.2f}} ms<extra></extra>",
-                )
-            )  # fmt: skip
+    hows = {"solve_s": "one solve", "paths_s": "path by path"}
+    rows = table.melt(["tree", "nodes"], list(hows), var_name="how", value_name="ms")
+    rows = rows.assign(ms=1e3 * rows["ms"], line=rows["tree"] + ", " + rows["how"].map(hows))
+    look = looks("line", rows["line"].unique().tolist())
+    title = "Verifying a tree on one layer of Qwen3-Next-80B's shapes"
+    figure = px.line(rows, x="nodes", y="ms", markers=True, template=template(), title=title, **look)
     ticks = [digit * 10**power for power in range(-2, 4) for digit in (1, 2, 5)]
     figure.update_xaxes(title_text="nodes (drafted tokens)", type="log", tickvals=sorted(table["nodes"].unique()))
     figure.update_yaxes(title_text="time of one layer (ms)", type="log", tickvals=ticks)
-    title = "Verifying a tree on one layer of Qwen3-Next-80B's shapes"
-    return figure.update_layout(template=template(), title_text=title)
+    return figure.update_layout(legend_title_text="")

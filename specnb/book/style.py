@@ -1,5 +1,9 @@
 """One look for every figure: a plotly template with colours, dashes and markers that differ without colour."""
 
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any
+
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -39,6 +43,16 @@ def series(index: int) -> dict[str, dict]:
         "line": {"color": COLOURS[at], "dash": DASHES[at], "width": 2},
         "marker": {"color": COLOURS[at], "symbol": MARKERS[at], "size": 9},
     }
+
+
+def looks(column: str, names: Sequence[str]) -> dict[str, Any]:
+    """Arguments of plotly express that draw the values of `column` by colour, dash and marker.
+
+    `names` are all that may occur, in their order: each looks the same in every figure, as in `series`.
+    """
+    sequences = {"color_discrete_map": COLOURS, "line_dash_map": DASHES, "symbol_map": MARKERS}
+    maps = {key: dict(zip(names, cycle(values), strict=False)) for key, values in sequences.items()}
+    return {"color": column, "line_dash": column, "symbol": column, "category_orders": {column: list(names)}, **maps}
 
 
 def spread(value: pd.Series, low: pd.Series, high: pd.Series, scale: float = 1.0) -> dict | None:

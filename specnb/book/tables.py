@@ -21,26 +21,22 @@ def k_sweep(record: RunRecord) -> pd.DataFrame:
     same prompt, none for fewer than `bench.FEWEST` prompts), wall_speedup (prefill included, the drafter's too),
     identical (greedy runs whose tokens equal the baseline's; None when sampling), lossless, n_prompts.
     """
-    groups: dict[tuple[str, float, int], list[Generation]] = {}
-    for g in record.generations:
-        for category in (g.category, ALL):
-            groups.setdefault((category, g.temperature, g.k), []).append(g)
-    order = list(dict.fromkeys([*(g.category for g in record.generations), ALL]))
-    keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1], key[2]))
-    return pd.DataFrame([_k_row(key, groups[key], record.generations) for key in keys])
+    rows = []
+    for category in dict.fromkeys([*(g.category for g in record.generations), ALL]):
+        of_category = [g for g in record.generations if category in (g.category, ALL)]
+        for temperature, k in sorted({(g.temperature, g.k) for g in of_category}):
+            group = [g for g in of_category if (g.temperature, g.k) == (temperature, k)]
+            place = {"category": category, "temperature": temperature, "k": k}
+            rows.append(place | _k_row(group, record.generations))
+    return pd.DataFrame(rows)
 
 
-def _k_row(key: tuple[str, float, int], group: list[Generation], generations: Sequence[Generation]) -> dict:
-    category, temperature, k = key
-    bases = [baseline_of(generations, g) for g in group]
+def _k_row(group: list[Generation], generations: Sequence[Generation]) -> dict:
+    pairs = [(g, baseline_of(generations, g)) for g in group]
+    whole = [(len(g.token_ids), g.wall_s, len(b.token_ids), b.wall_s) for g, b in pairs]
     speedup = decode_speedup(group, generations)
-    whole = [(len(g.token_ids), g.wall_s, len(b.token_ids), b.wall_s) for g, b in zip(group, bases, strict=True)]
-    drafted, accepted = (sum(getattr(g, n) for g in group) for n in ("total_draft_tokens", "accepted_tokens"))
-    identical = sum(g.token_ids == b.token_ids for g, b in zip(group, bases, strict=True))
+    drafted, accepted = sum(g.total_draft_tokens for g in group), sum(g.accepted_tokens for g in group)
     return {
-        "category": category,
-        "temperature": temperature,
-        "k": k,
         "tokens_per_s": rate(np.array([(g.n_decoded, g.decode_s) for g in group])),
         "drafted": drafted,
         "accepted": accepted,
@@ -49,8 +45,8 @@ def _k_row(key: tuple[str, float, int], group: list[Generation], generations: Se
         "speedup": speedup.value,
         "low": speedup.low,
         "high": speedup.high,
-        "wall_speedup": rate_ratio(np.asarray(whole, dtype=float)),
-        "identical": None if temperature else identical,
+        "wall_speedup": rate_ratio(np.array(whole)),
+        "identical": None if group[0].temperature else sum(g.token_ids == b.token_ids for g, b in pairs),
         "lossless": all(g.lossless for g in group),
         "n_prompts": len(group),
     }
@@ -79,17 +75,16 @@ def replayed(record: RunRecord) -> pd.DataFrame:
 
 
 def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame) -> dict:
-    times = group[["n_decoded", "seconds", "n_decoded", "plain_s"]].to_numpy(dtype=float)
-    times = times[times[:, 0] > 0]  # an answer of one token is all prefill
-    speedup = bootstrap(times, rate_ratio, draws=500) if len(times) else Interval(*[float("nan")] * 3)
-    drafted, accepted, rounds = (float(group[name].sum()) for name in ("drafted", "accepted", "rounds"))
+    decoding = group[group["n_decoded"] > 0]  # an answer of one token is all prefill
+    times = decoding[["n_decoded", "seconds", "n_decoded", "plain_s"]].to_numpy(dtype=float)
+    speedup, sums = bootstrap(times, rate_ratio, draws=500), group[["drafted", "accepted", "rounds"]].sum()
     return {
         **dict(zip(("category", "temperature", "k"), key, strict=True)),
         "tokens_per_s": speedup.value * group["n_decoded"].sum() / group["live_plain_s"].sum(),
-        "drafted": drafted,
-        "accepted": accepted,
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "tau": (group["tau"] * group["rounds"]).sum() / rounds,
+        "drafted": float(sums["drafted"]),
+        "accepted": float(sums["accepted"]),
+        "acceptance_rate": sums["accepted"] / sums["drafted"] if sums["drafted"] else None,
+        "tau": (group["tau"] * group["rounds"]).sum() / sums["rounds"],
         "speedup": speedup.value,
         "low": speedup.low,
         "high": speedup.high,
@@ -103,31 +98,29 @@ def replay_check(record: RunRecord) -> pd.DataFrame:
         table[(table["category"] == ALL) & (table["k"] > 0)] for table in (k_sweep(record), replayed(record))
     )
     both = live.merge(replay, on=["temperature", "k"], suffixes=("", "_replayed"))
-    ratios = {"tau_ratio": ("tau_replayed", "tau"), "speed_ratio": ("tokens_per_s_replayed", "tokens_per_s")}
-    both = both.assign(**{name: both[over] / both[under] for name, (over, under) in ratios.items()})
+    both = both.assign(
+        tau_ratio=both["tau_replayed"] / both["tau"],
+        speed_ratio=both["tokens_per_s_replayed"] / both["tokens_per_s"],
+    )
     columns = ["tau", "tau_replayed", "tau_ratio", "tokens_per_s", "tokens_per_s_replayed", "speed_ratio"]
     return both[["temperature", "k", *columns]]
 
 
 def sweep_time(record: RunRecord) -> pd.DataFrame:
     """Seconds of the replayed sweep and of the same grid live, and how many times less the replay takes."""
-    replay = record.measurements["replay"]
-    times = replay["live_s"] / replay["replay_s"]
-    return pd.DataFrame([{"replay_s": replay["replay_s"], "live_s": replay["live_s"], "times_less": times}])
+    times = pd.DataFrame([record.measurements["replay"]])[["replay_s", "live_s"]]
+    return times.assign(times_less=times["live_s"] / times["replay_s"])
 
 
 def turns(record: RunRecord) -> pd.DataFrame:
     """Acceptance and tau by turn of the conversation (greedy, the largest live K)."""
-    rows = pd.DataFrame(record.measurements["turns"])
-    sums = rows.groupby("turn").agg(
-        conversations=("prompt_id", "count"), prompt_tokens=("prompt_tokens", "mean"), drafted=("drafted", "sum"),
-        accepted=("accepted", "sum"), rounds=("rounds", "sum"), decoded=("n_decoded", "sum"),
-    ).reset_index()  # fmt: skip
-    tokens = sums["decoded"] + sums["conversations"]
-    sums = sums.assign(
-        acceptance_rate=sums["accepted"] / sums["drafted"].where(sums["drafted"] > 0), tau=tokens / sums["rounds"]
-    )
-    return sums.drop(columns=["decoded", "rounds"])
+    by_turn = pd.DataFrame(record.measurements["turns"]).groupby("turn")
+    sums = by_turn[["drafted", "accepted", "rounds", "n_decoded"]].sum()
+    table = pd.DataFrame({"conversations": by_turn.size(), "prompt_tokens": by_turn["prompt_tokens"].mean()})
+    table = table.join(sums[["drafted", "accepted"]])
+    rate = sums["accepted"] / sums["drafted"].where(sums["drafted"] > 0)
+    tau = (sums["n_decoded"] + table["conversations"]) / sums["rounds"]
+    return table.assign(acceptance_rate=rate, tau=tau).reset_index()
 
 
 def verdict(best: pd.DataFrame, cost: pd.DataFrame) -> str:
@@ -171,46 +164,31 @@ def verify_cost(record: RunRecord) -> pd.DataFrame:
 
 def time_split(record: RunRecord) -> pd.DataFrame:
     """Share of decoding time spent drafting, verifying, rewinding and otherwise, and outside forwards, by K."""
-    rows = []
-    for k in sorted({g.k for g in record.generations}):
-        group = [g for g in record.generations if g.k == k]
-        total = sum(g.decode_s for g in group)
-        parts = {n: sum(getattr(r, f"{n}_s") for g in group for r in g.rounds) for n in ("draft", "verify", "rewind")}
-        forward = sum(r.forward_s for g in group for r in g.rounds)
-        shares = {n: s / total for n, s in parts.items()}
-        rows.append({"k": k, **shares, "other": 1 - sum(shares.values()), "overhead": 1 - forward / total})
-    return pd.DataFrame(rows)
-
-
-def _replayed_rounds(record: RunRecord) -> tuple[int, int]:
-    """Greedy live runs whose tokens are the plain ones, and those of them that a replay counts right."""
-    replay = {(r["prompt_id"], r["k"]): r for r in record.measurements["replay"]["rows"] if not r["temperature"]}
-    live = [g for g in record.generations if g.k and not g.temperature]
-    same = [g for g in live if g.token_ids == baseline_of(record.generations, g).token_ids]
-    counted = [
-        (len(g.rounds), g.total_draft_tokens, g.accepted_tokens)
-        == tuple(replay[g.prompt_id, g.k][name] for name in ("rounds", "drafted", "accepted"))
-        for g in same
-    ]
-    return len(counted), sum(counted)
+    names = ["draft_s", "verify_s", "rewind_s", "forward_s"]
+    rows = [(g.k, g.decode_s, *(sum(getattr(r, n) for r in g.rounds) for n in names)) for g in record.generations]
+    sums = pd.DataFrame(rows, columns=["k", "decode_s", *names]).groupby("k").sum()
+    shares = sums[names].div(sums["decode_s"], axis=0).rename(columns=lambda name: name.removesuffix("_s"))
+    other, overhead = 1 - shares[["draft", "verify", "rewind"]].sum(axis=1), 1 - shares.pop("forward")
+    return shares.assign(other=other, overhead=overhead).reset_index()
 
 
 def checks(record: RunRecord) -> pd.DataFrame:
     """What must hold on every machine: greedy runs equal the baseline or fork at a near-tie; the counts add up."""
     generations = record.generations
     greedy, plain = [g for g in generations if g.k and not g.temperature], [g for g in generations if g.k == 0]
-    forks = record.measurements["forks"]
-    per_round = all(
-        len(r.committed_ids) <= r.n_accepted + 1 and r.n_accepted <= r.k for g in generations for r in g.rounds
-    )
+    same = [g for g in greedy if g.token_ids == baseline_of(generations, g).token_ids]
+    forks = sum(fork["near_tie"] for fork in record.measurements["forks"])
+    sound = all(len(r.committed_ids) - 1 <= r.n_accepted <= r.k for g in generations for r in g.rounds)
     rows = [
-        ("greedy runs equal to the baseline, or forked at a near-tie", len(greedy),
-         sum(g.token_ids == baseline_of(generations, g).token_ids for g in greedy) + sum(f["near_tie"] for f in forks)),
-        ("runs of which every round commits at most n_accepted + 1 tokens", len(generations),
-         len(generations) if per_round else 0),
+        ("greedy runs equal to the baseline, or forked at a near-tie", len(greedy), len(same) + forks),
+        ("runs of which every round commits at most n_accepted + 1 tokens", len(generations), len(generations) * sound),
         ("baselines with tau = 1", len(plain), sum(g.tau == 1 for g in plain)),
-    ]  # fmt: skip
+    ]
     if "replay" in record.measurements:
-        rows.append(("greedy replays that make the rounds of their live run", *_replayed_rounds(record)))
+        replay = {(r["prompt_id"], r["k"]): r for r in record.measurements["replay"]["rows"] if not r["temperature"]}
+        counts = [(len(g.rounds), g.total_draft_tokens, g.accepted_tokens) for g in same]
+        replays = [tuple(replay[g.prompt_id, g.k][n] for n in ("rounds", "drafted", "accepted")) for g in same]
+        equal = sum(live == replayed for live, replayed in zip(counts, replays, strict=True))
+        rows.append(("greedy replays that make the rounds of their live run", len(same), equal))
     frame = pd.DataFrame(rows, columns=["check", "of", "hold"])
     return frame.assign(ok=frame["of"] == frame["hold"])

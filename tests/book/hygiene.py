@@ -14,16 +14,12 @@ from pathlib import Path
 import nbformat
 import papermill
 from nbformat import NotebookNode
-from nbformat.validator import iter_validate
 
 from specnb import params
 from specnb.book.notebook import declared
 from specnb.io import write_atomic
 
-MAX_BYTES = 200_000
-MAX_CELLS = 30
-MIN_CHECKED_CELLS = 2
-
+MAX_BYTES, MAX_CELLS, MIN_CHECKED_CELLS = 200_000, 30, 2
 LEFTOVERS = {"widgets", "papermill"}
 CELL_LEFTOVERS = {"papermill", "execution", "collapsed"}
 UNCHECKED = "nbval-ignore-output"
@@ -38,14 +34,9 @@ ABSOLUTE = re.compile(
 
 def problems(path: Path) -> list[str]:
     """Return what is wrong with the notebook at `path`; empty when it is clean. Cells are counted from 0."""
-    raw = json.loads(path.read_text(encoding="utf-8"))  # nbformat's own reader repairs what it reads
-    if (raw["nbformat"], raw["nbformat_minor"]) != (4, 5):
-        return [f"is nbformat {raw['nbformat']}.{raw['nbformat_minor']}, must be 4.5"]
-    faults = [f"is not valid: {str(error).splitlines()[0]}" for error in iter_validate(raw, version=4, version_minor=5)]
-    nb = nbformat.v4.reads_json(json.dumps(raw))
-    faults += [f"has {n} bytes, at most {MAX_BYTES}"] if (n := path.stat().st_size) > MAX_BYTES else []
-    faults += [f"has {n} cells, at most {MAX_CELLS}"] if (n := len(nb.cells)) > MAX_CELLS else []
-    return [*faults, *_metadata(nb), *_cells(nb), *_nbval(nb), *_parameters(path, nb)]
+    nb = nbformat.v4.reads_json(path.read_text(encoding="utf-8"))
+    nbformat.validate(nb)
+    return [*_notebook(path, nb), *_cells(nb), *_parameters(path, nb)]
 
 
 def normalise(path: Path) -> None:
@@ -71,40 +62,37 @@ def normalise(path: Path) -> None:
     write_atomic(path, (nbformat.writes(nb).rstrip("\n") + "\n").encode())
 
 
-def _metadata(nb: NotebookNode) -> Iterator[str]:
+def _notebook(path: Path, nb: NotebookNode) -> Iterator[str]:
+    if nb.nbformat_minor != 5 or path.stat().st_size > MAX_BYTES or len(nb.cells) > MAX_CELLS:
+        yield f"is not of nbformat 4.5, or has more than {MAX_BYTES} bytes or {MAX_CELLS} cells"
     if (name := nb.metadata.kernelspec.name) != "python3":
         yield f"kernelspec is {name!r}, must be 'python3': other names exist on one machine only"
-    leftovers = [f"metadata.{key}" for key in LEFTOVERS & set(nb.metadata)]
-    leftovers += ["language_info.version"] if "version" in nb.metadata.get("language_info", {}) else []
-    leftovers += [
-        f"cell {i}: metadata.{key}" for i, c in enumerate(nb.cells) for key in CELL_LEFTOVERS & set(c.metadata)
-    ]
-    yield from (f"{place} is left over: normalise the notebook" for place in leftovers)
+    left = LEFTOVERS & set(nb.metadata) | {key for cell in nb.cells for key in CELL_LEFTOVERS & set(cell.metadata)}
+    left |= {"version"} & set(nb.metadata.get("language_info", {}))
+    if left:
+        yield f"metadata {sorted(left)} are left over: normalise the notebook"
 
 
 def _cells(nb: NotebookNode) -> Iterator[str]:
-    code = [(index, cell) for index, cell in enumerate(nb.cells) if cell.cell_type == "code"]
-    for expected, (index, cell) in enumerate(code, 1):
-        if not cell.source.strip() or cell.execution_count != expected:
-            yield f"cell {index}: empty, or execution count {cell.execution_count}, must be {expected}: run all"
+    ran = checked = 0
+    for index, cell in enumerate(nb.cells):
+        texts = list(_texts(cell))
+        if match := next(filter(None, map(ABSOLUTE.search, (cell.source, *texts))), None):
+            yield f"cell {index}: holds an absolute path: {match.string[match.start() : match.end() + 30]!r}"
+        if cell.cell_type != "code":
+            continue
+        ran += 1
+        if not cell.source.strip() or cell.execution_count != ran:
+            yield f"cell {index}: empty, or execution count {cell.execution_count}, must be {ran}: run all"
         if any(output.output_type == "error" for output in cell.outputs):
             yield f"cell {index}: holds an error output"
         if re.search(r"^\s*(def|class) ", cell.source, re.MULTILINE):
             yield f"cell {index}: defines something: move it into the package"
-    for index, cell in enumerate(nb.cells):
-        if match := next(filter(None, map(ABSOLUTE.search, (cell.source, *_texts(cell)))), None):
-            yield f"cell {index}: holds an absolute path: {match.string[match.start() : match.end() + 30]!r}"
-
-
-def _nbval(nb: NotebookNode) -> Iterator[str]:
-    checked = 0
-    for index, cell in enumerate(nb.cells):
-        ignored = UNCHECKED in _tags(cell)
-        kinds = [kind for output in cell.get("outputs", []) for kind in output.get("data", {})]
-        if any(map(FIGURES.match, kinds)) and not ignored:
-            yield f"cell {index}: shows a figure: tag it {UNCHECKED}, check its numbers in a table before it"
-        printed = any(output.get("name") == "stdout" for output in cell.get("outputs", []))
-        checked += not ignored and (printed or any(kind.startswith("text/") for kind in kinds))
+        kinds = [kind for output in cell.outputs for kind in output.get("data", {})]
+        if UNCHECKED not in _tags(cell):
+            checked += any(texts)
+            if any(map(FIGURES.match, kinds)):
+                yield f"cell {index}: shows a figure: tag it {UNCHECKED}, check its numbers in a table before it"
     if checked < MIN_CHECKED_CELLS:
         yield f"has {checked} cells whose output nbval checks, must have {MIN_CHECKED_CELLS}: show facts that stay true"
 
@@ -116,12 +104,9 @@ def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
     if len(cells) != 1 or kind is None:
         yield f"has {len(cells)} cells tagged `parameters`, must have 1, and metadata.specnb.params names their class"
         return
-    shown = declared(cells[0].source)
-    expected = kind().model_dump(mode="json")
-    for name in sorted(set(shown) | set(expected)):
-        here, there = (json.dumps(values.get(name, "(none)")) for values in (shown, expected))
-        if here != there:
-            yield f"parameter {name} is {here} in the notebook, {there} in {kind.__name__}"
+    shown, expected = declared(cells[0].source), kind().model_dump(mode="json")
+    if json.dumps(shown) != json.dumps(expected):
+        yield f"parameters are {shown} in the notebook, {expected} in {kind.__name__}"
     if lost := set(shown) ^ set(papermill.inspect_notebook(path)):
         yield f"papermill loses parameters {sorted(lost)}: one line each, no second `=`"
 

@@ -1,7 +1,5 @@
 """Figures: what is drawn is what the table says, with units on the axes, and readable without colour."""
 
-import itertools
-
 import pandas as pd
 import plotly.io as pio
 import pytest
@@ -45,20 +43,28 @@ def test_one_line_a_category_in_one_panel_a_temperature_without_the_baseline():
             (y - below, y + above) for y, below, above in zip(t.y, t.error_y.arrayminus, t.error_y.array, strict=True)
         ]
         assert ends == [pytest.approx(interval) for interval in zip(rows["low"], rows["high"], strict=True)]
-    assert list(lines[0].customdata[0]) == [15.0, 30, 40, 2.5]
-    assert "accepted %{customdata[1]:.0f} of %{customdata[2]:.0f}" in lines[0].hovertemplate
 
 
-def test_axes_have_titles_with_units_begin_at_zero_and_show_break_even():
-    figure = figures.speedup_over_k(SWEEP)
-    layout, even = figure.layout, [shape for shape in figure.layout.shapes if shape.type == "line"]
-    assert {layout[axis].title.text for axis in ("xaxis", "xaxis2")} == {"draft length K (tokens)"}
-    assert layout.yaxis.title.text == "decoding speed-up (plain = 1)" and list(layout.xaxis.tickvals) == [2, 8]
+def test_axes_name_their_units_begin_at_zero_and_show_break_even():
+    layout = figures.speedup_over_k(SWEEP).layout
+    assert (layout.xaxis2.title.text, layout.yaxis.title.text) == (
+        "draft length K (tokens)", "decoding speed-up (plain = 1)",
+    )  # fmt: skip
     assert layout.yaxis.rangemode == "tozero" and layout.yaxis2.matches == "y"
-    assert {(s.y0, s.y1, s.yref) for s in even} == {(1.0, 1.0, "y"), (1.0, 1.0, "y2")}
-    assert [t.line.color for t in figure.data if t.name == "break-even"] == [even[0].line.color]
-    assert "lossy" not in figures.speedup_over_k(SWEEP.assign(lossless=True)).layout.title.text
-    assert "lossy" in figures.speedup_over_k(SWEEP.assign(lossless=SWEEP["temperature"] == 0)).layout.title.text
+    assert {(s.y0, s.y1, s.yref) for s in layout.shapes} == {(1.0, 1.0, "y"), (1.0, 1.0, "y2")}
+    for lossless, named in ((True, False), (SWEEP["temperature"] == 0, True)):
+        title = figures.speedup_over_k(SWEEP.assign(lossless=lossless)).layout.title.text
+        assert ("lossy" in title) == named
+
+
+def test_live_runs_lie_as_marks_with_bars_over_a_replayed_sweep():
+    many = pd.concat([SWEEP.assign(k=SWEEP["k"] * n) for n in range(1, 8)]).query("temperature == 0")
+    *lines, code, prose, _ = figures.speedup_over_k(many, live=SWEEP.query("temperature == 0")).data
+    assert [(t.mode, t.error_y.array) for t in lines] == [("lines", None)] * 2
+    assert [(t.name, t.mode, list(t.x)) for t in (code, prose)] == [
+        ("code, live", "markers", [2, 8]), ("prose, live", "markers", [2]),
+    ]  # fmt: skip
+    assert [t.marker.color for t in (code, prose)] == [t.line.color for t in lines]
 
 
 def test_a_category_looks_the_same_in_every_panel_and_is_named_once():
@@ -77,7 +83,7 @@ def test_the_curve_lies_between_free_width_and_single_steps_on_logarithmic_axes(
         "free width": ((1, 9), (1, 1)),
         "n single steps": ((1, 9), (1, 9)),
     }
-    assert [row[0] for row in figure.data[0].customdata] == [50.0, 60.0, 100.0]  # milliseconds
+    assert figure.data[0].text == ("50.0", "60.0", "100.0")  # milliseconds
     assert (figure.layout.xaxis.type, figure.layout.yaxis.type) == ("log", "log")
     assert figure.layout.xaxis.title.text == "tokens in one target forward, n"
     assert figure.layout.yaxis.title.text == "T(n) / T(1)"
@@ -89,12 +95,3 @@ def test_figures_carry_the_template_change_no_table_and_register_nothing():
         assert figure.layout.template.layout == style.template().layout
     assert sweep.equals(SWEEP) and curve.equals(CURVE)
     assert (pio.templates.default, set(pio.templates)) == before
-
-
-def test_seven_series_differ_in_colour_and_marker_and_neighbours_in_dash_too():
-    """Six categories and "all". Printed in grey, marker and dash are what is left."""
-    looks = [style.series(i) for i in range(7)]
-    for a, b in itertools.combinations(looks, 2):
-        assert a["line"]["color"] != b["line"]["color"] and a["marker"]["symbol"] != b["marker"]["symbol"]
-    assert all(a["line"]["dash"] != b["line"]["dash"] for a, b in itertools.pairwise(looks))
-    assert all(look["line"]["color"] == look["marker"]["color"] for look in looks)

@@ -71,6 +71,9 @@ NONE = float("nan")
 
 def test_k_sweep_by_hand():
     frame = tables.k_sweep(SWEEP)
+    assert list(frame[["category", "temperature", "k"]].itertuples(index=False, name=None))[:5] == [
+        ("prose", 0.0, 0), ("prose", 0.0, 2), ("code", 0.0, 0), ("code", 0.0, 2), ("code", 0.7, 0),
+    ]  # fmt: skip
     code = row(frame, "code", 0.0, 2)
     assert (code["drafted"], code["accepted"], code["acceptance_rate"], code["tau"]) == (8, 8, 1.0, 3.0)
     # prefill and the token that it gives are left out on both sides
@@ -82,49 +85,24 @@ def test_k_sweep_by_hand():
     assert prose["speedup"] == 0.75
     sampled = row(frame, "code", 0.7, 4)
     assert (sampled["acceptance_rate"], sampled["tau"], sampled["speedup"]) == (0.5, 3.0, 0.5)
-    assert pd.isna(sampled["identical"])
+    assert pd.isna(sampled["identical"]) and sampled["lossless"]
     pooled = row(frame, "all", 0.0, 2)  # 24 tokens in 24 s against 24 s; acceptance 14 of 20
     assert (pooled["drafted"], pooled["accepted"], pooled["acceptance_rate"]) == (20, 14, 0.7)
     assert pooled["tau"] == 2.4 and pooled["speedup"] == 1.0 and pooled["n_prompts"] == 2
     assert pd.isna(pooled["low"]) and pd.isna(pooled["high"])  # two prompts are too few for an interval
 
 
-def test_rows_are_in_order_of_category_as_run_then_temperature_then_k():
-    frame = tables.k_sweep(SWEEP)
-    assert list(frame[["category", "temperature", "k"]].itertuples(index=False, name=None)) == [
-        ("prose", 0.0, 0), ("prose", 0.0, 2),
-        ("code", 0.0, 0), ("code", 0.0, 2), ("code", 0.7, 0), ("code", 0.7, 4),
-        ("all", 0.0, 0), ("all", 0.0, 2), ("all", 0.7, 0), ("all", 0.7, 4),
-    ]  # fmt: skip
-
-
-def test_each_run_is_paired_with_the_baseline_of_its_own_prompt_and_temperature():
-    seconds = {("a", 0.0): (10.0, 5.0), ("b", 0.0): (40.0, 20.0), ("a", 0.5): (80.0, 20.0)}
-    pairs = [
-        (generation(p, "code", t, PLAIN, plain), generation(p, "code", t, [(2, 2)] * 4, drafted, k=2))
-        for (p, t), (plain, drafted) in seconds.items()
-    ]
-    frame = tables.k_sweep(record(*(g for pair in pairs for g in pair)))
-    assert [row(frame, "code", t, 2)["speedup"] for t in (0.0, 0.5)] == [2.0, 4.0]
-    with pytest.raises(InputError, match=r"'a' at temperature 0.0"):
-        tables.k_sweep(record(pairs[0][1]))
-
-
-def test_the_interval_is_over_prompts_each_paired_with_its_own_baseline():
+def test_each_run_is_paired_with_its_baseline_and_the_interval_is_over_prompts():
     """Four prompts twice as fast and one as fast, though the slowest is five times slower than the fastest."""
     frame = tables.k_sweep(MANY)
     fast, base = row(frame, "code", 0.0, 2), row(frame, "code", 0.0, 0)
     assert fast["speedup"] == pytest.approx(15 / (5 + 0.5 * 10)) and fast["n_prompts"] == 5
     assert 1.0 <= fast["low"] < fast["speedup"] < fast["high"] == 2.0
     assert (base["speedup"], base["low"], base["high"], base["tau"], base["drafted"]) == (1.0, 1.0, 1.0, 1.0, 0)
-    assert pd.isna(base["acceptance_rate"])
-
-
-def test_one_lossy_run_makes_its_row_lossy_and_differing_tokens_are_not_identical():
-    lossy = SWEEP.generations[4].model_copy(update={"lossless": False})
-    frame = tables.k_sweep(record(BASE, DIFFERS, lossy, SWEEP.generations[5]))
-    assert not row(frame, "code", 0.7, 4)["lossless"] and not row(frame, "all", 0.7, 4)["lossless"]
-    assert row(frame, "code", 0.0, 2)["lossless"] and row(frame, "code", 0.0, 2)["identical"] == 0
+    lossy = MANY.generations[-1].model_copy(update={"lossless": False})
+    assert not row(tables.k_sweep(record(*MANY.generations[:-1], lossy)), "all", 0.0, 2)["lossless"]
+    with pytest.raises(InputError, match=r"'p5' at temperature 0.0"):
+        tables.k_sweep(record(lossy))
 
 
 def test_best_k_is_the_fastest_draft_length_and_says_whether_it_pays():

@@ -1,6 +1,5 @@
-"""The explorer in a real JupyterLab, under Voila, and a real browser: drag, see it change, run live, again, cancel."""
+"""The explorer in a real JupyterLab, under Voila, and a real browser: drag, see it change, run live."""
 
-import hashlib
 import json
 import os
 import re
@@ -28,8 +27,7 @@ from specnb.prompts import Prompt
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 TOKEN = "explorer-test"
-SOURCE = '''
-import time
+SOURCE = """
 from pathlib import Path
 from specnb.book.explorer.widgets import Explorer
 from specnb.decode.generate import generate
@@ -41,21 +39,15 @@ from specnb.prompts import Prompt
 
 target = toy.markov(6, order=2, seed=4, sharpness=3.0)
 prompt = Prompt(id="code-0", category="code", text="abcabca")
-runs = []
 
-def run_live(setting, progress, cancelled):
-    """The first run takes a moment, each later one until it is cancelled."""
-    runs.append(setting)
-    while len(runs) > 1 and not cancelled():
-        progress(1, 4, "waiting")
-        time.sleep(0.05)
+def run_live(setting, progress):
     for at, drafting in enumerate(({}, {"drafter": LookupDrafter(), "k": setting.k})):
         progress(at, 2, prompt.id)
         yield generate(target, prompt, max_new_tokens=40, **drafting)
 
 trace = Trace.load(Path("trace.parquet"))
 Explorer(trace, straight_curve("line", 1.4), {r.drafter: 0.2 for r in trace.recordings}, run_live=run_live)
-'''
+"""
 COLD_MS = 120_000
 """A kernel in an environment that was just installed imports everything for the first time, from a cold disk."""
 
@@ -175,10 +167,10 @@ def chosen_point(page) -> list:
     )
 
 
-def drawn(page, nth: int) -> str:
-    """A digest of the svg of a figure's traces."""
-    svg = page.locator(".specnb-explorer .js-plotly-plot").nth(nth).locator(".scatterlayer").first.inner_html()
-    return hashlib.sha256(svg.encode()).hexdigest()[:8]
+def drawn(page) -> list[str]:
+    """The traces of the two figures, as drawn, and the strip."""
+    plots = page.locator(".specnb-explorer .js-plotly-plot .scatterlayer").all()
+    return [each.inner_html() for each in (*plots, page.locator(".specnb-explorer .widget-html-content").last)]
 
 
 def until(page, read, wanted, limit_s: float = 15):
@@ -191,11 +183,11 @@ def until(page, read, wanted, limit_s: float = 15):
 
 
 def use(page) -> None:
-    """What a reader does: arrow keys, mouse, rounds, a live run, a second one that is cancelled.
+    """What a reader does: arrow keys, mouse, rounds, a live run.
 
     A picture of the end is kept in $SPECNB_SCREENSHOTS, where that is set.
     """
-    page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=2", timeout=COLD_MS)
+    page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=1", timeout=COLD_MS)
     k = page.locator(".specnb-explorer .widget-slider", has_text="K (tokens)").first
     handle, number = k.locator(".noUi-handle"), k.locator(".widget-readout")
 
@@ -209,11 +201,11 @@ def use(page) -> None:
     until(page, lambda: handle.get_attribute("aria-label"), lambda name: name == "K (tokens)")
 
     # by the keyboard
-    before = [drawn(page, nth) for nth in range(2)]
+    before = drawn(page)
     handle.focus()
     page.keyboard.press("ArrowRight")
     shows("9")
-    until(page, lambda: [a != b for a, b in zip(before, [drawn(page, n) for n in range(2)], strict=True)], all)
+    until(page, lambda: [a != b for a, b in zip(before, drawn(page), strict=True)][:2], all)
 
     # by the mouse
     box, bar = handle.bounding_box(), k.locator(".noUi-target").bounding_box()
@@ -224,27 +216,19 @@ def use(page) -> None:
     shows(until(page, number.inner_text, lambda text: int(text) <= 2))
 
     # the strip steps through rounds
-    before = drawn(page, 2)
+    before = drawn(page)[2]
     page.locator(".specnb-explorer .widget-slider", has_text="round").first.locator(".noUi-handle").focus()
     page.keyboard.press("ArrowRight")
     until(page, lambda: summary(page), lambda text: "Round 2 of" in text)
-    until(page, lambda: drawn(page, 2), lambda svg: svg != before)
+    until(page, lambda: drawn(page)[2], lambda strip: strip != before)
 
-    # live, to the end
-    run, cancel = (page.locator(".specnb-explorer button", has_text=name) for name in ("Run live", "Cancel"))
-    assert cancel.is_disabled()
-    run.click()
-    line = until(page, lambda: summary(page, 1), lambda text: text.startswith("Live,"))
-    speeds = re.search(r"speed-up ([\d.]+) on this machine; predicted for the same prompts: ([\d.]+)\.", line)
-    assert speeds and float(speeds[1]) > 0
-    until(page, run.is_enabled, bool)
-
-    # again, and cancelled
-    run.click()
-    until(page, cancel.is_enabled, bool)
-    cancel.click()
-    until(page, lambda: summary(page, 1), lambda text: text.startswith("Cancelled"))
-    until(page, run.is_enabled, bool)
-    assert cancel.is_disabled()
+    # live, to the end, twice
+    run = page.locator(".specnb-explorer button", has_text="Run live")
+    for _ in range(2):
+        run.click()
+        line = until(page, lambda: summary(page, 1), lambda text: text.startswith("Live,"))
+        speeds = re.search(r"speed-up ([\d.]+) on this machine; predicted for the same prompts: ([\d.]+)\.", line)
+        assert speeds and float(speeds[1]) > 0
+        until(page, run.is_enabled, bool)
     if shots := os.environ.get("SPECNB_SCREENSHOTS"):
         page.screenshot(path=str(Path(shots) / f"{page.title()[:20]}.png"))

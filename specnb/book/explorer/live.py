@@ -1,9 +1,9 @@
 """The explorer's models: records its trace, measures what forwards cost, and runs a setting for real."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple, Self
+from typing import Self
 
 from specnb.book.explorer.tables import ALL, POLICIES, Setting
 from specnb.decode.generate import generate
@@ -20,15 +20,6 @@ from specnb.records import Generation, RunRecord
 
 LIVE_PROMPTS = 3
 """Prompts of one live run: each is generated plainly and with drafts."""
-
-
-class Recorded(NamedTuple):
-    """The result of `Workbench.record`. `c` holds T_draft(1)/T_target(1) for every drafter of the trace."""
-
-    record: RunRecord
-    trace: Trace
-    curve: CostCurve
-    c: dict[str, float]
 
 
 class Workbench:
@@ -49,8 +40,11 @@ class Workbench:
         require_followed(drafters)
         return cls(target, drafters, chosen, params)
 
-    def record(self, progress: Progress = silent) -> Recorded:
-        """Generate every prompt plainly at every temperature, follow every drafter along it, and time forwards."""
+    def record(self, progress: Progress = silent) -> tuple[RunRecord, Trace, CostCurve, dict[str, float]]:
+        """Generate every prompt plainly at every temperature, follow every drafter along it, and time forwards.
+
+        The last of the results holds c, T_draft(1)/T_target(1), for every drafter of the trace.
+        """
         p, started = self.params, datetime.now(UTC)
         generations: list[Generation] = []
         recordings: list[Recording] = []
@@ -69,14 +63,12 @@ class Workbench:
         measured = {"verify_curve": curve.model_dump(mode="json"), "c": c}
         models = models_of(self.target, self.drafters)
         kept = record_of("09_explorer", p, self.chosen, self.target, models, started, generations, measured)
-        return Recorded(kept, Trace(tuple(recordings)), curve, c)
+        return kept, Trace(tuple(recordings)), curve, c
 
-    def run_live(
-        self, setting: Setting, progress: Progress = silent, cancelled: Callable[[], bool] = lambda: False
-    ) -> list[Generation]:
-        """Each prompt of the setting's content plainly and with drafts, in turn; stops between generations if asked.
+    def run_live(self, setting: Setting, progress: Progress = silent) -> list[Generation]:
+        """Each prompt of the setting's content plainly and with drafts, in turn; a warm-up is not kept.
 
-        A warm-up is not kept. Raises what `generate` raises.
+        Raises what `generate` raises.
         """
         chosen = [p for p in self.chosen if setting.content in (ALL, p.category)]
         chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][:LIVE_PROMPTS]  # from different contents
@@ -89,8 +81,6 @@ class Workbench:
             for extra in ({}, {"drafter": drafter, "k": 1}):
                 generate(self.target, chosen[0], max_new_tokens=4, **common, **extra)
             for prompt, extra in todo:
-                if cancelled():
-                    break
                 progress(len(generations), len(todo), f"{prompt.id}, {'with drafts' if extra else 'plainly'}")
                 tokens = self.params.max_new_tokens
                 generations.append(generate(self.target, prompt, max_new_tokens=tokens, **common, **extra))

@@ -113,11 +113,6 @@ class Predicted(NamedTuple):
     def tau(self) -> np.ndarray:
         return self.n_tokens / self.rounds
 
-    @property
-    def mean_k(self) -> np.ndarray:
-        """Drafts a round, on average."""
-        return self.drafted / self.rounds
-
 
 class Tables:
     """The trace, prepared. Building it costs one `fixed_k` for each recording and K; looking up costs next to nothing.
@@ -131,15 +126,13 @@ class Tables:
         if not self.recordings:
             raise InputError(f"none of {len(trace.recordings)} recordings has two tokens: record longer generations")
         self.k_max = min(r.k_max for r in self.recordings)
-        self.drafters, self.contents = self._seen("drafter"), self._seen("category")
-        self.temperatures = tuple(sorted(self._seen("temperature")))
+        self.drafters = tuple(dict.fromkeys(r.drafter for r in self.recordings))
+        self.contents = tuple(dict.fromkeys(r.category for r in self.recordings))
+        self.temperatures = tuple(sorted({r.temperature for r in self.recordings}))
         self.n_tokens = np.array([r.n_tokens for r in self.recordings])
         ks = range(self.k_max + 1)
         self.exact = np.array([[self._row(fixed_k(r, k)) for k in ks] for r in self.recordings])
         self._walked = lru_cache(512)(self._walk)  # bounded: dragging a cost slider asks for ever new ones
-
-    def _seen(self, field: str) -> tuple:
-        return tuple(dict.fromkeys(getattr(r, field) for r in self.recordings))
 
     def _row(self, counts: Counts) -> np.ndarray:
         widths = [counts.by_width.get(n, 0.0) for n in range(self.k_max + 2)]
@@ -157,16 +150,15 @@ class Tables:
 
     def chosen(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> list[int]:
         """Indices of the recordings that a setting is about. Raises InputError when there are none."""
-        wanted = (setting.drafter, setting.temperature)
         indices = [
             i
             for i, r in enumerate(self.recordings)
-            if (r.drafter, r.temperature) == wanted
+            if (r.drafter, r.temperature) == setting[:2]
             and setting.content in (ALL, r.category)
             and (prompt_ids is None or r.prompt_id in prompt_ids)
         ]
         if not indices:
-            raise InputError(f"the trace holds no recording of {setting.content} with {wanted}")
+            raise InputError(f"the trace holds no recording of {setting.content} with {setting[:2]}")
         return indices
 
     def is_model(self, drafter: str) -> bool:
@@ -177,8 +169,8 @@ class Tables:
         """Those that can be replayed: their K is recorded and, where they read beliefs, these are too."""
         reads = self.is_model(drafter)
         some = Setting(drafter, 0.0, ALL, FIXED, 1, Machine.straight(CUSTOM, 1.0, 0.0, self.k_max))
-        fits = {name: p.controller(some).k_max <= self.k_max for name, p in POLICIES.items()}
-        return tuple(name for name, p in POLICIES.items() if fits[name] and (reads or not p.reads_beliefs))
+        fits = {name: p for name, p in POLICIES.items() if p.controller(some).k_max <= self.k_max}
+        return tuple(name for name, p in fits.items() if reads or not p.reads_beliefs)
 
     def sweep(self, setting: Setting) -> Predicted:
         """Every fixed K from 0, exactly."""
@@ -190,14 +182,19 @@ class Tables:
         at = self.chosen(setting, prompt_ids)
         if setting.policy == FIXED:
             return self._predicted(at, self.exact[at, setting.k], setting.machine)
-        walked = self._walked(reduced(setting))
-        return self._predicted(at, np.array([walked[i][0] for i in at]), setting.machine)
+        walks = self._walks(setting)
+        return self._predicted(at, np.array([walks[i][0] for i in at]), setting.machine)
 
     def steps(self, setting: Setting, index: int) -> list[Step]:
         """The rounds along one recording; where drafts are kept by chance, those of one seeded draw."""
         if setting.policy == FIXED:
             return walk(self.recordings[index], FixedK(setting.k), np.random.default_rng([SEED, index]))
-        return self._walked(reduced(setting))[index][1]
+        return self._walks(setting)[index][1]
+
+    def _walks(self, setting: Setting) -> dict[int, tuple[np.ndarray, list[Step]]]:
+        """`_walk`, remembered by what the rounds of the setting's policy depend on."""
+        depends = POLICIES[setting.policy].depends
+        return self._walked(setting._replace(**{f: None for f in ("k", "machine") if f not in depends}))
 
     def _walk(self, setting: Setting) -> dict[int, tuple[np.ndarray, list[Step]]]:
         """The mean counts and the first walk of every recording that a setting is about, by index."""
@@ -221,12 +218,6 @@ class Tables:
         _, totals, tested, kept = self.parts(counts.sum(0))
         rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
         return Predicted(value, low, high, n, self.n_tokens[at].sum(), rounds, drafted, accepted, tested, kept)
-
-
-def reduced(setting: Setting) -> Setting:
-    """The setting without what the rounds of its policy do not depend on."""
-    depends = POLICIES[setting.policy].depends
-    return setting._replace(**{field: None for field in ("k", "machine") if field not in depends})
 
 
 def checks(tables: Tables) -> pd.DataFrame:
@@ -259,6 +250,6 @@ def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFr
             p = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
             place = {"machine": machine.name, "drafter": drafter, "category": content, "temperature": temperature}
             numbers = {name: getattr(p, name) for name in ("drafted", "accepted", "tau", "speedup", "low", "high")}
-            ks, speeds = np.arange(tables.k_max + 1), p.speedup / curve.seconds(1)
-            frames.append(pd.DataFrame({**place, "k": ks, "tokens_per_s": speeds, **numbers}))
+            place |= {"k": range(tables.k_max + 1), "tokens_per_s": p.speedup / curve.seconds(1)}
+            frames.append(pd.DataFrame(place | numbers))
     return pd.concat(frames, ignore_index=True)

@@ -6,8 +6,7 @@ widgets. Callbacks may come from several threads, so each redraw holds a lock.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import Event, RLock, Thread
-from typing import Any
+from threading import RLock, Thread
 
 import anywidget
 import ipywidgets as widgets
@@ -18,15 +17,15 @@ from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, THIS_MACHINE, Machin
 from specnb.book.plot import Plot
 from specnb.book.tables import decode_speedup
 from specnb.measure.cost import NAMED, CostCurve
+from specnb.measure.experiment import Progress
 from specnb.measure.recording import Trace
 from specnb.records import Generation
 
-RunLive = Callable[[Setting, Callable[[int, int, str], None], Callable[[], bool]], Iterable[Generation]]
-"""(setting, progress, cancelled) -> plain and drafted generations; `progress(done, total, what)` before each one."""
+RunLive = Callable[[Setting, Progress], Iterable[Generation]]
+"""A setting -> plain and drafted generations."""
 
 MAX_AT8, MAX_C = 10.0, 1.5  # of the cost sliders; a measured machine beyond them widens them
 IDLE = "Runs some prompts plainly and with drafts on this machine, and compares the speed with the prediction."
-_WIDE = {"description_width": "120px"}
 
 
 class Status(anywidget.AnyWidget):
@@ -37,28 +36,19 @@ class Status(anywidget.AnyWidget):
     """
 
     _esm = """
-    function name(el) {
-      for (const row of el.closest(".specnb-explorer")?.querySelectorAll(".widget-inline-hbox") ?? []) {
-        const label = row.querySelector(".widget-label");
-        const handle = row.querySelector(".noUi-handle");
-        if (label && handle) handle.setAttribute("aria-label", label.textContent);
-      }
-    }
     function render({ model, el }) {
       el.setAttribute("role", "status");
-      el.setAttribute("aria-live", "polite");
-      const text = () => {
-        el.replaceChildren(...model.get("lines").map((line) => {
-          const p = document.createElement("p");
-          p.style.cssText = "margin: 2px 0; line-height: 1.4";
-          p.textContent = line;
-          return p;
-        }));
-        name(el);
+      el.style.whiteSpace = "pre-line";
+      const show = () => {
+        el.textContent = model.get("lines").join("\\n");
+        for (const handle of document.querySelectorAll(".specnb-explorer .noUi-handle")) {
+          const label = handle.closest(".widget-inline-hbox")?.querySelector(".widget-label");
+          if (label) handle.setAttribute("aria-label", label.textContent);
+        }
       };
-      model.on("change:lines", text);
-      text();
-      setTimeout(() => name(el), 1000);
+      model.on("change:lines", show);
+      show();
+      setTimeout(show, 1000);
     }
     export default { render };
     """
@@ -76,7 +66,7 @@ class Explorer(widgets.VBox):
         self, trace: Trace, curve: CostCurve, c: Mapping[str, float], *, run_live: RunLive | None = None
     ) -> None:
         self._tables = Tables(trace)
-        self._curve, self._c, self._run_live, self._cancelled = curve, c, run_live, Event()
+        self._curve, self._c, self._run_live = curve, c, run_live
         self._lock, self._quiet = RLock(), False
         self._live: tuple[Setting, tuple[float, float, float, float]] | None = None
         self._add_controls()
@@ -85,11 +75,14 @@ class Explorer(widgets.VBox):
         self._show_costs()
         view = self._look()
         self.round.max = len(view.steps)
-        self.speedup = Plot(show.speedup_figure(view).update_layout(width=580, height=430))
-        self.alpha = Plot(show.alpha_figure(view).update_layout(width=400, height=430))
-        self.strip = Plot(show.strip_figure(view).update_layout(width=980))
-        self.summary = Status(lines=show.summary(view))
-        super().__init__(self._parts())
+        self.speedup, self.alpha = Plot(show.speedup(view)), Plot(show.alpha(view))
+        self.strip, self.summary = widgets.HTML(show.strip(view)), Status(lines=show.summary(view))
+        rows = widgets.Layout(display="flex", flex_flow="row wrap")
+        above = [control for name, control in self.controls.items() if name not in ("prompt", "round")]
+        live = [] if run_live is None else [widgets.HBox([self.run, self.outcome])]
+        plots, below = widgets.Box([self.speedup, self.alpha], layout=rows), [self.prompt, self.round]
+        parts = [widgets.Box(above, layout=rows), self.summary, plots, *live, widgets.Box(below, layout=rows)]
+        super().__init__([*parts, self.strip])
         self.add_class("specnb-explorer")
         for control in self.controls.values():
             control.observe(self._changed, names="value")
@@ -116,33 +109,22 @@ class Explorer(widgets.VBox):
                 self.round.max, self.round.value = len(view.steps), view.round
             self.speedup.update(show.speedup(view))
             self.alpha.update(show.alpha(view))
-            self.strip.update(show.strip(view))
-            self.summary.lines = show.summary(view)
+            self.strip.value, self.summary.lines = show.strip(view), show.summary(view)
 
     def start(self, _button: object = None) -> None:
         """Run the present setting with the models, in a thread of its own; one run at a time."""
         with self._lock:
-            if self.run.disabled or self._run_live is None:
+            if self.run.disabled:
                 return
-            self.run.disabled, self.cancel.disabled = True, False
-        self._cancelled.clear()
+            self.run.disabled = True
         setting = self.setting()._replace(machine=self._machines()[THIS_MACHINE])
-        self.progress.value, self.progress.bar_style = 0, ""
-        self.outcome.lines = [f"Running {show.label(setting)} live …"]
         # a daemon: a kernel that is shut down does not wait for it
         Thread(target=self._run, args=(setting,), name="specnb-live", daemon=True).start()
 
-    def stop(self, _button: object = None) -> None:
-        """Ask a live run to end after the generation in hand."""
-        if self.run.disabled:
-            self.cancel.disabled = True
-            self.outcome.lines = ["Cancelling: the generation in hand is finished first …"]
-            self._cancelled.set()
-
     def _add_controls(self) -> None:
         t = self._tables
-        slider = {"style": _WIDE, "layout": widgets.Layout(width="480px")}
-        fine = slider | {"step": 0.01, "readout_format": ".2f"}
+        slider = {"style": {"description_width": "120px"}, "layout": widgets.Layout(width="480px")}
+        fine = slider | {"readout_format": ".2f"}
         warmth = [(f"{x:g}" + " (greedy)" * (x == 0), x) for x in t.temperatures]
         contents = (ALL, *t.contents) if len(t.contents) > 1 else t.contents
         curves = (THIS_MACHINE, *NAMED, CUSTOM)
@@ -152,26 +134,15 @@ class Explorer(widgets.VBox):
         self.drafter = widgets.Dropdown(options=t.drafters, description="drafter", **slider)
         self.content = widgets.Dropdown(options=contents, description="content", **slider)
         self.curve = widgets.Dropdown(options=curves, description="cost curve", **slider)
-        self.at8 = widgets.FloatSlider(1, min=1, max=MAX_AT8, description="T(8)/T(1)", **(fine | {"step": 0.02}))
-        self.c = widgets.FloatSlider(0, min=0, max=MAX_C, description="c (draft cost)", **fine)
+        self.at8 = widgets.FloatSlider(1, min=1, max=MAX_AT8, step=0.02, description="T(8)/T(1)", **fine)
+        self.c = widgets.FloatSlider(0, min=0, max=MAX_C, step=0.01, description="c (draft cost)", **fine)
         self.prompt = widgets.Dropdown(options=[("", -1)], description="prompt", **slider)
         self.round = widgets.IntSlider(1, 1, 10_000, description="round", **slider)
         names = ("k", "policy", "temperature", "drafter", "content", "curve", "at8", "c", "prompt", "round")
-        self.controls: dict[str, Any] = {name: getattr(self, name) for name in names}
+        self.controls = {name: getattr(self, name) for name in names}
         self.run = widgets.Button(description="Run live", icon="play", button_style="primary")
-        self.cancel = widgets.Button(description="Cancel", icon="stop", disabled=True)
-        self.progress = widgets.IntProgress(0, 0, 1, description="live run", style=_WIDE)
-        self.outcome = Status(lines=[IDLE])
         self.run.on_click(self.start)
-        self.cancel.on_click(self.stop)
-
-    def _parts(self) -> list[widgets.Widget]:
-        rows = widgets.Layout(display="flex", flex_flow="row wrap")
-        above = [control for name, control in self.controls.items() if name not in ("prompt", "round")]
-        parts = [widgets.Box(above, layout=rows), self.summary, widgets.Box([self.speedup, self.alpha], layout=rows)]
-        if self._run_live is not None:
-            parts += [widgets.HBox([self.run, self.cancel, self.progress]), self.outcome]
-        return [*parts, widgets.Box([self.prompt, self.round], layout=rows), self.strip]
+        self.outcome = Status(lines=[IDLE])
 
     def _changed(self, change: dict) -> None:
         control = change["owner"]
@@ -214,7 +185,7 @@ class Explorer(widgets.VBox):
     def _show_costs(self) -> None:
         with self._silently():
             for slider, value in ((self.at8, self._base.at8), (self.c, self._base.c)):
-                # on the slider's own grid: the browser would send a rounded value back, as if it had been moved
+                # on the slider's grid: the browser would send a rounded value back, as if it had been moved
                 value = slider.min + slider.step * max(0, round((value - slider.min) / slider.step))
                 slider.max = max(slider.max, value)
                 slider.value = round(value, 2)
@@ -232,18 +203,12 @@ class Explorer(widgets.VBox):
     def _run(self, setting: Setting) -> None:
         """A live run from its start to its last line; an error is shown, never raised."""
         try:
-            generations = list(self._run_live(setting, self._progressed, self._cancelled.is_set))
-            if self._cancelled.is_set():
-                line, look = f"Cancelled after {len(generations)} generations; nothing is shown of them.", "warning"
-            else:
-                line, look = self._measured(setting, generations), "success"
-                self.progress.value, self.progress.description = self.progress.max, "done"
+            line = self._measured(setting, list(self._run_live(setting, self._progressed)))
         except BaseException as error:  # whatever it is, it must reach the reader
-            line, look = f"The live run failed: {type(error).__name__}: {error}", "danger"
-        self.progress.bar_style = look
+            line = f"The live run failed: {type(error).__name__}: {error}"
         self.redraw()
         self.outcome.lines = [line]
-        self.run.disabled, self.cancel.disabled = False, True
+        self.run.disabled = False
 
     def _measured(self, setting: Setting, generations: list[Generation]) -> str:
         drafted = [g for g in generations if g.drafter]
@@ -253,10 +218,9 @@ class Explorer(widgets.VBox):
         self._live = (setting, (k, live.value, live.low, live.high))
         predicted = self._tables.predict(setting, [g.prompt_id for g in drafted])
         return (
-            f"Live, {show.label(setting)}, {len(drafted)} prompt{'s' * (len(drafted) != 1)}: speed-up {live.value:.2f} "
+            f"Live, {show.label(setting)}, prompts: {len(drafted)}: speed-up {live.value:.2f} "
             f"on this machine; predicted for the same prompts: {predicted.speedup:.2f}."
         )
 
-    def _progressed(self, done: int, total: int, _step: str) -> None:
-        self.progress.max, self.progress.value = total, done
-        self.progress.description = f"{done} of {total}"
+    def _progressed(self, done: int, total: int, step: str) -> None:
+        self.outcome.lines = [f"Running live, {done} of {total}: {step} …"]
