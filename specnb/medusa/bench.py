@@ -51,7 +51,7 @@ SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s",
 
 
 class HeadsBenchParams(Params):
-    """What is timed. `tree` is auto, chain or a number of nodes.
+    """What is timed. `tree` is auto, chain or a number of nodes; `k` cuts the drafts; `dtype` replaces the target's.
 
     auto is the tree of the most tokens a second by costs measured here and accuracies on held-out training text.
     `categories` may be a text with commas; `num_trials` runs of each prompt count by their median.
@@ -64,6 +64,8 @@ class HeadsBenchParams(Params):
     num_trials: int = Field(default=5, ge=1)
     max_new_tokens: int = Field(default=128, ge=2)
     tree: str = AUTO
+    k: int | None = Field(default=None, ge=1)
+    dtype: str | None = None
     seed: int = Field(default=0, ge=0)
 
     @field_validator("categories", mode="before")
@@ -131,12 +133,12 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     """Load, run the gates, and time what passed them."""
     tree_size(params.tree)  # before a model is opened for nothing
     timed, judged = chosen_prompts(params.categories, params.prompts_per_category)
-    with closing(load(params.target)) as target:
+    with closing(load(params.target, **({"dtype": params.dtype} if params.dtype else {}))) as target:
         net = network(target)
         heads, report = load_trained_heads(params.heads_checkpoint or fitting_checkpoint(target), net)
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
         result = measure(
-            target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree,
+            target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree, k=params.k,
             num_trials=params.num_trials, seed=params.seed, progress=progress,
         )  # fmt: skip
         facts = provenance(
@@ -155,6 +157,7 @@ def measure(
     *,
     max_new_tokens: int,
     tree: str = AUTO,
+    k: int | None = None,
     num_trials: int = 1,
     seed: int = 0,
     progress: Progress = silent,
@@ -168,6 +171,7 @@ def measure(
         return HeadsBench(str(report), checked)
     progress(0, 1, "costs of trees")
     drafting = chosen_drafts(target, heads, checked, accuracy_of(report.path), tree)
+    drafting = drafting._replace(k=min(drafting.k, k or drafting.k))
     drafter, name = HeadsDrafter(target, heads, drafting.plan), heads.config.kind
     settings = {"max_new_tokens": max_new_tokens}
     methods = {

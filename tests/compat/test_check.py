@@ -189,7 +189,7 @@ def test_the_drafter_that_the_loader_takes_is_the_one_of_the_verdict(way, target
             fitted(carrying(draft), carrying(target))
         return
     translation = fitted(carrying(draft), carrying(target)).translation
-    assert (translation.how if translation else Way.SAME) is way
+    assert (translation.way if translation else Way.SAME) is way
 
 
 def test_a_matrix_of_shipped_vocabularies_and_its_figure():
