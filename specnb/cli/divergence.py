@@ -86,7 +86,7 @@ def investigate(
     from specnb.divergence import pair
     from specnb.divergence.faults import planted
     from specnb.divergence.features import checked, imported
-    from specnb.divergence.report import published_alarms, text
+    from specnb.divergence.report import text
     from specnb.divergence.setups import vocabulary_size
     from specnb.lm.hf import model as hf
 
@@ -116,17 +116,15 @@ def investigate(
                 investigation = lab.investigate(
                     *models, script=script, deploy=service, setups=wanted, features=switched, progress=progress
                 )
-        alarms = published_alarms()
         if as_json:
             print_json(investigation.document() | more)
         else:
-            print(text(investigation, alarms))
+            print(text(investigation))
             if accepted is not None:
                 print(f"Acceptance: {acceptance_line(accepted)}")
         if report is not None:  # last, for it may take as long again
             with redirect_stdout(sys.stderr):
-                beside = {"triage": accepted, "false_alarms": alarms, "slots": draft == PAIR}
-                _reported(investigation, report, models, service, beside)
+                _reported(investigation, report, models, service, triage=accepted, slots=draft == PAIR)
     raise typer.Exit(investigation.exit_code)
 
 
@@ -172,7 +170,7 @@ def _reported(
     folder: Path,
     models: "tuple[nn.Module, nn.Module | None]",
     service: "Service | None",
-    beside: dict[str, Any],
+    **beside: Any,
 ) -> None:
     """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict."""
     from specnb.book.divergence import write

@@ -20,9 +20,9 @@ import pandas as pd
 from specnb.divergence import errors, tolerances, walk
 from specnb.divergence.difference import AlignedTrace, Difference, Drift, Fork, Pairing, counted_alike
 from specnb.divergence.errors import TENSOR, Node, Verdict, named
-from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, TIMES_FLOOR, UNRELATED
+from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, UNRELATED
 from specnb.divergence.trace import Key, Trace, canonical_name, renamed
-from specnb.divergence.walk import Doubt, Excuses, Finding, Plan, Precise, Residual
+from specnb.divergence.walk import Doubt, Excuses, Finding, Plan, Residual
 from specnb.errors import InputError
 from specnb.io import plain
 
@@ -139,10 +139,6 @@ class Comparison:
         rows = self.errors.assign(own=own)[np.where(own, self.errors["wrong"], self.errors["beyond"])]
         return errors.nodes(rows).rename(columns={"given": "in_error", "error": "out_error"})[list(NODES)]
 
-    def heat(self) -> pd.DataFrame:
-        """`errors.heat`, without what was made, and is shown, elsewhere."""
-        return errors.heat(self.errors[~self.errors["handed"].astype(bool)])
-
     def around(self) -> str:
         """A regular expression for `capture(full=…)`: the first module, or the doubtful one, and one on either side.
 
@@ -192,16 +188,14 @@ def compare(
     reference: Trace,
     candidate: Trace,
     *,
-    sound: Sequence[Trace | tuple[Trace, Trace]] = (),
-    precise: Trace | None = None,
+    sound: Sequence[Trace] = (),
     rename: Mapping[str, str] | None = None,
 ) -> Comparison:
     """Where `candidate` parts from `reference`, traces of one draft fed the same tokens.
 
-    `sound`: runs of the same text that are known to be right, each against the reference or as a pair: their largest
-    errors are the floors; without any, rounding to the dtype is. `precise`: a float32 run of the same draft; an error
-    against it no larger than three times the reference's own is rounding. `rename`: regular expressions and what
-    replaces them in the module paths of all traces.
+    `sound`: runs of the same text that are known to be right: their largest errors are the floors; without any,
+    rounding to the dtype is. `rename`: regular expressions and what replaces them
+    in the module paths of all traces.
 
     Raises InputError for traces in which nothing can be compared: empty, without a module in common, or of two engines
     without `rename`; and for a sound run of another text, or one that ends before what is compared does.
@@ -210,28 +204,23 @@ def compare(
     _check_comparable(a, b)
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
-    pairs = [_sound_pair(item, a, rename, difference.where) for item in sound]
-    floor = walk.floors(pairs, {key: difference.limit(key) for key in difference.errors})
-    exact = None if precise is None else _aligned(precise, "precise", rename)
-    third = None if exact is None else Precise(Difference(exact, a), Difference(exact, b))
-    plan, excuses = Plan.of(a), Excuses(difference, pairs, third)
-    offset = walk.turned(difference, plan)
-    # what is left of a tensor that differs by an offset only: it was rounded elsewhere
-    rounded = {key: np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key)) for key in offset}
-    findings = walk.walk(plan, difference.errors | rounded, floor.before, excuses)
-    idle = walk.harmless(plan, findings, floor.before) | {key.module for key in offset if key.role == "out"}
-    table = walk.error_table(difference, plan, findings, floor.before, idle)
+    runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.where) for trace in sound]
+    floor = walk.floors(runs, {key: difference.limit(key) for key in difference.errors})
+    plan, excuses = Plan.of(a), Excuses(difference, runs, floor.before)
+    findings = walk.walk(plan, difference.errors, floor.before, excuses)
+    idle = walk.harmless(plan, findings, floor.before)
+    table = walk.error_table(difference, findings, floor.before, idle)
     wrong = errors.locate(table)
     minimal = errors.first_nodes(wrong)
-    uncalibrated = "" if pairs or not minimal else _uncalibrated(minimal[0], a, b)
+    uncalibrated = "" if runs or not minimal else _uncalibrated(minimal[0], a, b)
     minimal = [] if uncalibrated else minimal
     idle_keys = {key for key, part in findings.items() if part.wrong.any() and part.event.maker in idle}
     residual = Residual() if minimal else Residual.of(difference, findings, floor, excuses, plan.with_copies(idle_keys))
     verdict, reason = errors.verdict(
         bool(minimal),
-        doubts=_doubts(uncalibrated, difference, plan, excuses, residual, bool(pairs)),
+        doubts=_doubts(uncalibrated, difference, plan, excuses, residual, bool(runs)),
         excuses=_harmless(idle, excuses, residual),
-        sound=_sound(difference, bool(pairs)),
+        sound=_sound(difference, bool(runs)),
         rest="no error is above what rounding does",
     )
     read = reads(a, b)
@@ -272,25 +261,16 @@ def _check_comparable(a: AlignedTrace, b: AlignedTrace) -> None:
         )
 
 
-def _sound_pair(
-    sound: Trace | tuple[Trace, Trace], reference: AlignedTrace, rename: Mapping[str, str] | None, judged: Pairing
-) -> Difference:
-    """A sound run beside another; it must show the rounding of all sequences and positions that are `judged`."""
-    if isinstance(sound, Trace):
-        difference = Difference(reference, _aligned(sound, "sound", rename))
-        whole = {*judged.reference} <= {*difference.where.reference}
-    else:
-        difference = Difference(*(_aligned(each, "sound", rename) for each in sound))
-        whole = not difference.where.strangers
+def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: Pairing) -> Difference:
+    """A sound run beside the reference; it must show the rounding of all sequences and positions that are `judged`."""
+    difference = Difference(reference, sound)
     where = difference.where
     if not difference.errors or not len(where.positions):
         raise InputError("a sound trace has nothing in common with the reference: give runs of the same text")
-    if not whole or len(missing := np.setdiff1d(judged.positions, where.positions)):
-        missing_part = f"no position {missing[0]}" if whole else "not all sequences"
-        raise InputError(
-            f"a sound trace has {missing_part} of the text that is compared: its rounding would stand in for that of "
-            "tokens it never saw; give runs of the same text"
-        )
+    missing = np.setdiff1d(judged.positions, where.positions)
+    if len(missing) or not {*judged.reference} <= {*where.reference}:
+        lacks = f"no position {missing[0]}" if len(missing) else "not all sequences"
+        raise InputError(f"a sound trace has {lacks} of the text that is compared: give runs of the same text")
     return difference
 
 
@@ -354,11 +334,8 @@ def _harmless(idle: set[str], excuses: Excuses, residual: Residual) -> Iterator[
     """What differs and is no fault."""
     if idle:
         yield f"{', '.join(sorted(idle))} differs, but nothing that is made from it does"
-    if excuses.ties or excuses.rounded:
-        yield (
-            f"{excuses.ties} choices are ties or usual in sound runs, and {excuses.rounded} tokens are no further "
-            "from the precise run than the reference's are"
-        )
+    if excuses.ties:
+        yield f"{excuses.ties} choices are ties or usual in sound runs"
     if residual.grown:
         yield "errors grow on their way, and no module is wrong by itself"
 
@@ -372,20 +349,13 @@ def _sound(difference: Difference, calibrated: bool) -> str:
 
 # --- what the first error looks like ----------------------------------------------------------------------------------
 
-ROWS_NAMED = 4
-ROWS_TRIED = 256
-"""Moved rows of a cache of which is looked for where they come from."""
-
 
 def _shape(difference: Difference, key: Key, part: Finding) -> str:
     """One sentence about where `part.wrong` is and what the tensor is like there."""
     places = _places(difference, key, part.wrong)
     error = part.error[part.wrong]
-    moved = _moved_rows(difference, part.event.maker)
     if np.isinf(error).any():
         return f"NaN, infinities or zeros where the other run has none, {places}"
-    if moved:
-        return f"{places}; {moved}"
     if key in difference.discrete:
         return f"other integers, {places}"
     a, b = difference.pair(key)
@@ -422,30 +392,6 @@ def _places(difference: Difference, key: Key, wrong: np.ndarray) -> str:
         return f"at the first tokens, up to position {last}"
     until = f"from position {first} on" if hit[-1] == compared[-1] else f"between positions {first} and {last}"
     return f"at {len(hit)} tokens {until}"
-
-
-def _moved_rows(difference: Difference, module: str) -> str:
-    """Which rows of the module's cache hold what the reference has at another position."""
-    where = difference.where
-    pair = (difference.reference, difference.candidate)
-    reference, candidate = (trace.states(module, "keys", where.positions) for trace in pair)
-    if reference is None or candidate is None or where.reference[:1] != [0] or where.candidate[:1] != [0]:
-        return ""
-    size = np.linalg.norm(reference, axis=-1)
-    tolerance = 10 * TIMES_FLOOR * tolerances.rounding([difference.reference.dtype])
-
-    def far(candidate: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.nan_to_num(np.linalg.norm(candidate - reference, axis=-1) / size, nan=np.inf, posinf=np.inf)
-
-    here = far(candidate)
-    others = np.flatnonzero((here > tolerance) & np.isfinite(here))[:ROWS_TRIED]
-    away = {i: far(candidate[i]) for i in others.tolist()}
-    moved = {i: int(from_row.argmin()) for i, from_row in away.items() if from_row.min() < tolerance}
-    at = where.positions
-    moves = [f"position {at[i]} holds that of {at[j]}" for i, j in moved.items()][:ROWS_NAMED]
-    more = f" and {len(moved) - ROWS_NAMED} more" if len(moved) > ROWS_NAMED else ""
-    return f"in its cache the row of {', that of '.join(moves)}{more}" if moves else ""
 
 
 READ_COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_digest", "digest")

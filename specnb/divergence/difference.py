@@ -145,19 +145,6 @@ class AlignedTrace:
                 whole[:, to] = part
         return Values(sketch, size, source, features, dtype, whole)
 
-    def states(self, module: str, name: str, positions: np.ndarray) -> np.ndarray | None:
-        """Sketches (positions, 16) of the first sequence's rows of a cache, as seen last; NaN where never; None where
-        no cache was seen."""
-        values = np.full((len(positions), TOKEN_K), np.nan)
-        rows = [row for key, rows in self.rows.items() if key[:1] + key[2:] == (module, "state", name) for row in rows]
-        for row in rows:
-            cut = self._cut(row)
-            if cut is None:
-                return None
-            to = _index(positions, row.first + np.arange(cut[1].shape[1]))
-            values[to[to >= 0]] = cut[0][0, to >= 0]
-        return values if rows else None
-
     def _places(self, row: Row, length: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which tokens of a row were fed last in its step, and where in `positions` they belong.
 

@@ -18,13 +18,10 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import tolerances
-from specnb.divergence.difference import AlignedTrace, Difference, Values
+from specnb.divergence.difference import AlignedTrace, Difference
 from specnb.divergence.errors import JUDGED, table
 from specnb.divergence.tolerances import GROWN, HARMLESS, TIMES_FLOOR
 from specnb.divergence.trace import Key
-
-FEWEST = 3
-"""Positions that must agree before one offset is believed: so many, and half of those there are."""
 
 Call = tuple[str, int]
 OUTSIDE: Call = ("", -1)
@@ -139,18 +136,6 @@ def floors(sound: Sequence[Difference], least: dict[Key, float]) -> Floors:
     return Floors(before, behind)
 
 
-def logit_noise(sound: Sequence[Difference], key: Key) -> float | None:
-    """The largest absolute error of a tensor kept in full in sound pairs, before flips; None where none of them has
-    it."""
-    noise = []
-    for item in sound:
-        a, b = (item.pair(key) if key in item.errors else None) or (None, None)
-        cells = ~np.isnan(item.unflipped(key)) if a is not None else np.zeros(0, bool)
-        if cells.any() and a.full is not None and b.full is not None:
-            noise.append(float(np.abs(a.full[cells].astype(np.float64) - b.full[cells]).max(initial=0)))
-    return max(noise, default=None)
-
-
 def _largest(errors: np.ndarray) -> float:
     return float(np.fmax.reduce(errors, axis=None, initial=0.0))
 
@@ -214,11 +199,11 @@ class _Scope:
 
 
 def error_table(
-    difference: Difference, plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float], idle: set[str]
+    difference: Difference, findings: Mapping[Key, Finding], floor: Mapping[Key, float], idle: set[str]
 ) -> pd.DataFrame:
     """The error table of a comparison, as `errors.judged` makes that of a replay; gains of what is `beyond` only.
 
-    Modules that are `idle` differ without being wrong. Inputs that are `handed` on were made, and are rows, elsewhere.
+    Modules that are `idle` differ without being wrong.
     """
     positions, tensors = difference.where.positions, []
     steps = dict(zip(difference.candidate.positions.tolist(), difference.candidate.last_step.tolist(), strict=True))
@@ -232,7 +217,6 @@ def error_table(
         labels = {
             "order": part.event.order, "module": part.event.maker, "call": key.call, "role": key.role,
             "name": key.name, "at": key.module, "floor": floor[key], "discrete": key in difference.discrete,
-            "handed": part.event.given and key in plan.same_as,
         }  # fmt: skip
         columns = {
             "position": positions[at], "feed": feeds[at], "error": part.error[compared], "given": part.given[compared],
@@ -240,7 +224,7 @@ def error_table(
             "beyond": part.beyond[compared], "wrong": part.wrong[compared] & (part.event.maker not in idle),
         }  # fmt: skip
         tensors.append((labels, columns))
-    return table(tensors, (*JUDGED, "gain_error", "beyond", "handed"))
+    return table(tensors, (*JUDGED, "gain_error", "beyond"))
 
 
 # --- what is off and no fault -----------------------------------------------------------------------------------------
@@ -274,43 +258,6 @@ def _dies_out(
     return all((findings[key].error[behind] <= limits[key]).all() for key in later)
 
 
-def turned(difference: Difference, plan: Plan) -> set[Key]:
-    """The tensors that differ by one offset of all positions only, and those that hand them on."""
-    given = {key for key in difference.discrete if key.role == "in" and "position" in key.name}
-    rotaries = {key.module for key in given}
-    keys = {
-        key
-        for key in difference.errors
-        if key.role == "out" and key.module in rotaries and key not in difference.discrete and _is_late(difference, key)
-    }
-    if not keys:
-        return set()
-    keys |= {key for key in given if _is_one_step(*difference.pair(key))}
-    return plan.with_copies(keys) & difference.errors.keys()
-
-
-def _is_late(difference: Difference, key: Key) -> bool:
-    """Whether the candidate's tensor is that of the reference by some number of positions, the same for all."""
-    a, b = difference.pair(key)
-    n, near = len(a.row), TIMES_FLOOR * difference.limit(key)
-    if (np.diff(difference.where.positions) != 1).any() or (a.row < 0).any() or (b.row < 0).any():
-        return False
-    if not (difference.errors[key] > near).all():
-        return False  # another base of the cache turns every position
-    both = ((a.sketch, b.sketch), (b.sketch, a.sketch))
-    return any(
-        (np.linalg.norm(y[:, : n - late] - x[:, late:], axis=-1) <= near * np.linalg.norm(x[:, late:], axis=-1)).all()
-        for late in range(1, min(n // 2, n - FEWEST) + 1)
-        for x, y in both
-    )
-
-
-def _is_one_step(a: Values, b: Values) -> bool:
-    """Whether integers differ by the same amount everywhere."""
-    apart = b.sketch.astype(np.float64) - a.sketch
-    return bool((apart == apart[:1, :1]).all())
-
-
 class Doubt(NamedTuple):
     """Other experts were chosen at `position` (and `count` tokens), with an unknown margin."""
 
@@ -319,45 +266,21 @@ class Doubt(NamedTuple):
     count: int
 
 
-class Precise(NamedTuple):
-    """A precise run against the reference and against the candidate."""
-
-    reference: Difference
-    candidate: Difference
-
-
 class Excuses:
-    """Called by the walk with each tensor that seems wrong by itself; says where it is not.
+    """Called by the walk with each tensor that seems wrong by itself; says where other experts are a tie.
 
-    `ties` and `rounded` count tokens excused by their margin, or as usual in sound runs, and by the precise run;
-    `doubts` are choices whose margin cannot be known from sketches.
+    `ties` counts tokens excused by their margin, or as usual in sound runs; `doubts` are choices whose margin cannot be
+    known from sketches.
     """
 
-    def __init__(self, difference: Difference, sound: Sequence[Difference], precise: Precise | None) -> None:
-        self._difference, self._sound, self._precise = difference, sound, precise
-        self.ties, self.rounded = 0, 0
+    def __init__(self, difference: Difference, sound: Sequence[Difference], floor: Mapping[Key, float]) -> None:
+        self._difference, self._sound, self._floor, self.ties = difference, sound, floor, 0
         self._behind = np.zeros((len(difference.where.reference), len(difference.where.positions)), bool)
         self.doubts: list[Doubt] = []
 
     def __call__(self, event: Event, key: Key, wrong: np.ndarray) -> np.ndarray:
-        rounded = wrong & self.no_worse(key)
-        self.rounded += int(rounded.sum())
-        rest = wrong & ~rounded
         logits = self.logits(event, key)
-        return rounded if logits is None or not rest.any() else rounded | self._routing(key, logits, rest)
-
-    def no_worse(self, key: Key) -> np.ndarray:
-        """(sequences, positions): no further from the precise run than the reference is; nowhere without one."""
-        errors = self._difference.errors[key]
-        if self._precise is None or any(key not in item.errors for item in self._precise):
-            return np.zeros(errors.shape, bool)
-        where = self._difference.where
-        pairs = ((self._precise.candidate, where.candidate), (self._precise.reference, where.reference))
-        places = (where.positions, errors.shape)
-        candidate, reference = (_onto(item, item.errors[key], sequences, *places) for item, sequences in pairs)
-        behind = [_onto(item, item.flipped[key], sequences, *places) == 1 for item, sequences in pairs]
-        discrete, least = key in self._difference.discrete, self._difference.limit(key)
-        return tolerances.no_worse(candidate, reference, discrete=discrete, least=least, behind=behind[0] | behind[1])
+        return np.zeros(wrong.shape, bool) if logits is None else self._routing(key, logits, wrong)
 
     def logits(self, event: Event, key: Key) -> Key | None:
         """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
@@ -373,45 +296,30 @@ class Excuses:
         difference = self._difference
         values, chosen = difference.pair(logits), difference.pair(key)
         if all(item.full is not None for item in (*values, *chosen)):
-            noise = logit_noise(self._sound, logits)
             rows = values[0].full[wrong].astype(np.float64)
-            if noise is None:
-                noise = TIMES_FLOOR * difference.limit(logits) * float(np.abs(rows).max(initial=0))
-            near = tolerances.margins(rows, *(item.full[wrong].astype(np.int64) for item in chosen)) <= 2 * noise
+            noise = TIMES_FLOOR * self._floor[logits] * float(np.abs(rows).max(initial=0))
+            margins = tolerances.margins(rows, *(item.full[wrong].astype(np.int64) for item in chosen))
             excused = np.zeros(wrong.shape, bool)
-            excused[wrong] = near
+            excused[wrong] = margins <= 2 * noise
             return self._tied(excused)
         error = difference.errors[logits]
-        cascade = wrong & (error > 0) & self._behind  # one tie leads to others
-        wrong = wrong & ~cascade
-        doubtful = wrong & (error > 0)
-        n, largest = int(doubtful.sum()), float(np.nanmax(error[wrong], initial=0))
-        tokens = int((~np.isnan(error)).sum())
+        noisy = wrong & (error > 0)
+        cascade = noisy & self._behind  # one tie leads to others
+        doubtful = noisy & ~cascade
+        n, largest = int(doubtful.sum()), float(np.nanmax(error[wrong & ~cascade], initial=0))
         usual = max((np.nansum(item.unflipped(key)) for item in self._sound if key in item.errors), default=0)
         if 0 < n <= TIMES_FLOOR * usual:
-            return self._tied(doubtful | cascade)
+            return self._tied(noisy)
+        tokens = int((~np.isnan(error)).sum())
         if not n or n > tolerances.chance_flips(tokens, difference.features[logits], largest):
             return self._tied(cascade)
-        first = int(difference.where.positions[doubtful.any(0)][0])
-        self.doubts.append(Doubt(key.module, first, n))
+        self.doubts.append(Doubt(key.module, int(difference.where.positions[doubtful.any(0)][0]), n))
         return doubtful | self._tied(cascade)
 
     def _tied(self, cells: np.ndarray) -> np.ndarray:
         self.ties += int(cells.sum())
         self._behind |= np.logical_or.accumulate(cells, axis=1)
         return cells
-
-
-def _onto(
-    difference: Difference, values: np.ndarray, sequences: list[int], positions: np.ndarray, shape: tuple[int, ...]
-) -> np.ndarray:
-    """Values of another comparison at these sequences of its second trace and positions; NaN where it has none."""
-    placed = np.full(shape, np.nan)
-    _, to, at = np.intersect1d(positions, difference.where.positions, return_indices=True)
-    for i, sequence in enumerate(sequences):
-        if sequence in difference.where.candidate:
-            placed[i, to] = values[difference.where.candidate.index(sequence), at]
-    return placed
 
 
 @dataclass(frozen=True)
@@ -439,7 +347,6 @@ class Residual:
             cells = part.error > TIMES_FLOOR * usual
             if key in excused or not cells.any():
                 continue
-            cells &= ~excuses.no_worse(key)
             if (cells & flips).any():
                 return cls(error, grown, int(difference.where.positions[flips.any(0)][0]))
             worst = float(part.error[cells].max(initial=0))

@@ -29,7 +29,7 @@ from specnb.errors import InputError
 from specnb.io import digest, read_json, write_atomic
 from specnb.measure import pair as measured
 from specnb.measure.experiment import Progress, silent
-from specnb.measure.triage import Share, Triage, triage
+from specnb.measure.triage import Triage, triage
 from specnb.params import DivergenceParams
 from specnb.provenance import provenance
 from specnb.records import RunRecord
@@ -58,7 +58,7 @@ SCORE = (
 SLOTS = (
     "Raw slot numbers of two runs are never compared. In a paged cache the groups of both models draw their blocks "
     "from one pool, so the draft's slots depend on its neighbour, and 336 beside gpt-oss-120b and 176 beside "
-    f"gpt-oss-20b are what correct allocation gives ({report.CASE_TOKENS} tokens, blocks of 16, block 0 unused):"
+    "gpt-oss-20b are what correct allocation gives (80 tokens, blocks of 16, block 0 unused):"
 )
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -312,18 +312,18 @@ def write(
     *,
     repro: "Repro | None" = None,
     triage: Triage | None = None,
-    false_alarms: tuple[int, int] | None = None,
     slots: bool = False,
 ) -> Path:
     """Write `report.html`, `report.json`, `report.txt` and, of a `repro`, `repro/repro.py`; the path of the page.
 
-    `repro` is `divergence.repro.minimal`'s, `triage` that of generations with this draft, `false_alarms` the structural
-    verdicts among how many controls, where they were counted. `slots`: this is a report of the case, which the embedded
-    pair stands for, so its slot arithmetic is told, too. An older report in `folder` is replaced; each file is written
-    in one step. Raises InputError where the folder cannot be written.
+    `repro` is `divergence.repro.minimal`'s, `triage` that of generations with this draft. `slots`: this is a report of
+    the case, which the embedded pair stands for, so its slot arithmetic is told, too. An older report in `folder` is
+    replaced. Raises InputError where the folder cannot be written.
     """
+    answers = report.answers(investigation).items()
+    answered = "".join(f"<dt>{html.escape(ask)}</dt><dd>{html.escape(answer)}</dd>" for ask, answer in answers)
     sections = {
-        "What one asks first": _answers(report.answers(investigation, false_alarms)),
+        "What one asks first": f"<dl>{answered}</dl>",
         f"Where, in {investigation.outcome().setup.id}": _plot(heat(investigation)),
         "Set-ups": _table(report.setups(investigation)) + _plot(setups_figure(investigation)),
     }
@@ -355,10 +355,10 @@ def write(
                          "tokens": len(repro.script.text), "feeds": len(repro.script.feeds)}  # fmt: skip
     if triage is not None:
         more["acceptance"] = acceptance_document(triage)
-    if false_alarms is not None:
-        more["false_alarms"] = Share.of(*false_alarms)._asdict()
+    if (alarms := report.published_alarms()) is not None:
+        more["false_alarms"] = alarms._asdict()
     report.write_json(investigation, folder / "report.json", more)
-    write_atomic(folder / "report.txt", report.text(investigation, false_alarms).encode())
+    write_atomic(folder / "report.txt", report.text(investigation).encode())
     if repro is not None:
         repro.write(folder / "repro")
     write_atomic(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"))
@@ -375,11 +375,6 @@ def heat(investigation: Investigation, *, hover: bool = True) -> go.Figure:
     title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
     cells = report.cells(investigation, setup.id) if hover else None
     return figures.heat(investigation.heat(), box=box, cells=cells, title=title)
-
-
-def _answers(answers: list[report.Answer]) -> str:
-    rows = (f"<dt>{html.escape(answer.question)}</dt><dd>{html.escape(answer.answer)}</dd>" for answer in answers)
-    return f"<dl>{''.join(rows)}</dl>"
 
 
 def _paragraph(text: str) -> str:
