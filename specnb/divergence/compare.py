@@ -231,7 +231,11 @@ def compare(
         first = Key(*wrong.loc[0, list(TENSOR)])
         likely = _shape(difference, first, findings[first])
     else:
-        likely = _fork_shape(difference.where.fork)
+        fork = difference.where.fork
+        repeated = fork is not None and fork.repeated
+        likely = (
+            f"from position {fork.position} on the candidate is fed token {fork.candidate} only" if repeated else ""
+        )
     raw = [(name, path) for trace in (a, b) for path, name in trace.names.items()]
     paths = {module: tuple(sorted({path for name, path in raw if name == module})) for module in plan.modules}
     return Comparison(
@@ -370,13 +374,6 @@ def _shape(difference: Difference, key: Key, part: Finding) -> str:
     if float(np.median(error)) > UNRELATED and abs(cosine) < COSINE:
         return f"it has nothing to do with what it should be (cosine {cosine:.2f}): other operands; {places}"
     return places
-
-
-def _fork_shape(fork: Fork | None) -> str:
-    """One sentence about runs that were fed other tokens; "" where there is nothing to say."""
-    if fork is None or not fork.repeated:
-        return ""
-    return f"from position {fork.position} on the candidate is fed token {fork.candidate} only, as past a wrong length"
 
 
 def _places(difference: Difference, key: Key, wrong: np.ndarray) -> str:

@@ -23,7 +23,7 @@ UNKNOWN = -1
 """The id of a token that was not written down."""
 FLOATS = ("float", "bfloat", "complex")
 NEAR = 8
-"""By how many positions texts are shifted to see whether they are the same one."""
+"""By how many positions texts are shifted to see whether they are the same."""
 
 
 class Row(NamedTuple):
@@ -227,11 +227,10 @@ class Fork(NamedTuple):
     @property
     def line(self) -> str:
         """That two runs were not fed the same tokens, and from where on."""
-        later = "later" if (self.shift or 0) > 0 else "earlier"
-        moved = f" (from there on it has the reference's tokens {abs(self.shift or 0)} positions {later})"
+        moved = f"; from there on it has the reference's tokens, shifted by {self.shift}" if self.shift else ""
         return (
             f"the runs were not fed the same tokens: at position {self.position} the reference has {self.reference}, "
-            f"the candidate {self.candidate}{moved if self.shift is not None else ''}"
+            f"the candidate {self.candidate}{moved}"
         )
 
 
@@ -243,8 +242,7 @@ class Drift(NamedTuple):
     counted: int
 
 
-@dataclass(frozen=True)
-class Pairing:
+class Pairing(NamedTuple):
     """Where two traces can be compared: `positions`, and pairs of sequences that were fed the same there.
 
     `strangers`: how many sequences that should have found their like, for the smaller batch has them, did not.

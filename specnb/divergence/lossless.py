@@ -1,9 +1,7 @@
 """Notebook 08: is speculative output lossless? A real pair is decoded and audited; planted faults show what is seen.
 
 Greedy output must equal plain decoding, token for token. Sampled drafts and tokens must follow the rows that promise
-them (`divergence.sampling`). The audit is then tried on a toy pair with faults of sampling planted: a row that is
-reported but not drawn from, a residual that is forgotten. They change no module, so that no comparison of tensors can
-find them, and nothing that a generation returns looks odd.
+them (`divergence.sampling`). The planted faults change no module: no comparison of tensors can find them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

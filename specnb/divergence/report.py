@@ -127,7 +127,7 @@ def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
 
     Columns: module, position, at, role, name, error, floor, gain. Raises InputError for a set-up that was not run.
     """
-    rows = investigation.errors(setup)
+    rows = investigation.outcome(setup).errors
     worst = rows["ratio"].fillna(0).groupby([rows["module"], rows["position"]]).idxmax()
     columns = ["module", "position", "at", "role", "name", "error", "floor", "gain"]
     return rows.loc[worst, columns].reset_index(drop=True)

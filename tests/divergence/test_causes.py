@@ -120,11 +120,11 @@ def repacked(draft, neighbour):
 
 def test_repacked_parameters_are_told_by_their_content(lab):
     causes, case = investigated(lab, repacked)
-    assert likeliest(causes) == "WEIGHTS" and not case.foreign and case.strange
+    assert likeliest(causes) == "WEIGHTS" and not case.reads.foreign and case.reads.strange
     assert causes["WEIGHTS"].score > causes["IDENTITY"].score + 3
     assert any("no known model has" in says for says in causes["WEIGHTS"].for_it)
-    assert "model.layers.0.mlp.experts.gate_up_proj" in case.copies
-    assert not any("down_proj" in path and "bias" not in path for path in case.copies)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in case.reads.copies
+    assert not any("down_proj" in path and "bias" not in path for path in case.reads.copies)
 
 
 def test_another_models_weights_repacked_are_still_another_models(lab):
@@ -137,7 +137,7 @@ def test_another_models_weights_repacked_are_still_another_models(lab):
         return forward_replaced(draft.model.layers[0].mlp.experts, lambda original, *args: packed(*args))
 
     causes, case = investigated(lab, deploy, ("S0", "S1", "S2", "S5"))
-    assert likeliest(causes) == "IDENTITY" and case.strange
+    assert likeliest(causes) == "IDENTITY" and case.reads.strange
 
 
 def test_a_head_that_is_right_alone_shares_memory(lab):
@@ -148,7 +148,7 @@ def test_a_head_that_is_right_alone_shares_memory(lab):
 def test_a_router_with_other_weights_is_one_of_weights(lab):
     router = lab.draft.model.layers[1].mlp.router
     causes, case = investigated(lab, lambda *_: values_changed({router.weight: router.weight.detach().flip(0)}))
-    assert likeliest(causes) == "WEIGHTS" and case.changed and causes["WEIGHTS"].score > causes["ROUTING"].score + 3
+    assert likeliest(causes) == "WEIGHTS" and case.reads.changed and causes["WEIGHTS"].score > causes["ROUTING"].score + 3
 
 
 def sharper(draft, neighbour):
@@ -227,7 +227,7 @@ def test_a_bias_that_is_left_out_is_not_read(lab):
     path = "model.layers.1.self_attn.q_proj"
     projection = lab.draft.get_submodule(path)
     _, case = investigated(lab, runs(path, lambda original, states: states @ projection.weight.T))
-    assert case.first["module"] == "layers.1.self_attn.q_proj" and not case.unchanged and not case.changed
+    assert case.first["module"] == "layers.1.self_attn.q_proj" and not case.unchanged and not case.reads.changed
 
 
 @pytest.fixture(scope="module")

@@ -164,7 +164,7 @@ def test_what_is_wrong_is_named_with_its_cause(name):
     beside = wrong.target() if "S3" in wrong.setups else None
     found = investigate(wrong.draft(), beside, deploy=wrong.service, setups=wrong.setups.split())
     assert found.first.module == wrong.module and found.causes[0].name == wrong.cause, found.line
-    assert found.cause_known and (wrong.cause == "IDENTITY") == bool(found.case.foreign), found.line
+    assert found.cause_known and (wrong.cause == "IDENTITY") == bool(found.case.reads.foreign), found.line
 
 
 @slow
@@ -174,7 +174,7 @@ def test_the_drafts_own_values_in_a_wrong_place_are_not_a_neighbours():
         lambda d, _: swapped(down(d), "weight", nn.Parameter(d.model.layers[0].mlp.down_proj.weight))
     )
     found = investigate(made("qwen2"), deploy=service, setups=["S0", "S1"])
-    assert found.first.module == DOWN and not found.case.foreign, found.line
+    assert found.first.module == DOWN and not found.case.reads.foreign, found.line
 
 
 @slow

@@ -213,7 +213,7 @@ def misleading(investigation: Investigation) -> pd.DataFrame:
     if bad is None:
         raise InputError(f"none of the set-ups {', '.join(outcomes)} is wrong: there is nothing to compare")
     sound_run, wrong_run = outcomes["S0w"].along, bad.along
-    errors = investigation.errors(bad.setup.id)
+    errors = bad.errors
     outputs = errors[errors["role"] == "out"].groupby("at", sort=False)
     rows = []
     for module, error, ratio in outputs[["error", "ratio"]].max().itertuples():
