@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import errors, tolerances, walk
-from specnb.divergence.difference import AlignedTrace, Difference, Drift, Fork, Pairing, counted_alike
+from specnb.divergence.difference import AlignedTrace, Difference, Drift, Fork, counted_alike
 from specnb.divergence.errors import TENSOR, Node, Verdict, named
 from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, UNRELATED
 from specnb.divergence.trace import Key, Trace, canonical_name, renamed
@@ -59,8 +59,8 @@ class Overlap:
             compared=len({key.module for key in difference.errors}),
             tensors=len(difference.errors),
             equal=len(difference.equal),
-            tokens=len(difference.where.positions),
-            sequences=len(difference.where.reference),
+            tokens=len(difference.positions),
+            sequences=1,
             only_reference=_texts(reference - candidate),
             only_candidate=_texts(candidate - reference),
             left_out=_texts(difference.left_out),
@@ -144,7 +144,7 @@ class Comparison:
 
         Raises InputError where there is nothing to look at closer.
         """
-        modules = list(self.paths)
+        modules = [*self.paths]
         chosen = [self.first.module, self.first.at] if self.minimal else [doubt.module for doubt in self.doubts[:1]]
         if not chosen:
             raise InputError(f"there is no module to look at closer: the verdict is {self.verdict}, {self.reason}")
@@ -167,20 +167,16 @@ class Comparison:
 
     def _where(self) -> str:
         node = self.minimal[0]
-        if node.at == node.module and node.role == "out":
-            place = f"its {node.name}"
-        else:
-            place = f"{node.at}'s {node.name}" if node.at else node.name
+        place = f"{node.at}'s {node.name}" if node.at else node.name
         message = (
             f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {place} is off by "
             f"{node.error:.2g}, floor {node.floor:.1g}"
         )
-        read = self.reads[self.reads["module"] == node.module]
-        foreign, changed = (read[read["says"] == says]["read"].tolist() for says in ("foreign", "changed"))
-        if foreign:
-            message += f"; its inputs agree, and it read {foreign[0]}, which is not the draft's own"
-        elif changed:
-            message += f"; its inputs agree, and {changed[0]} as read has other values"
+        read = dict(self.reads.loc[self.reads["module"] == node.module, ["says", "read"]].to_numpy()[::-1].tolist())
+        if "foreign" in read:
+            message += f"; its inputs agree, and it read {read['foreign']}, which is not the draft's own"
+        elif "changed" in read:
+            message += f"; its inputs agree, and {read['changed']} as read has other values"
         return message
 
 
@@ -204,7 +200,7 @@ def compare(
     _check_comparable(a, b)
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
-    runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.where) for trace in sound]
+    runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.positions) for trace in sound]
     floor = walk.floors(runs, {key: difference.limit(key) for key in difference.errors})
     plan, excuses = Plan.of(a), Excuses(difference, runs, floor.before)
     findings = walk.walk(plan, difference.errors, floor.before, excuses)
@@ -231,7 +227,7 @@ def compare(
         first = Key(*wrong.loc[0, list(TENSOR)])
         likely = _shape(difference, first, findings[first])
     else:
-        fork = difference.where.fork
+        fork = difference.fork
         repeated = fork is not None and fork.repeated
         likely = (
             f"from position {fork.position} on the candidate is fed token {fork.candidate} only" if repeated else ""
@@ -239,7 +235,7 @@ def compare(
     raw = [(name, path) for trace in (a, b) for path, name in trace.names.items()]
     paths = {module: tuple(sorted({path for name, path in raw if name == module})) for module in plan.modules}
     return Comparison(
-        verdict, reason, tuple(minimal), likely, table, read, Overlap.of(difference), difference.where.fork, drift,
+        verdict, reason, tuple(minimal), likely, table, read, Overlap.of(difference), difference.fork, drift,
         tuple(excuses.doubts), paths,
     )  # fmt: skip
 
@@ -265,16 +261,15 @@ def _check_comparable(a: AlignedTrace, b: AlignedTrace) -> None:
         )
 
 
-def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: Pairing) -> Difference:
-    """A sound run beside the reference; it must show the rounding of all sequences and positions that are `judged`."""
+def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray) -> Difference:
+    """A sound run beside the reference; it must show the rounding of all positions that are `judged`."""
     difference = Difference(reference, sound)
-    where = difference.where
-    if not difference.errors or not len(where.positions):
+    if not difference.errors or not len(difference.positions):
         raise InputError("a sound trace has nothing in common with the reference: give runs of the same text")
-    missing = np.setdiff1d(judged.positions, where.positions)
-    if len(missing) or not {*judged.reference} <= {*where.reference}:
-        lacks = f"no position {missing[0]}" if len(missing) else "not all sequences"
-        raise InputError(f"a sound trace has {lacks} of the text that is compared: give runs of the same text")
+    if len(missing := np.setdiff1d(judged, difference.positions)):
+        raise InputError(
+            f"a sound trace has no position {missing[0]} of the text that is compared: give runs of the same text"
+        )
     return difference
 
 
@@ -300,14 +295,11 @@ def _doubts(
     `calibrated`: the floors are from sound runs.
     """
     yield uncalibrated
-    where = difference.where
-    if where.fork is not None:
-        before = "before it nothing is wrong" if len(where.positions) else "nothing comes before it"
+    if difference.fork is not None:
+        before = "before it nothing is wrong" if len(difference.positions) else "nothing comes before it"
         yield f"{before}: feed both runs the same tokens (teacher-force them) and capture again"
-    if not len(where.positions) or not difference.errors:
+    if not len(difference.positions) or not difference.errors:
         yield "the traces share no position or no tensor with tokens: capture the same text in both"
-    if where.strangers:
-        yield f"{where.strangers} sequences of the batch were fed other tokens: compare them alone"
     for item in excuses.doubts:
         yield (
             f"{item.module} made another choice at position {item.position}, which may be a tie (unknown margin): "
@@ -378,17 +370,14 @@ def _shape(difference: Difference, key: Key, part: Finding) -> str:
 
 def _places(difference: Difference, key: Key, wrong: np.ndarray) -> str:
     """Which tokens, among those of this tensor that were compared."""
-    compared = np.flatnonzero((~np.isnan(difference.errors[key])).any(0))
-    hit = np.flatnonzero(wrong.any(0))
-    first, last = difference.where.positions[hit[[0, -1]]].tolist()
+    compared = np.flatnonzero(~np.isnan(difference.errors[key]))
+    hit = np.flatnonzero(wrong)
+    first, last = difference.positions[hit[[0, -1]]].tolist()
     if len(hit) == len(compared):
         return "at every token"
     if len(hit) == 1:
         return f"at one token, position {first}: a row that was not written, or by somebody else"
-    if hit[0] == compared[0]:
-        return f"at the first tokens, up to position {last}"
-    until = f"from position {first} on" if hit[-1] == compared[-1] else f"between positions {first} and {last}"
-    return f"at {len(hit)} tokens {until}"
+    return f"at {len(hit)} tokens from position {first} {'on' if hit[-1] == compared[-1] else f'to {last}'}"
 
 
 READ_COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_digest", "digest")

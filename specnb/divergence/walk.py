@@ -142,7 +142,7 @@ def _largest(errors: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the walk says of one tensor, each (sequences, positions): `wrong` by itself; `beyond` its floor;
+    """What the walk says of one tensor, each (positions,): `wrong` by itself; `beyond` its floor;
     `given`, the largest error of what it was made from. `error` is 0 where nothing was compared."""
 
     event: Event
@@ -161,7 +161,7 @@ def walk(
 ) -> dict[Key, Finding]:
     """Findings by key, in the order of the run, of all that was compared."""
     findings: dict[Key, Finding] = {}
-    shape = next(iter(errors.values())).shape if errors else (0, 0)
+    shape = next(iter(errors.values())).shape if errors else (0,)
     scopes: dict[Call, _Scope] = defaultdict(lambda: _Scope(shape))
     for event in plan.events:
         scope = scopes[event.holders[0] if event.given else event.at]
@@ -170,7 +170,8 @@ def walk(
             source = findings.get(plan.same_as.get(key)) if event.given else None
             given, given_wrong = (source.error, source.beyond) if source else (scope.error, scope.beyond)
             wrong = tolerances.wrong_by_itself(errors[key], floor[key], given, given_wrong)
-            wrong &= ~(scope.odd & np.isinf(errors[key]))
+            if scope.odd:
+                wrong &= ~np.isinf(errors[key])
             if wrong.any():
                 wrong &= ~excuse(event, key, wrong)
             error = np.nan_to_num(errors[key], posinf=np.inf)
@@ -185,17 +186,17 @@ def walk(
 class _Scope:
     """The largest error so far, at each position or before it, of what was seen inside a call.
 
-    `odd` (sequences, 1): something was no number. That reaches tokens before it, too: attention gives a later one the
+    `odd`: something was no number. That reaches tokens before it, too: attention gives a later one the
     weight 0, and 0 times NaN is NaN.
     """
 
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self.error, self.beyond, self.odd = np.zeros(shape), np.zeros(shape, bool), np.zeros((shape[0], 1), bool)
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.error, self.beyond, self.odd = np.zeros(shape), np.zeros(shape, bool), False
 
     def add(self, part: Finding) -> None:
-        self.error = np.maximum(self.error, np.maximum.accumulate(part.error, axis=1))
-        self.beyond = self.beyond | np.logical_or.accumulate(part.beyond, axis=1)
-        self.odd = self.odd | np.isinf(part.error).any(axis=1, keepdims=True)
+        self.error = np.maximum(self.error, np.maximum.accumulate(part.error))
+        self.beyond = self.beyond | np.logical_or.accumulate(part.beyond)
+        self.odd = self.odd or bool(np.isinf(part.error).any())
 
 
 def error_table(
@@ -205,12 +206,12 @@ def error_table(
 
     Modules that are `idle` differ without being wrong.
     """
-    positions, tensors = difference.where.positions, []
+    positions, tensors = difference.positions, []
     steps = dict(zip(difference.candidate.positions.tolist(), difference.candidate.last_step.tolist(), strict=True))
     feeds = np.array([steps[position] for position in positions.tolist()], np.int64)
     for key, part in findings.items():
         compared = ~np.isnan(difference.errors[key])
-        at = np.nonzero(compared)[1]
+        at = np.flatnonzero(compared)
         gains = np.full((2, *compared.shape), np.nan)
         if part.beyond.any():
             gains[:, part.beyond] = difference.gains(key, part.beyond)
@@ -251,7 +252,7 @@ def _dies_out(
     if same & finals:
         return False
     start = min(findings[key].event.order for key in wrong)
-    behind = np.logical_or.accumulate(np.any([findings[key].wrong for key in wrong], axis=0), axis=1)
+    behind = np.logical_or.accumulate(np.any([findings[key].wrong for key in wrong], axis=0))
     most = HARMLESS * min(1.0, max(float(findings[key].error[findings[key].wrong].max()) for key in wrong))
     later = [key for key, part in findings.items() if part.event.order > start and key not in same]
     limits = {key: max(min(most, GROWN * floor[key]), TIMES_FLOOR * floor[key]) for key in later}
@@ -275,7 +276,7 @@ class Excuses:
 
     def __init__(self, difference: Difference, sound: Sequence[Difference], floor: Mapping[Key, float]) -> None:
         self._difference, self._sound, self._floor, self.ties = difference, sound, floor, 0
-        self._behind = np.zeros((len(difference.where.reference), len(difference.where.positions)), bool)
+        self._behind = np.zeros(len(difference.positions), bool)
         self.doubts: list[Doubt] = []
 
     def __call__(self, event: Event, key: Key, wrong: np.ndarray) -> np.ndarray:
@@ -313,12 +314,12 @@ class Excuses:
         tokens = int((~np.isnan(error)).sum())
         if not n or n > tolerances.chance_flips(tokens, difference.features[logits], largest):
             return self._tied(cascade)
-        self.doubts.append(Doubt(key.module, int(difference.where.positions[doubtful.any(0)][0]), n))
+        self.doubts.append(Doubt(key.module, int(difference.positions[doubtful][0]), n))
         return doubtful | self._tied(cascade)
 
     def _tied(self, cells: np.ndarray) -> np.ndarray:
         self.ties += int(cells.sum())
-        self._behind |= np.logical_or.accumulate(cells, axis=1)
+        self._behind |= np.logical_or.accumulate(cells)
         return cells
 
 
@@ -337,18 +338,18 @@ class Residual:
     ) -> "Residual":
         """From findings in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
         error, grown = 0.0, 0.0
-        flips = np.zeros((len(difference.where.reference), len(difference.where.positions)), bool)
+        flips = np.zeros(len(difference.positions), bool)
         for key, part in findings.items():
             if key in difference.discrete:
                 if excuses.logits(part.event, key) is not None:
-                    flips = flips | np.logical_or.accumulate(part.error > 0, axis=1)
+                    flips = flips | np.logical_or.accumulate(part.error > 0)
                 continue
             usual = np.where(flips, floor.behind[key], floor.before[key])
             cells = part.error > TIMES_FLOOR * usual
             if key in excused or not cells.any():
                 continue
             if (cells & flips).any():
-                return cls(error, grown, int(difference.where.positions[flips.any(0)][0]))
+                return cls(error, grown, int(difference.positions[flips][0]))
             worst = float(part.error[cells].max(initial=0))
             error, grown = max(error, worst), max(grown, worst / floor.before[key])
         return cls(error, grown)

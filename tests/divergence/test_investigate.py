@@ -47,7 +47,6 @@ def test_the_case_is_solved_in_one_call(lab, foreign):
     assert foreign.verdict == "DIVERGENT" and foreign.exit_code == 1
     assert (foreign.first.module, foreign.first.first_token, foreign.causes[0].name) == (BANK, 0, "IDENTITY")
     assert foreign.line.startswith(f"DIVERGENT: first at {BANK}, {TOKENS} of {TOKENS} tokens from 0 on; cause IDENTITY")
-    assert foreign.line.endswith("S0 S0w S1 clean; S2 S3 S4 S5 S6 wrong")
     assert list(foreign.nodes()["module"]) == [f"layers.{i}.mlp.experts" for i in range(4)]
     assert list(foreign.setups()["foreign"]) == [0, 0, 16, 16, 16, 16, 16, 16]
     read = json.loads(json.dumps(foreign.document(), allow_nan=False))
@@ -70,21 +69,10 @@ def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab
     assert list(found.setups()["verdict"]) == ["clean", "not run", "clean"] + ["not run"] * 5
 
 
-def test_a_draft_that_is_wrong_alone_needs_no_more_neighbours(lab):
-    found = judge(lab, deploy=FAULTS["expert_scale_in_op"])
-    assert tuple(found.case.outcomes) == FIRST and found.causes[0].name == "WEIGHTS"
-
-
 @pytest.mark.parametrize("fault, says", [("uniform_offset", "one number off"), ("split_k", "another order")])
 def test_benign_changes_are_precision_only(lab, fault, says):
     found = judge(lab, deploy=FAULTS[fault])
     assert found.verdict == "PRECISION_ONLY" and says in found.reason and found.exit_code == 0
-
-
-@pytest.mark.slow
-def test_without_a_target_the_draft_is_looked_at_alone_and_beside_its_twins(lab):
-    found = investigate(lab.draft, script=lab.script, deploy=FAULTS["positional_registry"])
-    assert found.causes[0].name == "IDENTITY" and {*found.case.outcomes} == {"S0", "S0w", "S1", "S2", "S5"}
 
 
 # --- no clean bill ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ The page needs no network. Beside a verdict stands the acceptance: what a genera
 """
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -43,8 +43,6 @@ NOTHING = "-"
 """Shown where no module is named, and for what a tool does not tell."""
 CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
 """The set-ups of the case, and how its notes call them."""
-SHORT = 8
-"""Digits of a digest that a table shows."""
 GALLERY = ("S0", "S1", "S2", "S3")
 """Set-ups that tell the planted faults apart."""
 
@@ -62,7 +60,7 @@ SLOTS = (
 )
 PAGE = """<!DOCTYPE html>
 <html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Where the draft parts</title>
 <style>
 body {{ font: 15px/1.5 "DejaVu Sans", "Liberation Sans", Arial, sans-serif; color: #222; max-width: 1000px;
        margin: 2em auto; padding: 0 1em }}
@@ -192,14 +190,10 @@ def _digests(outcome: Outcome, meant: Mapping[str, str], bank: str, says: str) -
     params = outcome.trace.params
     read = params[params["module"] == bank].drop_duplicates(["owner", "owner_path"])
     leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
-    loaded = {path: digest for path, digest in meant.items() if path.endswith(leaves)}
+    loaded = [known for path, known in meant.items() if path.endswith(leaves)]
     owners = " ".join(sorted({*read["owner"]})) or NOTHING
-    return {f"{says}, as loaded": _joined(loaded.values()), f"{says}, as read": _joined(read["digest"]),
+    return {f"{says}, as loaded": digest(sorted(loaded))[:8], f"{says}, as read": digest(sorted(read["digest"]))[:8],
             f"{says}, owner of what is read": owners}  # fmt: skip
-
-
-def _joined(digests: Sequence[str]) -> str:
-    return digest(sorted(digests))[:SHORT]
 
 
 def misleading(investigation: Investigation) -> pd.DataFrame:
@@ -346,9 +340,8 @@ def write(
     facts = pd.DataFrame(list(investigation.facts.items()), columns=["what", "value"])
     sections["Circumstances"] = _table(facts)
     body = "\n".join(f"<h2>{html.escape(name)}</h2>\n{section}" for name, section in sections.items())
-    title, colour = html.escape(investigation.line[:100]), COLOURS[investigation.verdict]
-    line = html.escape(investigation.line)
-    page = PAGE.format(title=title, line=line, colour=colour, plotly=get_plotlyjs(), body=body)
+    line, colour = html.escape(investigation.line), COLOURS[investigation.verdict]
+    page = PAGE.format(line=line, colour=colour, plotly=get_plotlyjs(), body=body)
     more: dict[str, object] = {"slots": report.slots().to_dict("records")} if slots else {}
     if repro is not None:
         more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
