@@ -112,8 +112,10 @@ def earliest(investigation: "Investigation", k: int = EARLIEST) -> pd.DataFrame:
 def _reads(params: pd.DataFrame) -> str:
     once = params.drop_duplicates(["owner", "owner_path"])
     of_draft = once["owner"] == "draft"
-    foreign = (once["owner"] + ":" + once["owner_path"])[~of_draft].tolist()
-    return ", ".join(foreign + [f"{of_draft.sum()} of its own"] * of_draft.any()) or "no parameter"
+    read = (once["owner"] + ":" + once["owner_path"])[~of_draft].tolist()
+    if of_draft.any():
+        read.append(f"{of_draft.sum()} of its own")
+    return ", ".join(read) or "no parameter"
 
 
 def setups(investigation: "Investigation") -> pd.DataFrame:

@@ -19,8 +19,6 @@ LARGE = 0.1
 """Relative error from which on nothing is put down to growth, whatever the floor: a tenth is no rounding."""
 CARRIES = 4.0
 """How many times larger a sound module may make the relative error of what it is given (softmax, cancelling sums)."""
-HARMLESS = 1e-2
-"""The share of a difference that may be left behind the module that made it, where nothing depends on it."""
 TURNED_ALIKE = 3e-2
 """How far turns of angles may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
 DIRECTED = 0.5

@@ -18,11 +18,13 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import tolerances
-from specnb.divergence.difference import AlignedTrace, Difference
+from specnb.divergence.difference import AlignedTrace, Difference, Values
 from specnb.divergence.errors import JUDGED, table
-from specnb.divergence.tolerances import GROWN, HARMLESS, TIMES_FLOOR
+from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.divergence.trace import Key
 
+FEWEST = 3
+"""Positions that must agree before one offset is believed: so many, and half of those there are."""
 Call = tuple[str, int]
 OUTSIDE: Call = ("", -1)
 """Who holds what no captured module holds."""
@@ -199,13 +201,8 @@ class _Scope:
         self.odd = self.odd or bool(np.isinf(part.error).any())
 
 
-def error_table(
-    difference: Difference, findings: Mapping[Key, Finding], floor: Mapping[Key, float], idle: set[str]
-) -> pd.DataFrame:
-    """The error table of a comparison, as `errors.judged` makes that of a replay; gains of what is `beyond` only.
-
-    Modules that are `idle` differ without being wrong.
-    """
+def error_table(difference: Difference, findings: Mapping[Key, Finding], floor: Mapping[Key, float]) -> pd.DataFrame:
+    """The error table of a comparison, as `errors.judged` makes that of a replay; gains of what is `beyond` only."""
     positions, tensors = difference.positions, []
     steps = dict(zip(difference.candidate.positions.tolist(), difference.candidate.last_step.tolist(), strict=True))
     feeds = np.array([steps[position] for position in positions.tolist()], np.int64)
@@ -222,7 +219,7 @@ def error_table(
         columns = {
             "position": positions[at], "feed": feeds[at], "error": part.error[compared], "given": part.given[compared],
             "ratio": part.error[compared] / floor[key], "gain": gains[0][compared], "gain_error": gains[1][compared],
-            "beyond": part.beyond[compared], "wrong": part.wrong[compared] & (part.event.maker not in idle),
+            "beyond": part.beyond[compared], "wrong": part.wrong[compared],
         }  # fmt: skip
         tensors.append((labels, columns))
     return table(tensors, (*JUDGED, "gain_error", "beyond"))
@@ -231,32 +228,38 @@ def error_table(
 # --- what is off and no fault -----------------------------------------------------------------------------------------
 
 
-def harmless(plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float]) -> set[str]:
-    """Modules that are wrong by themselves while nothing made from that is: nothing else is wrong at those positions
-    or behind, up to the outermost module's output.
+def turned(difference: Difference, plan: Plan) -> set[Key]:
+    """The tensors that differ by one offset of all positions only, and those that hand them on: attention sees the
+    differences of positions."""
+    given = {key for key in difference.discrete if key.role == "in" and "position" in key.name}
+    rotaries = {key.module for key in given}
+    angles = {key for key in difference.errors if key.role == "out" and key.module in rotaries}
+    keys = {key for key in angles - difference.discrete if _is_late(difference, key)}
+    if not keys:
+        return set()
+    keys |= {key for key in given if _is_one_step(*difference.pair(key))}
+    return plan.with_copies(keys) & difference.errors.keys()
 
-    Positions that are all turned by one more step are such a case: attention sees their differences only.
-    """
-    finals = {key for key, part in findings.items() if not part.event.given and part.event.holders == (OUTSIDE,)}
-    wrong: dict[str, set[Key]] = defaultdict(set)
-    for key, part in findings.items():
-        if part.wrong.any():
-            wrong[part.event.maker].add(key)
-    return {maker for maker, keys in wrong.items() if finals and _dies_out(plan, findings, floor, keys, finals)}
 
-
-def _dies_out(
-    plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float], wrong: set[Key], finals: set[Key]
-) -> bool:
-    same = plan.with_copies(wrong)
-    if same & finals:
+def _is_late(difference: Difference, key: Key) -> bool:
+    """Whether the candidate's tensor is that of the reference by some number of positions, the same for all."""
+    a, b = difference.pair(key)
+    n, near = len(a.row), TIMES_FLOOR * difference.limit(key)
+    if (np.diff(difference.positions) != 1).any() or (a.row < 0).any() or (b.row < 0).any():
         return False
-    start = min(findings[key].event.order for key in wrong)
-    behind = np.logical_or.accumulate(np.any([findings[key].wrong for key in wrong], axis=0))
-    most = HARMLESS * min(1.0, max(float(findings[key].error[findings[key].wrong].max()) for key in wrong))
-    later = [key for key, part in findings.items() if part.event.order > start and key not in same]
-    limits = {key: max(min(most, GROWN * floor[key]), TIMES_FLOOR * floor[key]) for key in later}
-    return all((findings[key].error[behind] <= limits[key]).all() for key in later)
+    if not (difference.errors[key] > near).all():
+        return False  # another base of the cache turns every position
+    return any(
+        (np.linalg.norm(y[: n - late] - x[late:], axis=-1) <= near * np.linalg.norm(x[late:], axis=-1)).all()
+        for late in range(1, min(n // 2, n - FEWEST) + 1)
+        for x, y in ((a.sketch, b.sketch), (b.sketch, a.sketch))
+    )
+
+
+def _is_one_step(a: Values, b: Values) -> bool:
+    """Whether integers differ by the same amount everywhere."""
+    apart = b.sketch.astype(np.float64) - a.sketch
+    return bool((apart == apart[:1]).all())
 
 
 class Doubt(NamedTuple):
@@ -333,9 +336,7 @@ class Residual:
     choice: int | None = None
 
     @classmethod
-    def of(
-        cls, difference: Difference, findings: Mapping[Key, Finding], floor: Floors, excuses: Excuses, excused: set[Key]
-    ) -> "Residual":
+    def of(cls, difference: Difference, findings: Mapping[Key, Finding], floor: Floors, excuses: Excuses) -> "Residual":
         """From findings in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
         error, grown = 0.0, 0.0
         flips = np.zeros(len(difference.positions), bool)
@@ -346,7 +347,7 @@ class Residual:
                 continue
             usual = np.where(flips, floor.behind[key], floor.before[key])
             cells = part.error > TIMES_FLOOR * usual
-            if key in excused or not cells.any():
+            if not cells.any():
                 continue
             if (cells & flips).any():
                 return cls(error, grown, int(difference.positions[flips][0]))

@@ -1,7 +1,6 @@
 """Causes: the class of a planted fault comes first, and what speaks for it is said."""
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specnb.divergence import causes as rules
 from specnb.divergence.causes import CLASSES, Case, rank
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.faults.planting import forward_replaced, replaced, values_changed
+from specnb.divergence.faults.planting import forward_replaced, replaced
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
-from specnb.divergence.replay import one_offset
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
 
@@ -64,20 +62,6 @@ def test_the_class_of_a_fault_comes_first(lab, fault, cause):
     assert causes[cause].for_it and causes[cause].issues and causes[cause].next_experiment
     # an output that is small and unrelated is no scale
     assert (case.factor is not None and case.factor > 1) == (fault == "expert_scale_in_op")
-
-
-def test_one_offset_of_all_positions_is_no_fault_and_longer_angles_are(lab):
-    """Attention sees differences of positions only."""
-    causes, case = investigated(lab, "uniform_offset", ("S0", "S3"))
-    assert not causes and case.bad is None and all(outcome.offset for outcome in case.outcomes.values())
-    along = case.outcomes["S0"].along
-    longer = {
-        key: value * 1.1 if key.module == "rotary_emb" and key.role == "out" else value
-        for key, value in along.values.items()
-    }
-    assert one_offset(along, lab.sound[0], "rotary_emb")
-    assert not one_offset(replace(along, values=longer), lab.sound[0], "rotary_emb")
-    assert not one_offset(lab.sound[1], lab.sound[0], "rotary_emb")  # nothing is turned
 
 
 def runs(path, around):
@@ -137,14 +121,6 @@ def test_another_models_weights_repacked_are_still_another_models(lab):
 def test_a_head_that_is_right_alone_shares_memory(lab):
     causes, _ = investigated(lab, shared_logits, ("S0", "S1", "S2"))
     assert likeliest(causes) == "STATE" and causes["STATE"].score > causes["HEAD"].score + 3
-
-
-def test_a_router_with_other_weights_is_one_of_weights(lab):
-    router = lab.draft.model.layers[1].mlp.router
-    causes, case = investigated(lab, lambda *_: values_changed({router.weight: router.weight.detach().flip(0)}))
-    assert (
-        likeliest(causes) == "WEIGHTS" and case.reads.changed and causes["WEIGHTS"].score > causes["ROUTING"].score + 3
-    )
 
 
 def sharper(draft, neighbour):

@@ -1,7 +1,6 @@
 """The report of an investigation, and reproductions that run where this package is not."""
 
 import dataclasses
-import json
 import math
 import os
 import subprocess
@@ -102,14 +101,6 @@ def test_the_slots_of_the_case_are_those_of_correct_allocation():
     first = table[table["model"] == "draft 20b"].groupby("beside")["first_slot"].min()
     assert first.to_dict() == {"gpt-oss-120b": 336, "gpt-oss-20b": 176}
     assert table.groupby("beside")["gid"].count().to_dict() == {"gpt-oss-120b": 6, "gpt-oss-20b": 4}
-
-
-def test_the_document_is_read_back_as_it_was_written(wrong, sound, tmp_path):
-    for found in (wrong, sound):
-        path = report.write_json(found, tmp_path / "new" / "report.json", {"more": [1]})
-        assert json.loads(path.read_text()) == json.loads(json.dumps(found.document() | {"more": [1]}))
-    with pytest.raises(InputError, match=r"report\.json"):
-        report.write_json(wrong, path / "below" / "report.json")
 
 
 # --- reproductions --------------------------------------------------------------------------------------------------
