@@ -33,14 +33,14 @@ FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attentio
 
 
 class Reads(NamedTuple):
-    """Parameters that operations read. `own`: the draft's, by whatever path (a tied head is read as the embedding),
+    """Parameters that operations read. `native`: the draft's, by whatever path (a tied head is read as the embedding),
     `changed` those of them with other content than in the pristine copy; `foreign`: other models', as owner:path.
 
     Of parameters that no known model has `copies` names those of the draft's whose content it is; `strange` are the
     others.
     """
 
-    own: set[str]
+    native: set[str]
     changed: set[str]
     foreign: set[str]
     copies: set[str]
@@ -142,7 +142,7 @@ class Case:
         for owner, path, digest in read.drop_duplicates().itertuples(index=False):
             same = {name for name, known in self.meant.items() if known and known == digest}
             if owner == OWN:
-                reads.own.update({path, *same})
+                reads.native.update({path, *same})
                 reads.changed.update({path} if self.meant.get(path, digest) != digest else ())
             elif owner != UNKNOWN:
                 reads.foreign.add(f"{owner}:{path}")
@@ -156,7 +156,7 @@ class Case:
     def unseen(self) -> bool:
         """Whether the first module has parameters and was seen to read none: a kernel that torch is not shown did."""
         reads = self.reads
-        known = self.parameters & reads.own or reads.copies or reads.foreign or reads.strange
+        known = self.parameters & reads.native or reads.copies or reads.foreign or reads.strange
         return bool(self.parameters) and not known
 
     @cached_property
@@ -171,7 +171,7 @@ class Case:
         Of the buffers of a rotary embedding one is read, the other is what it was made with.
         """
         reads = self.reads
-        read = reads.own | reads.copies
+        read = reads.native | reads.copies
         whole = bool(read) and (self.parameters <= read or self.turning)
         return whole and not (reads.changed or reads.foreign or reads.strange)
 

