@@ -172,7 +172,7 @@ class Comparison:
             f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {place} is off by "
             f"{node.error:.2g}, floor {node.floor:.1g}"
         )
-        read = dict(self.reads.loc[self.reads["module"] == node.module, ["says", "read"]].to_numpy()[::-1].tolist())
+        read = self.reads[self.reads["module"] == node.module].drop_duplicates("says").set_index("says")["read"]
         if "foreign" in read:
             message += f"; its inputs agree, and it read {read['foreign']}, which is not the draft's own"
         elif "changed" in read:
@@ -190,8 +190,7 @@ def compare(
     """Where `candidate` parts from `reference`, traces of one draft fed the same tokens.
 
     `sound`: runs of the same text that are known to be right: their largest errors are the floors; without any,
-    rounding to the dtype is. `rename`: regular expressions and what replaces them
-    in the module paths of all traces.
+    rounding to the dtype is. `rename`: regular expressions and what replaces them in the module paths of all traces.
 
     Raises InputError for traces in which nothing can be compared: empty, without a module in common, or of two engines
     without `rename`; and for a sound run of another text, or one that ends before what is compared does.
@@ -224,19 +223,16 @@ def compare(
     foreign = read.loc[read["says"] == "foreign", ["module", "read"]].to_numpy().tolist()
     if foreign and not minimal:
         reason += f"; yet {foreign[0][0]} read {foreign[0][1]}, which is not the draft's own"
+    likely, fork = "", difference.fork
     if minimal:
         first = Key(*wrong.loc[0, list(TENSOR)])
         likely = _shape(difference, first, findings[first])
-    else:
-        fork = difference.fork
-        repeated = fork is not None and fork.repeated
-        likely = (
-            f"from position {fork.position} on the candidate is fed token {fork.candidate} only" if repeated else ""
-        )
+    elif fork is not None and fork.repeated:
+        likely = f"from position {fork.position} on the candidate is fed token {fork.candidate} only"
     raw = [(name, path) for trace in (a, b) for path, name in trace.names.items()]
     paths = {module: tuple(sorted({path for name, path in raw if name == module})) for module in plan.modules}
     return Comparison(
-        verdict, reason, tuple(minimal), likely, table, read, Overlap.of(difference), difference.fork, drift,
+        verdict, reason, tuple(minimal), likely, table, read, Overlap.of(difference), fork, drift,
         tuple(excuses.doubts), paths,
     )  # fmt: skip
 

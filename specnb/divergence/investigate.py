@@ -51,9 +51,8 @@ class Investigation:
 
     `reason` says why the verdict is not DIVERGENT; where it is, that the logits do not show it. `floor`: the largest
     error of each tensor in sound runs. `repeats`: S0, and the first set-up that is wrong, give the same bits when run
-    again without hooks; `inert`: these, and the last set-up, give with hooks what they give without. `facts`: classes,
-    dtype, versions, script.
-    `features`: what came of switching features of the service off, where it was given some and something was wrong.
+    again without hooks; `inert`: these, and the last set-up, give with hooks what they give without. `features`: what
+    came of switching features of the service off.
     """
 
     verdict: Verdict
@@ -248,10 +247,7 @@ def made_up(
     k: int = K,
     seed: int = 0,
 ) -> Script:
-    """A script of random tokens that both know: `prompt` of them at once, the others in rounds of `k`.
-
-    Raises InputError for a draft that does not say how many tokens it knows, and for a prompt that leaves none.
-    """
+    """A script of random tokens that both know: `prompt` of them at once, the others in rounds of `k`."""
     size = min(vocabulary_size(model) for model in (draft, target) if model is not None)
     if size == sys.maxsize:
         raise InputError(f"{type(draft).__name__} has no input embedding that tells its vocabulary: give a script")

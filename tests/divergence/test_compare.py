@@ -120,7 +120,7 @@ def test_a_tensor_that_changes_between_its_maker_and_its_reader_is_put_down_to_t
     assert minimal[1].n_tokens == len(TEXT)
 
 
-# --- floors, precise runs, ties ---------------------------------------------------------------------------------------
+# --- floors, ties ---------------------------------------------------------------------------------------
 
 
 def test_floors_of_sound_runs_are_taken(single):
