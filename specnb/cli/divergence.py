@@ -69,16 +69,15 @@ def investigate(
 
     Options that cannot be are 2, which git takes for bad: run the line once by hand before git does.
     """
-    if deploy and fault:
-        raise InputError(f"give --deploy or --fault, not both (got {deploy!r} and {fault!r})")
-    if layer is not None and not fault:
-        raise InputError(f"--layer {layer} is that of a planted fault: add --fault NAME")
-    if features is not None and not deploy:
-        raise InputError(f"--features {features} are those of a service: add --deploy module:function")
-    if draft == PAIR and target is not None:
-        raise InputError(f"the embedded pair has its own target: leave --target {target} out, or name a --draft")
-    if prompt_tokens >= tokens:
-        raise InputError(f"--prompt-tokens is {prompt_tokens}, and --tokens, all of the text, {tokens}: give fewer")
+    for complaint, wrong in {
+        f"give --deploy or --fault, not both (got {deploy!r} and {fault!r})": deploy and fault,
+        f"--layer {layer} is that of a planted fault: add --fault NAME": layer is not None and not fault,
+        f"--features {features} are those of a service: add --deploy module:function": features and not deploy,
+        f"the embedded pair has its own target: leave --target {target} out": draft == PAIR and target is not None,
+        f"--prompt-tokens is {prompt_tokens}, and --tokens, all of the text, {tokens}": prompt_tokens >= tokens,
+    }.items():
+        if wrong:
+            raise InputError(complaint)
     wanted = _known_setups(setups, beside_target=draft == PAIR or target is not None)
     from specnb.book.divergence import acceptance_document, acceptance_line, read_acceptance
     from specnb.book.progress import ProgressBar
@@ -86,7 +85,7 @@ def investigate(
     from specnb.divergence import pair
     from specnb.divergence.faults import planted
     from specnb.divergence.features import checked, imported
-    from specnb.divergence.report import published_alarms, text
+    from specnb.divergence.report import text
     from specnb.divergence.setups import vocabulary_size
     from specnb.lm.hf import model as hf
 
@@ -102,8 +101,8 @@ def investigate(
                 checked(service, names(features))
         with judged():
             models = _opened(draft, target, seed, dtype, opened)
-        if fault:
-            with service(models[0], None):  # not every draft has a place for it: that is no verdict about the draft
+        if fault:  # not every draft has a place for it: that is no verdict about the draft
+            with service(models[0], None):
                 pass
         with judged():
             accepted, more = None, {}
@@ -116,17 +115,15 @@ def investigate(
                 investigation = lab.investigate(
                     *models, script=script, deploy=service, setups=wanted, features=switched, progress=progress
                 )
-        alarms = published_alarms()
         if as_json:
             print_json(investigation.document() | more)
         else:
-            print(text(investigation, alarms))
+            print(text(investigation))
             if accepted is not None:
                 print(f"Acceptance: {acceptance_line(accepted)}")
         if report is not None:  # last, for it may take as long again
             with redirect_stdout(sys.stderr):
-                beside = {"triage": accepted, "false_alarms": alarms, "slots": draft == PAIR}
-                _reported(investigation, report, models, service, beside)
+                _reported(investigation, report, models, service, triage=accepted, slots=draft == PAIR)
     raise typer.Exit(investigation.exit_code)
 
 
@@ -135,10 +132,11 @@ def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:
     from specnb.divergence.setups import SETUPS
 
     wanted = names(text)
-    if unknown := [name for name in wanted or () if name not in SETUPS]:
-        raise InputError(f"unknown set-up {unknown[0]!r} in --setups {text}; known: {', '.join(SETUPS)}")
-    if beside := [name for name in wanted or () if SETUPS[name].beside == "target" and not beside_target]:
-        raise InputError(f"--setups {text}: {beside[0]} runs the draft beside a target: add --target")
+    for name in wanted or ():
+        if name not in SETUPS:
+            raise InputError(f"unknown set-up {name!r} in --setups {text}; known: {', '.join(SETUPS)}")
+        if SETUPS[name].beside == "target" and not beside_target:
+            raise InputError(f"--setups {text}: {name} runs the draft beside a target: add --target")
     return wanted
 
 
@@ -172,7 +170,7 @@ def _reported(
     folder: Path,
     models: "tuple[nn.Module, nn.Module | None]",
     service: "Service | None",
-    beside: dict[str, Any],
+    **beside: Any,
 ) -> None:
     """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict."""
     from specnb.book.divergence import write
@@ -182,11 +180,11 @@ def _reported(
     if investigation.case.bad is not None:
         try:
             repro = minimal(*models, outcome=investigation.case.bad, deploy=service)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # a service may raise anything
             complain(f"the report has no reproduction: {error}")
     try:
         complain(f"the report is in {write(investigation, folder, repro=repro, **beside)}")
-    except Exception as error:
+    except InputError as error:
         complain(error)
 
 
@@ -295,12 +293,8 @@ def _print_audit(audit: "Audit") -> None:
 
     print(audit.line)
     panel = pd.DataFrame(audit.panel)
-    print_frame("five sums: z counts standard deviations from what the rows promise, and beyond 4 is no accident",
-               panel[["name", "n", "z", "p_value", "detectable", "needed", "meaning"]])  # fmt: skip
-    print(
-        f"detectable: the share of probability that these positions would have shown to be misplaced; needed: how many "
-        f"positions would show {audit.effect:g}"
-    )
+    columns = ["name", "n", "z", "p_value", "detectable", "needed", "meaning"]
+    print_frame(f"five sums: z in standard deviations; positions needed to show {audit.effect:g}", panel[columns])
     flaws = [(kind, count, first.position, first.says) for kind, (count, first) in audit.flaws.items()]
     print_frame("what cannot be", pd.DataFrame(flaws, columns=["check", "times", "first", "what"]))
     print(
@@ -324,11 +318,10 @@ def faults(as_json: Json = False) -> None:
         print_json(rows)
         return
     places = {None: "nothing is to be found", "": "the model's inputs"}
-    shown = [
-        [r["fault"], r["cause"], f"{places.get(r['first'], r['first'])}\n{r['note']}", "\n".join(r["issues"])]
-        for r in rows
-    ]
-    print_table("planted faults", ["fault", "cause", "where and what", "upstream"], shown)
+    for row in rows:
+        row |= {"first": places.get(row["first"], row["first"]), "issues": "\n".join(row["issues"])}
+    columns = ["fault", "cause", "first", "note", "issues"]
+    print_table("planted faults", columns, [[row[name] for name in columns] for row in rows])
 
 
 # in the order in which one uses them

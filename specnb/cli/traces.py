@@ -125,7 +125,6 @@ def compare(
     reference: Annotated[Path, typer.Argument(help="folder of the trace of a run that is right")],
     candidate: Annotated[Path, typer.Argument(help="folder of the trace of the run that is not")],
     sound: Annotated[str | None, typer.Option(help="folders of more runs that are right, by commas")] = None,
-    precise: Annotated[Path | None, typer.Option(help="folder of a float32 run of the same draft")] = None,
     rename: Annotated[
         list[str] | None, typer.Option(metavar="OLD=NEW", help="in module paths: expression, and what replaces it")
     ] = None,
@@ -145,9 +144,8 @@ def compare(
     renamed = _renamed(rename or [])
     with judged():
         more = [Trace.load(Path(folder)) for folder in names(sound) or ()]
-        exact = None if precise is None else Trace.load(precise)
         both = {folder: Trace.load(folder) for folder in (reference, candidate)}
-        comparison = compare(both[reference], both[candidate], sound=more, precise=exact, rename=renamed)
+        comparison = compare(both[reference], both[candidate], sound=more, rename=renamed)
     closer = _closer(comparison, both)
     if as_json:
         print_json(comparison.document() | {"next": closer})

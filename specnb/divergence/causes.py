@@ -5,6 +5,7 @@ A rule that applies says so in a sentence and gives its weight, a log-likelihood
 with the ranking, so that nobody has to trust the sum.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -31,6 +32,21 @@ FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attentio
 """What a model is fed, as transformers name it."""
 
 
+class Reads(NamedTuple):
+    """Parameters that operations read. `native`: the draft's, by whatever path (a tied head is read as the embedding),
+    `changed` those of them with other content than in the pristine copy; `foreign`: other models', as owner:path.
+
+    Of parameters that no known model has `copies` names those of the draft's whose content it is; `strange` are the
+    others.
+    """
+
+    native: set[str]
+    changed: set[str]
+    foreign: set[str]
+    copies: set[str]
+    strange: set[str]
+
+
 @dataclass(frozen=True)
 class Case:
     """Outcomes by set-up, in the order they were run; `meant` are digests of the draft's parameters by their path, and
@@ -54,7 +70,10 @@ class Case:
         """The outcomes of a lab's set-ups."""
         names = canonical(path for path, _ in lab.reference.named_modules())
         holders = {path: names[path.rpartition(".")[0]] for path in lab.meant}
-        case = cls(dict(outcomes), lab.meant, holders, find(lab.draft), _head_of(lab), len(lab.script.text))
+        head = ""  # of a drafter that has none of its own
+        with contextlib.suppress(InputError):
+            head, _ = output_head(lab.draft)
+        case = cls(dict(outcomes), lab.meant, holders, find(lab.draft), head, len(lab.script.text))
         return replace(case, sound=_sound(lab, case)) if case.bad is not None and case.attending else case
 
     @cached_property
@@ -67,10 +86,14 @@ class Case:
         return not self.outcomes[name].clean if name in self.outcomes else None
 
     @cached_property
+    def by_itself(self) -> list[Outcome]:
+        """The set-ups without a neighbour."""
+        return [outcome for outcome in self.outcomes.values() if outcome.setup.beside == "nobody"]
+
+    @cached_property
     def alone(self) -> bool | None:
         """Whether it is wrong without a neighbour; None where that was not run."""
-        alone = [item for item in self.outcomes.values() if item.setup.beside == "nobody"]
-        return any(not item.clean for item in alone) if alone else None
+        return any(not outcome.clean for outcome in self.by_itself) if self.by_itself else None
 
     @cached_property
     def first(self) -> pd.Series:
@@ -91,8 +114,8 @@ class Case:
     @cached_property
     def at_once(self) -> bool:
         """Whether all that is wrong alone begins in the first feed: before anything was cached, or taken back."""
-        alone = [item for item in self.outcomes.values() if item.setup.beside == "nobody"]
-        return bool(alone) and all(not item.clean and item.wrong["feed"].iloc[0] == 0 for item in alone)
+        wrong_at_once = [not outcome.clean and outcome.wrong["feed"].iloc[0] == 0 for outcome in self.by_itself]
+        return bool(wrong_at_once) and all(wrong_at_once)
 
     @cached_property
     def factor(self) -> float | None:
@@ -112,54 +135,34 @@ class Case:
         return {path for path, holder in self.holders.items() if holder == module or holder in unseen}
 
     @cached_property
-    def reads(self) -> dict[str, list[str]]:
-        """The parameters that operations of the first module read, by whose they are.
-
-        "own": the draft's, by whatever path (a tied head is read as the embedding), "changed" those of them with other
-        content than in the pristine copy; "foreign": other models', as owner:path; of parameters that no known model
-        has "copies" names those of the draft's whose content it is, "strange" are the others.
-        """
-        names: dict[str, set[str]] = {kind: set() for kind in ("own", "changed", "foreign", "copies", "strange")}
-        params = self.bad.trace.params
+    def reads(self) -> Reads:
+        """The parameters that operations of the first module read, by whose they are."""
+        params, reads = self.bad.trace.params, Reads(set(), set(), set(), set(), set())
         read = params.loc[params["module"] == self.first["module"], ["owner", "owner_path", "digest"]]
         for owner, path, digest in read.drop_duplicates().itertuples(index=False):
             same = {name for name, known in self.meant.items() if known and known == digest}
             if owner == OWN:
-                names["own"] |= {path, *same}
-                names["changed"] |= {path} if self.meant.get(path, digest) != digest else set()
-            elif owner == UNKNOWN:
-                names["copies"] |= same
-                names["strange"] |= set() if same else {path}
+                reads.native.update({path, *same})
+                reads.changed.update({path} if self.meant.get(path, digest) != digest else ())
+            elif owner != UNKNOWN:
+                reads.foreign.add(f"{owner}:{path}")
+            elif same:
+                reads.copies.update(same)
             else:
-                names["foreign"].add(f"{owner}:{path}")
-        return {kind: sorted(paths) for kind, paths in names.items()}
-
-    @property
-    def foreign(self) -> list[str]:
-        return self.reads["foreign"]
-
-    @property
-    def changed(self) -> list[str]:
-        return self.reads["changed"]
-
-    @property
-    def copies(self) -> list[str]:
-        return self.reads["copies"]
-
-    @property
-    def strange(self) -> bool:
-        return bool(self.reads["strange"])
+                reads.strange.add(path)
+        return reads
 
     @cached_property
     def unseen(self) -> bool:
         """Whether the first module has parameters and was seen to read none: a kernel that torch is not shown did."""
-        known = self.parameters & {*self.reads["own"]} or self.copies or self.foreign or self.strange
+        reads = self.reads
+        known = self.parameters & reads.native or reads.copies or reads.foreign or reads.strange
         return bool(self.parameters) and not known
 
     @cached_property
     def bare(self) -> bool:
         """Whether the first module has no parameters, and read none."""
-        return not self.parameters and not any(self.reads.values())
+        return not self.parameters and not any(self.reads)
 
     @cached_property
     def unchanged(self) -> bool:
@@ -167,9 +170,10 @@ class Case:
 
         Of the buffers of a rotary embedding one is read, the other is what it was made with.
         """
-        read = {*self.reads["own"], *self.copies}
+        reads = self.reads
+        read = reads.native | reads.copies
         whole = bool(read) and (self.parameters <= read or self.turning)
-        return whole and not (self.changed or self.foreign or self.strange)
+        return whole and not (reads.changed or reads.foreign or reads.strange)
 
     @cached_property
     def turning(self) -> bool:
@@ -222,7 +226,7 @@ class Case:
         type: of a quantised cache, or after a sound kernel of another order."""
         return {name: off for name, off in self._cache_errors.items() if name not in self.cached}
 
-    @property
+    @cached_property
     def misfed(self) -> bool:
         return self.fed or self.handed
 
@@ -241,12 +245,12 @@ class Case:
     @cached_property
     def words(self) -> dict[str, Any]:
         """What the sentences of rules name."""
-        first = self.first
+        first, listed = self.first, lambda names: ", ".join(sorted(names)[:3])
         return {
             "module": named(first), "at": first["at"], "name": first["name"], "position": int(first["position"]),
-            "factor": self.factor, "share": self.share, "foreign_reads": ", ".join(self.foreign[:3]),
-            "changes": ", ".join(self.changed[:3]),
-            "copied": f"; of {', '.join(self.copies[:3])} it read copies" if self.copies else "",
+            "factor": self.factor, "share": self.share, "foreign_reads": listed(self.reads.foreign),
+            "changes": listed(self.reads.changed),
+            "copied": f"; of {listed(self.reads.copies)} it read copies" if self.reads.copies else "",
             "others_cached": " and ".join(name for name, same in self.cached.items() if not same),
             "nearly": " and ".join(self.nearly_cached), "nearly_off": max(self.nearly_cached.values(), default=0.0),
         }  # fmt: skip
@@ -274,13 +278,6 @@ class Case:
             return None
         a, b = (self.outcomes[name].wrong["error"].to_numpy() for name in (setup, other))
         return len(a) == len(b) and bool(np.allclose(a, b, rtol=1e-3))
-
-
-def _head_of(lab: Lab) -> str:
-    try:
-        return output_head(lab.draft)[0]
-    except InputError:  # a drafter that has no head of its own
-        return ""
 
 
 def _sound(lab: Lab, case: Case) -> Trace:
@@ -311,10 +308,10 @@ class Rule(NamedTuple):
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("IDENTITY", 6, lambda c: c.foreign, "operations of {module} read {foreign_reads}"),
-    Rule("IDENTITY", 0.5, lambda c: c.strange and not c.foreign,
+    Rule("IDENTITY", 6, lambda c: c.reads.foreign, "operations of {module} read {foreign_reads}"),
+    Rule("IDENTITY", 0.5, lambda c: c.reads.strange and not c.reads.foreign,
          "operations of {module} read parameters that no known model has: whose, is open"),
-    Rule("IDENTITY", -3, lambda c: not c.strange and not c.foreign,
+    Rule("IDENTITY", -3, lambda c: not c.reads.strange and not c.reads.foreign,
          "no operation of the first module was seen to read another model's parameters"),
     Rule("IDENTITY", 3, lambda c: c.wrong("S1") is False and c.wrong("S2"),
          "beside itself it is right, beside a decoy of the same shapes it is not: values of another model"),
@@ -324,10 +321,11 @@ RULES: tuple[Rule, ...] = (
     Rule("IDENTITY", -3, lambda c: c.alone, "no other model is needed: it is wrong alone, too"),
 
     Rule("WEIGHTS", -4, lambda c: c.bare, "what is wrong has no parameters"),
-    Rule("WEIGHTS", 5, lambda c: c.changed and not c.turning, "{changes} as used is not what the pristine copy has"),
+    Rule("WEIGHTS", 5, lambda c: c.reads.changed and not c.turning,
+         "{changes} as used is not what the pristine copy has"),
     # buffers of angles are made, and in no checkpoint
-    Rule("WEIGHTS", 1, lambda c: c.changed and c.turning, "{changes} as used is not what the pristine copy has"),
-    Rule("WEIGHTS", 1, lambda c: c.strange,
+    Rule("WEIGHTS", 1, lambda c: c.reads.changed and c.turning, "{changes} as used is not what the pristine copy has"),
+    Rule("WEIGHTS", 1, lambda c: c.reads.strange,
          "{module} read parameters that no known model has, and not the draft's content: repacked ones, or wrong "
          "ones{copied}"),
     Rule("WEIGHTS", 2, lambda c: c.alone and not c.bare, "it is wrong alone, too"),
@@ -335,7 +333,7 @@ RULES: tuple[Rule, ...] = (
          "the output is {factor:.4g} times what it should be, at every token alike: a scale"),
     Rule("WEIGHTS", -3, lambda c: c.unchanged and not c.scaled,
          "all parameters of {module} were read as the pristine copy has them{copied}"),
-    Rule("WEIGHTS", -4, lambda c: c.alone is False and not c.changed and not c.bare,
+    Rule("WEIGHTS", -4, lambda c: c.alone is False and not c.reads.changed and not c.bare,
          "alone, with the same weights, it is right"),
 
     Rule("COMPUTATION", -4, lambda c: c.misfed, "what it was given is wrong, not what it made of it"),
@@ -356,14 +354,14 @@ RULES: tuple[Rule, ...] = (
     Rule("HEAD", -4, lambda c: not c.at_head, "the first module is {module}, not the output head"),
     Rule("HEAD", 9, lambda c: c.at_head, "{module} is the output head, and all before it is right"),
     Rule("HEAD", -8, lambda c: c.at_head and c.alone is False, "alone, with the same head, it is right"),
-    Rule("HEAD", -8, lambda c: c.at_head and c.alone is not False and c.foreign,
+    Rule("HEAD", -8, lambda c: c.at_head and c.alone is not False and c.reads.foreign,
          "the head that ran is another model's"),
     Rule("HEAD", -6, lambda c: c.at_head and c.alone is not False and c.unchanged and c.factor is None,
          "the head was read as the pristine copy has it"),
 
-    Rule("ROUTING", -2, lambda c: c.routing and (c.changed or c.foreign or c.strange),
+    Rule("ROUTING", -2, lambda c: c.routing and (c.reads.changed or c.reads.foreign or c.reads.strange),
          "the weights that {module} chose by are not its own"),
-    Rule("ROUTING", 10, lambda c: c.routing and not (c.changed or c.foreign or c.strange),
+    Rule("ROUTING", 10, lambda c: c.routing and not (c.reads.changed or c.reads.foreign or c.reads.strange),
          "{module} routes otherwise than its weights do for the same states"),
 
     Rule("KV_SLOT", 3, lambda c: c.attending,
@@ -384,7 +382,8 @@ RULES: tuple[Rule, ...] = (
 
     Rule("STATE", 3, lambda c: c.alone is False and c.wrong("S1"),
          "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory"),
-    Rule("STATE", 2, lambda c: c.alone is False and not (c.foreign or c.strange or c.unseen or c.changed),
+    Rule("STATE", 2,
+         lambda c: c.alone is False and not (c.reads.foreign or c.reads.strange or c.unseen or c.reads.changed),
          "no foreign parameter was read as an operand"),
     Rule("STATE", 1, lambda c: c.wrong("S4") is False and c.wrong("S3"),
          "a target that never runs does no harm: made when it runs"),

@@ -18,11 +18,11 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import errors, tolerances, walk
-from specnb.divergence.difference import AlignedTrace, Difference, Drift, Fork, Pairing, counted_alike
+from specnb.divergence.difference import AlignedTrace, Difference, Drift, Fork, counted_alike
 from specnb.divergence.errors import TENSOR, Node, Verdict, named
-from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, TIMES_FLOOR, UNRELATED
+from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, UNRELATED
 from specnb.divergence.trace import Key, Trace, canonical_name, renamed
-from specnb.divergence.walk import Doubt, Excuses, Finding, Plan, Precise, Residual
+from specnb.divergence.walk import Doubt, Excuses, Finding, Plan, Residual
 from specnb.errors import InputError
 from specnb.io import plain
 
@@ -59,8 +59,8 @@ class Overlap:
             compared=len({key.module for key in difference.errors}),
             tensors=len(difference.errors),
             equal=len(difference.equal),
-            tokens=len(difference.where.positions),
-            sequences=len(difference.where.reference),
+            tokens=len(difference.positions),
+            sequences=1,
             only_reference=_texts(reference - candidate),
             only_candidate=_texts(candidate - reference),
             left_out=_texts(difference.left_out),
@@ -139,16 +139,12 @@ class Comparison:
         rows = self.errors.assign(own=own)[np.where(own, self.errors["wrong"], self.errors["beyond"])]
         return errors.nodes(rows).rename(columns={"given": "in_error", "error": "out_error"})[list(NODES)]
 
-    def heat(self) -> pd.DataFrame:
-        """`errors.heat`, without what was made, and is shown, elsewhere."""
-        return errors.heat(self.errors[~self.errors["handed"].astype(bool)])
-
     def around(self) -> str:
         """A regular expression for `capture(full=…)`: the first module, or the doubtful one, and one on either side.
 
         Raises InputError where there is nothing to look at closer.
         """
-        modules = list(self.paths)
+        modules = [*self.paths]
         chosen = [self.first.module, self.first.at] if self.minimal else [doubt.module for doubt in self.doubts[:1]]
         if not chosen:
             raise InputError(f"there is no module to look at closer: the verdict is {self.verdict}, {self.reason}")
@@ -171,20 +167,16 @@ class Comparison:
 
     def _where(self) -> str:
         node = self.minimal[0]
-        if node.at == node.module and node.role == "out":
-            place = f"its {node.name}"
-        else:
-            place = f"{node.at}'s {node.name}" if node.at else node.name
+        place = f"{node.at}'s {node.name}" if node.at else node.name
         message = (
             f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {place} is off by "
             f"{node.error:.2g}, floor {node.floor:.1g}"
         )
-        read = self.reads[self.reads["module"] == node.module]
-        foreign, changed = (read[read["says"] == says]["read"].tolist() for says in ("foreign", "changed"))
-        if foreign:
-            message += f"; its inputs agree, and it read {foreign[0]}, which is not the draft's own"
-        elif changed:
-            message += f"; its inputs agree, and {changed[0]} as read has other values"
+        read = self.reads[self.reads["module"] == node.module].drop_duplicates("says").set_index("says")["read"]
+        if "foreign" in read:
+            message += f"; its inputs agree, and it read {read['foreign']}, which is not the draft's own"
+        elif "changed" in read:
+            message += f"; its inputs agree, and {read['changed']} as read has other values"
         return message
 
 
@@ -192,16 +184,13 @@ def compare(
     reference: Trace,
     candidate: Trace,
     *,
-    sound: Sequence[Trace | tuple[Trace, Trace]] = (),
-    precise: Trace | None = None,
+    sound: Sequence[Trace] = (),
     rename: Mapping[str, str] | None = None,
 ) -> Comparison:
     """Where `candidate` parts from `reference`, traces of one draft fed the same tokens.
 
-    `sound`: runs of the same text that are known to be right, each against the reference or as a pair: their largest
-    errors are the floors; without any, rounding to the dtype is. `precise`: a float32 run of the same draft; an error
-    against it no larger than three times the reference's own is rounding. `rename`: regular expressions and what
-    replaces them in the module paths of all traces.
+    `sound`: runs of the same text that are known to be right: their largest errors are the floors; without any,
+    rounding to the dtype is. `rename`: regular expressions and what replaces them in the module paths of all traces.
 
     Raises InputError for traces in which nothing can be compared: empty, without a module in common, or of two engines
     without `rename`; and for a sound run of another text, or one that ends before what is compared does.
@@ -210,43 +199,40 @@ def compare(
     _check_comparable(a, b)
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
-    pairs = [_sound_pair(item, a, rename, difference.where) for item in sound]
-    floor = walk.floors(pairs, {key: difference.limit(key) for key in difference.errors})
-    exact = None if precise is None else _aligned(precise, "precise", rename)
-    third = None if exact is None else Precise(Difference(exact, a), Difference(exact, b))
-    plan, excuses = Plan.of(a), Excuses(difference, pairs, third)
+    runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.positions) for trace in sound]
+    floor = walk.floors(runs, {key: difference.limit(key) for key in difference.errors})
+    plan, excuses = Plan.of(a), Excuses(difference, runs, floor.before)
     offset = walk.turned(difference, plan)
     # what is left of a tensor that differs by an offset only: it was rounded elsewhere
     rounded = {key: np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key)) for key in offset}
     findings = walk.walk(plan, difference.errors | rounded, floor.before, excuses)
-    idle = walk.harmless(plan, findings, floor.before) | {key.module for key in offset if key.role == "out"}
-    table = walk.error_table(difference, plan, findings, floor.before, idle)
+    table = walk.error_table(difference, findings, floor.before)
     wrong = errors.locate(table)
     minimal = errors.first_nodes(wrong)
-    uncalibrated = "" if pairs or not minimal else _uncalibrated(minimal[0], a, b)
+    uncalibrated = "" if runs or not minimal else _uncalibrated(minimal[0], a, b)
     minimal = [] if uncalibrated else minimal
-    idle_keys = {key for key, part in findings.items() if part.wrong.any() and part.event.maker in idle}
-    residual = Residual() if minimal else Residual.of(difference, findings, floor, excuses, plan.with_copies(idle_keys))
+    residual = Residual() if minimal else Residual.of(difference, findings, floor, excuses)
     verdict, reason = errors.verdict(
         bool(minimal),
-        doubts=_doubts(uncalibrated, difference, plan, excuses, residual, bool(pairs)),
-        excuses=_harmless(idle, excuses, residual),
-        sound=_sound(difference, bool(pairs)),
+        doubts=_doubts(uncalibrated, difference, plan, excuses, residual, bool(runs)),
+        excuses=_harmless(offset, excuses, residual),
+        sound=_sound(difference, bool(runs)),
         rest="no error is above what rounding does",
     )
     read = reads(a, b)
     foreign = read.loc[read["says"] == "foreign", ["module", "read"]].to_numpy().tolist()
     if foreign and not minimal:
         reason += f"; yet {foreign[0][0]} read {foreign[0][1]}, which is not the draft's own"
+    likely, fork = "", difference.fork
     if minimal:
         first = Key(*wrong.loc[0, list(TENSOR)])
         likely = _shape(difference, first, findings[first])
-    else:
-        likely = _fork_shape(difference.where.fork)
+    elif fork is not None and fork.repeated:
+        likely = f"from position {fork.position} on the candidate is fed token {fork.candidate} only"
     raw = [(name, path) for trace in (a, b) for path, name in trace.names.items()]
     paths = {module: tuple(sorted({path for name, path in raw if name == module})) for module in plan.modules}
     return Comparison(
-        verdict, reason, tuple(minimal), likely, table, read, Overlap.of(difference), difference.where.fork, drift,
+        verdict, reason, tuple(minimal), likely, table, read, Overlap.of(difference), fork, drift,
         tuple(excuses.doubts), paths,
     )  # fmt: skip
 
@@ -272,24 +258,14 @@ def _check_comparable(a: AlignedTrace, b: AlignedTrace) -> None:
         )
 
 
-def _sound_pair(
-    sound: Trace | tuple[Trace, Trace], reference: AlignedTrace, rename: Mapping[str, str] | None, judged: Pairing
-) -> Difference:
-    """A sound run beside another; it must show the rounding of all sequences and positions that are `judged`."""
-    if isinstance(sound, Trace):
-        difference = Difference(reference, _aligned(sound, "sound", rename))
-        whole = {*judged.reference} <= {*difference.where.reference}
-    else:
-        difference = Difference(*(_aligned(each, "sound", rename) for each in sound))
-        whole = not difference.where.strangers
-    where = difference.where
-    if not difference.errors or not len(where.positions):
+def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray) -> Difference:
+    """A sound run beside the reference; it must show the rounding of all positions that are `judged`."""
+    difference = Difference(reference, sound)
+    if not difference.errors or not len(difference.positions):
         raise InputError("a sound trace has nothing in common with the reference: give runs of the same text")
-    if not whole or len(missing := np.setdiff1d(judged.positions, where.positions)):
-        missing_part = f"no position {missing[0]}" if whole else "not all sequences"
+    if len(missing := np.setdiff1d(judged, difference.positions)):
         raise InputError(
-            f"a sound trace has {missing_part} of the text that is compared: its rounding would stand in for that of "
-            "tokens it never saw; give runs of the same text"
+            f"a sound trace has no position {missing[0]} of the text that is compared: give runs of the same text"
         )
     return difference
 
@@ -316,14 +292,11 @@ def _doubts(
     `calibrated`: the floors are from sound runs.
     """
     yield uncalibrated
-    where = difference.where
-    if where.fork is not None:
-        before = "before it nothing is wrong" if len(where.positions) else "nothing comes before it"
+    if difference.fork is not None:
+        before = "before it nothing is wrong" if len(difference.positions) else "nothing comes before it"
         yield f"{before}: feed both runs the same tokens (teacher-force them) and capture again"
-    if not len(where.positions) or not difference.errors:
+    if not len(difference.positions) or not difference.errors:
         yield "the traces share no position or no tensor with tokens: capture the same text in both"
-    if where.strangers:
-        yield f"{where.strangers} sequences of the batch were fed other tokens: compare them alone"
     for item in excuses.doubts:
         yield (
             f"{item.module} made another choice at position {item.position}, which may be a tie (unknown margin): "
@@ -350,15 +323,12 @@ def _doubts(
         )
 
 
-def _harmless(idle: set[str], excuses: Excuses, residual: Residual) -> Iterator[str]:
+def _harmless(offset: set[Key], excuses: Excuses, residual: Residual) -> Iterator[str]:
     """What differs and is no fault."""
-    if idle:
-        yield f"{', '.join(sorted(idle))} differs, but nothing that is made from it does"
-    if excuses.ties or excuses.rounded:
-        yield (
-            f"{excuses.ties} choices are ties or usual in sound runs, and {excuses.rounded} tokens are no further "
-            "from the precise run than the reference's are"
-        )
+    if offset:
+        yield "all positions are off by one number, which RoPE does not see"
+    if excuses.ties:
+        yield f"{excuses.ties} choices are ties or usual in sound runs"
     if residual.grown:
         yield "errors grow on their way, and no module is wrong by itself"
 
@@ -372,20 +342,13 @@ def _sound(difference: Difference, calibrated: bool) -> str:
 
 # --- what the first error looks like ----------------------------------------------------------------------------------
 
-ROWS_NAMED = 4
-ROWS_TRIED = 256
-"""Moved rows of a cache of which is looked for where they come from."""
-
 
 def _shape(difference: Difference, key: Key, part: Finding) -> str:
     """One sentence about where `part.wrong` is and what the tensor is like there."""
     places = _places(difference, key, part.wrong)
     error = part.error[part.wrong]
-    moved = _moved_rows(difference, part.event.maker)
     if np.isinf(error).any():
         return f"NaN, infinities or zeros where the other run has none, {places}"
-    if moved:
-        return f"{places}; {moved}"
     if key in difference.discrete:
         return f"other integers, {places}"
     a, b = difference.pair(key)
@@ -402,50 +365,16 @@ def _shape(difference: Difference, key: Key, part: Finding) -> str:
     return places
 
 
-def _fork_shape(fork: Fork | None) -> str:
-    """One sentence about runs that were fed other tokens; "" where there is nothing to say."""
-    if fork is None or not fork.repeated:
-        return ""
-    return f"from position {fork.position} on the candidate is fed token {fork.candidate} only, as past a wrong length"
-
-
 def _places(difference: Difference, key: Key, wrong: np.ndarray) -> str:
     """Which tokens, among those of this tensor that were compared."""
-    compared = np.flatnonzero((~np.isnan(difference.errors[key])).any(0))
-    hit = np.flatnonzero(wrong.any(0))
-    first, last = difference.where.positions[hit[[0, -1]]].tolist()
+    compared = np.flatnonzero(~np.isnan(difference.errors[key]))
+    hit = np.flatnonzero(wrong)
+    first, last = difference.positions[hit[[0, -1]]].tolist()
     if len(hit) == len(compared):
         return "at every token"
     if len(hit) == 1:
         return f"at one token, position {first}: a row that was not written, or by somebody else"
-    if hit[0] == compared[0]:
-        return f"at the first tokens, up to position {last}"
-    until = f"from position {first} on" if hit[-1] == compared[-1] else f"between positions {first} and {last}"
-    return f"at {len(hit)} tokens {until}"
-
-
-def _moved_rows(difference: Difference, module: str) -> str:
-    """Which rows of the module's cache hold what the reference has at another position."""
-    where = difference.where
-    pair = (difference.reference, difference.candidate)
-    reference, candidate = (trace.states(module, "keys", where.positions) for trace in pair)
-    if reference is None or candidate is None or where.reference[:1] != [0] or where.candidate[:1] != [0]:
-        return ""
-    size = np.linalg.norm(reference, axis=-1)
-    tolerance = 10 * TIMES_FLOOR * tolerances.rounding([difference.reference.dtype])
-
-    def far(candidate: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.nan_to_num(np.linalg.norm(candidate - reference, axis=-1) / size, nan=np.inf, posinf=np.inf)
-
-    here = far(candidate)
-    others = np.flatnonzero((here > tolerance) & np.isfinite(here))[:ROWS_TRIED]
-    away = {i: far(candidate[i]) for i in others.tolist()}
-    moved = {i: int(from_row.argmin()) for i, from_row in away.items() if from_row.min() < tolerance}
-    at = where.positions
-    moves = [f"position {at[i]} holds that of {at[j]}" for i, j in moved.items()][:ROWS_NAMED]
-    more = f" and {len(moved) - ROWS_NAMED} more" if len(moved) > ROWS_NAMED else ""
-    return f"in its cache the row of {', that of '.join(moves)}{more}" if moves else ""
+    return f"at {len(hit)} tokens from position {first} {'on' if hit[-1] == compared[-1] else f'to {last}'}"
 
 
 READ_COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_digest", "digest")

@@ -1,9 +1,8 @@
 """Two traces side by side, the same module, call, tensor and logical position, and how far they are apart. No torch.
 
-Steps may be cut otherwise (a prefill against steps of one token), sequences may stand in other rows of the batch, and
-cache slots may lie elsewhere: none of that is compared. A step that starts at position p forgets all that was fed at p
-and behind, so what counts is what was fed last. Errors are exact where both kept all values, and told from the sketches
-of the tokens elsewhere.
+Steps may be cut otherwise (a prefill against steps of one token), and cache slots may lie elsewhere: that is not
+compared. A step that starts at position p forgets all that was fed at p and behind, so what was fed last counts. Errors
+are exact where both kept all values, and told from the sketches of the tokens elsewhere.
 """
 
 import math
@@ -23,7 +22,7 @@ UNKNOWN = -1
 """The id of a token that was not written down."""
 FLOATS = ("float", "bfloat", "complex")
 NEAR = 8
-"""By how many positions texts are shifted to see whether they are the same one."""
+"""By how many positions texts are shifted to see whether they are the same."""
 
 
 class Row(NamedTuple):
@@ -46,9 +45,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Values:
-    """One tensor along the text: `sketch` (sequences, positions, 16), `size` its L2 norms, `row` which row it is from.
+    """One tensor along the text: `sketch` (positions, 16), `size` its L2 norms, `row` which row each is from.
 
-    `row` is -1 where nothing was kept; `full` (sequences, positions, features) only where all rows have it.
+    `row` is -1 where nothing was kept; `full` (positions, features) only where all rows have it.
     """
 
     sketch: np.ndarray
@@ -62,19 +61,13 @@ class Values:
     def discrete(self) -> bool:
         return not self.dtype.startswith(FLOATS)
 
-    def of(self, sequences: list[int]) -> "Values":
-        """Some sequences of the batch, in this order."""
-        full = None if self.full is None else self.full[sequences]
-        return Values(self.sketch[sequences], self.size[sequences], self.row, self.features, self.dtype, full)
-
 
 class AlignedTrace:
-    """A trace in the order of its text. Raises InputError for a batch that changes, and for names that clash.
+    """A trace in the order of its text. Raises InputError for a batch, and for names that clash.
 
-    `firsts`: where the steps start, by their number, in place of what the run itself thought.
-
-    `positions` (n,) are those held at the end, `last_step` (n,) in which step each was fed, `tokens` (sequences, n);
-    `dtype` is the model's, "None" where it was not written down.
+    `firsts`: where the steps start, by their number, in place of what the run itself thought. `positions` (n,) are
+    those held at the end, `last_step` (n,) in which step each was fed, `tokens` (n,); `dtype` is the model's, "None"
+    where it was not written down.
     """
 
     def __init__(
@@ -84,17 +77,15 @@ class AlignedTrace:
         self.dtype = str(trace.facts.get("dtype"))
         self.names = renamed(trace.tensors["module"].unique(), rename)
         self.steps = {step["step"]: step for step in trace.facts["steps"]}
-        batches = {step["batch"] for step in self.steps.values() if step["length"]}
-        if len(batches) > 1:
-            raise InputError(f"the batch of the trace changes its size ({sorted(batches)}): capture one request alone")
-        self.batch = batches.pop() if batches else 1
+        if (most := max((step["batch"] for step in self.steps.values() if step["length"]), default=1)) > 1:
+            raise InputError(f"the trace is of a batch of {most}: capture one request alone")
         self._late = {number: at - self.steps[number]["first_position"] for number, at in (firsts or {}).items()}
         for number, first in (firsts or {}).items():
             self.steps[number] = self.steps[number] | {"first_position": first}
-        held = _held(self.steps, self.batch)
-        self.positions = np.array(sorted(held), np.int64)
-        self.last_step = np.array([held[at][0] for at in self.positions.tolist()], np.int64)
-        self.tokens = np.array([held[at][1] for at in self.positions.tolist()], np.int64).reshape(-1, self.batch).T
+        held = sorted(_held(self.steps).items())
+        self.positions = np.array([at for at, _ in held], np.int64)
+        self.last_step = np.array([step for _, (step, _) in held], np.int64)
+        self.tokens = np.array([token for _, (_, token) in held], np.int64)
         self._placed: tuple[np.ndarray, dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]]] = (np.empty(0), {})
 
     @cached_property
@@ -117,46 +108,33 @@ class AlignedTrace:
 
     def values(self, key: Key, positions: np.ndarray) -> Values | None:
         """The tensor at these (held, sorted) positions; None where it has no tokens, or changes its shape (masks)."""
-        sketch = np.zeros((self.batch, len(positions), TOKEN_K), np.float32)
-        size, source = np.zeros(sketch.shape[:2], np.float32), np.full(len(positions), -1, np.int64)
+        n = len(positions)
+        sketch, size, source = np.zeros((n, TOKEN_K), np.float32), np.zeros(n, np.float32), np.full(n, -1, np.int64)
         parts: list[tuple[np.ndarray, np.ndarray | None]] = []
         kinds = set()
         # of as many tokens as heads one may have been taken for the other: other steps have another axis then
         if len({row.axis for row in self.rows[key] if len(row.shape) == 4 and row.shape[1:3] != (1, 1)}) > 1:
             return None
         for row in self.rows[key]:
-            cut = self._cut(row)
-            if cut is None:
+            tokens, norms = (self.trace.array(row.row, part) for part in ("tokens", "token_l2"))
+            # the last layer may go on with a step's last tokens only
+            if tokens is None or not 0 < len(norms) == row.shape[row.axis] <= self.steps[row.step]["length"]:
                 return None
-            tokens, norms, features = cut
-            kinds.add((features, row.dtype))
-            at, to = self._places(row, norms.shape[1], positions)
-            sketch[:, to], size[:, to], source[to] = tokens[:, at], norms[:, at], row.row
+            kinds.add((math.prod(row.shape) // len(norms), row.dtype))
+            at, to = self._places(row, len(norms), positions)
+            sketch[to], size[to], source[to] = tokens[at], norms[at], row.row
             if len(to):
-                full = self._full(row, norms.shape)
-                parts.append((to, None if full is None else full[:, at]))
+                full = self._full(row, len(norms))
+                parts.append((to, None if full is None else full[at]))
         if len(kinds) != 1:
             return None
         [(features, dtype)] = kinds
         whole = None
         if parts and all(part is not None for _, part in parts):
-            whole = np.zeros((*size.shape, features), parts[0][1].dtype)
+            whole = np.zeros((n, features), parts[0][1].dtype)
             for to, part in parts:
-                whole[:, to] = part
+                whole[to] = part
         return Values(sketch, size, source, features, dtype, whole)
-
-    def states(self, module: str, name: str, positions: np.ndarray) -> np.ndarray | None:
-        """Sketches (positions, 16) of the first sequence's rows of a cache, as seen last; NaN where never; None where
-        no cache was seen."""
-        values = np.full((len(positions), TOKEN_K), np.nan)
-        rows = [row for key, rows in self.rows.items() if key[:1] + key[2:] == (module, "state", name) for row in rows]
-        for row in rows:
-            cut = self._cut(row)
-            if cut is None:
-                return None
-            to = _index(positions, row.first + np.arange(cut[1].shape[1]))
-            values[to[to >= 0]] = cut[0][0, to >= 0]
-        return values if rows else None
 
     def _places(self, row: Row, length: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which tokens of a row were fed last in its step, and where in `positions` they belong.
@@ -173,44 +151,21 @@ class AlignedTrace:
             known[asked] = np.flatnonzero(kept), to[kept]
         return known[asked]
 
-    def _cut(self, row: Row) -> tuple[np.ndarray, np.ndarray, int] | None:
-        """Sketches and norms of a row, by sequence and token, and how many values a token has; None where there are no
-        tokens, or others than its step has."""
-        tokens, norms = (self.trace.array(row.row, part) for part in ("tokens", "token_l2"))
-        if tokens is None or not len(norms):
-            return None
-        n, along, fed = len(norms), row.shape[row.axis], self.steps[row.step]["length"]
-        # the last layer may go on with a step's last tokens only
-        length = along if row.role == "state" or along <= fed else fed
-        if n not in (length, length * self.batch) or along not in (length, n):
-            return None
-        cut, spread = (n // length, length), (self.batch, length)
-        tokens, norms = tokens.reshape(*cut, TOKEN_K), norms.reshape(cut)
-        if cut != spread:  # one row of positions may serve the whole batch
-            tokens, norms = np.broadcast_to(tokens, (*spread, TOKEN_K)), np.broadcast_to(norms, spread)
-        return tokens, norms, math.prod(row.shape) // n
-
-    def _full(self, row: Row, cut: tuple[int, int]) -> np.ndarray | None:
+    def _full(self, row: Row, n: int) -> np.ndarray | None:
         full = self.trace.array(row.row, "full")
-        if full is None or full.dtype.kind == "c":
-            return None
-        n = len(self.trace.array(row.row, "token_l2"))
-        whole = np.moveaxis(full, row.axis, min(row.axis, 1)).reshape(-1, cut[1], full.size // n)
-        return np.broadcast_to(whole, (*cut, whole.shape[-1]))
+        return None if full is None or full.dtype.kind == "c" else np.moveaxis(full, row.axis, 0).reshape(n, -1)
 
 
-def _held(steps: Mapping[int, Mapping[str, Any]], batch: int) -> dict[int, tuple[int, list[int]]]:
-    """Of each position in the state at the end: the step in which it was fed last, and the tokens of all sequences."""
-    held: dict[int, tuple[int, list[int]]] = {}  # in the order of positions: only the last ones are taken back
+def _held(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
+    """Of each position in the state at the end: the step in which it was fed last, and its token."""
+    held: dict[int, tuple[int, int]] = {}  # in the order of positions: only the last ones are taken back
     for number, step in sorted(steps.items()):
-        first, length, ids = step["first_position"], step["length"], step["token_ids"]
-        fed = length - step.get("padding", 0)  # what only fills up a step is taken back at once
+        first, ids = step["first_position"], step["token_ids"]
+        fed = step["length"] - step.get("padding", 0)  # what only fills up a step is taken back at once
         while fed and held and next(reversed(held)) >= first:
             held.popitem()
-        whole = len(ids) == batch * length  # of a long step only the first ids are kept
-        for i in range(fed):
-            known = whole or (batch == 1 and i < len(ids))
-            held[first + i] = (number, [ids[row * length + i] if known else UNKNOWN for row in range(batch)])
+        for i in range(fed):  # of a long step only the first ids are kept
+            held[first + i] = (number, ids[i] if i < len(ids) else UNKNOWN)
     return held
 
 
@@ -240,11 +195,10 @@ class Fork(NamedTuple):
     @property
     def line(self) -> str:
         """That two runs were not fed the same tokens, and from where on."""
-        later = "later" if (self.shift or 0) > 0 else "earlier"
-        moved = f" (from there on it has the reference's tokens {abs(self.shift or 0)} positions {later})"
+        moved = f"; from there on it has the reference's tokens, shifted by {self.shift}" if self.shift else ""
         return (
             f"the runs were not fed the same tokens: at position {self.position} the reference has {self.reference}, "
-            f"the candidate {self.candidate}{moved if self.shift is not None else ''}"
+            f"the candidate {self.candidate}{moved}"
         )
 
 
@@ -256,44 +210,20 @@ class Drift(NamedTuple):
     counted: int
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """Where two traces can be compared: `positions`, and pairs of sequences that were fed the same there.
-
-    `strangers`: how many sequences that should have found their like, for the smaller batch has them, did not.
-    """
-
-    positions: np.ndarray
-    reference: list[int]
-    candidate: list[int]
-    fork: Fork | None
-    strangers: int = 0
-
-
-def paired(reference: AlignedTrace, candidate: AlignedTrace) -> Pairing:
-    """Pair sequences by their tokens, and take the positions that both traces hold.
-
-    Where no sequence has the same tokens all along, the two that agree longest are compared up to where they part.
-    """
+def compared_positions(reference: AlignedTrace, candidate: AlignedTrace) -> tuple[np.ndarray, Fork | None]:
+    """The positions that both traces hold, up to the first at which they were fed other tokens."""
     shared = np.intersect1d(reference.positions, candidate.positions)
-    a, b = (trace.tokens[:, np.isin(trace.positions, shared)] for trace in (reference, candidate))
-    pairs, free = [], list(range(len(b)))
-    for i, text in enumerate(a):
-        alike = np.flatnonzero(~_differs(text, b[free]).any(1))
-        if len(alike):
-            pairs.append((i, free.pop(alike[0])))
-    if pairs or not len(shared):
-        return Pairing(shared, [i for i, _ in pairs], [j for _, j in pairs], None, min(len(a), len(b)) - len(pairs))
-    where = {(i, j): int(at) for i, text in enumerate(a) for j, at in enumerate(_differs(text, b).argmax(1))}
-    i, j = max(where, key=lambda pair: (where[pair], pair[0] == pair[1]))
-    differs = np.flatnonzero(_differs(a[i], b[j]))
-    at, rest = int(differs[0]), b[j, int(differs[0]) :]
+    a, b = (trace.tokens[np.isin(trace.positions, shared)] for trace in (reference, candidate))
+    differs = np.flatnonzero(_differs(a, b))
+    if not len(differs):
+        return shared, None
+    at = int(differs[0])
     fork = Fork(
-        position=int(shared[at]), reference=int(a[i, at]), candidate=int(b[j, at]), differing=len(differs),
-        last=int(shared[differs[-1]]), shift=_shift(a[i], b[j], at),
-        repeated=len(rest) > 2 and len(set(rest.tolist())) == 1,
+        position=int(shared[at]), reference=int(a[at]), candidate=int(b[at]), differing=len(differs),
+        last=int(shared[differs[-1]]), shift=_shift(a, b, at),
+        repeated=len(b) > at + 2 and bool((b[at:] == b[at]).all()),
     )  # fmt: skip
-    return Pairing(shared[:at], [i], [j], fork)
+    return shared[:at], fork
 
 
 def counted_alike(reference: AlignedTrace, candidate: AlignedTrace) -> tuple[AlignedTrace, Drift | None]:
@@ -303,9 +233,8 @@ def counted_alike(reference: AlignedTrace, candidate: AlignedTrace) -> tuple[Ali
     what is wrong, not where its tokens belong.
     """
     a, b = ([trace.steps[number] for number in sorted(trace.steps)] for trace in (reference, candidate))
-    known = all(len(step["token_ids"]) == step["batch"] * step["length"] for step in a)
-    alike = [[(step["batch"], step["length"], step["token_ids"]) for step in steps] for steps in (a, b)]
-    if not known or alike[0] != alike[1]:
+    known = all(len(step["token_ids"]) == step["length"] for step in a)
+    if not known or [(x["length"], x["token_ids"]) for x in a] != [(y["length"], y["token_ids"]) for y in b]:
         return candidate, None
     firsts = [Drift(y["step"], x["first_position"], y["first_position"]) for x, y in zip(a, b, strict=True)]
     drift = next((step for step in firsts if step.position != step.counted), None)
@@ -356,7 +285,7 @@ def gain(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Difference:
-    """`errors[key]` (sequences, positions): relative L2, or 1 where an integer differs; NaN where not compared.
+    """`errors[key]` (positions,): relative L2, or 1 where an integer differs; NaN where not compared.
 
     Of all tensors that both traces have, except states, whose rows may be in any slot. `equal` are keys whose every
     compared token is from rows of equal digests; `left_out` and `reshaped` those that could not be compared (no token
@@ -364,7 +293,8 @@ class Difference:
     """
 
     def __init__(self, reference: AlignedTrace, candidate: AlignedTrace) -> None:
-        self.reference, self.candidate, self.where = reference, candidate, paired(reference, candidate)
+        self.reference, self.candidate = reference, candidate
+        self.positions, self.fork = compared_positions(reference, candidate)
         self.errors: dict[Key, np.ndarray] = {}
         self.dtypes: dict[Key, tuple[str, str]] = {}
         self.features: dict[Key, int] = {}
@@ -377,9 +307,9 @@ class Difference:
                 self._compare(key)
 
     def pair(self, key: Key) -> tuple[Values, Values] | None:
-        """The two tensors at the shared positions, their sequences in pairs."""
-        a, b = (trace.values(key, self.where.positions) for trace in (self.reference, self.candidate))
-        return None if a is None or b is None else (a.of(self.where.reference), b.of(self.where.candidate))
+        """The two tensors at the shared positions."""
+        a, b = (trace.values(key, self.positions) for trace in (self.reference, self.candidate))
+        return None if a is None or b is None else (a, b)
 
     def limit(self, key: Key) -> float:
         """What rounding does to this tensor; a wide one may have been made of narrow ones."""
@@ -387,14 +317,14 @@ class Difference:
 
     @cached_property
     def flipped(self) -> dict[Key, np.ndarray]:
-        """(sequences, positions) of each tensor, in the order of the run: where integers that were made before it, the
-        chosen experts say, differ at the position or before it. A sound run is as far off there as a wrong one."""
+        """(positions,) of each tensor, in the order of the run: where integers that were made before it, the chosen
+        experts say, differ at the position or before it. A sound run is as far off there as a wrong one."""
         shares, flips = {}, None
         for key, error in self.errors.items():
             flips = np.zeros(error.shape, bool) if flips is None else flips
             shares[key] = flips
             if key in self.discrete:
-                flips = flips | np.logical_or.accumulate(error > 0, axis=1)
+                flips = flips | np.logical_or.accumulate(error > 0)
         return shares
 
     def unflipped(self, key: Key) -> np.ndarray:
@@ -402,7 +332,7 @@ class Difference:
         return np.where(self.flipped[key], np.nan, self.errors[key])
 
     def gains(self, key: Key, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of the tokens in `cells` (sequences, positions) gain and its standard error; integers have none."""
+        """Of the tokens in `cells` (positions,) gain and its standard error; integers have none."""
         a, b = self.pair(key)
         if a.discrete:
             none = np.full(int(cells.sum()), np.nan)
@@ -433,14 +363,12 @@ class Difference:
         error = np.where(same, 0.0, _error(a, b))
         if a.full is None or b.full is None:
             error[self._not_finite(a, b, error, key)] = np.inf
-        error[:, absent] = np.nan
+        error[absent] = np.nan
         self.errors[key] = error
 
     def _same_bits(self, a: Values, b: Values) -> np.ndarray:
         """(positions,): both are from rows of one digest that begin at the same position."""
         reference, candidate = self.reference.row_of, self.candidate.row_of
-        if self.where.reference != self.where.candidate or self.reference.batch != self.candidate.batch:
-            return np.zeros(len(a.row), bool)
         pairs = list(zip(a.row.tolist(), b.row.tolist(), strict=True))
         known = {
             (i, j): i >= 0 <= j
@@ -452,32 +380,21 @@ class Difference:
     def _not_finite(self, a: Values, b: Values, error: np.ndarray, key: Key) -> np.ndarray:
         """Tokens of which only one trace has NaN or infinities, which sketches count as 0.
 
-        What is known is how many a row has. Those of its tokens that differ have them; where none does, those that are
-        0 in both sketches; else the one that differs most. That much is said only of rows that were compared as a
-        whole, against rows that have none.
+        What is known is how many a row has. Those of its tokens that differ have them; where none does, and the row was
+        compared as a whole, those that are 0 in both sketches; else the one that differs most.
         """
         odd = np.zeros(error.shape, bool)
-        for x, y, reference, candidate in (
-            (a, b, self.reference, self.candidate),
-            (b, a, self.candidate, self.reference),
-        ):
-            rows = [reference.row_of[i] for i in np.unique(x.row[x.row >= 0]).tolist()]
+        for x, y, trace, other in ((a, b, self.reference, self.candidate), (b, a, self.candidate, self.reference)):
+            rows = [trace.row_of[i] for i in np.unique(x.row[x.row >= 0]).tolist()]
             for row in (row for row in rows if row.odd):
                 at = np.flatnonzero((x.row == row.row) & (y.row >= 0))
-                sound = np.array([candidate.row_of[j].odd == 0 for j in y.row[at].tolist()], bool)
-                if not sound.any():
-                    continue
-                seen = error[:, at] > tolerances.TIMES_FLOOR * self.limit(key)
-                if not seen.any() and sound.all() and self._is_whole(reference, row, len(at)):
-                    blank = (x.size[:, at] == 0) & (y.size[:, at] == 0)
-                    seen = blank if blank.any() else error[:, at] == error[:, at].max()
-                odd[:, at] |= seen & sound
+                sound = np.array([other.row_of[j].odd == 0 for j in y.row[at].tolist()], bool)
+                seen = error[at] > tolerances.TIMES_FLOOR * self.limit(key)
+                if not seen.any() and sound.all() and len(at) == row.shape[row.axis]:
+                    blank = (x.size[at] == 0) & (y.size[at] == 0)
+                    seen = blank if blank.any() else error[at] == error[at].max()
+                odd[at] |= seen & sound
         return odd
-
-    def _is_whole(self, trace: AlignedTrace, row: Row, n: int) -> bool:
-        """Whether all of a row's values are among `n` compared tokens."""
-        length = row.shape[row.axis] if trace.batch == 1 else trace.steps[row.step]["length"]
-        return n == length and len(self.where.reference) == trace.batch
 
 
 def _error(a: Values, b: Values) -> np.ndarray:

@@ -34,7 +34,6 @@ from specnb.io import plain
 from specnb.measure.experiment import Progress, silent
 
 SCHEMA = 1
-TRAINING = "it is in training mode: call its `eval`"
 LEAD, KNOWN = 1.0, 3.0
 """How far the likeliest cause must lead, and its score and lead together: that a fault shows alone, too, is not enough,
 and one strong sign without a rival is."""
@@ -52,9 +51,8 @@ class Investigation:
 
     `reason` says why the verdict is not DIVERGENT; where it is, that the logits do not show it. `floor`: the largest
     error of each tensor in sound runs. `repeats`: S0, and the first set-up that is wrong, give the same bits when run
-    again without hooks; `inert`: these, and the last set-up, give with hooks what they give without. `facts`: classes,
-    dtype, versions, script.
-    `features`: what came of switching features of the service off, where it was given some and something was wrong.
+    again without hooks; `inert`: these, and the last set-up, give with hooks what they give without. `features`: what
+    came of switching features of the service off.
     """
 
     verdict: Verdict
@@ -80,11 +78,9 @@ class Investigation:
     @property
     def line(self) -> str:
         """The verdict in one line."""
-        clean = [name for name, item in self.case.outcomes.items() if item.clean]
-        wrong = [name for name, item in self.case.outcomes.items() if not item.clean]
-        summary = "; ".join(
-            f"{' '.join(names)} {verdict}" for names, verdict in ((clean, "clean"), (wrong, "wrong")) if names
-        )
+        ran = {verdict: [name for name, item in self.case.outcomes.items() if item.clean == (verdict == "clean")]
+               for verdict in ("clean", "wrong")}  # fmt: skip
+        summary = "; ".join(f"{' '.join(names)} {verdict}" for verdict, names in ran.items() if names)
         first = self.first
         if first is None:
             alone = "" if self.facts["in_service"] else "; no service was given, so the models ran by themselves"
@@ -95,7 +91,7 @@ class Investigation:
         why = f" ({strongest.says})" if strongest and strongest.weight > 0 else ""
         called = f"cause {cause.name}" if self.cause_known else f"cause not known; likeliest {cause.name}"
         random = "" if self.repeats else "; it differs from run to run"
-        random += f" ({TRAINING})" if random and self.facts["training"] else ""
+        random += " (it is in training mode: call its `eval`)" if random and self.facts["training"] else ""
         inside = f" or in one of {len(self.hidden)} modules that could not be compared" if self.hidden else ""
         harmless = f"; yet {self.reason}: that does not explain refused drafts" if self.reason else ""
         return f"DIVERGENT: first at {named(first)}{inside}, {tokens}; {called}{why}; {summary}{random}{harmless}"
@@ -131,13 +127,11 @@ class Investigation:
         for name, setup in SETUPS.items():
             row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": None}
             row |= {"foreign": None, "kills": setup.kills}
-            outcome = self.case.outcomes.get(name)
-            if outcome is not None:
-                wrong = outcome.wrong
-                row |= {"verdict": "clean", "n_wrong": 0, "foreign": outcome.foreign["owner_path"].nunique()}
-                if not outcome.clean:
-                    row |= {"verdict": "wrong", "first": named(wrong.iloc[0])}
-                    row["n_wrong"] = len(wrong[list(TENSOR)].drop_duplicates())
+            if (outcome := self.case.outcomes.get(name)) is not None:
+                row["verdict"] = "clean" if outcome.clean else "wrong"
+                row["first"] = "" if outcome.clean else named(outcome.wrong.iloc[0])
+                row["n_wrong"] = len(outcome.wrong[list(TENSOR)].drop_duplicates())
+                row["foreign"] = outcome.foreign["owner_path"].nunique()
             rows.append(row)
         return pd.DataFrame(rows).astype({"n_wrong": "Int64", "foreign": "Int64"})
 
@@ -149,17 +143,12 @@ class Investigation:
 
     def outcome(self, setup: str | None = None) -> Outcome:
         """What a set-up showed; None: the first that is wrong, else the last."""
-        if setup is None:
-            return self.case.bad or list(self.case.outcomes.values())[-1]
-        return self.case.outcomes[setup]
-
-    def errors(self, setup: str | None = None) -> pd.DataFrame:
-        """The error table of a set-up (as `outcome` has it)."""
-        return self.outcome(setup).errors
+        outcomes = self.case.outcomes
+        return outcomes[setup] if setup else self.case.bad or [*outcomes.values()][-1]
 
     def heat(self, setup: str | None = None) -> pd.DataFrame:
         """`errors.heat` of a set-up (as `outcome` has it)."""
-        return errors.heat(self.errors(setup))
+        return errors.heat(self.outcome(setup).errors)
 
     def document(self) -> dict[str, Any]:
         """A JSON document; its shape is told by `schema`."""
@@ -258,10 +247,7 @@ def made_up(
     k: int = K,
     seed: int = 0,
 ) -> Script:
-    """A script of random tokens that both know: `prompt` of them at once, the others in rounds of `k`.
-
-    Raises InputError for a draft that does not say how many tokens it knows, and for a prompt that leaves none.
-    """
+    """A script of random tokens that both know: `prompt` of them at once, the others in rounds of `k`."""
     size = min(vocabulary_size(model) for model in (draft, target) if model is not None)
     if size == sys.maxsize:
         raise InputError(f"{type(draft).__name__} has no input embedding that tells its vocabulary: give a script")
@@ -297,12 +283,10 @@ def _doubts(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool
         )
     if not coverage.complete:
         missed = ", ".join(coverage.uncompared[:3]) or "the model's output"
-        shapes = (
-            ": are they run in other shapes than the text is fed in? Let the service feed one row, whole and unpadded"
-            if len(coverage.uncompared) > coverage.modules / 2
-            else ""
+        yield (
+            f"nothing that was compared is wrong, but {missed} could not be compared: let the service feed one row, "
+            "whole and unpadded"
         )
-        yield f"nothing that was compared is wrong, but {missed} could not be compared{shapes}"
     if len(lab.unsteady):
         at, floor = lab.unsteady.index[0][0], lab.unsteady.iloc[0]
         yield (
@@ -310,8 +294,7 @@ def _doubts(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool
             "where more or fewer tokens are fed at once: give a shorter text, or float32"
         )
     if not repeats:
-        mode = f" ({TRAINING})" if lab.draft.training else ""
-        yield f"alone, the draft gives other bits from run to run{mode}: make it deterministic first"
+        yield "alone, the draft gives other bits from run to run: make it deterministic first"
     if not inert:
         yield "the draft gives other logits with hooks on it than without: what was seen is not it"
     foreign = _foreign(case)

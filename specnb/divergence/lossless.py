@@ -1,9 +1,7 @@
 """Notebook 08: is speculative output lossless? A real pair is decoded and audited; planted faults show what is seen.
 
 Greedy output must equal plain decoding, token for token. Sampled drafts and tokens must follow the rows that promise
-them (`divergence.sampling`). The audit is then tried on a toy pair with faults of sampling planted: a row that is
-reported but not drawn from, a residual that is forgotten. They change no module, so that no comparison of tensors can
-find them, and nothing that a generation returns looks odd.
+them (`divergence.sampling`). The planted faults change no module: no comparison of tensors can find them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,10 +186,8 @@ def misreported_q(drafter: Drafter, *, top_k: int) -> Iterator[None]:
 
 @contextmanager
 def resampled_from_target() -> Iterator[None]:
-    """After a rejection the token is drawn from p instead of norm(max(p - q, 0)), by the rule "token", in this process.
-
-    The acceptances stay what they were; the output leans to what the drafter likes.
-    """
+    """After a rejection the token is drawn from p instead of norm(max(p - q, 0)), by the rule "token", in this process:
+    the acceptances stay what they were, and the output leans to what the drafter likes."""
     with ExitStack() as planted:
         for rule in (accept.token_verification, accept.point_mass):
             planted.enter_context(replaced(accept, rule.__name__, partial(_from_target, rule)))

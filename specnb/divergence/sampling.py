@@ -11,9 +11,9 @@ z_surp    -log p(y), against the entropy of p
 z_dir     log(p/q)(y), against its mean under p
 z_order   mass of p below y in the order of ids, and half of y's own, against 1/2
 
-None sees everything: where p is drawn from in place of the residual, z_acc and z_draft stay what they are, and which of
-two tokens of like probability is taken only z_order sees. What needs no statistics is checked exactly beside them, and
-at greedy positions, where nothing varies, that is all; enough of them must have been seen as well.
+None sees everything: a draw from p in place of the residual leaves z_acc and z_draft as they are, and only z_order sees
+which of two equally likely tokens is taken. What needs no statistics is checked exactly beside them; at greedy
+positions, where nothing varies, that is all.
 """
 
 import math
@@ -43,11 +43,8 @@ EFFECT = 0.1
 POWER = 0.9
 """With which a fault of the size that is said to be visible is seen."""
 SKEWED = 0.2
-"""Sum of third absolute moments over the variance to the 3/2, up to which a sum is taken for normal.
-
-Beyond, it is divided by the standard deviation that would have this value: of drafts that are nearly always kept one
-rejection must not weigh a hundred of the tiny standard deviations that they have.
-"""
+"""Sum of third absolute moments over the variance to the 3/2, up to which a sum is taken for normal. Beyond, it is
+divided by the standard deviation that would have this value: one rejection of nearly certain drafts is no proof."""
 BY_CHANCE = 1e-6
 """Chance below which drafts that all are the likeliest token of their row were not drawn from it."""
 CLIP = 4.0
@@ -55,14 +52,8 @@ CLIP = 4.0
 SAME = 1e-9
 """Values, or p and q, that differ by no more do not vary: rounding would be all that is summed."""
 
-CAUSE_OF_FLAW = {
-    "accept": OTHER,
-    "committed": OTHER,
-    "resample": OTHER,
-    "draft": NOT_DRAWN,
-    "residual": FROM_TARGET,
-    "bonus": BONUS,
-}
+CAUSE_OF_FLAW = {"accept": OTHER, "committed": OTHER, "resample": OTHER, "draft": NOT_DRAWN, "residual": FROM_TARGET,
+                 "bonus": BONUS}  # fmt: skip
 """The kinds of flaws that the exact checks find."""
 MEANING = {
     "z_acc": (
@@ -97,11 +88,10 @@ class Flaw(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """One of the panel. `z` and the two-sided `p_value` are None where nothing varied (see `divisor` for z).
+    """One of the panel. `z` and the two-sided `p_value` are None where nothing varied; `far`: beyond chance.
 
-    `far` says whether it is beyond chance, corrected for the number of statistics. `detectable` is the total variation
-    that would have been seen with POWER or more: for z_acc a change of the share of kept drafts, for the others mass of
-    each row that is moved from one side of the mean of what is summed to the other. `needed` positions would show
+    `detectable` is the total variation that would have been seen with POWER: for z_acc a change of the share of kept
+    drafts, for the others mass of each row moved from one side of the mean to the other. `needed` positions would show
     `effect`.
     """
 
@@ -144,11 +134,13 @@ class Audit(NamedTuple):
         if self.verdict == "wrong":
             return f"wrong: {' and '.join(self.causes)}, of {self.n} positions"
         if self.verdict == "inconclusive":
-            why = f"about {self.more} more are needed to see a total variation of {self.effect:g} with power {POWER:g}"
+            why = f"about {self.more} more are needed to see a total variation of {self.effect:g}"
             return f"inconclusive: nothing is wrong in {self.n} positions, {why}"
         varied = any(statistic.z is not None for statistic in self.panel)
-        seen = f"a total variation of {self.effect:g} that these sums see would have been seen"
-        return f"sound: {self.n} positions, {seen if varied else 'nothing varied; all is exact'}"
+        seen = (
+            f"a total variation of {self.effect:g} would have been seen" if varied else "nothing varied; all is exact"
+        )
+        return f"sound: {self.n} positions, {seen}"
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
@@ -169,13 +161,9 @@ class SamplingTally:
         self._visited: set[int] = set()
 
     def add(self, position: Position) -> None:
-        """Count one more. Raises InputError for one that is none.
-
-        A position behind a rejection is no sample of anything; of a prefix only the first visit counts, for another
-        visit with the same random numbers would be the same sample twice.
-        """
+        """Count one more; of a prefix the first visit only. Raises InputError for one that is none."""
         self.given += 1
-        if position.accepted is None:
+        if position.accepted is None:  # behind a rejection: no sample of anything
             return
         try:
             terms = position_terms(position)
@@ -233,8 +221,7 @@ class SamplingTally:
 def audit(positions: Iterable[Position], *, effect: float = EFFECT, alpha: float = ALPHA) -> Audit:
     """The sampling audit of logged positions; `effect` is the total variation that must be seen for "sound".
 
-    A log without one tested position is inconclusive. Raises InputError for rows that are no distributions, tokens
-    outside them, and numbers that are none.
+    Raises InputError for rows that are no distributions, tokens outside them, and numbers that are none.
     """
     tally = SamplingTally()
     for position in positions:
@@ -246,17 +233,17 @@ def audit(positions: Iterable[Position], *, effect: float = EFFECT, alpha: float
 
 
 class Moments(NamedTuple):
-    """What one statistic gets from a position, or from all of them together: each of these adds up.
-
-    What was seen less its mean; its variance; by how much the means of the two sides of the mean are apart; third
-    absolute moment; by how much the mean square deviation is larger above the mean than below.
-    """
+    """What one statistic gets from a position, or from all of them together: each of these adds up."""
 
     deviation: float
+    """What was seen less its mean."""
     variance: float
     apart: float
+    """Between the means of the two sides of the mean."""
     third: float
+    """Absolute moment."""
     leaning: float
+    """By how much the mean square deviation is larger above the mean than below."""
 
 
 NOTHING = Moments(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -280,7 +267,7 @@ class Terms(NamedTuple):
 
 
 def position_terms(position: Position) -> Terms:
-    """What `position` adds. Raises InputError for rows that are no distributions, or tokens outside them."""
+    """What `position` adds to the sums."""
     p, q = checked_rows(position)
     y, wrong = position.committed_id, tuple(flaws(position, p, q))
     certain, picked = np.count_nonzero(p) == 1, position.resample_u is not None
@@ -346,9 +333,8 @@ def _about(values: np.ndarray, law: np.ndarray, seen: int) -> Moments:
 
 
 # --- what the sums can show: how far is far, and how small a fault so many positions make visible ---------------------
-# A fault of size e moves the mass e of each row from one side of the mean of what is summed to the other. The sum moves
-# by e * apart, and its variance with it, by at most e * |leaning|: a fault that moves mass to where single positions
-# weigh more makes the sum unsteadier as well, and without this less would be seen than is promised.
+# A fault of size e moves the mass e of each row from one side of the mean to the other: the sum by e * apart, and its
+# variance by at most e * |leaning|.
 
 
 def _panel(sums: np.ndarray, n: int, effect: float, alpha: float) -> tuple[Statistic, ...]:

@@ -1,9 +1,4 @@
-"""What counts as different: rounding, floors from sound runs, three ways against a precise run, margins of choices.
-
-The cheapest first: equal bits; the floor that sound runs of the same text show, or else what rounding to the dtype
-does; an error against a more precise run that is no larger than the reference's own (the three-way rule of the AWS
-Neuron accuracy toolkit, ratio 3); and for chosen experts the margin of the logits. No torch here.
-"""
+"""What counts as different: the floor that sound runs show, or rounding to the dtype; margins of chosen experts."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -24,8 +19,6 @@ LARGE = 0.1
 """Relative error from which on nothing is put down to growth, whatever the floor: a tenth is no rounding."""
 CARRIES = 4.0
 """How many times larger a sound module may make the relative error of what it is given (softmax, cancelling sums)."""
-HARMLESS = 1e-2
-"""The share of a difference that may be left behind the module that made it, where nothing depends on it."""
 TURNED_ALIKE = 3e-2
 """How far turns of angles may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
 DIRECTED = 0.5
@@ -51,28 +44,6 @@ def wrong_by_itself(error: np.ndarray, floor: float, given: np.ndarray, given_wr
     behind the first one. NaN (not compared) is not wrong.
     """
     return (error > TIMES_FLOOR * floor) & ~given_wrong & (error > TIMES_FLOOR * CARRIES * given)
-
-
-def no_worse(
-    candidate: np.ndarray, reference: np.ndarray, *, discrete: bool, least: float, behind: np.ndarray | bool = False
-) -> np.ndarray:
-    """Where the candidate is no further from a precise run than the reference, times TIMES_FLOOR, is anywhere.
-
-    `behind` says where one of them lies behind another choice than the precise run's. Errors there tell nothing of
-    those elsewhere, and are no worse only up to LARGE: after a choice any error could be the reference's own.
-    Of discrete tensors the number of differences counts, before other choices. False where one of the two was not
-    compared (NaN).
-    """
-    behind = np.broadcast_to(behind, candidate.shape)
-    if np.isnan(reference).all():
-        return np.zeros(candidate.shape, bool)
-    if discrete:
-        few = np.nansum(candidate[~behind]) <= TIMES_FLOOR * np.nansum(reference[~behind])
-        return np.full(candidate.shape, few) & ~behind & ~np.isnan(candidate)
-    before, later = (
-        TIMES_FLOOR * max(float(np.fmax.reduce(reference[cells], initial=0.0)), least) for cells in (~behind, behind)
-    )
-    return candidate <= np.where(behind, min(later, LARGE), before)
 
 
 def one_factor(

@@ -20,12 +20,11 @@ import pandas as pd
 from specnb.divergence import tolerances
 from specnb.divergence.difference import AlignedTrace, Difference, Values
 from specnb.divergence.errors import JUDGED, table
-from specnb.divergence.tolerances import GROWN, HARMLESS, TIMES_FLOOR
+from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.divergence.trace import Key
 
 FEWEST = 3
 """Positions that must agree before one offset is believed: so many, and half of those there are."""
-
 Call = tuple[str, int]
 OUTSIDE: Call = ("", -1)
 """Who holds what no captured module holds."""
@@ -139,25 +138,13 @@ def floors(sound: Sequence[Difference], least: dict[Key, float]) -> Floors:
     return Floors(before, behind)
 
 
-def logit_noise(sound: Sequence[Difference], key: Key) -> float | None:
-    """The largest absolute error of a tensor kept in full in sound pairs, before flips; None where none of them has
-    it."""
-    noise = []
-    for item in sound:
-        a, b = (item.pair(key) if key in item.errors else None) or (None, None)
-        cells = ~np.isnan(item.unflipped(key)) if a is not None else np.zeros(0, bool)
-        if cells.any() and a.full is not None and b.full is not None:
-            noise.append(float(np.abs(a.full[cells].astype(np.float64) - b.full[cells]).max(initial=0)))
-    return max(noise, default=None)
-
-
 def _largest(errors: np.ndarray) -> float:
     return float(np.fmax.reduce(errors, axis=None, initial=0.0))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the walk says of one tensor, each (sequences, positions): `wrong` by itself; `beyond` its floor;
+    """What the walk says of one tensor, each (positions,): `wrong` by itself; `beyond` its floor;
     `given`, the largest error of what it was made from. `error` is 0 where nothing was compared."""
 
     event: Event
@@ -176,7 +163,7 @@ def walk(
 ) -> dict[Key, Finding]:
     """Findings by key, in the order of the run, of all that was compared."""
     findings: dict[Key, Finding] = {}
-    shape = next(iter(errors.values())).shape if errors else (0, 0)
+    shape = next(iter(errors.values())).shape if errors else (0,)
     scopes: dict[Call, _Scope] = defaultdict(lambda: _Scope(shape))
     for event in plan.events:
         scope = scopes[event.holders[0] if event.given else event.at]
@@ -185,7 +172,8 @@ def walk(
             source = findings.get(plan.same_as.get(key)) if event.given else None
             given, given_wrong = (source.error, source.beyond) if source else (scope.error, scope.beyond)
             wrong = tolerances.wrong_by_itself(errors[key], floor[key], given, given_wrong)
-            wrong &= ~(scope.odd & np.isinf(errors[key]))
+            if scope.odd:
+                wrong &= ~np.isinf(errors[key])
             if wrong.any():
                 wrong &= ~excuse(event, key, wrong)
             error = np.nan_to_num(errors[key], posinf=np.inf)
@@ -200,89 +188,53 @@ def walk(
 class _Scope:
     """The largest error so far, at each position or before it, of what was seen inside a call.
 
-    `odd` (sequences, 1): something was no number. That reaches tokens before it, too: attention gives a later one the
+    `odd`: something was no number. That reaches tokens before it, too: attention gives a later one the
     weight 0, and 0 times NaN is NaN.
     """
 
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self.error, self.beyond, self.odd = np.zeros(shape), np.zeros(shape, bool), np.zeros((shape[0], 1), bool)
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.error, self.beyond, self.odd = np.zeros(shape), np.zeros(shape, bool), False
 
     def add(self, part: Finding) -> None:
-        self.error = np.maximum(self.error, np.maximum.accumulate(part.error, axis=1))
-        self.beyond = self.beyond | np.logical_or.accumulate(part.beyond, axis=1)
-        self.odd = self.odd | np.isinf(part.error).any(axis=1, keepdims=True)
+        self.error = np.maximum(self.error, np.maximum.accumulate(part.error))
+        self.beyond = self.beyond | np.logical_or.accumulate(part.beyond)
+        self.odd = self.odd or bool(np.isinf(part.error).any())
 
 
-def error_table(
-    difference: Difference, plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float], idle: set[str]
-) -> pd.DataFrame:
-    """The error table of a comparison, as `errors.judged` makes that of a replay; gains of what is `beyond` only.
-
-    Modules that are `idle` differ without being wrong. Inputs that are `handed` on were made, and are rows, elsewhere.
-    """
-    positions, tensors = difference.where.positions, []
+def error_table(difference: Difference, findings: Mapping[Key, Finding], floor: Mapping[Key, float]) -> pd.DataFrame:
+    """The error table of a comparison, as `errors.judged` makes that of a replay; gains of what is `beyond` only."""
+    positions, tensors = difference.positions, []
     steps = dict(zip(difference.candidate.positions.tolist(), difference.candidate.last_step.tolist(), strict=True))
     feeds = np.array([steps[position] for position in positions.tolist()], np.int64)
     for key, part in findings.items():
         compared = ~np.isnan(difference.errors[key])
-        at = np.nonzero(compared)[1]
+        at = np.flatnonzero(compared)
         gains = np.full((2, *compared.shape), np.nan)
         if part.beyond.any():
             gains[:, part.beyond] = difference.gains(key, part.beyond)
         labels = {
             "order": part.event.order, "module": part.event.maker, "call": key.call, "role": key.role,
             "name": key.name, "at": key.module, "floor": floor[key], "discrete": key in difference.discrete,
-            "handed": part.event.given and key in plan.same_as,
         }  # fmt: skip
         columns = {
             "position": positions[at], "feed": feeds[at], "error": part.error[compared], "given": part.given[compared],
             "ratio": part.error[compared] / floor[key], "gain": gains[0][compared], "gain_error": gains[1][compared],
-            "beyond": part.beyond[compared], "wrong": part.wrong[compared] & (part.event.maker not in idle),
+            "beyond": part.beyond[compared], "wrong": part.wrong[compared],
         }  # fmt: skip
         tensors.append((labels, columns))
-    return table(tensors, (*JUDGED, "gain_error", "beyond", "handed"))
+    return table(tensors, (*JUDGED, "gain_error", "beyond"))
 
 
 # --- what is off and no fault -----------------------------------------------------------------------------------------
 
 
-def harmless(plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float]) -> set[str]:
-    """Modules that are wrong by themselves while nothing made from that is: nothing else is wrong at those positions
-    or behind, up to the outermost module's output.
-
-    Positions that are all turned by one more step are such a case: attention sees their differences only.
-    """
-    finals = {key for key, part in findings.items() if not part.event.given and part.event.holders == (OUTSIDE,)}
-    wrong: dict[str, set[Key]] = defaultdict(set)
-    for key, part in findings.items():
-        if part.wrong.any():
-            wrong[part.event.maker].add(key)
-    return {maker for maker, keys in wrong.items() if finals and _dies_out(plan, findings, floor, keys, finals)}
-
-
-def _dies_out(
-    plan: Plan, findings: Mapping[Key, Finding], floor: Mapping[Key, float], wrong: set[Key], finals: set[Key]
-) -> bool:
-    same = plan.with_copies(wrong)
-    if same & finals:
-        return False
-    start = min(findings[key].event.order for key in wrong)
-    behind = np.logical_or.accumulate(np.any([findings[key].wrong for key in wrong], axis=0), axis=1)
-    most = HARMLESS * min(1.0, max(float(findings[key].error[findings[key].wrong].max()) for key in wrong))
-    later = [key for key, part in findings.items() if part.event.order > start and key not in same]
-    limits = {key: max(min(most, GROWN * floor[key]), TIMES_FLOOR * floor[key]) for key in later}
-    return all((findings[key].error[behind] <= limits[key]).all() for key in later)
-
-
 def turned(difference: Difference, plan: Plan) -> set[Key]:
-    """The tensors that differ by one offset of all positions only, and those that hand them on."""
+    """The tensors that differ by one offset of all positions only, and those that hand them on: attention sees the
+    differences of positions."""
     given = {key for key in difference.discrete if key.role == "in" and "position" in key.name}
     rotaries = {key.module for key in given}
-    keys = {
-        key
-        for key in difference.errors
-        if key.role == "out" and key.module in rotaries and key not in difference.discrete and _is_late(difference, key)
-    }
+    angles = {key for key in difference.errors if key.role == "out" and key.module in rotaries}
+    keys = {key for key in angles - difference.discrete if _is_late(difference, key)}
     if not keys:
         return set()
     keys |= {key for key in given if _is_one_step(*difference.pair(key))}
@@ -293,22 +245,21 @@ def _is_late(difference: Difference, key: Key) -> bool:
     """Whether the candidate's tensor is that of the reference by some number of positions, the same for all."""
     a, b = difference.pair(key)
     n, near = len(a.row), TIMES_FLOOR * difference.limit(key)
-    if (np.diff(difference.where.positions) != 1).any() or (a.row < 0).any() or (b.row < 0).any():
+    if (np.diff(difference.positions) != 1).any() or (a.row < 0).any() or (b.row < 0).any():
         return False
     if not (difference.errors[key] > near).all():
         return False  # another base of the cache turns every position
-    both = ((a.sketch, b.sketch), (b.sketch, a.sketch))
     return any(
-        (np.linalg.norm(y[:, : n - late] - x[:, late:], axis=-1) <= near * np.linalg.norm(x[:, late:], axis=-1)).all()
+        (np.linalg.norm(y[: n - late] - x[late:], axis=-1) <= near * np.linalg.norm(x[late:], axis=-1)).all()
         for late in range(1, min(n // 2, n - FEWEST) + 1)
-        for x, y in both
+        for x, y in ((a.sketch, b.sketch), (b.sketch, a.sketch))
     )
 
 
 def _is_one_step(a: Values, b: Values) -> bool:
     """Whether integers differ by the same amount everywhere."""
     apart = b.sketch.astype(np.float64) - a.sketch
-    return bool((apart == apart[:1, :1]).all())
+    return bool((apart == apart[:1]).all())
 
 
 class Doubt(NamedTuple):
@@ -319,45 +270,21 @@ class Doubt(NamedTuple):
     count: int
 
 
-class Precise(NamedTuple):
-    """A precise run against the reference and against the candidate."""
-
-    reference: Difference
-    candidate: Difference
-
-
 class Excuses:
-    """Called by the walk with each tensor that seems wrong by itself; says where it is not.
+    """Called by the walk with each tensor that seems wrong by itself; says where other experts are a tie.
 
-    `ties` and `rounded` count tokens excused by their margin, or as usual in sound runs, and by the precise run;
-    `doubts` are choices whose margin cannot be known from sketches.
+    `ties` counts tokens excused by their margin, or as usual in sound runs; `doubts` are choices whose margin cannot be
+    known from sketches.
     """
 
-    def __init__(self, difference: Difference, sound: Sequence[Difference], precise: Precise | None) -> None:
-        self._difference, self._sound, self._precise = difference, sound, precise
-        self.ties, self.rounded = 0, 0
-        self._behind = np.zeros((len(difference.where.reference), len(difference.where.positions)), bool)
+    def __init__(self, difference: Difference, sound: Sequence[Difference], floor: Mapping[Key, float]) -> None:
+        self._difference, self._sound, self._floor, self.ties = difference, sound, floor, 0
+        self._behind = np.zeros(len(difference.positions), bool)
         self.doubts: list[Doubt] = []
 
     def __call__(self, event: Event, key: Key, wrong: np.ndarray) -> np.ndarray:
-        rounded = wrong & self.no_worse(key)
-        self.rounded += int(rounded.sum())
-        rest = wrong & ~rounded
         logits = self.logits(event, key)
-        return rounded if logits is None or not rest.any() else rounded | self._routing(key, logits, rest)
-
-    def no_worse(self, key: Key) -> np.ndarray:
-        """(sequences, positions): no further from the precise run than the reference is; nowhere without one."""
-        errors = self._difference.errors[key]
-        if self._precise is None or any(key not in item.errors for item in self._precise):
-            return np.zeros(errors.shape, bool)
-        where = self._difference.where
-        pairs = ((self._precise.candidate, where.candidate), (self._precise.reference, where.reference))
-        places = (where.positions, errors.shape)
-        candidate, reference = (_onto(item, item.errors[key], sequences, *places) for item, sequences in pairs)
-        behind = [_onto(item, item.flipped[key], sequences, *places) == 1 for item, sequences in pairs]
-        discrete, least = key in self._difference.discrete, self._difference.limit(key)
-        return tolerances.no_worse(candidate, reference, discrete=discrete, least=least, behind=behind[0] | behind[1])
+        return np.zeros(wrong.shape, bool) if logits is None else self._routing(key, logits, wrong)
 
     def logits(self, event: Event, key: Key) -> Key | None:
         """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
@@ -373,45 +300,30 @@ class Excuses:
         difference = self._difference
         values, chosen = difference.pair(logits), difference.pair(key)
         if all(item.full is not None for item in (*values, *chosen)):
-            noise = logit_noise(self._sound, logits)
             rows = values[0].full[wrong].astype(np.float64)
-            if noise is None:
-                noise = TIMES_FLOOR * difference.limit(logits) * float(np.abs(rows).max(initial=0))
-            near = tolerances.margins(rows, *(item.full[wrong].astype(np.int64) for item in chosen)) <= 2 * noise
+            noise = TIMES_FLOOR * self._floor[logits] * float(np.abs(rows).max(initial=0))
+            margins = tolerances.margins(rows, *(item.full[wrong].astype(np.int64) for item in chosen))
             excused = np.zeros(wrong.shape, bool)
-            excused[wrong] = near
+            excused[wrong] = margins <= 2 * noise
             return self._tied(excused)
         error = difference.errors[logits]
-        cascade = wrong & (error > 0) & self._behind  # one tie leads to others
-        wrong = wrong & ~cascade
-        doubtful = wrong & (error > 0)
-        n, largest = int(doubtful.sum()), float(np.nanmax(error[wrong], initial=0))
-        tokens = int((~np.isnan(error)).sum())
+        noisy = wrong & (error > 0)
+        cascade = noisy & self._behind  # one tie leads to others
+        doubtful = noisy & ~cascade
+        n, largest = int(doubtful.sum()), float(np.nanmax(error[wrong & ~cascade], initial=0))
         usual = max((np.nansum(item.unflipped(key)) for item in self._sound if key in item.errors), default=0)
         if 0 < n <= TIMES_FLOOR * usual:
-            return self._tied(doubtful | cascade)
+            return self._tied(noisy)
+        tokens = int((~np.isnan(error)).sum())
         if not n or n > tolerances.chance_flips(tokens, difference.features[logits], largest):
             return self._tied(cascade)
-        first = int(difference.where.positions[doubtful.any(0)][0])
-        self.doubts.append(Doubt(key.module, first, n))
+        self.doubts.append(Doubt(key.module, int(difference.positions[doubtful][0]), n))
         return doubtful | self._tied(cascade)
 
     def _tied(self, cells: np.ndarray) -> np.ndarray:
         self.ties += int(cells.sum())
-        self._behind |= np.logical_or.accumulate(cells, axis=1)
+        self._behind |= np.logical_or.accumulate(cells)
         return cells
-
-
-def _onto(
-    difference: Difference, values: np.ndarray, sequences: list[int], positions: np.ndarray, shape: tuple[int, ...]
-) -> np.ndarray:
-    """Values of another comparison at these sequences of its second trace and positions; NaN where it has none."""
-    placed = np.full(shape, np.nan)
-    _, to, at = np.intersect1d(positions, difference.where.positions, return_indices=True)
-    for i, sequence in enumerate(sequences):
-        if sequence in difference.where.candidate:
-            placed[i, to] = values[difference.where.candidate.index(sequence), at]
-    return placed
 
 
 @dataclass(frozen=True)
@@ -424,24 +336,21 @@ class Residual:
     choice: int | None = None
 
     @classmethod
-    def of(
-        cls, difference: Difference, findings: Mapping[Key, Finding], floor: Floors, excuses: Excuses, excused: set[Key]
-    ) -> "Residual":
+    def of(cls, difference: Difference, findings: Mapping[Key, Finding], floor: Floors, excuses: Excuses) -> "Residual":
         """From findings in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
         error, grown = 0.0, 0.0
-        flips = np.zeros((len(difference.where.reference), len(difference.where.positions)), bool)
+        flips = np.zeros(len(difference.positions), bool)
         for key, part in findings.items():
             if key in difference.discrete:
                 if excuses.logits(part.event, key) is not None:
-                    flips = flips | np.logical_or.accumulate(part.error > 0, axis=1)
+                    flips = flips | np.logical_or.accumulate(part.error > 0)
                 continue
             usual = np.where(flips, floor.behind[key], floor.before[key])
             cells = part.error > TIMES_FLOOR * usual
-            if key in excused or not cells.any():
+            if not cells.any():
                 continue
-            cells &= ~excuses.no_worse(key)
             if (cells & flips).any():
-                return cls(error, grown, int(difference.where.positions[flips.any(0)][0]))
+                return cls(error, grown, int(difference.positions[flips][0]))
             worst = float(part.error[cells].max(initial=0))
             error, grown = max(error, worst), max(grown, worst / floor.before[key])
         return cls(error, grown)

@@ -1,7 +1,6 @@
 """The report of an investigation, and reproductions that run where this package is not."""
 
 import dataclasses
-import json
 import math
 import os
 import subprocess
@@ -51,51 +50,30 @@ def fed(lab):
     return judge(lab, deploy=FAULTS["dummy_tokens"], setups=("S0",))
 
 
-def answered(found, about):
-    return next(answer for question, answer in report.answers(found) if about in question)
-
-
 # --- words and tables -----------------------------------------------------------------------------------------------
 
 
 def test_every_question_has_an_answer_and_coverage_is_among_them(wrong, sound, fed):
     for found in (wrong, sound):
         answers = report.answers(found)
-        assert all(question.endswith("?") and answer.endswith(".") for question, answer in answers)
-        assert str(found.coverage) in answered(found, "looked at")
-        assert "attention_mask" in answered(found, "What was not") and "S6" in answered(found, "What was not")
+        assert all(question.endswith("?") and answer.endswith(".") for question, answer in answers.items())
+        assert str(found.coverage) in answers["What was looked at?"] and "S6" in answers["What was not?"]
         assert report.text(found).startswith(found.line)
-    assert answered(wrong, "Same tokens").startswith("Yes")
-    assert "NO, the model got others in S0" in answered(fed, "Same tokens")
-    assert answered(sound, "repeat").startswith("Yes") and answered(sound, "hooks").startswith("No:")
-    assert answered(dataclasses.replace(sound, inert=False), "hooks").startswith("YES")
-    doubtful = dataclasses.replace(sound, repeats=False, inert=False)  # what changed it cannot be told apart
-    assert answered(doubtful, "repeat").startswith("NO") and answered(doubtful, "hooks").startswith("Not known")
+    assert report.answers(wrong)["Same tokens in all runs?"].startswith("Yes")
+    assert report.answers(fed)["Same tokens in all runs?"].startswith("NO, the model got others in S0")
+    for changed, answer in ({}, "No:"), ({"inert": False}, "YES"), ({"inert": False, "repeats": False}, "Not known"):
+        found = report.answers(dataclasses.replace(sound, **changed))
+        assert found["Do the hooks change anything?"].startswith(answer)
 
 
-def test_the_earliest_nodes_say_what_was_read_and_that_inputs_were_right(lab, wrong, sound, fed):
+def test_the_earliest_nodes_say_what_was_read_and_that_inputs_were_right(wrong, sound, fed):
     first = report.earliest(wrong).iloc[0]
     assert first["module"] == "layers.0.mlp.experts" == wrong.first.module
     assert "neighbour:model.layers.0.mlp.experts.gate_up_proj" in first["reads"]
     assert first["in_error"] < first["floor"] < first["error"]
-    swapped = report.earliest(judge(lab, deploy=FAULTS["kv_slot_swap"], setups=("S0",))).iloc[0]
-    assert (swapped["module"], swapped["at"]) == ("layers.0.self_attn", "layers.0.self_attn.o_proj")
-    assert swapped["in_error"] < swapped["floor"]  # of what attention was given, not of what it made of it
     tokens = report.earliest(fed).iloc[0]
     assert tokens["module"] == "" and math.isnan(tokens["in_error"])
     assert len(report.earliest(wrong, 2)) == 2 and report.earliest(sound).empty
-
-
-def test_the_cosine_of_the_worst_token_is_that_of_its_vectors(lab, wrong):
-    first = report.earliest(wrong).iloc[0]
-    bad = wrong.case.bad
-    at = bad.wrong[bad.wrong["at"] == first["at"]].sort_values("error").iloc[-1]["position"]
-    inputs = [bad.along.values[first["at"], 0, "in", n] for n in ("hidden_states", "router_indices", "routing_weights")]
-    bank = lab.reference.get_submodule(f"model.{first['at']}")
-    with torch.no_grad():
-        replayed = bank(*(torch.from_numpy(value) for value in inputs))[at]
-    recorded = torch.from_numpy(bad.along.values[first["at"], 0, "out", "out"][at])
-    assert first["cosine"] == pytest.approx(torch.cosine_similarity(replayed, recorded, dim=0).item(), abs=1e-4)
 
 
 def test_cells_are_what_the_heat_map_shows(wrong):
@@ -123,14 +101,6 @@ def test_the_slots_of_the_case_are_those_of_correct_allocation():
     first = table[table["model"] == "draft 20b"].groupby("beside")["first_slot"].min()
     assert first.to_dict() == {"gpt-oss-120b": 336, "gpt-oss-20b": 176}
     assert table.groupby("beside")["gid"].count().to_dict() == {"gpt-oss-120b": 6, "gpt-oss-20b": 4}
-
-
-def test_the_document_is_read_back_as_it_was_written(wrong, sound, tmp_path):
-    for found in (wrong, sound):
-        path = report.write_json(found, tmp_path / "new" / "report.json", {"more": [1]})
-        assert json.loads(path.read_text()) == json.loads(json.dumps(found.document() | {"more": [1]}))
-    with pytest.raises(InputError, match=r"report\.json"):
-        report.write_json(wrong, path / "below" / "report.json")
 
 
 # --- reproductions --------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_sound_sampling_is_sound_once_the_positions_are_enough_and_inconclusive_
     assert (late.verdict, late.exit_code, late.causes, late.flaws) == ("sound", 0, (), {})
     assert late.replayed == late.n == len(heard)
     assert early.verdict == "inconclusive" and early.exit_code == 125
-    assert audit(heard[: 200 + early.more]).more < 0.1 * early.more, "what it asks for is about what it takes"
+    assert audit(heard[: 200 + early.more]).more < 0.1 * early.more
     assert audit(heard[:200], effect=0.5).verdict == "sound"
     assert audit(heard, effect=0.01).more > 20 * len(heard)
 
@@ -85,13 +85,7 @@ def test_greedy_decoding_is_checked_exactly_and_is_enough_at_once():
     assert audited.verdict == "wrong" and audited.flaws["accept"][1].position == kept and "committed" in audited.flaws
 
 
-def test_a_replay_counts_as_exact_only_where_it_says_which_token_is_committed():
-    kept, rejected = SOUND._replace(accept_u=0.5), SOUND._replace(draft_id=2, accepted=False, accept_u=0.9)
-    log = [kept, rejected, rejected._replace(resample_u=0.1), Position(ROW_P, None, None, False, 0, resample_u=0.1)]
-    assert [audit([position]).exact for position in log] == [1, 0, 1, 1] and not audit(log).flaws
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}, {"k": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}], ids=str)
 def test_listening_changes_no_token_no_random_number_and_no_round(options):
     for seed in range(4):
         settings = {"temperature": 1.0, "k": 4, "max_new_tokens": 60, "seed": seed} | options
@@ -100,10 +94,7 @@ def test_listening_changes_no_token_no_random_number_and_no_round(options):
         heard, generation = logged(seed, 60, **options)
         assert generation.token_ids == plain.token_ids
         assert [r[:6] for r in generation.rounds] == [r[:6] for r in plain.rounds]  # without times
-        assert (generation.rule, generation.lossless) == (plain.rule, plain.lossless)
-        # a generation may end within a round that was decided as a whole
-        drafted = [position for position in heard if position.draft_id is not None]
-        assert sum(r.n_tested for r in plain.rounds) <= len(drafted) <= sum(r.k for r in plain.rounds)
+        assert len(heard) >= sum(r.n_tested for r in plain.rounds)
 
 
 def test_positions_behind_a_rejection_and_second_visits_do_not_count():
@@ -111,8 +102,6 @@ def test_positions_behind_a_rejection_and_second_visits_do_not_count():
     once = audit(heard)
     twice = audit([*heard, *(position._replace(accepted=None) for position in heard), *heard])
     assert zs(twice) == zs(once) and (twice.n, twice.repeated) == (once.n, once.n)
-    nameless = audit([position._replace(prefix=None) for position in heard + heard])
-    assert nameless.n == 2 * once.n and nameless.repeated == 0
 
 
 # --- planted faults: seen, named, and undone ------------------------------------------------------------------------
@@ -139,11 +128,6 @@ def test_a_resample_from_p_is_named_by_its_statistic_alone(monkeypatch):
     monkeypatch.setattr(sampling, "flaws", lambda *_: iter(()))
     audited = audit(pooled(FROM_P, range(4)))
     assert audited.causes == (sampling.FROM_TARGET,) and zs(audited)["z_dir"] < -5 and audited.panel[3].meaning
-    sound = [p for p in pooled(NOTHING, range(4)) if p.draft_id is not None]
-    stays = [p._replace(committed_id=p.draft_id) for p in sound]
-    assert sampling.FROM_TARGET in audit(stays).causes, "so it leans where all drafts stay"
-    leans = [p._replace(committed_id=int(np.argmax(p.p_target / p.q_draft))) for p in sound]
-    assert audit(leans).causes == (sampling.OTHER,)
 
 
 def test_a_resample_from_p_that_stays_within_the_residual_is_found_by_its_random_number():
@@ -153,19 +137,6 @@ def test_a_resample_from_p_that_stays_within_the_residual_is_found_by_its_random
     audited = audit([log._replace(committed_id=1, resample_u=0.58)])
     assert audited.causes == (sampling.FROM_TARGET,) and "u = 0.58" in audited.flaws["residual"][1].says
     assert audit([log._replace(committed_id=1, resample_u=0.9)]).causes == (sampling.OTHER,)
-
-
-def test_a_lossy_output_with_honest_rows_is_something_else():
-    """The committed tokens are sharper than p, nothing before them is odd, and no random number is known."""
-    rng, positions = np.random.default_rng(0), []
-    for _ in range(2000):
-        p = rng.dirichlet(np.ones(8))
-        y = int(rng.choice(8, p=p**2 / (p**2).sum()))
-        positions.append(Position(p, p, y, True, y))
-    assert audit(positions).causes == (sampling.MISREPORTED,), "the same token is the draft: its row is seen first"
-    uniform = np.full(8, 1 / 8)
-    positions = [p._replace(q_draft=uniform, draft_id=int(rng.integers(8)), accepted=False) for p in positions]
-    assert sampling.OTHER in audit(positions).causes
 
 
 def test_acceptances_alone_accuse_q_where_each_decision_was_replayed_and_else_nobody():
@@ -190,35 +161,18 @@ def test_the_token_behind_the_last_draft_is_audited():
     assert audit(blind(pooled(NOTHING, range(4)))).causes == () and unlikely(blind(pooled(NOTHING))).verdict == "wrong"
 
 
-def alike(rng):
-    """A row of four pairs of tokens that are equally likely, at random places; the fault takes the first of a pair."""
-    places, chances = rng.permutation(8), rng.dirichlet(np.ones(4)) / 2
-    rows = [np.empty(8), np.empty(8)]
-    for row, values in zip(rows, (chances, rng.dirichlet(np.ones(4)) / 2), strict=True):
-        row[places] = np.repeat(values, 2)
-    first = np.empty(8, int)
-    for pair in places.reshape(-1, 2):
-        first[pair] = min(pair)
-    return *rows, first
-
-
-def decided(rng, first_of_pairs, n=1500):
-    """Positions of sound tests of drafts, where the sampler takes the first of two tokens that are alike, or either."""
-    for _ in range(n):
-        p, q, first = alike(rng)
-        residual = np.maximum(p - q, 0)
-        x, y = rng.choice(8, p=q), rng.choice(8, p=residual / residual.sum())
-        if first_of_pairs:
-            x, y = first[x], first[y]
-        kept = bool(rng.random() < p[x] / q[x])
-        yield Position(p, q, x, kept, x if kept else y)
-
-
 def test_a_sampler_that_takes_the_first_of_tokens_alike_is_seen_by_their_order_alone():
-    audited = audit(decided(np.random.default_rng(0), True))
+    """Rows of four pairs of tokens that are equally likely."""
+
+    def drawn_from_pairs(first, rng):
+        for _ in range(1500):
+            p = np.repeat(rng.dirichlet(np.ones(4)) / 2, 2)
+            y = int(rng.choice(8, p=p))
+            yield Position(p, None, None, False, y // 2 * 2 if first else y)
+
+    audited = audit(drawn_from_pairs(True, np.random.default_rng(0)))
     assert audited.flaws == {} and audited.causes == (sampling.OTHER,) and far(audited) == {"z_order"}
-    assert audited.panel[4].z < -5 and max(abs(statistic.z) for statistic in audited.panel[:4]) < 3
-    assert audit(decided(np.random.default_rng(0), False)).verdict == "sound"
+    assert audited.panel[4].z < -5 and audit(drawn_from_pairs(False, np.random.default_rng(0))).verdict == "sound"
 
 
 def test_the_trial_of_notebook_08_names_each_planted_fault_and_nothing_where_nothing_is():
@@ -282,13 +236,11 @@ def test_an_engine_that_cumulates_in_float32_is_not_accused_of_it(logged_as):
 @pytest.mark.parametrize(
     ("change", "value"),
     [
-        ({"p_target": ROW_P * 2}, "p_target .* 2 "),
         ({"q_draft": np.zeros(4)}, "q_draft .* 0 "),
         ({"p_target": np.array([np.nan, 1, 0, 0])}, "p_target .*nan"),
         ({"q_draft": np.array([1.5, 0, -0.5, 0])}, "q_draft .*-0.5"),
         ({"q_draft": np.array([0.5, 0.5])}, "p_target .* 4 .*q_draft 2"),
         ({"p_target": np.eye(2)}, r"p_target .*\(2, 2\)"),
-        ({"p_target": ["a", "b"]}, "p_target"),
         ({"p_target": ROW_P.astype(np.float16)}, "p_target .*float16"),
         ({"draft_id": 4}, "draft_id .*4"),
         ({"committed_id": 0.5}, "committed_id .*0.5"),
@@ -417,12 +369,6 @@ def sharp(rng, temperature, size=200):
     return row / row.sum()
 
 
-def test_a_token_that_is_the_mean_itself_is_the_side_that_mass_comes_from():
-    """All but 2e-20 of this row is at 1/2: mass that leaves it moves by 1/2, not from 0 to 1."""
-    p = np.array([1e-20, 1.0, 1e-20])
-    assert Moments(*position_terms(Position(p, None, None, False, 1)).moments[4]).apart == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("n_sharp", [0, 30])
 def test_a_few_sharp_rows_do_not_make_a_short_log_sound(n_sharp):
     """The law of what is drawn from the 30 flat rows is off by a total variation of 0.2."""
@@ -440,12 +386,3 @@ def test_over_many_seeds_all_five_have_mean_zero_and_deviation_one(options):
     panels = np.array([list(zs(audit(logged(seed, 100, **options)[0])).values()) for seed in range(110)])
     assert np.abs(panels.mean(0)).max() < 3 / np.sqrt(len(panels))
     assert np.abs(panels.std(0) - 1).max() < 3 / np.sqrt(2 * len(panels))
-
-
-@pytest.mark.slow
-def test_acceptances_and_drafts_are_blind_to_a_resample_from_p_and_so_is_the_replay_of_the_tests():
-    """Over seeds they still have mean 0 and deviation 1, while z_dir has a mean far below 0."""
-    panels = np.array([list(zs(audit(logged(s, 140, FROM_P)[0])).values()) for s in range(50)])
-    assert np.abs(panels.mean(0)[:2]).max() < 4 / np.sqrt(len(panels))
-    assert np.abs(panels.std(0)[:2] - 1).max() < 4 / np.sqrt(2 * len(panels))
-    assert panels.mean(0)[3] < -2.5

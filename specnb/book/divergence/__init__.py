@@ -4,7 +4,7 @@ The page needs no network. Beside a verdict stands the acceptance: what a genera
 """
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from specnb.errors import InputError
 from specnb.io import digest, read_json, write_atomic
 from specnb.measure import pair as measured
 from specnb.measure.experiment import Progress, silent
-from specnb.measure.triage import Share, Triage, triage
+from specnb.measure.triage import Triage, triage
 from specnb.params import DivergenceParams
 from specnb.provenance import provenance
 from specnb.records import RunRecord
@@ -43,8 +43,6 @@ NOTHING = "-"
 """Shown where no module is named, and for what a tool does not tell."""
 CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
 """The set-ups of the case, and how its notes call them."""
-SHORT = 8
-"""Digits of a digest that a table shows."""
 GALLERY = ("S0", "S1", "S2", "S3")
 """Set-ups that tell the planted faults apart."""
 
@@ -58,11 +56,11 @@ SCORE = (
 SLOTS = (
     "Raw slot numbers of two runs are never compared. In a paged cache the groups of both models draw their blocks "
     "from one pool, so the draft's slots depend on its neighbour, and 336 beside gpt-oss-120b and 176 beside "
-    f"gpt-oss-20b are what correct allocation gives ({report.CASE_TOKENS} tokens, blocks of 16, block 0 unused):"
+    "gpt-oss-20b are what correct allocation gives (80 tokens, blocks of 16, block 0 unused):"
 )
 PAGE = """<!DOCTYPE html>
 <html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Where the draft parts</title>
 <style>
 body {{ font: 15px/1.5 "DejaVu Sans", "Liberation Sans", Arial, sans-serif; color: #222; max-width: 1000px;
        margin: 2em auto; padding: 0 1em }}
@@ -194,14 +192,10 @@ def _digests(outcome: Outcome, meant: Mapping[str, str], bank: str, says: str) -
     params = outcome.trace.params
     read = params[params["module"] == bank].drop_duplicates(["owner", "owner_path"])
     leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
-    loaded = {path: digest for path, digest in meant.items() if path.endswith(leaves)}
+    loaded = [known for path, known in meant.items() if path.endswith(leaves)]
     owners = " ".join(sorted({*read["owner"]})) or NOTHING
-    return {f"{says}, as loaded": _joined(loaded.values()), f"{says}, as read": _joined(read["digest"]),
+    return {f"{says}, as loaded": digest(sorted(loaded))[:8], f"{says}, as read": digest(sorted(read["digest"]))[:8],
             f"{says}, owner of what is read": owners}  # fmt: skip
-
-
-def _joined(digests: Sequence[str]) -> str:
-    return digest(sorted(digests))[:SHORT]
 
 
 def misleading(investigation: Investigation) -> pd.DataFrame:
@@ -215,7 +209,7 @@ def misleading(investigation: Investigation) -> pd.DataFrame:
     if bad is None:
         raise InputError(f"none of the set-ups {', '.join(outcomes)} is wrong: there is nothing to compare")
     sound_run, wrong_run = outcomes["S0w"].along, bad.along
-    errors = investigation.errors(bad.setup.id)
+    errors = bad.errors
     outputs = errors[errors["role"] == "out"].groupby("at", sort=False)
     rows = []
     for module, error, ratio in outputs[["error", "ratio"]].max().itertuples():
@@ -314,18 +308,18 @@ def write(
     *,
     repro: "Repro | None" = None,
     triage: Triage | None = None,
-    false_alarms: tuple[int, int] | None = None,
     slots: bool = False,
 ) -> Path:
     """Write `report.html`, `report.json`, `report.txt` and, of a `repro`, `repro/repro.py`; the path of the page.
 
-    `repro` is `divergence.repro.minimal`'s, `triage` that of generations with this draft, `false_alarms` the structural
-    verdicts among how many controls, where they were counted. `slots`: this is a report of the case, which the embedded
-    pair stands for, so its slot arithmetic is told, too. An older report in `folder` is replaced; each file is written
-    in one step. Raises InputError where the folder cannot be written.
+    `repro` is `divergence.repro.minimal`'s, `triage` that of generations with this draft. `slots`: this is a report of
+    the case, which the embedded pair stands for, so its slot arithmetic is told, too. An older report in `folder` is
+    replaced. Raises InputError where the folder cannot be written.
     """
+    answers = report.answers(investigation).items()
+    answered = "".join(f"<dt>{html.escape(ask)}</dt><dd>{html.escape(answer)}</dd>" for ask, answer in answers)
     sections = {
-        "What one asks first": _answers(report.answers(investigation, false_alarms)),
+        "What one asks first": f"<dl>{answered}</dl>",
         f"Where, in {investigation.outcome().setup.id}": _plot(heat(investigation)),
         "Set-ups": _table(report.setups(investigation)) + _plot(setups_figure(investigation)),
     }
@@ -348,19 +342,18 @@ def write(
     facts = pd.DataFrame(list(investigation.facts.items()), columns=["what", "value"])
     sections["Circumstances"] = _table(facts)
     body = "\n".join(f"<h2>{html.escape(name)}</h2>\n{section}" for name, section in sections.items())
-    title, colour = html.escape(investigation.line[:100]), COLOURS[investigation.verdict]
-    line = html.escape(investigation.line)
-    page = PAGE.format(title=title, line=line, colour=colour, plotly=get_plotlyjs(), body=body)
+    line, colour = html.escape(investigation.line), COLOURS[investigation.verdict]
+    page = PAGE.format(line=line, colour=colour, plotly=get_plotlyjs(), body=body)
     more: dict[str, object] = {"slots": report.slots().to_dict("records")} if slots else {}
     if repro is not None:
         more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
                          "tokens": len(repro.script.text), "feeds": len(repro.script.feeds)}  # fmt: skip
     if triage is not None:
         more["acceptance"] = acceptance_document(triage)
-    if false_alarms is not None:
-        more["false_alarms"] = Share.of(*false_alarms)._asdict()
+    if (alarms := report.published_alarms()) is not None:
+        more["false_alarms"] = alarms._asdict()
     report.write_json(investigation, folder / "report.json", more)
-    write_atomic(folder / "report.txt", report.text(investigation, false_alarms).encode())
+    write_atomic(folder / "report.txt", report.text(investigation).encode())
     if repro is not None:
         repro.write(folder / "repro")
     write_atomic(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"))
@@ -377,11 +370,6 @@ def heat(investigation: Investigation, *, hover: bool = True) -> go.Figure:
     title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
     cells = report.cells(investigation, setup.id) if hover else None
     return figures.heat(investigation.heat(), box=box, cells=cells, title=title)
-
-
-def _answers(answers: list[report.Answer]) -> str:
-    rows = (f"<dt>{html.escape(answer.question)}</dt><dd>{html.escape(answer.answer)}</dd>" for answer in answers)
-    return f"<dl>{''.join(rows)}</dl>"
 
 
 def _paragraph(text: str) -> str:
