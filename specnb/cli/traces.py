@@ -43,7 +43,8 @@ def capture(
     In torch it is transformers' own attention, with ?exact=true the one that specnb has for bfloat16.
     """
     if tokens is not None and (prompt is not None or max_new_tokens is not None):
-        raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt and --max-new-tokens out")
+        other = f"--prompt {prompt}" if prompt is not None else f"--max-new-tokens {max_new_tokens}"
+        raise InputError(f"--tokens {tokens} says all that is fed: leave {other} out")
     if width is not None and tokens is None:
         raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):

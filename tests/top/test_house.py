@@ -11,7 +11,7 @@ import pytest
 from specnb.io import project_dir
 
 ROOT = project_dir()
-CEILINGS = {"specnb": (30_900, 150), "tests": (23_000, 140)}
+CEILINGS = {"specnb": (28_250, 150), "tests": (19_850, 136)}
 """Lines and files. They are to fall to 26,000 and 150, and 16,000: lower them whenever there is room."""
 FILES_IN_A_FOLDER = {"specnb/divergence": 20}
 """More than the 15 that a folder may have; to become empty."""
