@@ -5,7 +5,7 @@ import shlex
 import sys
 from contextlib import ExitStack, closing, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,7 @@ from specnb.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-    from specnb.divergence.features import Service
+    from specnb.divergence.faults.planting import Deploy
     from specnb.divergence.investigate import Investigation
     from specnb.divergence.sampling import Audit
 
@@ -40,13 +40,7 @@ def investigate(
     fault: Annotated[str | None, typer.Option(help="plant this fault, to try the lab out (see faults)")] = None,
     layer: Annotated[int | None, typer.Option(help="layer of the planted fault")] = None,
     setups: Annotated[str | None, typer.Option(help="such as S0,S2 [all that fit, more where one is wrong]")] = None,
-    features: Annotated[
-        str | None, typer.Option(help="such as graphs,compile: what the service can do without, switched off in turn")
-    ] = None,
     report: Annotated[Path | None, typer.Option(help="folder for a page, a JSON document and a reproduction")] = None,
-    generation: Annotated[
-        Path | None, typer.Option(help="what `specnb generate --json` wrote with this draft: what its acceptance says")
-    ] = None,
     tokens: Annotated[int, typer.Option(help="length of the text: longer than a window that is suspected", min=2)] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="of these, fed at once", min=1)] = 16,
     k: Annotated[int, typer.Option("--k", help="tokens drafted a round", min=1)] = 3,
@@ -59,8 +53,7 @@ def investigate(
     """Run a draft alone and beside others, and find the module that is wrong first.
 
     A service is a context manager deploy(draft, neighbour): while it is entered, calling the draft does what it does
-    where nothing is accepted; neighbour is None where the draft is alone. One that can leave features out is
-    deploy(draft, neighbour, without), without being the set of their names.
+    where nothing is accepted; neighbour is None where the draft is alone.
 
     Exit code: 0 sound, 1 divergent, 125 inconclusive, or nothing could be judged because a model does not open or the
     service raises. git takes these for good, bad and skip, so this finds the commit that broke a service:
@@ -72,21 +65,18 @@ def investigate(
     for complaint, wrong in {
         f"give --deploy or --fault, not both (got {deploy!r} and {fault!r})": deploy and fault,
         f"--layer {layer} is that of a planted fault: add --fault NAME": layer is not None and not fault,
-        f"--features {features} are those of a service: add --deploy module:function": features and not deploy,
         f"the embedded pair has its own target: leave --target {target} out": draft == PAIR and target is not None,
         f"--prompt-tokens is {prompt_tokens}, and --tokens, all of the text, {tokens}": prompt_tokens >= tokens,
     }.items():
         if wrong:
             raise InputError(complaint)
     wanted = _known_setups(setups, beside_target=draft == PAIR or target is not None)
-    from specnb.book.divergence import acceptance_document, acceptance_line, read_acceptance
     from specnb.book.progress import ProgressBar
     from specnb.divergence import investigate as lab
     from specnb.divergence import pair
     from specnb.divergence.faults import planted
-    from specnb.divergence.features import checked, imported
+    from specnb.divergence.faults.planting import imported
     from specnb.divergence.report import text
-    from specnb.divergence.setups import vocabulary_size
     from specnb.lm.hf import model as hf
 
     dtypes = pair.DTYPES if draft == PAIR else hf.DTYPES
@@ -97,33 +87,24 @@ def investigate(
         if deploy:
             with judged():
                 service = imported(deploy)
-            if features is not None:
-                checked(service, names(features))
         with judged():
             models = _opened(draft, target, seed, dtype, opened)
         if fault:  # not every draft has a place for it: that is no verdict about the draft
             with service(models[0], None):
                 pass
         with judged():
-            accepted, more = None, {}
-            if generation is not None:  # its tokens are those of the target, where there is one
-                accepted = read_acceptance(generation, vocab_size=vocabulary_size(models[1] or models[0]))
-                more = {"acceptance": acceptance_document(accepted)}
             script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
-            switched = names(features) or ()
             with ProgressBar() as progress:
                 investigation = lab.investigate(
-                    *models, script=script, deploy=service, setups=wanted, features=switched, progress=progress
+                    *models, script=script, deploy=service, setups=wanted, progress=progress
                 )
         if as_json:
-            print_json(investigation.document() | more)
+            print_json(investigation.document())
         else:
             print(text(investigation))
-            if accepted is not None:
-                print(f"Acceptance: {acceptance_line(accepted)}")
         if report is not None:  # last, for it may take as long again
             with redirect_stdout(sys.stderr):
-                _reported(investigation, report, models, service, triage=accepted, slots=draft == PAIR)
+                _reported(investigation, report, models, service, slots=draft == PAIR)
     raise typer.Exit(investigation.exit_code)
 
 
@@ -169,8 +150,9 @@ def _reported(
     investigation: "Investigation",
     folder: Path,
     models: "tuple[nn.Module, nn.Module | None]",
-    service: "Service | None",
-    **beside: Any,
+    service: "Deploy | None",
+    *,
+    slots: bool,
 ) -> None:
     """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict."""
     from specnb.book.divergence import write
@@ -183,7 +165,7 @@ def _reported(
         except (Exception, SystemExit) as error:  # a service may raise anything
             complain(f"the report has no reproduction: {error}")
     try:
-        complain(f"the report is in {write(investigation, folder, repro=repro, **beside)}")
+        complain(f"the report is in {write(investigation, folder, repro=repro, slots=slots)}")
     except InputError as error:
         complain(error)
 

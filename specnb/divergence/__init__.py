@@ -7,7 +7,6 @@ It knows modules, tensors and logs; it knows nothing of speed.
                The reference is the draft as it was loaded. Half precision is not reported. Permuted weights that
                leave the logits unchanged are DIVERGENT, with a note that they cannot cause rejections.
 `--deploy module:function`  a context manager of yours under which the draft runs as it does where it fails.
-               `--features graphs,compile` finds the smallest set of service features that the fault needs.
 `capture`      write down what each module was given and gave (a `Trace`), here or in a process of your own:
 
                    with capture(draft_module, "traces/beside-target", known={"target": target_module}):

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -25,7 +24,6 @@ from specnb.divergence import errors
 from specnb.divergence.causes import Case, Cause, rank
 from specnb.divergence.errors import EXIT, TENSOR, Node, Verdict, named
 from specnb.divergence.faults.planting import Deploy
-from specnb.divergence.features import Features, checked, switched_off
 from specnb.divergence.script import Script
 from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Coverage, Lab, Outcome, same_logits, vocabulary_size
 from specnb.divergence.tolerances import GROWN, TIMES_FLOOR
@@ -51,8 +49,7 @@ class Investigation:
 
     `reason` says why the verdict is not DIVERGENT; where it is, that the logits do not show it. `floor`: the largest
     error of each tensor in sound runs. `repeats`: S0, and the first set-up that is wrong, give the same bits when run
-    again without hooks; `inert`: these, and the last set-up, give with hooks what they give without. `features`: what
-    came of switching features of the service off.
+    again without hooks; `inert`: these, and the last set-up, give with hooks what they give without.
     """
 
     verdict: Verdict
@@ -64,7 +61,6 @@ class Investigation:
     repeats: bool
     inert: bool
     facts: Mapping[str, Any]
-    features: Features | None = None
 
     @property
     def exit_code(self) -> int:
@@ -161,7 +157,6 @@ class Investigation:
             "coverage": asdict(self.coverage) | {"says": str(self.coverage)},
             "floors": {"largest": self.floor.max(), "median": self.floor.median()},
             "repeats": self.repeats, "inert": self.inert, "facts": self.facts,
-            "features": self.features and self.features.facts(),
         })  # fmt: skip
 
 
@@ -172,19 +167,17 @@ def investigate(
     script: Script | None = None,
     deploy: Deploy | None = None,
     setups: Sequence[str] | None = None,
-    features: Sequence[str] = (),
     progress: Progress = silent,
 ) -> Investigation:
     """Investigate a transformers draft, beside `target` where one is given.
 
-    `setups` None: S0, S0w, S1, S2 and with a target S3; then S4 to S6 where only a neighbour makes it wrong. `features`
-    are names that `deploy` takes as `without` (`features.Service`): what is wrong is run again without each. Everything
-    every module gave is kept: some MB a token for a model of 1 B parameters. Raises InputError for a service that
-    leaves no features out, a compiled model, a dtype without known rounding.
+    `setups` None: S0, S0w, S1, S2 and with a target S3; then S4 to S6 where only a neighbour makes it wrong.
+    Everything every module gave is kept: some MB a token for a model of 1 B parameters. Raises InputError for a
+    compiled model, and for a dtype without known rounding.
     """
     started = time.perf_counter()
     lab = Lab(draft, target, script=script or made_up(draft, target), deploy=deploy)
-    return judge(lab, setups=setups, features=features, progress=progress, started=started)
+    return judge(lab, setups=setups, progress=progress, started=started)
 
 
 def judge(
@@ -192,14 +185,11 @@ def judge(
     *,
     deploy: Deploy | None = None,
     setups: Sequence[str] | None = None,
-    features: Sequence[str] = (),
     progress: Progress = silent,
     started: float | None = None,
 ) -> Investigation:
     """`investigate` with a lab that is already there: one reference and its floors serve several services."""
     started = time.perf_counter() if started is None else started
-    service = deploy or lab.deploy
-    features = checked(service, features) if features else ()
     outcomes: dict[str, Outcome] = {}
 
     def run(names: Sequence[str]) -> Case:
@@ -228,13 +218,9 @@ def judge(
         reason = "" if far > TIMES_FLOOR * apart else f"its logits are {far:.1g} off, as rounding is"
     elif verdict != "INCONCLUSIVE":
         reason += _foreign(case)
-    switched = None
-    if features and case.bad is not None:
-        setup = case.bad.setup.id
-        switched = switched_off(partial(_without, lab, service, setup), features, setup=setup, progress=progress)
     return Investigation(
         verdict, reason, case, tuple(rank(case)), coverage, lab.floor, repeats, inert,
-        _facts(lab, time.perf_counter() - started) | {"in_service": deploy is not None or lab.in_service}, switched,
+        _facts(lab, time.perf_counter() - started) | {"in_service": deploy is not None or lab.in_service},
     )  # fmt: skip
 
 
@@ -253,13 +239,6 @@ def made_up(
         raise InputError(f"{type(draft).__name__} has no input embedding that tells its vocabulary: give a script")
     text = np.random.default_rng(seed).integers(0, size, tokens).tolist()
     return Script.drafting(text, prompt=prompt, k=k, vocab_size=size, seed=seed)
-
-
-def _without(lab: Lab, service: Deploy, setup: str, off: frozenset[str]) -> tuple[bool, str, int]:
-    """A set-up with features of the service off (`features.Run`)."""
-    outcome = lab.run(setup, partial(service, without=off))
-    clean = outcome.clean and Coverage.of(outcome, lab.draft).complete
-    return clean, next(iter(outcome.wrong["module"]), ""), outcome.wrong["position"].nunique()
 
 
 def _same_bits(lab: Lab, case: Case, deploy: Deploy | None) -> tuple[bool, bool]:

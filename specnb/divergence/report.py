@@ -60,8 +60,6 @@ def answers(investigation: "Investigation") -> dict[str, str]:
             else "Not known here: `tests/benchmarks/divergence_score` measures it on controls."
         ),
     }
-    if investigation.features is not None:
-        questions["Which feature of the service does it need?"] = f"{investigation.features.line}."
     return questions
 
 

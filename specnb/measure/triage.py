@@ -166,11 +166,6 @@ class Profile:
     def _texts(self) -> tuple[tuple[int, ...], ...]:
         return tuple((*g.prompt_ids, *g.token_ids) for g in self._drafted)
 
-    def table(self) -> pd.DataFrame:
-        """alpha by position: position (1..), alpha, low, high, kept, tested."""
-        rows = [(k, s.rate, s.low, s.high, s.hits, s.n) for k, s in enumerate(self.alpha, 1)]
-        return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
-
 
 def _drafting(generation: Generation) -> Iterator[tuple]:
     """Of each drafting round: tokens in front of it, the newest of them, the round."""
@@ -216,10 +211,6 @@ class Triage:
         top = self.suspicions[0]
         more = f" (and {len(self.suspicions) - 1} more)" if len(self.suspicions) > 1 else ""
         return f"suspicious acceptance: {top.looks_like}{more}; look at {top.where}; next: {top.next_experiment}"
-
-    def table(self) -> pd.DataFrame:
-        """The suspicions, ranked: name, looks_like, where, issues, next_experiment."""
-        return pd.DataFrame(self.suspicions, columns=list(Suspicion._fields))
 
 
 def triage(

@@ -14,9 +14,7 @@ from specnb.divergence import report
 from specnb.divergence.faults import FAULTS, planted
 from specnb.divergence.repro import minimal
 from specnb.errors import InputError
-from specnb.measure.triage import triage
 from specnb.params import DivergenceParams
-from specnb.records import Generation, Round
 from tests.benchmarks.divergence_score import picture
 
 PARAMS = DivergenceParams(tokens=13, prompt_tokens=11, k=2, gallery=["positional_registry", "kv_slot_swap", "split_k"])
@@ -31,15 +29,6 @@ def study():
 @pytest.fixture(scope="module")
 def wrong(study):
     return study.investigate()
-
-
-@pytest.fixture(scope="module")
-def suspicious():
-    rounds = tuple(Round(i, 2, 0, (5, 5), (7,), (0.0, 0.0), *[0.1] * 5, 3) for i in range(40))
-    generation = Generation.model_construct(
-        prompt_id="p", category="code", prompt_ids=(1, 2), token_ids=(7,) * 40, rounds=rounds
-    )
-    return triage([generation], vocab_size=256)
 
 
 def test_the_table_shows_what_the_notes_saw_and_what_they_did_not(wrong):
@@ -145,14 +134,14 @@ class Page(HTMLParser):
         self.text += "" if self._skip else data
 
 
-def test_the_page_needs_nothing_but_itself_and_holds_every_part(study, wrong, suspicious, tmp_path):
+def test_the_page_needs_nothing_but_itself_and_holds_every_part(study, wrong, tmp_path):
     repro = minimal(study.lab.draft, study.lab.target, outcome=wrong.case.bad, deploy=planted(PARAMS.fault), runs=2)
-    path = divergence.write(wrong, tmp_path, repro=repro, triage=suspicious, slots=True)
+    path = divergence.write(wrong, tmp_path, repro=repro, slots=True)
     assert {file.name for file in tmp_path.iterdir()} == {"report.html", "report.json", "report.txt", "repro"}
     page = Page(path)
     assert page.loaded == []
     for part in (wrong.line, "0 of 63", "336", "176", "IDENTITY", "vLLM #33497", "python repro/repro.py", "S2",
-                 suspicious.line[:40], "neighbour:model.layers.0.mlp.experts.down_proj"):  # fmt: skip
+                 "neighbour:model.layers.0.mlp.experts.down_proj"):  # fmt: skip
         assert part in page.text, part
     document = json.loads((tmp_path / "report.json").read_text())
     assert document["repro"]["kind"] == "module" and len(document["slots"]) == 10

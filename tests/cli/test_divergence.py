@@ -1,6 +1,5 @@
 """`specnb divergence`: investigate, preflight, audit, faults; and the triage that `generate` and a sweep call."""
 
-import html
 import json
 import subprocess
 import sys
@@ -8,9 +7,8 @@ from functools import partial
 
 import pytest
 
-from specnb.book.divergence import acceptance_document, acceptance_line, read_acceptance
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.features import imported
+from specnb.divergence.faults.planting import imported
 from specnb.divergence.lossless import related, resampled_from_target
 from specnb.divergence.sampling import STATISTICS
 from specnb.draft import translate as draft_translate
@@ -73,7 +71,6 @@ def test_json_is_one_document_with_the_verdict(investigate):
         ("--target smollm2-135m", "smollm2-135m"),
         ("--prompt-tokens 32", "--tokens"),
         ("--draft no-such-model --dtype foo", "float32, bfloat16, float16"),
-        ("--features graphs", "--deploy"),
         ("--fault expert_scale --layer 9", "layer 9"),
     ],
 )
@@ -154,7 +151,6 @@ def test_a_service_that_does_not_start_says_why_and_where(service, name, values)
     [
         ("--draft no-such-model", 125, "no-such-model"),
         ("--deploy nothing_like_it:deploy", 125, "ModuleNotFoundError"),
-        ("--generation none.json", 125, "none.json"),
         # Python's own exit code for it is 1: git would take every commit of a broken build for the bad one
         ("--deploy my_service:crashes --setups S0", 125, "ZeroDivisionError: in the kernel"),
     ],
@@ -165,8 +161,12 @@ def test_what_cannot_be_judged_is_no_verdict(investigate, service, words, code, 
     assert ("Traceback" in err) == ("crashes" in words)
 
 
-def test_models_of_the_users_are_opened_in_torch(investigate, tiny):
-    code, out, err = investigate(*SHORT, "--draft", tiny, "--target", tiny, "--setups", "S0,S3", "--json")
+def test_models_of_the_users_are_opened_in_torch(investigate, tiny, tmp_path, monkeypatch):
+    """Of a GGUF file torch judges other code than llama.cpp runs, and says how to see that."""
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    draft = str(llama_gguf(tmp_path / "draft.gguf"))
+    code, out, err = investigate(*SHORT, "--draft", draft, "--target", tiny, "--setups", "S0,S3", "--json")
+    assert f"specnb divergence capture {draft} --backend llama" in complaint(err)
     document = json.loads(out)
     assert code == 0 and document["verdict"] in ("SOUND", "PRECISION_ONLY"), err
     assert document["facts"]["draft"] == document["facts"]["target"] == "LlamaForCausalLM"
@@ -183,53 +183,6 @@ def test_a_report_holds_what_is_printed_and_a_reproduction(investigate, tiny, tm
     (tmp_path / "file").write_text("")
     code, out, err = investigate(*SHORT, "--setups", "S0", "--report", str(tmp_path / "file" / "in"))
     assert code == 0 and out and "report.json" in complaint(err)
-
-
-# --- a generation beside it -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory):
-    """A draft of other weights than the tiny llama, and what `specnb generate --json` prints of the two."""
-    folder = tmp_path_factory.mktemp("unlike")
-    target, draft = (str(llama_gguf(folder / f"{seed}.gguf", seed=seed)) for seed in (0, 1))
-    run = pair.run_pair(f"{target}?threads=1", f"{draft}?threads=1", "", k=4, max_new_tokens=60, ignore_eog=True)
-    return draft, run.model_dump(mode="json") | {"triage": None}
-
-
-@pytest.fixture
-def generation(generated, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "generation.json").write_text(json.dumps(generated[1]))
-    return tmp_path / "generation.json"
-
-
-def test_a_generation_puts_its_acceptance_into_verdict_and_report(investigate, generated, generation, tmp_path):
-    words = ["--draft", generated[0], "--setups", "S0", "--generation", str(generation)]
-    code, out, err = investigate(*words, "--report", str(tmp_path / "report"), "--json")
-    accepted, expected = json.loads(out)["acceptance"], read_acceptance(generation, vocab_size=64)
-    assert code == 0 and accepted == acceptance_document(expected) and accepted["alpha"][0]["n"] > 20
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert html.escape(acceptance_line(expected)) in page
-    # torch judges other code than llama.cpp runs, and says how to see that
-    assert f"specnb divergence capture {generated[0]} --backend llama" in err
-
-
-@pytest.mark.parametrize(
-    ("place", "given", "value"),
-    [
-        ("prompt_ids", [64], "64"),
-        ("rounds", [7], "generation.rounds.0"),
-        (None, None, "generation: "),
-    ],
-)
-def test_a_file_that_is_no_generation_is_one_error(generation, place, given, value):
-    document = json.loads(generation.read_text())
-    document = {} if place is None else document | {"generation": document["generation"] | {place: given}}
-    generation.write_text(json.dumps(document))
-    with pytest.raises(InputError) as failed:
-        read_acceptance(generation, vocab_size=64)
-    assert value in str(failed.value) and len(str(failed.value)) < 600
 
 
 # --- preflight, audit, faults ---------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Notebook 06, section by section, and an investigation as a folder that can be handed on: a page and a reproduction.
 
-The page needs no network. Beside a verdict stands the acceptance: what a generation with the draft kept of its drafts.
+The page needs no network.
 """
 
 import html
@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
-from pydantic import ValidationError
 
 from specnb.book.divergence import figures
 from specnb.divergence import report
@@ -26,10 +25,8 @@ from specnb.divergence.pair import pair
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
-from specnb.io import digest, read_json, write_atomic
-from specnb.measure import pair as measured
+from specnb.io import digest, write_atomic
 from specnb.measure.experiment import Progress, silent
-from specnb.measure.triage import Triage, triage
 from specnb.params import DivergenceParams
 from specnb.provenance import provenance
 from specnb.records import RunRecord
@@ -48,7 +45,6 @@ GALLERY = ("S0", "S1", "S2", "S3")
 
 
 COLOURS = {"DIVERGENT": "#b2182b", "SOUND": "#1b7837", "PRECISION_ONLY": "#1b7837", "INCONCLUSIVE": "#8a6d00"}
-GENERATION_BYTES = 1 << 26
 SCORE = (
     "The score is a log-likelihood: the frequency of the class among 30 upstream cases, a convenience sample, and a "
     "weight for each sign, by judgement."
@@ -266,53 +262,16 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
 # --- the page of an investigation -------------------------------------------------------------------------------------
 
 
-def read_acceptance(path: Path, *, vocab_size: int) -> Triage:
-    """The triage of the generation in a file that `specnb generate --json` wrote.
-
-    `vocab_size`: tokens that the models know. Raises InputError for another file, one in which nothing was drafted, and
-    one of tokens that the models do not know.
-    """
-    again = "make it with `specnb generate --draft … --json`"
-    try:
-        pair = measured.PairRun.model_validate(read_json(path, GENERATION_BYTES) | {"vocab_size": vocab_size})
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputError(f"{path} holds no generation ({where}: {first['msg']}): {again}") from error
-    generation, fork = pair.generation, pair.summary.fork
-    if not generation.drafter:
-        raise InputError(f"in the generation of {path} nothing was drafted: {again}")
-    drafted = (token for r in generation.rounds for token in r.draft_ids)
-    if unknown := [t for t in (*generation.prompt_ids, *generation.token_ids, *drafted) if not 0 <= t < vocab_size]:
-        raise InputError(
-            f"{path}: the models that are investigated have no token {unknown[0]} (0 to {vocab_size - 1}): give "
-            "--draft and --target of this generation"
-        )
-    return triage([generation], vocab_size=vocab_size, forks=[fork] if fork else [])
-
-
-def acceptance_line(acceptance: Triage) -> str:
-    """In a sentence, also where nothing is to be said against it."""
-    return acceptance.line or acceptance.reason or "Nothing about the acceptance is suspicious."
-
-
-def acceptance_document(acceptance: Triage) -> dict[str, Any]:
-    """Plain values for JSON."""
-    alpha = [share._asdict() for share in acceptance.profile.alpha]
-    return {"verdict": acceptance.verdict, "line": acceptance.line, "reason": acceptance.reason, "alpha": alpha}
-
-
 def write(
     investigation: Investigation,
     folder: Path,
     *,
     repro: "Repro | None" = None,
-    triage: Triage | None = None,
     slots: bool = False,
 ) -> Path:
     """Write `report.html`, `report.json`, `report.txt` and, of a `repro`, `repro/repro.py`; the path of the page.
 
-    `repro` is `divergence.repro.minimal`'s, `triage` that of generations with this draft. `slots`: this is a report of
+    `repro` is `divergence.repro.minimal`'s. `slots`: this is a report of
     the case, which the embedded pair stands for, so its slot arithmetic is told, too. An older report in `folder` is
     replaced. Raises InputError where the folder cannot be written.
     """
@@ -332,10 +291,6 @@ def write(
         sections["Causes, likeliest first"] = _table(causes) + _paragraph(SCORE)
     if slots:
         sections["KV slots"] = _paragraph(SLOTS) + _table(report.slots())
-    if triage is not None:
-        by_position, signs = triage.profile.table(), triage.table() if triage.suspicious else pd.DataFrame()
-        tables = "".join(_table(table) for table in (by_position, signs) if not table.empty)
-        sections["Acceptance"] = _paragraph(acceptance_line(triage)) + tables
     if repro is not None:
         text = f"{repro}. Run it with torch, transformers and safetensors: python repro/repro.py"
         sections["Reproduction"] = _paragraph(text)
@@ -348,8 +303,6 @@ def write(
     if repro is not None:
         more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
                          "tokens": len(repro.script.text), "feeds": len(repro.script.feeds)}  # fmt: skip
-    if triage is not None:
-        more["acceptance"] = acceptance_document(triage)
     if (alarms := report.published_alarms()) is not None:
         more["false_alarms"] = alarms._asdict()
     report.write_json(investigation, folder / "report.json", more)

@@ -5,15 +5,22 @@ module's own `forward` is replaced on the instance, so hooks see the inputs and 
 would see those of a real one.
 """
 
+import contextlib
 import functools
+import importlib
 import inspect
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from specnb.errors import InputError
 
 Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
 """What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
@@ -118,3 +125,56 @@ def rotary_positions(given: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
     """Name and value of the integer tensor among a rotary embedding's arguments."""
     tensors = ((name, value) for name, value in given.items() if isinstance(value, torch.Tensor))
     return next((name, value) for name, value in tensors if not value.is_floating_point())
+
+
+# --- a service of the user's, by its name -----------------------------------------------------------------------------
+
+
+def imported(name: str) -> Deploy:
+    """The service `module:function`; modules of the current directory are found, too.
+
+    Raises InputError for what cannot be imported or called, and on use where it raises on entry or is no context
+    manager.
+    """
+    module_name, _, path = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
+        raise InputError(f"{name!r} names no function: write module:function, such as my_service:deploy")
+    if (here := str(Path.cwd())) not in sys.path:  # a console script's first entry is its own folder
+        sys.path.append(here)  # last: a file of the user's must not stand in for a library's module
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
+        raise _failed(f"importing {module_name}", error) from error
+    service = functools.reduce(lambda owner, part: getattr(owner, part, None), path.split("."), module)
+    if not callable(service):
+        raise InputError(f"{name} is no function deploy(draft, neighbour) but {service!r:.80}: give one")
+
+    @contextmanager
+    def deployed(draft: nn.Module, neighbour: nn.Module | None) -> Iterator[None]:
+        with ExitStack() as running:
+            try:
+                context = service(draft, neighbour)
+                if not isinstance(context, AbstractContextManager):
+                    raise InputError(
+                        f"{name} gave a {type(context).__name__}, not a context manager: decorate a function that "
+                        "yields once with contextlib.contextmanager"
+                    )
+                running.enter_context(context)
+            except InputError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise _failed(f"{name}(draft, {'neighbour' if neighbour is not None else None})", error) from error
+            yield
+
+    return deployed
+
+
+def _failed(noun: str, error: BaseException) -> InputError:
+    """The user's error in one line, with the innermost place that is none of the machinery's."""
+    machinery = {__file__, importlib.__file__, contextlib.__file__}
+    places = [
+        f" ({Path(frame.filename).name}, line {frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in machinery and not frame.filename.startswith("<frozen")
+    ]
+    return InputError(f"{noun} raised {type(error).__name__}: {error}{places[-1] if places else ''}")
