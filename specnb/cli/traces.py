@@ -10,7 +10,7 @@ from specnb.cli.show import Json, complain, judged, names, print_frame, print_js
 from specnb.errors import InputError
 
 if TYPE_CHECKING:
-    from specnb.divergence.compare import Comparison
+    from specnb.divergence.offline import Comparison
     from specnb.divergence.trace import Trace
 
 NEW_TOKENS, MADE_UP = 16, 16
@@ -138,8 +138,8 @@ def compare(
     """
     import pandas as pd
 
-    from specnb.divergence.compare import compare
     from specnb.divergence.errors import EXIT, Node
+    from specnb.divergence.offline import compare
     from specnb.divergence.trace import Trace
 
     renamed = _renamed(rename or [])

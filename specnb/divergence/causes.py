@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.at_use import UNKNOWN
 from specnb.divergence.capture import capture
+from specnb.divergence.capture.at_use import UNKNOWN
 from specnb.divergence.errors import TENSOR, named
 from specnb.divergence.parts import Parts, find, output_head
 from specnb.divergence.script import Script, run

@@ -1,7 +1,7 @@
 """One table of errors, wherever they come from: which module is wrong by itself, where first, and what follows.
 
 Two sources fill it, a row for each tensor and token. `replay` gives a pristine copy the very inputs of the run, so no
-error travels. `difference` subtracts another trace and follows errors on their way: `given` is the error of what a
+error travels. `offline` subtracts another trace and follows errors on their way: `given` is the error of what a
 tensor was made from. What is `wrong` is above its floor and no growth of that (`tolerances.wrong_by_itself`). No torch.
 """
 

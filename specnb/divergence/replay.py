@@ -18,9 +18,9 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from specnb.divergence.capture.tensors import Arguments, named_tensors, outputs_in
 from specnb.divergence.errors import table
 from specnb.divergence.script import Along
-from specnb.divergence.tensors import Arguments, named_tensors, outputs_in
 from specnb.divergence.tolerances import TURNED_ALIKE
 from specnb.divergence.trace import Key, canonical
 

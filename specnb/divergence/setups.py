@@ -21,15 +21,15 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from specnb.divergence.at_use import UNKNOWN, Before, held
 from specnb.divergence.capture import TraceBuilder, capture
+from specnb.divergence.capture.at_use import UNKNOWN, Before, held
+from specnb.divergence.capture.tensors import digest, dtype_name
 from specnb.divergence.errors import TENSOR, floors, judged, locate, unsteady
 from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.replay import explained, local_errors
 from specnb.divergence.script import Along, Script, run
-from specnb.divergence.tensors import digest, dtype_name
 from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError

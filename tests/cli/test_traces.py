@@ -13,12 +13,12 @@ import pytest
 from specnb.cli.traces import _closer
 from specnb.divergence.capture import capture
 from specnb.divergence.capture.feeding import fed
-from specnb.divergence.compare import compare
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import made_up
+from specnb.divergence.offline import compare
+from specnb.divergence.offline.walk import Doubt
 from specnb.divergence.script import run
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
-from specnb.divergence.walk import Doubt
 from specnb.errors import InputError
 from specnb.lm.load import load
 from tests.tiny_models import llama_gguf, torch_folder, torch_model

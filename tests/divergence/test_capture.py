@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from specnb.divergence.capture import capture
+from specnb.divergence.capture.tensors import digest
 from specnb.divergence.pair import make
-from specnb.divergence.tensors import digest
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
 from tests.tiny_models import torch_model

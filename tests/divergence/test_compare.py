@@ -12,9 +12,9 @@ import torch
 
 from specnb.divergence import pair as small
 from specnb.divergence.capture import capture
-from specnb.divergence.compare import compare
-from specnb.divergence.difference import AlignedTrace
 from specnb.divergence.faults import FAULTS
+from specnb.divergence.offline import compare
+from specnb.divergence.offline.difference import AlignedTrace
 from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, run
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table

@@ -8,7 +8,7 @@ import pytest
 
 from specnb.divergence.capture import gguf as gguf_capture
 from specnb.divergence.capture.gguf import capture_gguf
-from specnb.divergence.compare import compare
+from specnb.divergence.offline import compare
 from specnb.errors import InputError, LoadError
 from specnb.lm.gguf import tensors as gguf_tensors
 from specnb.lm.load import load

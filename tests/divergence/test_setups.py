@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
-from specnb.divergence.at_use import UNKNOWN
+from specnb.divergence.capture.at_use import UNKNOWN
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import forward_replaced
 from specnb.divergence.setups import FIRST, NEIGHBOUR, Coverage, Lab

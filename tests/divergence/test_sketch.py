@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence.difference import gain, relative_l2
-from specnb.divergence.tensors import Prints, digest, digest_bytes, fingerprints, signs
+from specnb.divergence.capture.tensors import Prints, digest, digest_bytes, fingerprints, signs
+from specnb.divergence.offline.difference import gain, relative_l2
 
 
 def random(*shape, seed=0):

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from specnb.divergence.at_use import AtUse, Owned, Registry, unfollowed
-from specnb.divergence.tensors import (
+from specnb.divergence.capture.at_use import AtUse, Owned, Registry, unfollowed
+from specnb.divergence.capture.tensors import (
     IDS,
     Arguments,
     Step,

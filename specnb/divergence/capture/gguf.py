@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from specnb.divergence.at_use import UNKNOWN, Registry
 from specnb.divergence.capture import Captured, Frame, TraceBuilder
-from specnb.divergence.tensors import Step, compiled, digest_bytes
+from specnb.divergence.capture.at_use import UNKNOWN, Registry
+from specnb.divergence.capture.tensors import Step, compiled, digest_bytes
 from specnb.lm import load
 from specnb.lm.base import LanguageModel
 from specnb.lm.gguf.tensors import Decode, Node, StoredWeights, Watch, ggml

@@ -2,7 +2,7 @@
 
 A sketch is a linear map s = R x with signs R, scaled so that <s_a, s_b> estimates <a, b> (Alon, Matias and Szegedy
 1996; Achlioptas 2003). The signs come from a counter hash, so every machine and version draws the same ones. To compare
-sketches numpy is enough (`difference`).
+sketches numpy is enough (`offline`).
 
 All works on a stack of tensors of one shape at once: a decoding step shows a thousand small ones. A tensor without a
 token axis has no sketch, so its digest stands for it.

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from specnb.divergence import errors, tolerances, walk
-from specnb.divergence.difference import AlignedTrace, Difference, Drift, Fork, counted_alike
+from specnb.divergence import errors, tolerances
 from specnb.divergence.errors import TENSOR, Node, Verdict, named
+from specnb.divergence.offline import walk
+from specnb.divergence.offline.difference import AlignedTrace, Difference, Drift, Fork, counted_alike
+from specnb.divergence.offline.walk import Doubt, Excuses, Finding, Plan, Residual
 from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, UNRELATED
 from specnb.divergence.trace import Key, Trace, canonical_name, renamed
-from specnb.divergence.walk import Doubt, Excuses, Finding, Plan, Residual
 from specnb.errors import InputError
 from specnb.io import plain
 

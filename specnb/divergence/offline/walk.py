@@ -18,8 +18,8 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import tolerances
-from specnb.divergence.difference import AlignedTrace, Difference, Values
 from specnb.divergence.errors import JUDGED, table
+from specnb.divergence.offline.difference import AlignedTrace, Difference, Values
 from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.divergence.trace import Key
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
-from specnb.divergence.tensors import digest
+from specnb.divergence.capture.tensors import digest
 from specnb.divergence.trace import Trace
 
 UNKNOWN = "?"
