@@ -284,7 +284,7 @@ def _sound(lab: Lab, case: Case) -> Trace:
     """The pristine copy, fed as the first wrong set-up was up to the feed that is wrong."""
     feeds = case.bad.script.feeds[: int(case.first["feed"]) + 1]
     only = f"^{re.escape(case.first['module'])}$"
-    with capture(lab.reference, tag=OWN, modules=only, full="", at_use=False) as builder:
+    with capture(lab.reference, tag=OWN, modules=only, full="", at_use=False, sketches=False) as builder:
         run(lab.reference, Script(feeds))
     return builder.trace()
 

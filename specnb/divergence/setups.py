@@ -149,7 +149,7 @@ class Lab:
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
         before = Before(self.draft, neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
         service = (deploy or self.deploy)(self.draft, neighbour)
-        with service, capture(self.draft, tag=OWN, known=known, full="") as builder:
+        with service, capture(self.draft, tag=OWN, known=known, full="", sketches=False) as builder:
             logits = self._logits(script, setup, neighbour, builder)
         trace = before.labelled(builder.trace())
         along = Along.of(trace, script)
@@ -241,7 +241,7 @@ class Lab:
 
 def _captured(model: nn.Module, script: Script) -> tuple[Logits, Along]:
     """The logits of each feed, and what every module was given and gave."""
-    with capture(model, tag=OWN, full="", at_use=False) as builder:
+    with capture(model, tag=OWN, full="", at_use=False, sketches=False) as builder:
         logits = run(model, script)
     return tuple(row.cpu() for row in logits), Along.of(builder.trace(), script)
 

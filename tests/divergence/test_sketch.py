@@ -6,19 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence.capture.tensors import Prints, digest, digest_bytes, fingerprints, signs
+from specnb.divergence.capture.tensors import digest, digest_bytes, signs, sketch
 from specnb.divergence.offline.difference import gain, relative_l2
 
 
 def random(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
-
-
-def fingerprint(values, token_axis=-1):
-    """That of one tensor."""
-    return Prints(
-        *(None if part is None else part[0] for part in fingerprints(torch.as_tensor(values)[None], token_axis))
-    )
 
 
 def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memory():
@@ -31,11 +24,11 @@ def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memor
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.complex64])
-def test_any_dtype_and_any_shape_has_a_fingerprint(dtype):
+def test_any_dtype_and_any_shape_has_a_sketch(dtype):
     for shape in [(), (3,), (2, 5, 7), (0,), (3, 0), (0, 3)]:
         x = random(*shape).to(dtype)
-        assert len(digest(x)) == 32 and fingerprint(x).tokens is None
-        assert not shape or np.isfinite(fingerprint(x, 0).tokens).all()
+        assert len(digest(x)) == 32 and sketch(x).tokens is None
+        assert not shape or np.isfinite(sketch(x, 0).tokens).all()
 
 
 def test_signs_are_even_and_never_change():
@@ -67,7 +60,7 @@ def errors_of(kind, count=60):
 def test_relative_error_is_told_within_its_standard_error_whatever_the_shape_of_the_error(kind):
     seen = []
     for a, b in errors_of(kind):
-        left, right = fingerprint(a, 0), fingerprint(b, 0)
+        left, right = (sketch(torch.from_numpy(x), 0) for x in (a, b))
         seen.append((relative_l2(left.tokens, right.tokens, left.token_l2) - 0.1) / (0.1 / math.sqrt(2 * 16)))
     if kind == "all alike":  # one error, and so one estimate
         assert np.abs(seen).max() < 3
@@ -77,10 +70,10 @@ def test_relative_error_is_told_within_its_standard_error_whatever_the_shape_of_
 
 def test_gain_tells_a_scale_that_the_cosine_cannot_see():
     a = random(30, 100)
-    value, error = gain(fingerprint(a, 0).tokens, fingerprint(1.02 * a, 0).tokens)
+    value, error = gain(sketch(a, 0).tokens, sketch(1.02 * a, 0).tokens)
     assert value.shape == (30,) and np.allclose(value, 1.02, atol=1e-5) and error.max() < 1e-5
     others = (1.02 * a + 0.3 * random(30, 100, seed=seed) for seed in (1, 2, 3))
-    noisy = [gain(fingerprint(a, 0).tokens, fingerprint(other, 0).tokens) for other in others]
+    noisy = [gain(sketch(a, 0).tokens, sketch(other, 0).tokens) for other in others]
     z = np.concatenate([(value - 1.02) / error for value, error in noisy])
     assert abs(z.mean()) < 0.4 and 0.7 < z.std() < 1.4
 
@@ -88,32 +81,28 @@ def test_gain_tells_a_scale_that_the_cosine_cannot_see():
 @pytest.mark.parametrize("size", [1, 16, 17, 4097])
 def test_a_sketch_is_linear_and_sees_the_last_value(size):
     a, b = random(1, size), random(1, size, seed=1)
-    parts = [fingerprint(x, 0).tokens for x in (a, b, a + 2 * b)]
+    parts = [sketch(x, 0).tokens for x in (a, b, a + 2 * b)]
     assert np.allclose(parts[0] + 2 * parts[1], parts[2], atol=1e-5 * math.sqrt(size))
     last = a.clone()
     last[0, -1] += 100
-    assert np.allclose(np.abs(fingerprint(last, 0).tokens - parts[0]), 100 / 4, rtol=1e-3)
+    assert np.allclose(np.abs(sketch(last, 0).tokens - parts[0]), 100 / 4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((5, 12), 0), ((2, 5, 12), 1), ((2, 3, 5, 4), 2)])
-def test_tokens_of_a_stack_come_batch_by_batch_with_their_heads_together(shape, axis):
-    stack = random(3, *shape)
-    many = fingerprints(stack, axis)
-    for i, x in enumerate(stack):
-        tokens = x.transpose(1, 2).flatten(2) if axis == 2 else x
-        alone = fingerprint(tokens.reshape(-1, tokens.shape[-1]), 0)  # a token's sketch does not depend on its place
-        assert np.allclose(many.tokens[i], alone.tokens, atol=1e-5)
-        assert np.allclose(many.token_l2[i], alone.token_l2, rtol=1e-6)
+def test_tokens_come_batch_by_batch_with_their_heads_together(shape, axis):
+    x = random(*shape)
+    many, tokens = sketch(x, axis), x.transpose(1, 2).flatten(2) if axis == 2 else x
+    alone = sketch(tokens.reshape(-1, tokens.shape[-1]), 0)
+    assert np.allclose(many.tokens, alone.tokens, atol=1e-5) and np.allclose(many.token_l2, alone.token_l2, rtol=1e-6)
 
 
 def test_values_that_are_not_finite_or_too_large_to_be_squared_are_kept_out():
     x = random(4, 8)
     x[1, 2], x[2, 0], x[3, 3] = math.nan, math.inf, -math.inf
-    both = fingerprints(torch.stack([x, random(4, 8, seed=1)]), 0)
-    assert (both.n_nan.tolist(), both.n_inf.tolist()) == ([1, 0], [2, 0])
-    assert np.allclose(both.tokens[0], fingerprint(x.nan_to_num(0, 0, 0), 0).tokens, atol=1e-5)
-    assert np.allclose(both.tokens[1], fingerprint(random(4, 8, seed=1), 0).tokens, atol=1e-5)
+    odd = sketch(x, 0)
+    assert (odd.n_nan, odd.n_inf) == (1, 2)
+    assert np.allclose(odd.tokens, sketch(x.nan_to_num(0, 0, 0), 0).tokens, atol=1e-5)
     mask = torch.full((1, 1, 6, 6), torch.finfo(torch.float32).min).triu(1)
     for values in (mask, random(1, 1, 3, 5).double() * 1e200):
-        prints = fingerprint(values, 2)
+        prints = sketch(values, 2)
         assert np.isfinite(prints.tokens).all() and np.isfinite(prints.token_l2).all() and not prints.n_inf

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +24,15 @@ from specnb.divergence.capture.at_use import AtUse, Owned, Registry, unfollowed
 from specnb.divergence.capture.tensors import (
     IDS,
     Arguments,
+    Sketch,
     Step,
     compiled,
-    digests,
+    digest,
     dtype_name,
-    fingerprints,
     is_wrapper,
     named_tensors,
     outputs_in,
+    sketch,
     states_in,
     step_of,
 )
@@ -39,15 +40,11 @@ from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, canoni
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 
-PENDING_BYTES = 64 << 20
-"""Copies that wait to be measured; more are measured at once."""
-STACKED = 1 << 19
-"""Values of tensors of one shape that are measured together: fewer calls, as long as they stay in a core's cache."""
+NOT_SKETCHED = Sketch(0, 0, None, None)
 ROOT = ""
 """The canonical path of the model that is captured."""
 SCALARS_KEPT = 8
 """Different values of one plain argument (a flag, a scaling) that the facts hold."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -63,20 +60,12 @@ class Frame:
     axes: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
-class _Waiting(NamedTuple):
-    """A copy of what was seen, and the rows that showed exactly this."""
-
-    copy: torch.Tensor
-    token_axis: int
-    rows: list[int]
-
-
 class TraceBuilder:
     """Collects what hooks see; `trace()` gives the trace, once the capture has ended or in between."""
 
-    def __init__(self, registry: Registry, full: str | None) -> None:
+    def __init__(self, registry: Registry, full: str | None, *, sketches: bool = True) -> None:
         self.facts: dict[str, Any] = {"steps": []}
-        self._registry, self._full = registry, None if full is None else compiled(full)
+        self._registry, self._full, self._sketches = registry, None if full is None else compiled(full), sketches
         self._tensors: list[dict[str, Any]] = []
         self._params: list[dict[str, Any]] = []
         self._arrays: dict[str, np.ndarray] = {}
@@ -84,8 +73,6 @@ class TraceBuilder:
         self._axes: dict[tuple[str, int, str, str], int] = {}
         self._order = 0
         self._step: Step | None = None
-        self._waiting: dict[tuple, _Waiting] = {}
-        self._bytes = 0
         self.listens = True
         """Whether hooks come to it."""
 
@@ -113,11 +100,12 @@ class TraceBuilder:
 
     def see(self, frame: Frame, role: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write down tensors that a call was given or gave, as one event of `order`; name those that cannot be read."""
-        for name, tensor in named:
-            if why := unreadable(tensor):
-                self.facts.setdefault("unread", {})[f"{frame.module}:{role}:{name}"] = why
-            else:
-                self._row(frame, role, name, plain(tensor))
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            for name, tensor in named:
+                if why := unreadable(tensor):
+                    self.facts.setdefault("unread", {})[f"{frame.module}:{role}:{name}"] = why
+                else:
+                    self._row(frame, role, name, plain(tensor))
         self._order += 1
 
     def use(self, frame: Frame, owned: Owned) -> None:
@@ -131,31 +119,28 @@ class TraceBuilder:
 
     def trace(self) -> Trace:
         """The trace of what was seen so far."""
-        self.measure()
         tables = table(self._tensors, TENSOR_COLUMNS), table(self._params, PARAM_COLUMNS)
         return Trace(dict(self.facts), *tables, dict(self._arrays))
 
-    def end_call(self, *, outermost: bool) -> None:
+    def end_call(self) -> None:
         """A module has ended."""
         self._registry.forget_unknown()
-        if outermost:
-            self.measure()
 
     def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
-        """Copies come first: where an interrupt or want of memory stops them, there is no half row."""
+        """The row comes last: where an interrupt or want of memory stops its arrays, there is no half row."""
         key, shape, step = len(self._tensors), tuple(tensor.shape), self._step
         axis = self._axis(frame, role, name, tensor)
-        full = None if self._full is None or not self._full.search(frame.module) else _array(tensor)
-        self._wait(key, tensor, axis)
+        if self._full is not None and self._full.search(frame.module):
+            self._arrays[f"{key}.full"] = _array(tensor)
+        seen = sketch(tensor, axis) if self._sketches else NOT_SKETCHED
+        if seen.tokens is not None:
+            self._arrays |= {f"{key}.tokens": seen.tokens, f"{key}.token_l2": seen.token_l2}
         self._tensors.append({
             "row": key, "step": step.index, "module": frame.module, "kind": frame.kind, "call": frame.call,
             "order": self._order, "role": role, "name": name, "shape": shape, "dtype": dtype_name(tensor),
             "token_axis": axis, "first_position": step.first_position(role, axis, shape),
+            "digest": digest(tensor), "n_nan": seen.n_nan, "n_inf": seen.n_inf,
         })  # fmt: skip
-        if full is not None:
-            self._arrays[f"{key}.full"] = full
-        if self._bytes > PENDING_BYTES:
-            self.measure()
 
     def _axis(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> int:
         """Which axis counts tokens: where the shape does not tell, as in other steps, else as in the inputs."""
@@ -168,43 +153,6 @@ class TraceBuilder:
         if len(shape) == 4:
             self._axes[place] = axis
         return axis
-
-    def _wait(self, key: int, tensor: torch.Tensor, axis: int) -> None:
-        """An output is mostly the next module's input: measured once, if every bit is still what it was."""
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, axis)
-        known = self._waiting.get(place) if tensor.device.type == "cpu" else None
-        if known is not None and _same_bits(known.copy, tensor):
-            known.rows.append(key)
-            return
-        if known is not None:  # other content in the same place: the older copy keeps waiting under a name of its own
-            self._waiting[(key, *place)] = known
-        self._waiting[place] = _Waiting(tensor.clone(), axis, [key])
-        self._bytes += tensor.nbytes
-
-    def measure(self) -> None:
-        """Make digests and sketches of what waits, in float32 also where the model is under autocast."""
-        stacks: dict[tuple, list[_Waiting]] = defaultdict(list)
-        for waiting in self._waiting.values():
-            kind = (waiting.copy.shape, waiting.copy.dtype, waiting.copy.device, waiting.token_axis)
-            stacks[kind].append(waiting)
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            for (shape, *_), stack in stacks.items():
-                n = max(STACKED // max(shape.numel(), 1), 1)
-                for start in range(0, len(stack), n):
-                    self._measure_stack(stack[start : start + n])
-        self._waiting.clear()
-        self._bytes = 0
-
-    def _measure_stack(self, stack: list[_Waiting]) -> None:
-        copies = stack[0].copy[None] if len(stack) == 1 else torch.stack([waiting.copy for waiting in stack])
-        prints = fingerprints(copies, stack[0].token_axis)
-        for i, (waiting, text) in enumerate(zip(stack, digests(copies), strict=True)):
-            values = {"digest": text, "n_nan": prints.n_nan[i], "n_inf": prints.n_inf[i]}
-            for key in waiting.rows:
-                self._tensors[key] |= values
-                if prints.tokens is not None:
-                    self._arrays[f"{key}.tokens"] = prints.tokens[i]
-                    self._arrays[f"{key}.token_l2"] = prints.token_l2[i]
 
 
 def unreadable(tensor: torch.Tensor) -> str:
@@ -219,12 +167,6 @@ def unreadable(tensor: torch.Tensor) -> str:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same values without a graph behind them and without a conjugation or sign that is still to be applied."""
     return tensor.detach().resolve_conj().resolve_neg()
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """As numbers, NaN would differ from itself and -0 would equal 0."""
-    kind = _BITS.get(a.element_size())
-    return kind is not None and torch.equal(a.view(kind), b.view(kind))
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
@@ -243,6 +185,7 @@ def capture(
     modules: str | None = None,
     full: str | None = None,
     at_use: bool = True,
+    sketches: bool = True,
 ) -> Iterator[TraceBuilder]:
     """Write down the forwards of `model` inside the block; `trace()` of what it yields is the trace.
 
@@ -250,7 +193,8 @@ def capture(
     process, by tag, whose weights are told apart from the model's own when an operation reads them. `modules` and
     `full`: regular expressions found in the canonical paths of the modules to write down (default all), and of those
     whose tensors are kept as they are. `at_use`: follow every operation to the parameters it reads; a model with flex
-    attention, which torch compiles by itself, needs it off (or attn_implementation="eager").
+    attention, which torch compiles by itself, needs it off (or attn_implementation="eager"). `sketches`: measure the
+    tokens of each tensor, as `compare` needs it; without there are digests only, and what is kept in full.
 
     One call of the model, by its name or by its `forward`, is one step. A module that is called outside of it (a head,
     as vLLM's compute_logits does) belongs to the step before. Results are the same bits as without. What another model
@@ -261,7 +205,7 @@ def capture(
     known = dict(known or {})
     _refuse_graphs(model)
     registry = Registry({tag: model} | known)
-    builder = TraceBuilder(registry, full)
+    builder = TraceBuilder(registry, full, sketches=sketches)
     builder.facts |= _facts(model, tag, known)
     plain = not any(is_wrapper(tensor) for tensor in (*model.parameters(), *model.buffers()))
     hooks = _Hooks(builder, compiled(modules or ""), plain=plain)
@@ -281,9 +225,8 @@ def capture(
         finally:
             builder.listens = False
             builder.facts |= hooks.facts()
-            with _disable_current_modes():
-                builder.measure()
-                if path is not None:
+            if path is not None:
+                with _disable_current_modes():
                     builder.trace().save(Path(path))
 
 
@@ -427,7 +370,7 @@ class _Hooks:
                     self._builder.see(frame, "state", states_in(frame.arguments, layer))
                 self._builder.see(frame, "out", outputs_in(output))
             frame.arguments.clear()
-            self._builder.end_call(outermost=not self.running)
+            self._builder.end_call()
 
 
 def _refuse_graphs(model: nn.Module) -> None:

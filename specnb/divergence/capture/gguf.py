@@ -56,7 +56,6 @@ def capture_gguf(
             yield Captured(model, builder)
         finally:
             watch.on = False
-            builder.measure()
             builder.facts |= builder.coverage()
 
 
@@ -74,7 +73,6 @@ class NodeBuilder(TraceBuilder):
 
     def begin(self, decode: Decode) -> None:
         """A llama_decode begins."""
-        self.measure()
         self._decode = decode
         self.begin_step(Step(len(self.facts["steps"]), 1, len(decode.ids), decode.first, decode.ids))
         self.facts["steps"][-1]["padding"] = decode.padding

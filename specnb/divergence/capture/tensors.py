@@ -4,8 +4,7 @@ A sketch is a linear map s = R x with signs R, scaled so that <s_a, s_b> estimat
 1996; Achlioptas 2003). The signs come from a counter hash, so every machine and version draws the same ones. To compare
 sketches numpy is enough (`offline`).
 
-All works on a stack of tensors of one shape at once: a decoding step shows a thousand small ones. A tensor without a
-token axis has no sketch, so its digest stands for it.
+A tensor without a token axis has no sketch, so its digest stands for it.
 """
 
 import dataclasses
@@ -33,12 +32,12 @@ _STREAM = 2 << 56
 LARGEST = 1e15
 
 
-class Prints(NamedTuple):
-    """Of a stack of n tensors: values that are not finite `(n,)`, `tokens` float32 (n, t, 16) and `token_l2` (n, t),
-    None where there are no tokens. Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
+class Sketch(NamedTuple):
+    """Of a tensor: how many values are not finite, and float32 `tokens (t, 16)` and `token_l2 (t,)`, None where there
+    are no tokens. Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
 
-    n_nan: np.ndarray
-    n_inf: np.ndarray
+    n_nan: int
+    n_inf: int
     tokens: np.ndarray | None
     token_l2: np.ndarray | None
 
@@ -63,40 +62,33 @@ def digest_bytes(dtype: str, shape: tuple[int, ...], data: object) -> str:
 
 def digest(tensor: torch.Tensor) -> str:
     """Order-sensitive digest (XXH3, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
-    return digests(tensor[None])[0]
-
-
-def digests(stack: torch.Tensor) -> list[str]:
-    """The digest of each tensor of a stack `(n, *shape)`."""
-    n, shape, dtype = len(stack), tuple(stack.shape[1:]), dtype_name(stack)
     # by strides: one value counts as contiguous whatever its stride, and then cannot be viewed as bytes
-    flat = stack.detach().resolve_conj().resolve_neg().contiguous().as_strided((stack.numel(),), (1,))
-    rows = flat.view(torch.uint8).cpu().numpy().reshape(n, -1 if stack.numel() else 0)
-    return [digest_bytes(dtype, shape, row.data) for row in rows]
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
+    return digest_bytes(dtype_name(tensor), tuple(tensor.shape), flat.view(torch.uint8).cpu().numpy().data)
 
 
 @torch.no_grad()
-def fingerprints(stack: torch.Tensor, token_axis: int = -1) -> Prints:
-    """Sketches of a stack `(n, *shape)` of tensors, any dtype.
+def sketch(tensor: torch.Tensor, token_axis: int = -1) -> Sketch:
+    """The sketch of a tensor of any dtype.
 
-    `token_axis` counts within `shape`; the axes before it, if any, are the batch, so tokens come batch by batch; -1:
-    no tokens. NaN and infinities count as 0 in sketches, and what is beyond 1e15 as that. Sketches are stored in
-    float32: integers beyond 2**24 may be told apart by the digest of the tensor only.
+    The axes before `token_axis`, if any, are the batch, so tokens come batch by batch; -1: no tokens. NaN and
+    infinities count as 0, and what is beyond 1e15 as that. Sketches are stored in float32: integers beyond 2**24 may be
+    told apart by the digest of the tensor only.
     """
-    if stack.is_complex():
-        stack = torch.view_as_real(stack)
-    if stack.device.type == "mps":  # which has no float64
-        stack = stack.cpu()
-    rows = token_rows(stack, token_axis).to(_dtype_of_product(stack))
-    n_nan = n_inf = np.zeros(len(rows), np.int64)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.device.type == "mps":  # which has no float64
+        tensor = tensor.cpu()
+    rows = token_rows(tensor, token_axis).to(_dtype_of_product(tensor))
+    n_nan = n_inf = 0
     if rows.numel() and not rows.abs().max() <= LARGEST:  # NaN is not less than anything
-        n_nan, n_inf = (odd.sum((1, 2)).cpu().numpy() for odd in (rows.isnan(), rows.isinf()))
+        n_nan, n_inf = int(rows.isnan().sum()), int(rows.isinf().sum())
         rows = rows.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
     if token_axis < 0:
-        return Prints(n_nan, n_inf, None, None)
-    tokens = rows @ token_signs(rows.shape[-1], rows.dtype, str(stack.device)) / math.sqrt(TOKEN_K)
+        return Sketch(n_nan, n_inf, None, None)
+    tokens = rows @ token_signs(rows.shape[-1], rows.dtype, str(tensor.device)) / math.sqrt(TOKEN_K)
     token_l2 = torch.linalg.vector_norm(rows, dim=-1)
-    return Prints(n_nan, n_inf, tokens.float().cpu().numpy(), token_l2.float().cpu().numpy())
+    return Sketch(n_nan, n_inf, tokens.float().cpu().numpy(), token_l2.float().cpu().numpy())
 
 
 def _dtype_of_product(values: torch.Tensor) -> torch.dtype:
@@ -108,13 +100,13 @@ def _dtype_of_product(values: torch.Tensor) -> torch.dtype:
     return torch.float32 if exact and fits else torch.float64
 
 
-def token_rows(stack: torch.Tensor, token_axis: int) -> torch.Tensor:
-    """A stack `(n, *shape)` as `(n, tokens, features)`; without a token axis `(n, 1, values)`."""
+def token_rows(tensor: torch.Tensor, token_axis: int) -> torch.Tensor:
+    """The values of each token, `(tokens, features)`; without a token axis `(1, values)`."""
     if token_axis < 0:
-        return stack.reshape(len(stack), 1, math.prod(stack.shape[1:]))
-    rows = stack.movedim(token_axis + 1, min(token_axis, 1) + 1)
-    rows = rows.flatten(1, 2) if token_axis else rows
-    return rows.flatten(2) if rows.ndim > 2 else rows[..., None]
+        return tensor.reshape(1, tensor.numel())
+    rows = tensor.movedim(token_axis, min(token_axis, 1))
+    rows = rows.flatten(0, 1) if token_axis else rows
+    return rows.flatten(1) if rows.ndim > 1 else rows[..., None]
 
 
 def token_signs(features: int, dtype: torch.dtype, device: str) -> torch.Tensor:
