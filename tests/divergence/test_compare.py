@@ -300,8 +300,6 @@ def test_runs_that_were_fed_other_tokens(single):
     assert "not fed the same tokens" in faulty.line
     nothing = compared(text=other[6:])
     assert nothing.verdict == "INCONCLUSIVE" and nothing.coverage.tokens == 0
-    late = compared(text=[TEXT[0], TEXT[0], *TEXT[1:]])
-    assert late.fork.shift == 1
 
 
 def test_what_was_fed_last_counts(single):

@@ -21,8 +21,6 @@ from specnb.errors import InputError
 UNKNOWN = -1
 """The id of a token that was not written down."""
 FLOATS = ("float", "bfloat", "complex")
-NEAR = 8
-"""By how many positions texts are shifted to see whether they are the same."""
 
 
 class Row(NamedTuple):
@@ -180,7 +178,6 @@ def _index(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 class Fork(NamedTuple):
     """The first position at which two runs were fed other tokens, the `last`, and how many are `differing`.
 
-    `shift`: the candidate's text is the reference's from there on, that many positions later (None: it is not).
     `repeated`: the candidate was fed one and the same token from there on.
     """
 
@@ -189,16 +186,14 @@ class Fork(NamedTuple):
     candidate: int
     differing: int
     last: int
-    shift: int | None
     repeated: bool
 
     @property
     def line(self) -> str:
         """That two runs were not fed the same tokens, and from where on."""
-        moved = f"; from there on it has the reference's tokens, shifted by {self.shift}" if self.shift else ""
         return (
             f"the runs were not fed the same tokens: at position {self.position} the reference has {self.reference}, "
-            f"the candidate {self.candidate}{moved}"
+            f"the candidate {self.candidate}"
         )
 
 
@@ -214,13 +209,13 @@ def compared_positions(reference: AlignedTrace, candidate: AlignedTrace) -> tupl
     """The positions that both traces hold, up to the first at which they were fed other tokens."""
     shared = np.intersect1d(reference.positions, candidate.positions)
     a, b = (trace.tokens[np.isin(trace.positions, shared)] for trace in (reference, candidate))
-    differs = np.flatnonzero(_differs(a, b))
+    differs = np.flatnonzero((a != b) & (a != UNKNOWN) & (b != UNKNOWN))
     if not len(differs):
         return shared, None
     at = int(differs[0])
     fork = Fork(
         position=int(shared[at]), reference=int(a[at]), candidate=int(b[at]), differing=len(differs),
-        last=int(shared[differs[-1]]), shift=_shift(a, b, at),
+        last=int(shared[differs[-1]]),
         repeated=len(b) > at + 2 and bool((b[at:] == b[at]).all()),
     )  # fmt: skip
     return shared[:at], fork
@@ -241,20 +236,6 @@ def counted_alike(reference: AlignedTrace, candidate: AlignedTrace) -> tuple[Ali
     if drift is None:
         return candidate, None
     return AlignedTrace(candidate.trace, candidate.rename, {step.step: step.position for step in firsts}), drift
-
-
-def _differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return (a != b) & (a != UNKNOWN) & (b != UNKNOWN)
-
-
-def _shift(reference: np.ndarray, candidate: np.ndarray, at: int) -> int | None:
-    """By how much the candidate's text is late from the fork on, where at least three tokens say so."""
-    for by in (shift for size in range(1, NEAR + 1) for shift in (size, -size)):
-        start, end = max(at, by), len(candidate) + min(by, 0)
-        b, a = candidate[start:end], reference[start - by : end - by]
-        if len(b) >= 3 and len(a) == len(b) and not _differs(a, b).any():
-            return by
-    return None
 
 
 # --- how far they are apart -------------------------------------------------------------------------------------------
@@ -380,21 +361,15 @@ class Difference:
     def _not_finite(self, a: Values, b: Values, error: np.ndarray, key: Key) -> np.ndarray:
         """Tokens of which only one trace has NaN or infinities, which sketches count as 0.
 
-        What is known is how many a row has. Those of its tokens that differ have them; where none does, and the row was
-        compared as a whole, those that are 0 in both sketches; else the one that differs most.
+        What is known is how many a row has. Those of its tokens that differ have them; where none does, those that are
+        0 in both sketches; else all of them.
         """
-        odd = np.zeros(error.shape, bool)
-        for x, y, trace, other in ((a, b, self.reference, self.candidate), (b, a, self.candidate, self.reference)):
-            rows = [trace.row_of[i] for i in np.unique(x.row[x.row >= 0]).tolist()]
-            for row in (row for row in rows if row.odd):
-                at = np.flatnonzero((x.row == row.row) & (y.row >= 0))
-                sound = np.array([other.row_of[j].odd == 0 for j in y.row[at].tolist()], bool)
-                seen = error[at] > tolerances.TIMES_FLOOR * self.limit(key)
-                if not seen.any() and sound.all() and len(at) == row.shape[row.axis]:
-                    blank = (x.size[at] == 0) & (y.size[at] == 0)
-                    seen = blank if blank.any() else error[at] == error[at].max()
-                odd[at] |= seen & sound
-        return odd
+        rows = (self.reference.row_of, a.row), (self.candidate.row_of, b.row)
+        has, other_has = (np.array([i >= 0 and row_of[i].odd > 0 for i in row.tolist()], bool) for row_of, row in rows)
+        suspects = (has != other_has) & (a.row >= 0) & (b.row >= 0)
+        differ = suspects & (error > tolerances.TIMES_FLOOR * self.limit(key))
+        blank = suspects & (a.size == 0) & (b.size == 0)
+        return next((tokens for tokens in (differ, blank) if tokens.any()), suspects)
 
 
 def _error(a: Values, b: Values) -> np.ndarray:
