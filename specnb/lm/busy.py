@@ -8,7 +8,7 @@ import ctypes
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from time import perf_counter, process_time
@@ -17,7 +17,9 @@ import numpy as np
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from specnb.lm.base import Capabilities
 from specnb.lm.preflight import quota_cores
+from specnb.records import Generation
 
 SPIN_COUNT = "1000"
 """Turns of libgomp's waiting loop before a thread sleeps; its default, some milliseconds, is a time slice lost."""
@@ -72,14 +74,14 @@ def foreign_s() -> float:
 class Contention(BaseModel):
     """What shared the processor with a measurement: `other_cores` that other processes took on average, of `cores`.
 
-    `load_average` of one minute, before and after. `busy`: they left less than `threads` cores, or too many of the
-    forwards were slow; then neither a time nor a ratio of times is worth a verdict.
+    It is None for less than LOOK_S. `load_average` of one minute, before and after. `busy`: they left less than
+    `threads` cores, or too many of the forwards were slow; then no time, and no ratio of times, is worth a verdict.
     """
 
     model_config = ConfigDict(frozen=True)
 
     busy: bool
-    other_cores: float
+    other_cores: float | None
     cores: int
     threads: int
     load_average: tuple[float, float] | None
@@ -97,22 +99,33 @@ class Neighbours:
 
     def look(self) -> float | None:
         """Cores they took on average since the last look; None where that is less than LOOK_S ago."""
-        if (now := perf_counter()) < self._last[0] + LOOK_S:
-            return None
-        (then, before), self._last = self._last, (now, foreign_s())
-        return max(0.0, self._last[1] - before) / (now - then)
+        if (taken := self._taken(self._last)) is not None:
+            self._last = perf_counter(), foreign_s()
+        return taken
 
-    def contention(self, threads: int = 0, forwards: Iterable[tuple[int, float]] = ()) -> Contention:
-        """What came from them since the beginning, with `forwards` of (width, seconds); threads 0: all cores."""
-        forwards, cores = list(forwards), len(allowed_cores())
-        threads = threads or available_cores()
-        took = max(0.0, foreign_s() - self._began[1]) / max(perf_counter() - self._began[0], 1e-9)
-        slow, after = slow_forwards(forwards), load_average()
+    @staticmethod
+    def _taken(since: tuple[float, float]) -> float | None:
+        seconds = perf_counter() - since[0]
+        return None if seconds < LOOK_S else max(0.0, foreign_s() - since[1]) / seconds
+
+    def during(self, caps: Capabilities, generations: Iterable[Generation]) -> Contention:
+        """The contention of `generations` by a model that can do `caps`."""
+        return self.contention(caps, [(r.width, r.verify_s) for g in generations for r in g.rounds])
+
+    def contention(self, caps: Capabilities, forwards: Sequence[tuple[int, float]] = ()) -> Contention:
+        """What came from them since the beginning, with `forwards` of (width, seconds) by a model of `caps`."""
+        threads, cores = caps.details.get("threads") or available_cores(), len(allowed_cores())
+        taken, slow, after = self._taken(self._began), slow_forwards(forwards), load_average()
+        disturbed = taken is not None and taken > max(0, cores - threads) + SPARE
         return Contention(
-            busy=took > max(0, cores - threads) + SPARE or slow > SLOW_SHARE * len(forwards),
-            other_cores=round(took, 2), cores=cores, threads=threads, slow_forwards=slow, n_forwards=len(forwards),
+            busy=disturbed or slow > SLOW_SHARE * len(forwards),
+            other_cores=None if taken is None else round(taken, 2),
+            cores=cores,
+            threads=threads,
             load_average=None if self._load is None or after is None else (self._load, after),
-        )  # fmt: skip
+            slow_forwards=slow,
+            n_forwards=len(forwards),
+        )
 
 
 def load_average() -> float | None:
