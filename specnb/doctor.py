@@ -6,11 +6,12 @@ stops the others: a check that breaks is itself a finding.
 
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +32,9 @@ NEEDED_DISK_BYTES = 2 << 30
 REINSTALL = "pip install -r requirements.txt"
 REBUILD = (
     "pip install --no-cache-dir --force-reinstall --no-deps llama-cpp-python==0.3.36 "
-    '--config-settings="cmake.define.GGML_NATIVE=OFF"'
+    '--config-settings="cmake.define.LLAVA_BUILD=OFF" '
+    '--config-settings="cmake.define.CMAKE_C_FLAGS=-U__AMX_INT8__" '
+    '--config-settings="cmake.define.CMAKE_CXX_FLAGS=-U__AMX_INT8__"'
 )
 FREE_MEMORY = "close other programs and notebook kernels, or raise the memory limit of the container"
 OTHER_CACHE = "export SPECNB_CACHE=FOLDER, a folder with room that you can write to"
@@ -40,10 +43,19 @@ DEATHS = dict.fromkeys((signal.SIGSEGV, signal.SIGILL, signal.SIGBUS), CRASHED) 
 """What to do about a probe that died by a signal."""
 PROBE = """
 import sys, numpy, specnb
-row = specnb.load(sys.argv[1] + "?backend=llama&n_ctx=64").forward([1])[-1]
-assert numpy.isfinite(row).all(), "the logits are not finite"
+from specnb.lm.gguf.binding import library
+print(library().api.llama_print_system_info().decode(), flush=True)
+model = specnb.load(sys.argv[1] + "?backend=llama&n_ctx=64")
+row = model.forward([1])[-1]
+assert numpy.isfinite(model.forward([1] * 9)).all(), "the logits are not finite"  # other kernels than for one token
 print("token", row.argmax(), "follows token 1")
 """
+BUILT_FOR = {
+    "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx_vnni": "AVX_VNNI", "avx512f": "AVX512",
+    "avx512vbmi": "AVX512_VBMI", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16",
+    "asimddp": "DOTPROD", "i8mm": "MATMUL_INT8", "sve": "SVE",
+}  # fmt: skip
+"""Instruction sets of CPUs, and what llama.cpp calls them. Without AMX, which requirements.txt leaves out."""
 
 
 class Finding(NamedTuple):
@@ -121,7 +133,7 @@ def check_torch() -> Finding:
     products = {kind: (whole.to(kind) @ whole.to(kind)).long() for kind in (torch.float32, torch.bfloat16)}
     wrong = [kind for kind, product in products.items() if not torch.equal(product, whole @ whole)]
     flags = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_facts()["isa"]]
-    hint = f"bfloat16 in hardware ({flags[0]})" if flags else "no bfloat16 in this CPU: take float32"
+    hint = f"bfloat16 in hardware ({flags[0]})" if flags else "no bfloat16 in this CPU, where dtype=auto takes float32"
     if torch.cuda.is_available():
         hint += f"; {torch.cuda.get_device_name(0)}, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
     detail = f"{torch.__version__} miscomputes {wrong}" if wrong else f"{torch.__version__} computes; {hint}"
@@ -129,8 +141,8 @@ def check_torch() -> Finding:
     return judge("torch", not wrong, detail, f"pip install --force-reinstall --no-deps torch=={release}")
 
 
-def check_decode(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Finding:
-    """Let llama.cpp decode one token, in a process of its own: a build for another CPU dies by a signal."""
+def check_decode(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Iterator[Finding]:
+    """Let llama.cpp decode, in a process of its own: a build for another CPU dies by a signal. And judge the build."""
     from specnb.lm import zoo
 
     name = "llama.cpp decodes"
@@ -138,16 +150,28 @@ def check_decode(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Find
         command = [sys.executable, "-c", probe, str(zoo.path(PROBE_MODEL))]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s)
     except SpecnbError as error:
-        return Finding(name, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")
+        yield Finding(name, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")
+        return
     except subprocess.TimeoutExpired:
         fix = f"try again with the machine idle, else rebuild: {REBUILD}"
-        return Finding(name, False, f"no token within {timeout_s:g} s", fix)
+        yield Finding(name, False, f"no token within {timeout_s:g} s", fix)
+        return
     code, output = done.returncode, done.stderr if done.returncode else done.stdout
     line = output.decode(errors="replace").strip().rpartition("\n")[2][:500]
     if code >= 0:
-        return judge(name, code == 0, f"exit code {code}: {line}" if code else line, REINSTALL)
-    death = signal.Signals(-code)
-    return Finding(name, False, f"died at the first decode ({death.name}): {line}", DEATHS.get(death, REBUILD))
+        yield judge(name, code == 0, f"exit code {code}: {line}" if code else line, REINSTALL)
+    else:
+        death = signal.Signals(-code)
+        yield Finding(name, False, f"died at the first decode ({death.name}): {line}", DEATHS.get(death, REBUILD))
+    if used := re.findall(r"(\w+) = 1", done.stdout.decode(errors="replace").partition("\n")[0]):
+        yield fit_of_build(used)
+
+
+def fit_of_build(used: Collection[str]) -> Finding:
+    """Compare the instruction sets that llama.cpp was built for with those of this CPU; one that it lacks warns."""
+    lacks = [llama for flag, llama in BUILT_FOR.items() if flag in cpu_facts()["isa"] and llama not in used]
+    detail = f"uses {' '.join(used)}" + (f"; this CPU also has {' '.join(lacks)}" if lacks else "")
+    return judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}", only_warn=True)
 
 
 def check_kernel() -> Finding:

@@ -26,10 +26,13 @@ PACKAGES = (
 )
 """Distributions whose version can change a result, a table or a figure."""
 ISA_FLAGS = (
-    *("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
-    *("amx_tile", "amx_int8", "amx_bf16", "asimd", "bf16", "i8mm", "sve"),
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512vbmi", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve"),
 )
 """CPU instruction sets that decide which matrix kernels run (x86 names, then ARM names)."""
+
+THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Environment variables that decide how many threads compute, and how they wait for each other."""
 
 
 def provenance(
@@ -54,7 +57,7 @@ def provenance(
         "python": platform.python_version(),
         "os": platform.platform(),
         "cpu": cpu_facts(),
-        "threads": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")},
+        "threads": {name: os.environ.get(name) for name in THREAD_SETTINGS},
         **_torch_facts(),
         "memory_bytes": psutil.virtual_memory().total,
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),

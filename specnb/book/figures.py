@@ -38,7 +38,7 @@ def speedup_over_k(
     figure.update_xaxes(title_text="draft length K (tokens)", tickvals=ks if few else ks[3::4])
     figure.update_yaxes(rangemode="tozero").update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
     lossy = "" if drawn.get("lossless", pd.Series([True])).all() else " (lossy: not the target's distribution)"
-    return figure.update_layout(title_text=title + lossy, legend_title_text="")
+    return figure.update_layout(title_text=title + lossy + _marked(sweep), legend_title_text="")
 
 
 def _drafting(table: pd.DataFrame) -> pd.DataFrame:
@@ -60,4 +60,9 @@ def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.
         figure.add_scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"], hoverinfo="skip")
     figure.update_xaxes(title_text="tokens in one target forward, n", type="log", tickvals=widths)
     figure.update_yaxes(title_text="T(n) / T(1)", type="log", tickvals=[1, 2, 4, 8, 16, 32])
-    return figure.update_layout(template=template(), title_text=title)
+    return figure.update_layout(template=template(), title_text=title + _marked(curve))
+
+
+def _marked(frame: pd.DataFrame) -> str:
+    """What a title says of times that were measured on a busy machine."""
+    return " (the machine was busy)" if "busy" in frame and frame["busy"].eq(True).any() else ""

@@ -11,6 +11,8 @@ from specnb.measure.ksweep import baseline_of
 from specnb.records import Generation, RunRecord
 
 ALL = "all"
+BUSY = "the machine was busy"
+"""The verdict on times that were measured while other processes took part of the cores."""
 
 
 def k_sweep(record: RunRecord) -> pd.DataFrame:
@@ -19,7 +21,7 @@ def k_sweep(record: RunRecord) -> pd.DataFrame:
     Columns: category, temperature, k, tokens_per_s, drafted, accepted, acceptance_rate, tau, speedup with low and
     high (decoding without prefill and its token, the first; bootstrap over prompts, paired with the baseline on the
     same prompt, none for fewer than `bench.FEWEST` prompts), wall_speedup (prefill included, the drafter's too),
-    identical (greedy runs whose tokens equal the baseline's; None when sampling), lossless, n_prompts.
+    identical (greedy runs whose tokens equal the baseline's; None when sampling), lossless, n_prompts, busy.
     """
     rows = []
     for category in dict.fromkeys([*(g.category for g in record.generations), ALL]):
@@ -27,8 +29,15 @@ def k_sweep(record: RunRecord) -> pd.DataFrame:
         for temperature, k in sorted({(g.temperature, g.k) for g in of_category}):
             group = [g for g in of_category if (g.temperature, g.k) == (temperature, k)]
             place = {"category": category, "temperature": temperature, "k": k}
-            rows.append(place | _k_row(group, record.generations))
+            rows.append(place | _k_row(group, record.generations) | {"busy": busy(record)})
     return pd.DataFrame(rows)
+
+
+def busy(record: RunRecord) -> bool | None:
+    """Whether other processes disturbed the run or its cost curve; None where the record does not say."""
+    seen = record.provenance.get("extra", {}).get("contention"), record.measurements.get("verify_curve")
+    answers = [part.get("busy") for part in seen if part]
+    return True if True in answers else False if False in answers else None
 
 
 def _k_row(group: list[Generation], generations: Sequence[Generation]) -> dict:
@@ -71,7 +80,7 @@ def replayed(record: RunRecord) -> pd.DataFrame:
     order = pd.CategoricalDtype([*rows["category"].unique(), ALL])
     rows = pd.concat([rows, rows.assign(category=ALL)]).astype({"category": order})
     groups = rows.groupby(["category", "temperature", "k"], observed=True)
-    return pd.DataFrame([_replayed_row(key, group) for key, group in groups])
+    return pd.DataFrame([_replayed_row(key, group) for key, group in groups]).assign(busy=busy(record))
 
 
 def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame) -> dict:
@@ -124,7 +133,12 @@ def turns(record: RunRecord) -> pd.DataFrame:
 
 
 def verdict(best: pd.DataFrame, cost: pd.DataFrame) -> str:
-    """What `best_k` and the verify cost come to, in words: for each content, or why speculation does not pay."""
+    """What `best_k` and the verify cost come to, in words: for each content, or why speculation does not pay.
+
+    No verdict on what was measured on a busy machine.
+    """
+    if (best["verdict"] == BUSY).any():
+        return f"{BUSY} while this was measured, so there is no verdict: end the other processes and run it again"
     greedy = best[best["temperature"] == best["temperature"].min()]
     paying = greedy[greedy["verdict"] == "pays"]
     if paying.empty:
@@ -143,23 +157,25 @@ def verdict(best: pd.DataFrame, cost: pd.DataFrame) -> str:
 def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
     """The fastest K > 0 of each category and temperature (machine, drafter), and whether it beats plain decoding.
 
-    verdict: `pays` when the whole interval is above 1, `does not pay` when it is below, else `undecided`. The K was
-    chosen on the same prompts, so its speed-up flatters a little: confirm it on others.
+    verdict: `pays` when the whole interval is above 1, `does not pay` when it is below, else `undecided`; BUSY where
+    the sweep is marked so. The K was chosen on the same prompts: its speed-up flatters a little, confirm it on others.
     """
     drafting = sweep[sweep["k"] > 0]
     by = [name for name in ("machine", "drafter", "category", "temperature") if name in sweep]
     at = drafting.groupby(by, sort=False)["speedup"].idxmax()
     best = drafting.loc[at, [*by, "k", "speedup", "low", "high", "tau"]].reset_index(drop=True)
-    verdict = np.select([best["low"] > 1, best["high"] < 1], ["pays", "does not pay"], "undecided")
+    marked = drafting.get("busy", pd.Series()).eq(True).any()
+    cases = {BUSY: np.full(len(best), marked), "pays": best["low"] > 1, "does not pay": best["high"] < 1}
+    verdict = np.select(list(cases.values()), list(cases), "undecided")
     return best.assign(verdict=verdict)
 
 
 def verify_cost(record: RunRecord) -> pd.DataFrame:
-    """The measured verify cost curve: width, median_s, ratio to width 1."""
+    """The measured verify cost curve: width, median_s, ratio to width 1, busy."""
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
     return pd.DataFrame(
         {"width": curve.widths, "median_s": curve.median_s, "ratio": [curve.ratio(n) for n in curve.widths]}
-    )
+    ).assign(busy=curve.busy)
 
 
 def time_split(record: RunRecord) -> pd.DataFrame:

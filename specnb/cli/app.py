@@ -290,7 +290,7 @@ def bench_medusa(
 
 @app.command()
 def check(
-    decode: Annotated[bool, typer.Option(help="decode one token with the real model (fetches it)")] = True,
+    decode: Annotated[bool, typer.Option(help="decode with the real model (fetches it)")] = True,
     as_json: Json = False,
 ) -> None:
     """Check every prerequisite and name the fix for what is missing; exit code 1 if something is."""

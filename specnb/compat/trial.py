@@ -6,7 +6,6 @@ what comes of it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from specnb.compat import predict
@@ -18,6 +17,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.draft.token_map import Way
 from specnb.draft.translate import TokenIntersection, fitted
 from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
 from specnb.params import CompatibilityParams
@@ -60,7 +60,7 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
     predicts, and what was accepted. Raises what `specnb.load`, `read.describe` and `generate` raise; what was generated
     before is saved.
     """
-    started = datetime.now(UTC)
+    started = Neighbours()
     chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
     names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
     speakers = {name: Family(describe(name)) for name in names if not opens(name)}

@@ -7,7 +7,6 @@ them (`divergence.sampling`). The planted faults change no module: no comparison
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -27,6 +26,7 @@ from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.lm.toy import ToyLM, markov
 from specnb.measure.experiment import Progress, models_of, record_of, silent
@@ -46,7 +46,7 @@ def run(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
 
     Measurements: `greedy`, a row a prompt; `audit`, the document of `Audit`; `planted`, the rows of `trial`.
     """
-    started, chosen = datetime.now(UTC), in_turn(params.prompts)
+    started, chosen = Neighbours(), in_turn(params.prompts)
     with (
         closing(load(params.target)) as target,
         closing(load_drafter(params.draft, target, strict=True).drafter) as drafter,

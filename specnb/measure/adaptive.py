@@ -7,7 +7,6 @@ while a draft model is followed the controllers walk along, and it goes astray a
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, RollingAcceptance
@@ -18,6 +17,7 @@ from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure.content import ContentK, detect
 from specnb.measure.cost import NAMED, CostCurve, straight_curve, verify_costs
@@ -57,7 +57,7 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
 
     What was generated before an error is saved as a failed run.
     """
-    started, chosen = datetime.now(UTC), prompts_of(params)
+    started, chosen = Neighbours(), prompts_of(params)
     drafters: list[Drafter] = []
     generations: list[Generation] = []
     measured: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from specnb.draft.base import Drafter, model_of
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
 
 WIDTHS = (1, 2, 3, 5, 9, 17)
 CONTEXT = 256
@@ -23,7 +24,10 @@ NAMED = {"memory-bound server": (1.08, 0.05), "laptop, compute-bound": (3.8, 0.3
 
 
 class CostCurve(BaseModel):
-    """Median seconds of a forward for each measured width, after `context` tokens; every repeat in `samples_s`."""
+    """Median seconds of a forward for each measured width, after `context` tokens; every repeat in `samples_s`.
+
+    `busy`: other processes took part of the cores, so that the curve is not that of the machine; None: not known.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,6 +35,7 @@ class CostCurve(BaseModel):
     context: int
     widths: tuple[int, ...]
     samples_s: tuple[tuple[float, ...], ...]
+    busy: bool | None = None
 
     @cached_property
     def median_s(self) -> tuple[float, ...]:
@@ -105,6 +110,7 @@ def _measured(
     for model in (target, *drafts):
         model.reset()
         model.forward(ids[:context], n_logits=0)
+    neighbours = Neighbours()
     samples: list[list[float]] = [[] for _ in steps]
     for repeat in range(-2, repeats):
         for at in rng.permutation(len(steps)).tolist():
@@ -115,8 +121,10 @@ def _measured(
             model.rewind(n)
             if repeat >= 0:
                 samples[at].append(took)
+    forwards = [(n, s) for n, each in zip(widths, samples, strict=False) for s in each]
+    busy = neighbours.contention(target.caps, forwards).busy
     for model in (target, *drafts):
         model.reset()
     timed = tuple(tuple(s) for s in samples[: len(widths)])
-    curve = CostCurve(model=target.name, context=context, widths=widths, samples_s=timed)
+    curve = CostCurve(model=target.name, context=context, widths=widths, samples_s=timed, busy=busy)
     return curve, [float(np.median(s)) for s in samples[len(widths) :]]

@@ -11,6 +11,7 @@ from specnb.draft.base import Drafter, model_of
 from specnb.errors import CapacityError, InputError, SpecnbError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
 from specnb.lm.load import local_file, parse
 from specnb.params import Params
 from specnb.prompts import Prompt, digest, prompts
@@ -79,13 +80,17 @@ def record_of(
     chosen: Sequence[Prompt],
     target: LanguageModel,
     models: list[dict[str, Any]],
-    started: datetime,
+    started: Neighbours,
     generations: Sequence[Generation],
     measurements: dict[str, Any],
     *,
     error: BaseException | None = None,
 ) -> RunRecord:
-    """The record of a run that ends now; `models` say role and id of what was run, `error` is what ended it."""
+    """The record of a run that ends now; `models` say role and id of what was run, `error` is what ended it.
+
+    `started` has watched the other processes since the beginning: `extra.contention` says how busy the machine was.
+    """
+    contention = started.during(target.caps, generations).model_dump(mode="json")
     dumped = params.model_dump(mode="json")
     return RunRecord(
         run_id=run_id(experiment, dumped),
@@ -95,9 +100,9 @@ def record_of(
             seeds={"seed": params.seed},
             models=models,
             prompts_digest=digest(chosen),
-            extra={"target": asdict(target.caps), "vocab_size": target.vocab.size},
+            extra={"target": asdict(target.caps), "vocab_size": target.vocab.size, "contention": contention},
         ),
-        started=started,
+        started=started.utc,
         ended=datetime.now(UTC),
         generations=tuple(generations),
         measurements=measurements,

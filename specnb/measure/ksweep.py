@@ -5,7 +5,6 @@ Live runs are interleaved with the plain ones. What a replay predicts is measure
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from datetime import UTC, datetime
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -15,6 +14,7 @@ from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure.cost import verify_costs
 from specnb.measure.experiment import Progress, check_prompts, models_of, prompts_of, record_of, saving_failures, silent
@@ -34,7 +34,7 @@ def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
     What was generated before an error or an interrupt is saved, as a record whose status is failed. A draft model that
     cannot be loaded ends the run: a sweep without its drafter answers nothing.
     """
-    started, chosen = datetime.now(UTC), prompts_of(params)
+    started, chosen = Neighbours(), prompts_of(params)
     drafters: list[Drafter] = []
     generations: list[Generation] = []
     measured: dict[str, Any] = {}

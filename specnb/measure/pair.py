@@ -15,6 +15,7 @@ from specnb.decode.generate import PromptLike, generate
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
 from specnb.lm.load import load, room_for_both
 from specnb.records import Generation, Summary
 
@@ -53,6 +54,7 @@ class PairSummary(Summary):
     speedup: float | None = None
     identical: bool | None = Field(default=None, description="tokens equal the baseline's")
     fork: TextFork | None = None
+    busy: bool | None = Field(default=None, description="other processes disturbed the run: no speed means much")
     notes: tuple[str, ...] = Field(default=(), description="of heads: what is doubtful, and which tree was chosen")
 
 
@@ -97,13 +99,15 @@ def run_pair(
             drafter, fallback = load_drafter(drafter_name, target, strict=strict, translate=translate, **options)
         for warm in (drafter, None) if with_baseline else (drafter,):
             generate(target, prompt, drafter=warm, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
+        neighbours = Neighbours()
         baseline = generate(target, prompt, **settings) if with_baseline else None
         generation = generate(target, prompt, drafter=drafter, **settings)
+        contention = neighbours.during(target.caps, [g for g in (baseline, generation) if g])
         generation = generation.model_copy(update={"fallback": fallback})
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else None
         fields = generation.summary(step_s).model_dump() | {"notes": getattr(drafter, "findings", ())}
         fields |= _comparison(target, generation, baseline) if baseline else {}
-        summary = PairSummary(**fields)
+        summary = PairSummary(**fields, busy=contention.busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
     finally:
         if drafter is not None:

@@ -18,6 +18,7 @@ from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.io import plain
 from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure import curve as training_curve
 from specnb.measure.bench import FEWEST, Timed, interleaved, table
@@ -46,7 +47,7 @@ TARGET = "smollm2-135m?backend=hf&dtype=bfloat16"
 PLAIN, ALL = "plain", "all"
 PARTS = ("draft", "verify", "rewind", "other")
 SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s", "plain_tokens_per_s", "draft_share",
-         "verify_share", "identical", "n_prompts"]  # fmt: skip
+         "verify_share", "identical", "n_prompts", "busy"]  # fmt: skip
 """Columns of `speed_table` for a reader in a terminal."""
 
 
@@ -178,14 +179,15 @@ def measure(
         PLAIN: lambda prompt: generate(target, prompt, **settings),
         name: lambda prompt: generate(target, prompt, drafter=drafter, k=drafting.k, **settings),
     }
-    runs: list[Timed] = []
+    neighbours, runs = Neighbours(), list[Timed]()
     total = len(timed) * len(methods) * num_trials
     progress(0, total, "timing")
     for timed_run in interleaved(methods, timed, repeats=num_trials):
         runs.append(timed_run)
         progress(len(runs), total, f"timing: {timed[timed_run.prompt].id}")
     speeds = speed_table(runs, [prompt.category for prompt in timed], name)
-    return HeadsBench(str(report), checked, drafting, speeds)
+    busy = neighbours.during(target.caps, [run.generation for run in runs]).busy
+    return HeadsBench(str(report), checked, drafting, speeds.assign(busy=busy))
 
 
 def chosen_prompts(categories: Sequence[str], timed: int) -> tuple[list[Prompt], list[Prompt]]:

@@ -7,7 +7,6 @@ variants of an ablation come, not what they can reach.
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure.experiment import Progress, models_of, record_of, silent
 from specnb.medusa import bench, data
@@ -195,7 +195,7 @@ class Study:
         self.timed, self.judged = bench.chosen_prompts(params.categories, params.prompts_per_category)
         self.results: dict[str, HeadsBench] = {}
         self._measured: dict[str, Any] = {}
-        self._started, self._folder = datetime.now(UTC), TemporaryDirectory(prefix="specnb-heads-")
+        self._started, self._folder = Neighbours(), TemporaryDirectory(prefix="specnb-heads-")
         self.text = Path(self._folder.name) / "text"
 
     @classmethod

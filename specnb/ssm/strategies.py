@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,6 +17,7 @@ from specnb.errors import InputError, LoadError
 from specnb.io import cache_dir, digest, file_digest, json_lines, plain, read_json
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
 from specnb.lm.load import load, parse
 from specnb.lm.zoo import made_once
 from specnb.measure.bench import Method, compare
@@ -47,7 +47,7 @@ def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
     attention only" is the same for an attention-only model of the same size. `measurements["drafters"]`: lookup and
     `draft` with the first target. Raises what `specnb.load` and `generate` raise; what was measured before is saved.
     """
-    started = datetime.now(UTC)
+    started = Neighbours()
     chosen = passages(limit=params.passages)
     generations: list[Generation] = []
     measured: dict[str, Any] = {"ways": [], "drafters": []}

@@ -120,10 +120,26 @@ def test_best_k_is_the_fastest_draft_length_and_says_whether_it_pays():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("run", "curve", "marked"), [(None, None, None), (False, False, False), (True, False, True), (None, True, True)]
+)
+def test_what_a_busy_machine_measured_is_marked_and_gets_no_verdict(run, curve, marked):
+    timed = CostCurve(model="m", context=4, widths=(1, 3), samples_s=((0.1,), (0.4,)), busy=curve)
+    extra = {} if run is None else {"contention": {"busy": run}}
+    seen = record(*SWEEP.generations, curve=timed.model_dump(mode="json")).model_copy(
+        update={"provenance": {"extra": extra}}
+    )
+    sweep, cost = tables.k_sweep(seen), tables.verify_cost(seen)
+    best = tables.best_k(sweep)
+    assert sweep["busy"].tolist() == [marked] * len(sweep) and cost["busy"].tolist() == [curve] * 2
+    assert (set(best["verdict"]) == {tables.BUSY}) is bool(marked)
+    assert (tables.BUSY in tables.verdict(best, cost)) is bool(marked)
+
+
 def test_verify_cost_is_the_curve_and_time_split_the_shares_of_decoding_time():
     curve = CostCurve(model="m", context=4, widths=(1, 3), samples_s=((0.1, 0.3, 0.2), (0.4, 0.4, 0.9)))
     frame = tables.verify_cost(record(curve=curve.model_dump(mode="json")))
-    assert frame.to_numpy().tolist() == [[1, 0.2, 1.0], [3, 0.4, 2.0]]
+    assert frame[["width", "median_s", "ratio"]].to_numpy().tolist() == [[1, 0.2, 1.0], [3, 0.4, 2.0]]
     frame = tables.time_split(SWEEP)
     assert frame["k"].tolist() == [0, 2, 4]
     for shares in frame[["draft", "verify", "rewind", "other", "overhead"]].to_numpy().tolist():

@@ -10,6 +10,7 @@ from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
 from specnb import doctor
 from specnb.doctor import Finding, check_decode, diagnose, guarded
+from specnb.io import project_dir
 
 
 @pytest.mark.parametrize(
@@ -25,13 +26,41 @@ from specnb.doctor import Finding, check_decode, diagnose, guarded
 )
 def test_how_the_probe_ends_says_what_is_wrong_and_what_to_do(monkeypatch, probe, ok, detail, fix):
     monkeypatch.setattr("specnb.lm.zoo.path", lambda name: "model.gguf")
-    finding = check_decode(probe, timeout_s=0.5 if "sleep" in probe else 60)
+    (finding,) = check_decode(probe, timeout_s=0.5 if "sleep" in probe else 60)
     assert finding.ok is ok and detail in finding.detail and fix in finding.fix and bool(finding.fix) is not ok
 
 
 @pytest.mark.model
 def test_the_real_model_decodes():
-    assert check_decode().ok is True
+    decodes, fits = check_decode()
+    assert decodes.ok is True and fits.ok is not False and "uses" in fits.detail
+
+
+@pytest.mark.parametrize(
+    ("isa", "used", "ok", "lacks"),
+    [
+        (["avx2", "avx512f", "amx_int8"], ["AVX2", "AVX512", "OPENMP"], True, ""),
+        (["avx2", "avx512f", "avx512_vnni"], ["AVX2"], None, "AVX512 AVX512_VNNI"),
+        (["asimd", "asimddp", "i8mm"], ["NEON", "DOTPROD"], None, "MATMUL_INT8"),
+        ([], ["NEON"], True, ""),  # a system that does not tell
+    ],
+)
+def test_a_build_that_leaves_instructions_unused_warns_with_the_rebuild(monkeypatch, isa, used, ok, lacks):
+    monkeypatch.setattr(doctor, "cpu_facts", lambda: {"isa": isa})
+    finding = doctor.fit_of_build(used)
+    assert finding.ok is ok and lacks in finding.detail and (doctor.REBUILD in finding.fix) is (ok is None)
+
+
+def test_the_probe_says_what_the_build_uses_even_if_it_dies(monkeypatch):
+    monkeypatch.setattr("specnb.lm.zoo.path", lambda name: "model.gguf")
+    died = "print('CPU : AVX2 = 1 | FMA = 0 |', flush=True); import os; os.abort()"
+    decodes, fits = check_decode(died, timeout_s=60)
+    assert decodes.ok is False and "AVX2" in fits.detail and "uses AVX2 FMA" not in fits.detail
+
+
+def test_the_rebuild_is_what_the_requirements_install():
+    (line,) = [x for x in (project_dir() / "requirements.txt").read_text().splitlines() if x.startswith("llama-cpp")]
+    assert set(line.partition("  #")[0].split()) < set(doctor.REBUILD.split())
 
 
 def test_packages_are_judged_by_their_ranges(monkeypatch):
@@ -55,7 +84,7 @@ def test_a_missing_compiler_only_warns(monkeypatch):
 
 
 def test_torch_computes_and_says_whether_bfloat16_is_in_the_cpu(monkeypatch):
-    for flags, hint in ((["amx_bf16"], "in hardware (amx_bf16)"), (["avx2"], "take float32")):
+    for flags, hint in ((["amx_bf16"], "in hardware (amx_bf16)"), (["avx2"], "float32")):
         monkeypatch.setattr(doctor, "cpu_facts", lambda flags=flags: {"isa": flags})
         assert doctor.check_torch().ok is True and hint in doctor.check_torch().detail
     right = torch.Tensor.__matmul__

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Self
 
 from specnb.book.explorer.tables import ALL, POLICIES, Setting
@@ -10,6 +9,7 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure.cost import CostCurve, verify_costs
 from specnb.measure.experiment import Progress, models_of, record_of, silent
@@ -45,7 +45,7 @@ class Workbench:
 
         The last of the results holds c, T_draft(1)/T_target(1), for every drafter of the trace.
         """
-        p, started = self.params, datetime.now(UTC)
+        p, started = self.params, Neighbours()
         generations: list[Generation] = []
         recordings: list[Recording] = []
         todo = [(temperature, prompt) for temperature in p.temperatures for prompt in self.chosen]

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from specnb.errors import InputError, LoadError
+from specnb.lm.busy import shorten_spinning
 from specnb.lm.vocab import Vocabulary
 
 # ggml.h's levels debug, info, warn, error (the binding's own comments number them otherwise). Its warnings greet
@@ -51,6 +52,7 @@ class Library(NamedTuple):
 @cache
 def library() -> Library:
     """Import llama_cpp, route its logs, start its backend. Raises LoadError with the remedy when it is not there."""
+    shorten_spinning()
     try:
         import llama_cpp
         import llama_cpp.llama_cpp as api

@@ -13,16 +13,16 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import psutil
 
 from specnb.errors import EngineError, InputError, MemoryShortError, RewindError
 from specnb.lm.base import Capabilities
+from specnb.lm.busy import ThreadPace, available_cores
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES
-from specnb.lm.preflight import kv_bytes, quota_cores, require
+from specnb.lm.preflight import kv_bytes, require
 from specnb.lm.rollback import AUTO, GoesBack, Recompute, Rollback, check_options, choose
 from specnb.lm.zoo import gguf_parts, size_of
 
@@ -88,7 +88,8 @@ class GgufModel(GoesBack):
     ) -> "GgufModel":
         """Open a GGUF file; `watch` is shown what is computed.
 
-        `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available);
+        `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available, fewer
+        while other processes take some, but not with flash attention, whose bits depend on the number);
         `kv` type of the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `gpu_layers` layers on a GPU,
         whose memory llama.cpp judges; `fixed_width` pads every shorter forward to that many tokens, so that all run
         the same kernels and plain decoding equals verification bit for bit, at the price of T(fixed_width) a plain
@@ -124,6 +125,7 @@ class GgufModel(GoesBack):
             recurrent = is_recurrent(model)
             if fixed_width and recurrent:
                 raise InputError(f"{name} has recurrent layers: padding cannot be taken back, use fixed_width=0")
+            follows = not threads and not flash_attention
             threads = threads or available_cores()
             planes = _planes_wanted(model, rollback, rollback_depth, min(binding.MAX_BATCH, room))
             try:
@@ -155,6 +157,8 @@ class GgufModel(GoesBack):
             opened = cls(model, context, name=name, caps=caps, fixed_width=fixed_width, watch=watch)
             undo.pop_all()
             undo.callback(opened.close)
+            if follows:
+                opened._engine.pace = ThreadPace(threads, partial(_set_threads, context, caps.details))
             planes = api.llama_n_rs_seq(context)  # what became of those asked for
             recorders = {"snapshots": partial(PlaneRecorder, opened._engine, planes)}
             opened.rollback = choose(opened, opened._engine, recorders, rollback, PREFERRED)
@@ -179,6 +183,12 @@ class GgufModel(GoesBack):
         return ""
 
 
+def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
+    """Equal for width 1 and wider forwards, as `binding.open_context` has it; the fewest stand in the record."""
+    binding.library().api.llama_set_n_threads(context, threads, threads)
+    details["fewest_threads"] = min(threads, details.get("fewest_threads", threads))
+
+
 def _free(batch: object, context: object, model: object, _watch: "Watch | None") -> None:
     """`_watch` is held until here: llama.cpp calls into it as long as the context lives."""
     api = binding.library().api
@@ -197,16 +207,6 @@ def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
     if depth > DEPTH and (binding.metadata(model, "general.architecture") or "").startswith("lfm2"):
         raise InputError(f"rollback_depth is {depth}, but llama.cpp fails on more than {DEPTH} for LFM2")
     return min(depth, max(0, n_ubatch - 2))  # else a GGML_ASSERT ends the process
-
-
-def available_cores() -> int:
-    """Physical cores this process may use: more threads than that make verification slower."""
-    physical = psutil.cpu_count(logical=False) or 1
-    try:
-        allowed = len(psutil.Process().cpu_affinity())
-    except AttributeError:  # macOS has no affinity
-        allowed = physical
-    return max(1, min(physical, allowed, math.ceil(quota_cores() or physical)))
 
 
 def weight_type(model: object) -> str:
@@ -262,6 +262,7 @@ class LlamaEngine:
         self._api = binding.library().api
         self._memory = self._api.llama_get_memory(context)
         self._width, self._fixed_width, self._watch = width, fixed_width, watch
+        self.pace: ThreadPace | None = None
         room = max(width, fixed_width)
         self.batch = self._api.llama_batch_init(room, 0, 1)
         self._fields = _batch_views(self.batch, room)
@@ -276,6 +277,8 @@ class LlamaEngine:
 
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
         self._require_open()
+        if self.pace is not None:
+            self.pace.step()
         out = np.empty((rows, self._vocab_size), dtype=np.float32)
         first_row = len(ids) - rows  # ids before it need no logits
         for start in range(0, len(ids), self._width):

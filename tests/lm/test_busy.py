@@ -1,0 +1,125 @@
+"""A busy machine, on a fake clock: who takes the cores, which forwards are slow, and how many threads are left."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from specnb.lm import busy, toy
+from specnb.lm.base import Capabilities
+from specnb.lm.busy import Neighbours, ThreadPace, shorten_spinning, slow_forwards
+
+CORES = 4
+
+
+class Machine:
+    """A clock, and processes that take `others` cores of CORES as it goes on."""
+
+    now = foreign = others = 0.0
+
+    def run(self, seconds):
+        self.now += seconds
+        self.foreign += self.others * seconds
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    fake = Machine()
+    monkeypatch.setattr(busy, "perf_counter", lambda: fake.now)
+    monkeypatch.setattr(busy, "foreign_s", lambda: fake.foreign)
+    monkeypatch.setattr(busy, "load_average", lambda: fake.others)
+    monkeypatch.setattr(busy, "allowed_cores", lambda: list(range(CORES)))
+    return fake
+
+
+def caps(threads) -> Capabilities:
+    return Capabilities("e", "cpu", "f32", 9, 9, "crop", 9, details={"threads": threads})
+
+
+@pytest.mark.parametrize(
+    ("forwards", "slow"),
+    [
+        ([(1, 1.0)] * 20, 0),
+        ([(1, 1.0)] * 18 + [(1, 20.0)] * 2, 2),
+        ([(1, 1.0)] * 9 + [(9, 20.0)] * 9, 0),  # each width has its usual cost
+        ([(1, 1.0)] * 10 + [(1, 20.0)] * 10, 10),
+        ([(1, float(n)) for n in range(10, 40)], 0),  # a longer context
+        ([(0, 1e-9), (0, 1.0), (0, 1.0)], 0),  # a first round that computes nothing
+        ([], 0),
+    ],
+)
+def test_a_forward_of_many_times_the_usual_cost_for_its_width_is_slow(forwards, slow):
+    assert slow_forwards(forwards) == slow
+
+
+@pytest.mark.parametrize(
+    ("threads", "others", "slow", "is_busy"),
+    [(4, 0.0, 0, False), (4, 0.2, 0, False), (4, 1.0, 0, True), (2, 1.0, 0, False), (2, 2.5, 0, True), (2, 0, 3, True)],
+)
+def test_a_machine_is_busy_where_others_leave_too_few_cores_or_forwards_are_slow(
+    machine, threads, others, slow, is_busy
+):
+    machine.others, seen = others, Neighbours()
+    machine.run(10)
+    contention = seen.contention(caps(threads), [(1, 1.0)] * (40 - slow) + [(1, 20.0)] * slow)
+    assert (contention.busy, contention.other_cores, contention.slow_forwards) == (is_busy, others, slow)
+    assert (contention.cores, contention.threads, contention.n_forwards) == (CORES, threads, 40)
+
+
+def test_a_moment_too_short_for_the_processors_clock_is_not_judged_by_it(machine):
+    machine.others, seen = 4.0, Neighbours()
+    machine.run(busy.LOOK_S / 2)
+    contention = seen.contention(caps(4))
+    assert not contention.busy and contention.other_cores is None and seen.look() is None
+
+
+def test_threads_follow_the_free_cores_down_and_up(machine):
+    applied = []
+    pace = ThreadPace(3, applied.append)
+    history = []
+    for others in (0.0, 1.0, 2.0, 2.9, 9.0, 2.0, 0.2, 0.0):
+        machine.others = others
+        machine.run(busy.LOOK_S)
+        pace.step()
+        history.append(pace.threads)
+        pace.step()  # nothing to look at yet
+    assert history == [3, 3, 2, 1, 1, 2, 3, 3] and applied == [2, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("environment", "loaded", "expected"),
+    [
+        ({}, False, busy.SPIN_COUNT), ({}, True, None), ({"GOMP_SPINCOUNT": "7"}, False, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, False, None),
+    ],
+)  # fmt: skip
+def test_the_spin_count_is_set_where_it_has_an_effect_and_nobody_chose(monkeypatch, environment, loaded, expected):
+    monkeypatch.setattr(os, "environ", dict(environment))
+    monkeypatch.setattr(busy, "libgomp_is_loaded", lambda: loaded)
+    shorten_spinning()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+def test_importing_the_package_sets_no_variable():
+    code = "import os; before = dict(os.environ); import specnb, specnb.lm.busy; assert before == dict(os.environ)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_curve_measured_under_load_is_marked(machine, monkeypatch):
+    from specnb.measure import cost
+
+    model = toy.cyclic(5)
+    forward = model.forward
+    model.forward = lambda ids, n_logits=None: (machine.run(1.0), forward(ids, n_logits))[1]
+    monkeypatch.setattr(cost, "perf_counter", lambda: machine.now)
+    for others in (0.0, 3.0):
+        machine.others = others
+        assert cost.verify_curve(model, widths=(1, 2), context=4).busy is (others > 1)
+
+
+def test_the_record_says_how_busy_the_machine_was(machine):
+    rounds = [SimpleNamespace(width=2, verify_s=20.0 if at == 7 else 1.0) for at in range(10)]
+    seen = Neighbours().during(caps(2), [SimpleNamespace(rounds=rounds)])
+    assert (seen.slow_forwards, seen.n_forwards, seen.busy) == (1, 10, True)
