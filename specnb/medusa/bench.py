@@ -42,7 +42,7 @@ from specnb.params import Params
 from specnb.prompts import CATEGORIES, Category, Prompt, digest, prompts
 from specnb.provenance import provenance
 
-TARGET = "smollm2-135m?backend=hf&dtype=bfloat16"
+TARGET = "smollm2-135m?backend=hf&dtype=auto"
 PLAIN, ALL = "plain", "all"
 PARTS = ("draft", "verify", "rewind", "other")
 SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s", "plain_tokens_per_s", "draft_share",
