@@ -1,5 +1,6 @@
 # `make` prepares the environment and runs every notebook, quickly; `make SPECNB_BUDGET=full` with sizes worth quoting.
 # `make test` runs the tests of every day.
+
 .DEFAULT_GOAL := run
 .PHONY: run test slow
 
