@@ -128,7 +128,7 @@ class AdaptiveKParams(NotebookParams):
     the check. `conversations` that switch content are answered, and replayed with one controller throughout.
     """
 
-    sizes = {"prompts_per_category": (2, 8), "conversations": (1, 3), "max_new_tokens": (32, 64)}
+    sizes = {"prompts_per_category": (2, 8), "conversations": (1, 3), "max_new_tokens": (24, 64)}
 
     target: str = "smollm2-135m:f16"
     drafters: Names = ["lookup", "smollm2-135m:q4_0"]
@@ -204,8 +204,8 @@ class MedusaParams(NotebookParams):
     """
 
     sizes = {
-        "prompts_per_category": (2, 8), "max_new_tokens": (16, 32), "rows": (24, 64), "steps": (12, 40),
-        "ablation_steps": (6, 16),
+        "prompts_per_category": (2, 8), "max_new_tokens": (16, 32), "rows": (16, 64), "steps": (10, 40),
+        "ablation_steps": (4, 16),
     }  # fmt: skip
 
     target: str = "smollm2-135m"

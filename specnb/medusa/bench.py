@@ -160,12 +160,16 @@ def measure(
     k: int | None = None,
     num_trials: int = 1,
     seed: int = 0,
+    before: Checked | None = None,
     progress: Progress = silent,
 ) -> HeadsBench:
-    """Run the gates on `judged` prompts and, where all pass, time `timed` ones; settings as in HeadsBenchParams."""
+    """Run the gates on `judged` prompts and, where all pass, time `timed` ones.
+
+    Settings are those of HeadsBenchParams; `before` is that of `gates.run`.
+    """
     checked = gates.run(
-        target, heads, report, judged, curve=training_curve.read(report.path), seed=seed, progress=progress,
-        max_new_tokens=min(max_new_tokens, gates.MAX_NEW_TOKENS),
+        target, heads, report, judged, curve=training_curve.read(report.path), seed=seed, before=before,
+        max_new_tokens=min(max_new_tokens, gates.MAX_NEW_TOKENS), progress=progress,
     )  # fmt: skip
     if not checked.passed:
         return HeadsBench(str(report), checked)
