@@ -1,4 +1,5 @@
-# `make` prepares the environment and runs every notebook; `make test` runs the tests of every day.
+# `make` prepares the environment and runs every notebook, quickly; `make SPECNB_BUDGET=full` with sizes worth quoting.
+# `make test` runs the tests of every day.
 
 .DEFAULT_GOAL := run
 .PHONY: run test slow

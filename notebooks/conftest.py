@@ -12,6 +12,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # nbval's items take no fixtures, and its kernels inherit this process's environment
     folder = tempfile.TemporaryDirectory(prefix="specnb-notebooks-")
     config.add_cleanup(folder.cleanup)
+    os.environ.setdefault("SPECNB_BUDGET", "quick")
     for name in ("SPECNB_RESULTS", "SPECNB_FIGURES"):
         os.environ.setdefault(name, os.path.join(folder.name, name.lower()))  # noqa: PTH118
 

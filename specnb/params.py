@@ -1,11 +1,13 @@
 """What a notebook may be told: one frozen, validated model per notebook.
 
 The field names and defaults are those of the notebook's `parameters` cell (a test compares them), so the slider,
-papermill and a plain call go through the same checks.
+papermill and a plain call go through the same checks. Sizes that are not given follow the `budget`: quick ends in
+minutes on a slow machine, normal is the models' own defaults, full has intervals worth quoting.
 """
 
+import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -22,6 +24,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Categories = Annotated[list[str], Field(min_length=1, max_length=6)]
 Names = Annotated[list[str], Field(min_length=1, max_length=8)]
 Temperatures = Annotated[list[Temperature], Field(min_length=1, max_length=16)]
+Budget = Literal["quick", "normal", "full"]
+BUDGETS: tuple[Budget, ...] = get_args(Budget)
+BUDGET = "SPECNB_BUDGET"
+"""Variable of the environment that goes before the `budget` of a notebook's cell."""
 
 
 class Params(BaseModel):
@@ -39,23 +45,46 @@ class Params(BaseModel):
         return value
 
     @classmethod
-    def from_cell(cls, names: Mapping[str, Any]) -> Self:
-        """Build from the notebook's `globals()`: takes the fields, ignores everything else.
-
-        Raises InputError that names each bad value.
-        """
-        missing = [name for name in cls.model_fields if name not in names]
-        if missing:
-            raise InputError(f"the parameters cell does not define {', '.join(missing)}")
-        return cls.checked(**{name: names[name] for name in cls.model_fields})
-
-    @classmethod
     def checked(cls, **values: Any) -> Self:
         """Validate; one readable InputError instead of pydantic's report."""
         return validated(cls, values, f"parameters of {cls.__name__}")
 
 
-class KSweepParams(Params):
+class NotebookParams(Params):
+    """Base of the notebooks' models: what `sizes` names, and is None or absent, follows the `budget`.
+
+    `sizes` maps a field to its values at quick and at full; the field's default is that of normal.
+
+    >>> [KSweepParams.checked(budget=budget, ks=[4]).prompts_per_category for budget in BUDGETS]
+    [3, 5, 12]
+    """
+
+    sizes: ClassVar[Mapping[str, tuple[Any, Any]]] = {}
+
+    budget: Budget = "normal"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_budget(cls, values: dict[str, Any]) -> dict[str, Any]:
+        given = {name: value for name, value in values.items() if value is not None or name not in cls.sizes}
+        if (budget := values.get("budget")) in ("quick", "full"):
+            return {name: size[budget == "full"] for name, size in cls.sizes.items()} | given
+        return given
+
+    @classmethod
+    def from_cell(cls, names: Mapping[str, Any]) -> Self:
+        """Build from the notebook's `globals()`: takes the fields, ignores everything else.
+
+        The environment's `SPECNB_BUDGET` goes before the cell's. Raises InputError that names each bad value.
+        """
+        missing = [name for name in cls.model_fields if name not in {*names, *cls.sizes, "budget"}]
+        if missing:
+            raise InputError(f"the parameters cell does not define {', '.join(missing)}")
+        values = {name: names[name] for name in cls.model_fields if name in names}
+        return cls.checked(**values | ({"budget": os.environ[BUDGET]} if os.environ.get(BUDGET) else {}))
+
+
+class KSweepParams(NotebookParams):
     """Notebook 01: which draft length K pays, per temperature and content?
 
     A replay along each prompt's plain generation answers K = 1 to `k_max`; the K's of `ks` run live beside it as the
@@ -67,9 +96,11 @@ class KSweepParams(Params):
     specnb.errors.InputError: parameters of KSweepParams: k_max = 0: Input should be greater than or equal to 1
     """
 
+    sizes = {"prompts_per_category": (3, 12), "max_new_tokens": (16, 32), "conversations": (1, 6)}
+
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
-    dtype: str = Field(default="bfloat16", pattern="^(float32|bfloat16|float16|)$")
+    dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
     drafter: str = "lookup"
     k_max: int = Field(default=24, ge=1, le=64)
     ks: list[DraftLength] = Field(default=[4, 12], min_length=1, max_length=64)
@@ -90,12 +121,14 @@ class KSweepParams(Params):
         return self
 
 
-class AdaptiveKParams(Params):
+class AdaptiveKParams(NotebookParams):
     """Notebook 02: does it pay to change K while generating, and which controller does it best?
 
     Every drafter and controller is replayed along each prompt's generation; `live_prompts` of each content run live as
     the check. `conversations` that switch content are answered, and replayed with one controller throughout.
     """
+
+    sizes = {"prompts_per_category": (2, 8), "conversations": (1, 3), "max_new_tokens": (24, 64)}
 
     target: str = "smollm2-135m:f16"
     drafters: Names = ["lookup", "smollm2-135m:q4_0"]
@@ -108,12 +141,14 @@ class AdaptiveKParams(Params):
     seed: Seed = 0
 
 
-class CompatibilityParams(Params):
+class CompatibilityParams(NotebookParams):
     """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?
 
     `models` are compared with one another; `target` and `draft` in every detail, and run. A draft that is a vocabulary
     without weights is spoken by `draft_model`, and so is each of `families`. `pairs` are the report's, target first.
     """
+
+    sizes = {"prompts_per_category": (2, 6), "max_new_tokens": (32, 64)}
 
     models: list[str] = Field(min_length=2, max_length=64, default=[
         "smollm2", "qwen2", "qwen2.5", "qwen3", "qwen3.5", "deepseek-r1-distill-qwen", "deepseek-v4", "gpt-2",
@@ -140,12 +175,14 @@ class CompatibilityParams(Params):
     seed: Seed = 0
 
 
-class RollbackParams(Params):
+class RollbackParams(NotebookParams):
     """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?
 
     `target` is opened in each of `engines` with every rollback strategy. Its drafts are scripted: right with each of
     `acceptance`, the same for all; `draft` and lookup draft for it in the first engine, as they are.
     """
+
+    sizes = {"passages": (2, 12), "max_new_tokens": (12, 24)}
 
     target: str = "tiny-hybrid"
     engines: list[Literal["llama", "torch"]] = Field(default=["llama", "torch"], min_length=1, max_length=2)
@@ -158,7 +195,7 @@ class RollbackParams(Params):
     seed: Seed = 0
 
 
-class MedusaParams(Params):
+class MedusaParams(NotebookParams):
     """Notebook 05: do these heads work, trained, loaded, verified and faster; and if not, which fault is it?
 
     `medusa` and `hydra` are trained heads for `target`. `rows` rows of `row_tokens` are written to practise on, and as
@@ -166,8 +203,13 @@ class MedusaParams(Params):
     `prompts_per_category` are timed, and `identity_prompts` compared in float32.
     """
 
+    sizes = {
+        "prompts_per_category": (2, 8), "max_new_tokens": (16, 32), "rows": (16, 64), "steps": (10, 40),
+        "ablation_steps": (4, 16),
+    }  # fmt: skip
+
     target: str = "smollm2-135m"
-    dtype: str = Field(default="bfloat16", pattern="^(float32|bfloat16|float16)$")
+    dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16)$")
     medusa: str = "smollm2-135m-medusa"
     hydra: str = "smollm2-135m-hydra"
     categories: Categories = ["code", "edit", "prose"]
@@ -181,12 +223,14 @@ class MedusaParams(Params):
     seed: Seed = 0
 
 
-class DivergenceParams(Params):
+class DivergenceParams(NotebookParams):
     """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?
 
     The embedded pair reads `tokens` tokens, `prompt_tokens` of them at once and the others in rounds of `k`. `fault` is
     planted in `layer` (-1: where it is by default) and investigated; then each of `gallery` (empty: all).
     """
+
+    sizes = {"gallery": (["positional_registry", "shared_buffer", "kv_slot_swap", "rope_mismatch", "split_k"], [])}
 
     fault: str = "positional_registry"
     layer: int = Field(default=-1, ge=-1, le=1000)
@@ -204,11 +248,13 @@ class DivergenceParams(Params):
         return self
 
 
-class LosslessParams(Params):
+class LosslessParams(NotebookParams):
     """Notebook 08: is what speculation writes what the target would have written?
 
     `target` decodes `prompts` shipped prompts plainly, with drafts of `draft`, and sampled at `temperature`.
     """
+
+    sizes = {"prompts": (6, 24), "max_new_tokens": (32, 64)}
 
     target: str = "smollm2-135m:f32"
     draft: str = "smollm2-135m:q4_0"
@@ -219,11 +265,13 @@ class LosslessParams(Params):
     seed: int = Field(default=0, ge=0, lt=2**31)
 
 
-class ExplorerParams(Params):
+class ExplorerParams(NotebookParams):
     """Notebook 09: what would another K, drafter, temperature, content or machine give?
 
     Each prompt is generated once at every temperature; every drafter is followed along it.
     """
+
+    sizes = {"prompts_per_category": (3, 12), "max_new_tokens": (32, 48)}
 
     target: str = "smollm2-135m"
     drafters: Names = ["lookup", "self"]

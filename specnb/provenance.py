@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specnb.io import plain
-from specnb.lm.preflight import quota_cores
+from specnb.lm.preflight import cpuinfo, quota_cores
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "accelerate", "gguf", "safetensors", "huggingface-hub"),
@@ -101,7 +101,7 @@ def cpu_facts() -> dict[str, Any]:
     """Model, instruction sets, cores: physical, logical, usable (affinity) and the quota of the control group."""
     import psutil
 
-    model, flags = _cpuinfo()
+    model, flags = cpuinfo()
     return {
         "model": model or platform.processor() or platform.machine() or None,
         "isa": [flag for flag in ISA_FLAGS if flag in flags],
@@ -110,14 +110,6 @@ def cpu_facts() -> dict[str, Any]:
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
         "quota_cores": quota_cores(),
     }
-
-
-def _cpuinfo(path: Path = Path("/proc/cpuinfo")) -> tuple[str | None, frozenset[str]]:
-    """Name and flags of the first core; the rest of the file repeats them once a core."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
-    facts = {key.strip().lower(): value.strip() for key, _, value in lines}
-    return facts.get("model name"), frozenset(facts.get("flags", facts.get("features", "")).split())
 
 
 def _torch_facts() -> dict[str, Any]:

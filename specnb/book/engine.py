@@ -29,12 +29,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve
 from specnb.io import locked, write_atomic
+from specnb.params import BUDGET
 
 START_TIMEOUT_S = 60
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
 MESSAGE_CHARS = 2000
 LINE_CHARS = 80
 REDRAW_S = 0.5
+BAR = "{desc} {n_fmt}/{total_fmt} cells {elapsed}{postfix}"  # cells differ too much for a guess at what is left
 KERNEL_LOG = "kernel.log"
 # ipykernel else passes it through a pipe to a thread of its own, where the last words of a crash are lost
 NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"
@@ -73,11 +75,12 @@ def run_notebook(
     notebook: Path,
     params: Mapping[str, Any] | None = None,
     *,
+    budget: str | None = None,
     results: Path,
     timeout_s: int | None = None,
     progress: bool = True,
 ) -> NotebookOutcome:
-    """Run `notebook` with `params` in place of its defaults; the outcome says whether it completed.
+    """Run `notebook` with `params` in place of its defaults, others by the budget; the outcome says how it ended.
 
     The kernel is this very Python, its working folder that of the notebook; `SPECNB_RESULTS` and
     `SPECNB_RUN_FOLDER` in its environment lead `store.save` to the folder of this run. `timeout_s` bounds each
@@ -85,7 +88,7 @@ def run_notebook(
     a notebook or parameter that cannot be used, or while another process does the same run.
     """
     source = read_notebook(Path(notebook).absolute())
-    given, resolved = resolve(source, params or {})
+    given, resolved = resolve(source, params or {}, budget)
     results = Path(results).absolute()
     run_id = store.run_id(source.path.stem, resolved)
     folder = store.run_folder(results, source.path.stem, run_id)
@@ -97,10 +100,13 @@ def run_notebook(
             nb = parameterize_notebook(nb, given, kernel_name=NATIVE_KERNEL_NAME, language="python")
         nb = remove_error_markers(prepare_notebook_metadata(nb, str(source.path), str(output)))
         environment = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
+        environment |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
         # published figures are those of the default parameters; others stay with their run
         environment |= {"SPECNB_FIGURES": str(folder / "figures")} if given else {}
         launch = {"env": {**os.environ, **environment}, "cwd": str(source.path.parent)}
-        manager = _Manager(nb, str(output), progress_bar={"desc": source.path.stem} if progress else False)
+        manager = _Manager(
+            nb, str(output), progress_bar={"desc": source.path.stem, "bar_format": BAR} if progress else False
+        )
         started, clock, problem = datetime.now(UTC), time.perf_counter(), None
         try:
             # what native code and the kernel itself print, last words above all

@@ -6,6 +6,7 @@ It is read as Python syntax, never run, so defaults must be literals.
 
 import ast
 import json
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -84,11 +85,14 @@ def declared(code: str) -> dict[str, Any]:
     return defaults
 
 
-def resolve(source: Source, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def resolve(
+    source: Source, given: Mapping[str, Any], budget: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Check `given` against what the notebook declares: (the given values, all values with the defaults).
 
     Where the notebook's metadata name a class of `specnb.params` (`{"specnb": {"params": "KSweepParams"}}`), this
-    checks the values. Raises InputError for an unknown name and for a value that does not fit.
+    checks the values, and fills in those that the budget sets: that of `given`, else `budget`, else that of the
+    environment, else that of the cell. Raises InputError for an unknown name and for a value that does not fit.
     """
     cells = [cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])]
     try:
@@ -99,6 +103,8 @@ def resolve(source: Source, given: Mapping[str, Any]) -> tuple[dict[str, Any], d
                 raise InputError(f"has no parameter {name!r}: did you mean {' or '.join(close)}?")
         resolved = defaults | dict(given)
         if model := source.nb.metadata.get("specnb", {}).get("params"):
+            if "budget" not in given and (chosen := budget or os.environ.get(params.BUDGET)):
+                resolved["budget"] = chosen
             resolved = getattr(params, model).checked(**resolved).model_dump(mode="json")
     except InputError as error:
         raise InputError(f"{source.path.name}: {error}") from error

@@ -12,12 +12,12 @@ class ProgressBar:
     """
 
     def __enter__(self) -> Self:
-        self._bar = tqdm(leave=False, bar_format="{percentage:3.0f}% {bar:30} {n_fmt}/{total_fmt} {postfix}")
+        self._bar = tqdm(leave=False, bar_format="{percentage:3.0f}% {bar:30} {n_fmt}/{total_fmt} {desc}")
         return self
 
     def __call__(self, done: int, total: int, step: str) -> None:
         self._bar.total, self._bar.n = total, done
-        self._bar.set_postfix_str(step)
+        self._bar.set_description_str(step)
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()

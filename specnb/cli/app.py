@@ -70,6 +70,7 @@ def run(
     parameter: Annotated[
         list[str] | None, typer.Option(*PARAMETER, help="or NAME=VALUE; repeatable", metavar="NAME VALUE")
     ] = None,
+    budget: Annotated[str | None, typer.Option(help="quick, normal or full [$SPECNB_BUDGET, or the cell's]")] = None,
     results: Annotated[Path | None, typer.Option(help="folder of records [results/]")] = None,
     timeout_s: Annotated[int | None, typer.Option(help="seconds a cell may take", min=1)] = None,
     as_json: Json = False,
@@ -86,11 +87,14 @@ def run(
     paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
     if given and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
+    if budget and "budget" in given:
+        raise InputError(f"the budget is given twice, as {budget!r} and as {given['budget']!r}: leave one out")
     zoo.path("smollm2-135m")  # fetched here, where its progress can be seen
     folder, outcomes, interrupted = results or store.results_dir(), [], False
     try:
         for path in paths:
-            outcomes.append(run_notebook(path, given, results=folder, timeout_s=timeout_s, progress=not as_json))
+            options = {"timeout_s": timeout_s, "progress": not as_json}
+            outcomes.append(run_notebook(path, given, budget=budget, results=folder, **options))
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
         interrupted = True
@@ -261,7 +265,7 @@ def verify(as_json: Json = False) -> None:
 @bench_app.command("medusa")
 def bench_medusa(
     context: typer.Context,
-    target: Annotated[str | None, typer.Option(help="the backbone [smollm2-135m in torch, bfloat16]")] = None,
+    target: Annotated[str | None, typer.Option(help="the backbone [smollm2-135m in torch, dtype=auto]")] = None,
     heads_checkpoint: HeadsCheckpoint = None,
     categories: Annotated[str | None, typer.Option(help="prompt categories, separated by commas [all]")] = None,
     prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed")] = 2,

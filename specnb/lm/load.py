@@ -2,7 +2,7 @@
 
 smollm2-135m                        zoo, in llama.cpp as shipped
 smollm2-135m:f16                    zoo, requantised here
-smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantised into torch
+smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantised into torch (dtype=auto: as the hardware has it)
 model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
 ./folder     hf:ORG/NAME            transformers
 ./folder?backend=llama&weights=f16  converted to a GGUF here (families of lm/gguf), in llama.cpp
@@ -24,7 +24,7 @@ from specnb.errors import InputError, MemoryShortError
 from specnb.io import read_json
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.preflight import require
+from specnb.lm.preflight import auto_dtype, require
 from specnb.lm.zoo import expanded, gguf_parts, size_of
 from specnb.registry import DRAFTERS
 
@@ -41,7 +41,7 @@ MAX_CONFIG_BYTES = 4 << 20
 class ModelSpec:
     """A parsed model name: where it is (`zoo`, `gguf` or `hf`), which engine opens it, and the engine's options.
 
-    `text` is the name with all options that were given, however they were given.
+    `text` is the name with all options that were given, however they were given; `dtype=auto` is resolved.
     """
 
     text: str
@@ -68,6 +68,8 @@ def parse(name: str, **options: Any) -> ModelSpec:
         raise InputError(f"unknown backend {backend!r} in {name!r}; known: {', '.join(BACKENDS)}")
     if backend == "llama" and source.startswith("hf:"):
         raise InputError(f"{name!r} is on a hub; llama.cpp opens .gguf files and local folders: download it first")
+    if backend == "hf" and options.get("dtype") == "auto":
+        options["dtype"] = auto_dtype(options.get("device", "cpu"))
     extra = ({} if backend == usual else {"backend": backend}) | options
     text = f"{source}?{urlencode(extra)}" if extra else source
     return ModelSpec(text, where, source.removeprefix("hf:"), backend, options)

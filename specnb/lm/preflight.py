@@ -30,6 +30,8 @@ COMPARED = 32
 PROBED_WIDTHS = (1, 2, 9)
 REWIND_WIDTH = 4
 PAST = 3
+BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Instruction sets that multiply it: x86 names, then ARM's."""
 PROBE = Tree((-1, -1, -1, -1, -1, 4, 0, 5))
 """Wide before it is deep, so that a node's index is far from its depth."""
 DROPPED, KEPT = PROBE.path(6), PROBE.path(7)
@@ -113,6 +115,24 @@ def quota_cores() -> float | None:
     words = (_kernel_text(folder / "cpu.max").split() for folder in cgroup_folders())
     quotas = [int(quota) / int(period) for quota, period in (w for w in words if len(w) == 2) if quota != "max"]
     return round(min(quotas), 3) if quotas else None
+
+
+def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> tuple[str | None, frozenset[str]]:
+    """Name and flags of the first core; the rest of the file repeats them once a core."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    facts = {key.strip().lower(): value.strip() for key, _, value in lines}
+    return facts.get("model name"), frozenset(facts.get("flags", facts.get("features", "")).split())
+
+
+def auto_dtype(device: str = "cpu") -> str:
+    """The type that `dtype=auto` stands for: bfloat16 where `device` has it in hardware, else float32."""
+    if device == "cpu":
+        return "bfloat16" if BFLOAT16 & cpuinfo()[1] else "float32"
+    import torch
+
+    has_it = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if has_it else "float32"
 
 
 def _kernel_text(file: Path) -> str:

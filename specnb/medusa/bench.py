@@ -43,7 +43,7 @@ from specnb.params import Params
 from specnb.prompts import CATEGORIES, Category, Prompt, digest, prompts
 from specnb.provenance import provenance
 
-TARGET = "smollm2-135m?backend=hf&dtype=bfloat16"
+TARGET = "smollm2-135m?backend=hf&dtype=auto"
 PLAIN, ALL = "plain", "all"
 PARTS = ("draft", "verify", "rewind", "other")
 SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s", "plain_tokens_per_s", "draft_share",
@@ -161,12 +161,16 @@ def measure(
     k: int | None = None,
     num_trials: int = 1,
     seed: int = 0,
+    before: Checked | None = None,
     progress: Progress = silent,
 ) -> HeadsBench:
-    """Run the gates on `judged` prompts and, where all pass, time `timed` ones; settings as in HeadsBenchParams."""
+    """Run the gates on `judged` prompts and, where all pass, time `timed` ones.
+
+    Settings are those of HeadsBenchParams; `before` is that of `gates.run`.
+    """
     checked = gates.run(
-        target, heads, report, judged, curve=training_curve.read(report.path), seed=seed, progress=progress,
-        max_new_tokens=min(max_new_tokens, gates.MAX_NEW_TOKENS),
+        target, heads, report, judged, curve=training_curve.read(report.path), seed=seed, before=before,
+        max_new_tokens=min(max_new_tokens, gates.MAX_NEW_TOKENS), progress=progress,
     )  # fmt: skip
     if not checked.passed:
         return HeadsBench(str(report), checked)

@@ -20,7 +20,7 @@ from specnb.measure import curve as training_curve
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import checkpoint, gates
-from specnb.medusa.accuracy import Trace, score, states, trace
+from specnb.medusa.accuracy import Trace, score, states
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.data import Examples
 from specnb.medusa.nets import Backbone, Heads, ResidualBlock, network, new_heads
@@ -104,7 +104,7 @@ def judge(
 
     Columns of the fingerprint are those of `fingerprint`, alpha_1 with kept and tested drafts, and `tau` of a chain.
     """
-    rows = []
+    rows, checked = [], None
     for fault in planted:
 
         def report(done: int, total: int, step: str, name: str = fault.fault) -> None:
@@ -112,7 +112,7 @@ def judge(
 
         checked = gates.run(
             target, fault.heads, fault.report, prompts, curve=fault.curve, max_new_tokens=max_new_tokens, seed=seed,
-            progress=report,
+            before=checked, progress=report,
         )  # fmt: skip
         names = [d.name for d in checked.diagnoses]
         first = checked.served.iloc[0] if len(checked.served) else {"alpha": None, "kept": 0, "tested": 0}
@@ -120,7 +120,7 @@ def judge(
             "fault": fault.fault,
             "alpha_1": first["alpha"], "kept": int(first["kept"]), "tested": int(first["tested"]),
             "tau": sum(len(g.token_ids) for g in checked.chains) / sum(len(g.rounds) for g in checked.chains),
-            **fingerprint(fault.heads, [trace(target, generation) for generation in checked.plain]),
+            **fingerprint(fault.heads, checked.traces),
             "failed": ", ".join(gate.name for gate in checked.gates if not gate.passed),
             "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),
             "named": fault.named in names if fault.named else checked.passed,

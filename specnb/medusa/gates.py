@@ -81,8 +81,8 @@ class Gate(NamedTuple):
 class Checked:
     """The gates, and what was measured on the way.
 
-    `accuracy` is `accuracy_table` along the `plain` texts, `by_head` `accuracy_by_head`, `served` the alpha by
-    position of the `chains`.
+    `accuracy` is `accuracy_table` along the `plain` texts, whose states are the `traces`, `by_head` is
+    `accuracy_by_head`, `served` the alpha by position of the `chains`.
     """
 
     gates: tuple[Gate, ...]
@@ -91,6 +91,7 @@ class Checked:
     served: pd.DataFrame
     plain: tuple[Generation, ...]
     chains: tuple[Generation, ...]
+    traces: tuple[Trace, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -150,11 +151,13 @@ def run(
     curve: Curve | None,
     max_new_tokens: int,
     seed: int = 0,
+    before: Checked | None = None,
     progress: Progress = silent,
 ) -> Checked:
     """Measure and judge all gates. `report` is the loader's, None when nothing was loaded; `curve` the training's.
 
     Each of the prompts (FEWEST or more, for intervals) is continued greedily, plainly and with a chain of all heads.
+    `before` judged other heads of this target on the same prompts: the plain texts and their states are taken from it.
     `seed` is that of the shuffled weights. Raises what `generate` raises.
     """
     drafter, plain, chains, traces = HeadsDrafter(target, heads), [], [], []
@@ -162,9 +165,9 @@ def run(
     with torch.inference_mode():
         for done, prompt in enumerate(prompts):
             progress(done, len(prompts) + 1, f"gates: {getattr(prompt, 'id', '') or f'prompt {done + 1}'}")
-            plain.append(generate(target, prompt, max_new_tokens=max_new_tokens))
+            plain.append(before.plain[done] if before else generate(target, prompt, max_new_tokens=max_new_tokens))
             chains.append(generate(target, prompt, drafter=drafter, **settings))
-            traces.append(trace(target, plain[-1]))
+            traces.append(before.traces[done] if before else trace(target, plain[-1]))
         progress(len(prompts), len(prompts) + 1, "gates: heads are scored")
         # the last token may be no context
         longest = max(((*text.prompt_ids, *text.token_ids[:-1]) for text in plain), key=len)
@@ -180,7 +183,7 @@ def run(
             gates = [gate if gate.passed else gate._replace(diagnoses=causes) for gate in gates]
     progress(len(prompts) + 1, len(prompts) + 1, "gates: judged")
     tables = accuracy.accuracy_table(scores), accuracy.accuracy_by_head(scores), accuracy.served_alpha(chains)
-    return Checked(tuple(gates), *tables, tuple(plain), tuple(chains))
+    return Checked(tuple(gates), *tables, tuple(plain), tuple(chains), tuple(traces))
 
 
 def _loader(report: LoadReport | None, e: Evidence) -> Gate:

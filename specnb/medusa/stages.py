@@ -26,7 +26,7 @@ from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.text import Writing
 from specnb.medusa.train import HELD_OUT, Recipe, Report, rank_shares, recipe, train
 
-TARGET = "smollm2-135m?backend=hf&dtype=bfloat16&exact=False"
+TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 HELD_OUT_BATCHES = 2
 PLACES = frozenset({"work", "out"})
 """Options that say where, not what heads come out."""

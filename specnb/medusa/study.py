@@ -219,9 +219,10 @@ class Study:
 
     def measure(self, kind: str, progress: Progress = silent) -> HeadsBench:
         """Gates, tree and speed of the heads of a kind: `bench.measure`."""
+        before = next((result.checked for result in self.results.values()), None)
         self.results[kind] = bench.measure(
             self.target, self.heads[kind], self.reports[kind], self.timed, self.judged, seed=self.params.seed,
-            max_new_tokens=self.params.max_new_tokens, progress=progress,
+            max_new_tokens=self.params.max_new_tokens, before=before, progress=progress,
         )  # fmt: skip
         return self.results[kind]
 

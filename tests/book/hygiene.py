@@ -104,11 +104,22 @@ def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
     if len(cells) != 1 or kind is None:
         yield f"has {len(cells)} cells tagged `parameters`, must have 1, and metadata.specnb.params names their class"
         return
-    shown, expected = declared(cells[0].source), kind().model_dump(mode="json")
+    shown, expected = (
+        declared(cells[0].source),
+        kind(budget="quick").model_dump(mode="json") | dict.fromkeys(kind.sizes),
+    )
     if json.dumps(shown) != json.dumps(expected):
         yield f"parameters are {shown} in the notebook, {expected} in {kind.__name__}"
+    for name, (quick, full) in kind.sizes.items():
+        comment = f"{name} = None  # by the budget: {_size(quick)}, {_size(getattr(kind(), name))} or {_size(full)}"
+        if comment not in cells[0].source:
+            yield f"the parameters lack the line {comment!r}"
     if lost := set(shown) ^ set(papermill.inspect_notebook(path)):
         yield f"papermill loses parameters {sorted(lost)}: one line each, no second `=`"
+
+
+def _size(value: object) -> str:
+    return f"{len(value) or 'all'}" if isinstance(value, list) else str(value)
 
 
 def _tags(cell: NotebookNode) -> set[str]:

@@ -60,6 +60,22 @@ def test_the_class_of_the_parameters_checks_them_too(tmp_path):
             resolve(source, {name: value})
 
 
+def test_the_budget_given_goes_before_the_commands_the_environments_and_the_cells(tmp_path, monkeypatch):
+    cell = notebook.params.LosslessParams(budget="quick").model_dump() | {"prompts": None}
+    lines = "\n".join(f"{name} = {value!r}" for name, value in cell.items())
+    source = read_notebook(notebook_at(tmp_path / "08_x.ipynb", lines, specnb={"params": "LosslessParams"}))
+    quick, full = notebook.params.LosslessParams.sizes["prompts"]
+    monkeypatch.delenv(notebook.params.BUDGET, raising=False)
+    assert resolve(source, {})[1]["prompts"] == quick and resolve(source, {}, "full")[1]["prompts"] == full
+    monkeypatch.setenv(notebook.params.BUDGET, "full")
+    assert resolve(source, {})[1]["prompts"] == full and resolve(source, {}, "quick")[1]["prompts"] == quick
+    assert resolve(source, {"budget": "full", "prompts": 3}, "quick")[1]["prompts"] == 3
+    given, resolved = resolve(source, {"budget": "quick", "prompts": None})
+    assert given == {"budget": "quick", "prompts": quick} and resolved["budget"] == "quick"
+    with pytest.raises(InputError, match="'huge'"):
+        resolve(source, {}, "huge")
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"\xff", b'{"nbformat":4,"nbformat_minor":5,"metadata":{},"cells":[3]}']
 )

@@ -221,6 +221,17 @@ def test_an_unknown_notebook_and_results_that_cannot_be_written_are_mistakes(spe
     is_mistake(specnb("run", "08_lossless", "--results", str(tmp_path / "file")), str(tmp_path / "file"))
 
 
+def test_what_a_notebook_cannot_take_is_refused_before_a_kernel_starts(specnb, tmp_path, monkeypatch):
+    monkeypatch.setattr(zoo, "path", lambda name, **_: tmp_path)
+    monkeypatch.setattr(engine, "_execute", lambda *_: pytest.fail("a kernel was to start"))
+    place = ["08_lossless", "--results", str(tmp_path)]
+    is_mistake(specnb("run", *place, "-p", "k", "0"), "08_lossless", "k = 0")
+    is_mistake(specnb("run", *place, "-p", "target", "none"), "target")
+    is_mistake(specnb("run", *place, "--budget", "huge"), "'huge'")
+    is_mistake(specnb("run", *place, "--budget", "quick", "-p", "budget", "full"), "'quick'", "'full'")
+    assert not list(tmp_path.iterdir())
+
+
 # --- models, check, and the process itself --------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from specnb.decode.generate import generate
 from specnb.errors import InputError, MemoryShortError
@@ -67,6 +68,23 @@ def test_keyword_options_win_and_are_part_of_the_name():
     assert spec.backend == "llama" and dict(spec.options) == {"dtype": "float16", "n_ctx": "8"}
     assert parse("model.gguf", n_ctx=8).text == "model.gguf?n_ctx=8"
     assert parse("smollm2-135m", backend="hf") == parse("smollm2-135m?backend=hf")
+
+
+def test_the_type_auto_is_what_the_hardware_has_and_the_name_shows_it(monkeypatch):
+    for flag, dtype in {
+        "avx512_bf16": "bfloat16",
+        "amx_bf16": "bfloat16",
+        "bf16": "bfloat16",
+        "avx2": "float32",
+    }.items():
+        monkeypatch.setattr(preflight, "cpuinfo", lambda flag=flag: (None, frozenset({flag})))
+        spec = parse("smollm2-135m?backend=hf&dtype=auto")
+        assert spec.options["dtype"] == dtype and spec.text == f"smollm2-135m?backend=hf&dtype={dtype}"
+        assert parse("smollm2-135m", backend="hf", dtype="auto") == spec
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for has_it, dtype in {True: "bfloat16", False: "float32"}.items():
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has_it=has_it: has_it)
+        assert parse("hf:ORG/NAME", dtype="auto", device="cuda:0").options["dtype"] == dtype
 
 
 @pytest.mark.parametrize("name", NO_NAMES)

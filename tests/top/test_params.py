@@ -5,10 +5,15 @@ from pydantic import ValidationError
 
 from specnb import params
 from specnb.errors import InputError
-from specnb.params import KSweepParams, Params
+from specnb.params import BUDGETS, KSweepParams, NotebookParams, Params
 
 GOOD = KSweepParams().model_dump()
-CLASSES = [getattr(params, name) for name in vars(params) if name.endswith("Params") and name != "Params"]
+CLASSES = NotebookParams.__subclasses__()
+
+
+@pytest.fixture(autouse=True)
+def _no_budget_from_outside(monkeypatch):
+    monkeypatch.delenv(params.BUDGET, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -57,5 +62,37 @@ def test_ks_are_sorted_whole_temperatures_are_floats_and_the_rest_stays_in_order
 def test_from_cell_takes_the_fields_leaves_the_rest_and_names_every_missing_one():
     cell = {"__name__": "__main__", "In": [], "kss": 1, **GOOD, "ks": [5]}
     assert KSweepParams.from_cell(cell) == KSweepParams(ks=[5])
+    without_sizes = {name: value for name, value in GOOD.items() if name not in (*KSweepParams.sizes, "budget")}
+    assert KSweepParams.from_cell(without_sizes) == KSweepParams()
     with pytest.raises(InputError, match="ks, rule"):
         KSweepParams.from_cell({name: value for name, value in GOOD.items() if name not in ("rule", "ks")})
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_sizes_that_are_none_or_absent_follow_the_budget_and_given_ones_stay(kind: type[NotebookParams]):
+    none, normal = dict.fromkeys(kind.sizes), kind().model_dump()
+    for budget, at in {"quick": 0, "full": 1}.items():
+        by_budget = kind.checked(budget=budget, **none)
+        assert by_budget == kind.checked(budget=budget)
+        assert by_budget.model_dump() == normal | {name: size[at] for name, size in kind.sizes.items()} | {
+            "budget": budget
+        }
+        assert kind.checked(**normal | {"budget": budget}).model_dump() == normal | {"budget": budget}
+    assert kind.checked(**none) == kind.checked(**{n: v for n, v in normal.items() if n != "budget"}) == kind()
+    for name, (quick, full) in kind.sizes.items():
+        if isinstance(normal[name], int):
+            assert quick <= normal[name] <= full, name
+
+
+def test_the_environments_budget_goes_before_the_cells(monkeypatch):
+    cell = GOOD | dict.fromkeys(KSweepParams.sizes) | {"budget": "quick"}
+    found = {}
+    for budget in ("", *BUDGETS):
+        monkeypatch.setenv(params.BUDGET, budget)
+        found[budget] = KSweepParams.from_cell(cell)
+    assert found == {"": KSweepParams(budget="quick"), **{budget: KSweepParams(budget=budget) for budget in BUDGETS}}
+    monkeypatch.setenv(params.BUDGET, "huge")
+    with pytest.raises(InputError, match="'huge'"):
+        KSweepParams.from_cell(cell)
+    with pytest.raises(InputError, match=r"target = None"):
+        KSweepParams.checked(target=None)

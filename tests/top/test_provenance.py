@@ -109,4 +109,4 @@ def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch):
 )
 def test_cpu_name_and_flags_come_from_the_first_core(tmp_path, text, facts):
     (tmp_path / "cpuinfo").write_text(text)
-    assert prov._cpuinfo(tmp_path / "cpuinfo") == facts
+    assert prov.cpuinfo(tmp_path / "cpuinfo") == facts
