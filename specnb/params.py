@@ -55,6 +55,23 @@ class Params(BaseModel):
         return validated(cls, values, f"parameters of {cls.__name__}")
 
 
+class StartParams(Params):
+    """Notebook 00: what does speculative decoding do to a text, and where does each question go?
+
+    `trace` is a folder of the checkout, as `data/traces` holds and notebook 09 leaves. Of it `prompt` is shown at
+    `temperature` with draft length `k`, round `look_at` in every detail; then `target` writes `max_new_tokens` for it.
+    """
+
+    trace: str = "data/traces/smollm2-135m"
+    prompt: str = "edit-02"
+    temperature: Temperature = 0.0
+    k: DraftLength = 8
+    look_at: Count = 2
+    target: str = "smollm2-135m?backend=hf"
+    max_new_tokens: Tokens = 64
+    seed: Seed = 0
+
+
 class KSweepParams(Params):
     """Notebook 01: which draft length K pays, per temperature and content?
 

@@ -266,9 +266,7 @@ def _follow_proposals(
         drafter.commit(view)
     if None in support:  # without support and beliefs no controller that reads drafts is replayed
         support = []
-    return recording._replace(
-        keep=tuple(keep), offered=tuple(offered), support=tuple(support), drafts=tuple(drafts)
-    )
+    return recording._replace(keep=tuple(keep), offered=tuple(offered), support=tuple(support), drafts=tuple(drafts))
 
 
 class _NoChoice:
