@@ -1,6 +1,7 @@
 """Record the shipped trace again: `python -m data.traces.make` (a minute on two idle cores).
 
-Writes `data/traces/smollm2-135m/`: what notebook 09 writes for a run of its own, a record and `trace.parquet`.
+Writes `data/traces/smollm2-135m/`: what notebook 09 writes for a run of its own, a record and `trace.parquet`; and
+`SHA256SUMS`.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from specnb.book.explorer.live import Workbench
 from specnb.book.progress import ProgressBar
 from specnb.draft.load import load_drafter
+from specnb.io import digest
 from specnb.lm.load import load
 from specnb.measure.cost import verify_costs
 from specnb.params import ExplorerParams
@@ -47,6 +49,8 @@ def main() -> None:
         trace.save(save(record, Path(folder)) / "trace.parquet")
         shutil.rmtree(FOLDER, ignore_errors=True)
         shutil.copytree(Path(folder) / EXPERIMENT / record.run_id, FOLDER, ignore=shutil.ignore_patterns(".*"))
+    sums = [f"{digest(file)}  {FOLDER.name}/{file.name}\n" for file in sorted(FOLDER.iterdir())]
+    (FOLDER.parent / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
     ratios = ", ".join(f"T({n})/T(1) = {curve.ratio(n):.2f}" for n in (2, 5, 9, 17, 25))
     print(f"{len(trace.recordings)} recordings; {ratios}; c = {c}; load {load_before[0]:.1f}")
 

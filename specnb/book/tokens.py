@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.decode.control import FixedK
+from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import Step, walk
@@ -121,12 +122,15 @@ def _tagged(fate: str, text: str, title: str) -> str:
     return f'<{tag} style="{style}" title="{title}">{text}</{tag}>'
 
 
-def round_table(each: RoundText) -> pd.DataFrame:
-    """One round, a row a position: position, draft, target_choice, accepted.
+def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
+    """Round `number` (from 1), a row a position: position, draft, target_choice, accepted.
 
-    Behind a refused draft the target's rows answer another text than the one it writes: they are not used.
+    Behind a refused draft the target's rows answer another text than the one it writes: they are not used. Raises
+    InputError for a round that there is not.
     """
-    rows = []
+    if not 1 <= number <= len(rounds):
+        raise InputError(f"got round {number}, expected 1 to {len(rounds)}: give one of these")
+    each, rows = rounds[number - 1], []
     for j in range(each.drafted + (each.ending in (BONUS, PLAIN))):
         draft = shown_text(each.drafts[j]) if j < len(each.drafts) else "(not recorded)"
         choice = shown_text(each.committed[j]) if j < len(each.committed) else "(not used)"
