@@ -66,8 +66,9 @@ class StartParams(Params):
     prompt: str = "edit-02"
     temperature: Temperature = 0.0
     k: DraftLength = 8
-    look_at: Count = 2
-    target: str = "smollm2-135m?backend=hf"
+    look_at: Count = 4
+    target: str = "smollm2-135m"
+    backend: Literal["hf", "llama"] = "hf"
     max_new_tokens: Tokens = 64
     seed: Seed = 0
 
