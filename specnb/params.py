@@ -84,6 +84,24 @@ class NotebookParams(Params):
         return cls.checked(**values | ({"budget": os.environ[BUDGET]} if os.environ.get(BUDGET) else {}))
 
 
+class StartParams(NotebookParams):
+    """Notebook 00: what does speculative decoding do to a text, and where does each question go?
+
+    `trace` is a folder of the checkout, as `data/traces` holds and notebook 09 leaves. Of it `prompt` is shown at
+    `temperature` with draft length `k`, round `look_at` in every detail; then `target` writes `max_new_tokens` for it.
+    """
+
+    trace: str = "data/traces/smollm2-135m"
+    prompt: str = "edit-02"
+    temperature: Temperature = 0.0
+    k: DraftLength = 8
+    look_at: Count = 4
+    target: str = "smollm2-135m"
+    backend: Literal["hf", "llama"] = "hf"
+    max_new_tokens: Tokens = 64
+    seed: Seed = 0
+
+
 class KSweepParams(NotebookParams):
     """Notebook 01: which draft length K pays, per temperature and content?
 

@@ -26,6 +26,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.io import write_atomic
 from specnb.lm.base import Capabilities, LanguageModel
+from specnb.lm.vocab import Vocabulary
 from specnb.measure.replay import rounds
 from specnb.records import Generation
 
@@ -46,7 +47,9 @@ class Recording(NamedTuple):
     * `beliefs[i]`: what the draft model's row for token i says, along the true tokens, as far as its context reaches;
     * `astray[i]`: the same of the rows that follow a wrong draft for token i (for i = n_tokens, the last token), as
       far as they were followed. Greedy only;
-    * `pieces[i]`: the text of token i.
+    * `pieces[i]`: the text of token i;
+    * `drafts[i]`: the texts of the drafts on offer, of a greedy draft model up to the first wrong one. Empty where
+      drafts are drawn, and in files from before it was kept.
     """
 
     prompt_id: str
@@ -65,6 +68,7 @@ class Recording(NamedTuple):
     support: tuple[int, ...] = ()
     beliefs: tuple[Belief, ...] = ()
     astray: tuple[tuple[Belief, ...], ...] = ()
+    drafts: tuple[tuple[bytes, ...], ...] = ()
 
     @property
     def n_tokens(self) -> int:
@@ -118,6 +122,7 @@ _SCHEMA = pa.schema(
         "support": pa.list_(pa.int64()),
         "beliefs": _BELIEFS,
         "astray": pa.list_(_BELIEFS),
+        "drafts": pa.list_(pa.list_(pa.binary())),
     }
 )
 
@@ -125,9 +130,9 @@ _SCHEMA = pa.schema(
 def _recording(row: dict) -> Recording:
     beliefs = tuple(Belief(*b) for b in row.pop("beliefs"))
     astray = tuple(tuple(Belief(*b) for b in path) for path in row.pop("astray"))
-    keep = tuple(map(tuple, row.pop("keep")))
+    keep, drafts = (tuple(map(tuple, row.pop(name, ()))) for name in ("keep", "drafts"))
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    return Recording(**plain, keep=keep, beliefs=beliefs, astray=astray)
+    return Recording(**plain, keep=keep, beliefs=beliefs, astray=astray, drafts=drafts)
 
 
 # --- following drafters along a generation --------------------------------------------------------------------------
@@ -212,10 +217,12 @@ def follow(
     for drafter in drafters:
         recording = blank._replace(drafter=drafter.name)
         if not isinstance(drafter, ModelDrafter):
-            recordings.append(_follow_proposals(drafter, generation, most, recording))
+            recordings.append(_follow_proposals(drafter, generation, most, recording, target.vocab))
             continue
         recording, wrong = _follow_model(drafter.model, generation, sampling, p_true, most, recording)
         walkers = (walking or {}).get(drafter.name, ())
+        if sampling.greedy:
+            recording = recording._replace(drafts=_greedy_drafts(recording, wrong, target.vocab))
         if sampling.greedy and (astray or walkers):
             paths = Astray(drafter.model, generation, wrong, _pass_width(drafter.model.caps))
             if astray:
@@ -228,23 +235,38 @@ def follow(
     return recordings
 
 
-def _follow_proposals(drafter: Drafter, generation: Generation, most: Sequence[int], recording: Recording) -> Recording:
+def _greedy_drafts(
+    recording: Recording, wrong: Sequence[int | None], vocab: Vocabulary
+) -> tuple[tuple[bytes, ...], ...]:
+    """The texts of a draft model's drafts at every position: those that are kept, and the one that is not."""
+    drafts = []
+    for at, kept in enumerate(recording.keep):
+        right = kept.index(0.0) if 0.0 in kept else len(kept)
+        refused = [vocab.piece(wrong[at + right])] if right < len(kept) else []
+        drafts.append((*recording.pieces[at : at + right], *refused))
+    return tuple(drafts)
+
+
+def _follow_proposals(
+    drafter: Drafter, generation: Generation, most: Sequence[int], recording: Recording, vocab: Vocabulary
+) -> Recording:
     """`recording` with what a deterministic drafter proposes at every position: up to `most` tokens."""
     tokens, true = list(generation.prompt_ids), generation.token_ids
     view = TokenView(tokens)
     drafter.start(view)
-    keep, offered, support = [], [], []
+    keep, offered, support, drafts = [], [], [], []
     for at, limit in enumerate(most):
         watch = _NoChoice()
         ids = (drafter.propose(view, limit, watch) if limit else NOTHING).ids
         keep.append(tuple(float(draft == token) for draft, token in zip(ids, true[at:], strict=False)))
         offered.append(len(ids))
+        drafts.append(tuple(map(vocab.piece, ids)))
         support.append(watch.support)
         tokens.append(true[at])
         drafter.commit(view)
     if None in support:  # without support and beliefs no controller that reads drafts is replayed
         support = []
-    return recording._replace(keep=tuple(keep), offered=tuple(offered), support=tuple(support))
+    return recording._replace(keep=tuple(keep), offered=tuple(offered), support=tuple(support), drafts=tuple(drafts))
 
 
 class _NoChoice:

@@ -6,6 +6,7 @@ Behind wrong drafts no more is followed than controllers ask for, and it is the 
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from specnb.decode.control import ConfidenceStop, EntropyStop
@@ -15,7 +16,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure.recording import follow
+from specnb.measure.recording import Trace, follow
 from specnb.measure.replay import fixed_k, walk
 
 PROMPT = [0, 1, 2, 0, 1]
@@ -53,6 +54,23 @@ def test_top_k_and_top_p_are_replayed_as_they_were_sampled(name, cut):
         replayed.append(fixed_k(recording, 3).rounds)
     spread = np.hypot(np.std(live), np.std(replayed)) / np.sqrt(len(live))
     assert abs(np.mean(live) - np.mean(replayed)) <= 3 * spread
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_texts_of_drafts_are_those_of_the_live_rounds_and_old_files_have_none(name, tmp_path):
+    target = toy.markov(4, order=2, seed=2)
+    (recording,) = follow(target, [DRAFTERS[name]()], generate(target, PROMPT, max_new_tokens=30), max_new_tokens=30)
+    for k in (1, 3, 6):
+        at = 0
+        for live in generate(target, PROMPT, drafter=DRAFTERS[name](), k=k, max_new_tokens=30).rounds:
+            texts, known = list(map(target.vocab.piece, live.draft_ids)), list(recording.drafts[at][:k])
+            assert known == texts[: len(known)]
+            assert len(known) == live.k if name == "lookup" else len(known) >= min(live.n_accepted + 1, live.k)
+            at += len(live.committed_ids)
+    Trace((recording,)).save(tmp_path / "new.parquet")
+    assert Trace.load(tmp_path / "new.parquet").recordings == (recording,)
+    pq.write_table(pq.read_table(tmp_path / "new.parquet").drop_columns("drafts"), tmp_path / "old.parquet")
+    assert Trace.load(tmp_path / "old.parquet").recordings == (recording._replace(drafts=()),)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -1,25 +1,15 @@
 """The explorer's figures and sentences: what a setting looks like. No widget, no model."""
 
-import html
 from typing import NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 
+from specnb.book import tokens
 from specnb.book.explorer.tables import AT, FIXED, POLICIES, Predicted, Setting, Tables
 from specnb.book.style import COLOURS, template
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Step
-
-KINDS = {
-    "accepted draft": (COLOURS[2], "●"),
-    "correction": (COLOURS[1], "✖"),
-    "bonus token": (COLOURS[4], "★"),
-    "plain step": (COLOURS[6], "☐"),
-}
-"""Colour and sign of what a token of the strip is."""
-LATER = ("#9a9a9a", "○")
-STRIP = "max-height: 300px; max-width: 960px; overflow-y: auto; line-height: 1.9; font-family: monospace"
 
 
 class View(NamedTuple):
@@ -93,42 +83,9 @@ def alpha(v: View) -> go.Figure:
     return figure.update_layout(template=template(), title_text="Acceptance by position", width=400, height=430)
 
 
-def kinds(v: View) -> list[tuple[int, str]]:
-    """For each token of the strip's prompt: its round (from 1) and its kind."""
-    marks: list[tuple[int, str]] = []
-    for number, s in enumerate(v.steps, 1):
-        marks += [(number, "accepted draft")] * s.n_accepted
-        if s.at + s.n_accepted < v.recording.n_tokens:  # the last round may end within its drafts
-            marks.append((number, ending(s)))
-    return marks
-
-
-def ending(s: Step) -> str:
-    """What the target's own token at the end of a round is."""
-    if not s.drafted:
-        return "plain step"
-    return "bonus token" if s.n_accepted == s.drafted else "correction"
-
-
 def strip(v: View) -> str:
-    """The tokens of one prompt as HTML, each with its sign; the round looked at is framed, those behind it are grey."""
-    spans = [
-        *(f'<span style="color: {colour}">{sign} {kind}</span> &ensp;' for kind, (colour, sign) in KINDS.items()),
-        f'<span style="color: {LATER[0]}">{LATER[1]} later rounds</span><br>',
-    ]
-    for at, ((number, kind), piece) in enumerate(zip(kinds(v), v.recording.pieces, strict=True), 1):
-        colour, sign = KINDS[kind] if number <= v.round else LATER
-        frame = "outline: 2px solid; " if number == v.round else ""
-        style = f"{frame}color: {colour}; padding: 1px 3px; white-space: nowrap"
-        text = html.escape(shown_text(piece))
-        spans.append(f'<span style="{style}" title="token {at}, round {number}: {kind}">{sign}{text}</span> ')
-    return f'<div style="{STRIP}">{"".join(spans)}</div>'
-
-
-def shown_text(piece: bytes) -> str:
-    """A token as it can be read: blanks and line ends visible."""
-    text = piece.decode("utf-8", errors="replace").replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
-    return "".join(c if c.isprintable() else "�" for c in text)
+    """The tokens of one prompt as HTML, the round looked at framed."""
+    return tokens.strip(tokens.replayed(v.recording, v.steps), v.round)
 
 
 def label(s: Setting) -> str:
@@ -163,8 +120,5 @@ def verdict(p: Predicted) -> str:
 
 def round_line(v: View) -> str:
     """The round of the strip in words."""
-    s = v.steps[v.round - 1]
-    end = ending(s) if s.at + s.n_accepted < v.recording.n_tokens else "the end"
-    text = "".join(map(shown_text, v.recording.pieces[s.at : s.at + s.n_accepted + 1]))
-    counts = f"{s.drafted} drafted, {s.n_accepted} kept, {s.drafted - s.n_accepted} discarded"
-    return f"Round {v.round} of {len(v.steps)} of {v.recording.prompt_id}: {counts}, then {end}: “{text[:80]}”."
+    (shown,) = tokens.replayed(v.recording, [v.steps[v.round - 1]])
+    return f"Round {v.round} of {len(v.steps)} of {v.recording.prompt_id}: {shown.line}"

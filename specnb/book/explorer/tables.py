@@ -7,6 +7,7 @@ back is walked along its recordings once for each thing that it depends on. No w
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +16,14 @@ import pandas as pd
 from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, FixedK, RollingAcceptance
 from specnb.decode.costaware import CostAware
 from specnb.errors import InputError
+from specnb.io import project_dir
 from specnb.measure.bench import FEWEST
 from specnb.measure.content import ContentK
 from specnb.measure.cost import NAMED, CostCurve, straight_curve
 from specnb.measure.recording import Trace
 from specnb.measure.replay import Counts, Step, counts_of, fixed_k, walk
+from specnb.records import RunRecord
+from specnb.store import load
 
 ALL = "all"
 FIXED = "fixed K"
@@ -218,6 +222,19 @@ class Tables:
         _, totals, tested, kept = self.parts(counts.sum(0))
         rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
         return Predicted(value, low, high, n, self.n_tokens[at].sum(), rounds, drafted, accepted, tested, kept)
+
+
+def stored(folder: str | Path) -> tuple[RunRecord, Trace, CostCurve, dict[str, float]]:
+    """What notebook 09 left in the folder of a run: its record and trace, T(n) and c of each drafter.
+
+    A relative `folder` is one of the checkout. Raises InputError for a folder that holds no such run.
+    """
+    folder = project_dir() / folder
+    record = load(folder)
+    if not {"verify_curve", "c"} <= record.measurements.keys():
+        raise InputError(f"{folder} is a run of {record.experiment}, which timed no forwards: give one of 09_explorer")
+    curve = CostCurve.model_validate(record.measurements["verify_curve"])
+    return record, Trace.load(folder / "trace.parquet"), curve, record.measurements["c"]
 
 
 def checks(tables: Tables) -> pd.DataFrame:

@@ -1,0 +1,150 @@
+"""Rounds as a reader sees them: the text with each token's fate as HTML, and one round as a table. No model.
+
+The HTML styles each tag by itself and inherits the page's colours. Where styles are stripped (GitHub), the tags remain:
+kept drafts are underlined, refused ones struck through, corrections bold, bonus tokens marked.
+"""
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from specnb.decode.control import FixedK
+from specnb.errors import InputError
+from specnb.lm.vocab import Vocabulary
+from specnb.measure.recording import Recording, Trace
+from specnb.measure.replay import Step, walk
+from specnb.records import Generation
+
+ACCEPTED, REFUSED, CORRECTION, BONUS = "accepted draft", "refused draft", "correction", "bonus token"
+PLAIN, AFTER = "plain step", "after the end"
+FATES = {
+    ACCEPTED: ("ins", "background:rgba(0,158,115,.24);text-decoration-color:rgb(0,158,115)"),
+    REFUSED: ("del", "background:rgba(128,128,128,.16);opacity:.75"),
+    CORRECTION: ("strong", "background:rgba(230,110,0,.4)"),
+    BONUS: ("mark", "background:rgba(250,204,21,.5);color:inherit"),
+    PLAIN: ("span", ""),
+}
+"""Tag and style of what a token of the strip is."""
+STRIP = "max-height:360px;max-width:960px;overflow-y:auto;line-height:1.9;font-family:monospace;white-space:pre-wrap"
+
+
+class RoundText(NamedTuple):
+    """A round as text: `n_accepted` of `drafted` drafts kept, then the target's token, unless the text ended.
+
+    `drafts` may stop behind the first refused one, where no more is recorded.
+    """
+
+    drafts: tuple[bytes, ...]
+    drafted: int
+    n_accepted: int
+    committed: tuple[bytes, ...]
+
+    @property
+    def ending(self) -> str:
+        """What the target's token is; "" where the text ended within the drafts."""
+        if len(self.committed) <= self.n_accepted:
+            return ""
+        if not self.drafted:
+            return PLAIN
+        return BONUS if self.n_accepted == self.drafted else CORRECTION
+
+    @property
+    def fates(self) -> list[str]:
+        """What each committed token is."""
+        return [ACCEPTED] * self.n_accepted + [self.ending] * bool(self.ending)
+
+    @property
+    def text(self) -> str:
+        return "".join(map(shown_text, self.committed))
+
+    @property
+    def line(self) -> str:
+        """The round in words."""
+        counts = f"{self.drafted} drafted, {self.n_accepted} kept, {self.drafted - self.n_accepted} discarded"
+        return f"{counts}, then {self.ending or 'the end'}: “{self.text[:80]}”."
+
+
+def replayed(recording: Recording, steps: Iterable[Step]) -> list[RoundText]:
+    """The rounds of a walk along a recording."""
+    rounds = []
+    for step in steps:
+        committed = recording.pieces[step.at : step.at + step.n_accepted + 1]
+        drafts = recording.drafts[step.at][: step.drafted] if recording.drafts else committed[: step.n_accepted]
+        rounds.append(RoundText(drafts, step.drafted, step.n_accepted, committed))
+    return rounds
+
+
+def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
+    """The rounds of one recording, the first with the fields `wanted`, at draft length k. Raises InputError."""
+    recording = trace.select(**wanted).recordings[0]
+    return replayed(recording, walk(recording, FixedK(k), np.random.default_rng(recording.seed)))
+
+
+def generated(generation: Generation, vocab: Vocabulary) -> list[RoundText]:
+    """The rounds of a chain that ran."""
+    texts = ((tuple(map(vocab.piece, ids)) for ids in (r.draft_ids, r.committed_ids)) for r in generation.rounds)
+    rounds = zip(generation.rounds, texts, strict=True)
+    return [RoundText(drafts, r.k, r.n_accepted, committed) for r, (drafts, committed) in rounds]
+
+
+def strip(rounds: Sequence[RoundText], looked_at: int | None = None) -> str:
+    """The text as HTML, each token in the look of its fate; refused drafts stand where they were cut off.
+
+    The round `looked_at` (from 1) is framed, and those behind it are pale.
+    """
+    legend = " &ensp;".join(_tagged(fate, fate, fate) for fate in FATES)
+    parts, at = [], 0
+    for number, each in enumerate(rounds, 1):
+        frame = "outline:2px solid;" if number == looked_at else ""
+        pale = "opacity:.35;" if looked_at and number > looked_at else ""
+        spans = []
+        for piece, fate in zip(each.committed, each.fates, strict=True):
+            at += 1
+            if fate == CORRECTION:  # what it stands in for comes before it
+                spans += [_tagged(REFUSED, text, f"round {number}: {REFUSED}") for text in _refused(each)]
+            text = html.escape(shown_text(piece, blank=" ")).replace("⏎", "⏎<br>")
+            spans.append(_tagged(fate, text, f"token {at}, round {number}: {fate}"))
+        parts.append(f'<span style="{frame}{pale}margin-right:3px">{"".join(spans)}</span>')
+    return f'<div style="{STRIP}"><p style="font-family:sans-serif">{legend}</p>{"".join(parts)}</div>'
+
+
+def _refused(each: RoundText) -> list[str]:
+    texts = [html.escape(shown_text(piece, blank=" ")) for piece in each.drafts[each.n_accepted :]]
+    unknown = each.drafted - each.n_accepted - len(texts)
+    return [*texts, f" +{unknown} "] if unknown else texts
+
+
+def _tagged(fate: str, text: str, title: str) -> str:
+    tag, style = FATES[fate]
+    return f'<{tag} style="{style}" title="{title}">{text}</{tag}>'
+
+
+def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
+    """Round `number` (from 1), a row a position: position, draft, target_choice, accepted.
+
+    Behind a refused draft the target's rows answer another text than the one it writes: they are not used. Raises
+    InputError for a round that there is not.
+    """
+    if not 1 <= number <= len(rounds):
+        raise InputError(f"got round {number}, expected 1 to {len(rounds)}: give one of these")
+    each, rows = rounds[number - 1], []
+    for j in range(each.drafted + (each.ending in (BONUS, PLAIN))):
+        draft = shown_text(each.drafts[j]) if j < len(each.drafts) else "(not recorded)"
+        choice = shown_text(each.committed[j]) if j < len(each.committed) else "(not used)"
+        if j < each.n_accepted:
+            accepted = "yes"
+        elif j == each.n_accepted and each.ending:
+            accepted, draft = ("no", draft) if each.drafted > j else (each.ending, "")
+        else:
+            accepted = "behind the cut" if each.ending else AFTER
+        rows.append((j + 1, draft, choice, accepted))
+    return pd.DataFrame(rows, columns=["position", "draft", "target_choice", "accepted"])
+
+
+def shown_text(piece: bytes, blank: str = "·") -> str:
+    """A token as it can be read: blanks and line ends visible, ∎ for one without text."""
+    text = piece.decode("utf-8", errors="replace").replace("\n", "⏎").replace("\t", "⇥").replace(" ", blank)
+    return "".join(c if c.isprintable() else "�" for c in text) or "∎"

@@ -1,0 +1,79 @@
+"""Rounds as text: what is shown of a trace is what a live run does, and every token has one fate."""
+
+import re
+
+import pytest
+
+from specnb.book.explorer.tables import Tables, stored
+from specnb.book.tokens import RoundText, generated, of_trace, round_table, shown_text, strip
+from specnb.decode.generate import generate
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.errors import InputError
+from specnb.io import digest, project_dir
+from specnb.lm import toy
+from specnb.measure.recording import Trace, follow
+from specnb.store import save
+
+PROMPT = [0, 1, 2, 0, 1, 2, 3]
+TRACES = project_dir() / "data" / "traces"
+CUT = RoundText((b"a", b"x", b"<b>"), 4, 1, (b"a", b"&"))
+KEPT = RoundText((b"a", b" b\n"), 2, 2, (b"a", b" b\n", b"c"))
+ENDED = RoundText((b"a", b"b"), 2, 1, (b"a",))
+STEP = RoundText((), 0, 0, (b"",))
+
+
+@pytest.mark.parametrize("drafter", [LookupDrafter, lambda: ModelDrafter(toy.markov(6, order=1, seed=5))])
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_trace_shows_the_rounds_of_the_live_run(drafter, k):
+    target = toy.markov(6, order=2, seed=4, sharpness=3.0)
+    trace = Trace(tuple(follow(target, [drafter()], generate(target, PROMPT, max_new_tokens=40), max_new_tokens=40)))
+    shown = of_trace(trace, k)
+    live = generated(generate(target, PROMPT, drafter=drafter(), k=k, max_new_tokens=40), target.vocab)
+    assert [r._replace(drafts=()) for r in shown] == [r._replace(drafts=()) for r in live]
+    for one_shown, one_live in zip(shown, live, strict=True):
+        assert one_shown.drafts == one_live.drafts[: len(one_shown.drafts)]
+        assert len(one_shown.drafts) > one_shown.n_accepted or one_shown.ending != "correction"
+    old = Trace(tuple(r._replace(drafts=()) for r in trace.recordings))
+    assert [r.fates for r in of_trace(old, k)] == [r.fates for r in shown]
+
+
+def test_a_round_is_a_table_of_its_positions():
+    tables = [round_table([CUT, KEPT, ENDED, STEP], number) for number in (1, 2, 3, 4)]
+    assert [t["accepted"].tolist() for t in tables] == [
+        ["yes", "no", "behind the cut", "behind the cut"],
+        ["yes", "yes", "bonus token"],
+        ["yes", "after the end"],
+        ["plain step"],
+    ]
+    assert tables[0]["draft"].tolist() == ["a", "x", "<b>", "(not recorded)"]
+    assert tables[0]["target_choice"].tolist() == ["a", "&", "(not used)", "(not used)"]
+    for number in (0, 5):
+        with pytest.raises(InputError, match=str(number)):
+            round_table([CUT, KEPT, ENDED, STEP], number)
+
+
+def test_the_strip_holds_every_token_by_its_fate_and_needs_nothing_but_its_tags():
+    shown = strip([CUT, KEPT, ENDED, STEP], looked_at=2)
+    body = shown.partition("</p>")[2]
+    assert re.findall(r"<(ins|del|strong|mark)\b[^>]*>([^<]*)<", body) == [
+        ("ins", "a"), ("del", "x"), ("del", "&lt;b&gt;"), ("del", " +1 "), ("strong", "&amp;"),
+        ("ins", "a"), ("ins", " b⏎"), ("mark", "c"), ("ins", "a"),
+    ]  # fmt: skip
+    assert not re.search(r"<style|<script|class=|[^-]color:(?!inherit|rgb)", shown)
+    assert body.count("outline") == 1 and body.count("opacity:.35") == 2
+    assert shown_text(b"a b\n") == "a·b⏎" and shown_text(b"\xff\x00<b>") == "��<b>" and shown_text(b"") == "∎"
+
+
+def test_the_shipped_trace_is_whole_and_opens_without_a_model(tmp_path):
+    sums = dict(line.split("  ")[::-1] for line in (TRACES / "SHA256SUMS").read_text(encoding="utf-8").splitlines())
+    files = [file for file in TRACES.rglob("*") if file.parent != TRACES]
+    assert {str(file.relative_to(TRACES)): digest(file) for file in files} == sums
+    assert sum(file.stat().st_size for file in files) < 1_000_000
+    record, trace, curve, c = stored("data/traces/smollm2-135m")
+    tables = Tables(trace)
+    assert {r.prompt_id for r in tables.recordings} == set(record.provenance["extra"]["prompts"])
+    assert set(c) == set(tables.drafters) and curve.widths[-1] == tables.k_max + 1
+    assert all(r.drafts for r in tables.recordings if not r.temperature)
+    with pytest.raises(InputError, match="08_x"):
+        stored(save(record.model_copy(update={"experiment": "08_x", "measurements": {}}), tmp_path))
