@@ -7,10 +7,11 @@ papermill and a plain call go through the same checks.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from specnb.errors import InputError
 from specnb.io import validated
+from specnb.prompts import categories, located
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 """0 is greedy."""
@@ -19,9 +20,19 @@ Count = Annotated[int, Field(ge=1, le=1000)]
 CountOrZero = Annotated[int, Field(ge=0, le=1000)]
 DraftLength = Annotated[int, Field(ge=1, le=256)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Categories = Annotated[list[str], Field(min_length=1, max_length=6)]
+Categories = Annotated[list[str], Field(min_length=1, max_length=64, validate_default=True)]
+"""Left at the default beside a file of `prompts`, they are those of the file."""
 Names = Annotated[list[str], Field(min_length=1, max_length=8)]
 Temperatures = Annotated[list[Temperature], Field(min_length=1, max_length=16)]
+
+
+def _read(source: str) -> str:
+    categories(source := located(source))  # every line is checked here, before a model is opened
+    return source
+
+
+Source = Annotated[str, AfterValidator(_read)]
+"""Where prompts come from: "" (shipped), a JSONL file, or a pack: humaneval, mt-bench. Declared before categories."""
 
 
 class Params(BaseModel):
@@ -37,6 +48,17 @@ class Params(BaseModel):
         if twice:
             raise ValueError(f"{twice[0]!r} is listed twice")
         return value
+
+    @field_validator("categories", "contents", check_fields=False)
+    @classmethod
+    def _those_of_the_prompts(cls, names: list[str], info: ValidationInfo) -> list[str]:
+        source = info.data.get("prompts")  # None where it was refused
+        known = list(names if source is None else categories(source))
+        if source and names == cls.model_fields[info.field_name].default:
+            return known
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"no prompts of the category {unknown[0]!r}; there are {', '.join(known)}")
+        return names
 
     @classmethod
     def from_cell(cls, names: Mapping[str, Any]) -> Self:
@@ -74,6 +96,7 @@ class KSweepParams(Params):
     k_max: int = Field(default=24, ge=1, le=64)
     ks: list[DraftLength] = Field(default=[4, 12], min_length=1, max_length=64)
     temperatures: Temperatures = [0.0, 0.7]
+    prompts: Source = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = 5
     max_new_tokens: Tokens = 24
@@ -99,6 +122,7 @@ class AdaptiveKParams(Params):
 
     target: str = "smollm2-135m:f16"
     drafters: Names = ["lookup", "smollm2-135m:q4_0"]
+    prompts: Source = ""
     categories: Categories = ["code", "json", "prose", "general", "edit"]
     prompts_per_category: Count = 5
     live_prompts: CountOrZero = 1
@@ -132,6 +156,7 @@ class CompatibilityParams(Params):
         ["qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"],
         ["qwen3-next-80b-a3b-instruct", "pard-qwen3-0.6b"],
     ])  # fmt: skip
+    prompts: Source = ""
     categories: Categories = ["code", "prose"]
     prompts_per_category: Count = 2
     k: DraftLength = 4
@@ -152,6 +177,7 @@ class RollbackParams(Params):
     draft: str = "tiny-hybrid-draft"
     ks: list[Annotated[int, Field(ge=1, le=64)]] = Field(default=[2, 6], min_length=1, max_length=16)
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
+    prompts: Source = ""
     passages: Count = 5
     prompt_tokens: Tokens = 64
     max_new_tokens: Tokens = 16
@@ -170,6 +196,7 @@ class MedusaParams(Params):
     dtype: str = Field(default="bfloat16", pattern="^(float32|bfloat16|float16)$")
     medusa: str = "smollm2-135m-medusa"
     hydra: str = "smollm2-135m-hydra"
+    prompts: Source = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = 5
     max_new_tokens: int = Field(default=32, ge=4, le=100_000)
@@ -207,14 +234,15 @@ class DivergenceParams(Params):
 class LosslessParams(Params):
     """Notebook 08: is what speculation writes what the target would have written?
 
-    `target` decodes `prompts` shipped prompts plainly, with drafts of `draft`, and sampled at `temperature`.
+    `target` decodes prompts plainly, with drafts of `draft`, and sampled at `temperature`. `prompts` is how many of the
+    shipped ones, or the name of a file or pack, which is taken whole.
     """
 
     target: str = "smollm2-135m:f32"
     draft: str = "smollm2-135m:q4_0"
     k: int = Field(default=4, ge=1, le=64)
     temperature: float = Field(default=0.7, gt=0, le=100)
-    prompts: Count = 12
+    prompts: Count | Source = 12
     max_new_tokens: int = Field(default=64, ge=1, le=4096)
     seed: int = Field(default=0, ge=0, lt=2**31)
 
@@ -227,6 +255,7 @@ class ExplorerParams(Params):
 
     target: str = "smollm2-135m"
     drafters: Names = ["lookup", "self"]
+    prompts: Source = ""
     contents: Categories = ["code", "edit", "prose"]
     temperatures: Temperatures = [0.0, 0.7]
     prompts_per_category: Count = 5

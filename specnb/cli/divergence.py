@@ -254,7 +254,7 @@ def audit(
     top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
     k: Annotated[int, typer.Option("--k", help="draft length", min=1)] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="after each prompt", min=1)] = 128,
-    prompts: Annotated[int, typer.Option(help="shipped prompts, of all categories in turn", min=1)] = 12,
+    prompts: Annotated[str, typer.Option(help="how many of the shipped; or a .jsonl, humaneval, mt-bench")] = "12",
     seed: Annotated[int, typer.Option(help="of the first prompt's random draws; the next has the next one", min=0)] = 0,
     effect: Annotated[
         float,
@@ -276,7 +276,8 @@ def audit(
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sampling)
     SamplingTally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
-    chosen, options = in_turn(prompts), sampling | {"k": k, "max_new_tokens": max_new_tokens}
+    chosen = in_turn(int(prompts) if prompts.isdecimal() else prompts)
+    options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
     with judged(), ProgressBar() as progress, ExitStack() as opened:
         model = opened.enter_context(closing(load(target)))
         drafter = opened.enter_context(closing(load_drafter(draft, model, strict=True).drafter))

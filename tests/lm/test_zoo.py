@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from specnb import fetch
 from specnb.errors import FetchError, InputError
 from specnb.io import cache_dir, digest
 from specnb.lm import zoo
@@ -166,7 +167,7 @@ def test_what_fails_halfway_leaves_nothing_and_a_bad_folder_is_a_clear_error(tmp
         made_once(tmp_path / "f", breaks, n_bytes=1)
     assert names(tmp_path) == set()
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(zoo, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fetch, "LOCK_TIMEOUT_S", 0.05)
     for dest, n_bytes in ((tmp_path / "file" / "f", 1), (tmp_path / "f", 1 << 60)):
         with pytest.raises(FetchError, match="SPECNB_CACHE"):
             made_once(dest, write_file, n_bytes=n_bytes)

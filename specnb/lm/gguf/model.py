@@ -19,12 +19,12 @@ import numpy as np
 import psutil
 
 from specnb.errors import EngineError, InputError, MemoryShortError, RewindError
+from specnb.fetch import gguf_parts, size_of
 from specnb.lm.base import Capabilities
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES
 from specnb.lm.preflight import kv_bytes, quota_cores, require
 from specnb.lm.rollback import AUTO, GoesBack, Recompute, Rollback, check_options, choose
-from specnb.lm.zoo import gguf_parts, size_of
 
 if TYPE_CHECKING:
     from specnb.lm.gguf.tensors import Watch
