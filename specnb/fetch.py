@@ -126,12 +126,14 @@ def from_hub(name: str, revision: str = "main") -> Path:
 @contextmanager
 def asking_hub(name: str, instead: str) -> Iterator[None]:
     """Turn whatever the hub, its library and the network raise inside into a FetchError; `instead` helps without it."""
-    from huggingface_hub.errors import GatedRepoError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError
 
     try:
         yield
     except InputError:
         raise
+    except HFValidationError as error:
+        raise InputError(f"{name} is no hub id ({str(error).splitlines()[0]}): write hf:ORG/NAME") from error
     except Exception as error:
         remedy = "check the name and the network (a private model needs a login)"
         if isinstance(error, GatedRepoError):
