@@ -7,12 +7,14 @@ minutes on a slow machine, normal is the models' own defaults, full has interval
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from specnb.errors import InputError
 from specnb.io import validated
+from specnb.prompts import PACKS, categories
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 """0 is greedy."""
@@ -21,7 +23,12 @@ Count = Annotated[int, Field(ge=1, le=1000)]
 CountOrZero = Annotated[int, Field(ge=0, le=1000)]
 DraftLength = Annotated[int, Field(ge=1, le=256)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Categories = Annotated[list[str], Field(min_length=1, max_length=6)]
+Categories = Annotated[
+    list[str],
+    BeforeValidator(lambda names: names.split(",") if isinstance(names, str) else names),
+    Field(min_length=1, max_length=64, validate_default=True),
+]
+"""May be a text with commas."""
 Names = Annotated[list[str], Field(min_length=1, max_length=8)]
 Temperatures = Annotated[list[Temperature], Field(min_length=1, max_length=16)]
 Budget = Literal["quick", "normal", "full"]
@@ -31,7 +38,11 @@ BUDGET = "SPECNB_BUDGET"
 
 
 class Params(BaseModel):
-    """Base of all parameter models: no unknown names, no silent change of a value, nothing listed twice."""
+    """Base of all parameter models: no unknown names, no silent change of a value, nothing listed twice.
+
+    `prompts` names a JSONL file or a pack (humaneval, mt-bench) in place of the shipped ones, and comes before
+    `categories` or `contents`: left at their default, they are then those of the file.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -43,6 +54,26 @@ class Params(BaseModel):
         if twice:
             raise ValueError(f"{twice[0]!r} is listed twice")
         return value
+
+    @field_validator("prompts", check_fields=False)
+    @classmethod
+    def _readable_anywhere(cls, source: int | str) -> int | str:
+        """Every line is read here, before a model is opened; a number is how many of the shipped."""
+        if isinstance(source, str) and source:
+            source = source if source in PACKS else str(Path(source).expanduser().absolute())
+            categories(source)
+        return source
+
+    @field_validator("categories", "contents", check_fields=False)
+    @classmethod
+    def _those_of_the_prompts(cls, names: list[str], info: ValidationInfo) -> list[str]:
+        source = info.data.get("prompts")  # None where it was refused
+        known = list(names if source is None else categories(source))
+        if source and names == cls.model_fields[info.field_name].default:
+            return known
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"no prompts of the category {unknown[0]!r}; there are {', '.join(known)}")
+        return names
 
     @classmethod
     def checked(cls, **values: Any) -> Self:
@@ -123,6 +154,7 @@ class KSweepParams(NotebookParams):
     k_max: int = Field(default=24, ge=1, le=64)
     ks: list[DraftLength] = Field(default=[4, 12], min_length=1, max_length=64)
     temperatures: Temperatures = [0.0, 0.7]
+    prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = 5
     max_new_tokens: Tokens = 24
@@ -150,6 +182,7 @@ class AdaptiveKParams(NotebookParams):
 
     target: str = "smollm2-135m:f16"
     drafters: Names = ["lookup", "smollm2-135m:q4_0"]
+    prompts: str = ""
     categories: Categories = ["code", "json", "prose", "general", "edit"]
     prompts_per_category: Count = 5
     live_prompts: CountOrZero = 1
@@ -185,6 +218,7 @@ class CompatibilityParams(NotebookParams):
         ["qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"],
         ["qwen3-next-80b-a3b-instruct", "pard-qwen3-0.6b"],
     ])  # fmt: skip
+    prompts: str = ""
     categories: Categories = ["code", "prose"]
     prompts_per_category: Count = 2
     k: DraftLength = 4
@@ -207,6 +241,7 @@ class RollbackParams(NotebookParams):
     draft: str = "tiny-hybrid-draft"
     ks: list[Annotated[int, Field(ge=1, le=64)]] = Field(default=[2, 6], min_length=1, max_length=16)
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
+    prompts: str = ""
     passages: Count = 5
     prompt_tokens: Tokens = 64
     max_new_tokens: Tokens = 16
@@ -230,6 +265,7 @@ class MedusaParams(NotebookParams):
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16)$")
     medusa: str = "smollm2-135m-medusa"
     hydra: str = "smollm2-135m-hydra"
+    prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = 5
     max_new_tokens: int = Field(default=32, ge=4, le=100_000)
@@ -269,7 +305,8 @@ class DivergenceParams(NotebookParams):
 class LosslessParams(NotebookParams):
     """Notebook 08: is what speculation writes what the target would have written?
 
-    `target` decodes `prompts` shipped prompts plainly, with drafts of `draft`, and sampled at `temperature`.
+    `target` decodes prompts plainly, with drafts of `draft`, and sampled at `temperature`. `prompts` is how many of the
+    shipped ones, or the name of a file or pack, which is taken whole.
     """
 
     sizes = {"prompts": (6, 24), "max_new_tokens": (32, 64)}
@@ -278,7 +315,7 @@ class LosslessParams(NotebookParams):
     draft: str = "smollm2-135m:q4_0"
     k: int = Field(default=4, ge=1, le=64)
     temperature: float = Field(default=0.7, gt=0, le=100)
-    prompts: Count = 12
+    prompts: Count | str = 12
     max_new_tokens: int = Field(default=64, ge=1, le=4096)
     seed: int = Field(default=0, ge=0, lt=2**31)
 
@@ -293,6 +330,7 @@ class ExplorerParams(NotebookParams):
 
     target: str = "smollm2-135m"
     drafters: Names = ["lookup", "self"]
+    prompts: str = ""
     contents: Categories = ["code", "edit", "prose"]
     temperatures: Temperatures = [0.0, 0.7]
     prompts_per_category: Count = 5

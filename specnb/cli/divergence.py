@@ -212,6 +212,7 @@ def preflight(
 
 def _folder(name: str) -> Path | None:
     """Where the files of a transformers model lie, fetched by the hub's library or before; None for other models."""
+    from specnb.fetch import hub_folder
     from specnb.lm import zoo
     from specnb.lm.load import parse
     from specnb.registry import DRAFTERS
@@ -220,12 +221,7 @@ def _folder(name: str) -> Path | None:
     if spec is None or spec.where != "hf":
         return None
     folder = zoo.local_folder(spec.source)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    revision = spec.options.get("revision", "main")
-    return Path(snapshot_download(spec.source, revision=revision, local_files_only=True))  # it has just been opened
+    return folder if folder.is_dir() else hub_folder(spec.source, spec.options.get("revision", "main"))
 
 
 def audit(
@@ -236,7 +232,7 @@ def audit(
     top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
     k: Annotated[int, typer.Option("--k", help="draft length", min=1)] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="after each prompt", min=1)] = 128,
-    prompts: Annotated[int, typer.Option(help="shipped prompts, of all categories in turn", min=1)] = 12,
+    prompts: Annotated[str, typer.Option(help="how many of the shipped; or a .jsonl, humaneval, mt-bench")] = "12",
     seed: Annotated[int, typer.Option(help="of the first prompt's random draws; the next has the next one", min=0)] = 0,
     effect: Annotated[
         float,
@@ -258,7 +254,8 @@ def audit(
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sampling)
     SamplingTally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
-    chosen, options = in_turn(prompts), sampling | {"k": k, "max_new_tokens": max_new_tokens}
+    chosen = in_turn(int(prompts) if prompts.isdecimal() else prompts)
+    options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
     with judged(), ProgressBar() as progress, ExitStack() as opened:
         model = opened.enter_context(closing(load(target)))
         drafter = opened.enter_context(closing(load_drafter(draft, model, strict=True).drafter))

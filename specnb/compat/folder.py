@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specnb.compat.description import HUB, Description, Merges, state_of
-from specnb.errors import FetchError, InputError, SpecnbError
+from specnb.errors import InputError, SpecnbError
+from specnb.fetch import asking_hub
 from specnb.io import read_json
 from specnb.lm.vocab import Vocabulary, kind_of, rule_names, spelling_of
 
@@ -36,7 +37,11 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
     """
     text, path = str(source), Path(source)
     if text.startswith(HUB):
-        path = _fetched(text.removeprefix(HUB), revision)
+        import huggingface_hub
+
+        with asking_hub(text, f"a folder with {', '.join(SMALL_FILES[:3])}"):
+            repository = text.removeprefix(HUB)
+            path = Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=[*SMALL_FILES]))
     elif not path.is_dir():
         return _described(text, path, None)
     if not any((path / file).exists() for file in (CONFIG, TOKENIZER)):
@@ -45,28 +50,6 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
             "AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
         )
     return _described(text, path / TOKENIZER, path)
-
-
-def _fetched(repo: str, revision: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError
-
-    instead = f"or give a folder with {', '.join(SMALL_FILES[:3])}"
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(SMALL_FILES)))
-    except HFValidationError as error:
-        raise InputError(f"{HUB}{repo} is no hub id ({str(error).splitlines()[0]}): write hf:ORG/NAME") from error
-    except GatedRepoError as error:
-        raise FetchError(
-            f"{HUB}{repo} is gated: accept its licence on the model's page of the hub, log in with `hf auth login` (or "
-            f"set HF_TOKEN), and ask again; {instead}"
-        ) from error
-    except Exception as error:  # the hub's library raises its own errors, those of its transport, and OSError
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise FetchError(
-            f"cannot fetch the tokenizer of {HUB}{repo} ({revision}): {reason.rstrip('.')}. Check the name and the "
-            f"network (a private model needs a login), {instead}"
-        ) from error
 
 
 def _described(name: str, tokenizer: Path, folder: Path | None) -> Description:

@@ -3,6 +3,7 @@
 smollm2-135m  smollm2-135m:q8_0     zoo (fetched where it is not there yet)
 qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or published facts of a model
 model.gguf                          its header
+hf:ORG/NAME:Q4_K_M                  the same of a GGUF on a hub
 ./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and the other small files
 tiny-hybrid                         the same, of a model that comes with the checkout
 tokenizer.json  x.tiktoken          a tokenizer alone
@@ -18,6 +19,7 @@ from urllib.parse import parse_qsl
 from specnb.compat import folder, gguf, shelf
 from specnb.compat.description import HUB, Description
 from specnb.errors import InputError
+from specnb.fetch import HUB_GGUF, from_hub
 from specnb.io import read_bytes
 from specnb.lm import zoo
 from specnb.lm.vocab import Vocabulary
@@ -91,6 +93,7 @@ def _ends(suffix: str) -> Callable[[str], bool]:
 READERS = (
     # a copy of another type is not made for its header's sake: that of the file as shipped says the same
     Reader(zoo.is_zoo_name, lambda name: gguf.describe(zoo.path(zoo.parse(name)[0].name)), opens=True),
+    Reader(HUB_GGUF.fullmatch, lambda *at, **of: gguf.describe(from_hub(*at, **of)), opens=True, takes=("revision",)),
     Reader(lambda name: name.startswith(HUB), folder.describe, opens=True, takes=("revision",)),
     Reader(_ends(".gguf"), lambda name: gguf.describe(zoo.expanded(name)), opens=True),
     Reader(_ends(".tiktoken"), lambda name: tiktoken(zoo.expanded(name))),

@@ -19,9 +19,8 @@ from specnb.draft.translate import TokenIntersection, fitted
 from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
-from specnb.measure.experiment import Progress, models_of, record_of, saving_failures, silent
+from specnb.measure.experiment import Progress, models_of, prompts_of, record_of, saving_failures, silent
 from specnb.params import CompatibilityParams
-from specnb.prompts import prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "03_compatibility"
@@ -60,8 +59,7 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
     predicts, and what was accepted. Raises what `specnb.load`, `read.describe` and `generate` raise; what was generated
     before is saved.
     """
-    started = Neighbours()
-    chosen = [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
+    started, chosen = Neighbours(), prompts_of(params, params.categories)
     names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
     speakers = {name: Family(describe(name)) for name in names if not opens(name)}
     settings = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens, "seed": params.seed}

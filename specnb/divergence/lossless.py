@@ -32,7 +32,7 @@ from specnb.lm.toy import ToyLM, markov
 from specnb.measure.experiment import Progress, models_of, record_of, silent
 from specnb.measure.pair import explain_fork
 from specnb.params import LosslessParams
-from specnb.prompts import CATEGORIES, Prompt, prompts
+from specnb.prompts import Prompt, categories, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "08_lossless"
@@ -64,12 +64,14 @@ def run(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
         return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measurements)
 
 
-def in_turn(n: int) -> list[Prompt]:
-    """The first n shipped prompts, of all categories in turn. Raises InputError if there are fewer."""
-    turns = zip_longest(*(prompts(name) for name in CATEGORIES))
+def in_turn(wanted: int | str) -> list[Prompt]:
+    """So many shipped prompts, or all of a file or pack, of all categories in turn. Raises InputError."""
+    source = wanted if isinstance(wanted, str) else ""
+    turns = zip_longest(*(prompts(name, source=source) for name in categories(source)))
     chosen = [prompt for turn in turns for prompt in turn if prompt is not None]
-    if n > len(chosen):
-        raise InputError(f"got {n} prompts, but {len(chosen)} are shipped: ask for more tokens instead")
+    n = len(chosen) if isinstance(wanted, str) else wanted
+    if not 1 <= n <= len(chosen):
+        raise InputError(f"got {n} prompts, expected 1 to {len(chosen)}: give fewer, and more tokens")
     return chosen[:n]
 
 
@@ -78,8 +80,8 @@ def greedy_pair(
 ) -> tuple[dict[str, Any], Generation]:
     """Decode a prompt plainly and with drafts: a row that says whether and where the two part; the drafted run."""
     limits = {"max_new_tokens": max_new_tokens, "ignore_eog": True}
-    plain = generate(target, _text(prompt), **limits)
-    drafted = generate(target, _text(prompt), drafter=drafter, k=k, **limits)
+    plain = generate(target, prompt.without_template, **limits)
+    drafted = generate(target, prompt.without_template, drafter=drafter, k=k, **limits)
     fork = explain_fork(target, plain.prompt_ids, plain.token_ids, drafted.token_ids, width=k + 1)
     row = {"prompt": prompt.id, "tokens": len(drafted.token_ids), "identical": plain.token_ids == drafted.token_ids}
     row |= {"tau": drafted.tau, "fork": None if fork is None else fork.position}
@@ -94,12 +96,9 @@ def audited(
     """Decode each prompt with a seed of its own, and audit every draft and token against its row."""
     tally = SamplingTally()
     for number, prompt in enumerate(_counted(chosen, progress, "sampled")):
-        listened(target, _text(prompt), drafter=drafter, hear=tally.add, seed=seed + number, ignore_eog=True, **options)
+        text = prompt.without_template
+        listened(target, text, drafter=drafter, hear=tally.add, seed=seed + number, ignore_eog=True, **options)
     return tally.audit(effect=effect)
-
-
-def _text(prompt: Prompt) -> str:
-    return prompt.text or prompt.messages[-1].content  # models without a chat template are audited as well
 
 
 def _counted(chosen: Sequence[Prompt], progress: Progress, stage: str) -> Iterator[Prompt]:

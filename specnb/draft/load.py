@@ -75,7 +75,7 @@ def requantised_copy(target: str, type_name: str = "q4_0") -> str:
             f"{target!r} is a transformers model and cannot be requantised here: give a .gguf target, "
             "or a smaller model with --draft, or --drafter lookup"
         )
-    if spec.where == "zoo":
+    if spec.where == "zoo" and zoo.parse(spec.source)[0].derived_bytes:
         return f"{zoo.parse(spec.source)[0].name}:{type_name}"
     source = local_file(spec)
     dest = cache_dir() / "requantised" / f"{source.stem}-{file_digest(source)[:16]}.{type_name}.gguf"

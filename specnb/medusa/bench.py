@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from specnb.decode.generate import generate
 from specnb.errors import InputError
@@ -39,8 +39,8 @@ from specnb.medusa.drafter import (
 from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Heads, network
 from specnb.medusa.tree import TreePlan, fastest
-from specnb.params import Params
-from specnb.prompts import CATEGORIES, Category, Prompt, digest, prompts
+from specnb.params import Categories, Params
+from specnb.prompts import CATEGORIES, Prompt, digest, prompts
 from specnb.provenance import provenance
 
 TARGET = "smollm2-135m?backend=hf&dtype=auto"
@@ -60,7 +60,8 @@ class HeadsBenchParams(Params):
 
     target: str = TARGET
     heads_checkpoint: str | None = None
-    categories: list[Category] = Field(default=list(CATEGORIES), min_length=1)
+    prompts: str = ""
+    categories: Categories = Field(default=list(CATEGORIES))
     prompts_per_category: int = Field(default=2, ge=1)
     num_trials: int = Field(default=5, ge=1)
     max_new_tokens: int = Field(default=128, ge=2)
@@ -68,11 +69,6 @@ class HeadsBenchParams(Params):
     k: int | None = Field(default=None, ge=1)
     dtype: str | None = None
     seed: int = Field(default=0, ge=0)
-
-    @field_validator("categories", mode="before")
-    @classmethod
-    def _names(cls, names: Any) -> Any:
-        return names.split(",") if isinstance(names, str) else names
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ class HeadsBench:
 def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     """Load, run the gates, and time what passed them."""
     tree_size(params.tree)  # before a model is opened for nothing
-    timed, judged = chosen_prompts(params.categories, params.prompts_per_category)
+    timed, judged = chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
     with closing(load(params.target, **({"dtype": params.dtype} if params.dtype else {}))) as target:
         net = network(target)
         heads, report = load_trained_heads(params.heads_checkpoint or fitting_checkpoint(target), net)
@@ -194,12 +190,12 @@ def measure(
     return HeadsBench(str(report), checked, drafting, speeds.assign(busy=busy))
 
 
-def chosen_prompts(categories: Sequence[str], timed: int) -> tuple[list[Prompt], list[Prompt]]:
+def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> tuple[list[Prompt], list[Prompt]]:
     """Those that are timed, the first of each category; and those that are judged, the last, FEWEST in all or more.
 
     Raises InputError where a category has too few for both.
     """
-    by_category = {category: prompts(category) for category in categories}
+    by_category = {category: prompts(category, source=source) for category in categories}
     each = -(-FEWEST // len(by_category))
     for category, of in by_category.items():
         if timed + each > len(of):

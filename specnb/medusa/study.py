@@ -192,7 +192,7 @@ class Study:
         loaded = {kind: loaded_heads(getattr(params, kind), kind, target) for kind in KINDS}
         self.heads = {kind: heads for kind, (heads, _) in loaded.items()}
         self.reports = {kind: report for kind, (_, report) in loaded.items()}
-        self.timed, self.judged = bench.chosen_prompts(params.categories, params.prompts_per_category)
+        self.timed, self.judged = bench.chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
         self.results: dict[str, HeadsBench] = {}
         self._measured: dict[str, Any] = {}
         self._started, self._folder = Neighbours(), TemporaryDirectory(prefix="specnb-heads-")

@@ -23,7 +23,7 @@ from specnb.lm.zoo import made_once
 from specnb.measure.bench import Method, compare
 from specnb.measure.experiment import Progress, record_of, saving_failures, silent
 from specnb.params import RollbackParams
-from specnb.prompts import Prompt
+from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "04_ssm_rollback"
@@ -48,7 +48,8 @@ def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
     `draft` with the first target. Raises what `specnb.load` and `generate` raise; what was measured before is saved.
     """
     started = Neighbours()
-    chosen = passages(limit=params.passages)
+    limit = params.passages
+    chosen = prompts(limit=limit, source=params.prompts) if params.prompts else passages(limit=limit)
     generations: list[Generation] = []
     measured: dict[str, Any] = {"ways": [], "drafters": []}
     with ExitStack() as opened:
@@ -92,7 +93,7 @@ class _Bench:
         self.name, self._params = name, params
         self.models = _with_each_strategy(name, opened)
         self.plain = next(iter(self.models.values()))
-        self.prompts = [self.plain.encode(prompt.text)[: params.prompt_tokens] for prompt in chosen]
+        self.prompts = [self.plain.encode(prompt.without_template)[: params.prompt_tokens] for prompt in chosen]
         self.truths = self._continuations(self.plain)
         self._twin = _twin_of(name, opened)
         self._twin_truths = self._continuations(self._twin) if self._twin else []

@@ -41,8 +41,8 @@ def notebook(folders, tmp_path_factory):
     found = [Prompt(id=name, category=("code", "prose")[i % 2], text="x") for i, name in enumerate(ids)]
     names = {
         "target": "periodic", "dtype": "float32", "medusa": str(folders / "medusa"), "hydra": str(folders / "hydra"),
-        "categories": ["code", "prose"], "prompts_per_category": 5, "max_new_tokens": 12, "identity_prompts": 1,
-        "rows": 48, "row_tokens": 64, "steps": 12, "ablation_steps": 4, "seed": 0,
+        "prompts": "", "categories": ["code", "prose"], "prompts_per_category": 5, "max_new_tokens": 12,
+        "identity_prompts": 1, "rows": 48, "row_tokens": 64, "steps": 12, "ablation_steps": 4, "seed": 0,
     }  # fmt: skip
     names["display"] = lambda _figure: None
     published = names["published"] = {}
@@ -55,7 +55,7 @@ def notebook(folders, tmp_path_factory):
         patch.setattr("specnb.decode.generate.prompt_ids", lambda _target, prompt: tuple(ids[prompt.id]))
         patch.setattr(study, "load", lambda _name, **_options: periodic.backbone_model())
         patch.setattr(study, "write_text", write_text)
-        patch.setattr(bench, "chosen_prompts", lambda _categories, _n: (found[:6], found[-6:]))
+        patch.setattr(bench, "chosen_prompts", lambda *_: (found[:6], found[-6:]))
         patch.setattr("specnb.publish", lambda figure, name, _record, table: published.update({name: (figure, table)}))
         patch.setenv("SPECNB_RESULTS", str(tmp_path_factory.mktemp("results")))
         for cell in cells[PARAMETERS + 1 :]:

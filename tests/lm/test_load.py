@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from specnb.compat.read import describe
 from specnb.decode.generate import generate
-from specnb.errors import InputError, MemoryShortError
+from specnb.errors import FetchError, InputError, MemoryShortError
 from specnb.lm import load as loading
 from specnb.lm import preflight, zoo
 from specnb.lm.load import load, local_file, parse, room_for_both, weights_bytes
@@ -23,12 +24,15 @@ FORMS = {
         "zoo", "smollm2-135m:q8_0", "llama", {"n_ctx": "64", "fixed_width": "5"}),
     "model.gguf": ("gguf", "model.gguf", "llama", {}),
     "/some where/model.gguf?backend=hf": ("gguf", "/some where/model.gguf", "hf", {}),
+    "hf:ORG/NAME-GGUF:Q4_K_M?n_ctx=64": ("hub", "hf:ORG/NAME-GGUF:Q4_K_M", "llama", {"n_ctx": "64"}),
+    "hf:ORG/NAME/deep/file.gguf?backend=hf": ("hub", "hf:ORG/NAME/deep/file.gguf", "hf", {}),
     "hf:ORG/NAME?revision=v1.0": ("hf", "ORG/NAME", "hf", {"revision": "v1.0"}),
 }  # fmt: skip
 NO_NAMES = {
     "smollm-135m": "did you mean smollm2-135m",
     "?backend=hf": "unknown model in ''",
-    "ORG/NAME": "no such folder: ORG/NAME",
+    "ORG/NAME": "hf:ORG/NAME",
+    "ORG/NAME-GGUF:Q4_K_M": "hf:ORG/NAME-GGUF:Q4_K_M",
     "~nobody-of-this-name/x": "no such folder",
     "a" * 5000: "unknown model",
     "smollm2-135m?backend=vllm": "unknown backend 'vllm'",
@@ -114,6 +118,61 @@ def test_a_folder_that_cannot_be_converted_is_refused_and_as_a_draft_falls_back(
     (folder / "hybrid" / "model.safetensors").write_bytes(b"damaged")
     generation = generate(markov(8), [1], drafter=name, max_new_tokens=2)
     assert "LoadError" in generation.fallback and len(generation.token_ids) == 2
+
+
+# ---- GGUFs of a hub
+
+REPOSITORY = ["README.md", "mmproj-Q8_0.gguf", "tiny-q8_0.gguf", "tiny-IQ8_0.gguf", "a.F16.gguf", "b.F16.gguf",
+              *(f"Q2_K/tiny-Q2_K-0000{i}-of-00002.gguf" for i in (2, 1))]  # fmt: skip
+
+
+@pytest.fixture
+def hub(folder, monkeypatch):
+    """The two functions of the hub's library that are used, over a repository of one real model; what was fetched."""
+    snapshot, fetched = folder / "hub" / "models--ORG--NAME" / "snapshots" / "v1", []
+
+    def download(repository, name, *, revision):
+        fetched.append((repository, name, revision))
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        return str(llama_gguf(snapshot / name, all_bytes=True))
+
+    monkeypatch.setenv("https_proxy", "http://proxy.invalid")  # so no network is looked for
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repository, *, revision: REPOSITORY)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    return fetched
+
+
+def test_a_gguf_of_a_hub_opens_by_its_type_or_name_and_is_asked_for_once(hub, monkeypatch):
+    model = load("hf:ORG/NAME:Q8_0?revision=v1&threads=1", n_ctx=16)
+    assert model.caps.engine == "llama.cpp" and model.forward([5, 6, 7]).shape == (3, model.vocab.size)
+    model.close()
+    assert hub == [("ORG/NAME", "tiny-q8_0.gguf", "v1")]
+    parts = local_file(parse("hf:ORG/NAME:q2_k?revision=v1"))
+    assert parts.name == "tiny-Q2_K-00001-of-00002.gguf" and [name for _, name, _ in hub[1:]] == REPOSITORY[:-3:-1]
+    assert weights_bytes(parse("hf:ORG/NAME:Q2_K?revision=v1")) == 2 * parts.stat().st_size
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("hf:ORG/NAME:Q8_0", "hf:ORG/NAME/tiny-q8_0.gguf"):  # from the cache, whatever the network does
+        assert local_file(parse(name, revision="v1")).name == "tiny-q8_0.gguf"
+    assert len(hub) == 3 and describe("hf:ORG/NAME:Q8_0?revision=v1").vocab.size == model.vocab.size
+    with pytest.raises(FetchError, match=r"HF_HUB_OFFLINE.*\.gguf"):
+        load("hf:ORG/NAME/other.gguf")
+
+
+@pytest.mark.parametrize(("kind", "value"), {"F16": r"a\.F16\.gguf or b", "Q3_K": "Q3_K.*tiny-q8_0"}.items())
+def test_a_type_that_no_file_or_several_have_is_refused_with_the_files(hub, kind, value):
+    with pytest.raises(InputError, match=value):
+        load(f"hf:ORG/NAME:{kind}")
+    assert hub == []
+
+
+def test_without_a_network_to_the_hub_there_is_an_error_at_once_and_a_draft_falls_back(hub, monkeypatch):
+    monkeypatch.setattr("specnb.fetch.getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(FetchError, match="hf:ORG/NAME:Q8_0"):
+        load("hf:ORG/NAME:Q8_0")
+    assert "FetchError" in generate(markov(8), [1], drafter="hf:ORG/NAME:Q8_0", max_new_tokens=2).fallback
 
 
 # ---- room for two

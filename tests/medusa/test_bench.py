@@ -33,7 +33,7 @@ def stage(monkeypatch, circles, folder):
     monkeypatch.setattr(circles, "encode", lambda text, special=True: ids[int(text)])
     monkeypatch.setattr(circles, "close", lambda: None)
     monkeypatch.setattr(bench, "load", lambda name, **options: circles)
-    monkeypatch.setattr(bench, "prompts", lambda category: [p for p in texts if p.category == category])
+    monkeypatch.setattr(bench, "prompts", lambda category, **_: [p for p in texts if p.category == category])
     return folder
 
 

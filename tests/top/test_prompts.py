@@ -1,6 +1,7 @@
 """Prompts: what a prompt may be, how a user's file is read, and what the shipped set promises."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from specnb.errors import InputError
 from specnb.io import MAX_JSONL_BYTES, project_dir
-from specnb.prompts import CATEGORIES, MAX_PROMPT_BYTES, Prompt, digest, prompts, read_jsonl
+from specnb.prompts import CATEGORIES, MAX_PROMPT_BYTES, Prompt, categories, digest, prompts, read_jsonl
 
 USER = {"role": "user", "content": "Hello"}
 ASSISTANT = {"role": "assistant", "content": "Hello! What is it about?"}
@@ -53,6 +54,8 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         (dialogue(USER | {"role": "tool"}), "'tool'"),
         (record(id="../up"), r"'\.\./up'"),
         (record(category="x" * 10_000), "'xxx"),
+        (record(category="all"), "'all'"),
+        ({"question_id": 1, "category": "qa", "turns": []}, "turns"),
         (record(txt="x"), "txt"),
         (record(text="a\ud800b"), "surrogate"),
         (record(text="é" * (MAX_PROMPT_BYTES // 2) + "x"), str(MAX_PROMPT_BYTES + 1)),
@@ -61,7 +64,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         (b'{"id": "a", "category": "code", "text": "x\xe9"}', "UTF-8"),
         (b"[" * 200_000, "recursion"),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_a_line_that_is_no_prompt_is_refused_with_file_line_and_value(write, line, value):
     path = write(record(id="fine"), b"\r", line)
@@ -93,18 +96,37 @@ def test_a_file_without_prompts_too_large_or_with_an_id_twice_is_refused(write, 
         read_jsonl(write(record(id="a"), record(id="b"), record(id="a", text="other")))
 
 
-def test_prompts_come_in_category_order_then_file_order_and_no_file_is_skipped(write, tmp_path):
+def test_prompts_come_in_category_order_then_file_order_and_no_file_is_skipped(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[Prompt.__module__], "project_dir", lambda: tmp_path)
+    (tmp_path / "data" / "prompts").mkdir(parents=True)
     for name in CATEGORIES:
-        write(*[record(id=f"{name}-{i}", category=name) for i in (2, 1)], name=f"{name}.jsonl")
-    assert [p.id for p in prompts("edit", folder=tmp_path)] == ["edit-2", "edit-1"]
-    everything = prompts(folder=tmp_path)
+        write(*[record(id=f"{name}-{i}", category=name) for i in (2, 1)], name=f"data/prompts/{name}.jsonl")
+    assert [p.id for p in prompts("edit")] == ["edit-2", "edit-1"]
+    everything = prompts()
     assert [p.id for p in everything] == [f"{name}-{i}" for name in CATEGORIES for i in (2, 1)]
-    assert prompts(folder=tmp_path, limit=3) == everything[:3]
-    (tmp_path / "prose.jsonl").unlink()
+    assert prompts(limit=3) == everything[:3]
+    (tmp_path / "data" / "prompts" / "prose.jsonl").unlink()
     with pytest.raises(InputError, match=r"prose\.jsonl"):
-        prompts(folder=tmp_path)
+        prompts()
     with pytest.raises(InputError, match="'poem'"):
         prompts("poem")
+
+
+def test_lines_of_benchmarks_are_read_under_any_category_and_only_the_first_turn_is_asked(write):
+    source = str(write(
+        {"question_id": 81, "category": "open QA", "turns": ["First?", "Then?"], "reference": ["x", "y"]},
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "…"},
+        {"task_id": 11, "prompt": "def g():\n"},
+        record(category="math_reasoning"),
+    ))  # fmt: skip
+    asked, code, other, line = prompts(source=source)
+    assert (asked.id, texts(asked), asked.messages[-1].role) == ("81", ["First?"], "user")
+    assert (code.id, code.category, code.text) == ("HumanEval-0", "humaneval", "def f():\n")
+    assert (other.id, other.category) == ("11", "code") and line.id == "code-01"
+    assert categories(source) == ("open QA", "humaneval", "code", "math_reasoning")
+    assert prompts("code", source=source) == (other,) and prompts(source=source, limit=2) == (asked, code)
+    with pytest.raises(InputError, match="'edit'"):
+        prompts("edit", source=source)
 
 
 def test_the_digest_sees_content_and_order_and_not_layout(write):

@@ -12,10 +12,10 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure.cost import CostCurve, verify_costs
-from specnb.measure.experiment import Progress, models_of, record_of, silent
+from specnb.measure.experiment import Progress, models_of, prompts_of, record_of, silent
 from specnb.measure.recording import Recording, Trace, record, require_followed
 from specnb.params import ExplorerParams
-from specnb.prompts import Prompt, prompts
+from specnb.prompts import Prompt
 from specnb.records import Generation, RunRecord
 
 LIVE_PROMPTS = 3
@@ -34,7 +34,7 @@ class Workbench:
     @classmethod
     def open(cls, params: ExplorerParams) -> Self:
         """Load target and drafters. Raises what `specnb.load` and `load_drafter` raise."""
-        chosen = [p for content in params.contents for p in prompts(content, limit=params.prompts_per_category)]
+        chosen = prompts_of(params, params.contents)
         target = load(params.target)
         drafters = [load_drafter(name, target, strict=True).drafter for name in params.drafters]
         require_followed(drafters)

