@@ -12,7 +12,7 @@ import pandas as pd
 from specnb.records import Generation
 
 FEWEST = 5
-"""Prompts below which no interval is given: with 2 of them one in five would claim a gain where there is none."""
+"""Prompts below which no interval is given: how much fewer of them spread is hardly known."""
 LEVEL = 0.95
 """Of every interval."""
 
@@ -44,11 +44,11 @@ def interval(rows: Sequence[Sequence[float]], statistic: Statistic, *, log: bool
 
 
 def ends(value: np.ndarray, without: np.ndarray, *, log: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Both ends around `value (…)`, from the values `without (n, …)` each row: the jackknife's spread, times Student's t.
+    """Both ends around `value (…)`, from the values `without (n, …)` each row: the jackknife with Student's t.
 
-    The spread is not shrunk by (n - 1) / n (MacKinnon & White 1985, HC3), so that few rows of unequal length keep their
-    coverage: 93 to 97 % with 5 or 12 prompts whose log speed-ups spread by up to 0.4 and whose log times by up to 0.5.
-    A gain that one prompt in five brings alone is covered less often with 5 prompts: about 75 %.
+    Its spread is not shrunk by (n - 1) / n (MacKinnon & White 1985, HC3): so 5 or 12 prompts are covered 93 to 97 % of
+    the time, with log speed-ups that spread by up to 0.4 and lengths by 0.5. Where one prompt in five alone brings the
+    gain, 5 prompts cover it in about 75 %.
     """
     scale, back = (np.log, np.exp) if log else (np.asarray, np.asarray)
     middle = scale(value)
