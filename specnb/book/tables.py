@@ -11,6 +11,29 @@ from specnb.measure.ksweep import baseline_of
 from specnb.records import Generation, RunRecord
 
 ALL = "all"
+GLANCE = (1, 2, 4, 8, 12, 24)
+"""The K's of a sweep that one reads at a glance."""
+NOTHING = "–"
+
+
+def compact(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table to be read: two digits, the speed-up and its interval in one cell, a dash for what does not exist."""
+    shown = frame.convert_dtypes().round(2).astype(object).where(frame.notna(), NOTHING)
+    if {"speedup", "low", "high"} <= set(frame):
+        cells = [
+            NOTHING if pd.isna(value) else f"{value:.2f}" + ("" if pd.isna(low) else f" [{low:.2f}, {high:.2f}]")
+            for value, low, high in frame[["speedup", "low", "high"]].itertuples(index=False)
+        ]
+        shown = shown.assign(speedup=cells).drop(columns=["low", "high"])
+    return shown
+
+
+def glance(sweep: pd.DataFrame) -> pd.DataFrame:
+    """The speed-ups of a sweep with their intervals: a row for each temperature and category, a column for each K."""
+    rows = compact(sweep[sweep["k"].isin(GLANCE)])
+    order = rows[["temperature", "category"]].drop_duplicates().sort_values("temperature", kind="stable")
+    wide = rows.pivot(index=["temperature", "category"], columns="k", values="speedup").fillna(NOTHING)
+    return wide.reindex(pd.MultiIndex.from_frame(order)).rename_axis(columns="K")
 
 
 def k_sweep(record: RunRecord) -> pd.DataFrame:

@@ -120,6 +120,22 @@ def test_best_k_is_the_fastest_draft_length_and_says_whether_it_pays():
     ]  # fmt: skip
 
 
+def test_a_table_to_be_read_has_the_interval_in_its_cell_and_a_dash_for_nothing():
+    rows = [
+        ("b", 0.0, 2, 1.284, 1.05, 1.706, None),
+        ("b", 0.0, 3, 1.0, 1.0, 1.0, 0.5),
+        ("a", 0.0, 4, 0.5, NONE, NONE, 0.5),
+    ]
+    columns = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_rate"]
+    frame = pd.DataFrame(rows, columns=columns)
+    shown = tables.compact(frame)
+    assert shown["speedup"].tolist() == ["1.28 [1.05, 1.71]", "1.00 [1.00, 1.00]", "0.50"]
+    assert shown["acceptance_rate"].tolist() == ["–", 0.5, 0.5] and not {"low", "high"} & set(shown)
+    wide = tables.glance(frame)
+    assert wide.index.tolist() == [(0, "b"), (0, "a")] and wide.columns.tolist() == [2, 4]
+    assert wide.loc[(0, "b")].tolist() == ["1.28 [1.05, 1.71]", "–"]
+
+
 def test_verify_cost_is_the_curve_and_time_split_the_shares_of_decoding_time():
     curve = CostCurve(model="m", context=4, widths=(1, 3), samples_s=((0.1, 0.3, 0.2), (0.4, 0.4, 0.9)))
     frame = tables.verify_cost(record(curve=curve.model_dump(mode="json")))
