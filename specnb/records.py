@@ -82,9 +82,9 @@ class Summary(BaseModel):
     total_draft_tokens: int
     accepted_tokens: int
     acceptance_rate: float | None = Field(description="accepted_tokens / total_draft_tokens")
-    tau: float | None = Field(description="mean committed tokens per target call, the extra token included")
+    tau: float | None = Field(description="tokens per target call, the extra one included: the speed-up of free drafts")
     tokens_per_s: float | None = Field(description="(n_tokens - 1) / (wall_s - prefill_s): prefill gives the first")
-    estimated_speedup: float | None = Field(description="tokens_per_s * T(1); tau where no baseline was timed")
+    estimated_speedup: float | None = Field(description="tokens_per_s * T(1); None where no plain step was timed")
     wall_s: float
     prefill_s: float
     draft_s: float
@@ -179,8 +179,8 @@ class Generation(BaseModel):
     def summary(self, step_s: float | None = None) -> Summary:
         """Counts, ratios and the time split.
 
-        `step_s` is T(1), seconds of one plain decoding step of the same target; with it `estimated_speedup` counts
-        what drafting and wider verification cost, without it the estimate is tau, the bound for free drafts.
+        `step_s` is T(1), seconds of one plain decoding step of the same target: `estimated_speedup` needs it. It counts
+        what drafting and wider verification cost, which tau does not.
         """
         speed, times = self.tokens_per_s, ("draft_s", "verify_s", "rewind_s", "other_s", "forward_s")
         seconds = {name: sum(getattr(r, name) for r in self.rounds) for name in times}
@@ -190,7 +190,7 @@ class Generation(BaseModel):
             **seconds,
             n_tokens=len(self.token_ids),
             n_rounds=len(self.rounds),
-            estimated_speedup=speed * step_s if speed is not None and step_s is not None else self.tau,
+            estimated_speedup=speed * step_s if speed is not None and step_s is not None else None,
             overhead_share=overhead_share,
         )
 

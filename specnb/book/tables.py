@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from specnb.measure.bench import Interval, bootstrap, rate, rate_ratio
+from specnb.measure.bench import Interval, interval, rate, rate_ratio
 from specnb.measure.cost import CostCurve
 from specnb.measure.ksweep import baseline_of
 from specnb.records import Generation, RunRecord
@@ -13,13 +13,36 @@ from specnb.records import Generation, RunRecord
 ALL = "all"
 BUSY = "the machine was busy"
 """The verdict on times that were measured while other processes took part of the cores."""
+GLANCE = (1, 2, 4, 8, 12, 24)
+"""The K's of a sweep that one reads at a glance."""
+NOTHING = "–"
+
+
+def compact(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table to be read: two digits, the speed-up and its interval in one cell, a dash for what does not exist."""
+    shown = frame.convert_dtypes().round(2).astype(object).where(frame.notna(), NOTHING)
+    if {"speedup", "low", "high"} <= set(frame):
+        cells = [
+            NOTHING if pd.isna(value) else f"{value:.2f}" + ("" if pd.isna(low) else f" [{low:.2f}, {high:.2f}]")
+            for value, low, high in frame[["speedup", "low", "high"]].itertuples(index=False)
+        ]
+        shown = shown.assign(speedup=cells).drop(columns=["low", "high"])
+    return shown
+
+
+def glance(sweep: pd.DataFrame) -> pd.DataFrame:
+    """The speed-ups of a sweep with their intervals: a row for each temperature and category, a column for each K."""
+    rows = compact(sweep[sweep["k"].isin(GLANCE)])
+    order = rows[["temperature", "category"]].drop_duplicates().sort_values("temperature", kind="stable")
+    wide = rows.pivot(index=["temperature", "category"], columns="k", values="speedup").fillna(NOTHING)
+    return wide.reindex(pd.MultiIndex.from_frame(order)).rename_axis(columns="K")
 
 
 def k_sweep(record: RunRecord) -> pd.DataFrame:
     """One row per category, temperature and K; K = 0 is the baseline, category `all` pools the categories.
 
     Columns: category, temperature, k, tokens_per_s, drafted, accepted, acceptance_rate, tau, speedup with low and
-    high (decoding without prefill and its token, the first; bootstrap over prompts, paired with the baseline on the
+    high (decoding without prefill and its token, the first; an interval over prompts, paired with the baseline on the
     same prompt, none for fewer than `bench.FEWEST` prompts), wall_speedup (prefill included, the drafter's too),
     identical (greedy runs whose tokens equal the baseline's; None when sampling), lossless, n_prompts, busy.
     """
@@ -64,7 +87,7 @@ def _k_row(group: list[Generation], generations: Sequence[Generation]) -> dict:
 def decode_speedup(drafted: Sequence[Generation], generations: Sequence[Generation]) -> Interval:
     """Speed-up without prefill of `drafted` over their own baselines, which are among `generations`."""
     pairs = [(g, baseline_of(generations, g)) for g in drafted]
-    return bootstrap([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
+    return interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
 
 
 def replayed(record: RunRecord) -> pd.DataFrame:
@@ -86,7 +109,7 @@ def replayed(record: RunRecord) -> pd.DataFrame:
 def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame) -> dict:
     decoding = group[group["n_decoded"] > 0]  # an answer of one token is all prefill
     times = decoding[["n_decoded", "seconds", "n_decoded", "plain_s"]].to_numpy(dtype=float)
-    speedup, sums = bootstrap(times, rate_ratio, draws=500), group[["drafted", "accepted", "rounds"]].sum()
+    speedup, sums = interval(times, rate_ratio), group[["drafted", "accepted", "rounds"]].sum()
     return {
         **dict(zip(("category", "temperature", "k"), key, strict=True)),
         "tokens_per_s": speedup.value * group["n_decoded"].sum() / group["live_plain_s"].sum(),

@@ -15,7 +15,18 @@ import typer
 from typer.core import TyperCommand
 
 from specnb.cli import divergence
-from specnb.cli.show import Json, cell, clean, complain, print_frame, print_json, print_result, print_table
+from specnb.cli.show import (
+    Json,
+    cell,
+    clean,
+    complain,
+    print_frame,
+    print_json,
+    print_paths,
+    print_result,
+    print_summary,
+    print_table,
+)
 from specnb.errors import InputError, SpecnbError
 from specnb.io import read_text
 
@@ -98,9 +109,11 @@ def run(
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
         interrupted = True
-    rows = [[o.notebook, o.status, f"{o.duration_s:.1f}", o.run_id, str(o.output)] for o in outcomes]
-    columns = ["notebook", "status", "seconds", "run", "output"]
+    rows = [[o.notebook, o.status, f"{o.duration_s:.1f}", o.run_id] for o in outcomes]
+    columns = ["notebook", "status", "seconds", "run"]
     print_result(as_json, [outcome.model_dump(mode="json") for outcome in outcomes], "runs", columns, rows)
+    if not as_json:
+        print_paths(outcome.output for outcome in outcomes)
     failed = [outcome for outcome in outcomes if outcome.error]
     for outcome in failed:
         complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
@@ -184,10 +197,7 @@ def generate(
         print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
         return
     print(clean(result.generation.text))
-    shown = result.summary.model_dump(exclude={"notes"}) | {"translation": result.generation.translation or None}
-    facts = [[name, cell(value)] for name, value in shown.items() if value is not None]
-    facts += [["note", note] for note in result.summary.notes]
-    print_table(f"{result.generation.target}, {result.generation.drafter or 'no drafter'}", ["", ""], facts)
+    print_summary(result)
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
@@ -258,9 +268,10 @@ def verify(as_json: Json = False) -> None:
     from specnb.lm import zoo
 
     rows = zoo.verify()
-    shown = [[r.name, str(r.path), "yes" if r.ok else "NO"] for r in rows]
     document = [{**row._asdict(), "path": str(row.path)} for row in rows]
-    print_result(as_json, document, "verify", ["name", "path", "ok"], shown)
+    print_result(as_json, document, "verify", ["name", "ok"], [[r.name, "yes" if r.ok else "NO"] for r in rows])
+    if not as_json:
+        print_paths(row.path for row in rows)
     raise typer.Exit(0 if all(row.ok for row in rows) else 1)
 
 
@@ -298,6 +309,7 @@ def bench_medusa(
 @app.command()
 def check(
     decode: Annotated[bool, typer.Option(help="decode with the real model (fetches it)")] = True,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show what is fine, too")] = False,
     as_json: Json = False,
 ) -> None:
     """Check every prerequisite and name the fix for what is missing; exit code 1 if something is."""
@@ -305,6 +317,8 @@ def check(
 
     findings = doctor.diagnose(decode=decode)
     mark = {True: "ok", False: "MISSING", None: "warning"}
-    rows = [[mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in findings]
-    print_result(as_json, [finding._asdict() for finding in findings], "check", ["", "what", "found"], rows)
+    shown = [f for f in findings if verbose or not f.ok]
+    rows = [[mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in shown]
+    title = f"check: {sum(f.ok is True for f in findings)} of {len(findings)} are fine"
+    print_result(as_json, [finding._asdict() for finding in findings], title, ["", "what", "found"], rows)
     raise typer.Exit(int(any(finding.ok is False for finding in findings)))

@@ -5,8 +5,9 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,8 @@ from specnb.errors import SpecnbError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from specnb.measure.pair import PairRun
 
 UNKNOWN = 125
 """Exit code where nothing could be judged: `git bisect run` skips it, and takes 1 to 124 for a bad commit."""
@@ -37,12 +40,30 @@ def print_json(document: Any) -> None:
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table whose cells hold any text."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(escape(clean(cell)) for cell in row))
-    Console().print(table)
+    Console().print(table if rows else escape(title))
+
+
+def print_paths(paths: Iterable[Path]) -> None:
+    """Print one path a line, relative to here where it lies below."""
+    here = Path.cwd()
+    for path in paths:
+        print(clean(path.relative_to(here) if path.is_relative_to(here) else path))
+
+
+def print_summary(result: "PairRun") -> None:
+    """Print what a generation comes to, with one speed-up: measured, else estimated."""
+    summary, generation = result.summary, result.generation
+    shown = summary.model_dump(exclude={"notes"}) | {"fork": summary.fork, "translation": generation.translation}
+    del shown["estimated_speedup" if summary.speedup else "speedup"]
+    labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}
+    facts = [[labels.get(name, name), cell(value)] for name, value in shown.items() if value not in (None, "")]
+    facts += [["note", note] for note in summary.notes]
+    print_table(f"{generation.target}, {generation.drafter or 'no drafter'}", ["", ""], facts)
 
 
 def print_result(as_json: bool, document: Any, title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -1,6 +1,8 @@
 """Side-by-side timing: the same prompts through several methods, interleaved, with intervals over prompts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import sqrt
+from statistics import NormalDist
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -10,37 +12,68 @@ import pandas as pd
 from specnb.records import Generation
 
 FEWEST = 5
-"""Prompts below which no interval is given: with 2 of them one in five would claim a gain where there is none."""
+"""Prompts below which no interval is given: how much fewer of them spread is hardly known."""
+LEVEL = 0.95
+"""Of every interval."""
 
 
 class Interval(NamedTuple):
-    """A statistic with its bootstrap interval at `level`."""
+    """A statistic with its interval over prompts at `level`."""
 
     value: float
     low: float
     high: float
-    level: float = 0.95
+    level: float = LEVEL
 
 
 Statistic = Callable[[np.ndarray], float]
 """Rows of observations `(n, columns)`, one row a prompt -> one number."""
 
 
-def bootstrap(
-    rows: Sequence[Sequence[float]], statistic: Statistic, *, level: float = 0.95, draws: int = 2000, seed: int = 0
-) -> Interval:
-    """Percentile bootstrap over rows (Efron 1979); `low` and `high` are NaN for fewer than FEWEST rows.
+def interval(rows: Sequence[Sequence[float]], statistic: Statistic, *, log: bool = True) -> Interval:
+    """Student's interval over rows, of a ratio on a logarithmic scale; NaN ends for fewer than FEWEST rows.
 
-    It is too narrow for few rows: a nominal 95 % covers about 80 % with 5 of them and 90 % with 12.
+    `log=False` is for a statistic that may be 0 or negative. See `ends`.
     """
     data = np.asarray(rows, dtype=np.float64)
-    if len(data) < FEWEST:
-        return Interval(float(statistic(data)), float("nan"), float("nan"), level)
-    rng = np.random.default_rng(seed)
-    samples = [statistic(data[rng.integers(0, len(data), len(data))]) for _ in range(draws)]
-    tail = (1 - level) / 2
-    low, high = np.quantile(samples, [tail, 1 - tail])
-    return Interval(float(statistic(data)), float(low), float(high), level)
+    value, n = float(statistic(data)), len(data)
+    if n < FEWEST:
+        return Interval(value, float("nan"), float("nan"))
+    without = np.array([statistic(np.delete(data, i, axis=0)) for i in range(n)])
+    return Interval(value, *map(float, ends(np.asarray(value), without, log=log)))
+
+
+def ends(value: np.ndarray, without: np.ndarray, *, log: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Both ends around `value (…)`, from the values `without (n, …)` each row: the jackknife with Student's t.
+
+    Its spread is not shrunk by (n - 1) / n (MacKinnon & White 1985, HC3): so 5 or 12 prompts are covered 93 to 97 % of
+    the time, with log speed-ups that spread by up to 0.4 and lengths by 0.5. Where one prompt in five alone brings the
+    gain, 5 prompts cover it in about 75 %.
+    """
+    scale, back = (np.log, np.exp) if log else (np.asarray, np.asarray)
+    middle = scale(value)
+    half = student_t(len(without) - 1) * np.sqrt(((scale(without) - middle) ** 2).sum(0))
+    return back(middle - half), back(middle + half)
+
+
+def student_t(df: int) -> float:
+    """Student's two-sided quantile at LEVEL (Abramowitz & Stegun 26.7.5): within 0.1 % from 4 degrees of freedom."""
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / df**power for power, term in enumerate(terms))
+
+
+def wilson(rate: float, n: float, z: float) -> tuple[float, float]:
+    """Both ends of Wilson's interval (1927) of a rate over `n` trials, `z` standard errors wide on each side."""
+    middle, width = rate + z * z / (2 * n), 1 + z * z / n
+    spread = z * sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    return max(0.0, min(rate, (middle - spread) / width)), min(1.0, max(rate, (middle + spread) / width))
 
 
 def rate_ratio(rows: np.ndarray) -> float:
@@ -92,7 +125,7 @@ def compare(
 ) -> pd.DataFrame:
     """Time `methods` on `prompts` against `baseline`, one of them; one row a method.
 
-    Columns: method, tokens_per_s, speedup with low and high (bootstrap over prompts, paired with the baseline on
+    Columns: method, tokens_per_s, speedup with low and high (an interval over prompts, paired with the baseline on
     the same prompt), tau and acceptance_rate where the method returns a Generation, identical (prompts whose tokens
     equal the baseline's), n_prompts. With `same_text` a method is compared on those prompts only.
 
@@ -123,7 +156,7 @@ def _row(name: str, by_prompt: dict[int, list[Timed]], base: dict[int, list[Time
     rows = [(*_total(by_prompt[p]), *_total(base[p])) for p in by_prompt]
     if not rows:  # the other methods' timings are worth keeping
         return {"method": name, "identical": 0, "n_prompts": 0}
-    speedup = bootstrap(rows, rate_ratio)
+    speedup = interval(rows, rate_ratio)
     generations = [r.generation for repeats in by_prompt.values() for r in repeats if r.generation]
     drafted = sum(g.total_draft_tokens for g in generations)
     rounds = sum(len(g.rounds) for g in generations)

@@ -6,6 +6,8 @@ rounding can do in the model's type: a block forward that is plainly wrong must 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ ROUNDING = {True: 1e-3, False: 0.1}
 Measured on SmolLM2-135M: 1e-5 in float32, up to 0.03 in bfloat16 and with 4-bit weights."""
 
 WARM_UP_TOKENS = 4
+FEWEST_STEPS = 5
+"""Single steps whose median is T(1), where no baseline was timed."""
 HEADS = "medusa"
 
 
@@ -44,11 +48,21 @@ class TextFork(BaseModel):
     noise_share: float
     near_tie: bool
 
+    def __str__(self) -> str:
+        place, moved = f"parts from plain decoding at token {self.position}", f"{2 * self.noise:.2g}"
+        if self.near_tie:
+            coarse = "; float32 gives equal text" if self.noise_share > ROUNDING[True] else ""
+            return f"{place}: two tokens closer ({self.margin:.2g}) than rounding ({moved}): no error{coarse}"
+        if self.margin > 2 * self.noise:
+            return f"{place}: two tokens farther apart ({self.margin:.2g}) than rounding ({moved}): an error"
+        return f"{place}: blocks of tokens move logits by {self.noise_share:.0%} of their range: an error, no rounding"
+
 
 class PairSummary(Summary):
     """The generation's summary, and how it compares with the baseline (None without one).
 
-    `speedup` is the ratio of one run each: for an interval run a sweep. `fork` is given when greedy tokens differ.
+    Without one `estimated_speedup` reckons with single steps of the same run, or timed behind it. `speedup` is the
+    ratio of one run each: for an interval run a sweep. `fork` is given when greedy tokens differ.
     """
 
     speedup: float | None = None
@@ -104,7 +118,7 @@ def run_pair(
         generation = generate(target, prompt, drafter=drafter, **settings)
         contention = neighbours.during(target.caps, [g for g in (baseline, generation) if g])
         generation = generation.model_copy(update={"fallback": fallback})
-        step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else None
+        step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
         fields = generation.summary(step_s).model_dump() | {"notes": getattr(drafter, "findings", ())}
         fields |= _comparison(target, generation, baseline) if baseline else {}
         summary = PairSummary(**fields, busy=contention.busy)
@@ -113,6 +127,16 @@ def run_pair(
         if drafter is not None:
             drafter.close()
         target.close()
+
+
+def _step_s(target: LanguageModel, generation: Generation) -> float | None:
+    """T(1) of a drafted generation: the median of its rounds without drafts, filled up by single forwards behind it."""
+    steps = [r.verify_s + r.other_s for r in generation.rounds if r.width == 1 and not r.k]
+    while generation.drafter and len(steps) < FEWEST_STEPS and target.n_past < target.caps.n_ctx:
+        began = perf_counter()
+        target.forward(generation.token_ids[-1:] or generation.prompt_ids[-1:])
+        steps.append(perf_counter() - began)
+    return median(steps) if generation.drafter and steps else None
 
 
 def _comparison(target: LanguageModel, generation: Generation, baseline: Generation) -> Mapping[str, Any]:

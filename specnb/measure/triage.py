@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from math import sqrt
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.errors import InputError
+from specnb.measure.bench import LEVEL, wilson
 from specnb.records import Generation, RunRecord
 
 if TYPE_CHECKING:
@@ -57,11 +57,7 @@ class Share(NamedTuple):
     def of(cls, hits: int, n: int) -> "Share":
         if not n:
             return cls(hits, n, float("nan"), 0.0, 1.0)
-        z2 = NormalDist().inv_cdf(0.975) ** 2
-        rate, width = hits / n, 1 + z2 / n
-        middle = (rate + z2 / (2 * n)) / width
-        spread = sqrt(z2 * rate * (1 - rate) / n + z2 * z2 / (4 * n * n)) / width
-        return cls(hits, n, rate, max(0.0, min(rate, middle - spread)), min(1.0, max(rate, middle + spread)))
+        return cls(hits, n, hits / n, *wilson(hits / n, n, NormalDist().inv_cdf((1 + LEVEL) / 2)))
 
     @classmethod
     def equal(cls, pairs: Sequence[tuple[int, int]]) -> "Share":

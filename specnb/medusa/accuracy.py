@@ -17,7 +17,7 @@ from torch import Tensor
 from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import final_norm
-from specnb.measure.bench import Interval, bootstrap
+from specnb.measure.bench import FEWEST, Interval, student_t, wilson
 from specnb.medusa.nets import Heads, draft_ids, network
 from specnb.medusa.tree import RANKS
 from specnb.records import Generation
@@ -190,11 +190,22 @@ def accuracy_by_head(scores: Sequence[Scores]) -> pd.DataFrame:
 
 
 def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
-    """Hits over trials with the bootstrap interval over prompts, from rows (hits, trials); all NaN without a trial."""
-    rows = [row for row in counts if row[1] > 0]  # a prompt without a trial says nothing of the share
-    if not rows:
-        return Interval(*(float("nan"),) * 3, 0.95)
-    return bootstrap(rows, lambda data: float(data[:, 0].sum() / data[:, 1].sum()))
+    """Hits over trials with an interval over prompts, from rows (hits, trials); all NaN without a trial.
+
+    Wilson's interval of as many independent trials as would spread like these (at most those there are), with
+    Student's t. So 4 of 4 is no certainty, and drafts of one text count less than as many of many texts.
+    """
+    data = np.array([row for row in counts if row[1] > 0], dtype=float)  # a prompt without a trial says nothing
+    if not len(data):
+        return Interval(*(float("nan"),) * 3)
+    (hits, trials), n = data.sum(axis=0), len(data)
+    rate = hits / trials
+    if n < FEWEST:
+        return Interval(rate, float("nan"), float("nan"))
+    without = (hits - data[:, 0]) / (trials - data[:, 1])
+    variance = ((without - rate) ** 2).sum()
+    independent = min(trials, rate * (1 - rate) / variance) if variance else trials
+    return Interval(rate, *wilson(rate, independent, student_t(n - 1)))
 
 
 def served_counts(generation: Generation) -> np.ndarray:
@@ -207,7 +218,7 @@ def served_counts(generation: Generation) -> np.ndarray:
 
 
 def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
-    """Of greedy generations: position (1..), alpha, low, high (bootstrap over prompts), kept, tested."""
+    """Of greedy generations: position (1..), alpha, low, high (over prompts), kept, tested."""
     counts, rows = [served_counts(generation) for generation in generations], []
     for k in range(max(map(len, counts), default=0)):
         of_prompts = [counted[k] for counted in counts if k < len(counted)]

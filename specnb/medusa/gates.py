@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specnb.decode.generate import generate
 from specnb.lm.base import LanguageModel
-from specnb.measure.bench import Interval, bootstrap
+from specnb.measure.bench import Interval, interval
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import accuracy
@@ -215,14 +215,14 @@ def _acceptance(e: Evidence, seed: int) -> Gate:
     shuffled = _shuffled(e.heads, e.backbone, seed)
     controls = [score(shuffled, along) for along in e.traces]
     rows = [(_accepted(a), _accepted(b), len(a.rank)) for a, b in zip(e.scores, controls, strict=True)]
-    interval = bootstrap(rows, lambda data: float((data[:, 0] - data[:, 1]).sum() / data[:, 2].sum()))
+    gain = interval(rows, lambda data: float((data[:, 0] - data[:, 1]).sum() / data[:, 2].sum()), log=False)
     mine, chance, n = np.sum(rows, axis=0)
     measured = {
-        "accepted_per_round": mine / n, "shuffled_per_round": chance / n, "gain": interval.value, "low": interval.low,
-        "high": interval.high,
+        "accepted_per_round": mine / n, "shuffled_per_round": chance / n, "gain": gain.value, "low": gain.low,
+        "high": gain.high,
     }  # fmt: skip
-    says = f"{mine / n:.3f} drafts of a chain accepted, {chance / n:.3f} with shuffled weights: gain {_shown(interval)}"
-    return Gate("acceptance", interval.low > 0, says, measured)
+    says = f"{mine / n:.3f} drafts of a chain accepted, {chance / n:.3f} with shuffled weights: gain {_shown(gain)}"
+    return Gate("acceptance", gain.low > 0, says, measured)
 
 
 def _accepted(scores: Scores) -> float:

@@ -3,7 +3,7 @@
     python tests/benchmarks/against_transformers.py --dtype float32
     python tests/benchmarks/against_transformers.py --dtype bfloat16 --json
 
-Methods run interleaved on every prompt; `speedup` is over transformers' plain `generate`, with a bootstrap interval
+Methods run interleaved on every prompt; `speedup` is over transformers' plain `generate`, with an interval
 over prompts; wall time contains the prefill. Takes 8 minutes on two cores in bfloat16, 15 in float32; `--prompts 4` a
 third of that, with intervals twice as wide.
 """

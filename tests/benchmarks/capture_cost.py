@@ -14,7 +14,7 @@ import torch
 
 from specnb import load
 from specnb.divergence.capture import capture
-from specnb.measure.bench import Interval, bootstrap
+from specnb.measure.bench import Interval, interval
 
 WIDTHS = (1, 8, 128)
 """New tokens of a forward: decoding, verification of drafts, a prompt."""
@@ -39,7 +39,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def cost(network: torch.nn.Module, n: int, context: int, *, at_use: bool, pairs: int) -> Interval:
-    """Ratio of the median times of `pairs` forwards of `n` tokens with and without capture; the first pair warms up."""
+    """Mean ratio of the times of `pairs` forwards of `n` tokens with and without capture; the first pair warms up."""
     ids = torch.arange(100, 100 + n)[None]
     cache = network(torch.arange(100, 100 + context)[None], use_cache=True).past_key_values
 
@@ -61,7 +61,7 @@ def cost(network: torch.nn.Module, n: int, context: int, *, at_use: bool, pairs:
         return seen, forward() if plain is None else plain
 
     rows = [pair(bool(i % 2)) for i in range(pairs + 1)]
-    return bootstrap(rows[1:], lambda sample: float(np.divide(*np.median(sample, axis=0))))
+    return interval(rows[1:], lambda sample: float(np.exp(np.log(sample[:, 0] / sample[:, 1]).mean())))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm import toy
 from specnb.measure import bench
-from specnb.measure.bench import FEWEST, bootstrap, compare, interleaved
+from specnb.measure.bench import FEWEST, compare, interleaved, interval, rate_ratio, student_t
 
 
 class Clock:
@@ -74,7 +74,7 @@ def test_the_speedup_is_total_over_total_paired_by_prompt(clock):
     plain, fast = [1.0, 1.0, 1.0, 1.0, 16.0], [0.25, 1.0, 1.0, 1.0, 16.0]
     methods = {"plain": clock.method("plain", plain.__getitem__), "fast": clock.method("fast", fast.__getitem__)}
     row = by_method(methods, range(5)).loc["fast"]
-    assert row["speedup"] == pytest.approx(20 / 19.25) and row["low"] == 1.0 < row["high"] < 4.0
+    assert row["speedup"] == pytest.approx(20 / 19.25) and row["low"] < 1.0 < row["high"] < 4.0
 
 
 def test_on_the_same_text_only_prompts_that_part_are_left_out(clock):
@@ -108,13 +108,34 @@ def test_tau_and_acceptance_come_with_our_methods_only(clock):
     assert frame["identical"].tolist() == [2, 2, 0]
 
 
-# --- the bootstrap --------------------------------------------------------------------------------------------------
+# --- the interval ---------------------------------------------------------------------------------------------------
 
 
-def test_the_interval_covers_what_it_says():
-    """200 samples of 20 from a known distribution: about 90 % of the 90 % intervals hold its mean."""
-    rng, held = np.random.default_rng(1), 0
-    for _ in range(200):
-        interval = bootstrap(rng.exponential(1.0, (20, 1)) + 1, lambda r: float(r.mean()), level=0.9, draws=300)
-        held += interval.low <= 2.0 <= interval.high
-    assert 160 <= held <= 190
+def prompts_at_random(rng, n, spread, length, tail):
+    """Rows (tokens, seconds, tokens, plain seconds) of `n` prompts; log speed-ups spread by `spread` around 0."""
+    log = {"normal": rng.standard_normal, "long": lambda size: rng.exponential(size=size) - 1}[tail](n) * spread
+    tokens = np.exp(length * rng.standard_normal(n))
+    noise = np.exp(0.05 * rng.standard_normal((2, n)))
+    return np.array([tokens, tokens / np.exp(log) * noise[0], tokens, tokens * noise[1]]).T
+
+
+@pytest.mark.parametrize("n", [5, 12])
+@pytest.mark.parametrize(
+    ("spread", "length", "tail"), [(0.05, 0.5, "normal"), (0.2, 0.25, "normal"), (0.4, 0.5, "normal"), (0.2, 0, "long")]
+)
+def test_the_interval_of_few_prompts_covers_what_it_says(n, spread, length, tail):
+    """A percentile bootstrap covers 82 to 85 % of these with 5 prompts, 87 to 92 % with 12."""
+    rng = np.random.default_rng(2)
+    truth = rate_ratio(prompts_at_random(rng, 1_000_000, spread, length, tail))
+    intervals = [interval(prompts_at_random(rng, n, spread, length, tail), rate_ratio) for _ in range(1000)]
+    assert 0.93 <= np.mean([i.low <= truth <= i.high for i in intervals]) <= 0.97
+    assert all(i.low < i.value < i.high for i in intervals)
+
+
+def test_the_quantile_is_that_of_the_tables():
+    assert [student_t(df) for df in (4, 11, 29)] == pytest.approx([2.7764, 2.2010, 2.0452], rel=1e-3)
+
+
+def test_a_difference_keeps_its_sign_and_its_interval_is_symmetric():
+    change = interval([(x,) for x in (-3.0, -1.0, 0.0, 1.0, 3.0)], lambda rows: float(rows.mean()), log=False)
+    assert change.value == 0.0 and change.low == -change.high == pytest.approx(-2.776 * 20**0.5 / 4, rel=1e-3)

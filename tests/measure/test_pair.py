@@ -1,16 +1,20 @@
 """Where two greedy runs part: a tie within the rounding noise, or a clear winner and so a fault."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
+from specnb.decode import loop
 from specnb.decode.control import FixedK
 from specnb.decode.generate import generate
+from specnb.draft import translate
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
-from specnb.measure.pair import explain_draft, explain_fork
+from specnb.measure import pair
+from specnb.measure.pair import TextFork, explain_draft, explain_fork
 from specnb.measure.recording import record
 from specnb.measure.replay import walk
 
@@ -38,6 +42,44 @@ def near(gap, noise, at=4, *, float32=False):
     model.noise = noise
     model.caps = replace(model.caps, lossless_dtype=float32)
     return model
+
+
+@pytest.mark.parametrize(("drafter", "with_baseline"), [("draft", False), ("draft", True), ("lookup", False)])
+def test_without_a_baseline_the_speedup_is_reckoned_with_single_steps_of_the_run_and_is_no_tau(
+    monkeypatch, drafter, with_baseline
+):
+    """A forward of the target takes 1 s, of the draft model 2 s: all of its drafts are kept, and none of them pays."""
+    now = [0.0]
+
+    class Timed(toy.ToyLM):
+        def forward(self, ids, n_logits=None):
+            now[0] += self.seconds
+            return super().forward(ids, n_logits)
+
+    def load_timed(name, **_options):
+        model = Timed(toy.cyclic(5)._logits_of, toy.letters(5))
+        model.seconds = {"five": 1.0, "draft": 2.0}[name]
+        return model
+
+    for module in (pair, loop, sys.modules["specnb.decode.generate"]):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(pair, "load", load_timed)
+    monkeypatch.setattr(translate, "load", load_timed)
+    run = pair.run_pair("five", drafter, "ab", k=3, max_new_tokens=30, with_baseline=with_baseline)
+    summary, plain_s = run.summary, 29.0
+    assert summary.tau > 2 and summary.estimated_speedup == pytest.approx(plain_s / run.generation.decode_s)
+    assert (summary.estimated_speedup < 0.7) == (drafter == "draft")
+    assert summary.speedup == (pytest.approx(summary.estimated_speedup) if with_baseline else None)
+    assert pair.run_pair("five", None, "ab", max_new_tokens=3).summary.estimated_speedup is None
+
+
+@pytest.mark.parametrize(
+    ("margin", "noise", "share", "near_tie"), [(0.227, 0.647, 0.02, True), (3.5, 0.647, 0.02, False)]
+)
+def test_a_fork_is_a_sentence(margin, noise, share, near_tie):
+    fork = TextFork(position=24, token_ids=(1, 2), margin=margin, noise=noise, noise_share=share, near_tie=near_tie)
+    assert all(number in str(fork) for number in ("24", f"{margin:.2g}", f"{2 * noise:.2g}"))
+    assert ("no error" in str(fork)) == ("float32" in str(fork)) == near_tie
 
 
 PROMPT = (0, 0)
