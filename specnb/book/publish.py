@@ -51,7 +51,7 @@ EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to a
 GALLERY = """# Figures
 
 Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
-and its data. Results that are not figures are in [`tests/benchmarks`](../tests/benchmarks/README.md).
+and its data; [`records`](records) holds the runs without their rounds. Results that are not figures are in [`tests/benchmarks`](../tests/benchmarks/README.md).
 """
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -158,11 +158,11 @@ def _drawn(
     width, height = PAPER[size] if size else (figure.layout.width or WIDTH, figure.layout.height or HEIGHT)
     drawn.update_layout(width=width, height=height)
     if size:
-        small = {"size": FONT_PX}
+        small, axes = {"size": FONT_PX}, {"title": {"standoff": 4, "font": {"size": FONT_PX}}, "ticklen": 3}
+        legend = {"font": small, "y": -36 / (height - 90), "tracegroupgap": 0}  # below an axis with its title
         margin = {"l": 45, "r": 8, "t": 22 if figure.layout.annotations else 8, "b": 36}
-        drawn.update_layout(title=None, font=small, legend={"font": small, "y": -0.28}, margin=margin)
-        drawn.update_annotations(font=small)
-        drawn.update_xaxes(title_standoff=4, ticklen=3).update_yaxes(title_standoff=4, ticklen=3)
+        drawn.update_layout(title=None, font=small, legend=legend, margin=margin)
+        drawn.update_annotations(font=small).update_xaxes(axes).update_yaxes(axes)
         drawn.update_traces(line_width=1.5, marker_size=5, selector={"type": "scatter"})
     images, skipped = render(drawn)
     drawn._title, drawn._picture = title, images.pop("still", b"")
