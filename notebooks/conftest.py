@@ -13,8 +13,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="specnb-notebooks-")
     config.add_cleanup(folder.cleanup)
     os.environ.setdefault("SPECNB_BUDGET", "quick")
-    for name in ("SPECNB_RESULTS", "SPECNB_FIGURES"):
-        os.environ.setdefault(name, os.path.join(folder.name, name.lower()))  # noqa: PTH118
+    os.environ.setdefault("SPECNB_RESULTS", folder.name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

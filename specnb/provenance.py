@@ -75,10 +75,10 @@ def _version(distribution: str) -> str | None:
     return None
 
 
-def git_state(root: Path, timeout_s: float = 2.0) -> dict[str, Any] | None:
+def git_state(root: Path, timeout_s: float = 20.0) -> dict[str, Any] | None:
     """`{"commit", "dirty"}` of the checkout at `root`; None without git or outside a checkout.
 
-    `dirty` means uncommitted or untracked files outside `figures/` and `results/`, which runs themselves write.
+    `dirty` means uncommitted or untracked files outside `figures/` and `results/`, from which no run reads.
     `root` has to be the top of the checkout: a package installed inside another project is not that project.
     """
     if not (root / ".git").exists():

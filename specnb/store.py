@@ -78,7 +78,7 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     """
     import pyarrow.parquet as pq
 
-    folder = _folder_of(record, results)
+    folder = folder_of(record, results)
     document = plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")
     table, buffer = _rounds_table(record), io.BytesIO()
     pq.write_table(table, buffer)
@@ -171,7 +171,8 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     raise InputError(f"{rounds} is missing or not the file that run.json was written with: run it again")
 
 
-def _folder_of(record: RunRecord, results: Path | None) -> Path:
+def folder_of(record: RunRecord, results: Path | None = None) -> Path:
+    """Return the folder of a record: where it lies below `results`, or will lie (see `save`)."""
     chosen = os.environ.get("SPECNB_RUN_FOLDER")
     if not chosen or (results is not None and Path(results).absolute() != results_dir()):
         return run_folder(results or results_dir(), record.experiment, record.run_id)

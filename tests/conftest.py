@@ -1,4 +1,4 @@
-"""Shared by all tests: results and figures go to a temporary folder, and each model is opened once a session."""
+"""Shared by all tests: results go to a temporary folder, and each model is opened once a session."""
 
 import os
 import sys
@@ -52,7 +52,6 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     base = tmp_path_factory.mktemp("written")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECNB_RESULTS", str(base / "results"))
-        patch.setenv("SPECNB_FIGURES", str(base / "figures"))
         yield
 
 

@@ -101,8 +101,6 @@ def run_notebook(
         nb = remove_error_markers(prepare_notebook_metadata(nb, str(source.path), str(output)))
         environment = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         environment |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
-        # published figures are those of the default parameters; others stay with their run
-        environment |= {"SPECNB_FIGURES": str(folder / "figures")} if given else {}
         launch = {"env": {**os.environ, **environment}, "cwd": str(source.path.parent)}
         manager = _Manager(
             nb, str(output), progress_bar={"desc": source.path.stem, "bar_format": BAR} if progress else False

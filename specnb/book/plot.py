@@ -13,11 +13,15 @@ import traitlets
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
+from specnb.book.style import CONFIG
+
 
 class Plot(anywidget.AnyWidget):
     """A figure, drawn; `update` shows another in its place. A reader's zoom is kept."""
 
-    _esm = """
+    _esm = (
+        f"const config = {json.dumps(CONFIG)};"
+        + """
     function run(source) {
       const module = { exports: {} };
       new Function("module", source)(module);
@@ -28,13 +32,14 @@ class Plot(anywidget.AnyWidget):
       const plotly = (globalThis.specnbPlotly ??= run(model.get("_plotly")));
       const figure = el.appendChild(document.createElement("div"));
       const now = (name) => JSON.parse(model.get(name));
-      const draw = () => plotly.react(figure, now("_traces"), now("_look"), { displaylogo: false });
+      const draw = () => plotly.react(figure, now("_traces"), now("_look"), config);
       model.on("change:_traces", draw);
       draw();
       return () => plotly.purge(figure);
     }
     export default { render };
     """
+    )
     _plotly = traitlets.Unicode().tag(sync=True)
     _traces = traitlets.Unicode().tag(sync=True)
     _look = traitlets.Unicode().tag(sync=True)

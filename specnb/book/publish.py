@@ -1,7 +1,8 @@
-"""A figure leaves its notebook as files that say where they come from: `NAME.svg`, `.png`, `.html` and `.json`.
+"""A figure leaves its notebook as files that say where they come from: `NAME.svg`, `.png`, `.pdf`, `.html`, `.json`.
 
 The json beside them (the sidecar) holds the run, its parameters and provenance, the digests of the table, of the
-figure and of each file, and the caption. It is written last. The gallery, `figures/README.md`, comes from the sidecars.
+figure and of each file, and the caption. It is written last. `publish` writes into the folder of the run;
+`publish_runs` alone copies figures into `figures/`, beside their records. The gallery comes from the sidecars there.
 """
 
 import asyncio
@@ -11,31 +12,46 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import parse_qsl
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from specnb.errors import InputError
-from specnb.io import digest, plain, project_dir, write_atomic
+from specnb import store
+from specnb.book.style import CONFIG
+from specnb.errors import InputError, did_you_mean
+from specnb.io import digest, plain, project_dir, read_bytes, read_json, write_atomic
+from specnb.provenance import git_state
 from specnb.records import RunRecord
 
 SCHEMA_VERSION = 1  # of the sidecar
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 WIDTH, HEIGHT, PNG_SCALE = 960, 480, 2
+PAPER = {"column": (340, 230), "page": (700, 330)}
+"""Sizes for print, in pixels of 1/96 inch: one column of two, and a whole page."""
+FONT_PX = 10
+PLOTLY = "application/vnd.plotly.v1+json"
+MODEL = re.compile(
+    r"(\bhf:)?[\w./\\-]+(:\w+)?\?[\w=&.%-]+|\bhf:[\w./-]+|[\w./\\-]+\.gguf\b|\bsmollm2-[\d.]+[mb](:\w+)?\b(?!-)"
+)
+DRAFTER = re.compile(r"(\bdrafter )?\blookup\([^)]*\)|\bdrafter lookup\b")
 MAX_ROWS = 2000  # of a table that the sidecar holds
-EXPORT_S, RENDER_S = 120.0, 60.0  # limits: both images with the browser's start and end, one image
+EXPORT_S, RENDER_S = 120.0, 60.0  # limits: all images with the browser's start and end, one image
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
 EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
 GALLERY = """# Figures
 
 Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
-and its data. Results that are not figures are in [`tests/benchmarks`](../tests/benchmarks/README.md).
+and its data; [`records`](records) holds the runs without their rounds. Results that are not figures are in [`tests/benchmarks`](../tests/benchmarks/README.md).
 """
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -50,10 +66,16 @@ PAGE = """<!DOCTYPE html>
 """
 
 
-def figures_dir() -> Path:
-    """Folder of published figures: `$SPECNB_FIGURES` (made absolute), else `figures/` of the checkout."""
-    folder = os.environ.get("SPECNB_FIGURES")
-    return Path(folder).expanduser().absolute() if folder else project_dir() / "figures"
+class PicturedFigure(go.Figure):
+    """A figure that notebooks show as plotly's, and as a picture where no plotly runs (GitHub, nbviewer, nbconvert)."""
+
+    _title, _picture = "", b""
+    _ipython_display_ = _repr_html_ = None  # plotly's own: they leave the picture out, and ask a server for plotly.js
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> tuple[dict, dict]:
+        bundle = {PLOTLY: json.loads(self.to_json()) | {"config": CONFIG}, "text/plain": self._title}
+        look = {"width": self.layout.width, "height": self.layout.height, "alt": self._title}
+        return (bundle | {"image/png": self._picture}, {"image/png": look}) if self._picture else (bundle, {})
 
 
 def publish(
@@ -62,17 +84,20 @@ def publish(
     record: RunRecord,
     *,
     table: pd.DataFrame | None = None,
+    size: Literal["column", "page"] | None = None,
     folder: Path | None = None,
-) -> go.Figure:
-    """Write `figure` as `folder/NAME.{svg,png,html,json}` and return it; `folder` is `figures_dir()` unless given.
+) -> PicturedFigure:
+    """Write `figure` as `NAME.{svg,png,pdf,html,json}` and return it, with its picture for a notebook's output.
 
-    The images have the size of the figure's layout, else WIDTH x HEIGHT pixels, the png PNG_SCALE times as many.
-    `table` is the data that the figure shows, without its index: the sidecar holds its digest and, up to MAX_ROWS rows,
-    the rows. Equal figures of one run give equal bytes.
+    They lie in `folder`, else in `figures/` beside the record of the run. The images have the size of the figure's
+    layout, else WIDTH x HEIGHT pixels, the png PNG_SCALE times as many; with `size` they are for print (PAPER), small
+    letters and no title. Names of models and drafters in the title become those for people (`readable`). `table` is
+    the data that the figure shows, without its index: the sidecar holds its digest and, up to MAX_ROWS rows, the rows.
+    Equal figures of one run give equal bytes.
 
-    Images need Chrome or Chromium. Where the export fails, html and json are written all the same, the sidecar says
-    why under `skipped`, and an older image of that name is removed. The page opens from `file://` without a network: it
-    loads `plotly.min.js` (4.5 MB, not in the repository) from its own folder, and shows the svg where that is absent.
+    Images need Chrome or Chromium. Where the export fails, html and json are written all the same, a line on stderr
+    and the sidecar say why, and an older image of that name is removed. The page opens from `file://` without a
+    network: it loads `plotly.min.js` (4.5 MB, shared by all results), and shows the svg where that is absent.
 
     Raises InputError: before anything is written for what cannot be used, and for a folder that cannot be written.
 
@@ -82,8 +107,9 @@ def publish(
     """
     if not NAME.fullmatch(name):
         raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
-    folder = figures_dir() if folder is None else Path(folder)
-    title = plain_text(figure.layout.title.text) or name
+    if size is not None and size not in PAPER:
+        raise InputError(f"size {size!r} of figure {name!r}: use {' or '.join(PAPER)}")
+    title = readable(plain_text(figure.layout.title.text)) or name
     caption = caption_of(title, record)
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -99,26 +125,89 @@ def publish(
         "table": None if table is None else _table_facts(table),
     }
     document = plain(document, "record")
-    sized = go.Figure(figure.to_dict())
-    sized.update_layout(width=figure.layout.width or WIDTH, height=figure.layout.height or HEIGHT)
-    contents, skipped = render(sized)
+    script = _script(store.results_dir() if folder is None else Path(folder))
+    folder = store.folder_of(record) / "figures" if folder is None else Path(folder)
+    drawn, contents, skipped = _drawn(figure, title, size)
+    source = Path(os.path.relpath(script, folder)).as_posix()
     texts = {
-        "plot": sized.to_html(full_html=False, include_plotlyjs="directory", div_id=name),
+        "plot": drawn.to_html(full_html=False, include_plotlyjs=source, div_id=name, config=CONFIG),
         "title": html.escape(title),
         "caption": html.escape(caption),
     }
-    page = PAGE.format(name=name, width=sized.layout.width, **texts)
+    page = PAGE.format(name=name, width=drawn.layout.width, **texts)
     contents["html"] = page.encode("utf-8", "xmlcharrefreplace")
+    _write(folder, document | {"skipped": skipped}, contents)
+    return drawn
+
+
+def with_picture(figure: go.Figure) -> PicturedFigure:
+    """Return `figure` with its picture for a notebook's output, and write nothing."""
+    return _drawn(figure, readable(plain_text(figure.layout.title.text)))[0]
+
+
+def _drawn(
+    figure: go.Figure, title: str, size: str | None = None
+) -> tuple[PicturedFigure, dict[str, bytes], dict[str, str]]:
+    """Return a copy of `figure` as it is shown, its images by suffix, and why others are missing.
+
+    For print letters, lines and margins are small, and there is no title: the paper has a caption.
+    """
+    drawn = PicturedFigure(figure.to_dict())
+    if shown := figure.layout.title.text:
+        drawn.update_layout(title_text=readable(shown))
+    width, height = PAPER[size] if size else (figure.layout.width or WIDTH, figure.layout.height or HEIGHT)
+    drawn.update_layout(width=width, height=height)
+    if size:
+        small, axes = {"size": FONT_PX}, {"title": {"standoff": 4, "font": {"size": FONT_PX}}, "ticklen": 3}
+        legend = {"font": small, "y": -36 / (height - 90), "tracegroupgap": 0}  # below an axis with its title
+        margin = {"l": 45, "r": 8, "t": 22 if figure.layout.annotations else 8, "b": 36}
+        drawn.update_layout(title=None, font=small, legend=legend, margin=margin)
+        drawn.update_annotations(font=small).update_xaxes(axes).update_yaxes(axes)
+        drawn.update_traces(line_width=1.5, marker_size=5, selector={"type": "scatter"})
+    images, skipped = render(drawn)
+    drawn._title, drawn._picture = title, images.pop("still", b"")
+    if "png" in skipped:
+        sys.stderr.write(f"plotly only, no picture: {skipped['png']}\n")
+    return drawn, images, skipped
+
+
+def _script(folder: Path) -> Path:
+    """Return the `plotly.min.js` in `folder`, written if it is absent or of another version."""
     script, source = folder / "plotly.min.js", get_plotlyjs().encode()
     if not script.is_file() or script.read_bytes() != source:
         write_atomic(script, source)
-    for suffix in skipped:
+    return script
+
+
+def _write(folder: Path, document: dict[str, Any], contents: dict[str, bytes]) -> None:
+    """Write the files of a figure and, last, its sidecar; older images that are now missing are removed."""
+    name = document["name"]
+    for suffix in document["skipped"]:
         (folder / f"{name}.{suffix}").unlink(missing_ok=True)
-    files = {f"{name}.{suffix}": digest(content) for suffix, content in contents.items()}
-    contents["json"] = f"{json.dumps(document | {'files': files, 'skipped': skipped}, indent=1)}\n".encode()
-    for suffix, content in contents.items():
+    document = document | {"files": {f"{name}.{suffix}": digest(content) for suffix, content in contents.items()}}
+    for suffix, content in (contents | {"json": f"{json.dumps(document, indent=1)}\n".encode()}).items():
         write_atomic(folder / f"{name}.{suffix}", content)
-    return figure
+
+
+def readable(text: str) -> str:
+    """Return `text` with the names of models and drafters as people write them.
+
+    >>> readable("smollm2-135m?backend=hf&dtype=bfloat16, drafter lookup(n=1..6,x4)")
+    'SmolLM2-135M, torch bfloat16, prompt lookup'
+    >>> readable("smollm2-135m:q4_0"), readable("self")
+    ('SmolLM2-135M q4_0', 'a smaller copy of itself')
+    """
+    text = DRAFTER.sub("prompt lookup", MODEL.sub(_model_name, text))
+    return {"lookup": "prompt lookup", "self": "a smaller copy of itself", "medusa": "Medusa heads"}.get(text, text)
+
+
+def _model_name(match: re.Match[str]) -> str:
+    source, _, query = match[0].removeprefix("hf:").partition("?")
+    source, _, kind = re.split(r"[/\\]", source)[-1].partition(":")
+    options = dict(parse_qsl(query))
+    engine = {"hf": ", torch", "llama": ", llama.cpp"}.get(options.get("backend"), "")
+    source = re.sub(r"(?<=-)[\d.]+[mb]\b", lambda size: size[0].upper(), source.replace("smollm2", "SmolLM2"))
+    return f"{source}{engine} {options.get('dtype') or options.get('weights') or kind}".rstrip()
 
 
 def plain_text(title: str | None) -> str:
@@ -134,7 +223,7 @@ def caption_of(title: str, record: RunRecord) -> str:
     notes += ["the run failed"] if record.status == "failed" else []
     # ids of the provenance have no folders of this machine; of several drafters the first
     names = record.params | {m["role"]: m["id"] for m in reversed(record.provenance.get("models") or ())}
-    models = " with ".join(str(names[role]) for role in ("target", "drafter") if names.get(role))
+    models = " with ".join(readable(str(names[role])) for role in ("target", "drafter") if names.get(role))
     cpu, extra = record.provenance.get("cpu") or {}, record.provenance.get("extra") or {}
     machine = [f"{cpu['model']} ({cpu.get('usable_cores', '?')} cores)"] if cpu.get("model") else []
     if not str(extra.get("device", "")).startswith("cpu"):
@@ -144,10 +233,10 @@ def caption_of(title: str, record: RunRecord) -> str:
 
 
 def render(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
-    """The images that could be made, and for each other suffix the reason.
+    """Return the images (`still` is the png of scale 1) and, for each suffix that could not be drawn, the reason.
 
-    One browser makes both, started and ended in a thread of its own: this one may have a running event loop, as in a
-    kernel.
+    One browser draws them all, started and ended in a thread of its own: this one may have a running event loop, as
+    in a kernel.
     """
     spec = figure.to_dict()
     for index, trace in enumerate(spec["data"]):
@@ -156,7 +245,7 @@ def render(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
     with ThreadPoolExecutor(1, thread_name_prefix="specnb-images") as thread:
         error = thread.submit(lambda: asyncio.run(_draw(spec, images))).exception()
     reason = str(error) if isinstance(error, InputError) else f"{EXPORT_FAILED} ({type(error).__name__})"
-    return images, {suffix: reason for suffix in ("svg", "png") if suffix not in images}
+    return images, {suffix: reason for suffix in ("svg", "png", "pdf") if suffix not in images}
 
 
 async def _draw(spec: dict, images: dict[str, bytes]) -> None:
@@ -179,7 +268,10 @@ async def _draw(spec: dict, images: dict[str, bytes]) -> None:
         await browser.open()
         svg = await browser.calc_fig(spec, {"format": "svg", "scale": 1, **size})
         images["svg"] = stable_svg(svg)
+        images["still"] = await browser.calc_fig(spec, {"format": "png", "scale": 1, **size})
         images["png"] = await browser.calc_fig(spec, {"format": "png", "scale": PNG_SCALE, **size})
+        pdf = await browser.calc_fig(spec, {"format": "pdf", "scale": 1, **size})
+        images["pdf"] = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", pdf)
 
 
 def _kill(browser: Any) -> None:
@@ -212,15 +304,55 @@ def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
     return facts | {"records": plain(table.to_dict("records"), "table", nan=None)}
 
 
-def write_gallery(folder: Path) -> Path:
-    """Write `folder/README.md` and return its path. Raises InputError where no figure is published."""
-    write_atomic(folder / "README.md", gallery(folder).encode())
-    return folder / "README.md"
+def publish_runs(
+    words: Sequence[str], figures: Path, *, results: Path | None = None, allow_dirty: bool = False
+) -> list[Path]:
+    """Copy the figures of runs into `figures/`, keep their records, write the gallery, return the folders of the runs.
+
+    `words` are run ids, and names of notebooks for their latest run; without words it is the latest completed run of
+    each notebook. `figures/records/RUN_ID.json` is the record without its rounds; records of no figure are removed.
+    Raises InputError for an unknown run, while the checkout has changes, and for a run that was recorded with changes;
+    `allow_dirty` copies all the same, and the sidecars say so.
+    """
+    results = store.results_dir() if results is None else Path(results)
+    folders = [path.parent for path in sorted(results.rglob(store.RUN)) if _sidecars(path.parent / "figures")]
+    runs = {folder: read_json(folder / store.RUN, store.MAX_BYTES) for folder in folders}
+    named, latest = {}, {}
+    for folder, run in sorted(runs.items(), key=lambda item: datetime.fromisoformat(item[1]["ended"])):
+        named |= {run["experiment"]: folder, run["run_id"]: folder}
+        latest |= {run["experiment"]: folder} if run["status"] == "completed" else {}
+    if unknown := [word for word in words if word not in named]:
+        near = did_you_mean(unknown[0], list(named)) or "give a run id or a notebook's name; "
+        raise InputError(f"no run {unknown[0]!r} with a record and figures in {results}: {near}or run it first")
+    chosen = [named[word] for word in words] or list(latest.values())
+    sidecars = [(sidecar, folder / "figures") for folder in chosen for sidecar in _sidecars(folder / "figures")]
+    changed = bool(sidecars) and (git_state(project_dir()) or {}).get("dirty") is not False
+    of_changed = {s["run_id"] for s, _ in sidecars if (s["provenance"].get("git") or {}).get("dirty") is not False}
+    if (changed or of_changed) and not allow_dirty:
+        where = f"the checkout of run {min(of_changed)} had" if of_changed else "the checkout has"
+        raise InputError(f"{where} uncommitted changes: commit them and run again, or publish with --allow-dirty")
+    for sidecar, source in sidecars:
+        contents = {Path(file).suffix[1:]: (source / file).read_bytes() for file in sidecar["files"]}
+        # the page loads the script of the folder that it comes into
+        contents["html"] = re.sub(rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"])
+        record = f"records/{sidecar['run_id']}.json"
+        write_atomic(figures / record, read_bytes(source.parent / store.RUN, store.MAX_BYTES))
+        _write(figures, sidecar | {"record": record, "published_with_changes": changed}, contents)
+    _script(figures)
+    write_atomic(figures / "README.md", gallery(figures).encode())
+    kept = {f"{sidecar['run_id']}.json" for sidecar in _sidecars(figures)}
+    for orphan in {path.name for path in (figures / "records").glob("*.json")} - kept:
+        (figures / "records" / orphan).unlink()
+    return chosen
+
+
+def _sidecars(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
 def gallery(folder: Path) -> str:
     """Return the page as Markdown: figures by notebook, each with its picture, caption, origin and data."""
-    sidecars = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    sidecars = _sidecars(folder)
     if not sidecars:
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
     parts = [GALLERY]
@@ -232,9 +364,11 @@ def gallery(folder: Path) -> str:
 def _entry(sidecar: dict[str, Any]) -> str:
     name, git = sidecar["name"], sidecar["provenance"].get("git") or {}
     picture = f"![{sidecar['title']}]({name}.png)" if f"{name}.png" in sidecar["files"] else "(no picture)"
-    commit = (git.get("commit") or "unknown")[:10] + (", with changes" if git.get("dirty") else "")
+    changes = git.get("dirty") or sidecar.get("published_with_changes")
+    commit = (git.get("commit") or "unknown")[:10] + (", with changes" if changes else "")
     origin = f"{sidecar['provenance'].get('utc', '')[:10]}, commit {commit}"
+    record = f" · [record]({sidecar['record']})" if "record" in sidecar else ""
     return (
         f"### {name}\n\n{picture}\n\n{sidecar['caption']}\n"
-        f"{origin}. [Interactive]({name}.html) · [provenance and data]({name}.json)\n"
+        f"{origin}. [Interactive]({name}.html) · [provenance and data]({name}.json){record}\n"
     )

@@ -10,6 +10,11 @@ import plotly.graph_objects as go
 # Okabe & Ito's colours, told apart by colour-blind readers
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
+CONFIG = {
+    "displaylogo": False, "showSendToCloud": False,
+    "modeBarButtonsToRemove": ["lasso2d", "select2d", "zoomIn2d", "zoomOut2d"],
+}  # fmt: skip
+"""plotly's buttons in pages and notebooks: none that uploads."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid")
 
 

@@ -28,7 +28,7 @@ from specnb.cli.show import (
     print_table,
 )
 from specnb.errors import InputError, SpecnbError
-from specnb.io import read_text
+from specnb.io import project_dir, read_text
 
 app = typer.Typer(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
@@ -91,7 +91,6 @@ def run(
     from specnb.book.engine import run_notebook
     from specnb.book.notebook import find_notebook, parse_parameters
     from specnb.book.notebook import notebooks as all_notebooks
-    from specnb.book.publish import figures_dir, write_gallery
     from specnb.lm import zoo
 
     given = parse_parameters(parameter or [])
@@ -117,18 +116,24 @@ def run(
     failed = [outcome for outcome in outcomes if outcome.error]
     for outcome in failed:
         complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
-    if not given and any(figures_dir().glob("*.json")):
-        write_gallery(figures_dir())  # runs with other parameters keep their figures in results/
     raise typer.Exit(INTERRUPTED if interrupted else int(bool(failed)))
 
 
 @app.command()
-def publish(as_json: Json = False) -> None:
-    """Write the gallery, figures/README.md, from the json files beside the published figures."""
-    from specnb.book.publish import figures_dir, write_gallery
+def publish(
+    runs: Annotated[list[str] | None, typer.Argument(help="run ids or notebooks; none: all, latest runs")] = None,
+    results: Annotated[Path | None, typer.Option(help="folder of records [results/]")] = None,
+    figures: Annotated[Path | None, typer.Option(help="folder to publish into [figures/]")] = None,
+    allow_dirty: Annotated[bool, typer.Option("--allow-dirty", help="with changes; the json says so")] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy the figures of runs and their records into figures/, from a clean checkout, and write its gallery."""
+    from specnb.book.publish import publish_runs
 
-    path = write_gallery(figures_dir())
-    print_json({"gallery": str(path)}) if as_json else print(path)
+    figures = figures or project_dir() / "figures"
+    folders = publish_runs(runs or [], figures, results=results, allow_dirty=allow_dirty)
+    document = {"gallery": str(figures / "README.md"), "runs": [str(folder) for folder in folders]}
+    print_json(document) if as_json else print(*document["runs"], document["gallery"], sep="\n")
 
 
 def _hand_over(context: typer.Context, command: Callable[..., Any]) -> None:

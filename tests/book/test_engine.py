@@ -94,7 +94,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     async def cell() -> NotebookOutcome:
         return run(
             "import os, sys, json\nprint(json.dumps([sys.executable, os.getcwd(), k, temperature, name]))",
-            "print(*(os.environ[f'SPECNB_{name}'] for name in ('RESULTS', 'RUN_FOLDER', 'FIGURES')))",
+            "print(*(os.environ[f'SPECNB_{name}'] for name in ('RESULTS', 'RUN_FOLDER')))",
             RECORD,
             "from ipywidgets import IntSlider\nIntSlider(4)",
             params={"k": 8, "temperature": 1.0, "name": 'quo"te\n{brace}'},
@@ -109,8 +109,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     first, second, third = printed(outcome)
     # this interpreter, the notebook's folder as working folder
     assert json.loads(first) == [sys.executable, str(tmp_path / "b{k}"), 8, 1.0, 'quo"te\n{brace}']
-    # figures of other parameters than the default ones stay with their run
-    assert (second, third) == (f"{tmp_path / 'r{x}'} {folder} {folder / 'figures'}", str(folder))
+    assert (second, third) == (f"{tmp_path / 'r{x}'} {folder}", str(folder))
     files = {path.name for path in folder.iterdir() if not path.name.startswith(".")} - {"kernel.log"}
     assert files == {"notebook.ipynb", "outcome.json", "run.json", "rounds.parquet"}
     assert store.load(folder).params == {"k": 8} and only_outcome() == outcome

@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from specnb.book.divergence import figures
+from specnb.book.style import CONFIG
 from specnb.divergence import report
 from specnb.divergence.errors import named
 from specnb.divergence.faults import FAULTS, RecordedFault, planted
@@ -336,4 +337,4 @@ def _table(table: pd.DataFrame) -> str:
 
 
 def _plot(figure: go.Figure) -> str:
-    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
+    return figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG)

@@ -1,8 +1,8 @@
-"""Draw the published score into figures/: `python -m tests.benchmarks.divergence_score.picture`."""
+"""Draw the published score: `python -m tests.benchmarks.divergence_score.picture; specnb publish divergence_score`."""
 
 import html
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 
 import numpy as np
 import pandas as pd
@@ -12,6 +12,7 @@ from specnb.book.publish import publish
 from specnb.book.style import COLOURS, spread, template
 from specnb.divergence.report import published_score
 from specnb.records import RunRecord
+from specnb.store import save
 from tests.benchmarks.divergence_score.tools import LAB
 
 NAME = "divergence_score"
@@ -67,6 +68,8 @@ def _share(row: Mapping[str, float], name: str) -> str:
 
 if __name__ == "__main__":
     document = published_score()
-    ran, provenance, now = document["facts"]["ran"], document["facts"]["provenance"], datetime.now(UTC)
-    record = RunRecord(run_id="score", experiment=NAME, params=ran, provenance=provenance, started=now, ended=now)
+    ran, provenance = document["facts"]["ran"], document["facts"]["provenance"]
+    when = datetime.fromisoformat(provenance["utc"])
+    record = RunRecord(run_id="score", experiment=NAME, params=ran, provenance=provenance, started=when, ended=when)
+    save(record)
     publish(score_figure(document), NAME, record, table=score_table(document))
