@@ -23,6 +23,7 @@ from filelock import FileLock
 
 from specnb.errors import FetchError, InputError, did_you_mean
 from specnb.io import cache_dir, digest, project_dir
+from specnb.registry import DRAFTERS
 
 LOCK_TIMEOUT_S = 3600.0
 PIP_TIMEOUT_S = 1800.0
@@ -94,7 +95,10 @@ def parse(name: str) -> tuple[ZooEntry, str | None]:
     """
     base, colon, kind = name.lower().partition(":")
     if base not in ENTRIES:
-        raise InputError(f"unknown model in {name!r}: {did_you_mean(base, ENTRIES)}known are {', '.join(ENTRIES)}")
+        known = [*ENTRIES, *embedded_names()]
+        near = did_you_mean(base, [*known, *DRAFTERS])
+        also = f"known are {', '.join(known)}; as drafters {', '.join(DRAFTERS)} too"
+        raise InputError(f"unknown model in {name!r}: {near}{also}")
     entry = ENTRIES[base]
     types = (*entry.derived_bytes, entry.shipped_type)
     if colon and kind not in types:
