@@ -13,9 +13,6 @@ DRAFTERS = {
 }
 """Drafters that need no model name: the command line's `--drafter`. Called as `(target, *, translate, **options)`."""
 
-REFUSALS = {"self": "specnb.draft.load:refuse_copy", "medusa": "specnb.medusa.drafter:refuse_heads"}
-"""What such a drafter refuses before a model is opened. Called as `(name of the target, **options)`."""
-
 MODEL_DRAFTER = "specnb.draft.translate:model_drafter"
 """A draft model by its name. Called as `(name, target, *, translate, **options)`."""
 

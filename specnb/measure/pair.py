@@ -18,7 +18,7 @@ from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, Fixed
 from specnb.decode.costaware import CostAware
 from specnb.decode.generate import PromptLike, TextStream, checked_settings, generate
 from specnb.draft.base import Drafter, tree_nodes
-from specnb.draft.load import check_drafter, load_drafter
+from specnb.draft.load import HEADS, check_drafter, load_drafter
 from specnb.errors import InputError, did_you_mean
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import checked_name, load, room_for_both
@@ -35,7 +35,6 @@ ROUNDING = {True: 1e-3, False: 0.1}
 Measured on SmolLM2-135M: 1e-5 in float32, up to 0.03 in bfloat16 and with 4-bit weights."""
 
 WARM_UP_TOKENS = 4
-HEADS = "medusa"
 OPTIONS = {"heads_checkpoint": HEADS, "tree": HEADS, "self_type": "self"}
 """Which drafter an option is for."""
 

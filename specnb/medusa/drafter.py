@@ -19,11 +19,10 @@ from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Picker, Proposal
 from specnb.errors import InputError, LoadError, NonFiniteLogits
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import parse
 from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CONTEXT
 from specnb.measure.curve import training_card
-from specnb.medusa.checkpoint import folder_of, load_trained_heads, shipped
+from specnb.medusa.checkpoint import load_trained_heads, shipped
 from specnb.medusa.layouts import CONFIG_FILE
 from specnb.medusa.nets import Heads, digest, network
 from specnb.medusa.tree import PUBLISHED, SIZES, WIDTHS, Candidate, TreePlan, candidates, fastest, grow, tree_curve
@@ -204,16 +203,6 @@ def heads_drafter(
     drafting = choose_drafts(target, heads, asked, accuracy)
     notes = (drafting.says,) if asked == AUTO or (isinstance(asked, int) and accuracy is None) else ()
     return HeadsDrafter(target, heads, drafting.plan, findings=(*report.findings, *notes))
-
-
-def refuse_heads(target: str, *, heads_checkpoint: str | Path | None = None, tree: TreeOption = CHAIN) -> None:
-    """Refuse, before `target` is opened, an engine that hides hidden states, a tree, and heads that are not there."""
-    if parse(target).backend != "hf":
-        near = f"{target}{'&' if '?' in target else '?'}backend=hf"
-        raise InputError(f"heads read hidden states, and llama.cpp does not show those of {target}: write {near!r}")
-    tree_size(tree)
-    if heads_checkpoint is not None:
-        folder_of(heads_checkpoint)
 
 
 class Drafting(NamedTuple):
