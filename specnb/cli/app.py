@@ -38,6 +38,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with t
 HeadsCheckpoint = Annotated[
     str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
 ]
+CONTROLLERS = "rolling, content, confidence, cumulative, entropy or cost-aware"
 PARAMETER = ("-p", "--parameter")
 INTERRUPTED = 130
 LONGEST_PROMPT = 16 << 20
@@ -152,24 +153,17 @@ def convert(context: typer.Context) -> None:
 
 @app.command()
 def generate(
-    text: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="text to continue; or one of the next two")
-    ] = None,
-    prompt: Annotated[str | None, typer.Option(help="text to continue")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="text to continue")] = None,
+    prompt: Annotated[str | None, typer.Option(help="the same, as an option")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="file whose text is to be continued")] = None,
-    target: Annotated[
-        str, typer.Option(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?backend=hf&…")
-    ] = "smollm2-135m",
+    target: Annotated[str, typer.Option(help="zoo name, .gguf, folder or hf:ORG/NAME; ?backend=hf&…")] = "smollm2-135m",
     draft: Annotated[str | None, typer.Option(help="draft model")] = None,
     drafter: Annotated[str | None, typer.Option(help="drafter without a model name: lookup, self or medusa")] = None,
     self_type: Annotated[str | None, typer.Option(help="weights of the drafter self, such as q2_k [q4_0]")] = None,
     heads_checkpoint: HeadsCheckpoint = None,
     tree: Annotated[str | None, typer.Option(help="what heads draft: chain, a number of nodes, or auto [auto]")] = None,
     k: Annotated[int | None, typer.Option("--k", help="draft length [measured here]; of a tree, nodes [all]")] = None,
-    controller: Annotated[
-        str | None,
-        typer.Option(help="chooses K, up to --k: rolling, content, confidence, cumulative, entropy or cost-aware"),
-    ] = None,
+    controller: Annotated[str | None, typer.Option(help=f"of K, up to --k: {CONTROLLERS}")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
@@ -204,16 +198,16 @@ def generate(
         seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog, on_choice=complain,
         on_text=write if console.is_terminal and not as_json else None,
     )  # fmt: skip
+    if not as_json:
+        print(clean(result.generation.text[len("".join(shown)) :]))
     if suspicious := suspicion(result):
         complain(suspicious)
     if as_json:
         print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
         return
-    print(clean(result.generation.text[len("".join(shown)) :]))
-    shown = result.summary.model_dump(exclude={"notes", "k_choice"}) | {
-        "translation": result.generation.translation or None
-    }
-    facts = [[name, cell(value)] for name, value in shown.items() if value is not None]
+    summary = result.summary.model_dump(exclude={"notes", "k_choice"})
+    summary["translation"] = result.generation.translation or None
+    facts = [[name, cell(value)] for name, value in summary.items() if value is not None]
     facts += [["note", note] for note in result.summary.notes]
     print_table(f"{result.generation.target}, {result.generation.drafter or 'no drafter'}", ["", ""], facts)
 

@@ -95,7 +95,8 @@ def _reader(name: str | Path) -> tuple[str, Reader]:
     reader = next((reader for reader in READERS if reader.fits(text)), None)
     if reader is None:
         known = [*zoo.ENTRIES, *zoo.embedded_names(), *shelf.names()]
-        near = did_you_mean(text, known) or f"there are {', '.join(known)}; "
+        near = "it is a file of another kind; " if zoo.expanded(text).is_file() else did_you_mean(text, known)
+        near = near or f"there are {', '.join(known)}; "
         raise InputError(
             f"{str(name)!r} is nothing that describes a tokenizer: {near}or give a .gguf file, a folder with "
             "config.json, hf:ORG/NAME, a tokenizer.json or a *.tiktoken file that exists"
