@@ -57,6 +57,17 @@ def test_more_models_make_a_matrix(specnb):
     is_mistake(specnb("compat", "gpt-2", "nothing-like-it"), "nothing-like-it")
 
 
+@pytest.mark.model
+def test_a_model_is_described_with_what_opens_and_what_drafts_for_it(specnb):
+    facts = json.loads(specnb("describe", "smollm2-135m", "--json")[1])
+    assert (facts["opens"], facts["engine"], facts["state"], facts["n_layers"]) == ("yes", "llama.cpp", "attention", 30)
+    assert facts["rewind"] in facts["strategies"] and "smollm2-135m-medusa" in facts["heads"] and facts["drafts"]
+    facts = json.loads(specnb("describe", "gpt-2", "--json")[1])
+    assert facts["vocab_size"] == 50257 and facts["opens"].startswith("no") and "engine" not in facts
+    for words in (["describe", "README.md"], ["compat", "gpt-2", "qwen2.5-0.5b"], ["describe", "gpt2"]):
+        is_mistake(specnb(*words), words[-1])
+
+
 # --- generate -------------------------------------------------------------------------------------------------------
 
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from specnb.decode import generate as module
-from specnb.decode.generate import generate, prompt_ids
+from specnb.decode.generate import TextStream, generate, prompt_ids
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, SpecnbError
 from specnb.lm import toy
+from specnb.lm.vocab import Vocabulary
 from specnb.prompts import Prompt
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"

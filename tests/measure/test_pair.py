@@ -6,13 +6,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from specnb.decode.control import FixedK
+from specnb.decode.control import FixedK, RollingAcceptance
 from specnb.decode.generate import generate
 from specnb.draft import load as load_room
 from specnb.draft import translate
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure import cost, pair
+from specnb.measure.content import ContentK
 from specnb.measure.pair import explain_draft, explain_fork
 from specnb.measure.recording import record
 from specnb.measure.replay import walk
@@ -164,7 +165,7 @@ def test_without_k_a_drafter_that_pays_drafts_and_one_that_cannot_does_not(opene
 @pytest.mark.parametrize("name", pair.CONTROLLERS)
 def test_controllers_go_by_name_and_k_bounds_them(opened, name):
     run = pair.run_pair("target", "cheap", "ab", max_new_tokens=20, controller=name, k=3)
-    free = {"rolling": 24, "content": 24}
+    free = {"rolling": RollingAcceptance.k_max, "content": ContentK().k_max}
     assert run.generation.controller and run.generation.k == free.get(name, 3) and run.generation.tau > 1
 
 
