@@ -9,7 +9,6 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from specnb import params
-from specnb.errors import InputError
+from specnb.errors import InputError, did_you_mean
 from specnb.io import digest, project_dir, read_bytes
 
 MAX_BYTES = 20_000_000
@@ -38,13 +37,22 @@ def notebooks() -> list[Path]:
 
 
 def find_notebook(name: str | Path) -> Path:
-    """The notebook meant by a path, or by a name with or without `.ipynb`. InputError lists what there is."""
+    """The notebook meant by a path, or by a name with or without `.ipynb`, or by a part that only it has (`01`).
+
+    A beginning counts before other parts. InputError names those that are close.
+    """
     if Path(name).suffix == ".ipynb" and Path(name).is_file():
         return Path(name).absolute()
     known = {path.stem: path for path in notebooks()}
-    if (stem := str(name).removesuffix(".ipynb")) not in known:
-        raise InputError(f"no notebook {str(name)!r}: give a path, or one of {', '.join(known) or '(there are none)'}")
-    return known[stem]
+    if (stem := str(name).removesuffix(".ipynb")) in known:
+        return known[stem]
+    parts = [other for other in known if stem and stem in other]
+    fitting = [other for other in parts if other.startswith(stem)] or parts
+    if len(fitting) != 1:
+        near = f"did you mean {' or '.join(fitting)}? " if fitting else did_you_mean(stem, list(known))
+        there = ", ".join(known) or "(there are none)"
+        raise InputError(f"no notebook {str(name)[:200]!r}: {near}give a path, or one of {there}")
+    return known[fitting[0]]
 
 
 def read_notebook(path: Path) -> Source:
@@ -99,9 +107,10 @@ def resolve(
         defaults = declared(cells[0]) if cells else {}
         for name in given:
             if name not in defaults:
-                close = get_close_matches(name, defaults) or list(defaults) or ["nothing: it has no parameters"]
-                raise InputError(f"has no parameter {name!r}: did you mean {' or '.join(close)}?")
-        resolved = defaults | dict(given)
+                there = ", ".join(defaults) or "none"
+                raise InputError(f"has no parameter {name!r}: {did_you_mean(name, list(defaults))}it has {there}")
+        given = {name: _fitted(value, defaults[name]) for name, value in given.items()}
+        resolved = defaults | given
         if model := source.nb.metadata.get("specnb", {}).get("params"):
             if "budget" not in given and (chosen := budget or os.environ.get(params.BUDGET)):
                 resolved["budget"] = chosen
@@ -109,6 +118,16 @@ def resolve(
     except InputError as error:
         raise InputError(f"{source.path.name}: {error}") from error
     return {name: resolved[name] for name in given}, resolved
+
+
+def _fitted(value: Any, default: Any) -> Any:
+    """`value`, as a list where the default is one: of a text the parts between commas, of one thing that thing."""
+    if not isinstance(default, list) or isinstance(value, list):
+        return value
+    if not isinstance(value, str):
+        return [value]
+    words = [word.strip() for word in value.split(",")]
+    return words if default and isinstance(default[0], str) else [_value(word) for word in words]
 
 
 def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
@@ -123,8 +142,12 @@ def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
             raise InputError(f"-p takes a name and a value, got only {word!r}")
         if name in values:
             raise InputError(f"parameter {name!r} is given twice (again as {text!r}): give it once")
-        try:
-            values[name] = json.loads(text)
-        except (ValueError, RecursionError):
-            values[name] = _WORDS.get(text.strip().lower(), text)
+        values[name] = _value(text)
     return values
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _WORDS.get(text.strip().lower(), text)

@@ -8,18 +8,22 @@ judged (`divergence`).
 import json
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand
 
+from specnb import __version__
 from specnb.cli import divergence
 from specnb.cli.show import (
     Json,
     cell,
     clean,
     complain,
+    names,
     print_frame,
     print_json,
     print_paths,
@@ -32,7 +36,7 @@ from specnb.io import project_dir, read_text
 
 app = typer.Typer(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
-    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
 models_app = typer.Typer(help="The zoo: models that run without a hub.", invoke_without_command=True)
 heads_app = typer.Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
@@ -46,6 +50,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with t
 HeadsCheckpoint = Annotated[
     str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
 ]
+CONTROLLERS = "rolling, content, confidence, cumulative, entropy or cost-aware"
 PARAMETER = ("-p", "--parameter")
 INTERRUPTED = 130
 LONGEST_PROMPT = 16 << 20
@@ -59,6 +64,14 @@ def main() -> None:
     except SpecnbError as error:
         complain(error)
         sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def options(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    """Take the options that stand before a command."""
+    if version:
+        print(f"specnb {__version__}")
+        raise typer.Exit
 
 
 class _TakesPairs(TyperCommand):
@@ -161,19 +174,22 @@ def convert(context: typer.Context) -> None:
 
 @app.command()
 def generate(
-    target: Annotated[str, typer.Option(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?backend=hf&…")],
-    prompt: Annotated[str | None, typer.Option(help="text to continue")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="text to continue")] = None,
+    prompt: Annotated[str | None, typer.Option(help="the same, as an option")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="file whose text is to be continued")] = None,
+    target: Annotated[str, typer.Option(help="zoo name, .gguf, folder or hf:ORG/NAME; ?backend=hf&…")] = "smollm2-135m",
     draft: Annotated[str | None, typer.Option(help="draft model")] = None,
     drafter: Annotated[str | None, typer.Option(help="drafter without a model name: lookup, self or medusa")] = None,
+    self_type: Annotated[str | None, typer.Option(help="weights of the drafter self, such as q2_k [q4_0]")] = None,
     heads_checkpoint: HeadsCheckpoint = None,
     tree: Annotated[str | None, typer.Option(help="what heads draft: chain, a number of nodes, or auto [auto]")] = None,
-    k: Annotated[int | None, typer.Option("--k", help="draft length; of a tree, nodes [4, or the whole tree]")] = None,
+    k: Annotated[int | None, typer.Option("--k", help="draft length [measured here]; of a tree, nodes [all]")] = None,
+    controller: Annotated[str | None, typer.Option(help=f"of K, up to --k: {CONTROLLERS}")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
-    seed: Annotated[int, typer.Option(help="of the random draws")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="length limit", min=1)] = 128,
+    seed: Annotated[int, typer.Option(help="of the random draws; a measured K needs --k to give the same again")] = 0,
     rule: Annotated[str, typer.Option(help="verification at temperature > 0: token, block, typical (lossy)")] = "token",
     stop: Annotated[list[str] | None, typer.Option(help="stop string, repeatable")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the model's chat template")] = False,
@@ -189,26 +205,50 @@ def generate(
 
     if draft and drafter:
         raise InputError(f"give --draft or --drafter, not both (got {draft!r} and {drafter!r})")
-    text = _prompt_text(prompt, prompt_file)
+    text, console, shown = _prompt_text(text, prompt, prompt_file), Console(), []
+
+    def write(piece: str, drafted: bool) -> None:
+        shown.append(piece)
+        green = drafted and console.color_system is not None and not console.no_color
+        print(typer.style(clean(piece), fg=typer.colors.GREEN if green else None, reset=green), end="", flush=True)
+
     result = run_pair(
         target, draft or drafter, [{"role": "user", "content": text}] if chat else text, with_baseline=baseline,
-        strict=strict, translate=translate, heads_checkpoint=heads_checkpoint, tree=tree, k=k, temperature=temperature,
-        top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, rule=rule, stop=stop or (),
-        ignore_eog=ignore_eog,
+        strict=strict, translate=translate, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type, k=k,
+        controller=controller, temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens,
+        seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog, on_choice=complain,
+        on_text=write if console.is_terminal and not as_json else None,
     )  # fmt: skip
+    if not as_json:
+        print(clean(result.generation.text[len("".join(shown)) :]))
     if suspicious := suspicion(result):
         complain(suspicious)
     if as_json:
         print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
         return
-    print(clean(result.generation.text))
     print_summary(result)
 
 
-def _prompt_text(prompt: str | None, file: Path | None) -> str:
-    if (prompt is None) == (file is None):
-        raise InputError("give the prompt with --prompt or with --prompt-file")
-    return read_text(file, LONGEST_PROMPT) if prompt is None else prompt
+def _prompt_text(text: str | None, prompt: str | None, file: Path | None) -> str:
+    given = [value for value in (text, prompt, file) if value is not None]
+    if len(given) != 1:
+        raise InputError(f"got {len(given)} prompts, expected one: as it is, with --prompt or with --prompt-file")
+    if not (read := read_text(file, LONGEST_PROMPT) if file else given[0]):
+        raise InputError("the prompt is empty: give some text to continue")
+    return read
+
+
+@app.command()
+def describe(
+    model: Annotated[str, typer.Argument(help="a name as --target takes it, a tokenizer, or a name of the shelf")],
+    as_json: Json = False,
+) -> None:
+    """Say what a model is, whether and how it opens here, how it goes back, and what can draft for it."""
+    from specnb.compat.read import sheet
+
+    facts = sheet(model)
+    rows = [[name.replace("_", " "), cell(value)] for name, value in facts.items() if value not in (None, "", [])]
+    print_result(as_json, facts, model, ["fact", "value"], rows)
 
 
 @app.command()
@@ -278,6 +318,53 @@ def verify(as_json: Json = False) -> None:
     if not as_json:
         print_paths(row.path for row in rows)
     raise typer.Exit(0 if all(row.ok for row in rows) else 1)
+
+
+@bench_app.command("plain")
+def bench_plain(
+    model: Annotated[str, typer.Argument(help="a name as --target takes it")],
+    prompt_tokens: Annotated[int, typer.Option(help="tokens of a prefill", min=1)] = 512,
+    new_tokens: Annotated[int, typer.Option(help="single steps", min=1)] = 128,
+    num_trials: Annotated[int, typer.Option(help="timed runs of each", min=1)] = 5,
+    as_json: Json = False,
+) -> None:
+    """Tokens a second of prefill and of plain decoding, measured as llama-bench does."""
+    from specnb.lm.load import load
+    from specnb.measure.cost import plain_rates
+
+    with closing(load(model)) as opened:
+        rates = plain_rates(opened, n_prompt=prompt_tokens, n_gen=new_tokens, repeats=num_trials)
+        caps = {name: getattr(opened.caps, name) for name in ("engine", "device", "dtype", "details")}
+    document = {"model": model, **caps, "rates": rates}
+    rows = [[r["test"], cell(r["n_tokens"]), f"{r['tokens_per_s']:.2f} ± {r['std']:.2f}"] for r in rates]
+    print_result(as_json, document, model, ["test", "tokens", "tokens per s"], rows)
+
+
+@bench_app.command("draft")
+def bench_draft(
+    target: Annotated[str, typer.Argument(help="a name as --target takes it")],
+    drafter: Annotated[str, typer.Argument(metavar="DRAFT", help="a draft model, lookup or self")],
+    k: Annotated[str, typer.Option("--k", help="draft lengths, separated by commas")] = "2,4,8",
+    categories: Annotated[str, typer.Option(help="prompt categories, separated by commas")] = "code,edit,prose",
+    prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed", min=1)] = 2,
+    max_new_tokens: Annotated[int, typer.Option(help="length limit", min=2)] = 64,
+    as_json: Json = False,
+) -> None:
+    """What a pair costs, how much is accepted and what it gains, against plain decoding on shipped prompts."""
+    from specnb.measure.pair import bench_pair
+    from specnb.prompts import prompts
+
+    if not all(word.isdecimal() and int(word) for word in names(k)):
+        raise InputError(f"--k takes numbers from 1 on, separated by commas, got {k!r}")
+    chosen = [prompt for name in names(categories) for prompt in prompts(name, limit=prompts_per_category)]
+    result = bench_pair(target, drafter, chosen, ks=[*map(int, names(k))], max_new_tokens=max_new_tokens)
+    if as_json:
+        rows = json.loads(result.table.to_json(orient="records"))
+        print_json(result._asdict() | {"verify_curve": result.verify_curve.model_dump(mode="json"), "table": rows})
+        return
+    widths = ", ".join(f"T({n}) = {result.verify_curve.ratio(n):.2f}" for n in result.verify_curve.widths[1:])
+    print(f"c = {result.c:.2f}: a draft, in plain steps of the target. Wider forwards, in plain steps: {widths}")
+    print_frame(f"{result.target}, {result.drafter}", result.table)
 
 
 @bench_app.command("medusa")

@@ -58,7 +58,10 @@ def print_paths(paths: Iterable[Path]) -> None:
 def print_summary(result: "PairRun") -> None:
     """Print what a generation comes to, with one speed-up: measured, else estimated."""
     summary, generation = result.summary, result.generation
-    shown = summary.model_dump(exclude={"notes"}) | {"fork": summary.fork, "translation": generation.translation}
+    shown = summary.model_dump(exclude={"notes", "k_choice"}) | {
+        "fork": summary.fork,
+        "translation": generation.translation,
+    }
     del shown["estimated_speedup" if summary.speedup else "speedup"]
     labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}
     facts = [[labels.get(name, name), cell(value)] for name, value in shown.items() if value not in (None, "")]

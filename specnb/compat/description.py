@@ -69,6 +69,8 @@ class Description:
     normalizer: str | None = None
     merges: Merges | None = None
     n_ctx: int | None = None
+    n_layers: int | None = None
+    licence: str | None = None
     state: State | None = None
     hub: str | None = None
     from_memory: tuple[str, ...] = ()

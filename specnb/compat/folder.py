@@ -23,6 +23,7 @@ SMALL_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION)
 
 MAX_ID = 4_000_000
 MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 """Names that model families give to the context length; the first that is stated holds."""
 
@@ -212,6 +213,7 @@ def _model_facts(config: dict) -> dict[str, Any]:
     return {
         "architecture": kind,
         "n_ctx": next((n for key in CONTEXT_KEYS if (n := text.get(key))), None),
+        "n_layers": next((n for key in LAYER_KEYS if (n := text.get(key))), None),
         "state": state_of(kind, text.get("layer_types") or ()),
         "mask": frozenset(i for i in mask if i is not None),
     }

@@ -53,6 +53,8 @@ def describe(path: Path | str) -> Description:
         architecture=architecture,
         vocab_size=_rows(header, architecture),
         n_ctx=header.get(f"{architecture}.context_length", int),
+        n_layers=header.get(f"{architecture}.block_count", int),
+        licence=header.get("general.license", str),
         state=state_of(architecture),
         normalizer=_normalizer(header),
     )

@@ -11,18 +11,24 @@ tokenizer.json  x.tiktoken          a tokenizer alone
 
 import base64
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
+import psutil
+
 from specnb.compat import folder, gguf, shelf
-from specnb.compat.description import HUB, Description
-from specnb.errors import InputError
+from specnb.compat.check import check
+from specnb.compat.description import HUB, Description, State
+from specnb.errors import FetchError, InputError, LoadError, did_you_mean
 from specnb.fetch import HUB_GGUF, from_hub
-from specnb.io import read_bytes
+from specnb.io import read_bytes, read_json
 from specnb.lm import zoo
+from specnb.lm.load import load, parse, weights_bytes
 from specnb.lm.vocab import Vocabulary
+from specnb.registry import resolve
 
 
 class Reader(NamedTuple):
@@ -53,14 +59,49 @@ def opens(name: str | Path) -> bool:
     return _reader(name)[1].opens
 
 
+def sheet(name: str) -> dict[str, Any]:
+    """The facts of a model: what it is, what opens here and how that goes back, and what can draft for it.
+
+    Opens the model where there are weights. Raises as `describe`; a model that does not open says why in `opens`.
+    """
+    described, base = describe(name), name.partition("?")[0].lower()
+    licences = {row.name: row.licence for row in zoo.status()}
+    stated = {key: getattr(described, key) for key in ("source", "architecture", "state", "n_layers", "vocab_size")}
+    facts = {"model": name, **stated, "licence": described.licence or licences.get(base)}
+    facts |= {"tokenizer": described.vocab and described.vocab.kind, "trained_n_ctx": described.n_ctx}
+    if not opens(name):
+        return facts | {"opens": "no: it is a tokenizer, or facts, without weights"}
+    spec, crops = parse(name), described.state is State.ATTENTION
+    engine = "gguf" if spec.backend == "llama" else "hf"
+    facts["size_bytes"] = weights_bytes(spec)
+    facts["strategies"] = ["crop"] if crops else list(resolve(f"specnb.lm.{engine}.model:PREFERRED"))
+    others = [other for other in (*zoo.ENTRIES, *zoo.embedded_names()) if other != base]
+    facts["drafts"] = [f"{other}: {check(described, describe(other)).verdict}" for other in others]
+    cards = {
+        path.parent.name: read_json(path, 1 << 20) for path in zoo.embedded_root().parent.glob("heads/*/config.json")
+    }
+    facts["heads"] = [name for name, card in cards.items() if card["backbone_name"].partition("?")[0] == base]
+    before = psutil.Process().memory_info().rss
+    try:
+        with closing(load(name)) as model:
+            caps = model.caps
+            for key in ("engine", "device", "dtype", "n_ctx", "max_width", "rewind", "rewind_reason", "trees"):
+                facts[key] = getattr(caps, key)
+            return facts | {"opens": "yes", "memory_bytes": psutil.Process().memory_info().rss - before}
+    except (InputError, LoadError, FetchError) as error:
+        return facts | {"opens": f"no: {error}"}
+
+
 def _reader(name: str | Path) -> tuple[str, Reader]:
     text = str(name).partition("?")[0]
     reader = next((reader for reader in READERS if reader.fits(text)), None)
     if reader is None:
+        known = [*zoo.ENTRIES, *zoo.embedded_names(), *shelf.names()]
+        near = "it is a file of another kind; " if zoo.expanded(text).is_file() else did_you_mean(text, known)
+        near = near or f"there are {', '.join(known)}; "
         raise InputError(
-            f"{str(name)!r} is nothing that describes a tokenizer: give a zoo name ({', '.join(zoo.ENTRIES)}), a name "
-            f"of the shelf ({', '.join(shelf.names())}), a .gguf file, a folder with config.json, hf:ORG/NAME, a "
-            "tokenizer.json or a *.tiktoken file that exists"
+            f"{str(name)!r} is nothing that describes a tokenizer: {near}or give a .gguf file, a folder with "
+            "config.json, hf:ORG/NAME, a tokenizer.json or a *.tiktoken file that exists"
         )
     return text, reader
 

@@ -1,11 +1,12 @@
 """One prompt to one `Generation`: the call that notebooks and the command line make."""
 
-from collections.abc import Mapping, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import index
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, room_for_both
-from specnb.lm.vocab import require_same
-from specnb.records import Generation
+from specnb.lm.vocab import Vocabulary, require_same
+from specnb.records import Generation, Round
 
 if TYPE_CHECKING:
     from specnb.prompts import Prompt
@@ -56,6 +57,43 @@ def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
         raise InputError(f"a prompt is text, messages or token ids (int), got {prompt!r:.200}") from error
 
 
+class TextStream:
+    """The text of a generation while it is written, as pieces `(text, whether it is an accepted draft)`.
+
+    What may become a stop string waits for the tokens behind it, and a cut character for its other bytes: the last
+    piece of the text may never come.
+    """
+
+    def __init__(self, vocab: Vocabulary, stop: Sequence[str] = ()) -> None:
+        self._vocab, self._longest = vocab, max(map(len, stop), default=0)
+        self._characters = getincrementaldecoder("utf-8")("replace")
+        self._waiting: list[tuple[str, bool]] = []
+
+    def pieces(self, newest: Round) -> Iterator[tuple[str, bool]]:
+        for at, token in enumerate(newest.committed_ids):
+            yield from self._sure()
+            piece = b"" if token in self._vocab.eog else self._vocab.decode_bytes((token,))
+            self._waiting.append((self._characters.decode(piece), at < newest.n_accepted))
+        if not self._longest:
+            yield from self._sure()
+
+    def _sure(self) -> Iterator[tuple[str, bool]]:
+        """Pieces with so much text behind them, none of which ended generation, that no stop string begins there."""
+        while self._waiting and sum(len(text) for text, _ in self._waiting[1:]) >= self._longest - 1:
+            yield self._waiting.pop(0)
+
+
+def checked_settings(
+    k: int | Controller | None = None, max_new_tokens: int = 128, stop: str | Sequence[str] = (), **sampling: Any
+) -> tuple[Sampling, StopRules, Controller | None]:
+    """What the settings of `generate` come to, before anything is opened. Raises InputError."""
+    ignore_eog, stop = sampling.pop("ignore_eog", False), (stop,) if isinstance(stop, str) else tuple(stop)
+    settings = Sampling(**sampling)
+    rule_of(settings)
+    control = k if isinstance(k, Controller) or k is None else FixedK(k)
+    return settings, StopRules(max_new_tokens, stop, ignore_eog), control
+
+
 def generate(
     target: LanguageModel | str | Path,
     prompt: PromptLike,
@@ -71,6 +109,7 @@ def generate(
     stop: str | Sequence[str] = (),
     ignore_eog: bool = False,
     strict: bool = False,
+    on_round: Callable[[Round], object] | None = None,
 ) -> Generation:
     """Generate after `prompt` with `target`; with a `drafter`, speculatively, `k` drafts a round.
 
@@ -79,7 +118,8 @@ def generate(
 
     `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also "lookup" and "self").
     What is opened here is closed here. A draft model that cannot be loaded is left out, and the record says so
-    in `fallback`, unless `strict`. `rule` is token, block or typical (lossy), or an `accept.Rule`.
+    in `fallback`, unless `strict`. `rule` is token, block or typical (lossy), or an `accept.Rule`. `on_round` is
+    called after each round; the time it takes is not counted.
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
 
@@ -91,11 +131,11 @@ def generate(
     >>> drafted.token_ids == generate(target, [0], max_new_tokens=16).token_ids
     True
     """
-    sampling = Sampling(temperature, top_k, top_p, rule, seed)
-    rule_of(sampling)  # what is wrong is refused before anything is opened
+    sampling, limits, control = checked_settings(
+        k=k, temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, rule=rule,
+        stop=stop, ignore_eog=ignore_eog,
+    )  # fmt: skip
     rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
-    limits = StopRules(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eog)
-    control = k if isinstance(k, Controller) or k is None else FixedK(k)
     opened: list[LanguageModel | Drafter] = []
     try:
         fallback = None
@@ -126,8 +166,14 @@ def generate(
         began = perf_counter()
         after_prompt = loop.prefill(target, ids, drafter)
         prefill_s = perf_counter() - began
-        rounds = tuple(run(after_prompt, chooser=chooser, stopping=stopping))
-        wall_s = perf_counter() - began
+        rounds, shown_s = [], 0.0
+        for newest in run(after_prompt, chooser=chooser, stopping=stopping):
+            rounds.append(newest)
+            if on_round is not None:
+                paused = perf_counter()
+                on_round(newest)
+                shown_s += perf_counter() - paused
+        wall_s = perf_counter() - began - shown_s
         tokens = tuple(token for r in rounds for token in r.committed_ids)
         return Generation(
             prompt_id=getattr(prompt, "id", ""),
@@ -147,7 +193,7 @@ def generate(
             prompt_ids=ids,
             token_ids=tokens,
             text=stopping.cut(target.vocab.decode(t for t in tokens if t not in target.vocab.eog)),
-            rounds=rounds,
+            rounds=tuple(rounds),
             wall_s=wall_s,
             prefill_s=prefill_s,
             stop_reason=stopping.reason,

@@ -8,9 +8,11 @@ from specnb.errors import FetchError, InputError, LoadError, did_you_mean
 from specnb.io import cache_dir, file_digest
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import local_file, parse
+from specnb.lm.load import checked_name, local_file, parse
 from specnb.lm.zoo import made_once
 from specnb.registry import DRAFTERS, MODEL_DRAFTER, resolve
+
+HEADS = "medusa"
 
 
 class LoadedDrafter(NamedTuple):
@@ -18,6 +20,17 @@ class LoadedDrafter(NamedTuple):
 
     drafter: Drafter | None
     fallback: str | None = None
+
+
+def check_drafter(name: str, target: str, **options: Any) -> None:
+    """Refuse what `load_drafter` would, as far as it can be told before a model is opened. Raises InputError."""
+    if name == "self":
+        refuse_copy(target, **options)
+    elif name == HEADS and parse(target).backend != "hf":
+        near = f"{target}{'&' if '?' in target else '?'}backend=hf"
+        raise InputError(f"heads read hidden states, and llama.cpp does not show those of {target}: give {near!r}")
+    elif name not in DRAFTERS:
+        checked_name(name)
 
 
 def load_drafter(
@@ -44,11 +57,6 @@ def load_drafter(
         if strict:
             raise
         return LoadedDrafter(None, f"{type(error).__name__}: {error}")
-    except InputError as error:
-        near = did_you_mean(name, list(DRAFTERS)) if name not in DRAFTERS else ""
-        if near:
-            raise InputError(f"{error}; of the drafters {near.strip()}") from error
-        raise
 
 
 # --- a coarser copy of the target as its drafter: the same tokenizer by construction, no training, no download ---
@@ -60,6 +68,21 @@ def self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: A
     return model_drafter(requantised_copy(target.name, type_name), target, **options)
 
 
+def refuse_copy(target: str, *, type_name: str = "q4_0") -> None:
+    """Refuse a target, or a type of weights, that no copy can be made of."""
+    from specnb.lm.gguf.binding import FILE_TYPES
+
+    spec = parse(target)
+    if type_name not in FILE_TYPES:
+        near = did_you_mean(type_name, list(FILE_TYPES))
+        raise InputError(f"unknown weight type {type_name!r}: {near}known are {', '.join(FILE_TYPES)}")
+    if spec.where == "hf" and spec.backend != "llama":
+        raise InputError(
+            f"{target!r} is a transformers model and cannot be requantised here: give a .gguf target, "
+            "or a smaller model with --draft, or --drafter lookup"
+        )
+
+
 def requantised_copy(target: str, type_name: str = "q4_0") -> str:
     """Name of a copy of `target` with weights of `type_name` (see `lm.gguf.binding.FILE_TYPES`), made if need be.
 
@@ -67,14 +90,8 @@ def requantised_copy(target: str, type_name: str = "q4_0") -> str:
     """
     from specnb.lm.gguf import binding
 
+    refuse_copy(target, type_name=type_name)
     spec = parse(target)
-    if type_name not in binding.FILE_TYPES:
-        raise InputError(f"unknown weight type {type_name!r}; known: {', '.join(binding.FILE_TYPES)}")
-    if spec.where == "hf" and spec.backend != "llama":
-        raise InputError(
-            f"{target!r} is a transformers model and cannot be requantised here: give a .gguf target, "
-            "or a smaller model with --draft, or --drafter lookup"
-        )
     if spec.where == "zoo" and zoo.parse(spec.source)[0].derived_bytes:
         return f"{zoo.parse(spec.source)[0].name}:{type_name}"
     source = local_file(spec)

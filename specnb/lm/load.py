@@ -89,12 +89,23 @@ def _where(source: str) -> str:
         return "hf"
     if source and os.path.isdir(expanded(source)):  # noqa: PTH112 - False for a name too long, too
         return "hf"
+    if source and os.path.isfile(expanded(source)):  # noqa: PTH113 - as above
+        raise InputError(f"{source} is a file, but no .gguf: give a .gguf file, or the folder of a transformers model")
     if "/" in source or "\\" in source:
         on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source)
         hint = f"did you mean hf:{source}?" if on_hub else "a file ends in .gguf, a model on a hub is hf:ORG/NAME"
         raise InputError(f"no such folder: {source}: {hint}")
     zoo.parse(source)  # raises with the names that are close
     return "zoo"
+
+
+def checked_name(name: str) -> ModelSpec:
+    """Parse, and refuse what `load` would before it reads weights: an option, a file that is not there."""
+    spec = parse(name)
+    if spec.where == "gguf" and not expanded(spec.source).is_file():
+        raise InputError(f"no such model file: {spec.source}")
+    _typed(_opener(spec.backend), spec)
+    return spec
 
 
 def local_file(spec: ModelSpec) -> Path | None:

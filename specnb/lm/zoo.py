@@ -17,6 +17,7 @@ from typing import NamedTuple
 from specnb.errors import FetchError, InputError, did_you_mean
 from specnb.fetch import WheelFile, fetched, from_hub, hub_folder, locked, need_space, size_of
 from specnb.io import cache_dir, digest, file_digest, project_dir
+from specnb.registry import DRAFTERS
 
 NOTE = ".made.json"
 """Ending of the note beside a derived file or folder: `{"made_from": …, "files": {name: sha256}}`."""
@@ -93,7 +94,10 @@ def parse(name: str) -> tuple[ZooEntry, str | None]:
     """
     base, colon, kind = name.lower().partition(":")
     if base not in ENTRIES:
-        raise InputError(f"unknown model in {name!r}: {did_you_mean(base, ENTRIES)}known are {', '.join(ENTRIES)}")
+        known = [*ENTRIES, *embedded_names()]
+        near = did_you_mean(base, [*known, *DRAFTERS])
+        also = f"known are {', '.join(known)}; as drafters {', '.join(DRAFTERS)} too"
+        raise InputError(f"unknown model in {name!r}: {near}{also}")
     entry = ENTRIES[base]
     types = (*entry.derived_bytes, entry.shipped_type)
     if colon and kind not in types:

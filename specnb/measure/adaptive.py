@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
-from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, RollingAcceptance
-from specnb.decode.costaware import CostAware
+from specnb.decode.control import Controller
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
@@ -19,10 +18,10 @@ from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
-from specnb.measure.content import ContentK, detect
+from specnb.measure.content import detect
 from specnb.measure.cost import NAMED, CostCurve, straight_curve, verify_costs
 from specnb.measure.experiment import Progress, check_prompts, models_of, prompts_of, record_of, saving_failures, silent
-from specnb.measure.pair import explain_draft
+from specnb.measure.pair import CONTROLLERS, explain_draft
 from specnb.measure.recording import Recording, Trace, follow, require_followed
 from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk
 from specnb.params import AdaptiveKParams
@@ -45,10 +44,8 @@ class ControllerStudy(NamedTuple):
 
 
 def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
-    """Fresh controllers by name, the cost-aware one told what rounds cost."""
-    cost_aware = CostAware([cost.curve.seconds(n) for n in range(k_max + 2)], cost.c * cost.curve.seconds(1))
-    confident = ConfidenceStop(k_max, 0.5), ConfidenceStop(k_max, 0.3, cumulative=True)
-    fresh = (RollingAcceptance(), ContentK(), *confident, EntropyStop(k_max), cost_aware)
+    """Fresh controllers by their full names, the cost-aware one told what rounds cost."""
+    fresh = [make(cost, k_max) for make in CONTROLLERS.values()]
     return {control.name: control for control in fresh}
 
 

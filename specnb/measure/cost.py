@@ -5,7 +5,9 @@ A round costs k draft steps and T(k + 1), a plain step T(1): where T(n)/T(1) is 
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from math import inf
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -18,6 +20,9 @@ from specnb.lm.busy import Neighbours
 WIDTHS = (1, 2, 3, 5, 9, 17)
 CONTEXT = 256
 """Tokens in the state when forwards are timed, where the models hold them."""
+
+QUICK_CONTEXT, QUICK_S = 64, 0.7
+"""The same, and seconds after which no more repeats begin, where a rough answer is wanted soon."""
 
 NAMED = {"memory-bound server": (1.08, 0.05), "laptop, compute-bound": (3.8, 0.30)}
 """Machines to compare with: T(8)/T(1), and c of a typical small draft model. Illustrations, not measurements."""
@@ -78,26 +83,32 @@ def verify_curve(
 
 
 def verify_costs(
-    target: LanguageModel, drafters: Sequence[Drafter], k_max: int, *, repeats: int = 7
+    target: LanguageModel, drafters: Sequence[Drafter], k_max: int, *, repeats: int = 7, quick: bool = False
 ) -> tuple[CostCurve, dict[str, float]]:
     """The target's curve up to k_max + 1 tokens, and by its name each drafter's c: T_draft(1) / T_target(1).
 
     All are measured in turn, as `verify_curve` does, after CONTEXT tokens or half of what the smallest of the models
-    holds. c is 0 for a drafter without a model. Raises InputError when that does not fit a model, and for heads.
+    holds. c is 0 for a drafter without a model. `quick` ends soon, at the earliest after one repeat that counts.
+    Raises InputError when that does not fit a model, and for heads.
     """
     for drafter in drafters:
         if getattr(drafter, "reads_hidden", False):
             raise InputError(f"what {drafter.name} costs is not measured here: see specnb bench medusa")
     models = {d.name: model for d in drafters if (model := model_of(d)) is not None}
-    context = min(CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))
+    context = min(QUICK_CONTEXT if quick else CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))
     widths = {1, *(n for n in WIDTHS if n <= k_max), k_max + 1}
-    curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats)
+    curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats, QUICK_S if quick else inf)
     measured = {name: step_s / curve.seconds(1) for name, step_s in zip(models, steps_s, strict=True)}
     return curve, dict.fromkeys((d.name for d in drafters), 0.0) | measured
 
 
 def _measured(
-    target: LanguageModel, drafts: Sequence[LanguageModel], widths: Collection[int], context: int, repeats: int
+    target: LanguageModel,
+    drafts: Sequence[LanguageModel],
+    widths: Collection[int],
+    context: int,
+    repeats: int,
+    limit_s: float = inf,
 ) -> tuple[CostCurve, list[float]]:
     """The target's curve, and the median seconds of a single step of each draft model, measured in turn with it."""
     widths = tuple(sorted(set(widths)))
@@ -112,14 +123,18 @@ def _measured(
         model.forward(ids[:context], n_logits=0)
     neighbours = Neighbours()
     samples: list[list[float]] = [[] for _ in steps]
+    started = perf_counter()
     for repeat in range(-2, repeats):
+        late = perf_counter() - started > limit_s
+        if late and samples[0]:
+            break
         for at in rng.permutation(len(steps)).tolist():
             model, n = steps[at]
             began = perf_counter()
             model.forward(ids[context : context + n])
             took = perf_counter() - began
             model.rewind(n)
-            if repeat >= 0:
+            if repeat >= 0 or late:
                 samples[at].append(took)
     forwards = [(n, s) for n, each in zip(widths, samples, strict=False) for s in each]
     busy = neighbours.contention(target.caps, forwards).busy
@@ -128,3 +143,27 @@ def _measured(
     timed = tuple(tuple(s) for s in samples[: len(widths)])
     curve = CostCurve(model=target.name, context=context, widths=widths, samples_s=timed, busy=busy)
     return curve, [float(np.median(s)) for s in samples[len(widths) :]]
+
+
+def plain_rates(
+    model: LanguageModel, *, n_prompt: int = 512, n_gen: int = 128, repeats: int = 5
+) -> list[dict[str, Any]]:
+    """Tokens a second of prefill and of single steps, each from an empty state, as llama-bench measures them.
+
+    One row a test: its number of tokens (cut to what the model holds), mean, standard deviation and samples of
+    `repeats` runs; one run before them is not counted. Resets the model.
+    """
+    ids = np.random.default_rng(0).integers(0, model.vocab.size, max(n_prompt, n_gen)).tolist()
+    rows = []
+    for test, wanted, width in (("prefill", n_prompt, model.caps.max_width), ("generation", n_gen, 1)):
+        n, samples = min(wanted, model.caps.n_ctx), []
+        for _ in range(1 + repeats):
+            model.reset()
+            began = perf_counter()
+            for start in range(0, n, width):
+                model.forward(ids[start : min(start + width, n)], n_logits=1)
+            samples.append(n / (perf_counter() - began))
+        rate, std = float(np.mean(samples[1:])), float(np.std(samples[1:], ddof=repeats > 1))
+        rows.append({"test": test, "n_tokens": n, "tokens_per_s": rate, "std": std, "samples": samples[1:]})
+    model.reset()
+    return rows

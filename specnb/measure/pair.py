@@ -5,20 +5,32 @@ Where the two best tokens are closer than that, either may win. Anything else is
 rounding can do in the model's type: a block forward that is plainly wrong must not excuse itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field
 
-from specnb.decode.generate import PromptLike, generate
-from specnb.draft.load import load_drafter
-from specnb.errors import InputError
+from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, FixedK, RollingAcceptance
+from specnb.decode.costaware import CostAware
+from specnb.decode.generate import PromptLike, TextStream, checked_settings, generate
+from specnb.draft.base import Drafter, tree_nodes
+from specnb.draft.load import HEADS, check_drafter, load_drafter
+from specnb.errors import InputError, did_you_mean
 from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
-from specnb.lm.load import load, room_for_both
+from specnb.lm.load import checked_name, load, room_for_both
+from specnb.measure.bench import compare
+from specnb.measure.content import ContentK
+from specnb.measure.cost import CostCurve, verify_costs
+from specnb.measure.experiment import check_prompts
+from specnb.measure.replay import Cost
+from specnb.prompts import Prompt
 from specnb.records import Generation, Summary
 
 ROUNDING = {True: 1e-3, False: 0.1}
@@ -28,7 +40,22 @@ Measured on SmolLM2-135M: 1e-5 in float32, up to 0.03 in bfloat16 and with 4-bit
 WARM_UP_TOKENS = 4
 FEWEST_STEPS = 5
 """Single steps whose median is T(1), where no baseline was timed."""
-HEADS = "medusa"
+OPTIONS = {"heads_checkpoint": HEADS, "tree": HEADS, "self_type": "self"}
+"""Which drafter an option is for."""
+
+CONTROLLERS: dict[str, Callable[[Cost | None, int], Controller]] = {
+    "rolling": lambda _cost, _k_max: RollingAcceptance(),
+    "content": lambda _cost, _k_max: ContentK(),
+    "confidence": lambda _cost, k_max: ConfidenceStop(k_max, 0.5),
+    "cumulative": lambda _cost, k_max: ConfidenceStop(k_max, 0.3, cumulative=True),
+    "entropy": lambda _cost, k_max: EntropyStop(k_max),
+    "cost-aware": lambda cost, k_max: CostAware(
+        [cost.curve.seconds(n) for n in range(k_max + 2)], cost.c * cost.curve.seconds(1)
+    ),
+}
+"""Controllers that choose K, by a short name, from what rounds cost and the most drafts."""
+MOST, STRETCH_TOKENS = 16, 16
+"""Where K is chosen here: the most drafts, and tokens that are generated first."""
 
 
 class TextFork(BaseModel):
@@ -69,7 +96,8 @@ class PairSummary(Summary):
     identical: bool | None = Field(default=None, description="tokens equal the baseline's")
     fork: TextFork | None = None
     busy: bool | None = Field(default=None, description="other processes disturbed the run: no speed means much")
-    notes: tuple[str, ...] = Field(default=(), description="of heads: what is doubtful, and which tree was chosen")
+    k_choice: str | None = Field(default=None, description="what K was chosen and why, where none was asked for")
+    notes: tuple[str, ...] = Field(default=(), description="fewer drafts than asked for; of heads: what is doubtful")
 
 
 class PairRun(BaseModel):
@@ -93,33 +121,57 @@ def run_pair(
     translate: str = "auto",
     heads_checkpoint: str | None = None,
     tree: str | None = None,
+    self_type: str | None = None,
+    controller: str | None = None,
+    on_text: Callable[[str, bool], object] | None = None,
+    on_choice: Callable[[str], object] | None = None,
     **settings: Any,
 ) -> PairRun:
-    """Load the models, generate (warm-up of 4 tokens first, uncounted), and compare with plain decoding.
+    """Load the models, generate (after a warm-up, uncounted), and compare with plain decoding.
 
     `translate` is that of `load_drafter`; `settings` are those of `specnb.generate`. `heads_checkpoint` and `tree` are
-    for trained heads (`medusa.drafter`); a tree that is not given is chosen by what is measured first.
+    for trained heads (`medusa.drafter`), `self_type` for the drafter self. Where neither `k` nor a `controller` (of
+    CONTROLLERS, with at most `k` drafts) is given, K is chosen by what is measured first, and `on_choice` gets the
+    reason. `on_text` gets the pieces of a `TextStream`. Whatever can be refused before a model is loaded is.
     """
-    options = {"heads_checkpoint": heads_checkpoint, "tree": tree or ("auto" if drafter_name == HEADS else None)}
-    options = {name: value for name, value in options.items() if value is not None}
-    if options and drafter_name != HEADS:
-        given = " and ".join("--" + name.replace("_", "-") for name in options)
-        raise InputError(f"{given}: for trained heads; add --drafter {HEADS} (got {drafter_name or 'no drafter'})")
+    options = _drafter_options(drafter_name, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type)
+    k = settings.get("k")
+    _, limits, _ = checked_settings(**settings)
+    checked_name(target_name)
+    if controller is not None and controller not in CONTROLLERS:
+        near = did_you_mean(controller, list(CONTROLLERS))
+        raise InputError(f"unknown controller {controller!r}: {near}there are {', '.join(CONTROLLERS)}")
+    if controller is not None and drafter_name is None:
+        raise InputError(f"--controller {controller} chooses the number of drafts: add a drafter")
+    if drafter_name:
+        check_drafter(drafter_name, target_name, **options)
     drafter_name, fallback = room_for_both(target_name, drafter_name, strict=strict)
     target = load(target_name)
-    drafter = None
+    drafter, cost = None, None
     try:
         if drafter_name:
             drafter, fallback = load_drafter(drafter_name, target, strict=strict, translate=translate, **options)
-        for warm in (drafter, None) if with_baseline else (drafter,):
-            generate(target, prompt, drafter=warm, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
+        drafted, shaped = settings, drafter and (tree_nodes(drafter) or getattr(drafter, "reads_hidden", False))
+        if drafter and target.caps.rewind != "none" and (controller or (k is None and not shaped)):
+            control, cost = _controller(target, drafter, controller, MOST if k is None else k)
+            drafted = settings | {"k": control}
+        n_warm = STRETCH_TOKENS if cost else WARM_UP_TOKENS
+        stretch = generate(target, prompt, drafter=drafter, **(drafted | {"max_new_tokens": n_warm}))
+        k_choice = _reason(cost, stretch) if cost else None
+        if k_choice and on_choice:
+            on_choice(k_choice)
+        if with_baseline:
+            generate(target, prompt, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
         neighbours = Neighbours()
         baseline = generate(target, prompt, **settings) if with_baseline else None
-        generation = generate(target, prompt, drafter=drafter, **settings)
+        stream = TextStream(target.vocab, limits.stop_strings)
+        show = on_text and (lambda newest: [on_text(*piece) for piece in stream.pieces(newest)])
+        generation = generate(target, prompt, drafter=drafter, on_round=show, **drafted)
         contention = neighbours.during(target.caps, [g for g in (baseline, generation) if g])
         generation = generation.model_copy(update={"fallback": fallback})
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
-        fields = generation.summary(step_s).model_dump() | {"notes": getattr(drafter, "findings", ())}
+        notes = (*getattr(drafter, "findings", ()), *([] if controller or k is None else _fewer(generation)))
+        fields = generation.summary(step_s).model_dump() | {"notes": notes, "k_choice": k_choice}
         fields |= _comparison(target, generation, baseline) if baseline else {}
         summary = PairSummary(**fields, busy=contention.busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
@@ -137,6 +189,81 @@ def _step_s(target: LanguageModel, generation: Generation) -> float | None:
         target.forward(generation.token_ids[-1:] or generation.prompt_ids[-1:])
         steps.append(perf_counter() - began)
     return median(steps) if generation.drafter and steps else None
+
+
+def _drafter_options(drafter: str | None, **given: str | None) -> dict[str, str]:
+    """Options of `load_drafter`, refused for a drafter that has no such options."""
+    options = {name: value for name, value in given.items() if value is not None}
+    for name in options:
+        if OPTIONS[name] != drafter:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{flag} needs --drafter {OPTIONS[name]}, got {drafter or 'no drafter'}")
+    if "self_type" in options:
+        return {"type_name": options["self_type"]}
+    return {"tree": "auto"} | options if drafter == HEADS else options
+
+
+def _controller(target: LanguageModel, drafter: Drafter, name: str | None, most: int) -> tuple[Controller, Cost | None]:
+    """A controller of at most `most` drafts; for the cost-aware one, which is the default, the measured costs too.
+
+    Without a name K is 0 for good where drafts would not pay even if all were kept.
+    """
+    if name not in (None, "cost-aware"):
+        return CONTROLLERS[name](None, most), None
+    most = max(1, min(most, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
+    curve, c = verify_costs(target, [drafter], most, quick=True)
+    cost = Cost(curve, c[drafter.name])
+    pays = any(n * curve.seconds(1) > cost.round_s(n, n - 1) for n in range(2, most + 2))
+    return CONTROLLERS["cost-aware"](cost, most) if pays or name else FixedK(0), cost
+
+
+def _reason(cost: Cost, stretch: Generation) -> str:
+    """Why K is what it is, in a sentence; `stretch` is what was generated first."""
+    wide, drafted = min(5, cost.curve.widths[-1]), stretch.total_draft_tokens
+    costs = f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1"
+    costs += f" and a draft {cost.c:.2f} of it" if cost.c else ""
+    if not stretch.k:
+        return f"K = 0, plain decoding: {costs}, so that drafts would not pay even if all were kept"
+    now = f"K = {stretch.rounds[-1].k}" if stretch.rounds[-1].k else "K = 0, plain decoding,"
+    kept = f"{stretch.accepted_tokens} of {drafted} drafts were kept" if drafted else "nothing was drafted"
+    return f"K is chosen round by round, 0 to {stretch.k}, from {now} on: {costs}, and {kept} in a first stretch"
+
+
+def _fewer(generation: Generation) -> list[str]:
+    """A note where no round drafted as much as was asked for."""
+    most = max((r.k for r in generation.rounds), default=0)
+    if not generation.drafter or most >= generation.k:
+        return []
+    return [f"K = {generation.k} was asked for, and no round drafted more than {most}: by length, context or drafter"]
+
+
+class PairBench(NamedTuple):
+    """What a pair costs (T(n) and c), and the table of `bench.compare`: plain decoding, each K, and K as chosen."""
+
+    target: str
+    drafter: str
+    verify_curve: CostCurve
+    c: float
+    table: pd.DataFrame
+
+
+def bench_pair(
+    target_name: str, drafter_name: str, chosen: Sequence[Prompt], *, ks: Sequence[int], max_new_tokens: int
+) -> PairBench:
+    """Time a drafter against plain decoding, interleaved: with every K, and with the cost-aware controller."""
+    checked_settings(min(ks), max_new_tokens)
+    checked_name(target_name)
+    check_drafter(drafter_name, target_name)
+    with ExitStack() as opened:
+        target = opened.enter_context(closing(load(target_name)))
+        drafter = opened.enter_context(closing(load_drafter(drafter_name, target, strict=True).drafter))
+        check_prompts(target, chosen, max_new_tokens)
+        curve, c = verify_costs(target, [drafter], max(ks))
+        cost_aware = CONTROLLERS["cost-aware"](Cost(curve, c[drafter.name]), max(ks))
+        plain = partial(generate, target, max_new_tokens=max_new_tokens)
+        drafts = {f"K = {k}": k for k in ks} | {"cost-aware": cost_aware}
+        methods = {"plain": plain} | {name: partial(plain, drafter=drafter, k=k) for name, k in drafts.items()}
+        return PairBench(target.name, drafter.name, curve, c[drafter.name], compare(methods, chosen, baseline="plain"))
 
 
 def _comparison(target: LanguageModel, generation: Generation, baseline: Generation) -> Mapping[str, Any]:

@@ -96,7 +96,11 @@ def test_a_notebook_is_found_by_name_file_or_path(tmp_path, monkeypatch):
     assert [file.name for file in notebook.notebooks()] == ["01_a.ipynb", "10_b.ipynb"]
     assert all(find_notebook(name) == path for name in ("01_a", "01_a.ipynb", path, "notebooks/01_a.ipynb"))
     assert find_notebook("mine.ipynb") == other
-    for name in ("02_b", "", "notebooks", "../notebooks/01_a"):
+    base = notebook_at(tmp_path / "notebooks" / "11_base.ipynb")
+    assert find_notebook("01") == path and find_notebook("base") == base
+    notebook_at(tmp_path / "notebooks" / "12_01.ipynb")
+    assert find_notebook("01") == path
+    for name in ("1", "02_b", "", "notebooks", "../notebooks/01_a"):
         with pytest.raises(InputError, match="01_a"):
             find_notebook(name)
 
@@ -106,6 +110,13 @@ TYPED = {
     "a = b": "a = b", "": "", "007": "007", "smollm2-135m?backend=hf": "smollm2-135m?backend=hf",
     "[" * 100_000: "[" * 100_000,
 }  # fmt: skip
+
+
+def test_a_list_parameter_takes_a_comma_list_and_a_single_value(tmp_path):
+    source = read_notebook(notebook_at(tmp_path / "01_test.ipynb", "ks: list = [4]\nnames: list = ['a']\nk: int = 1"))
+    given = {"ks": "4, 8", "names": "b,3", "k": "4,8"}
+    assert resolve(source, given)[0] == {"ks": [4, 8], "names": ["b", "3"], "k": "4,8"}
+    assert resolve(source, {"ks": 2, "names": ["x,y"]})[0] == {"ks": [2], "names": ["x,y"]}
 
 
 def test_typed_text_becomes_the_json_type_it_looks_like():

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from specnb import cli, doctor
 from specnb.book import engine, notebook
 from specnb.book.engine import NotebookOutcome, Problem
+from specnb.draft import load as draft_load
 from specnb.draft import translate as draft_translate
 from specnb.errors import LoadError
 from specnb.lm import toy, zoo
@@ -55,6 +57,17 @@ def test_more_models_make_a_matrix(specnb):
     is_mistake(specnb("compat", "gpt-2", "nothing-like-it"), "nothing-like-it")
 
 
+@pytest.mark.model
+def test_a_model_is_described_with_what_opens_and_what_drafts_for_it(specnb):
+    facts = json.loads(specnb("describe", "smollm2-135m", "--json")[1])
+    assert (facts["opens"], facts["engine"], facts["state"], facts["n_layers"]) == ("yes", "llama.cpp", "attention", 30)
+    assert facts["rewind"] in facts["strategies"] and "smollm2-135m-medusa" in facts["heads"] and facts["drafts"]
+    facts = json.loads(specnb("describe", "gpt-2", "--json")[1])
+    assert facts["vocab_size"] == 50257 and facts["opens"].startswith("no") and "engine" not in facts
+    for words in (["describe", "README.md"], ["compat", "gpt-2", "qwen2.5-0.5b"], ["describe", "gpt2"]):
+        is_mistake(specnb(*words), words[-1])
+
+
 # --- generate -------------------------------------------------------------------------------------------------------
 
 
@@ -72,6 +85,8 @@ def models(monkeypatch):
 
     monkeypatch.setattr(pair, "load", load)
     monkeypatch.setattr(draft_translate, "load", load)
+    for room in (pair, draft_load):
+        monkeypatch.setattr(room, "checked_name", lambda name: None)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +101,47 @@ def models(monkeypatch):
         ("--tree 8", ["--tree", "no drafter"]),
         ("--drafter lookup --heads-checkpoint x", ["--heads-checkpoint", "lookup"]),
         ("--prompt-file x", ["--prompt"]),
+        ("cd", ["2"]),
+        ("--controller cost", ["'cost'", "cost-aware"]),
+        ("--controller rolling", ["rolling", "drafter"]),
+        ("--self-type q2_k --drafter lookup", ["--self-type", "lookup"]),
     ],
     ids=lambda x: x.encode("ascii", "replace").decode() if isinstance(x, str) else "",
 )
 def test_wrong_words_for_generate_are_one_line(specnb, models, words, parts):
     is_mistake(specnb("generate", "--target", "five", "--prompt", "ab", *words.split(" ")), *parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--k -1", ["-1"]),
+        ("--temperature -0.5", ["-0.5"]),
+        ("--drafter lokup", ["'lokup'", "lookup"]),
+        ("--draft tiny-hybrit", ["tiny-hybrid"]),
+        ("--draft absent.gguf", ["absent.gguf"]),
+        ("--draft README.md", ["README.md"]),
+        ("--draft smollm2-135m?thread=1", ["thread", "threads"]),
+        ("--target absent.gguf", ["absent.gguf"]),
+        ("--self-type q2 --drafter self", ["'q2'", "q2_k"]),
+        ("--drafter medusa", ["smollm2-135m?backend=hf"]),
+        ("--prompt=", ["empty"]),
+    ],
+)
+def test_mistakes_are_refused_before_a_model_is_loaded(specnb, monkeypatch, words, parts):
+    monkeypatch.setattr(pair, "load", lambda name: pytest.fail("loaded"))
+    prompt = [] if "prompt" in words else ["ab"]
+    is_mistake(specnb("generate", *prompt, *words.split(" ")), *parts)
+
+
+def test_a_terminal_shows_the_text_as_it_comes_and_accepted_drafts_in_green(specnb, models, monkeypatch):
+    words = ["generate", "ab", "--target", "five", "--draft", "draft", "--k", "3", "--max-new-tokens", "6"]
+    piped = specnb(*words)[1]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = specnb(*words)[1]
+    green = [part.partition("\x1b[0m")[0] for part in shown.partition("\n")[0].split("\x1b[32m")[1:]]
+    assert piped.startswith("cdeabc\n") and "\x1b" not in piped
+    assert re.sub(r"\x1b\[\d+m", "", shown).startswith("cdeabc\n") and green == [*"cdeb"]
 
 
 def test_a_prompt_from_a_file(specnb, models, tmp_path):
@@ -139,17 +190,17 @@ def test_what_the_terminal_cannot_show_is_no_crash(monkeypatch, models):
     smiling = toy.ToyLM(toy.cyclic(2)._logits_of, Vocabulary(("😀".encode(), b"b"), bos=0))
     monkeypatch.setattr(pair, "load", lambda name: smiling)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    monkeypatch.setattr(sys, "argv", ["specnb", "generate", "--target", "x", "--prompt", ""])
+    monkeypatch.setattr(sys, "argv", ["specnb", "generate", "--target", "x", "--prompt", "b"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     sys.stdout.flush()
     assert not ended.value.code and b"\\U0001f600" in sys.stdout.buffer.getvalue()
 
 
-def test_control_sequences_in_what_a_model_writes_are_shown_and_not_obeyed(specnb, monkeypatch):
-    hostile = toy.ToyLM(toy.cyclic(2)._logits_of, Vocabulary(("\x1b[2J\x9b\r\n".encode(), b"b\tc\n"), bos=0))
+def test_control_sequences_in_what_a_model_writes_are_shown_and_not_obeyed(specnb, models, monkeypatch):
+    hostile = toy.ToyLM(toy.cyclic(3)._logits_of, Vocabulary(("\x1b[2J\x9b\r\n".encode(), b"b\tc\n", b"x")))
     monkeypatch.setattr(pair, "load", lambda name: hostile)
-    words = ["generate", "--target", "x", "--prompt", "", "--max-new-tokens", "4"]
+    words = ["generate", "--target", "x", "--prompt", "x", "--max-new-tokens", "4"]
     out = specnb(*words)[1]
     assert not {"\x1b", "\x9b", "\r"} & set(out) and r"\x1b[2J" in out and "b\tc\n" in out
     assert "\x1b[2J" in json.loads(specnb(*words, "--json")[1])["generation"]["text"]
@@ -264,7 +315,12 @@ def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch, ok,
 
 
 def test_unknown_words_show_the_usage_and_exit_with_two():
-    for words in (["generat"], ["generate", "--targett", "x"], ["models", "get"], ["generate"]):
+    for words in (
+        ["generat"],
+        ["generate", "--targett", "x"],
+        ["models", "get"],
+        ["generate", "x", "--max-new-tokens", "0"],
+    ):
         result = CliRunner().invoke(cli.app, words)
         assert result.exit_code == 2 and "Usage" in result.output
 

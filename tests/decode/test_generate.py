@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from specnb.decode import generate as module
-from specnb.decode.generate import generate, prompt_ids
+from specnb.decode.generate import TextStream, generate, prompt_ids
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, SpecnbError
 from specnb.lm import toy
+from specnb.lm.vocab import Vocabulary
 from specnb.prompts import Prompt
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -165,3 +166,16 @@ def test_a_fallback_is_recorded_and_equals_plain_decoding(opening):
 
 
 # --- what a call loads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [(), ("é",), ("c",), ("éa", "cé"), ("never",)])
+def test_a_stream_is_the_beginning_of_the_text_and_all_of_it_without_stop_strings(stop):
+    """Pieces that are halves of a character, and stop strings across pieces."""
+    pieces = (b"a", b"b\xc3", b"\xa9", b"c", b"")
+    target = toy.ToyLM(toy.cyclic(5)._logits_of, Vocabulary(pieces, bos=0))
+    stream, shown = TextStream(target.vocab, stop), []
+    made = generate(target, [0], drafter=ModelDrafter(toy.ToyLM(toy.cyclic(5)._logits_of, target.vocab)), k=3,
+                    stop=stop, max_new_tokens=12, on_round=lambda r: shown.extend(stream.pieces(r)))  # fmt: skip
+    text = "".join(piece for piece, _ in shown)
+    assert made.text.startswith(text) and (text == made.text or stop)
+    assert [drafted for _, drafted in shown][:4] == [True, True, True, False][: len(shown)]

@@ -10,7 +10,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import cost
-from specnb.measure.cost import CostCurve, verify_costs, verify_curve
+from specnb.measure.cost import QUICK_CONTEXT, CostCurve, plain_rates, verify_costs, verify_curve
 
 
 class Timed(toy.ToyLM):
@@ -97,3 +97,16 @@ def test_seconds_are_linear_between_widths_and_go_on_with_the_last_slope(n, seco
     assert curve(10, 14, 15).seconds(n) == pytest.approx(seconds)
     assert curve(10, 14, 13).seconds(100) == 13  # a last slope below zero is noise
     assert curve(3.0, widths=(1,)).seconds(7) == 3.0  # a single width is all that is known
+
+
+def test_plain_rates_are_those_of_a_prefill_in_the_widest_forwards_and_of_single_steps(timed):
+    timed.caps = replace(timed.caps, n_ctx=20, max_width=8)
+    prefill, steps = plain_rates(timed, n_prompt=512, n_gen=3, repeats=2)
+    assert (prefill["test"], prefill["n_tokens"], steps["n_tokens"]) == ("prefill", 20, 3)
+    assert prefill["samples"][1] == 20 / (12 + 12 + 8) and steps["samples"] == [3 / 15, 3 / 15]
+    assert steps["tokens_per_s"] == pytest.approx(0.2) and steps["std"] == pytest.approx(0.0) and timed.n_past == 0
+
+
+def test_a_quick_measurement_ends_after_the_repeat_that_is_over_time(timed):
+    curve, _ = verify_costs(timed, [], 2, quick=True)
+    assert curve.context == QUICK_CONTEXT and [len(s) for s in curve.samples_s] == [1, 1, 1]

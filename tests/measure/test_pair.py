@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 
 from specnb.decode import loop
-from specnb.decode.control import FixedK
+from specnb.decode.control import FixedK, RollingAcceptance
 from specnb.decode.generate import generate
+from specnb.draft import load as load_room
 from specnb.draft import translate
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
-from specnb.measure import pair
+from specnb.measure import cost, pair
+from specnb.measure.content import ContentK
 from specnb.measure.pair import TextFork, explain_draft, explain_fork
 from specnb.measure.recording import record
 from specnb.measure.replay import walk
+from specnb.prompts import Prompt
 
 
 class Noisy(toy.ToyLM):
@@ -159,3 +162,61 @@ def test_a_draft_that_differs_live_is_found_and_judged(gap, noise, near_tie):
     assert (fork.margin, fork.noise) == measured and fork.near_tie == near_tie
     model.noise = 0.0
     assert explain_draft(model, *drafted(model)) is None
+
+
+# --- K as it is measured --------------------------------------------------------------------------------------------
+
+
+class Timed(toy.ToyLM):
+    """A forward of n tokens takes `base + slope * n` seconds of a clock that nothing else moves."""
+
+    def forward(self, ids, n_logits=None):
+        self.now[0] += self.base + self.slope * len(ids)
+        return super().forward(ids, n_logits)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Timed toys by name: cheap and dear drafts for a target; both agree with it always."""
+    now = [0.0]
+    monkeypatch.setattr(cost, "perf_counter", lambda: now[0])
+
+    def load(name):
+        model = toy.cyclic(5)
+        model.__class__, model.now, model.name = Timed, now, name
+        model.base, model.slope = {"target": (1.0, 0.01), "cheap": (0.0, 0.1), "dear": (0.0, 1.5)}[name]
+        return model
+
+    for room in (pair, load_room):
+        monkeypatch.setattr(room, "checked_name", lambda name: None)
+    for room in (pair, translate):
+        monkeypatch.setattr(room, "load", load)
+
+
+def test_without_k_a_drafter_that_pays_drafts_and_one_that_cannot_does_not(opened):
+    words = []
+    paying = pair.run_pair("target", "cheap", "ab", max_new_tokens=40, with_baseline=True, on_choice=words.append)
+    assert paying.generation.controller == "cost-aware" and paying.generation.tau > 3 and paying.summary.identical
+    losing = pair.run_pair("target", "dear", "ab", max_new_tokens=40, with_baseline=True, on_choice=words.append)
+    assert losing.generation.total_draft_tokens == 0 and losing.summary.identical
+    assert words == [paying.summary.k_choice, losing.summary.k_choice] and None not in words
+
+
+@pytest.mark.parametrize("name", pair.CONTROLLERS)
+def test_controllers_go_by_name_and_k_bounds_them(opened, name):
+    run = pair.run_pair("target", "cheap", "ab", max_new_tokens=20, controller=name, k=3)
+    free = {"rolling": RollingAcceptance.k_max, "content": ContentK().k_max}
+    assert run.generation.controller and run.generation.k == free.get(name, 3) and run.generation.tau > 1
+
+
+def test_fewer_drafts_than_asked_for_are_noted(opened):
+    asked = {k: pair.run_pair("target", "cheap", "ab", max_new_tokens=14, k=k) for k in (4, 1000)}
+    assert asked[4].summary.notes == () and "13" in asked[1000].summary.notes[0] and asked[4].summary.k_choice is None
+
+
+def test_a_pair_is_timed_with_every_k_and_its_own_choice(opened):
+    prompts = [Prompt(id=f"p-{i}", category="code", text="abc"[i:]) for i in range(3)]
+    bench = pair.bench_pair("target", "cheap", prompts, ks=(2, 4), max_new_tokens=12)
+    assert list(bench.table["method"]) == ["plain", "K = 2", "K = 4", "cost-aware"]
+    assert bench.c == pytest.approx(0.1 / 1.01) and bench.verify_curve.widths == (1, 2, 3, 5)
+    assert set(bench.table["identical"]) == {3} and bench.table["acceptance_rate"][1] == 1.0
