@@ -51,7 +51,8 @@ EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to a
 GALLERY = """# Figures
 
 Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
-and its data; [`records`](records) holds the runs without their rounds. Results that are not figures are in [`tests/benchmarks`](../tests/benchmarks/README.md).
+and its data; [`records`](records) holds the runs without their rounds. Results that are not figures are in
+[`tests/benchmarks`](../tests/benchmarks/README.md).
 """
 PAGE = """<!DOCTYPE html>
 <html lang="en">

@@ -65,7 +65,8 @@ def sheet(name: str) -> dict[str, Any]:
     Opens the model where there are weights. Raises as `describe`; a model that does not open says why in `opens`.
     """
     described, base = describe(name), name.partition("?")[0].lower()
-    licences = {row.name: row.licence for row in zoo.status()}
+    rows = zoo.status()
+    licences = {row.name: row.licence for row in rows}
     stated = {key: getattr(described, key) for key in ("source", "architecture", "state", "n_layers", "vocab_size")}
     facts = {"model": name, **stated, "licence": described.licence or licences.get(base)}
     facts |= {"tokenizer": described.vocab and described.vocab.kind, "trained_n_ctx": described.n_ctx}
@@ -75,7 +76,8 @@ def sheet(name: str) -> dict[str, Any]:
     engine = "gguf" if spec.backend == "llama" else "hf"
     facts["size_bytes"] = weights_bytes(spec)
     facts["strategies"] = ["crop"] if crops else list(resolve(f"specnb.lm.{engine}.model:PREFERRED"))
-    others = [other for other in (*zoo.ENTRIES, *zoo.embedded_names()) if other != base]
+    here = {row.name for row in rows if row.present}  # a list of drafts is no reason to fetch gigabytes
+    others = [other for other in (*zoo.ENTRIES, *zoo.embedded_names()) if other != base and other in here]
     facts["drafts"] = [f"{other}: {check(described, describe(other)).verdict}" for other in others]
     cards = {
         path.parent.name: read_json(path, 1 << 20) for path in zoo.embedded_root().parent.glob("heads/*/config.json")

@@ -66,6 +66,8 @@ def test_without_a_baseline_the_speedup_is_reckoned_with_single_steps_of_the_run
 
     for module in (pair, loop, sys.modules["specnb.decode.generate"]):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    for room in (pair, load_room):
+        monkeypatch.setattr(room, "checked_name", lambda name: None)
     monkeypatch.setattr(pair, "load", load_timed)
     monkeypatch.setattr(translate, "load", load_timed)
     run = pair.run_pair("five", drafter, "ab", k=3, max_new_tokens=30, with_baseline=with_baseline)

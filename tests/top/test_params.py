@@ -1,11 +1,13 @@
 """Parameters of the notebooks: a bad value is one readable error with its field; nothing is changed silently."""
 
+from typing import get_args
+
 import pytest
 from pydantic import ValidationError
 
 from specnb import params
 from specnb.errors import InputError
-from specnb.params import BUDGETS, KSweepParams, NotebookParams, Params
+from specnb.params import Budget, KSweepParams, NotebookParams, Params
 
 GOOD = KSweepParams().model_dump()
 CLASSES = NotebookParams.__subclasses__()
@@ -105,10 +107,13 @@ def test_sizes_that_are_none_or_absent_follow_the_budget_and_given_ones_stay(kin
 def test_the_environments_budget_goes_before_the_cells(monkeypatch):
     cell = GOOD | dict.fromkeys(KSweepParams.sizes) | {"budget": "quick"}
     found = {}
-    for budget in ("", *BUDGETS):
+    for budget in ("", *get_args(Budget)):
         monkeypatch.setenv(params.BUDGET, budget)
         found[budget] = KSweepParams.from_cell(cell)
-    assert found == {"": KSweepParams(budget="quick"), **{budget: KSweepParams(budget=budget) for budget in BUDGETS}}
+    assert found == {
+        "": KSweepParams(budget="quick"),
+        **{budget: KSweepParams(budget=budget) for budget in get_args(Budget)},
+    }
     monkeypatch.setenv(params.BUDGET, "huge")
     with pytest.raises(InputError, match="'huge'"):
         KSweepParams.from_cell(cell)
