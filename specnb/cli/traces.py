@@ -81,16 +81,12 @@ def capture(
 
 
 def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dict[str, Any]:
-    from specnb.divergence.trace import engine_of
-
     facts = trace.facts
-    before = engine_of(same) if same is not None and same.is_dir() else None
-    if before == trace.engine:
+    if same is not None and same.is_dir():
         following = [["compare", str(same), str(out)]]
-    else:  # there is no run of the same tokens and engine yet
+    else:  # there is no run of the same tokens yet
         again = ["--backend", BACKENDS[trace.engine], "--tokens", str(out), "--out", "OTHER"]
         following = [["capture", "OTHER-MODEL", *again], ["compare", str(out), "OTHER"]]
-    apart = f"{same} is of {before}, and only runs of one engine are compared"
     return {
         "folder": str(out),
         "model": facts["opened"],
@@ -102,7 +98,6 @@ def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dic
         "reads": len(trace.params),
         "n_bytes": sum(file.stat().st_size for file in out.iterdir()),
         "stopped": stopped or None,
-        "apart": apart if before not in (None, trace.engine) else None,
         "next": [shlex.join(["specnb", "divergence", *words]) for words in following],
     }
 
@@ -116,8 +111,6 @@ def _show(document: dict[str, Any]) -> None:
           f"read; {human_bytes(document['n_bytes'])} in {document['folder']}")  # fmt: skip
     if seen["never_called"]:
         print(f"never ran: {', '.join(path or 'the model itself' for path in seen['never_called'])}")
-    if document["apart"]:
-        print(document["apart"])
     for command in document["next"]:
         print(f"next: {command}")
 

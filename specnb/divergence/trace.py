@@ -25,8 +25,6 @@ DIGEST = "xxh3-128"
 TOKEN_K = 16
 """Numbers in the sketch of a token."""
 EVENTS, ARRAYS = "events.jsonl", "tensors.safetensors"
-TORCH = "torch"
-"""The engine of traces whose facts name none."""
 
 TENSOR_COLUMNS: dict[str, str] = {
     "row": "int64", "step": "int64", "module": "str", "kind": "str", "call": "int64", "order": "int64", "role": "str",
@@ -68,7 +66,7 @@ class Trace:
     @property
     def engine(self) -> str:
         """What ran the model: only traces of one engine name the same things."""
-        return self.facts.get("engine", TORCH)
+        return self.facts.get("engine", "torch")
 
     def rows(self, **where: object) -> pd.DataFrame:
         """The rows of `tensors` with these values, e.g. `rows(module="layers.0.mlp", role="out")`."""
@@ -124,11 +122,6 @@ def read_header(folder: Path) -> dict[str, Any]:
     if kind != (FORMAT, DIGEST):
         raise InputError(f"{path} is of {kind}; this specnb reads {(FORMAT, DIGEST)}: capture it again")
     return header
-
-
-def engine_of(folder: Path) -> str:
-    """`Trace.engine` of the trace in a folder. Raises InputError for what is none."""
-    return read_header(folder)["facts"].get("engine", TORCH)
 
 
 def table(rows: list[Mapping[str, Any]] | Mapping[str, Any], columns: Mapping[str, str]) -> pd.DataFrame:

@@ -1,7 +1,6 @@
 """`specnb divergence`: investigate, preflight, audit, faults; and the triage that `generate` and a sweep call."""
 
 import json
-import subprocess
 import sys
 from functools import partial
 
@@ -86,10 +85,6 @@ from specnb.divergence.faults import FAULTS
 def deploy(draft, neighbour):
     print("so it may")
     return FAULTS["positional_registry"](draft, neighbour)
-
-@contextmanager
-def sound(draft, neighbour):
-    yield
 
 def once(draft, neighbour):
     yield
@@ -290,27 +285,3 @@ def test_a_sweep_names_the_drafter_that_is_suspicious(monkeypatch):
         record = ksweep.run(params)
         lines = suspicions(record)
         assert len(lines) == n_lines and all(line.startswith("draft: ") for line in lines)
-
-
-@pytest.mark.slow
-def test_git_narrows_down_the_commit_that_broke_a_service(tmp_path):
-    """The commit before it does not start and is skipped, so it stays a candidate; a verdict it would not be."""
-
-    def git(*words, code=0):
-        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        done = subprocess.run(["git", *author, *words], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout
-
-    git("init", "-q")
-    commits = {}
-    for name, serve in {"old": "sound", "good": "sound", "dead": "raises", "bad": "deploy", "new": "deploy"}.items():
-        (tmp_path / "my_service.py").write_text(f"{SERVICE}\nserve = {serve}  # {name}\n")
-        git("add", "my_service.py")
-        git("commit", "-q", "-m", name)
-        commits[name] = git("rev-parse", "HEAD").strip()
-    git("bisect", "start", commits["new"], commits["old"])
-    judge = [sys.executable, "-c", "from specnb.cli import main; main()", "divergence", "investigate"]
-    text = git("bisect", "run", *judge, "--deploy", "my_service:serve", "--setups", "S0,S2", code=2)
-    candidates = text.split("The first bad commit could be any of:")[1]
-    assert {name for name, commit in commits.items() if commit in candidates} == {"dead", "bad"}

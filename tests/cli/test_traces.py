@@ -1,6 +1,5 @@
 """`specnb divergence capture` and `compare`: traces from the command line, from either engine, end to end."""
 
-import dataclasses
 import json
 import shlex
 import subprocess
@@ -10,13 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from specnb.cli.traces import _closer
 from specnb.divergence.capture import capture
 from specnb.divergence.capture.feeding import fed
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import made_up
-from specnb.divergence.offline import compare
-from specnb.divergence.offline.walk import Doubt
 from specnb.divergence.script import run
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.errors import InputError
@@ -97,20 +93,6 @@ def test_a_prompt_is_fed_as_text(write, models):
     document = write("a", models["llama.cpp"], "--prompt", "ab", "--max-new-tokens", "1")
     with closing(load(models["llama.cpp"])) as model:
         assert document["token_ids"][0] == model.encode("ab")
-
-
-@pytest.mark.parametrize(("engine", "other"), [ENGINES, ENGINES[::-1]])
-def test_runs_of_two_engines_are_not_offered_for_comparison(specnb, write, models, tmp_path, engine, other):
-    write("a", models[other], "--max-new-tokens", "1")
-    words = ["--tokens", str(tmp_path / "a"), "--out", str(tmp_path / "b")]
-    code, out, _ = specnb("divergence", "capture", models[engine], *words)
-    assert code == 0 and f"{tmp_path / 'a'} is of {other}" in out
-    again, then = next_lines(out)
-    # the same file in the engine that the last capture was of
-    changed = {"OTHER-MODEL": models["llama.cpp"].partition("?")[0], "OTHER": str(tmp_path / "c")}
-    assert specnb(*(changed.get(word, word) for word in again[1:]))[0] == 0
-    assert {Trace.load(tmp_path / name).engine for name in "bc"} == {engine}
-    assert then[1:] == ["divergence", "compare", str(tmp_path / "b"), "OTHER"]
 
 
 def test_another_dtype_is_rounding_and_another_model_is_divergent(specnb, write, models, ids_file, tmp_path):
@@ -258,13 +240,6 @@ def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specn
     assert code == 0, err
     code, out, _ = compared("a", str(tmp_path / "full"), "--json")
     assert code == 0 and json.loads(out)["next"] == []
-
-
-def test_what_is_doubtful_is_captured_too(traces):
-    both = {name: Trace.load(traces[name]) for name in ("a", "b")}
-    sound = compare(*both.values())
-    doubtful = dataclasses.replace(sound, doubts=(Doubt("lm_head", 7, 1),))
-    assert _closer(sound, both) == [] and ["lm_head" in command for command in _closer(doubtful, both)] == [True, True]
 
 
 def test_comparing_needs_no_torch(traces):

@@ -43,27 +43,6 @@ def test_the_table_has_a_sentence_and_a_weight_for_every_class():
     assert table["weight"].abs().between(0.5, 10).all() and table["sentence"].str.len().min() > 10
 
 
-@pytest.mark.parametrize(
-    "fault, cause",
-    [
-        ("positional_registry", "IDENTITY"),
-        ("stale_row", "STATE"),
-        ("foreign_routing", "ROUTING"),
-        ("expert_scale_in_op", "WEIGHTS"),
-        ("kv_slot_swap", "KV_SLOT"),
-        ("rope_mismatch", "POSITION"),
-        ("dummy_tokens", "INPUT"),
-        ("random_head", "HEAD"),
-    ],
-)
-def test_the_class_of_a_fault_comes_first(lab, fault, cause):
-    causes, case = investigated(lab, fault, ("S0", "S1", "S2"))
-    assert likeliest(causes) == cause and lead(causes, cause) > 1
-    assert causes[cause].for_it and causes[cause].issues and causes[cause].next_experiment
-    # an output that is small and unrelated is no scale
-    assert (case.factor is not None and case.factor > 1) == (fault == "expert_scale_in_op")
-
-
 def runs(path, around):
     """A service in which the draft's module at `path` runs `around(original, …)`."""
     return lambda draft, neighbour: forward_replaced(draft.get_submodule(path), around)

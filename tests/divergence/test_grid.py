@@ -4,14 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from specnb.divergence.faults import FAULTS
-from specnb.divergence.pair import make
 from specnb.divergence.script import Along
 from specnb.divergence.trace import Key
 from tests.benchmarks.divergence_score import score as benchmark
 from tests.benchmarks.divergence_score.controls import controlled
-from tests.benchmarks.divergence_score.grid import Subject, cases, script_of
-from tests.benchmarks.divergence_score.rows import alarms, near, right, shares, smallest, table
+from tests.benchmarks.divergence_score.grid import Subject
+from tests.benchmarks.divergence_score.rows import alarms, near, right, shares, table
 from tests.benchmarks.divergence_score.score import Score, score
 from tests.benchmarks.divergence_score.tools import LAB, RULES, differences, pointed
 from tests.divergence.lab import short_texts
@@ -55,18 +53,6 @@ def test_tools_see_what_their_rule_says(tool, sound, run, dtype, named):
     assert (pointed(tool, differences(along(one=run), along(one=sound), FEEDS, dtype)) is not None) == named
 
 
-def test_every_fault_is_put_on_every_layer_that_can_have_it_and_seeds_draw_texts_and_options():
-    draft, script = make("draft"), script_of(0, 256)
-    chosen = cases(draft, script)
-    counts = pd.Series([case.fault for case in chosen]).value_counts()
-    assert {*counts.index} == {*FAULTS} and len({(case.fault, case.layer) for case in chosen}) == len(chosen)
-    assert (counts["kv_slot_swap"], counts["positional_registry"], counts["random_head"]) == (4, 5, 1)
-    some = cases(draft, script, faults=["stale_row"], layers=[2])
-    assert some == [case for case in chosen if (case.fault, case.layer) == ("stale_row", 2)]
-    scripts = [script_of(seed, 256) for seed in range(4)]
-    assert len({one.text for one in scripts}) == 4 and script_of(3, 256) == scripts[3]
-
-
 def test_shares_count_what_was_named_and_alarms_controls_only():
     rows = rows_of(
         {"module": "layers.0.mlp", "rank": 1, "token": True, "exact": True},
@@ -83,13 +69,6 @@ def test_shares_count_what_was_named_and_alarms_controls_only():
     assert found["cause"] == 0.5 and 0.04 < found["module_low"] < 0.05 and 0.69 < found["module_high"] < 0.71
     found = alarms(rows, ["tool"]).iloc[0]
     assert (found["controls"], found["alarms"], found["alarm"]) == (2, 1, 0.5)
-
-
-def test_the_smallest_scale_is_one_that_all_seeds_and_layers_find():
-    scales = [{"size": size, "layer": layer, "module": "layers.0.mlp" if seen else "-"} for size, layer, seen in (
-        (0.1, 0, True), (0.01, 0, True), (0.001, 0, False), (0.1, 1, True), (0.01, 1, False))]  # fmt: skip
-    assert smallest(rows_of(*scales))["eps"].tolist() == [0.1]
-    assert smallest(rows_of(*scales, {"size": 0.1, "layer": 2, "module": "-"}))["eps"].tolist() == [float("inf")]
 
 
 # --- on the pair ------------------------------------------------------------------------------------------------------

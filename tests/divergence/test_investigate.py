@@ -19,7 +19,6 @@ from specnb.divergence.investigate import investigate, judge
 from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage
 from specnb.errors import InputError
 from tests.divergence.lab import TOKENS
-from tests.divergence.test_setups import last_logits, last_logits_of_another_head
 
 BANK = "layers.0.mlp.experts"
 
@@ -188,15 +187,6 @@ def test_a_draft_without_a_cache_to_crop_is_refused_with_what_to_do():
         investigate(draft)
 
 
-@pytest.mark.slow
-def test_a_service_that_makes_logits_of_last_tokens_alone_is_judged_like_any_other(lab):
-    sound = judge(lab, deploy=last_logits)
-    assert sound.verdict == "PRECISION_ONLY" and sound.exit_code == 0  # one row of the head is another product
-    assert sound.coverage.complete
-    wrong = judge(lab, deploy=last_logits_of_another_head)
-    assert wrong.verdict == "DIVERGENT" and wrong.first.module == "lm_head" and wrong.causes[0].name == "HEAD"
-
-
 def test_weights_that_nobody_saw_being_read_do_not_speak_for_shared_state(lab):
     found = judge(lab, deploy=FAULTS["shared_buffer"], setups=["S0", "S1", "S2"])
     case, says = found.case, "no foreign parameter was read as an operand"
@@ -205,9 +195,3 @@ def test_weights_that_nobody_saw_being_read_do_not_speak_for_shared_state(lab):
     unread = replace(case.bad, trace=replace(case.bad.trace, params=hidden))
     blind = replace(case, outcomes={**case.outcomes, "S1": unread})
     assert blind.unseen and not any(sign.says == says for cause in rank(blind) for sign in cause.signs)
-
-
-def test_an_expert_bank_resolved_inside_a_custom_operation_is_named(lab):
-    found = judge(lab, deploy=FAULTS["registry_in_op"], setups=["S0", "S1", "S2"])
-    assert found.causes[0].name == "IDENTITY" and found.first.module == BANK
-    assert any(f"neighbour:model.{BANK}" in sign.says for sign in found.causes[0].signs)

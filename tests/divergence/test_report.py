@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from specnb.divergence import pair as small
@@ -145,17 +144,6 @@ def test_the_script_ends_with_zero_once_the_captured_tensor_is_right(identity, t
     assert standalone.main(tmp_path) == 1
 
 
-@pytest.mark.slow
-def test_attention_is_shown_on_the_whole_draft_at_its_tokens(pair, lab, tmp_path, capsys):
-    found = made(pair, lab, "kv_slot_swap", runs=2)
-    # slots 5 and 9 are exchanged: token 5 is wrong, and is right in a text that ends with it
-    assert found.kind == "model" and found.script.feeds == (SCRIPT.feeds[0],)
-    found.write(tmp_path)
-    assert standalone.main(tmp_path) == 1
-    printed = capsys.readouterr().out
-    assert "token 5:" in printed and "token 4:" not in printed
-
-
 @pytest.mark.parametrize(
     ("fault", "kind", "tokens"), [("rope_mismatch", "module", 9), ("dummy_tokens", "model", 9)]
 )  # fmt: skip
@@ -181,12 +169,3 @@ def test_what_cannot_be_reproduced_is_refused(pair, lab, monkeypatch):
     monkeypatch.setattr(type(pair.draft), "__module__", "mine")
     with pytest.raises(InputError, match=r"mine\.GptOssForCausalLM"):
         minimal(pair.draft, pair.target, outcome=outcome, deploy=FAULTS["expert_scale"])
-
-
-def test_errors_of_tokens_are_by_token_and_dotted_names_are_looked_up_as_a_capture_gives_them():
-    a, b = torch.tensor([[[3.0, 4.0], [1.0, 0.0]]]), torch.tensor([[[3.0, 4.0], [1.0, 1.0]]])
-    assert standalone.apart(a, b, 1) == standalone.apart(a.int(), b.int(), 1) == [0, 1]
-    assert standalone.apart(a[:, :1], b, 1) == [float("inf")] * 2
-    values = {"x": 1, "pair": (2, 3), "deep": {"a": [4]}, "with.dot": 5}
-    expected = {"x": 1, "pair.1": 3, "pair.1.0": None, "deep.a.0": 4, "with.dot": 5, "missing.0": None, "pair.x": None}
-    assert {name: standalone.inner(values, name) for name in expected} == expected

@@ -6,9 +6,9 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
-from specnb.divergence.capture.at_use import UNKNOWN
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import forward_replaced
+from specnb.divergence.pair import decoy_twin
 from specnb.divergence.setups import FIRST, NEIGHBOUR, Coverage, Lab
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import other_products
@@ -82,18 +82,6 @@ def test_what_is_as_small_as_rounding_everywhere_and_adds_up_is_none(divergence_
     assert not found.coarser and {*found.wrong["module"].str.rpartition(".")[2]} >= {"q_proj", "o_proj", "lm_head"}
 
 
-def test_parameters_that_nobody_is_known_to_own_are_not_another_models(divergence_lab):
-    @contextmanager
-    def repacked(draft, neighbour):
-        experts = draft.model.layers[0].mlp.experts
-        own = copy.deepcopy(experts)
-        with forward_replaced(experts, lambda original, *args, **kwargs: own(*args, **kwargs)):
-            yield
-
-    found = divergence_lab.run("S0", repacked)
-    assert found.clean and found.foreign.empty and UNKNOWN in {*found.trace.params["owner"]}
-
-
 def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(divergence_lab):
     """Which of two equal experts is chosen means nothing."""
     draft = copy.deepcopy(divergence_lab.draft)
@@ -147,3 +135,10 @@ def test_logits_of_last_tokens_alone_are_compared(divergence_lab):
     sound, wrong = (divergence_lab.run("S0", service) for service in (last_logits, last_logits_of_another_head))
     assert sound.clean and Coverage.of(sound, divergence_lab.draft).complete
     assert {*wrong.wrong["module"]} == {"lm_head"}
+
+
+def test_a_decoy_twin_has_the_statistics_of_the_draft_and_none_of_its_values(divergence_lab):
+    draft, twin = divergence_lab.draft, decoy_twin(divergence_lab.draft)
+    for (name, mine), other in zip(draft.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.flatten().sort().values, other.flatten().sort().values), name
+        assert not torch.equal(mine, other) and mine.data_ptr() != other.data_ptr(), name

@@ -1,9 +1,6 @@
 """A trace on disk: what was written is what is read."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
@@ -30,7 +27,7 @@ def example():
     return Trace({"tag": "draft", "steps": [1]}, table(tensors, TENSOR_COLUMNS), table(params, PARAM_COLUMNS), arrays)
 
 
-def test_what_is_saved_is_what_is_loaded_without_torch(tmp_path):
+def test_what_is_saved_is_what_is_loaded(tmp_path):
     for name, trace in {
         "rows": example(), "empty": Trace({}, table([], TENSOR_COLUMNS), table([], PARAM_COLUMNS), {}),
     }.items():  # fmt: skip
@@ -42,11 +39,6 @@ def test_what_is_saved_is_what_is_loaded_without_torch(tmp_path):
             assert (read.arrays[key].dtype, read.arrays[key].tolist()) == (value.dtype, value.tolist())
     assert trace.rows(module="elsewhere").empty and trace.array(1, "tokens") is None
     assert example().rows(module="layers.0", role="in")["row"].tolist() == [0]
-    code = "import sys; from pathlib import Path; from specnb.divergence.trace import Trace\n"
-    code += f"Trace.load(Path({str(tmp_path / 'deep' / 'rows')!r}))\n"
-    code += "print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", [EVENTS, ARRAYS])
