@@ -47,9 +47,8 @@ def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
     attention only" is the same for an attention-only model of the same size. `measurements["drafters"]`: lookup and
     `draft` with the first target. Raises what `specnb.load` and `generate` raise; what was measured before is saved.
     """
-    started = datetime.now(UTC)
-    limit = params.passages
-    chosen = prompts(limit=limit, source=params.prompts) if params.prompts else passages(limit=limit)
+    started, n = datetime.now(UTC), params.passages
+    chosen = prompts(limit=n, source=params.prompts) if params.prompts else passages(limit=n)
     generations: list[Generation] = []
     measured: dict[str, Any] = {"ways": [], "drafters": []}
     with ExitStack() as opened:
