@@ -22,6 +22,7 @@ from specnb.io import digest
 
 LOCK_TIMEOUT_S = 3600.0
 PIP_TIMEOUT_S = 1800.0
+HUB_REMEDY = "Check the name and the network; for a gated model accept its licence on its page and `hf auth login`"
 HUB_GGUF = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+)|/(.+\.gguf))")
 """`hf:ORG/NAME:TYPE` or `hf:ORG/NAME/FILE.gguf`."""
 
@@ -100,8 +101,7 @@ def from_hub(name: str, revision: str = "main") -> Path:
     What the hub's cache holds is taken as it is; the rest is fetched by huggingface_hub, so its settings hold
     (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN). Raises InputError where no file or several have the type, and FetchError.
     """
-    import huggingface_hub
-    from huggingface_hub import constants
+    from huggingface_hub import constants, hf_hub_download, list_repo_files
 
     repository, kind, member = HUB_GGUF.fullmatch(name).groups()
     folder = hub_folder(repository, revision)
@@ -115,18 +115,18 @@ def from_hub(name: str, revision: str = "main") -> Path:
         hub = urlsplit(constants.ENDPOINT)
         if not getproxies():  # at once; the hub's library would try again and again for half a minute
             socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), 5).close()
-        there = [member] if member else huggingface_hub.list_repo_files(repository, revision=revision)
+        there = [member] if member else list_repo_files(repository, revision=revision)
         if (member := member or _of_type(kind, there, name)) is None:
             raise InputError(f"{name!r}: no file of type {kind}; {repository} holds {', '.join(there)[:1000]}")
         parts = [part.as_posix() for part in gguf_parts(Path(member))]
-        files = [huggingface_hub.hf_hub_download(repository, part, revision=revision) for part in parts]
+        files = [hf_hub_download(repository, part, revision=revision) for part in parts]
     return Path(files[0])
 
 
 @contextmanager
 def asking_hub(name: str, instead: str) -> Iterator[None]:
     """Turn whatever the hub, its library and the network raise inside into a FetchError; `instead` helps without it."""
-    from huggingface_hub.errors import GatedRepoError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         yield
@@ -135,11 +135,8 @@ def asking_hub(name: str, instead: str) -> Iterator[None]:
     except HFValidationError as error:
         raise InputError(f"{name} is no hub id ({str(error).splitlines()[0]}): write hf:ORG/NAME") from error
     except Exception as error:
-        remedy = "check the name and the network (a private model needs a login)"
-        if isinstance(error, GatedRepoError):
-            remedy = "accept its licence on the model's page and log in with `hf auth login`, or set HF_TOKEN"
         reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-        raise FetchError(f"cannot fetch {name} from the hub: {reason}; {remedy}, or give {instead}") from error
+        raise FetchError(f"cannot fetch {name} from the hub: {reason}. {HUB_REMEDY}, or give {instead}") from error
 
 
 def _of_type(kind: str, names: Iterable[str], name: str) -> str | None:
@@ -149,9 +146,6 @@ def _of_type(kind: str, names: Iterable[str], name: str) -> str | None:
     if len(fitting) > 1:
         raise InputError(f"{name!r} may be {' or '.join(fitting)}: give that file, hf:ORG/NAME/FILE.gguf")
     return fitting[0] if fitting else None
-
-
-# ---- files on the disk
 
 
 @contextmanager

@@ -7,7 +7,6 @@ minutes on a slow machine, normal is the models' own defaults, full has interval
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -59,7 +58,7 @@ class Params(BaseModel):
     def _readable_anywhere(cls, source: int | str) -> int | str:
         """Every line is read here, before a model is opened; a number is how many of the shipped."""
         if isinstance(source, str) and source:
-            source = source if source in PACKS else str(Path(source).expanduser().absolute())
+            source = source if source in PACKS else os.path.abspath(os.path.expanduser(source))  # noqa: PTH100, PTH111
             categories(source)
         return source
 
@@ -67,9 +66,9 @@ class Params(BaseModel):
     @classmethod
     def _those_of_the_prompts(cls, names: list[str], info: ValidationInfo) -> list[str]:
         source = info.data.get("prompts")  # None where it was refused
-        known = list(names if source is None else categories(source))
+        known = names if source is None else categories(source)
         if source and names == cls.model_fields[info.field_name].default:
-            return known
+            return list(known)
         if unknown := [name for name in names if name not in known]:
             raise ValueError(f"no prompts of the category {unknown[0]!r}; there are {', '.join(known)}")
         return names
@@ -304,8 +303,7 @@ class DivergenceParams(NotebookParams):
 class LosslessParams(NotebookParams):
     """Notebook 08: is what speculation writes what the target would have written?
 
-    `target` decodes prompts plainly, with drafts of `draft`, and sampled at `temperature`. `prompts` is how many of the
-    shipped ones, or the name of a file or pack, which is taken whole.
+    `target` decodes `prompts`, so many shipped ones or a whole file, plainly, with drafts of `draft`, and sampled.
     """
 
     sizes = {"prompts": (6, 24), "max_new_tokens": (32, 64)}

@@ -38,11 +38,10 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
     """
     text, path = str(source), Path(source)
     if text.startswith(HUB):
-        import huggingface_hub
+        from huggingface_hub import snapshot_download
 
         with asking_hub(text, f"a folder with {', '.join(SMALL_FILES[:3])}"):
-            repository = text.removeprefix(HUB)
-            path = Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=[*SMALL_FILES]))
+            path = Path(snapshot_download(text.removeprefix(HUB), revision=revision, allow_patterns=[*SMALL_FILES]))
     elif not path.is_dir():
         return _described(text, path, None)
     if not any((path / file).exists() for file in (CONFIG, TOKENIZER)):

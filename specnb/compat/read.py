@@ -2,8 +2,7 @@
 
 smollm2-135m  smollm2-135m:q8_0     zoo (fetched where it is not there yet)
 qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or published facts of a model
-model.gguf                          its header
-hf:ORG/NAME:Q4_K_M                  the same of a GGUF on a hub
+model.gguf  hf:ORG/NAME:Q4_K_M      its header
 ./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and the other small files
 tiny-hybrid                         the same, of a model that comes with the checkout
 tokenizer.json  x.tiktoken          a tokenizer alone

@@ -66,11 +66,10 @@ def run(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
 
 def in_turn(wanted: int | str) -> list[Prompt]:
     """So many shipped prompts, or all of a file or pack, of all categories in turn. Raises InputError."""
-    source = wanted if isinstance(wanted, str) else ""
+    source, n = (wanted, None) if isinstance(wanted, str) else ("", wanted)
     turns = zip_longest(*(prompts(name, source=source) for name in categories(source)))
     chosen = [prompt for turn in turns for prompt in turn if prompt is not None]
-    n = len(chosen) if isinstance(wanted, str) else wanted
-    if not 1 <= n <= len(chosen):
+    if n is not None and not 1 <= n <= len(chosen):
         raise InputError(f"got {n} prompts, expected 1 to {len(chosen)}: give fewer, and more tokens")
     return chosen[:n]
 

@@ -29,8 +29,7 @@ def silent(_done: int, _total: int, _what: str) -> None:
 
 def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:
     """The first `prompts_per_category` prompts of each of these categories, of where `params.prompts` says."""
-    limit, source = params.prompts_per_category, params.prompts
-    return [prompt for name in names for prompt in prompts(name, limit=limit, source=source)]
+    return [p for name in names for p in prompts(name, limit=params.prompts_per_category, source=params.prompts)]
 
 
 def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_tokens: int) -> None:

@@ -48,8 +48,8 @@ def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
     `draft` with the first target. Raises what `specnb.load` and `generate` raise; what was measured before is saved.
     """
     started = Neighbours()
-    limit = params.passages
-    chosen = prompts(limit=limit, source=params.prompts) if params.prompts else passages(limit=limit)
+    n = params.passages
+    chosen = prompts(limit=n, source=params.prompts) if params.prompts else passages(limit=n)
     generations: list[Generation] = []
     measured: dict[str, Any] = {"ways": [], "drafters": []}
     with ExitStack() as opened:

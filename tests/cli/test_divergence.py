@@ -210,7 +210,7 @@ def audit(specnb, monkeypatch):
     return partial(specnb, "divergence", "audit", "--target", "target")
 
 
-def test_an_audit_says_sound_or_inconclusive_or_what_is_wrong(audit):
+def test_an_audit_says_sound_or_inconclusive_or_what_is_wrong(audit, tmp_path):
     code, out, _ = audit("--draft", "draft", "--prompts", "10")
     assert code == 0 and out.startswith("sound: ") and all(name in out for name in STATISTICS)
     code, out, _ = audit("--draft", "draft", "--prompts", "1", "--json")
@@ -218,7 +218,8 @@ def test_an_audit_says_sound_or_inconclusive_or_what_is_wrong(audit):
     assert code == document["exit_code"] == 125 and document["verdict"] == "inconclusive" and document["more"] > 100
     assert [statistic["name"] for statistic in document["panel"]] == list(STATISTICS)
     with resampled_from_target():
-        code, out, _ = audit("--draft", "draft", "--prompts", "2")
+        (tmp_path / "p.jsonl").write_text('{"task_id": "a/1", "prompt": "ab"}\n{"task_id": "a/2", "prompt": "ba"}')
+        code, out, _ = audit("--draft", "draft", "--prompts", str(tmp_path / "p.jsonl"))
     assert code == 1 and out.startswith("wrong: resampled from p")
 
 

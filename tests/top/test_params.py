@@ -56,15 +56,14 @@ def test_defaults_are_valid_survive_json_and_are_frozen(kind: type[Params]):
 
 def test_a_file_of_prompts_is_read_at_the_door_and_gives_the_categories_unless_some_are_named(tmp_path, monkeypatch):
     lines = [f'{{"id": "{i}", "category": "{c}", "text": "x"}}' for i, c in enumerate(["qa", "rag", "qa"])]
-    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
-    (tmp_path / "bad.jsonl").write_text("\n".join([*lines, "{"]))
+    for name, end in {"mine.jsonl": "", "bad.jsonl": "{"}.items():
+        (tmp_path / name).write_text("\n".join([*lines, end]))
     monkeypatch.chdir(tmp_path)
     values = KSweepParams.checked(prompts="mine.jsonl")
     assert (values.prompts, values.categories) == (str(tmp_path / "mine.jsonl"), ["qa", "rag"])
     assert params.ExplorerParams.checked(prompts="mine.jsonl", contents=["rag"]).contents == ["rag"]
     assert KSweepParams.checked(categories="prose,code").categories == ["prose", "code"]
-    count = params.LosslessParams.checked(prompts="mine.jsonl"), params.LosslessParams.checked(prompts=3)
-    assert [each.prompts for each in count] == [values.prompts, 3]
+    assert params.LosslessParams.checked(prompts="mine.jsonl").prompts == values.prompts
     wrong = {"bad.jsonl:4": {"prompts": "bad.jsonl"}, "none.jsonl": {"prompts": "none.jsonl"},
              "'poem'": {"categories": ["poem"]}, "'code'": {"prompts": "mine.jsonl", "categories": "code"}}  # fmt: skip
     for bad, given in wrong.items():
