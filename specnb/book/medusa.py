@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.plot import Plot
-from specnb.book.style import COLOURS, FEW, MARKERS, looks, series, spread, template
+from specnb.book.style import COLOURS, MARKERS, looks, series, spread, template
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS
 from specnb.medusa.train import Report
@@ -20,6 +20,8 @@ FINGERPRINT = {
     "copies": "equal to the backbone's own next token",
 }
 """Columns of `medusa.faults.judge` that tell faults apart, and what they are called."""
+FEW = 10
+"""Tested drafts below which a mark is drawn pale."""
 EVERY = 2
 """Steps between two drawings: one of them takes the browser longer than a short step."""
 

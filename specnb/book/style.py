@@ -13,10 +13,6 @@ MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid")
 
 
-FEW = 10
-"""Observations below which a mark is drawn pale."""
-
-
 def template() -> go.layout.Template:
     """The template that every figure of the suite carries; nothing is registered globally."""
     axis = {
