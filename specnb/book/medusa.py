@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.plot import Plot
-from specnb.book.style import COLOURS, series, spread, template
+from specnb.book.style import COLOURS, MARKERS, looks, series, spread, template
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS
 from specnb.medusa.train import Report
@@ -19,41 +20,22 @@ FINGERPRINT = {
     "copies": "equal to the backbone's own next token",
 }
 """Columns of `medusa.faults.judge` that tell faults apart, and what they are called."""
+FEW = 10
+"""Tested drafts below which a mark is drawn pale."""
 EVERY = 2
 """Steps between two drawings: one of them takes the browser longer than a short step."""
 
 
-def faults(table: pd.DataFrame, died: pd.DataFrame) -> go.Figure:
-    """The fingerprint of each fault, a mark for each share; beside it the schedule that died, and its loss.
-
-    `died` has step, lr and loss.
-    """
-    figure = make_subplots(
-        cols=2, rows=1, column_widths=[0.65, 0.35], horizontal_spacing=0.12,
-        subplot_titles=["each fault in numbers", "the schedule that died"],
-    )  # fmt: skip
+def faults(table: pd.DataFrame) -> go.Figure:
+    """The fingerprint of each fault, a mark for each share."""
+    figure = go.Figure()
     for index, (column, label) in enumerate(FINGERPRINT.items()):
-        mark = go.Scatter(
+        figure.add_scatter(
             x=(100 * table[column].astype(float)).tolist(), y=table["fault"].tolist(), mode="markers", name=label,
             marker=series(index)["marker"] | {"size": 11}, orientation="h", offsetgroup=label,
             hovertemplate=f"%{{y}}<br>{label}: %{{x:.1f}} %<extra></extra>",
         )  # fmt: skip
-        figure.add_trace(mark, row=1, col=1)
-    loss = go.Scatter(
-        x=died["step"].tolist(), y=died["loss"].tolist(), text=[f"{rate:.2g}" for rate in died["lr"]],
-        mode="lines+markers", name="loss of all heads, weighted", **series(3),
-        hovertemplate="step %{x}: %{y:.2f} nats, learning rate %{text}<extra></extra>",
-    )  # fmt: skip
-    figure.add_trace(loss, row=1, col=2)
-    last_alive = died.loc[died["lr"] > 0, "step"].max()
-    figure.add_vrect(
-        x0=last_alive, x1=died["step"].max(), fillcolor="#888", opacity=0.25, line_width=0, annotation_text="rate 0",
-        annotation_position="top left", row=1, col=2,
-    )  # fmt: skip
-    figure.update_xaxes(title_text="share of positions (%)", range=[-3, 103], col=1)
-    figure.update_xaxes(title_text="step", col=2)
-    figure.update_yaxes(autorange="reversed", col=1)
-    figure.update_yaxes(title_text="loss (nats)", col=2)
+    figure.update_xaxes(title_text="share of positions (%)", range=[-3, 103]).update_yaxes(autorange="reversed")
     return figure.update_layout(
         template=template(), title_text="The faults of the Medusa note", margin={"l": 150}, scattermode="group",
         scattergap=0.3,
@@ -90,6 +72,46 @@ def speed(table: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(title_text="share of the time (%)", range=[0, 100], col=2)
     figure.update_yaxes(autorange="reversed", col=2)
     return figure.update_layout(template=template(), title_text="Medusa and Hydra against plain decoding")
+
+
+def alpha(table: pd.DataFrame) -> go.Figure:
+    """Drafts kept of those tested, by position: intervals over prompts, and the counts; pale where they are few."""
+    kinds = table["kind"].unique().tolist()
+    rows = table.assign(
+        at=table["position"] + 0.36 * (table["kind"].map(kinds.index) - (len(kinds) - 1) / 2),
+        above=table["high"] - table["alpha"], below=table["alpha"] - table["low"],
+        counts=table["kept"].astype(str) + " of " + table["tested"].astype(str),
+    )  # fmt: skip
+    look = {"color_discrete_sequence": COLOURS, "symbol_sequence": MARKERS, "template": template()}
+    bars = {"error_y": "above", "error_y_minus": "below", "text": "counts"}
+    title = "Which drafts are kept, with intervals over prompts"
+    figure = px.scatter(rows, x="at", y="alpha", color="kind", symbol="kind", title=title, **bars, **look)
+    for trace in figure.data:
+        pale = rows.loc[rows["kind"] == trace.name, "tested"] < FEW
+        trace.update(marker={"size": 11, "opacity": pale.map({True: 0.3, False: 1.0}).tolist()}, textfont_size=11)
+    figure.update_traces(textposition="middle right", error_y_thickness=1)
+    figure.update_xaxes(title_text="position k of a chain", tickvals=sorted(set(table["position"])))
+    figure.update_yaxes(title_text=f"alpha_k (pale: fewer than {FEW} tested)", range=[-0.05, 1.05])
+    return figure.update_layout(legend_title_text="")
+
+
+def trees(table: pd.DataFrame) -> go.Figure:
+    """Predicted speed-up of the best tree of each size over plain decoding; the fastest of each kind is named."""
+    plain = table[table["nodes"] == 0].set_index("kind")["seconds"]  # a token takes it
+    rows = table.assign(
+        nodes=table["nodes"].astype(str), speedup=table["tokens"] / table["seconds"] * table["kind"].map(plain)
+    )
+    figure = px.line(
+        rows, x="nodes", y="speedup", hover_data=["depth", "tokens"], markers=True, template=template(),
+        title="Which tree pays on this machine", **looks("kind", rows["kind"].unique().tolist()),
+    )  # fmt: skip
+    for index, best in enumerate(rows.loc[rows.groupby("kind", sort=False)["speedup"].idxmax()].itertuples()):
+        text = f"{best.kind}: {best.nodes} nodes, {best.speedup:.2f}"
+        figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=50, ay=40 * (-1) ** index)
+    figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
+    figure.update_xaxes(title_text="nodes of the tree, drafts a round (0: plain decoding)", type="category")
+    figure.update_yaxes(title_text="predicted speed-up (plain = 1)", rangemode="tozero")
+    return figure.update_layout(legend_title_text="")
 
 
 class TrainingView:

@@ -60,22 +60,24 @@ def _scaled(frame: pd.DataFrame, suffix: str, unit: str, factor: float) -> pd.Da
 
 
 def speed(table: pd.DataFrame, target: str) -> go.Figure:
-    """Speed over plain decoding at each K, a line for each strategy and a panel for each acceptance."""
-    rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["acceptance", "k"])
-    rows = rows.assign(
-        k=rows["k"].astype(str), above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"]
-    )
-    figure = px.line(
-        rows, x="k", y="speedup", error_y="above", error_y_minus="below", facet_col="acceptance", markers=True,
-        template=template(), title=f"What going back costs: {rows['engine'].iloc[0]}",
-        **looks("method", (*STRATEGIES, FREE)),
+    """Speed over plain decoding, a mark with its interval for each strategy, a panel for each K and acceptance."""
+    rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["k", "acceptance"])
+    panel = "K = " + rows["k"].astype(str) + ", " + rows["acceptance"].map("{:.0%} of drafts right".format)
+    above, below = rows["high"] - rows["speedup"], rows["speedup"] - rows["low"]
+    columns, lines = rows["acceptance"].nunique(), rows["k"].nunique()
+    look = looks("method", (*STRATEGIES, FREE))  # the same in every figure
+    look["category_orders"]["method"] = [name for name in (*STRATEGIES, FREE) if name in set(rows["method"])]
+    del look["line_dash"], look["line_dash_map"]
+    figure = px.scatter(
+        rows.assign(panel=panel, above=above, below=below), x="speedup", y="method", error_x="above",
+        error_x_minus="below", facet_col="panel", facet_col_wrap=columns, facet_col_spacing=0.03,
+        facet_row_spacing=0.32 / lines, template=template(), height=120 + 220 * lines, **look,
+        title=f"What going back costs: {rows['engine'].iloc[0]}, {rows['n_prompts'].max()} passages",
     )  # fmt: skip
-    for note, rate in zip(figure.layout.annotations, rows["acceptance"].unique(), strict=False):
-        note.text = f"{rate:.0%} of drafts right"
-    figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
-    figure.update_xaxes(title_text="draft length K", type="category")
-    figure.update_yaxes(rangemode="tozero").update_yaxes(title_text="speed over plain decoding", col=1)
-    return figure.update_layout(margin={"t": 90}, legend_title_text="")
+    figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
+    figure.update_traces(marker_size=10).add_vline(x=1, line={"color": "#888", "dash": "dash", "width": 1})
+    figure.update_xaxes(rangemode="tozero").update_xaxes(title_text="speed (plain decoding = 1)", row=1)
+    return figure.update_yaxes(title_text="").update_layout(margin={"t": 90, "l": 150}, showlegend=False)
 
 
 def trees(table: pd.DataFrame) -> go.Figure:

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from specnb.errors import InputError
-from specnb.measure.bench import LEVEL, wilson
+from specnb.measure.bench import NORMAL, wilson
 from specnb.records import Generation, RunRecord
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class Share(NamedTuple):
     def of(cls, hits: int, n: int) -> "Share":
         if not n:
             return cls(hits, n, float("nan"), 0.0, 1.0)
-        return cls(hits, n, hits / n, *wilson(hits / n, n, NormalDist().inv_cdf((1 + LEVEL) / 2)))
+        return cls(hits, n, hits / n, *wilson(hits / n, n, NORMAL))
 
     @classmethod
     def equal(cls, pairs: Sequence[tuple[int, int]]) -> "Share":

@@ -195,11 +195,9 @@ def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
     Wilson's interval of as many independent trials as would spread like these (at most those there are), with
     Student's t. So 4 of 4 is no certainty, and drafts of one text count less than as many of many texts.
     """
-    data = np.array([row for row in counts if row[1] > 0], dtype=float)  # a prompt without a trial says nothing
-    if not len(data):
-        return Interval(*(float("nan"),) * 3)
+    data = np.array([row for row in counts if row[1] > 0]).reshape(-1, 2)  # a prompt without a trial says nothing
     (hits, trials), n = data.sum(axis=0), len(data)
-    rate = hits / trials
+    rate = hits / trials if n else float("nan")
     if n < FEWEST:
         return Interval(rate, float("nan"), float("nan"))
     without = (hits - data[:, 0]) / (trials - data[:, 1])

@@ -78,7 +78,8 @@ def test_sound_heads_pass_and_every_fault_is_named(notebook):
     assert (notebook.drafts[:-1] == notebook.along.ids[1:]).float().mean() > 0.9, "the head by hand is the head"
     assert [gate.name for gate in notebook.checked.gates if not gate.passed] == ["loader", "acceptance"]
     assert notebook.gate_table["passed"].all() and set(notebook.gate_table["kind"]) == {"medusa", "hydra"}
-    assert (notebook.died["lr"] == 0).any() and notebook.died["step"].iloc[-1] == 18
+    died = notebook.planted[-1].curve
+    assert (died.lr == 0).any() and died.step[-1] == 18
     assert notebook.state["largest_difference"].tolist()[1] == 0
 
 
@@ -126,12 +127,16 @@ def test_heads_of_the_other_kind_and_heads_that_failed_a_gate_are_refused(notebo
 
 
 def test_figures_show_the_numbers_of_their_tables(notebook):
-    assert set(notebook.published) == {"05_faults", "05_training", "05_speed"}
+    assert set(notebook.published) == {f"05_{name}" for name in ("faults", "training", "trees", "alpha", "speed")}
     for figure, table in notebook.published.values():
         assert figure.layout.title.text and figure.to_json() and len(table)
         assert any(axis.title.text for axis in figure.select_xaxes())
     first = notebook.published["05_faults"][0].data[0]
     assert list(first.y) == notebook.fault_table["fault"].tolist() and first.x[0] > 90
+    marks, served = notebook.published["05_alpha"]
+    assert sum(len(trace.x) for trace in marks.data) == len(served)
+    assert [trace.marker.opacity[0] for trace in marks.data] == [1.0, 1.0] and served["tested"].iloc[0] >= figures.FEW
+    assert all(trace.y[0] == 1 for trace in notebook.published["05_trees"][0].data)  # no nodes: plain decoding
     bars = notebook.published["05_speed"][0].data
     table = notebook.speeds.set_index(["kind", "category"])["speedup"]
     assert dict(zip(bars[1].x, bars[1].y, strict=True))["all"] == table["hydra", "all"]

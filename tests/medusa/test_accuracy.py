@@ -97,3 +97,17 @@ def test_every_round_accepts_exactly_what_the_heads_are_offline_right_about(tiny
     assert plain.token_ids == chain.token_ids
     compared = compare_rounds(chain, score(heads, trace(tiny, plain)), accuracy.near_tie(tiny, heads))
     assert compared.apart == 0 and compared.rounds == sum(r.k > 0 for r in chain.rounds)
+
+
+@pytest.mark.parametrize(("share", "trials"), [(0.2, 8), (0.5, 30), (0.95, 2)])
+def test_the_interval_of_a_share_covers_it_even_where_all_or_none_are_hits(share, trials):
+    """Shares of five prompts spread around their mean. A percentile bootstrap covers 40 to 85 % of these."""
+    rng, held = np.random.default_rng(3), 0
+    for _ in range(500):
+        n = np.maximum(1, rng.poisson(trials, 5))
+        hits = rng.binomial(n, rng.beta(9 * share, 9 * (1 - share), 5))
+        found = accuracy.share_interval(list(zip(hits, n, strict=True)))
+        held += found.low <= share <= found.high and found.low < found.high
+    assert held >= 0.93 * 500
+    sure = accuracy.share_interval([(2, 2)] * 5)
+    assert (sure.value, sure.high) == (1.0, 1.0) and sure.low == pytest.approx(10 / (10 + 2.776**2), rel=1e-3)
