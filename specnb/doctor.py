@@ -189,7 +189,7 @@ def check_kernel() -> Finding:
 
 
 def check_browser() -> Finding:
-    """Look for a Chromium that kaleido can drive: without it figures are not exported to svg and png."""
+    """Look for a Chromium that kaleido can drive: without it figures are not exported to svg, png and pdf."""
     from choreographer.browsers.chromium import Chromium  # what kaleido itself asks
 
     path = Chromium.find_browser(skip_local=False)

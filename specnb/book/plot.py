@@ -19,9 +19,7 @@ from specnb.book.style import CONFIG
 class Plot(anywidget.AnyWidget):
     """A figure, drawn; `update` shows another in its place. A reader's zoom is kept."""
 
-    _esm = (
-        f"const config = {json.dumps(CONFIG)};"
-        + """
+    _esm = """
     function run(source) {
       const module = { exports: {} };
       new Function("module", source)(module);
@@ -32,14 +30,13 @@ class Plot(anywidget.AnyWidget):
       const plotly = (globalThis.specnbPlotly ??= run(model.get("_plotly")));
       const figure = el.appendChild(document.createElement("div"));
       const now = (name) => JSON.parse(model.get(name));
-      const draw = () => plotly.react(figure, now("_traces"), now("_look"), config);
+      const draw = () => plotly.react(figure, now("_traces"), now("_look"), CONFIG);
       model.on("change:_traces", draw);
       draw();
       return () => plotly.purge(figure);
     }
     export default { render };
-    """
-    )
+    """.replace("CONFIG", json.dumps(CONFIG))
     _plotly = traitlets.Unicode().tag(sync=True)
     _traces = traitlets.Unicode().tag(sync=True)
     _look = traitlets.Unicode().tag(sync=True)

@@ -36,13 +36,9 @@ from specnb.records import RunRecord
 SCHEMA_VERSION = 1  # of the sidecar
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 WIDTH, HEIGHT, PNG_SCALE = 960, 480, 2
-PAPER = {"column": (340, 230), "page": (700, 330)}
-"""Sizes for print, in pixels of 1/96 inch: one column of two, and a whole page."""
-FONT_PX = 10
+PAPER = {"column": (340, 230), "page": (700, 330)}  # in pixels of 1/96 inch: one column of two, a whole page
 PLOTLY = "application/vnd.plotly.v1+json"
-MODEL = re.compile(
-    r"(\bhf:)?[\w./\\-]+(:\w+)?\?[\w=&.%-]+|\bhf:[\w./-]+|[\w./\\-]+\.gguf\b|\bsmollm2-[\d.]+[mb](:\w+)?\b(?!-)"
-)
+MODEL = re.compile(r"[\w./\\:-]+\?[\w=&.%-]+|[\w./\\-]+\.gguf\b|\bsmollm2-[\d.]+[mb](:\w+)?\b(?!-)")
 DRAFTER = re.compile(r"(\bdrafter )?\blookup\([^)]*\)|\bdrafter lookup\b")
 MAX_ROWS = 2000  # of a table that the sidecar holds
 EXPORT_S, RENDER_S = 120.0, 60.0  # limits: all images with the browser's start and end, one image
@@ -80,14 +76,9 @@ class PicturedFigure(go.Figure):
 
 
 def publish(
-    figure: go.Figure,
-    name: str,
-    record: RunRecord,
-    *,
-    table: pd.DataFrame | None = None,
-    size: Literal["column", "page"] | None = None,
-    folder: Path | None = None,
-) -> PicturedFigure:
+    figure: go.Figure, name: str, record: RunRecord, *, table: pd.DataFrame | None = None,
+    size: Literal["column", "page"] | None = None, folder: Path | None = None,
+) -> PicturedFigure:  # fmt: skip
     """Write `figure` as `NAME.{svg,png,pdf,html,json}` and return it, with its picture for a notebook's output.
 
     They lie in `folder`, else in `figures/` beside the record of the run. The images have the size of the figure's
@@ -113,30 +104,19 @@ def publish(
     title = readable(plain_text(figure.layout.title.text)) or name
     caption = caption_of(title, record)
     document = {
-        "schema_version": SCHEMA_VERSION,
-        "name": name,
-        "experiment": record.experiment,
-        "run_id": record.run_id,
+        "schema_version": SCHEMA_VERSION, "name": name, "experiment": record.experiment, "run_id": record.run_id,
         "figure_sha256": digest(json.loads(figure.to_json(engine="json"))),  # keys sorted: plotly changes their order
-        "title": title,
-        "caption": caption,
-        "status": record.status,
-        "params": record.params,
-        "provenance": record.provenance,
-        "table": None if table is None else _table_facts(table),
-    }
+        "title": title, "caption": caption, "status": record.status, "params": record.params,
+        "provenance": record.provenance, "table": None if table is None else _table_facts(table),
+    }  # fmt: skip
     document = plain(document, "record")
     script = _script(store.results_dir() if folder is None else Path(folder))
     folder = store.folder_of(record) / "figures" if folder is None else Path(folder)
     drawn, contents, skipped = _drawn(figure, title, size)
     source = Path(os.path.relpath(script, folder)).as_posix()
-    texts = {
-        "plot": drawn.to_html(full_html=False, include_plotlyjs=source, div_id=name, config=CONFIG),
-        "title": html.escape(title),
-        "caption": html.escape(caption),
-    }
-    page = PAGE.format(name=name, width=drawn.layout.width, **texts)
-    contents["html"] = page.encode("utf-8", "xmlcharrefreplace")
+    plot = drawn.to_html(full_html=False, include_plotlyjs=source, div_id=name, config=CONFIG)
+    texts = {"title": html.escape(title), "caption": html.escape(caption), "plot": plot}
+    contents["html"] = PAGE.format(name=name, width=drawn.layout.width, **texts).encode("utf-8", "xmlcharrefreplace")
     _write(folder, document | {"skipped": skipped}, contents)
     return drawn
 
@@ -146,20 +126,15 @@ def with_picture(figure: go.Figure) -> PicturedFigure:
     return _drawn(figure, readable(plain_text(figure.layout.title.text)))[0]
 
 
-def _drawn(
-    figure: go.Figure, title: str, size: str | None = None
-) -> tuple[PicturedFigure, dict[str, bytes], dict[str, str]]:
-    """Return a copy of `figure` as it is shown, its images by suffix, and why others are missing.
-
-    For print letters, lines and margins are small, and there is no title: the paper has a caption.
-    """
+def _drawn(figure: go.Figure, title: str, size: str | None = None) -> tuple[PicturedFigure, dict[str, bytes], dict]:
+    """Return a copy of `figure` as it is shown, its images by suffix, and why others are missing."""
     drawn = PicturedFigure(figure.to_dict())
     if shown := figure.layout.title.text:
         drawn.update_layout(title_text=readable(shown))
     width, height = PAPER[size] if size else (figure.layout.width or WIDTH, figure.layout.height or HEIGHT)
     drawn.update_layout(width=width, height=height)
-    if size:
-        small, axes = {"size": FONT_PX}, {"title": {"standoff": 4, "font": {"size": FONT_PX}}, "ticklen": 3}
+    if size:  # no title: the paper has a caption
+        small, axes = {"size": 10}, {"title": {"standoff": 4, "font": {"size": 10}}, "ticklen": 3}
         legend = {"font": small, "y": -36 / (height - 90), "tracegroupgap": 0}  # below an axis with its title
         margin = {"l": 45, "r": 8, "t": 22 if figure.layout.annotations else 8, "b": 36}
         drawn.update_layout(title=None, font=small, legend=legend, margin=margin)
@@ -203,7 +178,7 @@ def readable(text: str) -> str:
 
 
 def _model_name(match: re.Match[str]) -> str:
-    source, _, query = match[0].removeprefix("hf:").partition("?")
+    source, _, query = match[0].partition("?")
     source, _, kind = re.split(r"[/\\]", source)[-1].partition(":")
     options = dict(parse_qsl(query))
     engine = {"hf": ", torch", "llama": ", llama.cpp"}.get(options.get("backend"), "")
@@ -305,9 +280,7 @@ def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
     return facts | {"records": plain(table.to_dict("records"), "table", nan=None)}
 
 
-def publish_runs(
-    words: Sequence[str], figures: Path, *, results: Path | None = None, allow_dirty: bool = False
-) -> list[Path]:
+def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_dirty: bool = False) -> list[Path]:
     """Copy the figures of runs into `figures/`, keep their records, write the gallery, return the folders of the runs.
 
     `words` are run ids, and names of notebooks for their latest run; without words it is the latest completed run of
@@ -315,16 +288,15 @@ def publish_runs(
     Raises InputError for an unknown run, while the checkout has changes, and for a run that was recorded with changes;
     `allow_dirty` copies all the same, and the sidecars say so.
     """
-    results = store.results_dir() if results is None else Path(results)
-    folders = [path.parent for path in sorted(results.rglob(store.RUN)) if _sidecars(path.parent / "figures")]
-    runs = {folder: read_json(folder / store.RUN, store.MAX_BYTES) for folder in folders}
+    files = [file for file in sorted(results.rglob(store.RUN)) if _sidecars(file.parent / "figures")]
+    runs = [(read_json(file, store.MAX_BYTES), file.parent) for file in files]
     named, latest = {}, {}
-    for folder, run in sorted(runs.items(), key=lambda item: datetime.fromisoformat(item[1]["ended"])):
+    for run, folder in sorted(runs, key=lambda each: datetime.fromisoformat(each[0]["ended"])):
         named |= {run["experiment"]: folder, run["run_id"]: folder}
         latest |= {run["experiment"]: folder} if run["status"] == "completed" else {}
-    if unknown := [word for word in words if word not in named]:
-        near = did_you_mean(unknown[0], list(named)) or "give a run id or a notebook's name; "
-        raise InputError(f"no run {unknown[0]!r} with a record and figures in {results}: {near}or run it first")
+    for word in words:
+        if word not in named:
+            raise InputError(f"no figures of run {word!r} in {results}: {did_you_mean(word, [*named])}run it first")
     chosen = [named[word] for word in words] or list(latest.values())
     sidecars = [(sidecar, folder / "figures") for folder in chosen for sidecar in _sidecars(folder / "figures")]
     changed = bool(sidecars) and (git_state(project_dir()) or {}).get("dirty") is not False

@@ -141,10 +141,11 @@ def publish(
     as_json: Json = False,
 ) -> None:
     """Copy the figures of runs and their records into figures/, from a clean checkout, and write its gallery."""
+    from specnb import store
     from specnb.book.publish import publish_runs
 
-    figures = figures or project_dir() / "figures"
-    folders = publish_runs(runs or [], figures, results=results, allow_dirty=allow_dirty)
+    figures, results = figures or project_dir() / "figures", results or store.results_dir()
+    folders = publish_runs(runs or [], figures, results, allow_dirty=allow_dirty)
     document = {"gallery": str(figures / "README.md"), "runs": [str(folder) for folder in folders]}
     print_json(document) if as_json else print(*document["runs"], document["gallery"], sep="\n")
 

@@ -19,7 +19,7 @@ from specnb import params
 from specnb.book.notebook import declared
 from specnb.io import write_atomic
 
-MAX_BYTES, MAX_CELLS, MIN_CHECKED_CELLS = 200_000, 30, 2
+MAX_BYTES, MAX_PICTURE_BYTES, MAX_CELLS, MIN_CHECKED_CELLS = 200_000, 1_000_000, 30, 2
 LEFTOVERS = {"widgets", "papermill"}
 CELL_LEFTOVERS = {"papermill", "execution", "collapsed"}
 UNCHECKED = "nbval-ignore-output"
@@ -63,8 +63,12 @@ def normalise(path: Path) -> None:
 
 
 def _notebook(path: Path, nb: NotebookNode) -> Iterator[str]:
-    if nb.nbformat_minor != 5 or path.stat().st_size > MAX_BYTES or len(nb.cells) > MAX_CELLS:
-        yield f"is not of nbformat 4.5, or has more than {MAX_BYTES} bytes or {MAX_CELLS} cells"
+    data = [output.get("data", {}) for cell in nb.cells for output in cell.get("outputs", [])]
+    pictures = sum(len(text) for texts in data for kind, text in texts.items() if kind.startswith("image/"))
+    large = path.stat().st_size - pictures > MAX_BYTES or pictures > MAX_PICTURE_BYTES
+    if nb.nbformat_minor != 5 or large or len(nb.cells) > MAX_CELLS:
+        limits = f"{MAX_BYTES} bytes, {MAX_PICTURE_BYTES} of pictures or {MAX_CELLS} cells"
+        yield f"is not of nbformat 4.5, or has more than {limits}"
     if (name := nb.metadata.kernelspec.name) != "python3":
         yield f"kernelspec is {name!r}, must be 'python3': other names exist on one machine only"
     left = LEFTOVERS & set(nb.metadata) | {key for cell in nb.cells for key in CELL_LEFTOVERS & set(cell.metadata)}

@@ -68,6 +68,15 @@ def test_a_model_is_described_with_what_opens_and_what_drafts_for_it(specnb):
         is_mistake(specnb(*words), words[-1])
 
 
+def test_publish_names_the_runs_and_the_gallery_or_what_is_wrong(specnb, monkeypatch, tmp_path):
+    is_mistake(specnb("publish", "nothing", "--results", str(tmp_path)), "'nothing'")
+    runs = lambda words, figures, results, allow_dirty: [results / words[0]] * allow_dirty  # noqa: E731
+    monkeypatch.setattr("specnb.book.publish.publish_runs", runs)
+    folders = ["--results", str(tmp_path), "--figures", str(tmp_path)]
+    code, out, _ = specnb("publish", "01", *folders, "--allow-dirty", "--json")
+    assert code == 0 and json.loads(out) == {"gallery": str(tmp_path / "README.md"), "runs": [str(tmp_path / "01")]}
+
+
 # --- generate -------------------------------------------------------------------------------------------------------
 
 
