@@ -125,8 +125,7 @@ class GgufModel(GoesBack):
             recurrent = is_recurrent(model)
             if fixed_width and recurrent:
                 raise InputError(f"{name} has recurrent layers: padding cannot be taken back, use fixed_width=0")
-            follows = not threads and not flash_attention
-            threads = threads or available_cores()
+            follows, threads = not threads and not flash_attention, threads or available_cores()
             planes = _planes_wanted(model, rollback, rollback_depth, min(binding.MAX_BATCH, room))
             try:
                 require(weights, state_bytes(model, room, kv, planes), name=name)
