@@ -51,9 +51,8 @@ assert numpy.isfinite(model.forward([1] * 9)).all(), "the logits are not finite"
 print("token", row.argmax(), "follows token 1")
 """
 BUILT_FOR = {
-    "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx_vnni": "AVX_VNNI", "avx512f": "AVX512",
-    "avx512vbmi": "AVX512_VBMI", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16",
-    "asimddp": "DOTPROD", "i8mm": "MATMUL_INT8", "sve": "SVE",
+    "avx2": "AVX2", "avx_vnni": "AVX_VNNI", "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI", "sve": "SVE",
+    "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "asimddp": "DOTPROD", "i8mm": "MATMUL_INT8",
 }  # fmt: skip
 """Instruction sets of CPUs, and what llama.cpp calls them. Without AMX, which requirements.txt leaves out."""
 

@@ -9,7 +9,6 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from time import perf_counter, process_time
 from typing import NamedTuple
@@ -37,15 +36,11 @@ def shorten_spinning() -> None:
     libgomp reads it once, as it loads, and torch brings a copy under the same name. In a process that imported torch
     first it has no effect and is not set, so that the environment, which provenance records, is the truth.
     """
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ) and not libgomp_is_loaded():
-        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
-
-
-def libgomp_is_loaded() -> bool:
-    """Whether this process holds libgomp already, whoever brought it."""
-    with suppress(OSError, AttributeError):  # not there; a system without dlopen
-        return bool(ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD))
-    return False
+    try:
+        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # an error unless it is loaded
+    except (OSError, AttributeError):
+        if "OMP_WAIT_POLICY" not in os.environ:
+            os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def allowed_cores() -> list[int]:
@@ -62,17 +57,16 @@ def available_cores() -> int:
 
 def foreign_s() -> float:
     """Seconds that other processes have computed on the cores of this one, since the machine started."""
-    cores = set(allowed_cores())
-    times = [t for at, t in enumerate(psutil.cpu_times(percpu=True)) if at in cores]
-    names = set(times[0]._fields) - {"idle", "iowait", "guest", "guest_nice"} if times else ()
-    return sum(getattr(t, name) for t in times for name in names) - process_time()
+    cores, idle = set(allowed_cores()), {"idle", "iowait", "guest", "guest_nice"}
+    times = [t._asdict() for at, t in enumerate(psutil.cpu_times(percpu=True)) if at in cores]
+    return sum(s for each in times for name, s in each.items() if name not in idle) - process_time()
 
 
 class Contention(NamedTuple):
-    """What shared the processor with a measurement: `other_cores` that other processes took on average, of `cores`.
+    """What shared the processor with a measurement: other processes took `other_cores` (None: too short to tell).
 
-    It is None for less than LOOK_S. `load_average` of one minute, before and after. `busy`: they left less than
-    `threads` cores, or too many of the forwards were slow; then no time, and no ratio of times, is worth a verdict.
+    `load_average` of one minute, before and after. `busy`: they left less than `threads` of the `cores`, or too many
+    forwards were slow. Then no time, and no ratio of times, is worth a verdict.
     """
 
     busy: bool
@@ -85,22 +79,16 @@ class Contention(NamedTuple):
 
 
 class Neighbours:
-    """The other processes since this object was made (`utc`), or since the last `look`."""
+    """The other processes since this object was made (`utc`)."""
 
     def __init__(self) -> None:
         self.utc, self._load = datetime.now(UTC), os.getloadavg()[0]
-        self._began = self._last = perf_counter(), foreign_s()
+        self._began, self._before_s = perf_counter(), foreign_s()
 
-    def look(self) -> float | None:
-        """Cores they took on average since the last look; None where that is less than LOOK_S ago."""
-        if (taken := self._taken(self._last)) is not None:
-            self._last = perf_counter(), foreign_s()
-        return taken
-
-    @staticmethod
-    def _taken(since: tuple[float, float]) -> float | None:
-        seconds = perf_counter() - since[0]
-        return None if seconds < LOOK_S else max(0.0, foreign_s() - since[1]) / seconds
+    def cores(self) -> float | None:
+        """Cores they took on average; None for less than LOOK_S."""
+        seconds = perf_counter() - self._began
+        return None if seconds < LOOK_S else max(0.0, foreign_s() - self._before_s) / seconds
 
     def during(self, caps: Capabilities, generations: Iterable[Generation]) -> Contention:
         """The contention of `generations`."""
@@ -109,7 +97,7 @@ class Neighbours:
     def contention(self, caps: Capabilities, forwards: Sequence[tuple[int, float]]) -> Contention:
         """What came from them since the beginning, with `forwards` of (width, seconds) by a model of `caps`."""
         threads, cores = caps.details.get("threads") or available_cores(), len(allowed_cores())
-        taken, slow = self._taken(self._began), slow_forwards(forwards)
+        taken, slow = self.cores(), slow_forwards(forwards)
         disturbed = taken is not None and taken > max(0, cores - threads) + SPARE
         is_busy, load = disturbed or slow > SLOW_SHARE * len(forwards), (self._load, os.getloadavg()[0])
         return Contention(is_busy, taken and round(taken, 2), cores, threads, load, slow, len(forwards))
@@ -119,25 +107,22 @@ def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:
     """How many of (width, seconds) took SLOW times the usual for their width, its lower quartile, or longer."""
     by_width: dict[int, list[float]] = defaultdict(list)
     for width, seconds in forwards:
-        by_width[width].append(seconds)
-    by_width.pop(0, None)  # nothing was computed
-    return sum(int((np.array(s) >= SLOW * np.quantile(s, 0.25)).sum()) for s in by_width.values() if min(s) > 0)
+        by_width[width].append(seconds)  # of width 0 nothing was computed
+    return sum(int((np.array(s) >= SLOW * np.quantile(s, 0.25)).sum()) for n, s in by_width.items() if n and min(s))
 
 
 class ThreadPace:
-    """Lets the threads of an engine follow the cores that others leave: `asked` of them at most, 1 at least.
-
-    `step` comes before each forward and looks every LOOK_S. Only for engines whose bits do not depend on the number.
-    """
+    """Threads that follow the free cores, 1 to `asked`; for engines whose bits do not depend on their number."""
 
     def __init__(self, asked: int, apply: Callable[[int], None]) -> None:
         self.asked = self.threads = asked
         self._apply, self._neighbours = apply, Neighbours()
 
     def step(self) -> None:
-        """Change the number of threads where the free cores did."""
-        if (taken := self._neighbours.look()) is None:
+        """Before each forward: look every LOOK_S, and change the number where the free cores did."""
+        if (taken := self._neighbours.cores()) is None:
             return
+        self._neighbours = Neighbours()
         threads = min(self.asked, max(1, math.floor(len(allowed_cores()) - taken + SPARE)))
         if threads != self.threads:
             self.threads = threads

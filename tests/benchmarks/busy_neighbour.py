@@ -11,59 +11,44 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from specnb import generate, load
 from specnb.lm.busy import LOOK_S, Neighbours
 from specnb.measure.bench import bootstrap, rate_ratio
 from specnb.prompts import prompts
 
-SPIN = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"  # ends with this process, however that ends
+SPIN = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"  # ends with this process
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--neighbours", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=48)
+    for name, usual in {"neighbours": 1, "threads": 0, "prompts": 8, "max-new-tokens": 48}.items():
+        parser.add_argument(f"--{name}", type=int, default=usual)
     asked = parser.parse_args()
-    target = load(asked.target, threads=asked.threads)
-    rows: dict[str, list[tuple[int, float, int, float]]] = {"plain": [], "lookup, K = 4": []}
+    target, rows = load(asked.target, threads=asked.threads), {"plain": [], "lookup": []}
     for at, prompt in enumerate(prompts("edit", limit=asked.prompts)):
         took = {}
         for n in (0, asked.neighbours) if at % 2 else (asked.neighbours, 0):
-            with busy_processes(n):
-                for name in rows:
-                    options = {"drafter": None if name == "plain" else "lookup", "max_new_tokens": asked.max_new_tokens}
-                    generate(target, prompt, **options)  # uncounted: threads find their number
-                    time.sleep(LOOK_S)
-                    neighbours, done = Neighbours(), generate(target, prompt, **options)
-                    took[name, n] = (done.n_decoded, done.decode_s)
-                    seen = neighbours.during(target.caps, [done])
-                    print(f"{prompt.id}, {n} busy, {name}: {done.tokens_per_s:.1f} tokens/s; {seen}", flush=True)
+            running = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(n)]
+            for name in rows:
+                options = {"drafter": None if name == "plain" else name, "max_new_tokens": asked.max_new_tokens}
+                generate(target, prompt, **options)  # uncounted: threads find their number
+                time.sleep(LOOK_S)
+                neighbours, done = Neighbours(), generate(target, prompt, **options)
+                took[name, n] = (done.n_decoded, done.decode_s)
+                seen = neighbours.during(target.caps, [done])
+                print(f"{prompt.id}, {n} busy, {name}: {done.tokens_per_s:.1f} tokens/s, {seen}", flush=True)
+            for process in running:
+                process.kill()
+                process.wait()
         for name in rows:
             rows[name].append((*took[name, asked.neighbours], *took[name, 0]))
-    threads = asked.threads or f"{target.caps.details['threads']} or fewer"
-    spin = os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY")
-    print(f"{target.name}, threads {threads}, spinning {spin}: speed beside {asked.neighbours} busy over free speed")
+    spinning = {name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    print(f"{target.name}, {target.caps.details}, {spinning}: speed beside {asked.neighbours} busy over free speed")
     for name, each in rows.items():
         kept = bootstrap(each, rate_ratio)
-        print(f"{name:15} {kept.value:.2f} ({kept.low:.2f}-{kept.high:.2f})", flush=True)
-
-
-@contextmanager
-def busy_processes(n: int) -> Iterator[None]:
-    """`n` processes that compute and never wait."""
-    running = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(n)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+        print(f"{name:8} {kept.value:.2f} ({kept.low:.2f}-{kept.high:.2f})")
 
 
 if __name__ == "__main__":

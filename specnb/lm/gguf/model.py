@@ -183,7 +183,7 @@ class GgufModel(GoesBack):
 
 
 def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
-    """Equal for width 1 and wider forwards, as `binding.open_context` has it; the fewest stand in the record."""
+    """For all widths alike, as `binding.open_context` has it; the fewest stand in the record."""
     binding.library().api.llama_set_n_threads(context, threads, threads)
     details["fewest_threads"] = min(threads, details.get("fewest_threads", threads))
 
