@@ -51,9 +51,8 @@ assert numpy.isfinite(model.forward([1] * 9)).all(), "the logits are not finite"
 print("token", row.argmax(), "follows token 1")
 """
 BUILT_FOR = {
-    "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx_vnni": "AVX_VNNI", "avx512f": "AVX512",
-    "avx512vbmi": "AVX512_VBMI", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16",
-    "asimddp": "DOTPROD", "i8mm": "MATMUL_INT8", "sve": "SVE",
+    "avx2": "AVX2", "avx_vnni": "AVX_VNNI", "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI", "sve": "SVE",
+    "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "asimddp": "DOTPROD", "i8mm": "MATMUL_INT8",
 }  # fmt: skip
 """Instruction sets of CPUs, and what llama.cpp calls them. Without AMX, which requirements.txt leaves out."""
 
@@ -141,7 +140,7 @@ def check_torch() -> Finding:
     return judge("torch", not wrong, detail, f"pip install --force-reinstall --no-deps torch=={release}")
 
 
-def check_decode(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Iterator[Finding]:
+def check_decode(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Iterable[Finding]:
     """Let llama.cpp decode, in a process of its own: a build for another CPU dies by a signal. And judge the build."""
     from specnb.lm import zoo
 
@@ -150,21 +149,18 @@ def check_decode(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Iter
         command = [sys.executable, "-c", probe, str(zoo.path(PROBE_MODEL))]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s)
     except SpecnbError as error:
-        yield Finding(name, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")
-        return
+        return [Finding(name, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")]
     except subprocess.TimeoutExpired:
         fix = f"try again with the machine idle, else rebuild: {REBUILD}"
-        yield Finding(name, False, f"no token within {timeout_s:g} s", fix)
-        return
+        return [Finding(name, False, f"no token within {timeout_s:g} s", fix)]
     code, output = done.returncode, done.stderr if done.returncode else done.stdout
     line = output.decode(errors="replace").strip().rpartition("\n")[2][:500]
+    used = re.findall(r"(\w+) = 1", done.stdout.decode(errors="replace").partition("\n")[0])  # known before it died
+    fit = [fit_of_build(used)] if used else []
     if code >= 0:
-        yield judge(name, code == 0, f"exit code {code}: {line}" if code else line, REINSTALL)
-    else:
-        death = signal.Signals(-code)
-        yield Finding(name, False, f"died at the first decode ({death.name}): {line}", DEATHS.get(death, REBUILD))
-    if used := re.findall(r"(\w+) = 1", done.stdout.decode(errors="replace").partition("\n")[0]):
-        yield fit_of_build(used)
+        return [judge(name, code == 0, f"exit code {code}: {line}" if code else line, REINSTALL), *fit]
+    death = signal.Signals(-code)
+    return [Finding(name, False, f"died decoding ({death.name}): {line}", DEATHS.get(death, REBUILD)), *fit]
 
 
 def fit_of_build(used: Collection[str]) -> Finding:

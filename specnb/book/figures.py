@@ -64,5 +64,4 @@ def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.
 
 
 def _marked(frame: pd.DataFrame) -> str:
-    """What a title says of times that were measured on a busy machine."""
     return " (the machine was busy)" if "busy" in frame and frame["busy"].eq(True).any() else ""

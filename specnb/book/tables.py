@@ -59,8 +59,8 @@ def k_sweep(record: RunRecord) -> pd.DataFrame:
 def busy(record: RunRecord) -> bool | None:
     """Whether other processes disturbed the run or its cost curve; None where the record does not say."""
     seen = record.provenance.get("extra", {}).get("contention"), record.measurements.get("verify_curve")
-    answers = [part.get("busy") for part in seen if part]
-    return True if True in answers else False if False in answers else None
+    answers = {part.get("busy") for part in seen if part} - {None}
+    return any(answers) if answers else None
 
 
 def _k_row(group: list[Generation], generations: Sequence[Generation]) -> dict:
@@ -156,10 +156,7 @@ def turns(record: RunRecord) -> pd.DataFrame:
 
 
 def verdict(best: pd.DataFrame, cost: pd.DataFrame) -> str:
-    """What `best_k` and the verify cost come to, in words: for each content, or why speculation does not pay.
-
-    No verdict on what was measured on a busy machine.
-    """
+    """What `best_k` and the verify cost come to, in words: for each content, or why speculation does not pay."""
     if (best["verdict"] == BUSY).any():
         return f"{BUSY} while this was measured, so there is no verdict: end the other processes and run it again"
     greedy = best[best["temperature"] == best["temperature"].min()]

@@ -1,7 +1,7 @@
 """Who else is on the processor: the cores that other processes take, slow forwards, and threads that follow.
 
-llama.cpp's threads meet at a barrier after every operator and spin there. With as many threads as cores and one other
-busy process each of them waits for the one that does not run, and the speed falls to a tenth.
+llama.cpp's threads spin at a barrier after every operator. With as many threads as cores and one other busy process
+they wait for the one that does not run, and the speed falls to a tenth.
 """
 
 import ctypes
@@ -9,23 +9,21 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from time import perf_counter, process_time
+from typing import NamedTuple
 
 import numpy as np
 import psutil
-from pydantic import BaseModel, ConfigDict
 
 from specnb.lm.base import Capabilities
 from specnb.lm.preflight import quota_cores
 from specnb.records import Generation
 
 SPIN_COUNT = "1000"
-"""Turns of libgomp's waiting loop before a thread sleeps; its default, some milliseconds, is a time slice lost."""
+"""Turns of libgomp's waiting loop before a thread sleeps; its default spins for milliseconds."""
 SLOW, SLOW_SHARE = 5.0, 0.05
-"""A forward of this many times the usual cost for its width is slow; a larger share of slow forwards is a busy machine.
-"""
+"""A forward is slow at this many times the usual cost for its width, a machine is busy at a larger share of them."""
 SPARE = 0.3
 """Cores that others may take before a thread counts as disturbed."""
 LOOK_S = 0.5
@@ -33,29 +31,22 @@ LOOK_S = 0.5
 
 
 def shorten_spinning() -> None:
-    """Set GOMP_SPINCOUNT, for an engine that is about to load libgomp.
+    """Set GOMP_SPINCOUNT, for an engine that is about to load libgomp; not where the user set it or OMP_WAIT_POLICY.
 
-    Left as it is where the user set it or OMP_WAIT_POLICY. libgomp reads it once, as it loads, and torch brings a copy
-    under the same name: in a process that imported torch first it would change nothing, and is not set. So the
-    environment, which provenance records, is the truth.
+    libgomp reads it once, as it loads, and torch brings a copy under the same name. In a process that imported torch
+    first it has no effect and is not set, so that the environment, which provenance records, is the truth.
     """
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ) and not libgomp_is_loaded():
-        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
-
-
-def libgomp_is_loaded() -> bool:
-    """Whether this process holds libgomp already, whoever brought it."""
-    with suppress(OSError, AttributeError):  # not there; a system without dlopen
-        return bool(ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD))
-    return False
+    try:
+        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # an error unless it is loaded
+    except (OSError, AttributeError):
+        if "OMP_WAIT_POLICY" not in os.environ:
+            os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def allowed_cores() -> list[int]:
     """Numbers of the logical cores that this process may run on."""
-    try:
-        return psutil.Process().cpu_affinity()
-    except AttributeError:  # macOS has no affinity
-        return list(range(psutil.cpu_count() or 1))
+    process = psutil.Process()  # macOS has no affinity
+    return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
 
 
 def available_cores() -> int:
@@ -66,97 +57,73 @@ def available_cores() -> int:
 
 def foreign_s() -> float:
     """Seconds that other processes have computed on the cores of this one, since the machine started."""
-    cores, times = set(allowed_cores()), psutil.cpu_times(percpu=True)
-    names = [name for name in times[0]._fields if name not in ("idle", "iowait", "guest", "guest_nice")]
-    return sum(getattr(t, n) for at, t in enumerate(times) if at in cores for n in names) - process_time()
+    cores, idle = set(allowed_cores()), {"idle", "iowait", "guest", "guest_nice"}
+    times = [t._asdict() for at, t in enumerate(psutil.cpu_times(percpu=True)) if at in cores]
+    return sum(s for each in times for name, s in each.items() if name not in idle) - process_time()
 
 
-class Contention(BaseModel):
-    """What shared the processor with a measurement: `other_cores` that other processes took on average, of `cores`.
+class Contention(NamedTuple):
+    """What shared the processor with a measurement: other processes took `other_cores` (None: too short to tell).
 
-    It is None for less than LOOK_S. `load_average` of one minute, before and after. `busy`: they left less than
-    `threads` cores, or too many of the forwards were slow; then no time, and no ratio of times, is worth a verdict.
+    `load_average` of one minute, before and after. `busy`: they left less than `threads` of the `cores`, or too many
+    forwards were slow. Then no time, and no ratio of times, is worth a verdict.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     busy: bool
     other_cores: float | None
     cores: int
     threads: int
-    load_average: tuple[float, float] | None
+    load_average: tuple[float, float]
     slow_forwards: int
     n_forwards: int
 
 
 class Neighbours:
-    """The other processes since this object was made (`utc`), or since the last `look`."""
+    """The other processes since this object was made (`utc`)."""
 
     def __init__(self) -> None:
-        self.utc = datetime.now(UTC)
-        self._load = load_average()
-        self._began = self._last = perf_counter(), foreign_s()
+        self.utc, self._load = datetime.now(UTC), os.getloadavg()[0]
+        self._began, self._before_s = perf_counter(), foreign_s()
 
-    def look(self) -> float | None:
-        """Cores they took on average since the last look; None where that is less than LOOK_S ago."""
-        if (taken := self._taken(self._last)) is not None:
-            self._last = perf_counter(), foreign_s()
-        return taken
-
-    @staticmethod
-    def _taken(since: tuple[float, float]) -> float | None:
-        seconds = perf_counter() - since[0]
-        return None if seconds < LOOK_S else max(0.0, foreign_s() - since[1]) / seconds
+    def cores(self) -> float | None:
+        """Cores they took on average; None for less than LOOK_S."""
+        seconds = perf_counter() - self._began
+        return None if seconds < LOOK_S else max(0.0, foreign_s() - self._before_s) / seconds
 
     def during(self, caps: Capabilities, generations: Iterable[Generation]) -> Contention:
-        """The contention of `generations` by a model that can do `caps`."""
+        """The contention of `generations`."""
         return self.contention(caps, [(r.width, r.verify_s) for g in generations for r in g.rounds])
 
-    def contention(self, caps: Capabilities, forwards: Sequence[tuple[int, float]] = ()) -> Contention:
+    def contention(self, caps: Capabilities, forwards: Sequence[tuple[int, float]]) -> Contention:
         """What came from them since the beginning, with `forwards` of (width, seconds) by a model of `caps`."""
         threads, cores = caps.details.get("threads") or available_cores(), len(allowed_cores())
-        taken, slow, after = self._taken(self._began), slow_forwards(forwards), load_average()
+        taken, slow = self.cores(), slow_forwards(forwards)
         disturbed = taken is not None and taken > max(0, cores - threads) + SPARE
-        return Contention(
-            busy=disturbed or slow > SLOW_SHARE * len(forwards),
-            other_cores=None if taken is None else round(taken, 2),
-            cores=cores,
-            threads=threads,
-            load_average=None if self._load is None or after is None else (self._load, after),
-            slow_forwards=slow,
-            n_forwards=len(forwards),
-        )
-
-
-def load_average() -> float | None:
-    """Of one minute; None where the system keeps none."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+        is_busy, load = disturbed or slow > SLOW_SHARE * len(forwards), (self._load, os.getloadavg()[0])
+        return Contention(is_busy, taken and round(taken, 2), cores, threads, load, slow, len(forwards))
 
 
 def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:
     """How many of (width, seconds) took SLOW times the usual for their width, its lower quartile, or longer."""
     by_width: dict[int, list[float]] = defaultdict(list)
     for width, seconds in forwards:
-        if width:  # else nothing was computed
-            by_width[width].append(seconds)
-    return sum(int((np.array(s) >= SLOW * np.quantile(s, 0.25)).sum()) for s in by_width.values() if min(s) > 0)
+        by_width[width].append(seconds)  # of width 0 nothing was computed
+    return sum(int((np.array(s) >= SLOW * np.quantile(s, 0.25)).sum()) for n, s in by_width.items() if n and min(s))
 
 
 class ThreadPace:
-    """Lets the threads of an engine follow the cores that others leave: `asked` of them at most, 1 at least.
-
-    `step` comes before each forward and looks every LOOK_S. Only for engines whose bits do not depend on the number.
-    """
+    """Threads that follow the free cores, 1 to `asked`; for engines whose bits do not depend on their number."""
 
     def __init__(self, asked: int, apply: Callable[[int], None]) -> None:
         self.asked = self.threads = asked
         self._apply, self._neighbours = apply, Neighbours()
 
     def step(self) -> None:
-        """Change the number of threads where the free cores did."""
-        if (taken := self._neighbours.look()) is None:
+        """Before each forward: look every LOOK_S, and change the number where the free cores did."""
+        if (taken := self._neighbours.cores()) is None:
             return
+        self._neighbours = Neighbours()
         threads = min(self.asked, max(1, math.floor(len(allowed_cores()) - taken + SPARE)))
         if threads != self.threads:
-            self._apply(threads)
             self.threads = threads
+            self._apply(threads)

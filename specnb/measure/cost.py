@@ -29,10 +29,7 @@ NAMED = {"memory-bound server": (1.08, 0.05), "laptop, compute-bound": (3.8, 0.3
 
 
 class CostCurve(BaseModel):
-    """Median seconds of a forward for each measured width, after `context` tokens; every repeat in `samples_s`.
-
-    `busy`: other processes took part of the cores, so that the curve is not that of the machine; None: not known.
-    """
+    """Median seconds of a forward for each measured width, after `context` tokens; every repeat in `samples_s`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,7 +37,7 @@ class CostCurve(BaseModel):
     context: int
     widths: tuple[int, ...]
     samples_s: tuple[tuple[float, ...], ...]
-    busy: bool | None = None
+    busy: bool | None = None  # other processes disturbed it; None: not known
 
     @cached_property
     def median_s(self) -> tuple[float, ...]:

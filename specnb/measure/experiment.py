@@ -86,11 +86,8 @@ def record_of(
     *,
     error: BaseException | None = None,
 ) -> RunRecord:
-    """The record of a run that ends now; `models` say role and id of what was run, `error` is what ended it.
-
-    `started` has watched the other processes since the beginning: `extra.contention` says how busy the machine was.
-    """
-    contention = started.during(target.caps, generations).model_dump(mode="json")
+    """The record of a run that ends now; `models` say role and id of what was run, `error` is what ended it."""
+    contention = started.during(target.caps, generations)._asdict()
     dumped = params.model_dump(mode="json")
     return RunRecord(
         run_id=run_id(experiment, dumped),

@@ -47,7 +47,7 @@ TARGET = "smollm2-135m?backend=hf&dtype=auto"
 PLAIN, ALL = "plain", "all"
 PARTS = ("draft", "verify", "rewind", "other")
 SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s", "plain_tokens_per_s", "draft_share",
-         "verify_share", "identical", "n_prompts", "busy"]  # fmt: skip
+         "verify_share", "identical", "n_prompts"]  # fmt: skip
 """Columns of `speed_table` for a reader in a terminal."""
 
 
@@ -102,7 +102,8 @@ class HeadsBench:
         gates = [(self.loaded, self.checked.table())]
         if self.speeds is None:
             return [*gates, ("no speed: a gate failed", pd.DataFrame(self.checked.diagnoses))]
-        return [*gates, (f"{self.facts['params'].target}: {self.drafting.says}", self.speeds[SHOWN])]
+        note = "; the machine was busy" if self.speeds.get("busy", pd.Series()).any() else ""
+        return [*gates, (f"{self.facts['params'].target}: {self.drafting.says}{note}", self.speeds[SHOWN])]
 
     def document(self) -> dict[str, Any]:
         """One JSON document; without the speeds where a gate failed."""

@@ -3,13 +3,16 @@
 On tiny random hybrids as GGUF files: Qwen3.5 and LFM2 keep snapshots, Mamba-2 and Mamba keep none.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
+from specnb.lm.busy import ThreadPace
 from specnb.lm.gguf.convert import write_gguf
-from specnb.lm.gguf.model import GgufModel, PlaneRecorder, state_bytes
+from specnb.lm.gguf.model import GgufModel, PlaneRecorder, _set_threads, state_bytes
 from specnb.lm.hf.files import quiet
 from specnb.lm.preflight import need_bytes
 from tests.laws.test_rollback import (
@@ -183,3 +186,21 @@ def test_a_closed_model_says_so_and_ends_no_process(files):
 def test_an_interrupt_while_going_back_leaves_no_wrong_state(way, opened):
     model, plain = opened("qwen35-grouped", way), opened("qwen35-grouped", "recompute", n_ctx=500)
     check_interrupt(model, plain, check_same_ahead, model._engine, "restore" if way == "fused" else "feed")
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+def test_the_number_of_threads_changes_no_bit_and_may_change_between_forwards(files, family):
+    """Threads follow the load of the machine, so no result may depend on them; flash attention's does."""
+    alone, paced = (GgufModel.open(files[family], threads=1, kv="f32") for _ in range(2))
+    fixed = GgufModel.open(files[family], flash_attention=True)
+    try:
+        pace = paced._engine.pace = ThreadPace(3, partial(_set_threads, paced._context, {}))
+        assert fixed._engine.pace is None is alone._engine.pace
+        for at, n in enumerate((9, 1, 4, 1, 2)):
+            pace._apply(1 + at % 3)
+            assert np.array_equal(alone.forward(IDS[:n]), paced.forward(IDS[:n])), f"{n} tokens"
+            for model in (alone, paced):
+                model.rewind(n // 2)
+    finally:
+        for model in (alone, paced, fixed):
+            model.close()

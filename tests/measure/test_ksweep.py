@@ -70,6 +70,7 @@ def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature(record)
 def test_the_record_says_what_was_asked_and_the_tables_and_their_checks_hold(record):
     assert record.experiment == "01_k_sweep" and record.params["k_max"] == 5 and record.status == "completed"
     assert [m["role"] for m in record.provenance["models"]] == ["target"]
+    assert record.provenance["extra"]["contention"]["n_forwards"] == sum(len(g.rounds) for g in record.generations)
     assert tables.checks(record)["ok"].all() and record.measurements["forks"] == []
     assert len(tables.k_sweep(record)) == (2 + 1) * 2 * 3
     assert tables.verify_cost(record)["width"].tolist() == [1, 2, 3, 5, 6] and record.measurements["c"] == 0.0

@@ -41,7 +41,6 @@ def test_the_real_model_decodes():
     [
         (["avx2", "avx512f", "amx_int8"], ["AVX2", "AVX512", "OPENMP"], True, ""),
         (["avx2", "avx512f", "avx512_vnni"], ["AVX2"], None, "AVX512 AVX512_VNNI"),
-        (["asimd", "asimddp", "i8mm"], ["NEON", "DOTPROD"], None, "MATMUL_INT8"),
         ([], ["NEON"], True, ""),  # a system that does not tell
     ],
 )

@@ -125,8 +125,7 @@ class GgufModel(GoesBack):
             recurrent = is_recurrent(model)
             if fixed_width and recurrent:
                 raise InputError(f"{name} has recurrent layers: padding cannot be taken back, use fixed_width=0")
-            follows = not threads and not flash_attention
-            threads = threads or available_cores()
+            follows, threads = not threads and not flash_attention, threads or available_cores()
             planes = _planes_wanted(model, rollback, rollback_depth, min(binding.MAX_BATCH, room))
             try:
                 require(weights, state_bytes(model, room, kv, planes), name=name)
@@ -184,7 +183,7 @@ class GgufModel(GoesBack):
 
 
 def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
-    """Equal for width 1 and wider forwards, as `binding.open_context` has it; the fewest stand in the record."""
+    """For all widths alike, as `binding.open_context` has it; the fewest stand in the record."""
     binding.library().api.llama_set_n_threads(context, threads, threads)
     details["fewest_threads"] = min(threads, details.get("fewest_threads", threads))
 
