@@ -7,7 +7,7 @@ minutes on a slow machine, normal is the models' own defaults, full has interval
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -25,7 +25,6 @@ Categories = Annotated[list[str], Field(min_length=1, max_length=6)]
 Names = Annotated[list[str], Field(min_length=1, max_length=8)]
 Temperatures = Annotated[list[Temperature], Field(min_length=1, max_length=16)]
 Budget = Literal["quick", "normal", "full"]
-BUDGETS: tuple[Budget, ...] = get_args(Budget)
 BUDGET = "SPECNB_BUDGET"
 """Variable of the environment that goes before the `budget` of a notebook's cell."""
 
@@ -55,7 +54,7 @@ class NotebookParams(Params):
 
     `sizes` maps a field to its values at quick and at full; the field's default is that of normal.
 
-    >>> [KSweepParams.checked(budget=budget, ks=[4]).prompts_per_category for budget in BUDGETS]
+    >>> [KSweepParams.checked(budget=budget, ks=[4]).prompts_per_category for budget in ("quick", "normal", "full")]
     [3, 5, 12]
     """
 
