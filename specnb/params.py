@@ -95,7 +95,9 @@ class KSweepParams(NotebookParams):
     specnb.errors.InputError: parameters of KSweepParams: k_max = 0: Input should be greater than or equal to 1
     """
 
-    sizes = {"prompts_per_category": (3, 12), "max_new_tokens": (16, 32), "conversations": (1, 6)}
+    sizes = {
+        "ks": ([4], [4, 12]), "prompts_per_category": (3, 12), "max_new_tokens": (16, 32), "conversations": (1, 6),
+    }  # fmt: skip
 
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")

@@ -64,8 +64,8 @@ def test_from_cell_takes_the_fields_leaves_the_rest_and_names_every_missing_one(
     assert KSweepParams.from_cell(cell) == KSweepParams(ks=[5])
     without_sizes = {name: value for name, value in GOOD.items() if name not in (*KSweepParams.sizes, "budget")}
     assert KSweepParams.from_cell(without_sizes) == KSweepParams()
-    with pytest.raises(InputError, match="ks, rule"):
-        KSweepParams.from_cell({name: value for name, value in GOOD.items() if name not in ("rule", "ks")})
+    with pytest.raises(InputError, match="target, rule"):
+        KSweepParams.from_cell({name: value for name, value in GOOD.items() if name not in ("rule", "target")})
 
 
 @pytest.mark.parametrize("kind", CLASSES)
