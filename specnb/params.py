@@ -143,7 +143,9 @@ class KSweepParams(NotebookParams):
     specnb.errors.InputError: parameters of KSweepParams: k_max = 0: Input should be greater than or equal to 1
     """
 
-    sizes = {"prompts_per_category": (3, 12), "max_new_tokens": (16, 32), "conversations": (1, 6)}
+    sizes = {
+        "ks": ([4], [4, 12]), "prompts_per_category": (3, 12), "max_new_tokens": (16, 32), "conversations": (1, 6),
+    }  # fmt: skip
 
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
@@ -172,11 +174,14 @@ class KSweepParams(NotebookParams):
 class AdaptiveKParams(NotebookParams):
     """Notebook 02: does it pay to change K while generating, and which controller does it best?
 
-    Every drafter and controller is replayed along each prompt's generation; `live_prompts` of each content run live as
-    the check. `conversations` that switch content are answered, and replayed with one controller throughout.
+    Every drafter and controller is replayed along each prompt's generation; `live_prompts` of each of the first
+    `live_contents` contents run live as the check. `conversations` that switch content are answered, and replayed with
+    one controller throughout.
     """
 
-    sizes = {"prompts_per_category": (2, 8), "conversations": (1, 3), "max_new_tokens": (24, 64)}
+    sizes = {
+        "prompts_per_category": (2, 8), "live_contents": (2, 6), "conversations": (1, 3), "max_new_tokens": (24, 64),
+    }  # fmt: skip
 
     target: str = "smollm2-135m:f16"
     drafters: Names = ["lookup", "smollm2-135m:q4_0"]
@@ -184,6 +189,7 @@ class AdaptiveKParams(NotebookParams):
     categories: Categories = ["code", "json", "prose", "general", "edit"]
     prompts_per_category: Count = 5
     live_prompts: CountOrZero = 1
+    live_contents: CountOrZero = 6
     conversations: CountOrZero = 2
     max_new_tokens: Tokens = 64
     k_max: int = Field(default=24, ge=24, le=256)

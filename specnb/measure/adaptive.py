@@ -141,12 +141,12 @@ def _live(
     chosen: Sequence[Prompt],
     progress: Progress,
 ) -> Iterator[tuple[Drafter, Generation]]:
-    """The first prompts of each content with every controller, fresh for each prompt."""
+    """The first prompts of the first contents with every controller, fresh for each prompt."""
     common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed}
     seen: Counter[str] = Counter()
     for at, prompt in enumerate(chosen):
         seen[prompt.category] += 1
-        if seen[prompt.category] > params.live_prompts:
+        if len(seen) > params.live_contents or seen[prompt.category] > params.live_prompts:
             continue
         for drafter in drafters:
             for control in controllers(costs[drafter.name], params.k_max).values():

@@ -123,7 +123,9 @@ def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
 
 
 def _size(value: object) -> str:
-    return f"{len(value) or 'all'}" if isinstance(value, list) else str(value)
+    """As the comment shows it: all for an empty list, the number of names, else the value."""
+    names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return f"{len(value) or 'all'}" if names else str(value)
 
 
 def _tags(cell: NotebookNode) -> set[str]:
