@@ -352,7 +352,7 @@ def bench_draft(
     as_json: Json = False,
 ) -> None:
     """What a pair costs, how much is accepted and what it gains, against plain decoding on shipped prompts."""
-    from specnb.measure.pair import bench_pair
+    from specnb.measure.bench import bench_pair
     from specnb.prompts import prompts
 
     if not all(word.isdecimal() and int(word) for word in names(k)):

@@ -78,10 +78,8 @@ def sheet(name: str) -> dict[str, Any]:
     here = {row.name for row in rows if row.present}  # a list of drafts is no reason to fetch gigabytes
     others = [other for other in (*zoo.ENTRIES, *zoo.embedded_names()) if other != base and other in here]
     facts["drafts"] = [f"{other}: {check(described, describe(other)).verdict}" for other in others]
-    cards = {
-        path.parent.name: read_json(path, 1 << 20) for path in zoo.embedded_root().parent.glob("heads/*/config.json")
-    }
-    facts["heads"] = [name for name, card in cards.items() if card["backbone_name"].partition("?")[0] == base]
+    heads = {p.parent.name: read_json(p, 1 << 20) for p in zoo.embedded_root().parent.glob("heads/*/config.json")}
+    facts["heads"] = [head for head, card in heads.items() if card["backbone_name"].partition("?")[0] == base]
     before = psutil.Process().memory_info().rss
     try:
         with closing(load(name)) as model:

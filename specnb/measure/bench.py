@@ -1,6 +1,8 @@
 """Side-by-side timing: the same prompts through several methods, interleaved, with intervals over prompts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from math import sqrt
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -8,6 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from specnb.decode.costaware import CostAware
+from specnb.decode.generate import checked_settings, generate
+from specnb.draft.load import check_drafter, load_drafter
+from specnb.lm.load import checked_name, load
+from specnb.measure.cost import CostCurve, verify_costs
+from specnb.measure.experiment import check_prompts
+from specnb.prompts import Prompt
 from specnb.records import Generation
 
 FEWEST = 5
@@ -167,3 +176,32 @@ def _row(name: str, by_prompt: dict[int, list[Timed]], base: dict[int, list[Time
 def _total(runs: list[Timed]) -> tuple[float, float]:
     """Tokens and the median wall time of one prompt's repeats."""
     return float(runs[0].n_tokens), float(np.median([r.wall_s for r in runs]))
+
+
+class PairBench(NamedTuple):
+    """What a pair costs (T(n) and c), and the table of `bench.compare`: plain decoding, each K, and K as chosen."""
+
+    target: str
+    drafter: str
+    verify_curve: CostCurve
+    c: float
+    table: pd.DataFrame
+
+
+def bench_pair(
+    target_name: str, drafter_name: str, chosen: Sequence[Prompt], *, ks: Sequence[int], max_new_tokens: int
+) -> PairBench:
+    """Time a drafter against plain decoding, interleaved: with every K, and with the cost-aware controller."""
+    checked_settings(min(ks), max_new_tokens)
+    checked_name(target_name)
+    check_drafter(drafter_name, target_name)
+    with ExitStack() as opened:
+        target = opened.enter_context(closing(load(target_name)))
+        drafter = opened.enter_context(closing(load_drafter(drafter_name, target, strict=True).drafter))
+        check_prompts(target, chosen, max_new_tokens)
+        curve, c = verify_costs(target, [drafter], max(ks))
+        cost_aware = CostAware([curve.seconds(n) for n in range(max(ks) + 2)], c[drafter.name] * curve.seconds(1))
+        plain = partial(generate, target, max_new_tokens=max_new_tokens)
+        drafts = {f"K = {k}": k for k in ks} | {"cost-aware": cost_aware}
+        methods = {"plain": plain} | {name: partial(plain, drafter=drafter, k=k) for name, k in drafts.items()}
+        return PairBench(target.name, drafter.name, curve, c[drafter.name], compare(methods, chosen, baseline="plain"))

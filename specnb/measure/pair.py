@@ -6,14 +6,11 @@ rounding can do in the model's type: a block forward that is plainly wrong must 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field
 
 from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, FixedK, RollingAcceptance
@@ -25,12 +22,9 @@ from specnb.errors import InputError, did_you_mean
 from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
 from specnb.lm.load import checked_name, load, room_for_both
-from specnb.measure.bench import compare
 from specnb.measure.content import ContentK
-from specnb.measure.cost import CostCurve, verify_costs
-from specnb.measure.experiment import check_prompts
+from specnb.measure.cost import verify_costs
 from specnb.measure.replay import Cost
-from specnb.prompts import Prompt
 from specnb.records import Generation, Summary
 
 ROUNDING = {True: 1e-3, False: 0.1}
@@ -222,6 +216,7 @@ def _reason(cost: Cost, stretch: Generation) -> str:
     wide, drafted = min(5, cost.curve.widths[-1]), stretch.total_draft_tokens
     costs = f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1"
     costs += f" and a draft {cost.c:.2f} of it" if cost.c else ""
+    costs += " (timed on a busy machine: nothing wider is cheaper)" if cost.curve.ratio(wide) < 0.95 else ""
     if not stretch.k:
         return f"K = 0, plain decoding: {costs}, so that drafts would not pay even if all were kept"
     now = f"K = {stretch.rounds[-1].k}" if stretch.rounds[-1].k else "K = 0, plain decoding,"
@@ -235,35 +230,6 @@ def _fewer(generation: Generation) -> list[str]:
     if not generation.drafter or most >= generation.k:
         return []
     return [f"K = {generation.k} was asked for, and no round drafted more than {most}: by length, context or drafter"]
-
-
-class PairBench(NamedTuple):
-    """What a pair costs (T(n) and c), and the table of `bench.compare`: plain decoding, each K, and K as chosen."""
-
-    target: str
-    drafter: str
-    verify_curve: CostCurve
-    c: float
-    table: pd.DataFrame
-
-
-def bench_pair(
-    target_name: str, drafter_name: str, chosen: Sequence[Prompt], *, ks: Sequence[int], max_new_tokens: int
-) -> PairBench:
-    """Time a drafter against plain decoding, interleaved: with every K, and with the cost-aware controller."""
-    checked_settings(min(ks), max_new_tokens)
-    checked_name(target_name)
-    check_drafter(drafter_name, target_name)
-    with ExitStack() as opened:
-        target = opened.enter_context(closing(load(target_name)))
-        drafter = opened.enter_context(closing(load_drafter(drafter_name, target, strict=True).drafter))
-        check_prompts(target, chosen, max_new_tokens)
-        curve, c = verify_costs(target, [drafter], max(ks))
-        cost_aware = CONTROLLERS["cost-aware"](Cost(curve, c[drafter.name]), max(ks))
-        plain = partial(generate, target, max_new_tokens=max_new_tokens)
-        drafts = {f"K = {k}": k for k in ks} | {"cost-aware": cost_aware}
-        methods = {"plain": plain} | {name: partial(plain, drafter=drafter, k=k) for name, k in drafts.items()}
-        return PairBench(target.name, drafter.name, curve, c[drafter.name], compare(methods, chosen, baseline="plain"))
 
 
 def _comparison(target: LanguageModel, generation: Generation, baseline: Generation) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import imported
 from specnb.divergence.lossless import related, resampled_from_target
 from specnb.divergence.sampling import STATISTICS
+from specnb.draft import load as draft_load
 from specnb.draft import translate as draft_translate
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.model import ModelDrafter
@@ -254,7 +255,10 @@ def generate(specnb, monkeypatch):
     seeds = {"target": 1, "same": 1, "other": 2}
     for module in (pair, draft_translate):
         monkeypatch.setattr(module, "load", lambda name, **options: toy.markov(SIZE, order=3, seed=seeds[name]))
-    return partial(specnb, "generate", "--target", "target", "--prompt", "", "--max-new-tokens", "150", "--ignore-eog")
+    for module in (pair, draft_load):
+        monkeypatch.setattr(module, "checked_name", lambda name: None)
+    words = ["generate", "--target", "target", "--prompt", "a", "--k", "4", "--max-new-tokens", "150", "--ignore-eog"]
+    return partial(specnb, *words)
 
 
 def test_a_draft_that_is_never_kept_is_told_in_one_line(generate):

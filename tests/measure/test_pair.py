@@ -14,7 +14,7 @@ from specnb.draft import load as load_room
 from specnb.draft import translate
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
-from specnb.measure import cost, pair
+from specnb.measure import bench, cost, pair
 from specnb.measure.content import ContentK
 from specnb.measure.pair import TextFork, explain_draft, explain_fork
 from specnb.measure.recording import record
@@ -189,9 +189,9 @@ def opened(monkeypatch):
         model.base, model.slope = {"target": (1.0, 0.01), "cheap": (0.0, 0.1), "dear": (0.0, 1.5)}[name]
         return model
 
-    for room in (pair, load_room):
+    for room in (pair, bench, load_room):
         monkeypatch.setattr(room, "checked_name", lambda name: None)
-    for room in (pair, translate):
+    for room in (pair, bench, translate):
         monkeypatch.setattr(room, "load", load)
 
 
@@ -218,7 +218,7 @@ def test_fewer_drafts_than_asked_for_are_noted(opened):
 
 def test_a_pair_is_timed_with_every_k_and_its_own_choice(opened):
     prompts = [Prompt(id=f"p-{i}", category="code", text="abc"[i:]) for i in range(3)]
-    bench = pair.bench_pair("target", "cheap", prompts, ks=(2, 4), max_new_tokens=12)
-    assert list(bench.table["method"]) == ["plain", "K = 2", "K = 4", "cost-aware"]
-    assert bench.c == pytest.approx(0.1 / 1.01) and bench.verify_curve.widths == (1, 2, 3, 5)
-    assert set(bench.table["identical"]) == {3} and bench.table["acceptance_rate"][1] == 1.0
+    timed = bench.bench_pair("target", "cheap", prompts, ks=(2, 4), max_new_tokens=12)
+    assert list(timed.table["method"]) == ["plain", "K = 2", "K = 4", "cost-aware"]
+    assert timed.c == pytest.approx(0.1 / 1.01) and timed.verify_curve.widths == (1, 2, 3, 5)
+    assert set(timed.table["identical"]) == {3} and timed.table["acceptance_rate"][1] == 1.0

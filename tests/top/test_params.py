@@ -1,7 +1,5 @@
 """Parameters of the notebooks: a bad value is one readable error with its field; nothing is changed silently."""
 
-from typing import get_args
-
 import pytest
 from pydantic import ValidationError
 
