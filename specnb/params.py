@@ -120,6 +120,8 @@ class StartParams(NotebookParams):
     `temperature` with draft length `k`, round `look_at` in every detail; then `target` writes `max_new_tokens` for it.
     """
 
+    sizes = {"max_new_tokens": (48, 128)}
+
     trace: str = "data/traces/smollm2-135m"
     prompt: str = "edit-02"
     temperature: Temperature = 0.0
