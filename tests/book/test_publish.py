@@ -261,7 +261,6 @@ def test_what_comes_from_changed_files_is_refused_or_says_so(then, results, monk
     assert "with changes" in gallery(tmp_path / "figures")
 
 
-@pytest.mark.xfail(strict=True, reason="figures from before records were kept: `specnb run`, then `specnb publish`")
 def test_every_figure_in_the_repository_traces_back_to_a_kept_record():
     folder = project_dir() / "figures"
     for path in folder.glob("*.json"):
@@ -294,7 +293,6 @@ def pictures(nb: NotebookNode) -> int:
     return HTMLExporter().from_notebook_node(nb)[0].count('src="data:image/png;base64,')
 
 
-@pytest.mark.xfail(strict=True, reason="notebooks that were run before figures had pictures: run them again")
 def test_the_stored_notebooks_show_as_many_pictures_as_they_publish():
     for path in notebooks():
         nb = nbformat.read(path, 4)

@@ -1,4 +1,4 @@
-"""Recorders of transformers' recurrent layers: what `Snapshots` and `ActivationReplay` go back by.
+"""Recorders of transformers' recurrent layers: what the strategies `snapshots` and `replay` go back by.
 
 A layer's mixer calls its recurrence as a function of its module, and hands its states to the cache. So nothing of
 transformers is changed: a mixer of *this* model gets a forward in which that one name means our listening function.
