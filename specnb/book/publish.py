@@ -304,12 +304,16 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     if (changed or of_changed) and not allow_dirty:
         where = f"the checkout of run {min(of_changed)} had" if of_changed else "the checkout has"
         raise InputError(f"{where} uncommitted changes: commit them and run again, or publish with --allow-dirty")
+    shipped = project_dir().glob(f"data/traces/*/{store.RUN}")  # notebook 00 draws a run that came with the checkout
+    records = {read_json(file, store.MAX_BYTES)["run_id"]: file for file in shipped}
     for sidecar, source in sidecars:
         contents = {Path(file).suffix[1:]: (source / file).read_bytes() for file in sidecar["files"]}
         # the page loads the script of the folder that it comes into
         contents["html"] = re.sub(rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"])
         record = f"records/{sidecar['run_id']}.json"
-        write_atomic(figures / record, read_bytes(source.parent / store.RUN, store.MAX_BYTES))
+        write_atomic(
+            figures / record, read_bytes(records.get(sidecar["run_id"], source.parent / store.RUN), store.MAX_BYTES)
+        )
         _write(figures, sidecar | {"record": record, "published_with_changes": changed}, contents)
     _script(figures)
     write_atomic(figures / "README.md", gallery(figures).encode())
