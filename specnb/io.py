@@ -81,6 +81,11 @@ def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "erro
     raise InputError(f"{where} is {value!r:.80} ({type(value).__name__}), expected numbers, text, lists, dicts or None")
 
 
+def comma_list(text: str) -> list[str]:
+    """Return the words that commas separate."""
+    return [word.strip() for word in text.split(",")]
+
+
 def canonical_json(value: Any) -> str:
     """Return one ASCII text for equal values: keys sorted, no spaces. Raises InputError as `plain` does."""
     return json.dumps(plain(value), sort_keys=True, separators=(",", ":"))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from specnb.errors import InputError
-from specnb.io import validated
+from specnb.io import comma_list, validated
 from specnb.prompts import PACKS, categories
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
@@ -24,7 +24,7 @@ DraftLength = Annotated[int, Field(ge=1, le=256)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Categories = Annotated[
     list[str],
-    BeforeValidator(lambda names: names.split(",") if isinstance(names, str) else names),
+    BeforeValidator(lambda names: comma_list(names) if isinstance(names, str) else names),
     Field(min_length=1, max_length=64, validate_default=True),
 ]
 """May be a text with commas."""

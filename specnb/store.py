@@ -79,7 +79,7 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     import pyarrow.parquet as pq
 
     folder = folder_of(record, results)
-    document = plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")
+    document = without_rounds(record)
     table, buffer = _rounds_table(record), io.BytesIO()
     pq.write_table(table, buffer)
     document["rounds_parquet"] = {"rows": len(table), "sha256": digest(buffer.getvalue())}
@@ -92,6 +92,11 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
         for leftover in [*folder.glob(".run.json.*.tmp"), *folder.glob("*rounds.*.new*")]:  # of killed writers
             leftover.unlink()
     return folder
+
+
+def without_rounds(record: RunRecord) -> dict[str, Any]:
+    """Return the document of a record without the rounds, which are a table of their own. Raises as `save`."""
+    return plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")
 
 
 def load(folder: Path) -> RunRecord:

@@ -17,7 +17,7 @@ from nbformat import NotebookNode
 
 from specnb import params
 from specnb.errors import InputError, did_you_mean
-from specnb.io import digest, project_dir, read_bytes
+from specnb.io import comma_list, digest, project_dir, read_bytes
 
 MAX_BYTES = 20_000_000
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -126,7 +126,7 @@ def _fitted(value: Any, default: Any) -> Any:
         return value
     if not isinstance(value, str):
         return [value]
-    words = [word.strip() for word in value.split(",")]
+    words = comma_list(value)
     return words if default and isinstance(default[0], str) else [_value(word) for word in words]
 
 

@@ -29,7 +29,7 @@ from plotly.offline import get_plotlyjs
 from specnb import store
 from specnb.book.style import CONFIG
 from specnb.errors import InputError, did_you_mean
-from specnb.io import digest, plain, project_dir, read_bytes, read_json, write_atomic
+from specnb.io import digest, plain, project_dir, read_json, write_atomic
 from specnb.provenance import git_state
 from specnb.records import RunRecord
 
@@ -81,6 +81,8 @@ def publish(
 ) -> PicturedFigure:  # fmt: skip
     """Write `figure` as `NAME.{svg,png,pdf,html,json}` and return it, with its picture for a notebook's output.
 
+    The record, which may be another than that of the run, is kept beside it without its rounds, `records/RUN_ID.json`.
+
     They lie in `folder`, else in `figures/` beside the record of the run. The images have the size of the figure's
     layout, else WIDTH x HEIGHT pixels, the png PNG_SCALE times as many; with `size` they are for print (PAPER), small
     letters and no title. Names of models and drafters in the title become those for people (`readable`). `table` is
@@ -108,6 +110,7 @@ def publish(
         "figure_sha256": digest(json.loads(figure.to_json(engine="json"))),  # keys sorted: plotly changes their order
         "title": title, "caption": caption, "status": record.status, "params": record.params,
         "provenance": record.provenance, "table": None if table is None else _table_facts(table),
+        "record": f"records/{record.run_id}.json",
     }  # fmt: skip
     document = plain(document, "record")
     script = _script(store.results_dir() if folder is None else Path(folder))
@@ -117,6 +120,7 @@ def publish(
     plot = drawn.to_html(full_html=False, include_plotlyjs=source, div_id=name, config=CONFIG)
     texts = {"title": html.escape(title), "caption": html.escape(caption), "plot": plot}
     contents["html"] = PAGE.format(name=name, width=drawn.layout.width, **texts).encode("utf-8", "xmlcharrefreplace")
+    write_atomic(folder / document["record"], f"{json.dumps(store.without_rounds(record), indent=1)}\n".encode())
     _write(folder, document | {"skipped": skipped}, contents)
     return drawn
 
@@ -304,17 +308,12 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     if (changed or of_changed) and not allow_dirty:
         where = f"the checkout of run {min(of_changed)} had" if of_changed else "the checkout has"
         raise InputError(f"{where} uncommitted changes: commit them and run again, or publish with --allow-dirty")
-    shipped = project_dir().glob(f"data/traces/*/{store.RUN}")  # notebook 00 draws a run that came with the checkout
-    records = {read_json(file, store.MAX_BYTES)["run_id"]: file for file in shipped}
     for sidecar, source in sidecars:
         contents = {Path(file).suffix[1:]: (source / file).read_bytes() for file in sidecar["files"]}
         # the page loads the script of the folder that it comes into
         contents["html"] = re.sub(rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"])
-        record = f"records/{sidecar['run_id']}.json"
-        write_atomic(
-            figures / record, read_bytes(records.get(sidecar["run_id"], source.parent / store.RUN), store.MAX_BYTES)
-        )
-        _write(figures, sidecar | {"record": record, "published_with_changes": changed}, contents)
+        write_atomic(figures / sidecar["record"], (source / sidecar["record"]).read_bytes())
+        _write(figures, sidecar | {"published_with_changes": changed}, contents)
     _script(figures)
     write_atomic(figures / "README.md", gallery(figures).encode())
     kept = {f"{sidecar['run_id']}.json" for sidecar in _sidecars(figures)}

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specnb.errors import SpecnbError
+from specnb.io import comma_list
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,10 +59,8 @@ def print_paths(paths: Iterable[Path]) -> None:
 def print_summary(result: "PairRun") -> None:
     """Print what a generation comes to, with one speed-up: measured, else estimated."""
     summary, generation = result.summary, result.generation
-    shown = summary.model_dump(exclude={"notes", "k_choice"}) | {
-        "fork": summary.fork,
-        "translation": generation.translation,
-    }
+    shown = summary.model_dump(exclude={"notes", "k_choice"})
+    shown |= {"fork": summary.fork, "translation": generation.translation}
     del shown["estimated_speedup" if summary.speedup else "speedup"]
     labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}
     facts = [[labels.get(name, name), cell(value)] for name, value in shown.items() if value not in (None, "")]
@@ -109,7 +108,7 @@ def judged() -> Iterator[None]:
 
 def names(text: str | None) -> list[str] | None:
     """Return the names that commas separate."""
-    return None if text is None else [word.strip() for word in text.split(",")]
+    return None if text is None else comma_list(text)
 
 
 def cell(value: Any) -> str:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.decode.costaware import CostAware
 from specnb.decode.generate import checked_settings, generate
 from specnb.draft.load import check_drafter, load_drafter
 from specnb.lm.load import checked_name, load
 from specnb.measure.cost import CostCurve, verify_costs
 from specnb.measure.experiment import check_prompts
+from specnb.measure.pair import CONTROLLERS
+from specnb.measure.replay import Cost
 from specnb.prompts import Prompt
 from specnb.records import Generation
 
@@ -200,7 +201,7 @@ def bench_pair(
         drafter = opened.enter_context(closing(load_drafter(drafter_name, target, strict=True).drafter))
         check_prompts(target, chosen, max_new_tokens)
         curve, c = verify_costs(target, [drafter], max(ks))
-        cost_aware = CostAware([curve.seconds(n) for n in range(max(ks) + 2)], c[drafter.name] * curve.seconds(1))
+        cost_aware = CONTROLLERS["cost-aware"](Cost(curve, c[drafter.name]), max(ks))
         plain = partial(generate, target, max_new_tokens=max_new_tokens)
         drafts = {f"K = {k}": k for k in ks} | {"cost-aware": cost_aware}
         methods = {"plain": plain} | {name: partial(plain, drafter=drafter, k=k) for name, k in drafts.items()}

@@ -216,7 +216,8 @@ def _reason(cost: Cost, stretch: Generation) -> str:
     wide, drafted = min(5, cost.curve.widths[-1]), stretch.total_draft_tokens
     costs = f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1"
     costs += f" and a draft {cost.c:.2f} of it" if cost.c else ""
-    costs += " (timed on a busy machine: nothing wider is cheaper)" if cost.curve.ratio(wide) < 0.95 else ""
+    busy = cost.curve.busy or cost.curve.ratio(wide) < 0.95  # nothing wider is cheaper
+    costs += " (timed on a busy machine)" if busy else ""
     if not stretch.k:
         return f"K = 0, plain decoding: {costs}, so that drafts would not pay even if all were kept"
     now = f"K = {stretch.rounds[-1].k}" if stretch.rounds[-1].k else "K = 0, plain decoding,"

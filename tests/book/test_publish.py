@@ -101,7 +101,8 @@ def test_without_a_browser_page_and_sidecar_are_written_and_say_why(no_browser, 
     assert capsys.readouterr().err.count("\n") == 1 and set(shown._repr_mimebundle_()[0]) == {PLOTLY, "text/plain"}
     skipped = published(tmp_path, figure)["skipped"]
     assert set(skipped) == IMAGES and all("BROWSER_PATH" in reason for reason in skipped.values())
-    assert {file.name for file in tmp_path.iterdir()} == {"other.svg", "speed.html", "speed.json", "plotly.min.js"}
+    names = {"other.svg", "speed.html", "speed.json", "plotly.min.js", "records"}
+    assert {file.name for file in tmp_path.iterdir()} == names
 
 
 def test_the_sidecar_holds_run_provenance_digests_and_caption(no_browser, tmp_path):
@@ -232,11 +233,12 @@ def test_figures_stay_with_their_run_until_it_is_published_with_its_record(resul
     run_of(results, 3, run_id="failed", status="failed")
     run_of(results, 2, run_id="new")
     folder, figures = results / "01_k_sweep" / "new", tmp_path / "figures"
-    assert {path.name for path in (folder / "figures").iterdir()} == {"speed.html", "speed.json"}
+    assert {path.name for path in (folder / "figures").iterdir()} == {"speed.html", "speed.json", "records"}
     assert 'src="../../../plotly.min.js"' in (folder / "figures" / "speed.html").read_text()
     assert (results / "plotly.min.js").is_file()
     assert publish_runs([], figures, results) == [folder]
-    assert (figures / "records" / "new.json").read_bytes() == (folder / "run.json").read_bytes()
+    kept, run = (json.loads(file.read_text()) for file in (figures / "records" / "new.json", folder / "run.json"))
+    assert kept == {key: value for key, value in run.items() if key != "rounds_parquet"}
     sidecar = json.loads((figures / "speed.json").read_text())
     assert sidecar["run_id"] == "new" and sidecar["files"] == {"speed.html": digest(figures / "speed.html")}
     assert 'src="plotly.min.js"' in (figures / "speed.html").read_text() and (figures / "plotly.min.js").is_file()
@@ -246,6 +248,17 @@ def test_figures_stay_with_their_run_until_it_is_published_with_its_record(resul
     assert [path.name for path in (figures / "records").iterdir()] == ["old.json"]
     with pytest.raises(InputError, match="'newer'"):
         publish_runs(["newer"], figures, results)
+
+
+def test_a_figure_of_another_record_than_the_runs_keeps_that_record(results, tmp_path):
+    live = run_of(results, 1, run_id="live")
+    folder = results / "01_k_sweep" / "live" / "figures"
+    publish(figure_of(), "shipped", live.model_copy(update={"run_id": "other"}), folder=folder)
+    publish_runs([], tmp_path / "figures", results)
+    for name, run_id in (("speed", "live"), ("shipped", "other")):
+        sidecar = json.loads((tmp_path / "figures" / f"{name}.json").read_text())
+        record = json.loads((tmp_path / "figures" / sidecar["record"]).read_text())
+        assert sidecar["run_id"] == record["run_id"] == run_id
 
 
 @pytest.mark.parametrize("then", [True, False], ids=["at the run", "at publishing"])
