@@ -14,7 +14,7 @@ import time
 
 from specnb import generate, load
 from specnb.lm.busy import LOOK_S, Neighbours
-from specnb.measure.bench import bootstrap, rate_ratio
+from specnb.measure.bench import interval, rate_ratio
 from specnb.prompts import prompts
 
 SPIN = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"  # ends with this process
@@ -47,7 +47,7 @@ def main() -> None:
     spinning = {name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     print(f"{target.name}, {target.caps.details}, {spinning}: speed beside {asked.neighbours} busy over free speed")
     for name, each in rows.items():
-        kept = bootstrap(each, rate_ratio)
+        kept = interval(each, rate_ratio)
         print(f"{name:8} {kept.value:.2f} ({kept.low:.2f}-{kept.high:.2f})")
 
 

@@ -1,6 +1,7 @@
 """The house stays small and plain: ceilings, folders, importers, users of every symbol, names."""
 
 import ast
+import importlib
 import json
 import re
 from collections import Counter, defaultdict
@@ -107,9 +108,21 @@ def uses(tree: ast.AST) -> set[str]:
     return names
 
 
+SCRIPTS = [*(ROOT / "data").rglob("*.py"), *(ROOT / "tests/benchmarks").rglob("*.py")]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_script_imports_from_the_package_is_there(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("specnb"):
+            there = set(dir(importlib.import_module(node.module)))
+            there |= {name.removeprefix(f"{node.module}.") for name in MODULES}
+            assert {alias.name for alias in node.names} <= there
+
+
 def test_every_symbol_has_a_user_other_than_tests():
     used = set().union(*(uses(tree) for tree in SOURCES.values()))
-    for path in [*(ROOT / "data").rglob("*.py"), *(ROOT / "tests/benchmarks").rglob("*.py")]:
+    for path in SCRIPTS:
         used |= uses(ast.parse(path.read_text(encoding="utf-8")))
     used |= set().union(*(uses(tree) for tree in NOTEBOOKS.values()))
     used |= set(re.findall(r"\w+", (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
