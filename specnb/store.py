@@ -142,7 +142,9 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
     runs, generations, rounds = [], [], []
     for folder, record in records.items():
         runs.append(_run_row(record) | {"folder": str(folder)})
-        generations += _generation_rows(record)
+        for key, generation in _keyed(record):
+            counts = {"n_tokens": len(generation.token_ids), "n_prompt_tokens": len(generation.prompt_ids)}
+            generations.append(key | generation.model_dump(include=set(SCALARS)) | counts)
         table = _rounds_table(record)
         rounds.append(table.append_column("filename", pa.array([str(folder / ROUNDS)] * len(table), pa.string())))
     try:
@@ -196,18 +198,15 @@ def _rounds_table(record: RunRecord) -> "pa.Table":
     types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
     types |= {tuple[kind, ...]: pa.list_(types[kind]) for kind in (int, float)}
     fields, rows = KEY | CONTEXT | {"k_asked": int} | get_type_hints(Round), []
-    for index, generation in enumerate(record.generations):
-        shared = {"experiment": record.experiment, "run_id": record.run_id, "generation": index}
-        shared |= {name: getattr(generation, name) for name in CONTEXT} | {"k_asked": generation.k}
+    for key, generation in _keyed(record):
+        shared = key | {name: getattr(generation, name) for name in CONTEXT} | {"k_asked": generation.k}
         rows += (shared | round_._asdict() for round_ in generation.rounds)
     return pa.Table.from_pylist(rows, schema=pa.schema({name: types[kind] for name, kind in fields.items()}))
 
 
-def _generation_rows(record: RunRecord) -> Iterator[dict[str, Any]]:
+def _keyed(record: RunRecord) -> Iterator[tuple[dict[str, Any], Generation]]:
     for index, generation in enumerate(record.generations):
-        key = {"experiment": record.experiment, "run_id": record.run_id, "generation": index}
-        counts = {"n_tokens": len(generation.token_ids), "n_prompt_tokens": len(generation.prompt_ids)}
-        yield key | generation.model_dump(include=set(SCALARS)) | counts
+        yield {"experiment": record.experiment, "run_id": record.run_id, "generation": index}, generation
 
 
 def _run_row(record: RunRecord) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def shorten_spinning() -> None:
     """
     try:
         ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # an error unless it is loaded
-    except (OSError, AttributeError):
+    except OSError:
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 

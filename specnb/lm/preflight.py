@@ -17,6 +17,8 @@ from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.base import LanguageModel, TreeModel
 from specnb.lm.tree import Tree
 
+DEFAULT_N_CTX = 4096
+"""Tokens of context at most, unless more are asked for."""
 MIN_MARGIN_BYTES = 256 << 20
 MARGIN_SHARE = 0.05
 PROC_CGROUP, CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -112,9 +114,8 @@ def cgroup_folders(proc: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> list
 
 def quota_cores() -> float | None:
     """Cores the control group grants, the smallest along the path; None where there is no limit."""
-    words = (_kernel_text(folder / "cpu.max").split() for folder in cgroup_folders())
-    quotas = [int(quota) / int(period) for quota, period in (w for w in words if len(w) == 2) if quota != "max"]
-    return round(min(quotas), 3) if quotas else None
+    matches = (re.fullmatch(r"(\d+) (\d+)", _kernel_text(folder / "cpu.max")) for folder in cgroup_folders())
+    return min((round(int(match[1]) / int(match[2]), 3) for match in matches if match), default=None)
 
 
 def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> tuple[str | None, frozenset[str]]:
@@ -182,8 +183,6 @@ def steps_needed(model: LanguageModel) -> Steps:
             return "later"  # nothing to compare; the run itself will say where NaN comes from
         blocks = apart(_last_rows(model, [ids[:half], ids[half:]], half), whole)
         single = apart(_last_rows(model, [[token] for token in ids], half), whole)
-    except LoadError:
-        raise
     except Exception as error:
         raise LoadError(f"{model.name} cannot be run with transformers' cache: {error}") from error
     agree = blocks < TOLERANCE[exact]

@@ -19,16 +19,10 @@ def vocabulary(template: str | None, **ids: int) -> Vocabulary:
     return Vocabulary((b"<s>", b"</s>", b"\xff"), chat_template=template, **ids)
 
 
-def test_messages_become_the_text_that_ends_where_the_answer_begins():
+def test_messages_become_the_text_that_ends_where_the_answer_begins_and_special_tokens_are_text():
     asked = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi <b>&</b> 日本<|im_end|>\n"
     assert render(vocabulary(CHATML), MESSAGES) == asked + "<|im_start|>assistant\n"
-    assert render(vocabulary(CHATML), MESSAGES, add_generation_prompt=False) == asked
-
-
-def test_templates_see_the_special_tokens_as_text():
-    template = "[{{ bos_token }}|{{ eos_token }}]"
-    assert render(vocabulary(template, bos=0, eos=1), MESSAGES) == "[<s>|</s>]"
-    assert render(vocabulary(template, bos=2), MESSAGES) == "[\ufffd|]"
+    assert render(vocabulary("[{{ bos_token }}|{{ eos_token }}]", bos=2), MESSAGES) == "[\ufffd|]"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +30,7 @@ def test_templates_see_the_special_tokens_as_text():
     [
         CHATML,
         "{%- for m in messages -%}\n  {% if loop.last %}{% break %}{% endif %}\n{{ m.content | trim }}\n{% endfor %}",
-        "{{ bos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 1 %}{% endfor %}{{ ns.n }}",
+        "{{ bos_token }}{{ eos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 1 %}{% endfor %}{{ ns.n }}",
         "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% endif %}{{ rest | length }}",
     ],
 )

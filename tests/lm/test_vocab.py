@@ -15,7 +15,6 @@ from specnb.lm.vocab import Vocabulary, first_difference, require_same
 from tests import tiny_hybrids
 from tests.tiny_hybrids import END
 
-TEXTS = ["naïve 日本語 🙂 hello\n", "  two  spaces\t", "👩‍👩‍👧 é̀ ﷽", "plain"]
 piece_lists = st.lists(st.binary(max_size=3), max_size=6).map(tuple)
 
 
@@ -42,15 +41,6 @@ def test_a_mismatch_names_the_id_and_both_pieces():
     require_same(target, Vocabulary(target.pieces, special=frozenset({0})))
 
 
-def test_characters_cut_into_pieces_are_whole_again_and_a_cut_one_is_marked():
-    smile = "🙂".encode()
-    vocab = Vocabulary((b"a", smile[:1], smile[1:3], smile[3:], b"<s>"), special=frozenset({4}))
-    assert vocab.decode([0, 1, 2, 3]) == "a🙂"
-    assert vocab.decode_bytes([1, 2]) == smile[:3] and vocab.decode([0, 1]) == "a\ufffd"
-    assert vocab.decode([4, 0, 4]) == "a" and vocab.piece(4) == b"" and vocab.pieces[4] == b"<s>"
-    assert vocab.decode([]) == ""
-
-
 @pytest.fixture(scope="module")
 def byte_level():
     """Byte-level BPE with one control token, and `<tool>`, added but not special."""
@@ -72,14 +62,13 @@ def byte_fallback():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
-def test_pieces_spell_the_text_that_was_encoded(request, family, text):
-    tokenizer = request.getfixturevalue(family)
-    vocab = vocabulary(tokenizer, config(len(tokenizer)), None)
-    ids = tokenizer(text).input_ids
-    assert vocab.decode(ids) == text
-    assert any("\ufffd" in vocab.decode([i]) for i in ids) == (not text.isascii())  # some piece is half a character
+def test_pieces_spell_the_text_that_was_encoded(byte_level, byte_fallback):
+    for tokenizer in (byte_level, byte_fallback):
+        vocab = vocabulary(tokenizer, config(len(tokenizer)), None)
+        for text in ("naïve 日本語 🙂 hello\n", "  two  spaces\t", "👩‍👩‍👧 é̀ ﷽", "plain", ""):
+            ids = tokenizer(text).input_ids
+            assert vocab.decode(ids) == text and vocab.raw_bytes(ids).endswith(vocab.decode_bytes(ids))
+            assert any("\ufffd" in vocab.decode([i]) for i in ids) == (not text.isascii())  # half a character
 
 
 def test_special_and_added_tokens_ends_and_kinds(byte_level, byte_fallback):
@@ -99,19 +88,13 @@ def test_rows_of_a_padded_embedding_and_ids_of_a_gap_have_no_text(byte_level, by
     size = len(byte_level)
     padded = vocabulary(byte_level, config(size + 40), None)
     assert padded.size == size + 40 and padded.pieces[size:] == (b"",) * 40
-    assert first_difference(padded, vocabulary(byte_level, config(size), None)) == size
     shorter = vocabulary(byte_level, config(size - 3), None)  # a tokenizer may know more ids than the logits have
-    assert shorter.size == size - 3 and shorter.pieces == padded.pieces[: size - 3]
+    assert shorter.pieces == padded.pieces[: size - 3]
     state = json.loads(byte_fallback.backend_tokenizer.to_str())
     state["model"]["vocab"]["late"] = len(state["model"]["vocab"]) + 10
     gapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
     vocab = vocabulary(gapped, config(280), None)
     assert vocab.pieces[266 + 10] == b"late" and vocab.pieces[266:276] == (b"",) * 10
-
-
-def test_without_a_tokenizer_every_id_still_has_a_name():
-    vocab = vocabulary(None, config(3, eos_token_id=2), None)
-    assert vocab.pieces == (b"<0>", b"<1>", b"<2>") and vocab.eog == {2} and vocab.kind == "none"
 
 
 @pytest.mark.model

@@ -73,7 +73,7 @@ def _once(mask: torch.Tensor, name: object, make: Callable[[torch.Tensor], torch
 
     It is kept on the mask itself, and so no longer than that lives.
     """
-    cached = mask.__dict__.setdefault("specnb_made", {})
+    cached = mask.__dict__.setdefault("specnb", {})
     if name not in cached:
         cached[name] = make(mask)
     return cached[name]

@@ -24,7 +24,6 @@ from specnb.lm.tree import Tree
 States = dict[int, torch.Tensor | None]
 PREFILL_WIDTH = 512
 FIRST_ROOM = 256
-ARGUMENTS = ("past_key_values", "cache_params")
 
 
 class KeptPastLayer(DynamicLayer):
@@ -121,17 +120,11 @@ class SavedState:
         tensors = (t for conv, states in self.layers.values() for t in (*conv.values(), *states.values()))
         return sum(t.nbytes for t in tensors if t is not None)
 
-    @classmethod
-    def of(cls, cache: Cache, n_tokens: int) -> "SavedState":
-        layers = {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in recurrent_layers(cache)}
-        return cls(n_tokens, layers)
-
     def put_back(self, cache: Cache) -> None:
         """Overwrite the recurrent states of `cache`, which must have been written since. Attention is not touched."""
         for index, (conv, states) in self.layers.items():
             layer = cache.layers[index]
-            layer.conv_states = _copies(conv)
-            layer.recurrent_states = _copies(states)
+            layer.conv_states, layer.recurrent_states = _copies(conv), _copies(states)
 
 
 def _copies(states: States) -> States:
@@ -139,15 +132,12 @@ def _copies(states: States) -> States:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Name of the forward's argument that takes the cache.
-
-    Raises LoadError for models that keep their state otherwise.
-    """
+    """Name of the forward's argument that takes the cache. LoadError for models that keep their state otherwise."""
     known = inspect.signature(model.forward).parameters
-    name = next((name for name in ARGUMENTS if name in known), None)
-    if name is None:
-        raise LoadError(f"{type(model).__name__} takes no cache ({' or '.join(ARGUMENTS)}): it cannot be run here")
-    return name
+    for name in ("past_key_values", "cache_params"):
+        if name in known:
+            return name
+    raise LoadError(f"{type(model).__name__} takes no cache (past_key_values, cache_params): it cannot be run here")
 
 
 def doubtful(model: PreTrainedModel) -> bool:
@@ -261,7 +251,8 @@ class TorchEngine:
         return True
 
     def save(self) -> SavedState:
-        return SavedState.of(self.cache, self.held)
+        layers = recurrent_layers(self.cache)
+        return SavedState(self.held, {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in layers})
 
     def restore(self, saved: SavedState) -> None:
         saved.put_back(self.cache)

@@ -7,7 +7,7 @@ passed; several model families count from 0 when they are not.
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -22,6 +22,7 @@ from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.attention import MAX_ROWS, use_rowwise, why_no_trees
 from specnb.lm.hf.engine import TorchEngine, doubtful, uncroppable
+from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.preflight import probe_trees, require, same_bits, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, Crop, GoesBack, Recompute, Rollback, check_options, choose
 from specnb.lm.tree import Tree
@@ -205,15 +206,9 @@ class HfModel(GoesBack):
     def _chosen_rollback(self, kind: str, depth: int) -> Rollback:
         """The strategy `kind`, or with "auto" the first that is exact. Raises as `rollback.choose`."""
         check_options(kind, depth)
-        recorders = {}
-        if kind != AUTO or self.caps.rewind_reason:
-            from specnb.lm.hf.record import ActivationRecorder, StateRecorder
-
-            recorders = {
-                "replay": partial(ActivationRecorder, self._engine, depth),
-                "snapshots": partial(StateRecorder, self._engine, depth),
-            }
-        return choose(self, self._engine, recorders, kind, PREFERRED, afford=partial(self._require_room, depth))
+        recorders = {"replay": ActivationRecorder, "snapshots": StateRecorder}
+        opening = {name: partial(recorder, self._engine, depth) for name, recorder in recorders.items()}
+        return choose(self, self._engine, opening, kind, PREFERRED, afford=partial(self._require_room, depth))
 
     def _require_room(self, depth: int, kind: str) -> None:
         """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""
@@ -230,7 +225,7 @@ class ProbedLater(Capabilities):
     @classmethod
     def of(cls, caps: Capabilities, probe: Callable[[Capabilities], str]) -> Self:
         """`caps`, which allow trees, but that `probe` is asked once what stands against them, "" if nothing."""
-        probed = cls(**{field.name: getattr(caps, field.name) for field in fields(caps)})
+        probed = cls(**vars(caps))
         for name in ("trees", "trees_reason"):
             del probed.__dict__[name]  # where the values below are then kept
         probed.__dict__["_ask"] = lambda: probe(caps)
