@@ -45,8 +45,7 @@ def results_dir() -> Path:
 def run_id(experiment: str, params: Mapping[str, Any]) -> str:
     """Return twelve hexadecimal digits that depend on the experiment (or notebook) name and the parameters only.
 
-    The order of `params` does not matter; 1 and 1.0 are different values. Raises InputError for a value that JSON
-    cannot hold.
+    1 and 1.0 are different values. Raises InputError for a value that JSON cannot hold.
     """
     return digest([experiment, plain(params, "params")])[:12]
 

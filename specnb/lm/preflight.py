@@ -69,9 +69,8 @@ def require(weights: int, state: int = 0, *, name: str, device: str = "cpu") -> 
 def free_bytes(device: str = "cpu") -> int:
     """Bytes that can still be taken on `cpu`, `cuda` or `cuda:N` without swapping or being killed.
 
-    For the CPU: what the system calls available, bounded by every memory limit of the control group (version 2). For
-    CUDA: what the driver reports free and what torch holds in its cache without using it. Raises InputError for
-    another device and for one that is not there.
+    CPU: what the system calls available, bounded by every memory limit of the control group (version 2). CUDA: what
+    the driver reports free and what torch holds unused. Raises InputError for a device that is not there.
     """
     if device == "cpu":
         import psutil
@@ -103,8 +102,7 @@ def _cgroup_room_bytes(folder: Path) -> int | None:
 def cgroup_folders(proc: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> list[Path]:
     """Folders that may limit this process, innermost first: its control group (version 2), and every ancestor.
 
-    Inside a container the path in `/proc` can name folders of the host: those that do not exist here are left out,
-    and the top of the mount, where the container sees its own limits, is always tried.
+    In a container `/proc` can name folders of the host; the top of the mount, where its own limits are, is always one.
     """
     inside = next((line[3:] for line in _kernel_text(proc).splitlines() if line.startswith("0::")), "")
     parts = [] if ".." in inside else inside.strip("/").split("/")
@@ -237,11 +235,8 @@ def _after_going_back(model: LanguageModel, ids: list[int], wrong: list[int], ke
 
 
 def probe_trees(model: TreeModel) -> str:
-    """What is wrong with the trees of `model`; "" where nodes get the logits of their paths, and so does what follows.
-
-    A context too short for the probe is not looked into.
-    """
-    if model.caps.n_ctx < PAST + len(PROBE):
+    """What is wrong with the trees of `model`; "" where nodes, and what follows, get the logits of their paths."""
+    if model.caps.n_ctx < PAST + len(PROBE):  # too short to look
         return ""
     ids = probe_ids(model.vocab.size, PAST + len(PROBE) + 1)
     past, nodes, after = ids[:PAST], ids[PAST:-1], ids[-1:]

@@ -1,7 +1,6 @@
 """The contract of a LanguageModel, held by every engine: what is refused, what a forward returns, the way back."""
 
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -144,21 +143,11 @@ def test_a_failure_empties_a_state_that_cannot_go_back(tmp_path, monkeypatch):
     torch = HfModel(torch_model("mamba"), None, name="m")
     expected = [model.forward(PAST) for model in (llama, torch)]
     monkeypatch.setattr(llama._engine, "_api", FailsAt(llama._engine._api, 1, None))
-    with pytest.raises(EngineError):
-        llama.forward([8])
-    with torch.network.register_forward_pre_hook(lambda *_: SimpleNamespace().nothing), pytest.raises(EngineError):
-        torch.forward([8])
+    with torch.network.register_forward_pre_hook(lambda *_: 1 / 0):
+        for model in (llama, torch):
+            with pytest.raises(EngineError):
+                model.forward([8])
     for model, rows in zip((llama, torch), expected, strict=True):
         assert model.n_past == 0
         np.testing.assert_array_equal(model.forward(PAST), rows)
         model.close()
-
-
-def test_toys_are_what_they_say():
-    first, again, other = (toy.markov(5, order=2, seed=seed).forward([1, 2, 3]) for seed in (0, 0, 1))
-    np.testing.assert_array_equal(first, again)
-    assert np.abs(first - other).max() > 0.1
-    model = toy.cyclic(7)
-    assert model.forward([3, 6]).argmax(axis=1).tolist() == [4, 0]
-    assert model.encode("cab") == [2, 0, 1] and model.vocab.decode([2, 0, 1]) == "cab"
-    assert len(set(toy.letters(700).pieces)) == 700

@@ -30,7 +30,7 @@ def test_messages_become_the_text_that_ends_where_the_answer_begins_and_special_
     [
         CHATML,
         "{%- for m in messages -%}\n  {% if loop.last %}{% break %}{% endif %}\n{{ m.content | trim }}\n{% endfor %}",
-        "{{ bos_token }}{{ eos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 1 %}{% endfor %}{{ ns.n }}",
+        "{{ eos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 1 %}{% endfor %}{{ ns.n }}",
         "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% endif %}{{ rest | length }}",
     ],
 )

@@ -85,11 +85,8 @@ def test_a_config_with_wild_numbers_or_code_of_its_own_is_refused_and_runs_nothi
     (folder / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody asked"))
     evil = {"model_type": "nope", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
-    for values, error in (
-        ({"hidden_size": -3}, LoadError),
-        ({"vocab_size": 10**12}, MemoryShortError),
-        (evil, LoadError),
-    ):
+    wide = {"vocab_size": 10**12}
+    for values, error in (({"hidden_size": -3}, LoadError), (wide, MemoryShortError), (evil, LoadError)):
         path.write_text(json.dumps(config | values))
         with pytest.raises(error, match=str(folder)):
             HfModel.open(folder)

@@ -57,12 +57,9 @@ def converted(folder: Path, dtype: str) -> Path:
 def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     """Write the model in `folder` (config.json, safetensors, tokenizer) to the GGUF file `dest`; returns `dest`.
 
-    `dtype` of the matrices: "f16", "f32" or "bf16"; vectors and convolutions stay float32.
-
-    Raises InputError for an unknown dtype; a `model_type` other than FAMILIES or a config that llama.cpp computes
-    otherwise; missing, left over or misshapen tensors; values that are not finite, or not in 16 bits; a tokenizer
-    that llama.cpp splits otherwise (see `tokenizer_keys`); a `dest` that cannot be written. Raises LoadError for
-    files that transformers or safetensors cannot read.
+    `dtype` of the matrices: "f16", "f32" or "bf16"; vectors and convolutions stay float32. Raises InputError for a
+    model, config, weights or tokenizer that llama.cpp would compute otherwise, or that are not whole, and for a `dest`
+    that cannot be written; LoadError for files that transformers or safetensors cannot read.
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}: {did_you_mean(str(dtype), DTYPES)}known are {', '.join(DTYPES)}")

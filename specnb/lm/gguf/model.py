@@ -81,15 +81,13 @@ class GgufModel(GoesBack):
         """Open a GGUF file; `watch` is shown what is computed.
 
         `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available, fewer
-        while other processes take some, but not with flash attention, whose bits depend on the number);
-        `kv` type of the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `gpu_layers` layers on a GPU,
-        whose memory llama.cpp judges; `fixed_width` pads every shorter forward to that many tokens, so that all run
-        the same kernels and plain decoding equals verification bit for bit, at the price of T(fixed_width) a plain
-        step (0: off); `rollback` how the state of a recurrent model goes back (crop, snapshots, fused, checkpoint,
-        recompute; "auto": the first that a probe finds exact), and `rollback_depth` how many tokens of it llama.cpp
-        keeps snapshots of.
-
-        Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
+        while other processes take some, but not with flash attention, whose bits depend on the number); `kv` type of
+        the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `gpu_layers` layers on a GPU, whose memory
+        llama.cpp judges; `fixed_width` pads every shorter forward to that many tokens, so that plain decoding equals
+        verification bit for bit, at the price of T(fixed_width) a plain step (0: off); `rollback` how a recurrent
+        state goes back (crop, snapshots, fused, checkpoint, recompute; "auto": the first that a probe finds exact),
+        `rollback_depth` how many tokens llama.cpp keeps snapshots of. Raises InputError (bad option), LoadError (not
+        a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
         if not path.is_file():
@@ -351,10 +349,9 @@ class LlamaEngine:
 class PlaneRecorder:
     """llama.cpp's own snapshots: `n_rs_seq` planes with the state after each of a decode's last tokens.
 
-    llama.cpp takes back up to `n_rs_seq` tokens, but has planes only of the last decode, and uses them up: to more
-    than `last decode - 1` tokens, to a second call, or to one after a state was loaded it says True, and the next
-    logits are wrong (0.3.36; tests/laws/test_rollback_llama.py). So `reach` is what really can be taken back.
-    It records always, so that there is nothing to begin, to stop or to undo.
+    It has planes only of the last decode, and uses them up: to more than `last decode - 1` tokens, to a second call,
+    or to one after a state was loaded it says True, and the next logits are wrong (0.3.36). So `reach` is what really
+    can be taken back. It records always: there is nothing to begin, to stop or to undo.
     """
 
     spans_forwards = False

@@ -140,11 +140,6 @@ def cache_argument(model: PreTrainedModel) -> str:
     raise LoadError(f"{type(model).__name__} takes no cache (past_key_values, cache_params): it cannot be run here")
 
 
-def doubtful(model: PreTrainedModel) -> bool:
-    """Whether `preflight.steps_needed` should look: recurrent models, and configs that may mean an encoder."""
-    return bool(getattr(model, "_is_stateful", False)) or getattr(model.config, "is_decoder", True) is False
-
-
 class TorchEngine:
     """`model` with a state of `held` tokens (the interface is `rollback.Engine`).
 
@@ -264,7 +259,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
-        """As `HfModel.locate_nonfinite`."""
+        """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite."""
         names: list[str] = []
 
         def hook(name: str, _module: torch.nn.Module, _inputs: object, output: object) -> None:

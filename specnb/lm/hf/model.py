@@ -21,7 +21,7 @@ from specnb.errors import InputError
 from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.attention import MAX_ROWS, use_rowwise, why_no_trees
-from specnb.lm.hf.engine import TorchEngine, doubtful, uncroppable
+from specnb.lm.hf.engine import TorchEngine, uncroppable
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.preflight import probe_trees, require, same_bits, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, Crop, GoesBack, Recompute, Rollback, check_options, choose
@@ -81,7 +81,9 @@ class HfModel(GoesBack):
             details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
         )
         with hf_files.quiet():  # the first forwards tell once a process which fast kernels are not installed
-            steps = self._engine.steps = steps_needed(self) if doubtful(model) else "blocks"
+            # recurrent models, and configs that may mean an encoder
+            doubtful = getattr(model, "_is_stateful", False) or getattr(model.config, "is_decoder", True) is False
+            steps = self._engine.steps = steps_needed(self) if doubtful else "blocks"
             self.rollback = self._chosen_rollback(rollback, rollback_depth)
         no_trees = why_no_trees(model, self.rollback.kind)
         self.caps = replace(
@@ -113,14 +115,12 @@ class HfModel(GoesBack):
     ) -> "HfModel":
         """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
 
-        `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the
-        model's own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process);
-        `exact` makes bfloat16 and float16 on a CPU give a token the same logits at every width (see
-        `lm.hf.attention`; false: transformers' own attention, a little faster); `rollback` how the state of a recurrent
-        model goes back (crop, replay, snapshots, checkpoint, fused, recompute; "auto": the first that a probe finds
-        exact), and `rollback_depth` over how many tokens replay and snapshots record (the others have no use for it).
-
-        Raises InputError (bad option), LoadError (not a model, not fetchable), MemoryShortError.
+        `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
+        own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process); `exact` makes bfloat16
+        and float16 on a CPU give a token the same logits at every width (see `lm.hf.attention`; false: transformers'
+        own attention, a little faster); `rollback` how a recurrent state goes back (crop, replay, snapshots,
+        checkpoint, fused, recompute; "auto": the first that a probe finds exact), `rollback_depth` over how many tokens
+        replay and snapshots record. Raises InputError (bad option), LoadError (no model, not fetchable), MemoryShortError.
         """
         if dtype not in DTYPES:
             raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
@@ -196,10 +196,6 @@ class HfModel(GoesBack):
         self._engine = self.rollback = self._hidden = None
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
-        """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite.
-
-        Leaves the state alone.
-        """
         self._require_open()
         return self._engine.first_nonfinite(ids)
 
