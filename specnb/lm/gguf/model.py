@@ -45,9 +45,15 @@ class GgufModel(GoesBack):
     """llama.cpp behind the LanguageModel interface. Make one with `GgufModel.open`."""
 
     def __init__(
-        self, model: object, context: object, *, name: str, caps: Capabilities, fixed_width: int,
+        self,
+        model: object,
+        context: object,
+        *,
+        name: str,
+        caps: Capabilities,
+        fixed_width: int,
         watch: "Watch | None" = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.vocab = binding.vocabulary(model)
         self.caps = caps

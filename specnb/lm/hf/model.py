@@ -120,7 +120,7 @@ class HfModel(GoesBack):
         and float16 on a CPU give a token the same logits at every width (see `lm.hf.attention`; false: transformers'
         own attention, a little faster); `rollback` how a recurrent state goes back (crop, replay, snapshots,
         checkpoint, fused, recompute; "auto": the first that a probe finds exact), `rollback_depth` over how many tokens
-        replay and snapshots record. Raises InputError (bad option), LoadError (no model, not fetchable), MemoryShortError.
+        replay and snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
         """
         if dtype not in DTYPES:
             raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
