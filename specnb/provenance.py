@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specnb.io import plain
-from specnb.lm.preflight import cpuinfo, quota_cores
+from specnb.lm.preflight import allowed_cores, cpuinfo, quota_cores
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "accelerate", "gguf", "safetensors", "huggingface-hub"),
@@ -103,7 +103,7 @@ def cpu_facts() -> dict[str, Any]:
         "isa": [flag for flag in ISA_FLAGS if flag in flags],
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
+        "usable_cores": len(allowed_cores()),
         "quota_cores": quota_cores(),
     }
 

@@ -110,6 +110,14 @@ def cgroup_folders(proc: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> list
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 
+def allowed_cores() -> list[int]:
+    """Numbers of the logical cores that this process may run on."""
+    import psutil
+
+    process = psutil.Process()  # macOS has no affinity
+    return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
+
+
 def quota_cores() -> float | None:
     """Cores the control group grants, the smallest along the path; None where there is no limit."""
     matches = (re.fullmatch(r"(\d+) (\d+)", _kernel_text(folder / "cpu.max")) for folder in cgroup_folders())
