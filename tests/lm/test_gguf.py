@@ -108,9 +108,6 @@ def test_a_recurrent_model_goes_back_by_what_its_architecture_allows(tmp_path):
     file = mamba_gguf(tmp_path / "mamba.gguf")
     model = GgufModel.open(file, threads=1)
     assert model.caps.rewind == "fused"
-    whole = model.forward(IDS)
-    model.rewind(2)
-    np.testing.assert_allclose(model.forward(IDS[-2:]), whole[-2:], atol=1e-4)
     model.close()
     for options in ({"fixed_width": 4}, {"rollback": "crop"}, {"rollback": "snapshots"}, {"rollback": "replay"}):
         with pytest.raises(InputError):

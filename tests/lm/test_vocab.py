@@ -1,4 +1,4 @@
-"""What a token id means: bytes, not text; and whether two vocabularies mean the same by every id."""
+"""What a token id means, as bytes; whether two vocabularies mean the same; and chats rendered as transformers does."""
 
 import json
 from types import SimpleNamespace
@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from specnb.errors import InputError, VocabularyMismatch
+from specnb.lm.chat import render
 from specnb.lm.hf.files import vocabulary
 from specnb.lm.vocab import Vocabulary, first_difference, require_same
 from tests import tiny_hybrids
@@ -110,3 +112,52 @@ def test_engines_agree_with_and_without_special_tokens(opened):
             model.encode("half a pair \ud800")
     spelt = "<|im_start|>user"
     assert llama.encode(spelt, special=False) == torch.encode(spelt, special=False)
+
+
+# --- chat templates come with downloaded models: they run in a sandbox ---
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>&</b> 日本"}]
+CHATML = (
+    "{% for message in messages %}\n"
+    "    {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' -}}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def with_template(template: str | None, **ids: int) -> Vocabulary:
+    return Vocabulary((b"<s>", b"</s>", b"\xff"), chat_template=template, **ids)
+
+
+def test_messages_become_the_text_that_ends_where_the_answer_begins_and_special_tokens_are_text():
+    asked = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi <b>&</b> 日本<|im_end|>\n"
+    assert render(with_template(CHATML), MESSAGES) == asked + "<|im_start|>assistant\n"
+    assert render(with_template("[{{ bos_token }}|{{ eos_token }}]", bos=2), MESSAGES) == "[\ufffd|]"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        "{%- for m in messages -%}\n  {% if loop.last %}{% break %}{% endif %}\n{{ m.content | trim }}\n{% endfor %}",
+        "{{ eos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 1 %}{% endfor %}{{ ns.n }}",
+        "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% endif %}{{ rest | length }}",
+    ],
+)
+def test_rendering_is_that_of_transformers(template):
+    expected, _ = render_jinja_template(
+        [MESSAGES], chat_template=template, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+    )
+    assert render(with_template(template, bos=0, eos=1), MESSAGES) == expected[0]
+
+
+def test_a_hostile_or_broken_template_is_one_clear_error_and_changes_nothing():
+    before = [dict(message) for message in MESSAGES]
+    for template in (
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}",
+        "{{ messages.append({'role': 'user', 'content': 'more'}) }}", "{% include '/etc/passwd' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('no system role') }}", None,
+    ):  # fmt: skip
+        with pytest.raises(InputError, match="template"):
+            render(with_template(template), MESSAGES)
+    assert before == MESSAGES

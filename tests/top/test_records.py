@@ -1,19 +1,9 @@
-"""Records: what is written can be read back unchanged, and the derived numbers are those worked out by hand."""
-
-from datetime import UTC, datetime
+"""Records: the derived numbers are those worked out by hand."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from specnb.decode.generate import generate
-from specnb.draft.lookup import LookupDrafter
-from specnb.draft.model import ModelDrafter
-from specnb.lm import toy
-from specnb.records import SCHEMA_VERSION, Generation, Round, RunRecord
-
-NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+from specnb.records import Generation, Round
 
 
 def round_(index, committed, *, drafts=(), n_accepted=0, draft_s=0.0, verify_s=1.0, rewind_s=0.0, other_s=0.0):
@@ -82,19 +72,3 @@ def test_rounds_must_make_the_tokens():
     for tokens in (DONE.token_ids[:-1], (*DONE.token_ids[:-1], 6)):
         with pytest.raises(ValidationError, match=f"token_ids holds {len(tokens)} others"):
             Generation(**(DONE.model_dump() | {"token_ids": tokens}))
-
-
-@given(seed=st.integers(0, 99), k=st.integers(0, 5), n=st.integers(0, 20), temperature=st.sampled_from([0.0, 1.0]))
-def test_a_run_of_whatever_is_generated_survives_json(seed, k, n, temperature):
-    target = toy.markov(5, order=2, seed=seed, eog=frozenset({4}))
-    drafters = (LookupDrafter(), ModelDrafter(toy.markov(5, seed=seed)))
-    settings = {"k": k, "max_new_tokens": n, "temperature": temperature, "seed": seed}
-    run = RunRecord(
-        run_id="r", experiment="e", params={"ks": [1, 2]}, provenance={"git": None}, started=NOW, ended=NOW,
-        generations=[generate(target, [0, 1], drafter=drafter, **settings) for drafter in drafters],
-        measurements={"c": 0.25, "forks": []}, status="failed", error="KeyError: 'x'",
-    )  # fmt: skip
-    back = RunRecord.model_validate_json(run.model_dump_json())
-    assert back == run == RunRecord.model_validate(run.model_dump(mode="json"))
-    assert back.schema_version == SCHEMA_VERSION and back.started == NOW
-    assert all(isinstance(r, Round) for g in back.generations for r in g.rounds)

@@ -76,7 +76,9 @@ def generations(draw) -> Generation:
 )
 def test_any_record_comes_back_exactly(tmp_path_factory, generations, params, started):
     record = record_of(*generations, params=params, started=started)
-    assert store.load(store.save(record, tmp_path_factory.getbasetemp() / "any")) == record
+    loaded = store.load(store.save(record, tmp_path_factory.getbasetemp() / "any"))
+    assert loaded == record == RunRecord.model_validate_json(record.model_dump_json())
+    assert all(isinstance(r, Round) for generation in loaded.generations for r in generation.rounds)
 
 
 def made_older(folder, column, *fields):
