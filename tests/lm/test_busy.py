@@ -1,6 +1,7 @@
 """A busy machine, on a fake clock: who takes the cores, which forwards are slow, and how many threads are left."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_the_spin_count_is_set_where_it_has_an_effect_and_nobody_chose(monkeypat
     chosen = {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}
     for environment, loaded in (({}, False), ({}, True), (chosen[0], False), (chosen[1], False)):
         monkeypatch.setattr(os, "environ", dict(environment))
-        monkeypatch.setattr(busy.ctypes, "CDLL", lambda _name, mode, loaded=loaded: loaded or open("/absent"))
+        monkeypatch.setattr(busy.ctypes, "CDLL", lambda _name, mode, loaded=loaded: loaded or Path("/absent").stat())
         shorten_spinning()
         assert os.environ == environment | ({} if environment or loaded else {"GOMP_SPINCOUNT": busy.SPIN_COUNT})
 
