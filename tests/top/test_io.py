@@ -42,7 +42,7 @@ class Colour(str, enum.Enum):  # noqa: UP042 - libraries still use this form, wh
 def test_values_have_one_plain_form_and_those_that_json_lacks_are_refused_with_their_place():
     for value, expected in (
         (np.int64(3), 3), ((1, (2,)), [1, [2]]), ({Colour.RED: Colour.RED}, {"red": "red"}),
-        (create_model("Params", k=(int, 4))(), {"k": 4}), (datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00+00:00"),
+        (datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00+00:00"), (create_model("P", k=(int, 4))(), {"k": 4}),
     ):  # fmt: skip
         assert (plain(value), type(plain(value))) == (expected, type(expected))
     for value, place in (

@@ -168,17 +168,11 @@ class TorchEngine:
         self.n_feeds += 1
         if self.steps != "blocks":
             return self._feed_singly(ids, rows)
-        head, tail = ids[: len(ids) - rows], ids[len(ids) - rows :]
-        for start in range(0, len(head), PREFILL_WIDTH):
-            # ids that need no logits go first and in pieces; the last piece joins the tail when both are short
-            piece = head[start : start + PREFILL_WIDTH]
-            if rows and start + PREFILL_WIDTH >= len(head) and len(piece) + rows <= PREFILL_WIDTH:
-                tail = [*piece, *tail]
-                break
-            self._step(piece, 1)
-        if not rows:
-            return self._no_rows
-        return self._step(tail, rows)[0].float().cpu().numpy()
+        end = max(0, len(ids) - max(rows, PREFILL_WIDTH))  # ids before it need no logits, and go in pieces
+        for start in range(0, end, PREFILL_WIDTH):
+            self._step(ids[start : min(start + PREFILL_WIDTH, end)], 1)
+        logits = self._step(ids[end:], max(1, rows))[0]
+        return logits.float().cpu().numpy() if rows else self._no_rows
 
     @torch.inference_mode()
     def feed_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
@@ -198,9 +192,10 @@ class TorchEngine:
     def _feed_singly(self, ids: Sequence[int], rows: int) -> np.ndarray:
         """Token by token; but a first block that sees no state may be wide, unless blocks compute otherwise."""
         if not self.held and self.steps == "later":
-            return self._step(ids, max(1, rows))[0, max(1, rows) - rows :].float().cpu().numpy()
-        kept = [self._step([token], 1)[0] for token in ids][len(ids) - rows :]
-        return torch.cat(kept).float().cpu().numpy() if kept else self._no_rows
+            kept = self._step(ids, max(1, rows))[0]
+        else:
+            kept = torch.cat([self._step([token], 1)[0] for token in ids][len(ids) - max(1, rows) :])
+        return kept.float().cpu().numpy() if rows else self._no_rows
 
     def _step(self, ids: Sequence[int], keep: int) -> torch.Tensor:
         """One forward; logits `(1, keep, vocab)` in the model's dtype."""
