@@ -55,11 +55,9 @@ def test_a_control_group_bounds_free_memory(monkeypatch, tmp_path, name):
 
 def test_vram_is_what_the_driver_has_free_and_torch_holds_unused(monkeypatch):
     cuda = SimpleNamespace(
-        device_count=lambda: 2,
-        mem_get_info=lambda index: ((10 + index) * GIB, 80 * GIB),
-        memory_reserved=lambda index: 3 * GIB,
-        memory_allocated=lambda index: 2 * GIB,
-    )
+        device_count=lambda: 2, mem_get_info=lambda index: ((10 + index) * GIB, 80 * GIB),
+        memory_reserved=lambda index: 3 * GIB, memory_allocated=lambda index: 2 * GIB,
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     assert (free_bytes("cuda:0"), free_bytes("cuda"), free_bytes("cuda:1")) == (11 * GIB, 11 * GIB, 12 * GIB)
     for device in ("cuda:2", "cuda:-1", "tpu", ""):

@@ -7,6 +7,7 @@ weight on its way into the file shows.
 import json
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -65,12 +66,8 @@ def torch_logits(folder: Path) -> np.ndarray:
 
 def llama_logits(gguf: Path) -> np.ndarray:
     """A batch, then single tokens: llama.cpp has other code for each."""
-    model = GgufModel.open(gguf, threads=1)
-    try:
-        rows = [model.forward(IDS[:BATCH], BATCH), *(model.forward([i]) for i in IDS[BATCH:])]
-        return np.concatenate(rows)
-    finally:
-        model.close()
+    with closing(GgufModel.open(gguf, threads=1)) as model:
+        return np.concatenate([model.forward(IDS[:BATCH]), *(model.forward([i]) for i in IDS[BATCH:])])
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:

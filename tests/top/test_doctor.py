@@ -3,6 +3,7 @@
 import shutil
 from importlib import metadata
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,15 +79,13 @@ def test_torch_computes_and_says_whether_bfloat16_is_in_the_cpu(monkeypatch):
     assert finding.ok is False and "bfloat16" in finding.detail and "float32" not in finding.detail
 
 
-@pytest.mark.parametrize(("program", "ok"), [("python", True), ("/other/env/bin/python", None), (None, False)])
-def test_the_kernel_has_to_start_this_environment(monkeypatch, program, ok):
-    def kernel_spec(self, name):
-        if program is None:
-            raise NoSuchKernel(name)
-        return SimpleNamespace(argv=[program, "-m", "x"])
-
-    monkeypatch.setattr(KernelSpecManager, "get_kernel_spec", kernel_spec)
-    assert doctor.check_kernel().ok is ok
+def test_the_kernel_has_to_start_this_environment(monkeypatch):
+    for program, ok in (("python", True), ("/other/env/bin/python", None)):
+        spec = SimpleNamespace(argv=[program, "-m", "x"])
+        monkeypatch.setattr(KernelSpecManager, "get_kernel_spec", lambda self, name, spec=spec: spec)
+        assert doctor.check_kernel().ok is ok
+    monkeypatch.setattr(KernelSpecManager, "get_kernel_spec", Mock(side_effect=NoSuchKernel("python3")))
+    assert doctor.check_kernel().ok is False
 
 
 def test_a_browser_and_a_compiler_are_files_or_warnings(monkeypatch):
