@@ -140,7 +140,10 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         raise InputError(f"no records in {results}: make some with `specnb run`, or name another results folder")
     runs, generations, rounds = [], [], []
     for folder, record in records.items():
-        runs.append(_run_row(record) | {"folder": str(folder)})
+        row = record.model_dump(exclude={"generations"}) | {"n_generations": len(record.generations)}
+        row |= {name: row[name].astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
+        row |= {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")}
+        runs.append(row | {"folder": str(folder)})
         for key, generation in _keyed(record):
             counts = {"n_tokens": len(generation.token_ids), "n_prompt_tokens": len(generation.prompt_ids)}
             generations.append(key | generation.model_dump(include=set(SCALARS)) | counts)
@@ -206,9 +209,3 @@ def _rounds_table(record: RunRecord) -> "pa.Table":
 def _keyed(record: RunRecord) -> Iterator[tuple[dict[str, Any], Generation]]:
     for index, generation in enumerate(record.generations):
         yield {"experiment": record.experiment, "run_id": record.run_id, "generation": index}, generation
-
-
-def _run_row(record: RunRecord) -> dict[str, Any]:
-    row = record.model_dump(exclude={"generations"}) | {"n_generations": len(record.generations)}
-    row |= {name: row[name].astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
-    return row | {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")}

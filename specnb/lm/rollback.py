@@ -14,17 +14,6 @@ so going back must be paid for, in bytes, in forwards, or in both (figures: note
 The *border* is where the caller last called `rewind` (of 0 tokens too): speculative decoding rewinds once a round,
 so that what lies before the border is true, and what is fed behind it may be taken back. Every strategy goes back
 any number of tokens; beyond what it kept it feeds the tokens again from the start, which `Cost` counts.
-
-A round of K = 3 behind the border at token 7; the second draft is rejected, so `rewind(2)`:
-
-    fed           7 | 8  9  10  11     newest token and three drafts, one forward
-    right         7 | 8  9
-    crop          entries 10 and 11 are dropped
-    snapshots     the states after 8, 9, 10, 11 lie side by side: the one after 9 is taken
-    replay        the state after 7, and the inputs of 8 to 11: 8 and 9 run through the recurrence again
-    fused         the state after 7: 8 and 9 ride along in the next forward
-    checkpoint    the state after 7: 8 and 9 are fed in a forward of their own
-    recompute     tokens 0 to 9 are fed again
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
