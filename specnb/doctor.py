@@ -25,9 +25,7 @@ from specnb.lm.preflight import free_bytes, human_bytes
 from specnb.provenance import cpu_facts
 
 PROBE_MODEL = "smollm2-135m"
-PROBE_TIMEOUT_S = 120.0
-NEEDED_MEMORY_BYTES = 3 << 30
-NEEDED_DISK_BYTES = 2 << 30
+NEEDED_MEMORY_BYTES, NEEDED_DISK_BYTES = 3 << 30, 2 << 30
 
 REINSTALL = "pip install -r requirements.txt"
 REBUILD = (
@@ -140,7 +138,7 @@ def check_torch() -> Finding:
     return judge("torch", not wrong, detail, f"pip install --force-reinstall --no-deps torch=={release}")
 
 
-def check_decode(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Iterable[Finding]:
+def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Finding]:
     """Let llama.cpp decode, in a process of its own: a build for another CPU dies by a signal. And judge the build."""
     from specnb.lm import zoo
 

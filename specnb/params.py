@@ -91,6 +91,7 @@ class NotebookParams(Params):
     sizes: ClassVar[Mapping[str, tuple[Any, Any]]] = {}
 
     budget: Budget = "normal"
+    seed: Seed = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -130,7 +131,6 @@ class StartParams(NotebookParams):
     target: str = "smollm2-135m"
     backend: Literal["hf", "llama"] = "hf"
     max_new_tokens: Tokens = 64
-    seed: Seed = 0
 
 
 class KSweepParams(NotebookParams):
@@ -162,7 +162,6 @@ class KSweepParams(NotebookParams):
     max_new_tokens: Tokens = 24
     conversations: CountOrZero = 3
     rule: Literal["token", "block", "typical"] = "token"
-    seed: Seed = 0
 
     _in_order = field_validator("ks")(sorted)
 
@@ -195,7 +194,6 @@ class AdaptiveKParams(NotebookParams):
     conversations: CountOrZero = 2
     max_new_tokens: Tokens = 64
     k_max: int = Field(default=24, ge=24, le=256)
-    seed: Seed = 0
 
 
 class CompatibilityParams(NotebookParams):
@@ -230,7 +228,6 @@ class CompatibilityParams(NotebookParams):
     k: DraftLength = 4
     temperature: float = Field(default=0.0, ge=0, le=10)
     max_new_tokens: Tokens = 64
-    seed: Seed = 0
 
 
 class RollbackParams(NotebookParams):
@@ -251,7 +248,6 @@ class RollbackParams(NotebookParams):
     passages: Count = 5
     prompt_tokens: Tokens = 64
     max_new_tokens: Tokens = 16
-    seed: Seed = 0
 
 
 class MedusaParams(NotebookParams):
@@ -280,7 +276,6 @@ class MedusaParams(NotebookParams):
     row_tokens: int = Field(default=64, ge=32, le=4096)
     steps: int = Field(default=30, ge=6, le=100_000)
     ablation_steps: Tokens = 12
-    seed: Seed = 0
 
 
 class DivergenceParams(NotebookParams):
@@ -341,4 +336,3 @@ class ExplorerParams(NotebookParams):
     prompts_per_category: Count = 5
     max_new_tokens: Tokens = 48
     k_max: DraftLength = 24
-    seed: Seed = 0

@@ -4,7 +4,6 @@ Nothing here imports a model engine: versions come from package metadata, and to
 process has imported it already. No absolute path and no host name is recorded, so a record can be published.
 """
 
-import contextlib
 import os
 import platform
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specnb.io import plain
-from specnb.lm.preflight import cpuinfo, quota_cores
+from specnb.lm.preflight import allowed_cores, cpuinfo, quota_cores
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "accelerate", "gguf", "safetensors", "huggingface-hub"),
@@ -70,16 +69,13 @@ def provenance(
 
 
 def _version(distribution: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(distribution)
-    return None
+    return next((d.version for d in metadata.distributions(name=distribution)), None)
 
 
-def git_state(root: Path, timeout_s: float = 20.0) -> dict[str, Any] | None:
-    """`{"commit", "dirty"}` of the checkout at `root`; None without git or outside a checkout.
+def git_state(root: Path) -> dict[str, Any] | None:
+    """`{"commit", "dirty"}` of the checkout whose top is `root`; None without git, and for any other folder.
 
     `dirty` means uncommitted or untracked files outside `figures/` and `results/`, from which no run reads.
-    `root` has to be the top of the checkout: a package installed inside another project is not that project.
     """
     if not (root / ".git").exists():
         return None
@@ -89,7 +85,7 @@ def git_state(root: Path, timeout_s: float = 20.0) -> dict[str, Any] | None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k.startswith("GIT_CONFIG")}
     env["GIT_OPTIONAL_LOCKS"] = "0"  # runs side by side do not fight for the index
     try:
-        report = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=timeout_s, env=env).decode()
+        report = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=20, env=env).decode()
     except (OSError, subprocess.SubprocessError):
         return None
     commit = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", report, re.MULTILINE)  # "(initial)" before the first one
@@ -107,7 +103,7 @@ def cpu_facts() -> dict[str, Any]:
         "isa": [flag for flag in ISA_FLAGS if flag in flags],
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
+        "usable_cores": len(allowed_cores()),
         "quota_cores": quota_cores(),
     }
 

@@ -45,8 +45,7 @@ def results_dir() -> Path:
 def run_id(experiment: str, params: Mapping[str, Any]) -> str:
     """Return twelve hexadecimal digits that depend on the experiment (or notebook) name and the parameters only.
 
-    The order of `params` does not matter; 1 and 1.0 are different values. Raises InputError for a value that JSON
-    cannot hold.
+    1 and 1.0 are different values. Raises InputError for a value that JSON cannot hold.
     """
     return digest([experiment, plain(params, "params")])[:12]
 
@@ -141,8 +140,13 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         raise InputError(f"no records in {results}: make some with `specnb run`, or name another results folder")
     runs, generations, rounds = [], [], []
     for folder, record in records.items():
-        runs.append(_run_row(record) | {"folder": str(folder)})
-        generations += _generation_rows(record)
+        row = record.model_dump(exclude={"generations"}) | {"n_generations": len(record.generations)}
+        row |= {name: row[name].astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
+        row |= {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")}
+        runs.append(row | {"folder": str(folder)})
+        for key, generation in _keyed(record):
+            counts = {"n_tokens": len(generation.token_ids), "n_prompt_tokens": len(generation.prompt_ids)}
+            generations.append(key | generation.model_dump(include=set(SCALARS)) | counts)
         table = _rounds_table(record)
         rounds.append(table.append_column("filename", pa.array([str(folder / ROUNDS)] * len(table), pa.string())))
     try:
@@ -196,21 +200,12 @@ def _rounds_table(record: RunRecord) -> "pa.Table":
     types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
     types |= {tuple[kind, ...]: pa.list_(types[kind]) for kind in (int, float)}
     fields, rows = KEY | CONTEXT | {"k_asked": int} | get_type_hints(Round), []
-    for index, generation in enumerate(record.generations):
-        shared = {"experiment": record.experiment, "run_id": record.run_id, "generation": index}
-        shared |= {name: getattr(generation, name) for name in CONTEXT} | {"k_asked": generation.k}
+    for key, generation in _keyed(record):
+        shared = key | {name: getattr(generation, name) for name in CONTEXT} | {"k_asked": generation.k}
         rows += (shared | round_._asdict() for round_ in generation.rounds)
     return pa.Table.from_pylist(rows, schema=pa.schema({name: types[kind] for name, kind in fields.items()}))
 
 
-def _generation_rows(record: RunRecord) -> Iterator[dict[str, Any]]:
+def _keyed(record: RunRecord) -> Iterator[tuple[dict[str, Any], Generation]]:
     for index, generation in enumerate(record.generations):
-        key = {"experiment": record.experiment, "run_id": record.run_id, "generation": index}
-        counts = {"n_tokens": len(generation.token_ids), "n_prompt_tokens": len(generation.prompt_ids)}
-        yield key | generation.model_dump(include=set(SCALARS)) | counts
-
-
-def _run_row(record: RunRecord) -> dict[str, Any]:
-    row = record.model_dump(exclude={"generations"}) | {"n_generations": len(record.generations)}
-    row |= {name: row[name].astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
-    return row | {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")}
+        yield {"experiment": record.experiment, "run_id": record.run_id, "generation": index}, generation

@@ -19,13 +19,6 @@ hypothesis.settings.register_profile("default", max_examples=25, deadline=None)
 hypothesis.settings.register_profile("nightly", max_examples=300, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
-LONG_S = 5.0
-LONG = {
-    "notebooks/": "a notebook of the quick two, with a real model",
-    "tests/decode/test_generate.py::test_a_generation_with_lookup_loads_few_modules": "a process that imports torch",
-}
-"""Tests of the default line that may take longer than LONG_S: the beginning of their id, and why."""
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give each worker of pytest-xdist a core of its own: engines take as many threads as they have cores."""
@@ -33,17 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the tests that took longer than LONG_S, with the reason where one is on the list."""
-    reports = [r for key in ("passed", "failed") for r in terminalreporter.stats.get(key, ()) if r.when == "call"]
-    long = sorted((r for r in reports if r.duration > LONG_S), key=lambda r: -r.duration)
-    if long:
-        terminalreporter.section(f"tests over {LONG_S:.0f} s")
-    for r in long:
-        reason = next((why for start, why in LONG.items() if r.nodeid.startswith(start)), "no reason: make it slow")
-        terminalreporter.write_line(f"{r.duration:6.1f} s  {r.nodeid}  ({reason})")
 
 
 @pytest.fixture(scope="session", autouse=True)

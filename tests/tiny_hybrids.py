@@ -13,61 +13,20 @@ CORPUS = (
     + "e\u0301te\u0301 नमस्ते दुनिया 2026 2027\n" * 5
     + "日本語 naïve 🙂 don't we'll I'm\t\tx  y\r\n" * 5
 )
-QWEN = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
+BASE = {"vocab_size": VOCAB, "hidden_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+DECODER = BASE | {"intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+                  "max_position_embeddings": 512}  # fmt: skip
+QWEN3 = DECODER | {"head_dim": 32, "tie_word_embeddings": True}
+QWEN = QWEN3 | {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
     # no "every n-th": the pattern itself must arrive
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10_000.0,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [3, 3, 2],
-        "mrope_interleaved": True,
-    },
-}
-LFM2 = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "block_multiple_of": 32,
-    "layer_types": ["conv", "full_attention", "conv", "conv"],
-}
-MAMBA2 = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_heads": 8,
-    "head_dim": 16,
-    "state_size": 32,
-    "n_groups": 2,
-    "chunk_size": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-QWEN3 = {name: QWEN[name] for name in (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id")}  # fmt: skip
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+                        "mrope_section": [3, 3, 2], "mrope_interleaved": True},
+}  # fmt: skip
+LFM2 = DECODER | {"block_multiple_of": 32, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+MAMBA2 = BASE | {"num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "state_size": 32, "n_groups": 2,
+                 "chunk_size": 16, "pad_token_id": 0}  # fmt: skip
 MODELS = {
     "qwen35": ("qwen3_5_text", QWEN),
     "qwen35-grouped": ("qwen3_5_text", QWEN | {"linear_num_value_heads": 4, "tie_word_embeddings": False}),

@@ -17,30 +17,19 @@ def sentencepiece_tokens(*, all_bytes: bool = False) -> list[bytes]:
     return start + plain + [b"t%d" % i for i in range(VOCAB - 4 - len(plain))]
 
 
-def _writer(path: Path, arch: str, n_ctx: int, tokens: list[bytes] | None) -> gguf.GGUFWriter:
+def _write(
+    path: Path, arch: str, n_ctx: int, tokens: list[bytes] | None, tensors: dict[str, np.ndarray], **keys: object
+) -> Path:
+    keys |= {"context_length": n_ctx, "embedding_length": WIDTH, "block_count": 2, "feed_forward_length": 48}
+    keys |= {"file_type": 0, "vocab_size": len(tokens or range(VOCAB)), "tokenizer_model": "no_vocab"}
+    if tokens is not None:
+        kinds = {b"<unk>": 2, b"<s>": 3, b"</s>": 3, **dict.fromkeys(BYTES, 6)}
+        keys |= {"tokenizer_model": "llama", "token_list": tokens, "token_types": [kinds.get(t, 1) for t in tokens]}
+        keys |= {"token_scores": [-float(i) for i in range(len(tokens))]}
+        keys |= {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0}
     out = gguf.GGUFWriter(str(path), arch)
-    out.add_context_length(n_ctx)
-    out.add_embedding_length(WIDTH)
-    out.add_block_count(2)
-    out.add_feed_forward_length(48)
-    out.add_file_type(0)
-    if tokens is None:
-        out.add_vocab_size(VOCAB)
-        out.add_tokenizer_model("no_vocab")
-        return out
-    kinds = {b"<unk>": 2, b"<s>": 3, b"</s>": 3, **dict.fromkeys(BYTES, 6)}
-    out.add_vocab_size(len(tokens))
-    out.add_tokenizer_model("llama")
-    out.add_token_list(tokens)
-    out.add_token_scores([-float(i) for i in range(len(tokens))])
-    out.add_token_types([kinds.get(token, 1) for token in tokens])
-    out.add_bos_token_id(1)
-    out.add_eos_token_id(2)
-    out.add_unk_token_id(0)
-    return out
-
-
-def _finish(out: gguf.GGUFWriter, tensors: dict[str, np.ndarray], path: Path) -> Path:
+    for key, value in keys.items():
+        getattr(out, f"add_{key}")(value)
     for name, values in tensors.items():
         out.add_tensor(name, values)
     out.write_header_to_file()
@@ -61,11 +50,6 @@ ONE = np.ones(WIDTH, np.float32)
 def llama_gguf(path: Path, *, n_ctx: int = 64, seed: int = 0, vocab: bool = True, all_bytes: bool = False) -> Path:
     """A llama of two layers, 4 heads over 2 key/value heads, float32."""
     tokens = sentencepiece_tokens(all_bytes=all_bytes) if vocab else None
-    out = _writer(path, "llama", n_ctx, tokens)
-    out.add_head_count(4)
-    out.add_head_count_kv(2)
-    out.add_layer_norm_rms_eps(1e-5)
-    out.add_rope_dimension_count(8)
     made, size = _random(seed), len(tokens) if tokens else VOCAB
     tensors = {"token_embd.weight": made(size, WIDTH), "output_norm.weight": ONE, "output.weight": made(size, WIDTH)}
     for layer in range(2):
@@ -73,18 +57,12 @@ def llama_gguf(path: Path, *, n_ctx: int = 64, seed: int = 0, vocab: bool = True
         shapes |= {"ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48)}
         tensors |= {f"blk.{layer}.{name}.weight": made(*shape) for name, shape in shapes.items()}
         tensors |= {f"blk.{layer}.{name}.weight": ONE for name in ("attn_norm", "ffn_norm")}
-    return _finish(out, tensors, path)
+    keys = {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_dimension_count": 8}
+    return _write(path, "llama", n_ctx, tokens, tensors, **keys)
 
 
 def mamba_gguf(path: Path, *, n_ctx: int = 64) -> Path:
     """A Mamba of two layers: recurrent state, no attention."""
-    out = _writer(path, "mamba", n_ctx, sentencepiece_tokens())
-    out.add_head_count(0)
-    out.add_layer_norm_rms_eps(1e-5)
-    out.add_ssm_conv_kernel(4)
-    out.add_ssm_inner_size(64)
-    out.add_ssm_state_size(16)
-    out.add_ssm_time_step_rank(2)
     made = _random(0)
     tensors = {"token_embd.weight": made(VOCAB, WIDTH), "output_norm.weight": ONE, "output.weight": made(VOCAB, WIDTH)}
     shapes = {"ssm_in.weight": (128, 32), "ssm_conv1d.weight": (64, 4), "ssm_conv1d.bias": (64,), "ssm_d": (64,)}
@@ -92,16 +70,13 @@ def mamba_gguf(path: Path, *, n_ctx: int = 64) -> Path:
     for layer in range(2):
         tensors |= {f"blk.{layer}.{name}": made(*shape) for name, shape in shapes.items()}
         tensors |= {f"blk.{layer}.attn_norm.weight": ONE, f"blk.{layer}.ssm_a": -np.abs(made(64, 16))}
-    return _finish(out, tensors, path)
+    keys = {"head_count": 0, "layer_norm_rms_eps": 1e-5, "ssm_conv_kernel": 4, "ssm_inner_size": 64}
+    keys |= {"ssm_state_size": 16, "ssm_time_step_rank": 2}
+    return _write(path, "mamba", n_ctx, sentencepiece_tokens(), tensors, **keys)
 
 
 def bert_gguf(path: Path) -> Path:
     """A BERT encoder: it opens in llama.cpp, but no token follows another."""
-    out = _writer(path, "bert", 64, sentencepiece_tokens())
-    out.add_head_count(4)
-    out.add_layer_norm_eps(1e-5)
-    out.add_causal_attention(False)
-    out.add_token_type_count(2)
     made, zero = _random(0), 0 * ONE
     tensors = {"token_embd.weight": made(VOCAB, WIDTH), "position_embd.weight": made(64, WIDTH)}
     tensors |= {"token_types.weight": made(2, WIDTH), "token_embd_norm.weight": ONE, "token_embd_norm.bias": zero}
@@ -112,23 +87,15 @@ def bert_gguf(path: Path) -> Path:
         tensors |= {f"blk.{layer}.{name}.bias": made(shape[0]) for name, shape in shapes.items()}
         for name in ("attn_output_norm", "layer_output_norm"):
             tensors |= {f"blk.{layer}.{name}.weight": ONE, f"blk.{layer}.{name}.bias": zero}
-    return _finish(out, tensors, path)
+    keys = {"head_count": 4, "layer_norm_eps": 1e-5, "causal_attention": False, "token_type_count": 2}
+    return _write(path, "bert", 64, sentencepiece_tokens(), tensors, **keys)
 
 
 TORCH_CONFIG = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 _DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_conv": 4,
            "mamba_expand": 2, "mamba_chunk_size": 8}  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from specnb.lm.base import Capabilities
-from specnb.lm.preflight import quota_cores
+from specnb.lm.preflight import allowed_cores, quota_cores
 from specnb.records import Generation
 
 SPIN_COUNT = "1000"
@@ -38,15 +38,9 @@ def shorten_spinning() -> None:
     """
     try:
         ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # an error unless it is loaded
-    except (OSError, AttributeError):
+    except OSError:
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-
-
-def allowed_cores() -> list[int]:
-    """Numbers of the logical cores that this process may run on."""
-    process = psutil.Process()  # macOS has no affinity
-    return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
 
 
 def available_cores() -> int:

@@ -1,19 +1,11 @@
 """Chat templates: messages to the text that a chat model was trained on. One renderer for both engines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import TypedDict
 
 from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
-
-
-class Message(TypedDict):
-    """One turn: role is system, user or assistant."""
-
-    role: str
-    content: str
 
 
 @lru_cache(maxsize=16)
@@ -31,8 +23,8 @@ def _compiled(template: str):
     return environment.from_string(template)
 
 
-def render(vocab: Vocabulary, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-    """The text to encode for `messages`, ending where the assistant's answer begins.
+def render(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str:
+    """The text to encode for `messages` (role and content), ending where the assistant's answer begins.
 
     Raises InputError when the model has no chat template, and when the template fails or refuses the messages.
     """
@@ -41,9 +33,7 @@ def render(vocab: Vocabulary, messages: Sequence[Message], *, add_generation_pro
     text_of = {"bos_token": vocab.bos, "eos_token": vocab.eos}
     tokens = {name: "" if i is None else vocab.pieces[i].decode("utf-8", "replace") for name, i in text_of.items()}
     try:
-        return _compiled(vocab.chat_template).render(
-            messages=list(messages), add_generation_prompt=add_generation_prompt, **tokens
-        )
+        return _compiled(vocab.chat_template).render(messages=list(messages), add_generation_prompt=True, **tokens)
     except InputError:
         raise
     except Exception as error:  # a template is a program: it may divide by zero or recurse without end

@@ -201,16 +201,16 @@ def _opener(backend: str) -> Callable[..., LanguageModel]:
 
 def _typed(opener: Callable[..., LanguageModel], spec: ModelSpec) -> dict[str, Any]:
     """The options with the types that the engine's `open` states; values from a name arrive as text."""
-    known = {n: p for n, p in inspect.signature(opener).parameters.items() if p.kind is p.KEYWORD_ONLY and n != "name"}
+    parameters = inspect.signature(opener).parameters.values()
+    kinds = {p.name: type(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"}
     typed = {}
     for key, value in spec.options.items():
         if spec.backend == "llama" and (key, spec.where) in (("weights", "hf"), ("revision", "hub")):
             continue  # of the conversion or of the hub, not of the engine
-        if key not in known:
-            raise InputError(f"{spec.text!r}: {spec.backend} has no option {key!r}; known: backend, {', '.join(known)}")
-        kind = type(known[key].default)
+        if key not in kinds:
+            raise InputError(f"{spec.text!r}: {spec.backend} has no option {key!r}; known: backend, {', '.join(kinds)}")
         try:
-            typed[key] = TypeAdapter(kind).validate_python(value)
+            typed[key] = TypeAdapter(kinds[key]).validate_python(value)
         except ValidationError as error:
-            raise InputError(f"option {key}={value!r} is not a {kind.__name__}") from error
+            raise InputError(f"option {key}={value!r} is not a {kinds[key].__name__}") from error
     return typed

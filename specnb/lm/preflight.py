@@ -17,6 +17,8 @@ from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.base import LanguageModel, TreeModel
 from specnb.lm.tree import Tree
 
+DEFAULT_N_CTX = 4096
+"""Tokens of context at most, unless more are asked for."""
 MIN_MARGIN_BYTES = 256 << 20
 MARGIN_SHARE = 0.05
 PROC_CGROUP, CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -67,9 +69,8 @@ def require(weights: int, state: int = 0, *, name: str, device: str = "cpu") -> 
 def free_bytes(device: str = "cpu") -> int:
     """Bytes that can still be taken on `cpu`, `cuda` or `cuda:N` without swapping or being killed.
 
-    For the CPU: what the system calls available, bounded by every memory limit of the control group (version 2). For
-    CUDA: what the driver reports free and what torch holds in its cache without using it. Raises InputError for
-    another device and for one that is not there.
+    CPU: what the system calls available, bounded by every memory limit of the control group (version 2). CUDA: what
+    the driver reports free and what torch holds unused. Raises InputError for a device that is not there.
     """
     if device == "cpu":
         import psutil
@@ -101,8 +102,7 @@ def _cgroup_room_bytes(folder: Path) -> int | None:
 def cgroup_folders(proc: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> list[Path]:
     """Folders that may limit this process, innermost first: its control group (version 2), and every ancestor.
 
-    Inside a container the path in `/proc` can name folders of the host: those that do not exist here are left out,
-    and the top of the mount, where the container sees its own limits, is always tried.
+    In a container `/proc` can name folders of the host; the top of the mount, where its own limits are, is always one.
     """
     inside = next((line[3:] for line in _kernel_text(proc).splitlines() if line.startswith("0::")), "")
     parts = [] if ".." in inside else inside.strip("/").split("/")
@@ -110,11 +110,18 @@ def cgroup_folders(proc: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> list
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 
+def allowed_cores() -> list[int]:
+    """Numbers of the logical cores that this process may run on."""
+    import psutil
+
+    process = psutil.Process()  # macOS has no affinity
+    return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
+
+
 def quota_cores() -> float | None:
     """Cores the control group grants, the smallest along the path; None where there is no limit."""
-    words = (_kernel_text(folder / "cpu.max").split() for folder in cgroup_folders())
-    quotas = [int(quota) / int(period) for quota, period in (w for w in words if len(w) == 2) if quota != "max"]
-    return round(min(quotas), 3) if quotas else None
+    matches = (re.fullmatch(r"(\d+) (\d+)", _kernel_text(folder / "cpu.max")) for folder in cgroup_folders())
+    return min((round(int(match[1]) / int(match[2]), 3) for match in matches if match), default=None)
 
 
 def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> tuple[str | None, frozenset[str]]:
@@ -182,8 +189,6 @@ def steps_needed(model: LanguageModel) -> Steps:
             return "later"  # nothing to compare; the run itself will say where NaN comes from
         blocks = apart(_last_rows(model, [ids[:half], ids[half:]], half), whole)
         single = apart(_last_rows(model, [[token] for token in ids], half), whole)
-    except LoadError:
-        raise
     except Exception as error:
         raise LoadError(f"{model.name} cannot be run with transformers' cache: {error}") from error
     agree = blocks < TOLERANCE[exact]
@@ -238,11 +243,8 @@ def _after_going_back(model: LanguageModel, ids: list[int], wrong: list[int], ke
 
 
 def probe_trees(model: TreeModel) -> str:
-    """What is wrong with the trees of `model`; "" where nodes get the logits of their paths, and so does what follows.
-
-    A context too short for the probe is not looked into.
-    """
-    if model.caps.n_ctx < PAST + len(PROBE):
+    """What is wrong with the trees of `model`; "" where nodes, and what follows, get the logits of their paths."""
+    if model.caps.n_ctx < PAST + len(PROBE):  # too short to look
         return ""
     ids = probe_ids(model.vocab.size, PAST + len(PROBE) + 1)
     past, nodes, after = ids[:PAST], ids[PAST:-1], ids[-1:]

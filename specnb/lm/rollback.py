@@ -14,17 +14,6 @@ so going back must be paid for, in bytes, in forwards, or in both (figures: note
 The *border* is where the caller last called `rewind` (of 0 tokens too): speculative decoding rewinds once a round,
 so that what lies before the border is true, and what is fed behind it may be taken back. Every strategy goes back
 any number of tokens; beyond what it kept it feeds the tokens again from the start, which `Cost` counts.
-
-A round of K = 3 behind the border at token 7; the second draft is rejected, so `rewind(2)`:
-
-    fed           7 | 8  9  10  11     newest token and three drafts, one forward
-    right         7 | 8  9
-    crop          entries 10 and 11 are dropped
-    snapshots     the states after 8, 9, 10, 11 lie side by side: the one after 9 is taken
-    replay        the state after 7, and the inputs of 8 to 11: 8 and 9 run through the recurrence again
-    fused         the state after 7: 8 and 9 ride along in the next forward
-    checkpoint    the state after 7: 8 and 9 are fed in a forward of their own
-    recompute     tokens 0 to 9 are fed again
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +34,8 @@ DEPTH, MAX_DEPTH = 32, 256
 """Tokens that recorders reach back over, unless another depth is asked for, and at most."""
 
 SETTLE_AT = 3
-"""Tokens that a fused replay carries along at most. As rows of every round's forward they soon cost more than a forward
-of their own: with a row at r = T(n + 1)/T(1) - T(n)/T(1), after about sqrt(2 / r) of them (3 at r = 0.2)."""
+"""Tokens that a fused replay carries along at most: in every round's forward they soon cost more than one of their own,
+with a row at r = T(n + 1)/T(1) - T(n)/T(1) after about sqrt(2 / r) of them (3 at r = 0.2)."""
 
 
 class Saved(Protocol):
@@ -101,18 +90,14 @@ class Recorder(Protocol):
 
 @dataclass
 class Cost:
-    """What going back has cost since the last reset: calls of `save` and `restore`, then tokens.
-
-    `refed` in forwards of their own, `fused` as rows of a forward that was due anyway, `recomputed` from the start,
-    `taken_back` without any forward.
-    """
+    """What going back has cost since the last reset: calls of `save` and `restore`, then tokens."""
 
     n_saved: int = 0
     n_restored: int = 0
-    refed: int = 0
-    fused: int = 0
-    recomputed: int = 0
-    taken_back: int = 0
+    refed: int = 0  # in forwards of their own
+    fused: int = 0  # as rows of a forward that was due anyway
+    recomputed: int = 0  # from the start
+    taken_back: int = 0  # without any forward
 
 
 class Rollback:
@@ -255,8 +240,7 @@ class Checkpoint(Recompute):
 class FusedReplay(Checkpoint):
     """Restore, and let the accepted tokens ride along: [accepted, correction, new drafts] are ONE forward.
 
-    While drafts keep being rejected the saved state stays and the tokens behind it grow; more than SETTLE_AT of
-    them are fed by themselves once, and a new state is saved.
+    More than SETTLE_AT tokens behind the saved state are fed by themselves once, and a new state is saved.
     """
 
     kind = "fused"
@@ -305,10 +289,9 @@ class Recorded(Checkpoint):
             recorder.stop()
 
     def _cover(self, n: int) -> None:
-        """Save a state that the next `n` tokens would take out of reach.
+        """Save a state that the next `n` tokens would take out of reach: the border, for a block wider than `depth`.
 
-        That is the border, for a block wider than the recorder is deep. After a first forward it is that forward's
-        end, from where single steps go on: the border itself is gone, and behind it everything is fed again.
+        After a first forward it is that forward's end: the border itself is gone, behind it everything is fed again.
         """
         if self._at_border and (self._forwards or n > self._recorder.depth + 1):
             self._save()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from types import MappingProxyType
 from typing import Any
 
 from specnb.errors import VocabularyMismatch
@@ -67,16 +66,10 @@ class Vocabulary:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
-def _alphabet() -> dict[str, int]:
-    """Printable Latin-1 letters stand for themselves, the other bytes for U+0100 and on, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-ALPHABET = MappingProxyType(_alphabet())
-"""The letter of byte-level BPE (GPT-2's) and its byte."""
-BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (b for b in range(256) if b not in _PRINTABLE)
+ALPHABET = {chr(b): b for b in _PRINTABLE} | {chr(0x100 + i): b for i, b in enumerate(_OTHERS)}
+"""The letter of byte-level BPE (GPT-2's) and its byte: printable Latin-1 letters stand for themselves."""
 
 
 def byte_level(piece: str) -> bytes:
@@ -86,7 +79,7 @@ def byte_level(piece: str) -> bytes:
 
 def sentencepiece(piece: str) -> bytes:
     """The bytes of a piece in which U+2581 stands for a space and <0x0A> for a byte."""
-    if BYTE_PIECE.fullmatch(piece):
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
         return bytes([int(piece[3:5], 16)])
     return piece.replace("\u2581", " ").encode()
 
@@ -129,13 +122,10 @@ def require_same(target: Vocabulary, draft: Vocabulary, *, names: Sequence[str] 
 
     Drafted ids are verified as ids, so one shifted id would silently turn acceptance to zero.
     """
-    at = first_difference(target, draft)
-    if at is None:
-        return
-    show = [repr(v.pieces[at]) if at < v.size else "no such id" for v in (target, draft)]
-    raise VocabularyMismatch(
-        f"{names[0]} and {names[1]} disagree on what token id {at} means: {show[0]} against {show[1]} "
-        f"({target.size} and {draft.size} ids, {target.kind} and {draft.kind}). "
-        "Use a drafter with the target's tokenizer, a requantised copy of the target (--drafter self), "
-        "or --drafter lookup, which needs no draft model; load_drafter translates where tokens are shared."
-    )
+    if (at := first_difference(target, draft)) is not None:
+        texts = [repr(v.pieces[at]) if at < v.size else "no such id" for v in (target, draft)]
+        raise VocabularyMismatch(
+            f"{names[0]} and {names[1]} disagree on what token id {at} means: {texts[0]} against {texts[1]} "
+            f"({target.size} and {draft.size} ids, {target.kind} and {draft.kind}). Use a drafter with the target's "
+            "tokenizer, a requantised copy of the target (--drafter self), or --drafter lookup, which needs no model"
+        )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specnb.errors import FetchError, InputError, did_you_mean
-from specnb.fetch import WheelFile, fetched, from_hub, hub_folder, locked, need_space, size_of
+from specnb.fetch import WheelFile, fetched, from_hub, hub_folder, once, size_of
 from specnb.io import cache_dir, digest, file_digest, project_dir
 from specnb.registry import DRAFTERS
 
@@ -134,16 +134,17 @@ def made_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int, made_
     """The file or folder `dest` as `make(path)` writes it; made where it is not there, or made of another source.
 
     A note of the files' digests is written beside it, for `verify`. `n_bytes` must be free on the disk. `made_from`
-    names the source where the name of `dest` does not. Raises FetchError for a disk that is full or not writable, and
-    what `make` raises.
+    names the source where the name of `dest` does not. Raises as `fetch.once`.
     """
     note, partial = dest.with_name(dest.name + NOTE), dest.with_name(f"making-{dest.name}")
-    if _is_made(dest, note, made_from):
-        return dest
-    with locked(dest):
-        if _is_made(dest, note, made_from):
-            return dest
-        need_space(dest.parent, n_bytes)
+
+    def is_there() -> bool:
+        try:
+            return dest.exists() and json.loads(note.read_text(encoding="utf-8"))["made_from"] == made_from
+        except (OSError, ValueError):  # no note, or half of one: the process ended just then
+            return False
+
+    def make_and_note() -> None:
         try:
             _remove(partial)
             make(partial)
@@ -155,14 +156,8 @@ def made_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int, made_
             note.write_text(json.dumps({"made_from": made_from, "files": digests}), encoding="utf-8")
         finally:
             _remove(partial)
-    return dest
 
-
-def _is_made(dest: Path, note: Path, made_from: str) -> bool:
-    try:
-        return dest.exists() and json.loads(note.read_text(encoding="utf-8"))["made_from"] == made_from
-    except (OSError, ValueError):  # no note, or half of one: the process ended just then
-        return False
+    return once(dest, make_and_note, is_there, n_bytes=n_bytes)
 
 
 def _remove(path: Path) -> None:

@@ -1,6 +1,7 @@
 """A busy machine, on a fake clock: who takes the cores, which forwards are slow, and how many threads are left."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -34,40 +35,27 @@ def caps(threads) -> Capabilities:
     return Capabilities("e", "cpu", "f32", 9, 9, "crop", 9, details={"threads": threads})
 
 
-@pytest.mark.parametrize(
-    ("forwards", "slow"),
-    [
-        ([(1, 1.0)] * 20, 0),
-        ([(1, 1.0)] * 18 + [(1, 20.0)] * 2, 2),
-        ([(1, 1.0)] * 9 + [(9, 20.0)] * 9, 0),  # each width has its usual cost
-        ([(1, 1.0)] * 10 + [(1, 20.0)] * 10, 10),
-        ([(0, 1e-9), (0, 1.0), (0, 1.0)], 0),  # a first round that computes nothing
-        ([], 0),
-    ],
-)
-def test_a_forward_of_many_times_the_usual_cost_for_its_width_is_slow(forwards, slow):
-    assert slow_forwards(forwards) == slow
+def test_a_forward_of_many_times_the_usual_cost_for_its_width_is_slow():
+    usual = [(1, 1.0)] * 10
+    for more, slow in (([(1, 20.0)] * 2, 2), ([(9, 20.0)] * 9, 0), ([(1, 20.0)] * 10, 10), ([(0, 1e-9), (0, 1.0)], 0)):
+        assert slow_forwards(usual + more) == slow  # each width has its own cost, and none where nothing is computed
+    assert slow_forwards([]) == 0
 
 
-@pytest.mark.parametrize(
-    ("threads", "others", "slow", "is_busy"),
-    [(4, 0.0, 0, False), (4, 0.2, 0, False), (4, 1.0, 0, True), (2, 1.0, 0, False), (2, 2.5, 0, True), (2, 0, 3, True)],
-)
+CASES = [(4, 0.0, 0, False), (4, 0.2, 0, False), (4, 1.0, 0, True), (2, 1.0, 0, False), (2, 2.5, 0, True)]
+
+
+@pytest.mark.parametrize(("threads", "others", "slow", "is_busy"), [*CASES, (2, 0, 3, True)])
 def test_a_machine_is_busy_where_others_leave_too_few_cores_or_forwards_are_slow(
     machine, threads, others, slow, is_busy
 ):
     machine.others, seen = others, Neighbours()
+    machine.run(busy.LOOK_S / 2)  # too short for the processor's clock
+    assert seen.contention(caps(threads), [])[:2] == (False, None)
     machine.run(10)
     contention = seen.contention(caps(threads), [(1, 1.0)] * (40 - slow) + [(1, 20.0)] * slow)
     assert (contention.busy, contention.other_cores, contention.slow_forwards) == (is_busy, others, slow)
     assert (contention.cores, contention.threads, contention.n_forwards) == (CORES, threads, 40)
-
-
-def test_a_moment_too_short_for_the_processors_clock_is_not_judged_by_it(machine):
-    machine.others, seen = 4.0, Neighbours()
-    machine.run(busy.LOOK_S / 2)
-    contention = seen.contention(caps(4), [])
-    assert not contention.busy and contention.other_cores is None
 
 
 def test_threads_follow_the_free_cores_down_and_up(machine):
@@ -82,22 +70,13 @@ def test_threads_follow_the_free_cores_down_and_up(machine):
     assert history == [3, 3, 2, 1, 1, 2, 3, 3] and applied == [2, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("environment", "loaded", "expected"),
-    [
-        ({}, False, busy.SPIN_COUNT), ({}, True, None), ({"GOMP_SPINCOUNT": "7"}, False, "7"),
-        ({"OMP_WAIT_POLICY": "active"}, False, None),
-    ],
-)  # fmt: skip
-def test_the_spin_count_is_set_where_it_has_an_effect_and_nobody_chose(monkeypatch, environment, loaded, expected):
-    def library(name, mode):
-        if not loaded:
-            raise OSError(name)
-
-    monkeypatch.setattr(os, "environ", dict(environment))
-    monkeypatch.setattr(busy.ctypes, "CDLL", library)
-    shorten_spinning()
-    assert os.environ.get("GOMP_SPINCOUNT") == expected
+def test_the_spin_count_is_set_where_it_has_an_effect_and_nobody_chose(monkeypatch):
+    chosen = {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}
+    for environment, loaded in (({}, False), ({}, True), (chosen[0], False), (chosen[1], False)):
+        monkeypatch.setattr(os, "environ", dict(environment))
+        monkeypatch.setattr(busy.ctypes, "CDLL", lambda _name, mode, loaded=loaded: loaded or Path("/absent").stat())
+        shorten_spinning()
+        assert os.environ == environment | ({} if environment or loaded else {"GOMP_SPINCOUNT": busy.SPIN_COUNT})
 
 
 def test_a_curve_measured_under_load_is_marked(machine, monkeypatch):

@@ -6,25 +6,18 @@ import sys
 import numpy as np
 import pytest
 
-from specnb.errors import CapacityError, InputError, LoadError, MemoryShortError
+from specnb.errors import CapacityError, InputError, MemoryShortError
 from specnb.lm import preflight
 from specnb.lm.gguf.model import GgufModel
 from tests.tiny_models import bert_gguf, llama_gguf, mamba_gguf
 
 IDS = [4, 9, 6, 7, 8, 11, 5, 10]
-CUTS = (0, 4, 24, 100, 1500, 20_000, -1)
+CUTS = (0, 4, 100, 1500, 20_000, -1)
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     return llama_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
-
-
-@pytest.fixture
-def model(file):
-    opened = GgufModel.open(file, threads=1)
-    yield opened
-    opened.close()
 
 
 def in_a_process_of_its_own(*lines: str) -> str:
@@ -37,20 +30,14 @@ def in_a_process_of_its_own(*lines: str) -> str:
     return done.stdout.strip()
 
 
-def test_what_is_no_gguf_file_is_refused(tmp_path):
+def test_what_is_no_gguf_file_and_a_truncated_one_is_refused_wherever_it_ends(file, tmp_path):
+    """In a process of its own: an abort there would be this test's failure, not the end of the suite."""
     for path in (tmp_path / "absent.gguf", tmp_path):
         with pytest.raises(InputError, match=path.name):
             GgufModel.open(path)
-    (tmp_path / "bad.gguf").write_bytes(b"hello, I am text")
-    with pytest.raises(LoadError, match=r"bad\.gguf"):
-        GgufModel.open(tmp_path / "bad.gguf")
-
-
-def test_a_truncated_file_is_refused_wherever_it_ends(file, tmp_path):
-    """In a process of its own: an abort there would be this test's failure, not the end of the suite."""
     data = file.read_bytes()
-    for cut in CUTS:
-        (tmp_path / f"cut{cut}.gguf").write_bytes(data[:cut])
+    for name, content in {**{str(cut): data[:cut] for cut in CUTS}, "text": b"hello, I am text"}.items():
+        (tmp_path / f"cut{name}.gguf").write_bytes(content)
     output = in_a_process_of_its_own(
         "from pathlib import Path",
         f"for path in sorted(Path({str(tmp_path)!r}).glob('cut*.gguf')):",
@@ -67,14 +54,13 @@ def test_a_truncated_file_is_refused_wherever_it_ends(file, tmp_path):
     assert output == "refused"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"n_ctx": -1}, {"threads": -1}, {"fixed_width": 513}, {"gpu_layers": -1}, {"kv": "q4"}, {"threads": 100_000},
-     {"n_ctx": 2**31}, {"rollback": "chekpoint"}, {"rollback_depth": 0}],
-)  # fmt: skip
-def test_a_bad_option_is_refused_with_its_value(file, options):
-    with pytest.raises(InputError, match=str(next(iter(options.values())))):
-        GgufModel.open(file, **options)
+def test_a_bad_option_is_refused_with_its_value(file):
+    for options in (
+        {"n_ctx": -1}, {"threads": -1}, {"fixed_width": 513}, {"gpu_layers": -1}, {"kv": "q4"}, {"threads": 100_000},
+        {"n_ctx": 2**31}, {"rollback": "chekpoint"}, {"rollback_depth": 0},
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=str(*options.values())):
+            GgufModel.open(file, **options)
 
 
 def test_weights_of_all_parts_and_the_context_are_asked_for_before_they_are_made(file, tmp_path, monkeypatch):
@@ -89,16 +75,16 @@ def test_weights_of_all_parts_and_the_context_are_asked_for_before_they_are_made
         GgufModel.open(parts[0])
 
 
-@pytest.mark.parametrize(("kv", "flash"), [("f32", False), ("f32", True), ("f16", False)])
-def test_caches_and_attentions_agree_and_only_float32_claims_exact_widths(file, model, kv, flash):
-    other = GgufModel.open(file, threads=1, kv=kv, flash_attention=flash)
-    rows = other.forward(IDS)
-    assert other.caps.lossless_dtype == (kv == "f32" and not flash)
-    np.testing.assert_allclose(rows, model.forward(IDS), atol=1e-4 if other.caps.lossless_dtype else 0.02)
-    other.close()
+@pytest.mark.parametrize(("kv", "flash"), [("f32", True), ("f16", False)])
+def test_caches_and_attentions_agree_and_only_float32_claims_exact_widths(file, kv, flash):
+    model, other = GgufModel.open(file, threads=1), GgufModel.open(file, threads=1, kv=kv, flash_attention=flash)
+    assert model.caps.lossless_dtype and not other.caps.lossless_dtype
+    np.testing.assert_allclose(other.forward(IDS), model.forward(IDS), atol=0.02)
+    for each in (model, other):
+        each.close()
 
 
-@pytest.mark.parametrize(("n_ctx", "width"), [(4, 3), (4, 40), (30, 6), (30, 40)])
+@pytest.mark.parametrize(("n_ctx", "width"), [(4, 40), (30, 6)])
 def test_a_fixed_width_gives_the_same_bits_up_to_the_end_of_the_context(file, n_ctx, width):
     model = GgufModel.open(file, n_ctx=n_ctx, fixed_width=width, threads=1)
     ids = (IDS * 4)[:n_ctx]
@@ -122,9 +108,6 @@ def test_a_recurrent_model_goes_back_by_what_its_architecture_allows(tmp_path):
     file = mamba_gguf(tmp_path / "mamba.gguf")
     model = GgufModel.open(file, threads=1)
     assert model.caps.rewind == "fused"
-    whole = model.forward(IDS)
-    model.rewind(2)
-    np.testing.assert_allclose(model.forward(IDS[-2:]), whole[-2:], atol=1e-4)
     model.close()
     for options in ({"fixed_width": 4}, {"rollback": "crop"}, {"rollback": "snapshots"}, {"rollback": "replay"}):
         with pytest.raises(InputError):

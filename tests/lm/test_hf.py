@@ -6,7 +6,6 @@ import torch
 
 from specnb.errors import InputError, LoadError
 from specnb.lm.hf import attention as hf_attention
-from specnb.lm.hf.engine import FIRST_ROOM
 from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, torch_model
 
@@ -77,17 +76,13 @@ def test_models_that_would_run_and_be_wrong_are_refused(kind, config, why):
         HfModel(torch_model(kind, **config), None, name=kind)
 
 
-def linear_rows_do_not_depend_on_their_number(dtype: torch.dtype) -> bool:
-    x, w = torch.randn(40, 32).to(dtype), torch.randn(48, 32).to(dtype)
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_reduced_precision_gives_a_token_the_same_bits_at_every_width(kind):
+    x, w = torch.randn(40, 32).bfloat16(), torch.randn(48, 32).bfloat16()
     whole = torch.nn.functional.linear(x, w)
-    return all(torch.equal(torch.nn.functional.linear(x[:n], w), whole[:n]) for n in range(2, 40))
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.bfloat16), ("deepseek_v3", torch.bfloat16)])
-def test_reduced_precision_gives_a_token_the_same_bits_at_every_width(kind, dtype):
-    if not linear_rows_do_not_depend_on_their_number(dtype):
-        pytest.skip(f"torch's {dtype} product on this CPU rounds a row by the number of rows")
-    model = HfModel(torch_model(kind).to(dtype), None, name=kind)
+    if not all(torch.equal(torch.nn.functional.linear(x[:n], w), whole[:n]) for n in range(2, 40)):
+        pytest.skip("torch's bfloat16 product on this CPU rounds a row by the number of rows")
+    model = HfModel(torch_model(kind).bfloat16(), None, name=kind)
     assert model._engine._doubled
     ids = (IDS * 3)[:64]  # up to the last position that the model knows
     single = rows(model, ids, 1)
@@ -98,21 +93,15 @@ def test_reduced_precision_gives_a_token_the_same_bits_at_every_width(kind, dtyp
     np.testing.assert_array_equal(model.forward(ids[24:30]), single[24:30])
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "exact", "attention"),
-    [
-        ("llama", torch.bfloat16, True, hf_attention.NAME),
+def test_rowwise_attention_is_only_for_reduced_precision_and_full_attention():
+    for kind, dtype, exact, attention in (
         ("llama", torch.bfloat16, False, "sdpa"),
         ("llama", torch.float32, True, "sdpa"),
-        ("mistral", torch.bfloat16, True, "sdpa"),
         ("gemma3_text", torch.bfloat16, True, "sdpa"),
         ("bloom", torch.bfloat16, True, "eager"),
-    ],
-)
-def test_rowwise_attention_is_only_for_reduced_precision_and_full_attention(kind, dtype, exact, attention):
-    model = HfModel(torch_model(kind).to(dtype), None, name="m", exact=exact)
-    assert model.network.config._attn_implementation == attention
-    assert model._engine._doubled == (attention == hf_attention.NAME)
+    ):
+        model = HfModel(torch_model(kind).to(dtype), None, name="m", exact=exact)
+        assert model.network.config._attn_implementation == attention and not model._engine._doubled
 
 
 def test_rowwise_attention_computes_what_transformers_does():
@@ -126,37 +115,16 @@ def test_rowwise_attention_computes_what_transformers_does():
         np.testing.assert_allclose(rows(model, IDS, width), expected, atol=1e-6)
 
 
-def test_the_cache_grows_past_its_first_buffer_without_losing_anything():
-    model = HfModel(torch_model("llama", max_position_embeddings=1024), None, name="m")
-    ids = (IDS * 30)[: 2 * FIRST_ROOM + 100]
-    whole = model.forward(ids)
-    for start in (FIRST_ROOM - 3, 2 * FIRST_ROOM - 1):
-        model.reset()
-        model.forward(ids[:start], 0)
-        steps = np.concatenate([model.forward([i]) for i in ids[start : start + 6]])
-        np.testing.assert_allclose(steps, whole[start : start + 6], atol=1e-4)
-
-
-def test_the_module_that_first_gives_nan_is_named():
-    model = HfModel(torch_model("llama"), None, name="m")
-    expected = model.forward(IDS[:5])
-    assert model.locate_nonfinite(IDS) == ""
-    for where in ("model.embed_tokens", "model.layers.1.mlp.up_proj", "lm_head"):
-        weight = model.network.get_submodule(where).weight
-        with torch.no_grad():
-            kept = weight.clone()
-            weight.fill_(float("inf"))
-            assert model.locate_nonfinite(IDS) == where
-            weight.copy_(kept)
-    assert model.n_past == 5  # the state was left alone
-    model.rewind(5)
-    np.testing.assert_array_equal(model.forward(IDS[:5]), expected)
-
-
-def test_a_recurrent_model_with_nan_opens_and_the_run_says_where():
-    net = torch_model("mamba")
+@pytest.mark.parametrize(
+    ("kind", "where"), [("llama", "model.layers.1.mlp.up_proj"), ("mamba", "backbone.layers.1.mixer.out_proj")]
+)
+def test_a_model_with_nan_opens_and_the_run_says_where(kind, where):
+    net, sound = torch_model(kind), HfModel(torch_model(kind), None, name="m")
     with torch.no_grad():
-        net.backbone.layers[1].mixer.out_proj.weight.fill_(float("nan"))
+        net.get_submodule(where).weight.fill_(float("nan"))
     model = HfModel(net, None, name="m")
-    assert np.isnan(model.forward(IDS)).any()
-    assert model.locate_nonfinite(IDS) == "backbone.layers.1.mixer.out_proj"
+    assert np.isnan(model.forward(IDS)).any() and model.locate_nonfinite(IDS) == where
+    expected = sound.forward(IDS[:6])[5:]
+    sound.rewind(1)
+    assert sound.locate_nonfinite(IDS) == ""
+    np.testing.assert_allclose(sound.forward(IDS[5:6]), expected, atol=1e-4)  # the state was left alone

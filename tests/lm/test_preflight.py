@@ -1,7 +1,6 @@
 """Memory is counted before a model is loaded: the numbers are right, and a refusal carries all of them."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -29,17 +28,7 @@ def test_what_does_not_fit_is_refused_with_every_number(monkeypatch):
         require(3 * GIB, GIB, name="draft.gguf")
     for part in ("draft.gguf", "4.25 GiB", "3.00 GiB", "1.00 GiB", "256.0 MiB", "2.00 GiB", "2.25 GiB"):
         assert part in str(caught.value)
-
-
-def test_bytes_are_written_for_people():
-    assert [human_bytes(n) for n in (812, 1024, 256 * MIB, 3 * GIB)] == ["812 B", "1.0 KiB", "256.0 MiB", "3.00 GiB"]
-
-
-def group(folder: Path, **files: object) -> Path:
-    folder.mkdir(parents=True)
-    for name, value in files.items():
-        (folder / f"memory.{name}").write_text(f"{value}\n")
-    return folder
+    assert [human_bytes(n) for n in (812, 1024)] == ["812 B", "1.0 KiB"]
 
 
 GROUPS = {
@@ -55,19 +44,20 @@ GROUPS = {
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_control_group_bounds_free_memory(monkeypatch, tmp_path, name):
     groups, free = GROUPS[name]
-    folders = [group(tmp_path / str(i), **files) for i, files in enumerate(groups)]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * GIB))
-    monkeypatch.setattr(preflight, "cgroup_folders", lambda: folders)
+    monkeypatch.setattr(preflight, "cgroup_folders", lambda: [tmp_path / str(i) for i in range(len(groups))])
+    for i, files in enumerate(groups):
+        (tmp_path / str(i)).mkdir()
+        for file, value in files.items():
+            (tmp_path / str(i) / f"memory.{file}").write_text(f"{value}\n")
     assert free_bytes("cpu") == free
 
 
 def test_vram_is_what_the_driver_has_free_and_torch_holds_unused(monkeypatch):
     cuda = SimpleNamespace(
-        device_count=lambda: 2,
-        mem_get_info=lambda index: ((10 + index) * GIB, 80 * GIB),
-        memory_reserved=lambda index: 3 * GIB,
-        memory_allocated=lambda index: 2 * GIB,
-    )
+        device_count=lambda: 2, mem_get_info=lambda index: ((10 + index) * GIB, 80 * GIB),
+        memory_reserved=lambda index: 3 * GIB, memory_allocated=lambda index: 2 * GIB,
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     assert (free_bytes("cuda:0"), free_bytes("cuda"), free_bytes("cuda:1")) == (11 * GIB, 11 * GIB, 12 * GIB)
     for device in ("cuda:2", "cuda:-1", "tpu", ""):
@@ -89,11 +79,8 @@ def test_control_groups_are_found_innermost_first(tmp_path):
     assert preflight.cgroup_folders(tmp_path / "absent", mount) == [mount]
 
 
-@pytest.mark.parametrize(
-    ("files", "cores"), [({"cpu.max": "150000 100000"}, 1.5), ({"cpu.max": "max 100000"}, None), ({}, None)]
-)
-def test_quota_of_cores(tmp_path, monkeypatch, files, cores):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(preflight, "cgroup_folders", lambda: [tmp_path])
-    assert preflight.quota_cores() == cores
+def test_quota_of_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "cgroup_folders", lambda: [tmp_path, tmp_path / "absent"])
+    for text, cores in (("", None), ("max 100000", None), ("150000 100000\n", 1.5)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert preflight.quota_cores() == cores

@@ -7,17 +7,22 @@ weight on its way into the file shows.
 import json
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specnb.errors import InputError, LoadError
-from specnb.lm.gguf import binding, families
-from specnb.lm.gguf import convert as to_gguf
+from specnb.lm.gguf import binding
 from specnb.lm.gguf import tokenizer as gguf_tokenizer
 from specnb.lm.gguf.convert import write_gguf
 from specnb.lm.gguf.model import GgufModel
+from specnb.lm.hf.files import quiet, vocabulary
 from tests.tiny_hybrids import CORPUS, END, MODELS, QWEN, byte_level, hybrid_folder, save_tokenizer
 
 IDS = np.random.default_rng(0).integers(1, 400, 32).tolist()
@@ -37,23 +42,14 @@ TEXTS = (
 
 
 def split(pattern: str):
-    from tokenizers import Regex, pre_tokenizers
-
     return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    from specnb.lm.hf.files import quiet
-
     base = tmp_path_factory.mktemp("models")
     with quiet():
         return {name: hybrid_folder(base / name, name) for name in MODELS}
-
-
-@pytest.fixture(scope="module")
-def expected(folders) -> dict[str, np.ndarray]:
-    return {name: torch_logits(folder) for name, folder in folders.items()}
 
 
 @pytest.fixture
@@ -63,11 +59,6 @@ def copy(folders, tmp_path):
 
 
 def torch_logits(folder: Path) -> np.ndarray:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from specnb.lm.hf.files import quiet
-
     with quiet(), torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         return model(torch.tensor([IDS])).logits[0].numpy()
@@ -75,12 +66,8 @@ def torch_logits(folder: Path) -> np.ndarray:
 
 def llama_logits(gguf: Path) -> np.ndarray:
     """A batch, then single tokens: llama.cpp has other code for each."""
-    model = GgufModel.open(gguf, threads=1)
-    try:
-        rows = [model.forward(IDS[:BATCH], BATCH), *(model.forward([i]) for i in IDS[BATCH:])]
-        return np.concatenate(rows)
-    finally:
-        model.close()
+    with closing(GgufModel.open(gguf, threads=1)) as model:
+        return np.concatenate([model.forward(IDS[:BATCH]), *(model.forward([i]) for i in IDS[BATCH:])])
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -91,56 +78,12 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     ("name", "dtype", "close"),
     [*((name, "f32", 1e-4) for name in MODELS), ("qwen35-grouped", "f16", 0.02), ("mamba2", "bf16", 0.2)],
 )
-def test_torch_and_llama_compute_the_same_logits(name, dtype, close, folders, expected, tmp_path):
-    gguf = write_gguf(folders[name], tmp_path / "model.gguf", dtype=dtype)
-    rows, spread = llama_logits(gguf), np.ptp(expected[name])
-    assert spread > 4 and distance(rows, expected[name]) < close * spread
-    if dtype == "f32":
-        assert (rows.argmax(1) == expected[name].argmax(1)).all()
-    else:
-        weights = (folders[name] / "model.safetensors").stat().st_size  # in float32
-        assert gguf.stat().st_size < 0.7 * weights and distance(rows, expected[name]) > 0
-
-
-# Faults: each change that the converter makes is needed, and its absence is seen.
-
-
-UNCHANGED = ["attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm", "ssm_a"]
-REORDERED = ["attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a", "ssm_conv1d", "ssm_out"]
-FAULTS = [("qwen35", part) for part in UNCHANGED] + [("qwen35-grouped", part) for part in REORDERED]
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [pytest.param(*fault, marks=() if i in (0, 5, 6, 13) else pytest.mark.slow) for i, fault in enumerate(FAULTS)],
-)
-def test_a_weight_as_it_stands_or_in_its_order_would_be_seen(name, part, monkeypatch, folders, expected, tmp_path):
-    right, tiled = to_gguf._weights, families.tiled
-
-    def in_order(weight):
-        def change(values):
-            with monkeypatch.context() as patch:
-                patch.setattr(families, "tiled", lambda w, *_: w)
-                return weight.change(values)
-
-        return weight._replace(change=change)
-
-    def faulty(*args):
-        broken = in_order if name == "qwen35-grouped" else lambda weight: weight._replace(change=lambda w: w)
-        return [broken(weight) if part in weight.name else weight for weight in right(*args)]
-
-    monkeypatch.setattr(to_gguf, "_weights", faulty)
-    gguf = write_gguf(folders[name], tmp_path / "faulty.gguf", dtype="f32")
-    assert distance(llama_logits(gguf), expected[name]) > 0.05
-    assert families.tiled is tiled
-
-
-def test_tiled_order_interleaves_the_heads_of_each_key():
-    import torch
-
-    assert families.tiled(torch.arange(6), 2, 6).tolist() == [0, 3, 1, 4, 2, 5]
-    assert families.tiled(torch.arange(8), 2, 4, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert families.tiled(torch.arange(6), 3, 3, 2).tolist() == [0, 1, 2, 3, 4, 5]
+def test_torch_and_llama_compute_the_same_logits(name, dtype, close, folders, tmp_path):
+    gguf, expected = write_gguf(folders[name], tmp_path / "model.gguf", dtype=dtype), torch_logits(folders[name])
+    rows, spread = llama_logits(gguf), np.ptp(expected)
+    assert spread > 4 and distance(rows, expected) < close * spread
+    weights = (folders[name] / "model.safetensors").stat().st_size  # in float32
+    assert (gguf.stat().st_size < 0.7 * weights) == (dtype != "f32")
 
 
 # Tokenizers: written by name where llama.cpp has their expression, refused with it elsewhere.
@@ -158,10 +101,6 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_both_engines_read_one_vocabulary_and_split_text_alike(name, copy, tmp_path):
-    from transformers import AutoConfig, AutoTokenizer
-
-    from specnb.lm.hf.files import vocabulary
-
     folder = copy("lfm2")
     save_tokenizer(TOKENIZERS[name](), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -176,38 +115,32 @@ def test_both_engines_read_one_vocabulary_and_split_text_alike(name, copy, tmp_p
             assert binding.tokenize(header, text, special=True) == tokenizer(text).input_ids, text
 
 
-def _refused_tokenizers():
-    from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
-
-    def with_(change, **options):
-        def make():
-            tokenizer = byte_level(**options)
-            change(tokenizer)
-            return tokenizer
-
-        return make
-
-    def template(t):
-        t.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, 0)])
-
-    return {
-        r"|\d": lambda: byte_level([split(r"\p{L}+|\d")]),
-        "Metaspace": with_(lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Metaspace())),
-        "Digits": with_(lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Digits(individual_digits=True))),
-        "add_prefix_space": with_(lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.ByteLevel())),
-        "NFKC": with_(lambda t: setattr(t, "normalizer", normalizers.NFKC())),
-        "ignore_merges": lambda: byte_level(ignore_merges=True),
-        END: lambda: byte_level(all_bytes=False, unk_token=END),
-        "<x>": with_(lambda t: t.add_tokens([AddedToken("<x>", lstrip=True)])),
-        "0]": with_(template),
-        "512": with_(lambda t: t.add_tokens([f"<extra{i}>" for i in range(400)])),
-    }
+def changed(**parts):
+    tokenizer = byte_level()
+    for name, part in parts.items():
+        setattr(tokenizer, name, part) if name != "tokens" else tokenizer.add_tokens(part)
+    return tokenizer
 
 
-@pytest.mark.parametrize("reason", _refused_tokenizers())
+AFTER = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, 0)])
+REFUSED_TOKENIZERS = {
+    r"|\d": lambda: byte_level([split(r"\p{L}+|\d")]),
+    "Metaspace": lambda: changed(pre_tokenizer=pre_tokenizers.Metaspace()),
+    "Digits": lambda: changed(pre_tokenizer=pre_tokenizers.Digits(individual_digits=True)),
+    "add_prefix_space": lambda: changed(pre_tokenizer=pre_tokenizers.ByteLevel()),
+    "NFKC": lambda: changed(normalizer=normalizers.NFKC()),
+    "ignore_merges": lambda: byte_level(ignore_merges=True),
+    END: lambda: byte_level(all_bytes=False, unk_token=END),
+    "<x>": lambda: changed(tokens=[AddedToken("<x>", lstrip=True)]),
+    "0]": lambda: changed(post_processor=AFTER),
+    "512": lambda: changed(tokens=[f"<extra{i}>" for i in range(400)]),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED_TOKENIZERS)
 def test_a_tokenizer_that_llama_would_read_otherwise_is_refused(reason, copy, tmp_path):
     folder = copy("lfm2")
-    save_tokenizer(_refused_tokenizers()[reason](), folder)
+    save_tokenizer(REFUSED_TOKENIZERS[reason](), folder)
     with pytest.raises(InputError, match=re.escape(reason)):
         write_gguf(folder, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
@@ -215,12 +148,9 @@ def test_a_tokenizer_that_llama_would_read_otherwise_is_refused(reason, copy, tm
 
 @pytest.mark.filterwarnings("ignore:.*NFC")
 def test_a_bos_its_template_and_several_end_tokens_arrive_and_none_is_refused(copy, tmp_path):
-    from tokenizers import normalizers, processors
-
     folder = copy("lfm2")
-    tokenizer = byte_level()
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
+    before = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
+    tokenizer = changed(normalizer=normalizers.NFC(), post_processor=before)
     save_tokenizer(tokenizer, folder, chat_template="{{ messages[0].content }}")
     edit(folder / "generation_config.json", eos_token_id=[0, 7])
     with pytest.warns(UserWarning, match="NFC"):
@@ -243,8 +173,6 @@ def edit(path: Path, **changes: object) -> None:
 
 def rewrite(folder: Path, change) -> None:
     """`change` gets the dict of tensors, keeps or alters it."""
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
@@ -280,26 +208,26 @@ def test_a_broken_folder_gets_one_error_that_names_the_value(value, copy, tmp_pa
         write_gguf(folder, tmp_path / "model.gguf")
 
 
-SECTIONS = QWEN["rope_parameters"] | {"mrope_section": [1, 8, 1]}
-REFUSED_QWEN = {
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "gelu",
-    "layer_types": ["linear_attention"] * 4,
-    "rope_parameters": SECTIONS,
-}
-
-
-@pytest.mark.parametrize("field", REFUSED_QWEN)
-def test_a_config_that_llama_computes_otherwise_is_refused(field, copy, tmp_path):
+def test_a_config_that_llama_computes_otherwise_is_refused_and_so_are_bad_arguments(copy, tmp_path):
     folder = copy("qwen35")
-    edit(folder / "config.json", **{field: REFUSED_QWEN[field]})
-    with pytest.raises(InputError, match="mrope_section" if field == "rope_parameters" else field):
-        write_gguf(folder, tmp_path / "model.gguf")
+    config = (folder / "config.json").read_text()
+    for value, changes in {
+        "rms_norm_eps": {"rms_norm_eps": 1e-5},
+        "hidden_act": {"hidden_act": "gelu"},
+        "layer_types": {"layer_types": ["linear_attention"] * 4},
+        "mrope_section": {"rope_parameters": QWEN["rope_parameters"] | {"mrope_section": [1, 8, 1]}},
+    }.items():
+        edit(folder / "config.json", **changes)
+        with pytest.raises(InputError, match=value):
+            write_gguf(folder, tmp_path / "model.gguf")
+        (folder / "config.json").write_text(config)
+    with pytest.raises(InputError, match="fp16"):
+        write_gguf(folder, tmp_path / "x.gguf", dtype="fp16")
+    with pytest.raises(InputError, match="missing"):
+        write_gguf(folder, tmp_path / "missing" / "x.gguf")
 
 
 def test_shards_a_stored_tied_output_and_heads_for_several_tokens_change_nothing(copy, folders, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     folder = copy("qwen35")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -310,10 +238,3 @@ def test_shards_a_stored_tied_output_and_heads_for_several_tokens_change_nothing
     sharded = write_gguf(folder, tmp_path / "qwen35.gguf", dtype="f32")
     whole = write_gguf(folders["qwen35"], tmp_path / "whole.gguf", dtype="f32")
     assert distance(llama_logits(sharded), llama_logits(whole)) == 0
-
-
-def test_bad_arguments_are_refused(folders, tmp_path):
-    with pytest.raises(InputError, match="fp16"):
-        write_gguf(folders["lfm2"], tmp_path / "x.gguf", dtype="fp16")
-    with pytest.raises(InputError, match="missing"):
-        write_gguf(folders["lfm2"], tmp_path / "missing" / "x.gguf")

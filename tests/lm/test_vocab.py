@@ -1,4 +1,4 @@
-"""What a token id means: bytes, not text; and whether two vocabularies mean the same by every id."""
+"""What a token id means, as bytes; whether two vocabularies mean the same; and chats rendered as transformers does."""
 
 import json
 from types import SimpleNamespace
@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from specnb.errors import InputError, VocabularyMismatch
+from specnb.lm.chat import render
 from specnb.lm.hf.files import vocabulary
 from specnb.lm.vocab import Vocabulary, first_difference, require_same
 from tests import tiny_hybrids
 from tests.tiny_hybrids import END
 
-TEXTS = ["naïve 日本語 🙂 hello\n", "  two  spaces\t", "👩‍👩‍👧 é̀ ﷽", "plain"]
 piece_lists = st.lists(st.binary(max_size=3), max_size=6).map(tuple)
 
 
@@ -42,15 +43,6 @@ def test_a_mismatch_names_the_id_and_both_pieces():
     require_same(target, Vocabulary(target.pieces, special=frozenset({0})))
 
 
-def test_characters_cut_into_pieces_are_whole_again_and_a_cut_one_is_marked():
-    smile = "🙂".encode()
-    vocab = Vocabulary((b"a", smile[:1], smile[1:3], smile[3:], b"<s>"), special=frozenset({4}))
-    assert vocab.decode([0, 1, 2, 3]) == "a🙂"
-    assert vocab.decode_bytes([1, 2]) == smile[:3] and vocab.decode([0, 1]) == "a\ufffd"
-    assert vocab.decode([4, 0, 4]) == "a" and vocab.piece(4) == b"" and vocab.pieces[4] == b"<s>"
-    assert vocab.decode([]) == ""
-
-
 @pytest.fixture(scope="module")
 def byte_level():
     """Byte-level BPE with one control token, and `<tool>`, added but not special."""
@@ -72,14 +64,13 @@ def byte_fallback():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
-def test_pieces_spell_the_text_that_was_encoded(request, family, text):
-    tokenizer = request.getfixturevalue(family)
-    vocab = vocabulary(tokenizer, config(len(tokenizer)), None)
-    ids = tokenizer(text).input_ids
-    assert vocab.decode(ids) == text
-    assert any("\ufffd" in vocab.decode([i]) for i in ids) == (not text.isascii())  # some piece is half a character
+def test_pieces_spell_the_text_that_was_encoded(byte_level, byte_fallback):
+    for tokenizer in (byte_level, byte_fallback):
+        vocab = vocabulary(tokenizer, config(len(tokenizer)), None)
+        for text in ("naïve 日本語 🙂 hello\n", "  two  spaces\t", "👩‍👩‍👧 é̀ ﷽", "plain", ""):
+            ids = tokenizer(text).input_ids
+            assert vocab.decode(ids) == text and vocab.raw_bytes(ids).endswith(vocab.decode_bytes(ids))
+            assert any("\ufffd" in vocab.decode([i]) for i in ids) == (not text.isascii())  # half a character
 
 
 def test_special_and_added_tokens_ends_and_kinds(byte_level, byte_fallback):
@@ -99,19 +90,13 @@ def test_rows_of_a_padded_embedding_and_ids_of_a_gap_have_no_text(byte_level, by
     size = len(byte_level)
     padded = vocabulary(byte_level, config(size + 40), None)
     assert padded.size == size + 40 and padded.pieces[size:] == (b"",) * 40
-    assert first_difference(padded, vocabulary(byte_level, config(size), None)) == size
     shorter = vocabulary(byte_level, config(size - 3), None)  # a tokenizer may know more ids than the logits have
-    assert shorter.size == size - 3 and shorter.pieces == padded.pieces[: size - 3]
+    assert shorter.pieces == padded.pieces[: size - 3]
     state = json.loads(byte_fallback.backend_tokenizer.to_str())
     state["model"]["vocab"]["late"] = len(state["model"]["vocab"]) + 10
     gapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
     vocab = vocabulary(gapped, config(280), None)
     assert vocab.pieces[266 + 10] == b"late" and vocab.pieces[266:276] == (b"",) * 10
-
-
-def test_without_a_tokenizer_every_id_still_has_a_name():
-    vocab = vocabulary(None, config(3, eos_token_id=2), None)
-    assert vocab.pieces == (b"<0>", b"<1>", b"<2>") and vocab.eog == {2} and vocab.kind == "none"
 
 
 @pytest.mark.model
@@ -127,3 +112,52 @@ def test_engines_agree_with_and_without_special_tokens(opened):
             model.encode("half a pair \ud800")
     spelt = "<|im_start|>user"
     assert llama.encode(spelt, special=False) == torch.encode(spelt, special=False)
+
+
+# --- chat templates come with downloaded models: they run in a sandbox ---
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>&</b> 日本"}]
+CHATML = (
+    "{% for message in messages %}\n"
+    "    {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' -}}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def with_template(template: str | None, **ids: int) -> Vocabulary:
+    return Vocabulary((b"<s>", b"</s>", b"\xff"), chat_template=template, **ids)
+
+
+def test_messages_become_the_text_that_ends_where_the_answer_begins_and_special_tokens_are_text():
+    asked = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi <b>&</b> 日本<|im_end|>\n"
+    assert render(with_template(CHATML), MESSAGES) == asked + "<|im_start|>assistant\n"
+    assert render(with_template("[{{ bos_token }}|{{ eos_token }}]", bos=2), MESSAGES) == "[\ufffd|]"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        "{%- for m in messages -%}\n  {% if loop.last %}{% break %}{% endif %}\n{{ m.content | trim }}\n{% endfor %}",
+        "{{ eos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 1 %}{% endfor %}{{ ns.n }}",
+        "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% endif %}{{ rest | length }}",
+    ],
+)
+def test_rendering_is_that_of_transformers(template):
+    expected, _ = render_jinja_template(
+        [MESSAGES], chat_template=template, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+    )
+    assert render(with_template(template, bos=0, eos=1), MESSAGES) == expected[0]
+
+
+def test_a_hostile_or_broken_template_is_one_clear_error_and_changes_nothing():
+    before = [dict(message) for message in MESSAGES]
+    for template in (
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}",
+        "{{ messages.append({'role': 'user', 'content': 'more'}) }}", "{% include '/etc/passwd' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('no system role') }}", None,
+    ):  # fmt: skip
+        with pytest.raises(InputError, match="template"):
+            render(with_template(template), MESSAGES)
+    assert before == MESSAGES

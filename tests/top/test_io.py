@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import create_model
 
 from specnb import io
 from specnb.errors import InputError
@@ -39,41 +39,18 @@ class Colour(str, enum.Enum):  # noqa: UP042 - libraries still use this form, wh
     RED = "red"
 
 
-class Params(BaseModel):
-    k: int = 4
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (np.int64(3), 3),
-        ((1, (2,)), [1, [2]]),
-        ({Colour.RED: Colour.RED}, {"red": "red"}),
-        (Params(), {"k": 4}),
-        (datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00+00:00"),
-    ],
-)
-def test_values_have_one_plain_form(value, expected):
-    result = plain(value)
-    assert (result, type(result)) == (expected, type(expected))
-
-
-@pytest.mark.parametrize(
-    ("value", "place"),
-    [
-        ({"a": [1, float("nan")]}, r"value\.a\[1\].*nan"),
-        (np.float32("-inf"), "-inf"),
-        ({"p": Path("x")}, r"value\.p.*PosixPath"),
-        (np.zeros(2), "ndarray"),
-        ({"curve": {1: 2}}, r"value\.curve.* 1 "),
-    ],
-)
-def test_values_that_json_lacks_are_refused_with_their_place(value, place):
-    with pytest.raises(InputError, match=place):
-        plain(value)
-
-
-def test_numbers_that_do_not_exist_become_none_where_that_is_asked_for():
+def test_values_have_one_plain_form_and_those_that_json_lacks_are_refused_with_their_place():
+    for value, expected in (
+        (np.int64(3), 3), ((1, (2,)), [1, [2]]), ({Colour.RED: Colour.RED}, {"red": "red"}),
+        (datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00+00:00"), (create_model("P", k=(int, 4))(), {"k": 4}),
+    ):  # fmt: skip
+        assert (plain(value), type(plain(value))) == (expected, type(expected))
+    for value, place in (
+        ({"a": [1, float("nan")]}, r"value\.a\[1\].*nan"), (np.float32("-inf"), "-inf"), (np.zeros(2), "ndarray"),
+        ({"p": Path("x")}, r"value\.p.*PosixPath"), ({"curve": {1: 2}}, r"value\.curve.* 1 "),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=place):
+            plain(value)
     rows = pd.DataFrame({"rate": [0.5, np.nan], "n": pd.array([1, None], "Int64")}).to_dict(orient="records")
     assert plain(rows, nan=None) == [{"rate": 0.5, "n": 1}, {"rate": None, "n": None}]
 
@@ -121,22 +98,16 @@ def test_a_damaged_memory_of_digests_is_replaced_and_an_unwritable_one_costs_onl
     assert json.loads((own_cache / "digests.json").read_bytes())[str(file)][2] == digest(b"one")
 
 
-def test_what_is_no_readable_file_is_refused_by_name(tmp_path):
-    for bad in (tmp_path / "absent", tmp_path):
+def test_what_is_no_file_or_no_json_object_is_refused_by_name_and_a_file_is_read_up_to_its_limit(tmp_path):
+    file = tmp_path / "some.json"
+    for bad in (file, tmp_path):
         for reader in (file_digest, lambda path: read_bytes(path, 9)):
             with pytest.raises(InputError, match=bad.name):
                 reader(bad)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000])
-def test_what_is_no_json_object_is_refused_by_name(tmp_path, content):
-    (tmp_path / "some.json").write_bytes(content)
-    with pytest.raises(InputError, match=r"some\.json"):
-        read_json(tmp_path / "some.json", 1 << 20)
-
-
-def test_a_file_is_read_up_to_its_limit(tmp_path):
-    file = tmp_path / "some.json"
+    for content in (b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=r"some\.json"):
+            read_json(file, 1 << 20)
     file.write_bytes(b'{"a": 1}')
     assert (read_json(file, 8), read_text(file, 8), read_bytes(file, 8)) == ({"a": 1}, '{"a": 1}', b'{"a": 1}')
     with pytest.raises(InputError, match=r"some\.json.* 7 "):

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from specnb import params
 from specnb.errors import InputError
-from specnb.params import KSweepParams, NotebookParams, Params
+from specnb.params import KSweepParams, NotebookParams
 
 GOOD = KSweepParams().model_dump()
 CLASSES = NotebookParams.__subclasses__()
@@ -16,40 +16,16 @@ def _no_budget_from_outside(monkeypatch):
     monkeypatch.delenv(params.BUDGET, raising=False)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "bad"),
-    [
-        ("ks", [0, 2], "0 = 0"),
-        ("ks", [2, 4, 2], "2 is listed twice"),
-        ("ks", [2.5], "0 = 2.5"),
-        ("ks", [True], "0 = True"),
-        ("temperatures", [-0.1], "0 = -0.1"),
-        ("temperatures", [float("nan")], "0 = nan"),
-        ("max_new_tokens", 1, "= 1:"),
-        ("seed", 2**63, str(2**63)),
-        ("backend", "onnx", "'onnx'"),
-        ("rule", "typical", "temperatures above 0"),
-        ("kss", [2], "kss = [2]"),
-        ("target", ["x" * 100] * 1000, "xxx"),
-    ],
-    ids=lambda x: str(x)[:20],
-)
-def test_a_bad_value_is_one_short_line_with_field_and_value(field, value, bad):
-    with pytest.raises(InputError) as caught:
-        KSweepParams.from_cell(GOOD | {field: value}) if field in GOOD else KSweepParams.checked(**{field: value})
-    message = str(caught.value)
-    assert field in message and bad in message and "\n" not in message and len(message) < 600
-    assert isinstance(caught.value.__cause__, ValidationError)
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_defaults_are_valid_survive_json_and_are_frozen(kind: type[Params]):
-    values = kind.checked()
-    assert (
-        kind.checked(**values.model_dump(mode="json")) == values == kind.model_validate_json(values.model_dump_json())
-    )
-    with pytest.raises(ValidationError, match="frozen"):
-        values.seed = 3
+def test_a_bad_value_is_one_short_line_with_field_and_value():
+    for field, value, bad in (
+        ("ks", [0, 2], "0 = 0"), ("ks", [2, 4, 2], "2 is listed twice"), ("ks", [2.5], "0 = 2.5"),
+        ("ks", [True], "0 = True"), ("temperatures", [-0.1], "0 = -0.1"), ("temperatures", [float("nan")], "0 = nan"),
+        ("max_new_tokens", 1, "= 1:"), ("seed", 2**63, str(2**63)), ("backend", "onnx", "'onnx'"),
+        ("rule", "typical", "temperatures above 0"), ("kss", [2], "kss = [2]"), ("target", ["x" * 100] * 1000, "xxx"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=field) as caught:
+            KSweepParams.from_cell(GOOD | {field: value}) if field in GOOD else KSweepParams.checked(**{field: value})
+        assert bad in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
 def test_a_file_of_prompts_is_read_at_the_door_and_gives_the_categories_unless_some_are_named(tmp_path, monkeypatch):
@@ -72,8 +48,8 @@ def test_a_file_of_prompts_is_read_at_the_door_and_gives_the_categories_unless_s
 def test_ks_are_sorted_whole_temperatures_are_floats_and_the_rest_stays_in_order():
     values = KSweepParams.checked(ks=[8, 1, 4], temperatures=[1, 0], categories=["prose", "code"])
     assert (values.ks, values.temperatures, values.categories) == ([1, 4, 8], [1.0, 0.0], ["prose", "code"])
-    values.ks.append(99)
-    assert KSweepParams().ks == GOOD["ks"]
+    with pytest.raises(ValidationError, match="frozen"):
+        values.seed = 3
 
 
 def test_from_cell_takes_the_fields_leaves_the_rest_and_names_every_missing_one():
@@ -88,12 +64,11 @@ def test_from_cell_takes_the_fields_leaves_the_rest_and_names_every_missing_one(
 @pytest.mark.parametrize("kind", CLASSES)
 def test_sizes_that_are_none_or_absent_follow_the_budget_and_given_ones_stay(kind: type[NotebookParams]):
     none, normal = dict.fromkeys(kind.sizes), kind().model_dump()
+    assert kind.checked(**kind().model_dump(mode="json")) == kind()
     for budget, at in {"quick": 0, "full": 1}.items():
         by_budget = kind.checked(budget=budget, **none)
-        assert by_budget == kind.checked(budget=budget)
-        assert by_budget.model_dump() == normal | {name: size[at] for name, size in kind.sizes.items()} | {
-            "budget": budget
-        }
+        sizes = {name: size[at] for name, size in kind.sizes.items()}
+        assert by_budget == kind.checked(budget=budget) == kind.checked(**normal | sizes | {"budget": budget})
         assert kind.checked(**normal | {"budget": budget}).model_dump() == normal | {"budget": budget}
     assert kind.checked(**none) == kind.checked(**{n: v for n, v in normal.items() if n != "budget"}) == kind()
     for name, (quick, full) in kind.sizes.items():

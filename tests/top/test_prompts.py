@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,66 +33,44 @@ def texts(prompt: Prompt) -> list[str]:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
-    """Writes lines (objects, or raw bytes) to a JSONL file and returns its path."""
+def write(tmp_path):
+    """Write lines (objects, or raw bytes) to a JSONL file and return its path."""
 
-    def _write(*lines: dict[str, Any] | bytes, name: str = "mine.jsonl") -> Path:
+    def write(*lines: dict[str, Any] | bytes, name: str = "mine.jsonl") -> Path:
         raw = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
         (tmp_path / name).write_bytes(b"\n".join(raw))
         return tmp_path / name
 
-    return _write
+    return write
 
 
-@pytest.mark.parametrize(
-    ("line", "value"),
-    [
-        (record(text=None), "text"),
-        (record(messages=[USER]), "text"),
-        (dialogue(USER, ASSISTANT), "assistant"),
-        (dialogue(USER | {"role": "tool"}), "'tool'"),
-        (record(id="../up"), r"'\.\./up'"),
-        (record(category="x" * 10_000), "'xxx"),
-        (record(category="all"), "'all'"),
-        ({"question_id": 1, "category": "qa", "turns": []}, "turns"),
-        (record(txt="x"), "txt"),
-        (record(text="a\ud800b"), "surrogate"),
-        (record(text="é" * (MAX_PROMPT_BYTES // 2) + "x"), str(MAX_PROMPT_BYTES + 1)),
-        (b"{", "JSON"),
-        (b"[1]", "1"),
-        (b'{"id": "a", "category": "code", "text": "x\xe9"}', "UTF-8"),
-        (b"[" * 200_000, "recursion"),
-    ],
-    ids=range(15),
-)
-def test_a_line_that_is_no_prompt_is_refused_with_file_line_and_value(write, line, value):
-    path = write(record(id="fine"), b"\r", line)
-    with pytest.raises(InputError, match=value) as caught:
-        read_jsonl(path)
-    assert str(caught.value).startswith(f"{path}:3: ") and len(str(caught.value)) < 1000
-
-
-def test_order_and_content_are_kept_and_a_byte_order_mark_crlf_and_blank_lines_do_not_count(write):
-    chat = dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"}
-    first, last = (json.dumps(line).encode() for line in (record(id="b", text=" x\n"), chat))
-    read = read_jsonl(write(b"\xef\xbb\xbf" + first + b"\r", b"\r", b"  \r", last))
-    assert [prompt.id for prompt in read] == ["b", "a"] and (read[0].text, read[0].messages) == (" x\n", None)
-    assert [message.role for message in read[1].messages] == ["system", "user"]
+def test_a_line_that_is_no_prompt_is_refused_with_file_line_and_value(write):
+    for line, value in (
+        (record(text=None), "text"), (record(messages=[USER]), "text"), (dialogue(USER, ASSISTANT), "assistant"),
+        (dialogue(USER | {"role": "tool"}), "'tool'"), (record(id="../up"), r"'\.\./up'"), (record(txt="x"), "txt"),
+        (record(category="x" * 10_000), "'xxx"), (record(category="all"), "'all'"), (b"{", "JSON"), (b"[1]", "1"),
+        ({"question_id": 1, "category": "qa", "turns": []}, "turns"), (record(text="a\ud800b"), "surrogate"),
+        (record(text="é" * (MAX_PROMPT_BYTES // 2) + "x"), str(MAX_PROMPT_BYTES + 1)), (b"[" * 200_000, "recursion"),
+        (b'{"id": "a", "category": "code", "text": "x\xe9"}', "UTF-8"), (record(id="fine", text="other"), "'fine'"),
+    ):  # fmt: skip
+        path = write(record(id="fine"), b"\r", line)
+        with pytest.raises(InputError, match=value) as caught:
+            read_jsonl(path)
+        assert str(caught.value).startswith(f"{path}:3: ") and len(str(caught.value)) < 1000
+    for content in (b"\r\n  \n", b" " * (MAX_JSONL_BYTES + 1)):
+        with pytest.raises(InputError, match=r"mine\.jsonl"):
+            read_jsonl(write(content))
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip))
-def test_any_text_comes_back_unchanged_even_with_unicode_line_separators(tmp_path_factory, text):
-    path = tmp_path_factory.getbasetemp() / "any.jsonl"
-    path.write_bytes(json.dumps(record(text=f"\u2028{text}"), ensure_ascii=False).encode())
-    assert read_jsonl(path)[0].text == f"\u2028{text}"
-
-
-@pytest.mark.parametrize("content", [b"\r\n  \n", b" " * (MAX_JSONL_BYTES + 1)], ids=len)
-def test_a_file_without_prompts_too_large_or_with_an_id_twice_is_refused(write, content):
-    with pytest.raises(InputError, match=r"mine\.jsonl"):
-        read_jsonl(write(content))
-    with pytest.raises(InputError, match=r"mine\.jsonl:3: .*'a'"):
-        read_jsonl(write(record(id="a"), record(id="b"), record(id="a", text="other")))
+def test_any_text_and_the_order_are_kept_whatever_separates_lines(tmp_path_factory, text):
+    """A byte order mark, CRLF and blank lines do not count; a line separator of Unicode within a text ends none."""
+    path, chat = tmp_path_factory.getbasetemp() / "any.jsonl", dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"}
+    first = json.dumps(record(id="b", text=f"\u2028{text}"), ensure_ascii=False).encode()
+    path.write_bytes(b"\xef\xbb\xbf" + first + b"\r\n\r\n  \r\n" + json.dumps(chat).encode())
+    read = read_jsonl(path)
+    assert [prompt.id for prompt in read] == ["b", "a"] and read[0].text == f"\u2028{text}"
+    assert [message.role for message in read[1].messages] == ["system", "user"]
 
 
 def test_prompts_come_in_category_order_then_file_order_and_no_file_is_skipped(write, tmp_path, monkeypatch):
@@ -150,8 +127,5 @@ def test_shipped_prompts_are_different_short_and_alternate_so_that_every_chat_te
     for prompt in shipped:
         roles = [message.role for message in prompt.messages or ()]
         assert not roles or roles == ["user", "assistant"] * (len(roles) // 2) + ["user"], prompt.id
-
-
-def test_the_card_names_the_digest_so_that_no_prompt_changes_unnoticed():
     card = (project_dir() / "data" / "prompts" / "README.md").read_text(encoding="utf-8")
     assert f"    {digest(prompts())}\n" in card

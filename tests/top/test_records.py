@@ -1,19 +1,9 @@
-"""Records: what is written can be read back unchanged, and the derived numbers are those worked out by hand."""
-
-from datetime import UTC, datetime
+"""Records: the derived numbers are those worked out by hand."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from specnb.decode.generate import generate
-from specnb.draft.lookup import LookupDrafter
-from specnb.draft.model import ModelDrafter
-from specnb.lm import toy
-from specnb.records import SCHEMA_VERSION, Generation, Round, RunRecord
-
-NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+from specnb.records import Generation, Round
 
 
 def round_(index, committed, *, drafts=(), n_accepted=0, draft_s=0.0, verify_s=1.0, rewind_s=0.0, other_s=0.0):
@@ -57,62 +47,28 @@ def test_ratios_without_a_denominator_are_none():
     assert undrafted.acceptance_rate is None and undrafted.tau == 1 == undrafted.summary(15 / 6).estimated_speedup
 
 
-@pytest.mark.parametrize(
-    ("drafts", "n_accepted", "committed", "n_tested"),
-    [
-        ((), 0, (7,), 0),
-        ((1, 2, 3), 0, (7,), 1),
-        ((1, 2, 3), 2, (1, 2, 7), 3),
-        ((1, 2, 3), 3, (1, 2, 3, 7), 3),
+def test_positions_of_a_chain():
+    for drafts, n_accepted, committed, n_tested in (
+        ((), 0, (7,), 0), ((1, 2, 3), 0, (7,), 1), ((1, 2, 3), 2, (1, 2, 7), 3), ((1, 2, 3), 3, (1, 2, 3, 7), 3),
         ((1, 2, 3), 2, (1, 2), 2),  # ended with its second draft
-    ],
-)
-def test_positions_of_a_chain(drafts, n_accepted, committed, n_tested):
-    chain = round_(0, committed, drafts=drafts, n_accepted=n_accepted)
-    for same in (chain, chain._replace(parents=tuple(range(-1, len(drafts) - 1)))):
-        assert same.n_tested == n_tested and same.accepted_nodes == tuple(range(n_accepted))
+    ):  # fmt: skip
+        chain = round_(0, committed, drafts=drafts, n_accepted=n_accepted)
+        for same in (chain, chain._replace(parents=tuple(range(-1, len(drafts) - 1)))):
+            assert same.n_tested == n_tested and same.accepted_nodes == tuple(range(n_accepted))
 
 
-@pytest.mark.parametrize(
-    ("committed", "n_accepted", "nodes", "n_tested"),
-    [
-        ((9,), 0, (), 1),
-        ((2, 9), 1, (1,), 1),  # node 1 has no drafts behind it: none was rejected
-        ((1, 9), 1, (0,), 2),
-        ((1, 4, 9), 2, (0, 3), 2),
-        ((1, 2, 5, 9), 3, (0, 2, 4), 3),
-        ((1, 2), 2, (0, 2), 2),  # ended with a draft
-    ],
-)
-def test_positions_of_a_tree(committed, n_accepted, nodes, n_tested):
+def test_positions_of_a_tree():
     """Token 2 stands in two places; which of them was kept, the tokens before it say."""
-    made = round_(0, committed, drafts=(1, 2, 2, 4, 5), n_accepted=n_accepted)._replace(parents=(-1, -1, 0, 0, 2))
-    assert made.accepted_nodes == nodes and made.n_tested == n_tested
+    for committed, n_accepted, nodes, n_tested in (
+        ((9,), 0, (), 1), ((1, 9), 1, (0,), 2), ((1, 4, 9), 2, (0, 3), 2), ((1, 2, 5, 9), 3, (0, 2, 4), 3),
+        ((2, 9), 1, (1,), 1),  # node 1 has no drafts behind it: none was rejected
+        ((1, 2), 2, (0, 2), 2),  # ended with a draft
+    ):  # fmt: skip
+        tree = round_(0, committed, drafts=(1, 2, 2, 4, 5), n_accepted=n_accepted)._replace(parents=(-1, -1, 0, 0, 2))
+        assert tree.accepted_nodes == nodes and tree.n_tested == n_tested
 
 
-def test_a_round_of_before_there_were_trees_is_a_chain():
-    old = DONE.model_dump(mode="json")
-    old["rounds"] = [r[:12] for r in old["rounds"]]
-    assert Generation.model_validate(old) == DONE
-
-
-@pytest.mark.parametrize("tokens", [DONE.token_ids[:-1], (*DONE.token_ids[:-1], 6)])
-def test_rounds_must_make_the_tokens(tokens):
-    with pytest.raises(ValidationError, match=f"token_ids holds {len(tokens)} others"):
-        Generation(**(DONE.model_dump() | {"token_ids": tokens}))
-
-
-@given(seed=st.integers(0, 99), k=st.integers(0, 5), n=st.integers(0, 20), temperature=st.sampled_from([0.0, 1.0]))
-def test_a_run_of_whatever_is_generated_survives_json(seed, k, n, temperature):
-    target = toy.markov(5, order=2, seed=seed, eog=frozenset({4}))
-    drafters = (LookupDrafter(), ModelDrafter(toy.markov(5, seed=seed)))
-    settings = {"k": k, "max_new_tokens": n, "temperature": temperature, "seed": seed}
-    run = RunRecord(
-        run_id="r", experiment="e", params={"ks": [1, 2]}, provenance={"git": None}, started=NOW, ended=NOW,
-        generations=[generate(target, [0, 1], drafter=drafter, **settings) for drafter in drafters],
-        measurements={"c": 0.25, "forks": []}, status="failed", error="KeyError: 'x'",
-    )  # fmt: skip
-    back = RunRecord.model_validate_json(run.model_dump_json())
-    assert back == run == RunRecord.model_validate(run.model_dump(mode="json"))
-    assert back.schema_version == SCHEMA_VERSION and back.started == NOW
-    assert all(isinstance(r, Round) for g in back.generations for r in g.rounds)
+def test_rounds_must_make_the_tokens():
+    for tokens in (DONE.token_ids[:-1], (*DONE.token_ids[:-1], 6)):
+        with pytest.raises(ValidationError, match=f"token_ids holds {len(tokens)} others"):
+            Generation(**(DONE.model_dump() | {"token_ids": tokens}))

@@ -204,10 +204,9 @@ def unspellable(vocab: Vocabulary, text: str) -> str | None:
 
 
 def requantize(source: Path, dest: Path, type_name: str) -> None:
-    """Write a copy of the GGUF `source` to `dest` with weights of `type_name` (see FILE_TYPES).
+    """Write a copy of the GGUF `source` to `dest` with weights of `type_name` (see FILE_TYPES). Raises LoadError.
 
-    Going down from an already quantised file adds its error to the new one's: a draft or a reference made this
-    way differs from one made from the original weights. Raises LoadError.
+    Going down from a quantised file adds its error to the new one's.
     """
     lib = library()
     params = lib.api.llama_model_quantize_default_params()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specnb.errors import InputError, SpecnbError, did_you_mean
-from specnb.io import cache_dir, digest, file_digest, read_json
+from specnb.errors import InputError, did_you_mean
+from specnb.io import cache_dir, digest, file_digest, read_json, writing
 from specnb.lm.gguf.binding import FILE_TYPES
 from specnb.lm.gguf.families import FAMILIES, Change, Family, Key
 from specnb.lm.gguf.tokenizer import tokenizer_keys
@@ -27,12 +27,8 @@ CONVERSION = 1
 """Part of the file's name: raise it when the conversion changes, and older files are made again."""
 
 READ = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "*.safetensors",
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+    *("chat_template.jinja", "*.safetensors"),
 )
 
 
@@ -61,12 +57,9 @@ def converted(folder: Path, dtype: str) -> Path:
 def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     """Write the model in `folder` (config.json, safetensors, tokenizer) to the GGUF file `dest`; returns `dest`.
 
-    `dtype` of the matrices: "f16", "f32" or "bf16"; vectors and convolutions stay float32.
-
-    Raises InputError for an unknown dtype; a `model_type` other than FAMILIES or a config that llama.cpp computes
-    otherwise; missing, left over or misshapen tensors; values that are not finite, or not in 16 bits; a tokenizer
-    that llama.cpp splits otherwise (see `tokenizer_keys`); a `dest` that cannot be written. Raises LoadError for
-    files that transformers or safetensors cannot read.
+    `dtype` of the matrices: "f16", "f32" or "bf16"; vectors and convolutions stay float32. Raises InputError for a
+    model, config, weights or tokenizer that llama.cpp would compute otherwise, or that are not whole, and for a `dest`
+    that cannot be written; LoadError for files that transformers or safetensors cannot read.
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}: {did_you_mean(str(dtype), DTYPES)}known are {', '.join(DTYPES)}")
@@ -74,11 +67,8 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
         family, weights, keys = _describe(folder)
         where = _located(folder, family, weights)
         general = {"general.name": folder.resolve().name, "general.file_type": FILE_TYPES[dtype]}
-        _write(dest, family.arch, general | keys, weights, dtype, where)
-    except SpecnbError:
-        raise
-    except OSError as error:
-        raise InputError(f"cannot convert {folder}: {error}") from error
+        with writing(dest):
+            _write(dest, family.arch, general | keys, weights, dtype, where)
     except Exception as error:  # broken files make safetensors, tokenizers and transformers raise nearly any class
         from specnb.lm.hf.files import load_error
 

@@ -10,6 +10,7 @@ Where transformers and llama.cpp disagree on the meaning of a weight:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specnb.errors import InputError
@@ -22,10 +23,6 @@ Key = bool | int | float | str | Sequence[bool] | Sequence[int] | Sequence[str]
 Change = Callable[["Tensor"], "Tensor"]
 
 LINEAR, CONV, FULL = "linear_attention", "conv", "full_attention"
-MAMBA2_CONTEXT = 2**20
-"""Mamba has no positions and its config no limit; llama.cpp wants a number, and its own converter writes this one."""
-DEFAULT_SECTIONS = [11, 11, 10]
-"""What transformers takes for `mrope_section` where a config gives none."""
 
 
 class Family(NamedTuple):
@@ -60,7 +57,7 @@ def _qwen35(config: "PretrainedConfig") -> dict[str, Key]:
     rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 0.25))
     # In text the three positions are equal, and their sections change nothing in transformers. llama.cpp gives a
     # frequency that no section covers position 0.
-    sections = config.rope_parameters.get("mrope_section", DEFAULT_SECTIONS)
+    sections = config.rope_parameters.get("mrope_section", [11, 11, 10])  # as in transformers
     if any(i >= 3 * sections[i % 3] for i in range(min(rotated // 2, sum(sections)))):
         raise _refusal("mrope_section", sections, "llama.cpp would not turn a frequency that no section covers")
     return _qwen_keys(config) | {
@@ -78,12 +75,7 @@ def _qwen35(config: "PretrainedConfig") -> dict[str, Key]:
 
 def _qwen35_changes(config: "PretrainedConfig") -> dict[str, Change]:
     n_keys, n_values, state = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim
-
-    def by_head(w: "Tensor") -> "Tensor":
-        return tiled(w, n_keys, n_values)
-
-    def by_value(w: "Tensor") -> "Tensor":
-        return tiled(w, n_keys, n_values, state)
+    by_head, by_value = (partial(tiled, n_keys=n_keys, n_values=n_values, width=width) for width in (1, state))
 
     def after_keys(w: "Tensor") -> "Tensor":
         import torch
@@ -137,12 +129,10 @@ def _lfm2(config: "PretrainedConfig") -> dict[str, Key]:
 
 def _lfm2_width(config: "PretrainedConfig") -> int:
     """The width that transformers builds: a config may ask for two thirds of `intermediate_size`, rounded up."""
-    width = config.intermediate_size
+    width, factor, multiple = config.intermediate_size, config.block_ffn_dim_multiplier, config.block_multiple_of
     if config.block_auto_adjust_ff_dim:
         width = int(2 * width / 3)
-        if config.block_ffn_dim_multiplier is not None:
-            multiple = config.block_multiple_of
-            width = -(-int(config.block_ffn_dim_multiplier * width) // multiple) * multiple
+        width = width if factor is None else -(-int(factor * width) // multiple) * multiple
     return width
 
 
@@ -150,7 +140,7 @@ def _mamba2(config: "PretrainedConfig") -> dict[str, Key]:
     _require(config, hidden_act="silu", use_bias=False, use_conv_bias=True, time_step_limit=(0.0, float("inf")))
     return {
         "block_count": config.num_hidden_layers,
-        "context_length": MAMBA2_CONTEXT,
+        "context_length": 2**20,  # Mamba has no positions; llama.cpp's own converter writes this one
         "embedding_length": config.hidden_size,
         "feed_forward_length": 0,  # unused, but asked for
         "attention.head_count": 0,

@@ -59,9 +59,9 @@ def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, data)
+    except InputError:
+        raise
     except (OSError, ValueError) as error:  # mmap: an empty file
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"cannot read {path}: {error}") from error
 
 

@@ -23,7 +23,7 @@ from specnb.lm.base import Capabilities
 from specnb.lm.busy import ThreadPace, available_cores
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES
-from specnb.lm.preflight import kv_bytes, require
+from specnb.lm.preflight import DEFAULT_N_CTX, kv_bytes, require
 from specnb.lm.rollback import AUTO, GoesBack, Recompute, Rollback, check_options, choose
 
 if TYPE_CHECKING:
@@ -34,10 +34,8 @@ DEPTH = 16
 
 PREFERRED = ("snapshots", "fused", "checkpoint", "recompute")
 
-DEFAULT_N_CTX = 4096
 LIMITS = {"n_ctx": 2**31 - 1024, "threads": 512, "gpu_layers": 2**31 - 1, "fixed_width": binding.MAX_BATCH}
 """Of the options: positions and layers are 32-bit integers in llama.cpp, and far more threads crash it."""
-
 
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""
@@ -89,15 +87,13 @@ class GgufModel(GoesBack):
         """Open a GGUF file; `watch` is shown what is computed.
 
         `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available, fewer
-        while other processes take some, but not with flash attention, whose bits depend on the number);
-        `kv` type of the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `gpu_layers` layers on a GPU,
-        whose memory llama.cpp judges; `fixed_width` pads every shorter forward to that many tokens, so that all run
-        the same kernels and plain decoding equals verification bit for bit, at the price of T(fixed_width) a plain
-        step (0: off); `rollback` how the state of a recurrent model goes back (crop, snapshots, fused, checkpoint,
-        recompute; "auto": the first that a probe finds exact), and `rollback_depth` how many tokens of it llama.cpp
-        keeps snapshots of.
-
-        Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
+        while other processes take some, but not with flash attention, whose bits depend on the number); `kv` type of
+        the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `gpu_layers` layers on a GPU, whose memory
+        llama.cpp judges; `fixed_width` pads every shorter forward to that many tokens, so that plain decoding equals
+        verification bit for bit, at the price of T(fixed_width) a plain step (0: off); `rollback` how a recurrent
+        state goes back (crop, snapshots, fused, checkpoint, recompute; "auto": the first that a probe finds exact),
+        `rollback_depth` how many tokens llama.cpp keeps snapshots of. Raises InputError (bad option), LoadError (not
+        a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
         if not path.is_file():
@@ -117,7 +113,8 @@ class GgufModel(GoesBack):
         with ExitStack() as undo:
             model = binding.open_model(path, gpu_layers)
             undo.callback(api.llama_model_free, model)
-            dtype = weight_type(model)
+            number = binding.metadata(model, "general.file_type") or "?"
+            dtype = {str(v): k for k, v in binding.FILE_TYPES.items()}.get(number, f"ftype{number}")
             kv = kv or ("f32" if dtype == "f32" else "f16")
             n_ctx = n_ctx or min(api.llama_model_n_ctx_train(model), DEFAULT_N_CTX)
             # padding lies beyond the context that the caller sees, so that the last forward is padded too
@@ -178,8 +175,7 @@ class GgufModel(GoesBack):
         self._engine = self._context = self._model = None
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
-        """llama.cpp shows no intermediate values here: always ""."""
-        return ""
+        return ""  # llama.cpp shows no intermediate values here
 
 
 def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
@@ -208,12 +204,6 @@ def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
     return min(depth, max(0, n_ubatch - 2))  # else a GGML_ASSERT ends the process
 
 
-def weight_type(model: object) -> str:
-    """The weight type as the header states it, by its name in FILE_TYPES."""
-    number = binding.metadata(model, "general.file_type") or "?"
-    return {str(v): k for k, v in binding.FILE_TYPES.items()}.get(number, f"ftype{number}")
-
-
 def is_recurrent(model: object) -> bool:
     """Whether some layers keep a recurrent state."""
     api = binding.library().api
@@ -228,20 +218,15 @@ def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
     sizes = [binding.metadata(model, f"{arch}.ssm.{key}") for key in ("inner_size", "state_size")]
     size = (1 + planes) * n_layers * math.prod(int(size) for size in sizes) * 4 if all(sizes) else 0
     heads, kv_heads = api.llama_model_n_head(model), api.llama_model_n_head_kv(model)
-    if heads < 1 or kv_heads < 1:
-        return size
-    return size + kv_bytes(n_layers, kv_heads, api.llama_model_n_embd(model) // heads, n_ctx, KV_TYPES[kv][1])
+    return size + kv_bytes(n_layers, kv_heads, api.llama_model_n_embd(model) // max(heads, 1), n_ctx, KV_TYPES[kv][1])
 
 
 class SavedBlob(NamedTuple):
     """The recurrent part after `n_tokens` tokens, as llama.cpp writes it out."""
 
     n_tokens: int
+    nbytes: int
     data: ctypes.Array
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
 
 
 class LlamaEngine:
@@ -264,7 +249,12 @@ class LlamaEngine:
         self.pace: ThreadPace | None = None
         room = max(width, fixed_width)
         self.batch = self._api.llama_batch_init(room, 0, 1)
-        self._fields = _batch_views(self.batch, room)
+        np.ctypeslib.as_array(self.batch.n_seq_id, shape=(room,))[:] = 1
+        for i in range(room):
+            self.batch.seq_id[i][0] = ctypes.c_int32(0)
+        fields = self.batch.token, self.batch.pos, self.batch.logits
+        # numpy views: filling them costs 1 us, element-wise 8 us
+        self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
 
     def close(self) -> None:
         """Refuse everything from now on: llama.cpp would end the process on a freed context."""
@@ -343,7 +333,7 @@ class LlamaEngine:
         data = (ctypes.c_uint8 * size)()
         if self._api.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL_ONLY) != size:
             raise EngineError(f"llama.cpp could not save the recurrent state of {self.name} ({size} bytes)")
-        return SavedBlob(self.held, data)
+        return SavedBlob(self.held, size, data)
 
     def restore(self, saved: SavedBlob) -> None:
         self._require_open()
@@ -365,10 +355,9 @@ class LlamaEngine:
 class PlaneRecorder:
     """llama.cpp's own snapshots: `n_rs_seq` planes with the state after each of a decode's last tokens.
 
-    llama.cpp takes back up to `n_rs_seq` tokens, but has planes only of the last decode, and uses them up: to more
-    than `last decode - 1` tokens, to a second call, or to one after a state was loaded it says True, and the next
-    logits are wrong (0.3.36; tests/laws/test_rollback_llama.py). So `reach` is what really can be taken back.
-    It records always, so that there is nothing to begin, to stop or to undo.
+    It has planes only of the last decode, and uses them up: to more than `last decode - 1` tokens, to a second call,
+    or to one after a state was loaded it says True, and the next logits are wrong (0.3.36). So `reach` is what really
+    can be taken back. It records always: there is nothing to begin, to stop or to undo.
     """
 
     spans_forwards = False
@@ -398,11 +387,3 @@ class PlaneRecorder:
     def stop(self) -> None: ...
 
     def uninstall(self) -> None: ...
-
-
-def _batch_views(batch: object, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """numpy views of the batch's token, position and logits fields; filling them costs 1 us, element-wise 8 us."""
-    np.ctypeslib.as_array(batch.n_seq_id, shape=(size,))[:] = 1
-    for i in range(size):
-        batch.seq_id[i][0] = ctypes.c_int32(0)
-    return tuple(np.ctypeslib.as_array(field, shape=(size,)) for field in (batch.token, batch.pos, batch.logits))

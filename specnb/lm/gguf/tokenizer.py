@@ -41,14 +41,12 @@ END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> dict[str, Key]:
-    """The `tokenizer.*` keys for the `vocab.size` ids of the model's logits.
+    """The `tokenizer.*` keys for the `vocab.size` ids of the model's logits; ids without a token are unused.
 
-    `vocab` is the same tokenizer as specnb's torch engine reads it (special ids, end tokens, chat template). Ids
-    without a token are written as unused. A normalization to NFC (Qwen's) is left out with a warning: texts that
-    are in NFC, nearly all, are split alike. Raises InputError for what llama.cpp would tokenize otherwise: another
-    model than byte-level BPE, an unknown pre-tokenizer (with its expression), another normalizer, added tokens that
-    eat spaces, tokens around a text other than BOS; for more than three end tokens; for none, since llama.cpp would
-    take id 11 for it.
+    `vocab` is the same tokenizer as specnb's torch engine reads it (special ids, end tokens, chat template). A
+    normalization to NFC (Qwen's) is left out with a warning: texts in NFC, nearly all, are split alike. Raises
+    InputError for what llama.cpp would tokenize otherwise, and unless there are one to three end tokens: for none
+    it would take id 11.
     """
     if not tokenizer.is_fast:
         raise _refusal(type(tokenizer).__name__, "only tokenizers with a tokenizer.json are written")
@@ -102,19 +100,16 @@ def _pre_type(state: dict[str, Any]) -> str:
 
 
 def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if step is None:
-        return []
-    return [part for inner in step["pretokenizers"] for part in _flat(inner)] if step["type"] == "Sequence" else [step]
+    inner = (step or {"pretokenizers": []}).get("pretokenizers")
+    return [step] if inner is None else [part for each in inner for part in _flat(each)]
 
 
 def _check(state: dict[str, Any], pre: str) -> None:
     """Refuse a normalizer and a model that llama.cpp computes otherwise."""
     normalizer, model = state["normalizer"], state["model"]
     if normalizer == {"type": "NFC"}:
-        warnings.warn(
-            "this tokenizer normalizes text to NFC, llama.cpp does not: give both engines texts in NFC, or token ids",
-            stacklevel=4,
-        )
+        why = "this tokenizer normalizes text to NFC, llama.cpp does not"
+        warnings.warn(f"{why}: give both engines texts in NFC, or token ids", stacklevel=4)
     elif normalizer is not None:
         raise _refusal(normalizer, "llama.cpp does not normalize text")
     if model["type"] != "BPE":

@@ -69,11 +69,8 @@ def rowwise_attention(
 
 
 def _once(mask: torch.Tensor, name: object, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What `make` makes of the mask of a forward, which all layers are handed: the first makes it for the others.
-
-    It is kept on the mask itself, and so no longer than that lives.
-    """
-    cached = mask.__dict__.setdefault("specnb_made", {})
+    """What `make` makes of the mask of a forward, made by its first layer and kept on the mask for the others."""
+    cached = mask.__dict__.setdefault("specnb", {})
     if name not in cached:
         cached[name] = make(mask)
     return cached[name]
@@ -134,14 +131,12 @@ def _rows_against(
     length: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attention of `query (1, heads, n, dim)` over the first `length` keys: `(1, n, heads, dim)`.
+    """Attention of `query (1, heads, n, dim)`, `tokens` of the block, over the first `length` keys.
 
-    The `n` queries are those `tokens` of the block whose mask `(block, at least length)` is.
-
-    The heads that share keys and values become rows of one query, so nothing is repeated in memory, and as many
-    tokens as fit fill its ROWS; what is left stays zero. Rows in other numbers than whole eights would round
-    otherwise: the kernel's scratch buffers lie one behind the other, a thread each, and its sums depend on their
-    alignment.
+    `mask` is `(block, at least length)`; returns `(1, n, heads, dim)`. The heads that share keys and values become
+    rows of one query, so nothing is repeated in memory; as many tokens as fit fill its ROWS, what is left stays zero.
+    Rows in other numbers than whole eights would round otherwise: the kernel's sums depend on the alignment of its
+    scratch buffers, which lie one behind the other, a thread each.
     """
     _, heads, n, dim = query.shape
     kv_heads = key.shape[1]
@@ -208,14 +203,13 @@ def attends_to_all(config: PreTrainedConfig) -> bool:
 
 
 def use_rowwise(model: PreTrainedModel) -> bool:
-    """Switch `model` to row-wise attention where that makes widths agree; says whether it did.
+    """Switch `model` to row-wise attention, in reduced precision on a CPU, where all layers attend to the whole past.
 
-    Only for reduced precision on a CPU, and for models whose layers all attend to the whole past.
+    Return whether it was done.
     """
-    parameter = next(model.parameters())
     config = model.config.get_text_config(decoder=True)
     plain = attends_to_all(config) and config._attn_implementation == "sdpa"
-    if parameter.dtype == torch.float32 or parameter.device.type != "cpu" or not plain:
+    if model.dtype == torch.float32 or model.device.type != "cpu" or not plain:
         return False
     # both registries take the same function again without harm
     AttentionInterface.register(NAME, rowwise_attention)
@@ -225,10 +219,8 @@ def use_rowwise(model: PreTrainedModel) -> bool:
 
 
 def tree_mask(tree: Tree, held: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What is added to the scores of `tree`'s nodes behind `held` tokens, `(1, 1, T, held + T)`: 0 or -inf.
-
-    Never boolean: eager attention would add False and True as 0 and 1, and say nothing.
-    """
+    """What is added to the scores of `tree`'s nodes behind `held` tokens, `(1, 1, T, held + T)`: 0 or -inf."""
+    # never boolean: eager attention would add False and True as 0 and 1, and say nothing
     hidden = np.pad(~tree.seen, ((0, 0), (held, 0)))  # the whole past is seen
     return _minus_infinity(torch.from_numpy(hidden), dtype)[None, None].to(device)
 

@@ -24,7 +24,6 @@ from specnb.lm.tree import Tree
 States = dict[int, torch.Tensor | None]
 PREFILL_WIDTH = 512
 FIRST_ROOM = 256
-ARGUMENTS = ("past_key_values", "cache_params")
 
 
 class KeptPastLayer(DynamicLayer):
@@ -121,17 +120,11 @@ class SavedState:
         tensors = (t for conv, states in self.layers.values() for t in (*conv.values(), *states.values()))
         return sum(t.nbytes for t in tensors if t is not None)
 
-    @classmethod
-    def of(cls, cache: Cache, n_tokens: int) -> "SavedState":
-        layers = {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in recurrent_layers(cache)}
-        return cls(n_tokens, layers)
-
     def put_back(self, cache: Cache) -> None:
         """Overwrite the recurrent states of `cache`, which must have been written since. Attention is not touched."""
         for index, (conv, states) in self.layers.items():
             layer = cache.layers[index]
-            layer.conv_states = _copies(conv)
-            layer.recurrent_states = _copies(states)
+            layer.conv_states, layer.recurrent_states = _copies(conv), _copies(states)
 
 
 def _copies(states: States) -> States:
@@ -139,20 +132,12 @@ def _copies(states: States) -> States:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Name of the forward's argument that takes the cache.
-
-    Raises LoadError for models that keep their state otherwise.
-    """
+    """Name of the forward's argument that takes the cache. LoadError for models that keep their state otherwise."""
     known = inspect.signature(model.forward).parameters
-    name = next((name for name in ARGUMENTS if name in known), None)
-    if name is None:
-        raise LoadError(f"{type(model).__name__} takes no cache ({' or '.join(ARGUMENTS)}): it cannot be run here")
-    return name
-
-
-def doubtful(model: PreTrainedModel) -> bool:
-    """Whether `preflight.steps_needed` should look: recurrent models, and configs that may mean an encoder."""
-    return bool(getattr(model, "_is_stateful", False)) or getattr(model.config, "is_decoder", True) is False
+    for name in ("past_key_values", "cache_params"):
+        if name in known:
+            return name
+    raise LoadError(f"{type(model).__name__} takes no cache (past_key_values, cache_params): it cannot be run here")
 
 
 class TorchEngine:
@@ -183,17 +168,11 @@ class TorchEngine:
         self.n_feeds += 1
         if self.steps != "blocks":
             return self._feed_singly(ids, rows)
-        head, tail = ids[: len(ids) - rows], ids[len(ids) - rows :]
-        for start in range(0, len(head), PREFILL_WIDTH):
-            # ids that need no logits go first and in pieces; the last piece joins the tail when both are short
-            piece = head[start : start + PREFILL_WIDTH]
-            if rows and start + PREFILL_WIDTH >= len(head) and len(piece) + rows <= PREFILL_WIDTH:
-                tail = [*piece, *tail]
-                break
-            self._step(piece, 1)
-        if not rows:
-            return self._no_rows
-        return self._step(tail, rows)[0].float().cpu().numpy()
+        end = max(0, len(ids) - max(rows, PREFILL_WIDTH))  # ids before it need no logits, and go in pieces
+        for start in range(0, end, PREFILL_WIDTH):
+            self._step(ids[start : min(start + PREFILL_WIDTH, end)], 1)
+        logits = self._step(ids[end:], max(1, rows))[0]
+        return logits.float().cpu().numpy() if rows else self._no_rows
 
     @torch.inference_mode()
     def feed_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
@@ -213,9 +192,10 @@ class TorchEngine:
     def _feed_singly(self, ids: Sequence[int], rows: int) -> np.ndarray:
         """Token by token; but a first block that sees no state may be wide, unless blocks compute otherwise."""
         if not self.held and self.steps == "later":
-            return self._step(ids, max(1, rows))[0, max(1, rows) - rows :].float().cpu().numpy()
-        kept = [self._step([token], 1)[0] for token in ids][len(ids) - rows :]
-        return torch.cat(kept).float().cpu().numpy() if kept else self._no_rows
+            kept = self._step(ids, max(1, rows))[0]
+        else:
+            kept = torch.cat([self._step([token], 1)[0] for token in ids][len(ids) - max(1, rows) :])
+        return kept.float().cpu().numpy() if rows else self._no_rows
 
     def _step(self, ids: Sequence[int], keep: int) -> torch.Tensor:
         """One forward; logits `(1, keep, vocab)` in the model's dtype."""
@@ -261,7 +241,8 @@ class TorchEngine:
         return True
 
     def save(self) -> SavedState:
-        return SavedState.of(self.cache, self.held)
+        layers = recurrent_layers(self.cache)
+        return SavedState(self.held, {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in layers})
 
     def restore(self, saved: SavedState) -> None:
         saved.put_back(self.cache)
@@ -273,7 +254,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
-        """As `HfModel.locate_nonfinite`."""
+        """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite."""
         names: list[str] = []
 
         def hook(name: str, _module: torch.nn.Module, _inputs: object, output: object) -> None:

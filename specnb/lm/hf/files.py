@@ -30,11 +30,10 @@ from transformers.utils import logging as hf_logging
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.fetch import need_space
 from specnb.io import cache_dir, file_digest
-from specnb.lm.preflight import kv_bytes, require
+from specnb.lm.preflight import DEFAULT_N_CTX, kv_bytes, require
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 from specnb.lm.zoo import expanded, made_once
 
-DEFAULT_N_CTX = 4096
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Pre-tokenizers (`tokenizer.ggml.pre`) that part every digit first; transformers 5.23 converts them without that."""
 
@@ -44,14 +43,8 @@ CONVERSION = 1
 NOTE = "specnb.json"
 """In a folder: the texts that the two tokenizers split differently."""
 
-PROBES = (
-    "a).\n\n1. b",
-    "x = 1234\n    y",
-    "  two  spaces ",
-    "naïve 日本語 🙂\t\t{};",
-    "<|im_start|>user\nhi<|im_end|>",
-)
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+PROBES = ("a).\n\n1. b", "x = 1234\n    y", "  two  spaces ", "naïve 日本語 🙂\t\t{};", "<|im_start|>user\nhi")
+TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"})
 
 
 def local_or_hub(source: Path | str) -> str:
@@ -80,9 +73,8 @@ def load(
         _check_memory(config, dtype, device, n_ctx, source)
         with quiet():
             model = _checked_model(source, dtype=dtype, **options)
-        if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
-            return model.to(device), None
-        return model.to(device), AutoTokenizer.from_pretrained(**options)
+        bare = folder.is_dir() and not TOKENIZER_FILES & {path.name for path in folder.iterdir()}
+        return model.to(device), None if bare else AutoTokenizer.from_pretrained(**options)
     except Exception as error:
         raise load_error(source, error) from error
 
@@ -96,9 +88,7 @@ def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
 
 
 def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str) -> None:
-    """Ask for weights, state and margin."""
-    text = config.get_text_config(decoder=True)
-    width = torch.finfo(dtype).bits // 8
+    text, width = config.get_text_config(decoder=True), torch.finfo(dtype).bits // 8
     heads = getattr(text, "num_attention_heads", 0) or 1
     n_layers, kv_heads = getattr(text, "num_hidden_layers", 1), getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads)
@@ -155,11 +145,8 @@ def dequantised(gguf: Path) -> Path:
     folder = cache_dir() / "dequantised" / f"{gguf.stem}-{file_digest(gguf)[:16]}-{made_by}"
     made_once(folder, lambda partial: _dequantise(gguf, partial), n_bytes=0)
     if differs := json.loads((folder / NOTE).read_text(encoding="utf-8"))["tokenizer_differs_on"]:
-        warnings.warn(
-            f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp: the engines will "
-            "see different prompts; pass token ids to compare them",
-            stacklevel=2,
-        )
+        why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp"
+        warnings.warn(f"{why}: the engines will see other prompts; pass token ids to compare them", stacklevel=2)
     return folder
 
 
@@ -168,9 +155,6 @@ def _dequantise(gguf: Path, folder: Path) -> None:
 
     try:
         n = sum(map(math.prod, read_header(gguf).shapes.values()))
-    except InputError as error:  # a damaged file: of a draft model, no reason to lose the generation
-        raise LoadError(str(error)) from error
-    try:
         require(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
         need_space(cache_dir(), 4 * n)
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
@@ -184,6 +168,8 @@ def _dequantise(gguf: Path, folder: Path) -> None:
             differs = _complete(gguf, model, tokenizer)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+    except InputError as error:  # a damaged file: of a draft model, no reason to lose the generation
+        raise LoadError(str(error)) from error
     except Exception as error:
         raise load_error(str(gguf), error) from error
     (folder / NOTE).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
@@ -213,11 +199,9 @@ def _checked_model(name: str, **options: Any) -> PreTrainedModel:
     Raises LoadError naming the first of them.
     """
     # mismatched sizes are in the report
-    model, report = AutoModelForCausalLM.from_pretrained(
-        **options, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    missing = sorted(report["missing_keys"]) + sorted(key for key, *_shapes in report["mismatched_keys"])
-    if missing:
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, report = AutoModelForCausalLM.from_pretrained(**options)
+    if missing := sorted(report["missing_keys"]) + sorted(key for key, *_shapes in report["mismatched_keys"]):
         raise LoadError(
             f"{name!r} lacks {len(missing)} of the model's weights in the shape of its config (the first: "
             f"{missing[0]}): the download is incomplete, or config.json belongs to another model"

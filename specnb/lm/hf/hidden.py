@@ -17,17 +17,14 @@ def final_norm(net: PreTrainedModel) -> nn.Module:
     """The norm between the last layer and lm_head. Raises InputError where there is not exactly one candidate."""
     width = net.get_output_embeddings().weight.shape[1]
     decoder = net.get_decoder() if hasattr(net, "get_decoder") else net.base_model
-    norms = {
-        name: child
-        for name, child in decoder.named_children()
-        if getattr(child, "weight", None) is not None and tuple(child.weight.shape) == (width,)
-    }
-    if len(norms) != 1:
+    children = dict(decoder.named_children())
+    names = [n for n, c in children.items() if getattr(getattr(c, "weight", None), "shape", ()) == (width,)]
+    if len(names) != 1:
         raise InputError(
-            f"{type(net).__name__} has {len(norms)} candidates for its final norm ({', '.join(norms) or 'none'}): "
+            f"{type(net).__name__} has {len(names)} candidates for its final norm ({', '.join(names) or 'none'}): "
             "heads cannot tell which of them stands before lm_head"
         )
-    return next(iter(norms.values()))
+    return children[names[0]]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ passed; several model families count from 0 when they are not.
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -21,7 +21,8 @@ from specnb.errors import InputError
 from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.attention import MAX_ROWS, use_rowwise, why_no_trees
-from specnb.lm.hf.engine import TorchEngine, doubtful, uncroppable
+from specnb.lm.hf.engine import TorchEngine, uncroppable
+from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.preflight import probe_trees, require, same_bits, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, Crop, GoesBack, Recompute, Rollback, check_options, choose
 from specnb.lm.tree import Tree
@@ -80,7 +81,9 @@ class HfModel(GoesBack):
             details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
         )
         with hf_files.quiet():  # the first forwards tell once a process which fast kernels are not installed
-            steps = self._engine.steps = steps_needed(self) if doubtful(model) else "blocks"
+            # recurrent models, and configs that may mean an encoder
+            doubtful = getattr(model, "_is_stateful", False) or getattr(model.config, "is_decoder", True) is False
+            steps = self._engine.steps = steps_needed(self) if doubtful else "blocks"
             self.rollback = self._chosen_rollback(rollback, rollback_depth)
         no_trees = why_no_trees(model, self.rollback.kind)
         self.caps = replace(
@@ -112,14 +115,12 @@ class HfModel(GoesBack):
     ) -> "HfModel":
         """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
 
-        `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the
-        model's own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process);
-        `exact` makes bfloat16 and float16 on a CPU give a token the same logits at every width (see
-        `lm.hf.attention`; false: transformers' own attention, a little faster); `rollback` how the state of a recurrent
-        model goes back (crop, replay, snapshots, checkpoint, fused, recompute; "auto": the first that a probe finds
-        exact), and `rollback_depth` over how many tokens replay and snapshots record (the others have no use for it).
-
-        Raises InputError (bad option), LoadError (not a model, not fetchable), MemoryShortError.
+        `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
+        own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process); `exact` makes bfloat16
+        and float16 on a CPU give a token the same logits at every width (see `lm.hf.attention`; false: transformers'
+        own attention, a little faster); `rollback` how a recurrent state goes back (crop, replay, snapshots,
+        checkpoint, fused, recompute; "auto": the first that a probe finds exact), `rollback_depth` over how many tokens
+        replay and snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
         """
         if dtype not in DTYPES:
             raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
@@ -195,25 +196,15 @@ class HfModel(GoesBack):
         self._engine = self.rollback = self._hidden = None
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
-        """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite.
-
-        Leaves the state alone.
-        """
         self._require_open()
         return self._engine.first_nonfinite(ids)
 
     def _chosen_rollback(self, kind: str, depth: int) -> Rollback:
         """The strategy `kind`, or with "auto" the first that is exact. Raises as `rollback.choose`."""
         check_options(kind, depth)
-        recorders = {}
-        if kind != AUTO or self.caps.rewind_reason:
-            from specnb.lm.hf.record import ActivationRecorder, StateRecorder
-
-            recorders = {
-                "replay": partial(ActivationRecorder, self._engine, depth),
-                "snapshots": partial(StateRecorder, self._engine, depth),
-            }
-        return choose(self, self._engine, recorders, kind, PREFERRED, afford=partial(self._require_room, depth))
+        recorders = {"replay": ActivationRecorder, "snapshots": StateRecorder}
+        opening = {name: partial(recorder, self._engine, depth) for name, recorder in recorders.items()}
+        return choose(self, self._engine, opening, kind, PREFERRED, afford=partial(self._require_room, depth))
 
     def _require_room(self, depth: int, kind: str) -> None:
         """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""
@@ -230,7 +221,7 @@ class ProbedLater(Capabilities):
     @classmethod
     def of(cls, caps: Capabilities, probe: Callable[[Capabilities], str]) -> Self:
         """`caps`, which allow trees, but that `probe` is asked once what stands against them, "" if nothing."""
-        probed = cls(**{field.name: getattr(caps, field.name) for field in fields(caps)})
+        probed = cls(**vars(caps))
         for name in ("trees", "trees_reason"):
             del probed.__dict__[name]  # where the values below are then kept
         probed.__dict__["_ask"] = lambda: probe(caps)

@@ -8,10 +8,10 @@ The convolution's window needs none of this: a cache layer that records its past
 """
 
 import inspect
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -30,21 +30,11 @@ STEPWISE_UP_TO = 5
 """Blocks so short run faster step by step on a CPU: the function for blocks pads them to 64 tokens."""
 
 
-class DeltaInputs(NamedTuple):
-    """What entered a gated delta rule: k `(1, n, k_heads, dk)`, v `(1, n, heads, dv)`, g, beta `(1, n, heads, …)`."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
-
-
-class ScanInputs(NamedTuple):
-    """What entered a diagonal scan: x `(1, n, heads, dim)`, dt `(1, n, heads)` as projected, B `(1, n, groups, N)`."""
-
-    x: torch.Tensor
-    dt: torch.Tensor
-    B: torch.Tensor
+DeltaInputs = namedtuple("DeltaInputs", "key value g beta")
+"""What entered a gated delta rule: k `(1, n, k_heads, dk)`, v `(1, n, heads, dv)`, g, beta `(1, n, heads, …)`."""
+ScanInputs = namedtuple("ScanInputs", "x dt B")
+"""What entered a diagonal scan: x `(1, n, heads, dim)`, dt `(1, n, heads)` as projected, B `(1, n, groups, N)`."""
+Inputs = DeltaInputs | ScanInputs
 
 
 class TorchRecorder:
@@ -129,7 +119,7 @@ class ActivationRecorder(TorchRecorder):
     def _install(self) -> None:
         if self._engine.steps != "blocks":
             raise InputError("this family runs token by token, which replay does not repeat: use rollback=snapshots")
-        self._inputs: dict[int, list[NamedTuple]] = defaultdict(list)
+        self._inputs: dict[int, list[Inputs]] = defaultdict(list)
         self._options: dict[int, dict[str, Any]] = {}
         self._replays: dict[int, Callable[..., torch.Tensor]] = {}
         blocks = {index: _recurrence(mixer) for index, mixer in self._mixers.items()}  # all, before any is changed
@@ -142,8 +132,7 @@ class ActivationRecorder(TorchRecorder):
 
     def _hear_delta(self, index: int, block: str, run_block: Callable, step: str, run_step: Callable) -> Mapping:
         def heard(query, key, value, g, beta, initial_state=None, **options):
-            if self.recording:
-                self._inputs[index].append(DeltaInputs(key.clone(), value.clone(), g.clone(), beta.clone()))
+            self._record(index, DeltaInputs(key, value, g, beta))
             self._options[index] = {"use_qk_l2norm_in_kernel": options.get("use_qk_l2norm_in_kernel", False)}
             run = run_step if initial_state is not None and key.shape[1] <= STEPWISE_UP_TO else run_block
             return run(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
@@ -158,15 +147,13 @@ class ActivationRecorder(TorchRecorder):
 
     def _hear_scan(self, index: int, block: str, run_block: Callable, step: str, run_step: Callable) -> Mapping:
         def heard_block(x, dt, A, B, C, **options):
-            if self.recording:
-                self._inputs[index].append(ScanInputs(x.clone(), dt.clone(), B.clone()))
+            self._record(index, ScanInputs(x, dt, B))
             self._options[index] = options | {"A": A}
             return run_block(x, dt, A, B, C, **options)
 
         def heard_step(state, x, dt, A, B, *rest, **options):
-            if self.recording:  # here dt comes repeated along the head
-                inputs = (x[:, None], dt[:, None, :, 0], B[:, None])
-                self._inputs[index].append(ScanInputs(*(tensor.clone() for tensor in inputs)))
+            # here dt comes repeated along the head
+            self._record(index, ScanInputs(x[:, None], dt[:, None, :, 0], B[:, None]))
             return run_step(state, x, dt, A, B, *rest, **options)
 
         def replay(state: torch.Tensor, inputs: ScanInputs) -> torch.Tensor:
@@ -176,13 +163,16 @@ class ActivationRecorder(TorchRecorder):
         self._replays[index] = replay
         return {block: heard_block, step: heard_step}
 
+    def _record(self, index: int, inputs: Inputs) -> None:
+        if self.recording:
+            self._inputs[index].append(type(inputs)(*(tensor.clone() for tensor in inputs)))
+
     def _recorded(self) -> Sequence[torch.Tensor]:
         return [tensor for calls in self._inputs.values() for call in calls for tensor in call]
 
     def _forget_from(self, kept: int) -> None:
-        self._inputs = defaultdict(
-            list, {i: [_first(calls, kept)] for i, calls in self._inputs.items() if kept and calls}
-        )
+        kept_inputs = {i: [_first(calls, kept)] for i, calls in self._inputs.items() if kept and calls}
+        self._inputs = defaultdict(list, kept_inputs)
 
     def _state_at(self, index: int, base: torch.Tensor, kept: int) -> torch.Tensor:
         return self._replays[index](base, _first(self._inputs[index], kept)).to(base.dtype)
@@ -250,13 +240,12 @@ def _writes_state(module: torch.nn.Module) -> bool:
 def _rebind(mixer: torch.nn.Module, names: Mapping[str, Callable]) -> None:
     """Give `mixer` a forward of its own, in which `names` mean other functions; its module and class stay the same."""
     forward = inspect.unwrap(type(mixer).forward)
-    heard = FunctionType(
-        forward.__code__, {**forward.__globals__, **names}, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    known = {**forward.__globals__, **names}
+    heard = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__)
     heard.__kwdefaults__ = forward.__kwdefaults__
     mixer.forward = MethodType(heard, mixer)
 
 
-def _first(calls: Sequence[NamedTuple], n: int) -> NamedTuple:
+def _first(calls: Sequence[Inputs], n: int) -> Inputs:
     """The inputs of the first `n` tokens of several calls, as one."""
     return type(calls[0])(*(torch.cat(parts, dim=1)[:, :n] for parts in zip(*calls, strict=True)))
