@@ -20,12 +20,11 @@ from specnb.measure import curve as training_curve
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import checkpoint, gates
-from specnb.medusa.accuracy import Trace, score, states
+from specnb.medusa.accuracy import HiddenTrace, score, states
 from specnb.medusa.checkpoint import LoadReport
-from specnb.medusa.data import Examples
 from specnb.medusa.nets import Backbone, Heads, ResidualBlock, network, new_heads
 from specnb.medusa.study import practise
-from specnb.medusa.train import Recipe
+from specnb.medusa.train import Examples, Recipe
 from specnb.prompts import Prompt
 
 STEPS, ALIVE, EVERY = 18, 12, 3
@@ -129,7 +128,7 @@ def judge(
 
 
 @torch.inference_mode()
-def fingerprint(heads: Heads, traces: Sequence[Trace]) -> dict[str, float]:
+def fingerprint(heads: Heads, traces: Sequence[HiddenTrace]) -> dict[str, float]:
     """What tells faults apart, along the backbone's own text.
 
     `right` is how often the first head is right as it is fed, `right_normed_once` how often it is when it is fed the

@@ -2,8 +2,7 @@
 
 The loader's report is clean; without what training added the heads are the backbone; acceptance beats that of the
 same heads with their weights shuffled; no other norm or label suits them better; what is served is what is right
-offline; and the learning rate lived to the end of the training. A gate that fails gives diagnoses in place of a
-number: `never loaded`, `double norm`, `missing norm`, `wrong lm_head`, `label shift`, `dead schedule`.
+offline; and the learning rate lived to the end of the training. A gate that fails gives diagnoses in place of a number.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +24,7 @@ from specnb.measure.bench import Interval, interval
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import accuracy
-from specnb.medusa.accuracy import NO_LABEL, Compared, Scores, States, Trace, score, share_interval, trace
+from specnb.medusa.accuracy import NO_LABEL, Compared, HiddenTrace, Scores, States, score, share_interval, trace
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.drafter import HeadsDrafter
 from specnb.medusa.nets import Backbone, Heads, network
@@ -40,18 +39,20 @@ EXACT = 1e-5
 HALF_UNEXPLAINED = 0.01
 """Share of rounds that may differ otherwise in 16-bit types, where a state may differ in many of its digits."""
 
-
+NORM_ONCE = (
+    "apply the final norm once: heads that are fed the state in front of it are pre_norm, those that are fed the state "
+    "behind it (hidden_states[-1] in transformers) are post_norm"
+)
 REMEDIES = {
     "never loaded": "load the trained checkpoint (--heads-checkpoint PATH); if these weights are it, train longer",
-    "double norm": "apply the final norm once: heads that are fed the state in front of it are pre_norm, those that "
-    "are fed the state behind it (hidden_states[-1] in transformers) are post_norm",
+    "double norm": NORM_ONCE,
+    "missing norm": NORM_ONCE,
     "wrong norm": "use the heads with the backbone whose norm they were trained on",
     "wrong lm_head": "use the heads with the backbone they were trained on, and its lm_head",
     "label shift": "train again: from the state of token t head i has to say token t + 2 + i",
     "dead schedule": "train again with a schedule that ends above zero at the last step (eta_min)",
     "served otherwise than scored": "look at the state, the tokens and the position that the drafter hands to heads",
 }
-REMEDIES["missing norm"] = REMEDIES["double norm"]
 """Every fault that is known by name, and what to do about it."""
 
 
@@ -91,7 +92,7 @@ class Checked:
     served: pd.DataFrame
     plain: tuple[Generation, ...]
     chains: tuple[Generation, ...]
-    traces: tuple[Trace, ...] = ()
+    traces: tuple[HiddenTrace, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -116,7 +117,7 @@ class Evidence:
 
     heads: Heads
     backbone: Backbone
-    traces: Sequence[Trace]
+    traces: Sequence[HiddenTrace]
     scores: Sequence[Scores]
     probe: States
     curve: Curve | None
@@ -143,22 +144,14 @@ class Evidence:
 
 
 def run(
-    target: LanguageModel,
-    heads: Heads,
-    report: LoadReport | None,
-    prompts: Sequence[Prompt | Sequence[int]],
-    *,
-    curve: Curve | None,
-    max_new_tokens: int,
-    seed: int = 0,
-    before: Checked | None = None,
-    progress: Progress = silent,
-) -> Checked:
+    target: LanguageModel, heads: Heads, report: LoadReport | None, prompts: Sequence[Prompt | Sequence[int]], *,
+    curve: Curve | None, max_new_tokens: int, seed: int = 0, before: Checked | None = None, progress: Progress = silent,
+) -> Checked:  # fmt: skip
     """Measure and judge all gates. `report` is the loader's, None when nothing was loaded; `curve` the training's.
 
     Each of the prompts (FEWEST or more, for intervals) is continued greedily, plainly and with a chain of all heads.
     `before` judged other heads of this target on the same prompts: the plain texts and their states are taken from it.
-    `seed` is that of the shuffled weights. Raises what `generate` raises.
+    `seed` is that of the shuffled weights.
     """
     drafter, plain, chains, traces = HeadsDrafter(target, heads), [], [], []
     settings = {"k": heads.config.n_heads, "max_new_tokens": max_new_tokens}
