@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb.errors import InputError, MemoryShortError
-from specnb.io import file_digest, json_lines, write_atomic
+from specnb.io import file_digest, json_lines, project_dir, read_json, write_atomic
 from specnb.lm import chat
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.engine import cache_argument, new_cache
@@ -45,35 +45,8 @@ ASKED = "asked"
 KINDS = {"code": (0.1, 16), "prose": (0.1, 16), "opening": (0.2, 48), "request": (0.25, 12), ASKED: (0.35, 12)}
 """The share of each kind, and the most tokens that are drawn before its greedy text, so that no two rows go on alike;
 half of the rows that need none have none."""
-OPENINGS = (
-    "The", "It was", "Once upon a time", "Chapter One\n\n", "In the beginning", "She", "When I was", "There are many",
-    "How to", "Dear", "The history of", "In this article", "Introduction\n\n", "According to", "My name is", "Q:",
-    "1.", "# ", "## ", "- ", "Abstract\n\n", "Recipe:", "Question:", "On the morning of", "\"", "Most people",
-    "def ", "import ", "class ", "from ", "# -*- coding: utf-8 -*-\n", "async def ", "#!/bin/sh\n", "#include <",
-    "function ", "const ", "public class ", "SELECT ", "CREATE TABLE ", "<html>\n", "{\n  \"", "[\n  {\n    \"",
-    "---\n", "name,", "try:\n", "@dataclass\nclass ", "for i in range(",
-)  # fmt: skip
-"""Beginnings of texts of all kinds; what follows is drawn."""
-REQUESTS = {
-    "code": (
-        "Explain step by step what this Python code does.\n\n```python\n{text}\n```",
-        "Add a docstring and type hints to this code and return the whole code.\n\n```python\n{text}\n```",
-        "Rename the variables so that their names say what they hold. Return all of it.\n\n```python\n{text}\n```",
-        "Write three tests for the following function.\n\n```python\n{text}\n```",
-        "Find the mistake in this code, if there is one, and return the corrected version.\n\n```python\n{text}\n```",
-        "List the names defined here as a JSON array of objects with the keys \"name\" and \"kind\". "
-        "Answer with the JSON only.\n\n```python\n{text}\n```",
-    ),
-    "prose": (
-        "Summarise the following text in three sentences.\n\n{text}",
-        "Rewrite this text so that a beginner understands it.\n\n{text}",
-        "Return the text below with every sentence on a line of its own, and change nothing else.\n\n{text}",
-        "Which questions does this text answer? Give a numbered list.\n\n{text}",
-        "Write a short story in which someone learns about this:\n\n{text}",
-        "Extract the most important facts as JSON with the keys \"topic\", \"facts\" and \"open_questions\". "
-        "Answer with the JSON only.\n\n{text}",
-    ),
-}  # fmt: skip
+SEEDS_FILE = "data/heads/seeds.json"
+"""Beginnings of texts of all kinds, and requests about a text."""
 EXCERPT_LINES = (2, 14)
 """Lines of the excerpt, from and up to."""
 MARK = "\u0001"
@@ -117,7 +90,8 @@ def seeds(
     model: LanguageModel, documents: Sequence[Document], *, longest: int, key: list[int], turns: Turns | None
 ) -> Iterator[Seed]:
     """Endless seeds of at most `longest` tokens, drawn with `key`; texts only without `turns`."""
-    texts = {kind: [d.text for d in documents if d.kind == kind] for kind in REQUESTS}
+    openings, requests = read_json(project_dir() / SEEDS_FILE, 1 << 20).values()
+    texts = {kind: [d.text for d in documents if d.kind == kind] for kind in requests}
     rng = np.random.default_rng(key)
     shares = np.array([share if turns or kind not in ("request", ASKED) else 0 for kind, (share, _) in KINDS.items()])
     while True:
@@ -127,14 +101,14 @@ def seeds(
             yield Seed(kind, turns.opening)
             continue
         if kind == "opening":
-            yield Seed(kind, tuple(model.encode(str(rng.choice(OPENINGS)), special=False)), lead)
+            yield Seed(kind, tuple(model.encode(str(rng.choice(openings)), special=False)), lead)
             continue
-        about = kind if kind in REQUESTS else ("code", "prose")[rng.integers(2)]
+        about = kind if kind in requests else ("code", "prose")[rng.integers(2)]
         excerpt = _excerpt(texts[about], rng)
         if kind == about:
             yield Seed(kind, tuple(model.encode(excerpt, special=False))[:longest], lead)
             continue
-        request = str(rng.choice(REQUESTS[about])).format(text=excerpt.strip("\n"))
+        request = str(rng.choice(requests[about])).format(text=excerpt.strip("\n"))
         ids = (*turns.opening, *model.encode(request, special=False), *turns.to_answer)
         if len(ids) <= longest:  # a request cut in the middle would have no question
             yield Seed(kind, ids, lead)
@@ -286,14 +260,9 @@ FORWARD_ROWS = 4
 
 
 def write(
-    model: LanguageModel,
-    folder: Path,
-    *,
-    batches: dict[str, int],
-    writing: Writing,
-    packages: Iterable[str] = corpus.LICENCES,
-    on_tokens: OnTokens = lambda n: None,
-) -> None:
+    model: LanguageModel, folder: Path, *, batches: dict[str, int], writing: Writing,
+    packages: Iterable[str] = corpus.LICENCES, on_tokens: OnTokens = lambda n: None,
+) -> None:  # fmt: skip
     """Have `model` write the batches of each split that are not in `folder` yet, and compute their hidden states.
 
     Seeds are of the `packages` that are installed. Raises InputError when the folder holds text of other settings.

@@ -178,12 +178,9 @@ def check_heads(target: str, *, heads_checkpoint: str | None = None, tree: str =
 
 
 def heads_drafter(
-    target: LanguageModel,
-    *,
-    heads_checkpoint: str | Path | None = None,
-    tree: str | int = CHAIN,
+    target: LanguageModel, *, heads_checkpoint: str | Path | None = None, tree: str | int = CHAIN,
     translate: str = "auto",
-) -> HeadsDrafter:
+) -> HeadsDrafter:  # fmt: skip
     """Trained heads that draft for `target`; `heads_checkpoint` is a path, or the name of shipped ones.
 
     Without it the shipped heads are taken that were trained on this target. `tree` is "chain", a number of nodes, or
@@ -210,26 +207,21 @@ class Drafting(NamedTuple):
 
 
 def choose_drafts(
-    target: LanguageModel,
-    heads: Heads,
-    asked: str | int,
-    accuracy: np.ndarray | None,
+    target: LanguageModel, heads: Heads, asked: str | int, accuracy: np.ndarray | None,
     source: str = "that came with the heads",
-) -> Drafting:
+) -> Drafting:  # fmt: skip
     """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown."""
     n_heads = heads.config.n_heads
     if isinstance(asked, int):
         plan = grow((PUBLISHED if accuracy is None else accuracy)[:n_heads], asked)[0]
         by = "published for Vicuna 7B, for these heads came without any" if accuracy is None else source
         return Drafting(plan, len(plan), f"a tree of {len(plan)} nodes is drafted, as asked for, by accuracies {by}")
-    why = ""
-    if asked == CHAIN:
-        why = "as asked for"
-    elif accuracy is None:
-        why = "the heads came without the accuracies that a tree is chosen by"
-    elif not target.caps.trees:
-        why = f"{target.name} cannot verify trees ({target.caps.trees_reason or target.caps.engine})"
-    if why:
+    reasons = {
+        "as asked for": asked == CHAIN,
+        "the heads came without the accuracies that a tree is chosen by": accuracy is None,
+        f"{target.name} cannot verify trees ({target.caps.trees_reason or target.caps.engine})": not target.caps.trees,
+    }
+    if why := next((reason for reason, applies in reasons.items() if applies), ""):
         return Drafting(None, n_heads, f"a chain is drafted: {why}")
     trees = timed_trees(target, heads, accuracy[:n_heads])
     best = fastest(trees)

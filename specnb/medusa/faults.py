@@ -91,14 +91,9 @@ def rate_died(heads: Heads, backbone: Backbone, text: Path, *, peak_lr: float, s
 
 
 def judge(
-    target: LanguageModel,
-    planted: Sequence[Planted],
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int = 24,
-    seed: int = 0,
-    progress: Progress = silent,
-) -> pd.DataFrame:
+    target: LanguageModel, planted: Sequence[Planted], prompts: Sequence[Prompt], *, max_new_tokens: int = 24,
+    seed: int = 0, progress: Progress = silent,
+) -> pd.DataFrame:  # fmt: skip
     """The gates on each of `planted`. A row: fault, its fingerprint, `failed` gates, `diagnoses`, `named` (rightly).
 
     Columns of the fingerprint are those of `fingerprint`, alpha_1 with kept and tested drafts, and `tau` of a chain.

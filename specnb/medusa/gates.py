@@ -80,10 +80,9 @@ class Gate(NamedTuple):
 
 @dataclass(frozen=True)
 class Checked:
-    """The gates, and what was measured on the way.
+    """The gates, and what was measured on the way: `accuracy_table`, `accuracy_by_head` and `served_alpha`.
 
-    `accuracy` is `accuracy_table` along the `plain` texts, whose states are the `traces`, `by_head` is
-    `accuracy_by_head`, `served` the alpha by position of the `chains`.
+    The first two are along the `plain` texts, whose states are the `traces`, the third of the `chains`.
     """
 
     gates: tuple[Gate, ...]
@@ -211,21 +210,18 @@ def _acceptance(e: Evidence, seed: int) -> Gate:
     """
     shuffled = _shuffled(e.heads, e.backbone, seed)
     controls = [score(shuffled, along) for along in e.traces]
-    rows = [(_accepted(a), _accepted(b), len(a.rank)) for a, b in zip(e.scores, controls, strict=True)]
+    accepted = [
+        [np.logical_and.accumulate(s.rank == 0, axis=1).sum() for s in scores] for scores in (e.scores, controls)
+    ]
+    rows = [*zip(*accepted, [len(s.rank) for s in e.scores], strict=True)]
     gain = interval(rows, lambda data: float((data[:, 0] - data[:, 1]).sum() / data[:, 2].sum()), log=False)
     better, decided = sum(a > b for a, b, _ in rows), sum(a != b for a, b, _ in rows)
     by_chance = sum(comb(decided, i) for i in range(better, decided + 1)) / 2**decided
     mine, chance, n = np.sum(rows, axis=0)
-    measured = {
-        "accepted_per_round": mine / n, "shuffled_per_round": chance / n, "gain": gain.value, "low": gain.low,
-        "high": gain.high,
-    }  # fmt: skip
+    measured = {"accepted_per_round": mine / n, "shuffled_per_round": chance / n, "gain": gain.value}
+    measured |= {"low": gain.low, "high": gain.high}
     says = f"{mine / n:.3f} drafts of a chain accepted, {chance / n:.3f} with shuffled weights: gain {_shown(gain)}"
     return Gate("acceptance", gain.low > 0 or by_chance < 0.05, says, measured)
-
-
-def _accepted(scores: Scores) -> float:
-    return float(np.logical_and.accumulate(scores.rank == 0, axis=1).sum())
 
 
 def _shuffled(heads: Heads, backbone: Backbone, seed: int) -> Heads:
@@ -251,24 +247,24 @@ def _serving(target: LanguageModel, e: Evidence, plain: Sequence[Generation], ch
 
     Where rounding made a chain's text another than the plain one, the chain's own text is scored.
     """
-    rows, ties, same = [], accuracy.near_tie(target, e.heads), [a.token_ids for a in plain]
-    for ids, chain, scored in zip(same, chains, e.scores, strict=True):
-        own_scores = scored if chain.token_ids == ids else score(e.heads, trace(target, chain))
-        rows.append(accuracy.compare_rounds(chain, own_scores, ties))
+    rows, ties = [], accuracy.near_tie(target, e.heads)
+    same = [text.token_ids == chain.token_ids for text, chain in zip(plain, chains, strict=True)]
+    for is_same, chain, scored in zip(same, chains, e.scores, strict=True):
+        scored = scored if is_same else score(e.heads, trace(target, chain))
+        rows.append(accuracy.compare_rounds(chain, scored, ties))
     total = Compared(*map(sum, zip(*rows, strict=True)))
     alpha = share_interval([counts[0] for drafted in chains if len(counts := accuracy.served_counts(drafted))])
     offline = share_interval([(row.right, row.rounds) for row in rows])
     measured = total._asdict() | {
         "served_alpha_1": alpha.value, "low": alpha.low, "high": alpha.high, "offline_alpha_1": offline.value,
-        "identical": sum(ids == chain.token_ids for ids, chain in zip(same, chains, strict=True)),
+        "identical": sum(same),
     }  # fmt: skip
     says = (
         f"served alpha_1 {_shown(alpha)}, offline {offline.value:.3f} in the same rounds; {total.apart} of "
         f"{total.rounds} rounds accept otherwise than scored, {total.near_ties} more at near-ties"
     )
     allowed = 0 if target.caps.lossless_dtype else HALF_UNEXPLAINED * total.rounds
-    # an interval of too few prompts (NaN) excludes nothing
-    excluded = alpha.low > offline.value or alpha.high < offline.value
+    excluded = alpha.low > offline.value or alpha.high < offline.value  # of too few prompts (NaN) nothing is
     return Gate("serving", total.rounds > 0 and total.apart <= allowed and not excluded, says, measured)
 
 
@@ -302,12 +298,10 @@ def never_loaded(e: Evidence) -> Diagnosis | None:
     weights = [list(head.blocks.parameters()) for head in e.heads.heads]
     zero = [i for i, of_head in enumerate(weights) if not any(bool(w.any()) for w in of_head)]
     new = [i for i, of_head in enumerate(weights) if all(_like_new(w) for w in of_head if w.dim() > 1)]
-    if zero:
-        return _diagnosis("never loaded", f"the blocks of heads {zero} are all zero; {_copying(e)}")
-    if new:
-        evidence = f"the blocks of heads {new} are drawn as a new layer's are: uniform, within 1/sqrt(inputs)"
-        return _diagnosis("never loaded", f"{evidence}; {_copying(e)}")
-    return None
+    if not zero and not new:
+        return None
+    how = "all zero" if zero else "drawn as a new layer's are: uniform, within 1/sqrt(inputs)"
+    return _diagnosis("never loaded", f"the blocks of heads {zero or new} are {how}; {_copying(e)}")
 
 
 def wrong_norm(e: Evidence) -> Diagnosis | None:
@@ -331,8 +325,9 @@ def wrong_lm_head(e: Evidence) -> Diagnosis | None:
         shared, private = e.heads.shared_lm_head.float(), [head.lm_head.weight.float() for head in e.heads.heads]
         cosine = np.mean([F.cosine_similarity(weight.flatten(), shared.flatten(), 0).item() for weight in private])
         if cosine < FOREIGN:
-            evidence = f"the heads' own lm_heads have a cosine of {cosine:.2f} to the backbone's"
-            return _diagnosis("wrong lm_head", evidence)
+            return _diagnosis(
+                "wrong lm_head", f"the heads' own lm_heads have a cosine of {cosine:.2f} to the backbone's"
+            )
     return None
 
 
@@ -388,13 +383,13 @@ def diagnose(e: Evidence, failed: Collection[str]) -> list[Diagnosis]:
     tests = never_loaded, wrong_norm, wrong_lm_head, trained_under_another_norm, label_shift, dead_schedule
     if causes := [diagnosis for test in tests if (diagnosis := test(e)) is not None]:
         return causes
-    if "acceptance" in failed:
-        seen = "acceptance is no better than that of the same heads with their weights shuffled"
-        return [_diagnosis("never loaded", f"{seen}; neither norm, labels, lm_head, nor the schedule explain it")]
-    if "serving" in failed:
-        seen = "the heads are right along the plain text, but not in the rounds that were served"
-        return [_diagnosis("served otherwise than scored", seen)]
-    return []
+    by_gate = {
+        "acceptance": ("never loaded", "acceptance is no better than that of the same heads with their weights "
+                       "shuffled; neither norm, labels, lm_head, nor the schedule explain it"),
+        "serving": ("served otherwise than scored",
+                    "the heads are right along the plain text, but not in the rounds that were served"),
+    }  # fmt: skip
+    return [_diagnosis(*by_gate[gate]) for gate in by_gate if gate in failed][:1]
 
 
 def rates(scores: Sequence[Scores]) -> tuple[np.ndarray, np.ndarray]:

@@ -54,9 +54,7 @@ class Examples:
     writes is not the backbone's to foretell.
     """
 
-    def __init__(
-        self, rows: TextRows, states: Tensor, *, n_heads: int, token_map: Tensor | None, vocab_size: int
-    ) -> None:
+    def __init__(self, rows: TextRows, states: Tensor, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
         """`states (rows, length, hidden)` as of `data.read_states`."""
         n_rows, length = rows.tokens.shape
         self._hidden = states.flatten(0, 1)
@@ -74,8 +72,8 @@ class Examples:
     @classmethod
     def of(cls, folder: Path, split: str, heads: Heads) -> Self:
         """The examples of a split of the text in `folder`, for these heads."""
-        sizes = {"n_heads": heads.config.n_heads, "vocab_size": heads.config.vocab_size}
-        return cls(data.read(folder, split), data.read_states(folder, split), token_map=heads.token_map, **sizes)
+        rows, states, config = data.read(folder, split), data.read_states(folder, split), heads.config
+        return cls(rows, states, config.n_heads, heads.token_map, config.vocab_size)
 
     def __len__(self) -> int:
         return len(self._places)
