@@ -153,7 +153,7 @@ def publish(
 
 def _hand_over(context: typer.Context, command: Callable[..., Any]) -> None:
     """Call a command that a feature keeps, with the options behind it."""
-    passed_on = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    passed_on = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     passed_on.command()(command)
     passed_on(context.args, prog_name=context.command_path)
 

@@ -15,6 +15,7 @@ import pandas as pd
 from pydantic import Field
 
 from specnb.decode.generate import generate
+from specnb.draft.load import HEADS, check_drafter
 from specnb.errors import InputError
 from specnb.io import plain
 from specnb.lm.base import LanguageModel
@@ -121,7 +122,7 @@ class HeadsBench:
 
 def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     """Load, run the gates, and time what passed them."""
-    drafters.check_heads(params.target, heads_checkpoint=params.heads_checkpoint, tree=params.tree)
+    check_drafter(HEADS, params.target, heads_checkpoint=params.heads_checkpoint, tree=params.tree)
     timed, judged = chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
     with closing(load(params.target, **({"dtype": params.dtype} if params.dtype else {}))) as target:
         checkpoint = params.heads_checkpoint or drafters.fitting_checkpoint(target)

@@ -19,7 +19,6 @@ from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Picker, Proposal
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import parse
 from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CONTEXT
 from specnb.measure.curve import training_card
@@ -167,11 +166,8 @@ def drafting_s(target: LanguageModel, heads: Heads, depth: int, *, repeats: int 
 CHAIN, AUTO = "chain", "auto"
 
 
-def check_heads(target: str, *, heads_checkpoint: str | None = None, tree: str = CHAIN) -> None:
+def check_heads(_target: str, *, heads_checkpoint: str | None = None, tree: str = CHAIN) -> None:
     """Refuse what `heads_drafter` would, as far as it can be told before a model is opened. Raises InputError."""
-    if parse(target).backend != "hf":
-        near = f"{target}{'&' if '?' in target else '?'}backend=hf"
-        raise InputError(f"heads read hidden states, and llama.cpp does not show those of {target}: give {near!r}")
     tree_size(tree)
     if heads_checkpoint is not None:
         open_heads(heads_checkpoint)
