@@ -12,7 +12,7 @@ from specnb.book.plot import Plot
 from specnb.book.style import COLOURS, MARKERS, looks, series, spread, template
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS
-from specnb.medusa.train import Report
+from specnb.medusa.train import StepReport
 
 FINGERPRINT = {
     "alpha_1": "drafts kept (alpha_1)",
@@ -138,7 +138,7 @@ class TrainingView:
         self._notes.append(note)
         self._progress(0, steps, note)
 
-    def step(self, run: str, report: Report) -> None:
+    def step(self, run: str, report: StepReport) -> None:
         for head in range(self._n_heads):
             shares = {name: float(values[head]) for name, values in report.heads._asdict().items()}
             self._rows.append({"run": run, "step": report.step, "head": head, "loss": report.loss, **shares})

@@ -33,6 +33,7 @@ from specnb.cli.show import (
 )
 from specnb.errors import InputError, SpecnbError
 from specnb.io import project_dir, read_text
+from specnb.registry import DRAFTERS
 
 app = typer.Typer(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
@@ -152,7 +153,7 @@ def publish(
 
 def _hand_over(context: typer.Context, command: Callable[..., Any]) -> None:
     """Call a command that a feature keeps, with the options behind it."""
-    passed_on = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    passed_on = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     passed_on.command()(command)
     passed_on(context.args, prog_name=context.command_path)
 
@@ -160,7 +161,7 @@ def _hand_over(context: typer.Context, command: Callable[..., Any]) -> None:
 @heads_app.command(context_settings=PASSED_ON, add_help_option=False)
 def train(context: typer.Context) -> None:
     """Train heads for a frozen torch model; stopped, the same command goes on (`specnb heads train --help`)."""
-    from specnb.medusa.stages import command
+    from specnb.medusa.train import command
 
     _hand_over(context, command)
 
@@ -180,7 +181,7 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option(help="file whose text is to be continued")] = None,
     target: Annotated[str, typer.Option(help="zoo name, .gguf, folder or hf:ORG/NAME; ?backend=hf&…")] = "smollm2-135m",
     draft: Annotated[str | None, typer.Option(help="draft model")] = None,
-    drafter: Annotated[str | None, typer.Option(help="drafter without a model name: lookup, self or medusa")] = None,
+    drafter: Annotated[str | None, typer.Option(help=f"drafter without a model name: {', '.join(DRAFTERS)}")] = None,
     self_type: Annotated[str | None, typer.Option(help="weights of the drafter self, such as q2_k [q4_0]")] = None,
     heads_checkpoint: HeadsCheckpoint = None,
     tree: Annotated[str | None, typer.Option(help="what heads draft: chain, a number of nodes, or auto [auto]")] = None,

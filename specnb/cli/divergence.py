@@ -12,6 +12,7 @@ import typer
 from specnb.cli.show import Json, complain, judged, names, print_frame, print_json, print_table
 from specnb.cli.traces import capture, compare
 from specnb.errors import InputError
+from specnb.registry import DRAFTERS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Acceptance is 0 % and nothing crashes: which module is wrong, at which token, and why?", no_args_is_help=True
 )
+DRAFT_HELP = f"draft model, or {', '.join(DRAFTERS)}"
 PAIR = "pair"
 LARGEST = 2**63 - 1
 """What a generator of random numbers takes for a seed."""
@@ -171,7 +173,7 @@ def _reported(
 
 
 def preflight(
-    draft: Annotated[str, typer.Option(help="draft model, or lookup, self, medusa")],
+    draft: Annotated[str, typer.Option(help=DRAFT_HELP)],
     target: Annotated[str | None, typer.Option(help="target, as specnb.load takes it")] = None,
     k: Annotated[int, typer.Option("--k", help="draft length of the checks", min=1)] = 4,
     training: Annotated[
@@ -187,7 +189,6 @@ def preflight(
     from specnb.divergence.preflight import preflight, table
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
-    from specnb.registry import DRAFTERS
 
     if draft in DRAFTERS and target is None:
         raise InputError(f"--draft {draft} drafts for a target: add --target")
@@ -215,7 +216,6 @@ def _folder(name: str) -> Path | None:
     from specnb.fetch import hub_folder
     from specnb.lm import zoo
     from specnb.lm.load import parse
-    from specnb.registry import DRAFTERS
 
     spec = None if name in DRAFTERS else parse(name)
     if spec is None or spec.where != "hf":
@@ -226,7 +226,7 @@ def _folder(name: str) -> Path | None:
 
 def audit(
     target: Annotated[str, typer.Option(help="target, as specnb.load takes it")],
-    draft: Annotated[str, typer.Option(help="draft model, or lookup, self, medusa")],
+    draft: Annotated[str, typer.Option(help=DRAFT_HELP)],
     temperature: Annotated[float, typer.Option(help="0 is greedy: exact checks only")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,

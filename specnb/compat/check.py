@@ -14,7 +14,7 @@ import pandas as pd
 from specnb.compat.description import Description, tokens_of
 from specnb.compat.findings import BESIDE_TOKENS, Finding, IdComparison, compare_ids, findings
 from specnb.compat.predict import predict, reach_of
-from specnb.draft.token_map import Fit, Overlap, Tokens, Way, fit
+from specnb.draft.token_map import Fit, Tokens, VocabularyOverlap, Way, fit
 from specnb.errors import InputError
 
 
@@ -66,7 +66,7 @@ class Report(NamedTuple):
     draft: str
     verdict: Verdict
     way: Way | None
-    overlap: Overlap | None
+    overlap: VocabularyOverlap | None
     ids: IdComparison | None
     findings: tuple[Finding, ...]
     llama_cpp: Opinion

@@ -116,10 +116,11 @@ def generate(
     `k` may be a controller, which chooses the draft length of each round (`decode.control`). None is 4, or with a
     drafter of trees its whole tree; a smaller number keeps the best of its nodes.
 
-    `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also "lookup" and "self").
-    What is opened here is closed here. A draft model that cannot be loaded is left out, and the record says so
-    in `fallback`, unless `strict`. `rule` is token, block or typical (lossy), or an `accept.Rule`. `on_round` is
-    called after each round; the time it takes is not counted.
+    `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also those of
+    `registry.DRAFTERS`: "lookup", "self" and "medusa"). What is opened here is closed here. A
+    draft model that cannot be loaded is left out, and the record says so in `fallback`, unless `strict`. `rule` is
+    token, block or typical (lossy), or an `accept.Rule`. `on_round` is called after each round; the time it takes is
+    not counted.
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
 

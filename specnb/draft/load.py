@@ -10,7 +10,7 @@ from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import checked_name, local_file, parse
 from specnb.lm.zoo import made_once
-from specnb.registry import DRAFTERS, MODEL_DRAFTER, resolve
+from specnb.registry import CHECKS, DRAFTERS, MODEL_DRAFTER, resolve
 
 HEADS = "medusa"
 
@@ -24,11 +24,11 @@ class LoadedDrafter(NamedTuple):
 
 def check_drafter(name: str, target: str, **options: Any) -> None:
     """Refuse what `load_drafter` would, as far as it can be told before a model is opened. Raises InputError."""
-    if name == "self":
-        refuse_copy(target, **options)
-    elif name == HEADS and parse(target).backend != "hf":
+    if name == HEADS and parse(target).backend != "hf":  # said before torch is imported
         near = f"{target}{'&' if '?' in target else '?'}backend=hf"
         raise InputError(f"heads read hidden states, and llama.cpp does not show those of {target}: give {near!r}")
+    if name in CHECKS:
+        resolve(CHECKS[name])(target, **options)
     elif name not in DRAFTERS:
         checked_name(name)
 

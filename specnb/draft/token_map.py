@@ -87,7 +87,7 @@ class Tokens:
         return sum(key in known and self.ids.get(key) == token for key, token in pairs) / len(self.sample)
 
 
-class Overlap(NamedTuple):
+class VocabularyOverlap(NamedTuple):
     """`shared` pieces of `target_pieces` and `draft_pieces` (padding not counted), under whatever id.
 
     `target_uses` and `draft_uses` say more: the share of the tokens of an ordinary text, as the target's (the draft's)
@@ -115,14 +115,14 @@ class Overlap(NamedTuple):
         return f"{text}; of the tokens of an ordinary text {self.target_uses:.0%} and {self.draft_uses:.0%}"
 
 
-def overlap(target: Tokens, draft: Tokens) -> Overlap:
+def overlap(target: Tokens, draft: Tokens) -> VocabularyOverlap:
     """What two models' tokens have in common."""
     if target.known and draft.known and ids_agree(target, draft):
         shared = sum(map(bool, min(target.by_id, draft.by_id, key=len)))
     else:
         shared = len(target.known & draft.known)
     pieces = (sum(map(bool, tokens.vocab.pieces)) for tokens in (target, draft))
-    return Overlap(shared, *pieces, target.uses(draft.known), draft.uses(target.known))
+    return VocabularyOverlap(shared, *pieces, target.uses(draft.known), draft.uses(target.known))
 
 
 def ids_agree(target: Tokens, draft: Tokens) -> bool:
@@ -191,7 +191,7 @@ class Fit(NamedTuple):
     """The way from a draft's tokens to its target's, and what the two have in common."""
 
     way: Way
-    overlap: Overlap
+    overlap: VocabularyOverlap
 
     def __str__(self) -> str:
         return f"{self.way} ({self.overlap})"

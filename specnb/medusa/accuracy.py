@@ -5,7 +5,7 @@ before the newest one. The backbone says generated token j from it, head i token
 true tokens j ... j + i. States are caught by another hook than a drafter's, which is held against them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -24,10 +24,8 @@ from specnb.records import Generation
 
 NO_LABEL = -1
 """In ranks: the text ends before the token that this head would have to say."""
-PIECE = 32
-"""Most tokens of one forward along a text: their logits stay small."""
-ROWS = 64
-"""States that a head is asked about at once."""
+PIECE, ROWS = 32, 64
+"""Most tokens of one forward along a text, and states that a head is asked about at once: logits stay small."""
 TOPS = (1, 5)
 NEAR_TIE = 1e-4
 """A first choice that leads by less than this share of its logit may differ between two float32 forwards."""
@@ -47,7 +45,7 @@ class States(NamedTuple):
         return self.pre_norm if contract == "pre_norm" else self.post_norm
 
 
-class Trace(NamedTuple):
+class HiddenTrace(NamedTuple):
     """A generated text `ids (n,)` int64 and its `n` states; `best (n,)` are the backbone's own next tokens in them."""
 
     ids: Tensor
@@ -77,51 +75,41 @@ class Scores(NamedTuple):
 
 
 def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
-    """Feed `ids` to the emptied target; what the last `rows` tokens gave. Leaves the target empty."""
-    caught: list[tuple[Tensor, Tensor]] = []
+    """Feed `ids` to the emptied target; what the last `rows` tokens gave. Leaves the target empty.
+
+    They are fed as decoding feeds them: all up to the first row in one go, then no wider than the engine keeps bits
+    equal, so that the states are those of decoding.
+    """
+    caught, parts, ids = list[tuple[Tensor, Tensor]](), [], list(ids)
+    first, width = len(ids) - rows + 1, min(PIECE, target.caps.same_bits_up_to or PIECE)
+    pieces = [(ids[:first], 1), *((ids[at : at + width], width) for at in range(first, len(ids), width))]
     hook = final_norm(network(target)).register_forward_hook(
         lambda _norm, inputs, output: caught.append((inputs[0][0], output[0]))
     )
-    collected: list[tuple[Tensor, Tensor, np.ndarray]] = []
     target.reset()
     try:
-        for piece, last in _pieces(target, list(ids), rows):
+        for piece, last in pieces:
             caught.clear()
-            logits = target.forward(piece, n_logits=last)
+            logits = target.forward(piece, n_logits=min(last, len(piece)))
             # a single token may be fed twice over, and long or recurrent ones come in several forwards
-            seen = (torch.cat(parts)[: len(piece)][-last:] for parts in zip(*caught, strict=True))
-            collected.append((*seen, logits))
+            parts.append((*(torch.cat(x)[: len(piece)][-last:] for x in zip(*caught, strict=True)), logits))
     finally:
         hook.remove()
         target.reset()
-    pre_norm, post_norm, all_logits = zip(*collected, strict=True)
+    pre_norm, post_norm, all_logits = zip(*parts, strict=True)
     return States(torch.cat(pre_norm), torch.cat(post_norm), np.concatenate(all_logits))
 
 
-def _pieces(target: LanguageModel, ids: list[int], rows: int) -> Iterator[tuple[list[int], int]]:
-    """What is fed at once, and the rows of it that count: as decoding feeds it, all up to the first row in one go.
-
-    Then no wider than the engine keeps bits equal, so that the states are those of decoding to the last of them.
-    """
-    first = len(ids) - rows + 1
-    yield ids[:first], 1
-    width = min(PIECE, target.caps.same_bits_up_to or PIECE)
-    for at in range(first, len(ids), width):
-        piece = ids[at : at + width]
-        yield piece, len(piece)
-
-
-def trace(target: LanguageModel, generation: Generation) -> Trace:
+def trace(target: LanguageModel, generation: Generation) -> HiddenTrace:
     """The states along a generation's text, which has a token at least."""
     tokens = generation.token_ids
     seen = states(target, (*generation.prompt_ids, *tokens[:-1]), len(tokens))
-    device = seen.pre_norm.device
-    ids, best = (torch.as_tensor(x, device=device) for x in (tokens, seen.logits.argmax(1)))
-    return Trace(ids, seen.pre_norm, seen.post_norm, best)
+    ids, best = (torch.as_tensor(x, device=seen.pre_norm.device) for x in (tokens, seen.logits.argmax(1)))
+    return HiddenTrace(ids, seen.pre_norm, seen.post_norm, best)
 
 
 @torch.inference_mode()
-def score(heads: Heads, along: Trace, normed: Tensor | None = None, *, shift: int = 0) -> Scores:
+def score(heads: Heads, along: HiddenTrace, normed: Tensor | None = None, *, shift: int = 0) -> Scores:
     """Ranks, choices and margins of every head at every row.
 
     `normed (n, hidden)` replaces what the blocks are fed, and with `shift` head i is held against token j + 1 + i +
@@ -132,11 +120,10 @@ def score(heads: Heads, along: Trace, normed: Tensor | None = None, *, shift: in
     return Scores(*(np.stack(columns, axis=1) for columns in zip(*parts, strict=True)))
 
 
-def _scored(heads: Heads, head: int, along: Trace, fed: Tensor, shift: int) -> tuple[np.ndarray, ...]:
-    n = len(along.ids)
+def _scored(heads: Heads, head: int, along: HiddenTrace, fed: Tensor, shift: int) -> tuple[np.ndarray, ...]:
     behind = along.ids.new_full((heads.config.n_heads + 1 + abs(shift),), NO_LABEL)
     padded = torch.cat([along.ids, behind])
-    at = torch.arange(n, device=padded.device)
+    at = torch.arange(len(along.ids), device=padded.device)
     labels = padded[(at + 1 + head + shift).clamp(min=0)]
     draft = draft_ids(heads.token_map, heads.config.vocab_size)[labels.clamp(min=0).cpu()].to(labels.device)[:, None]
     since = padded[at[:, None] + torch.arange(head + 1, device=padded.device)].clamp(min=0)
@@ -154,6 +141,9 @@ def _scored(heads: Heads, head: int, along: Trace, fed: Tensor, shift: int) -> t
         margin = (top[:, 0] - top[:, 1]) / top[:, 0].abs().clamp(min=1)
         parts.append((rank, heads.full_ids(logits.argmax(-1)), margin))
     return tuple(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
+
+
+# --- tables ---
 
 
 def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
@@ -185,7 +175,7 @@ def accuracy_by_head(scores: Sequence[Scores]) -> pd.DataFrame:
     for head, top in product(range(scores[0].rank.shape[1]), TOPS):
         ranks = [of_prompt.rank[:, head][of_prompt.rank[:, head] != NO_LABEL] for of_prompt in scores]
         share = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
-        rows.append((head, top, share.value, share.low, share.high, sum(map(len, ranks))))
+        rows.append((head, top, *share, sum(map(len, ranks))))
     return pd.DataFrame(rows, columns=["head", "top", "accuracy", "low", "high", "n"])
 
 
@@ -220,9 +210,11 @@ def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
     counts, rows = [served_counts(generation) for generation in generations], []
     for k in range(max(map(len, counts), default=0)):
         of_prompts = [counted[k] for counted in counts if k < len(counted)]
-        (kept, tested), interval = np.sum(of_prompts, axis=0), share_interval(of_prompts)
-        rows.append((k + 1, interval.value, interval.low, interval.high, int(kept), int(tested)))
+        rows.append((k + 1, *share_interval(of_prompts), *map(int, np.sum(of_prompts, axis=0))))
     return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
+
+
+# --- what was served, against what was scored ---
 
 
 class Compared(NamedTuple):

@@ -15,6 +15,7 @@ import pandas as pd
 from pydantic import Field
 
 from specnb.decode.generate import generate
+from specnb.draft.load import HEADS, check_drafter
 from specnb.errors import InputError
 from specnb.io import plain
 from specnb.lm.base import LanguageModel
@@ -23,19 +24,11 @@ from specnb.lm.load import load
 from specnb.measure import curve as training_curve
 from specnb.measure.bench import FEWEST, Timed, interleaved, table
 from specnb.measure.experiment import Progress, check_prompts, silent
+from specnb.medusa import drafter as drafters
 from specnb.medusa import gates
 from specnb.medusa.accuracy import accuracy_matrix, served_counts
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
-from specnb.medusa.drafter import (
-    AUTO,
-    CHAIN,
-    Drafting,
-    HeadsDrafter,
-    accuracy_of,
-    choose_drafts,
-    fitting_checkpoint,
-    tree_size,
-)
+from specnb.medusa.drafter import AUTO, CHAIN, Drafting, HeadsDrafter
 from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Heads, network
 from specnb.medusa.tree import TreePlan, fastest
@@ -99,11 +92,11 @@ class HeadsBench:
 
     def tables(self) -> list[tuple[str, pd.DataFrame]]:
         """Titles and tables for a reader: the gates, then their diagnoses or the speeds."""
-        gates = [(self.loaded, self.checked.table())]
+        gate_table = (self.loaded, self.checked.table())
         if self.speeds is None:
-            return [*gates, ("no speed: a gate failed", pd.DataFrame(self.checked.diagnoses))]
-        note = "; the machine was busy" if self.speeds.get("busy", pd.Series()).any() else ""
-        return [*gates, (f"{self.facts['params'].target}: {self.drafting.says}{note}", self.speeds[SHOWN])]
+            return [gate_table, ("no speed: a gate failed", pd.DataFrame(self.checked.diagnoses))]
+        note = "; the machine was busy" if self.speeds["busy"].any() else ""
+        return [gate_table, (f"{self.facts['params'].target}: {self.drafting.says}{note}", self.speeds[SHOWN])]
 
     def document(self) -> dict[str, Any]:
         """One JSON document; without the speeds where a gate failed."""
@@ -129,11 +122,11 @@ class HeadsBench:
 
 def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     """Load, run the gates, and time what passed them."""
-    tree_size(params.tree)  # before a model is opened for nothing
+    check_drafter(HEADS, params.target, heads_checkpoint=params.heads_checkpoint, tree=params.tree)
     timed, judged = chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
     with closing(load(params.target, **({"dtype": params.dtype} if params.dtype else {}))) as target:
-        net = network(target)
-        heads, report = load_trained_heads(params.heads_checkpoint or fitting_checkpoint(target), net)
+        checkpoint = params.heads_checkpoint or drafters.fitting_checkpoint(target)
+        heads, report = load_trained_heads(checkpoint, network(target))
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
         result = measure(
             target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree, k=params.k,
@@ -147,20 +140,10 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
 
 
 def measure(
-    target: LanguageModel,
-    heads: Heads,
-    report: LoadReport,
-    timed: Sequence[Prompt],
-    judged: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    tree: str = AUTO,
-    k: int | None = None,
-    num_trials: int = 1,
-    seed: int = 0,
-    before: Checked | None = None,
-    progress: Progress = silent,
-) -> HeadsBench:
+    target: LanguageModel, heads: Heads, report: LoadReport, timed: Sequence[Prompt], judged: Sequence[Prompt], *,
+    max_new_tokens: int, tree: str = AUTO, k: int | None = None, num_trials: int = 1, seed: int = 0,
+    before: Checked | None = None, progress: Progress = silent,
+) -> HeadsBench:  # fmt: skip
     """Run the gates on `judged` prompts and, where all pass, time `timed` ones.
 
     Settings are those of HeadsBenchParams; `before` is that of `gates.run`.
@@ -172,16 +155,14 @@ def measure(
     if not checked.passed:
         return HeadsBench(str(report), checked)
     progress(0, 1, "costs of trees")
-    drafting = chosen_drafts(target, heads, checked, accuracy_of(report.path), tree)
+    drafting = chosen_drafts(target, heads, checked, drafters.accuracy_of(report.path), tree)
     drafting = drafting._replace(k=min(drafting.k, k or drafting.k))
     drafter, name = HeadsDrafter(target, heads, drafting.plan), heads.config.kind
-    settings = {"max_new_tokens": max_new_tokens}
     methods = {
-        PLAIN: lambda prompt: generate(target, prompt, **settings),
-        name: lambda prompt: generate(target, prompt, drafter=drafter, k=drafting.k, **settings),
+        PLAIN: lambda prompt: generate(target, prompt, max_new_tokens=max_new_tokens),
+        name: lambda prompt: generate(target, prompt, drafter=drafter, k=drafting.k, max_new_tokens=max_new_tokens),
     }
-    neighbours, runs = Neighbours(), list[Timed]()
-    total = len(timed) * len(methods) * num_trials
+    neighbours, runs, total = Neighbours(), list[Timed](), len(timed) * len(methods) * num_trials
     progress(0, total, "timing")
     for timed_run in interleaved(methods, timed, repeats=num_trials):
         runs.append(timed_run)
@@ -204,10 +185,8 @@ def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
                 f"{category} has {len(of)} prompts, too few for {timed} that are timed and {each} others that the "
                 f"gates judge: at most {max(0, len(of) - each)} a category can be timed, give fewer"
             )
-    return (
-        [prompt for of in by_category.values() for prompt in of[:timed]],
-        [prompt for of in by_category.values() for prompt in of[-each:]],
-    )
+    timed_ones = [prompt for of in by_category.values() for prompt in of[:timed]]
+    return timed_ones, [prompt for of in by_category.values() for prompt in of[-each:]]
 
 
 def chosen_drafts(
@@ -219,7 +198,8 @@ def chosen_drafts(
     gates see; only where there are none, from those that the gates measured.
     """
     measured = accuracy_matrix(checked.accuracy), f"measured here on {len(checked.plain)} prompts"
-    drafts = choose_drafts(target, heads, tree_size(tree), *(measured if trained is None else (trained,)))
+    size = drafters.tree_size(tree)
+    drafts = drafters.choose_drafts(target, heads, size, *(measured if trained is None else (trained,)))
     if drafts.plan is not None and not len(drafts.plan):
         best = fastest(drafts.candidates[1:]).plan
         says = f"{drafts.says}; timed all the same is one of {len(best)} nodes"
@@ -273,9 +253,7 @@ def speed_table(runs: Sequence[Timed], categories: Sequence[str], name: str) -> 
         rounds = [r for run in drafted for r in run.generation.rounds]
         parts = {part: sum(getattr(r, f"{part}_s") for r in rounds) for part in PARTS}
         lines.append({
-            "category": category,
-            **row[name],
-            "plain_tokens_per_s": row[PLAIN]["tokens_per_s"],
+            "category": category, **row[name], "plain_tokens_per_s": row[PLAIN]["tokens_per_s"],
             "alpha_1": accepted / tested if tested else None, "accepted_1": int(accepted), "tested_1": int(tested),
             "share_identical": row[name]["identical"] / row[name]["n_prompts"],
             **{f"{part}_share": seconds / sum(parts.values()) for part, seconds in parts.items()},

@@ -7,7 +7,7 @@ whatever does not fit is an error that lists all of it, for heads that were load
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,18 +64,19 @@ def shipped() -> dict[str, Path]:
     return {config.parent.name: config.parent for config in sorted(root.glob(f"*/{CONFIG_FILE}"))}
 
 
-def folder_of(name_or_path: str | Path) -> Path:
-    """Where heads lie: a name of `shipped`, or a path (`./NAME` for a folder of a shipped name). Raises InputError."""
-    known = shipped()
-    if str(name_or_path) in known:
-        return known[str(name_or_path)]
-    path = Path(name_or_path).expanduser()
+def open_heads(name_or_path: str | Path) -> HeadsFile:
+    """The file of a name of `shipped`, or of a path (`./NAME` for a folder of a shipped name).
+
+    Raises InputError for what can be refused before a model is there: `layouts.open_file`.
+    """
+    known, name = shipped(), str(name_or_path)[:200]
+    path = known.get(name, Path(name_or_path).expanduser())
     if not path.exists():
         raise InputError(
-            f"no heads at {str(name_or_path)[:200]!r}: {did_you_mean(str(name_or_path)[:200], list(known))}"
-            f"give a folder or a file, or one of the shipped heads ({', '.join(known) or 'none here'})"
+            f"no heads at {name!r}: {did_you_mean(name, list(known))}give a folder or a file, or one of the shipped "
+            f"heads ({', '.join(known) or 'none here'})"
         )
-    return path
+    return layouts.open_file(path)
 
 
 def save(heads: Heads, folder: Path, *, dtype: str = "bfloat16", facts: Mapping[str, object] | None = None) -> Path:
@@ -100,21 +101,34 @@ def convert(heads: Heads, folder: Path, layout: str) -> list[str]:
 
     Raises InputError for heads that the layout cannot hold, and then writes nothing.
     """
-    _require_layout(layout)
     with _replaced(folder, layout) as new:
         return layouts.write(layout, heads, new)
+
+
+def require_free(folder: Path, layout: str) -> None:
+    """Raises InputError when `folder` holds something, and not heads of that layout.
+
+    A model's own folder may have the same names in it.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        try:
+            if layouts.open_file(folder / LAYOUTS[layout].file).layout == layout:
+                return
+        except InputError:
+            pass
+    elif not folder.is_file():
+        return
+    raise InputError(f"{folder} holds other things than {layout} heads: give a new or an empty folder")
 
 
 @contextmanager
 def _replaced(folder: Path, layout: str) -> Iterator[Path]:
     """A new folder to write into, whose files are moved to `folder` when all went well.
 
-    What else lies in an older folder (a card) is kept, but for the curves of other weights. Raises InputError when
-    `folder` holds something, and not heads of that layout: a model's own folder may have the same names in it.
+    What else lies in an older folder (a card) is kept, but for the curves of other weights.
     """
+    require_free(folder, layout)
     target = Path(folder).resolve()
-    if target.is_file() or (target.is_dir() and any(target.iterdir()) and not _holds(target, layout)):
-        raise InputError(f"{folder} holds other things than heads: give a new or an empty folder")
     with writing(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as new:
@@ -132,7 +146,7 @@ def load_trained_heads(path: str | Path, net_or_backbone: PreTrainedModel | Back
     not finite, other sizes, another backbone; InputError where there is nothing to read.
     """
     backbone = net_or_backbone if isinstance(net_or_backbone, Backbone) else Backbone.of(net_or_backbone)
-    stored = layouts.open_file(folder_of(path))
+    stored = open_heads(path)
     config, names = layouts.read(stored, backbone)
     usable, faults = _usable(stored, config, names, backbone)
     findings, converted, dtype = _untrained(usable), stored.converted, backbone.lm_head.dtype
@@ -188,19 +202,6 @@ def _untrained(tensors: Mapping[str, Tensor]) -> list[str]:
     return [f"{block} is all zero: it was never trained" for block in blocks if block not in trained]
 
 
-def _holds(folder: Path, layout: str) -> bool:
-    """Whether there are heads of that layout in a folder; a model may have the same file name."""
-    try:
-        return layouts.open_file(folder / LAYOUTS[layout].file).layout == layout
-    except InputError:
-        return False
-
-
-def _require_layout(name: str) -> None:
-    if name not in LAYOUTS:
-        raise InputError(f"no layout {name[:80]!r}: {did_you_mean(name, list(LAYOUTS))}there are {', '.join(LAYOUTS)}")
-
-
 def command(
     path: Annotated[str, typer.Argument(help="a shipped name, a folder or a file of heads")],
     to: Annotated[str, typer.Option(help=" | ".join(LAYOUTS))],
@@ -208,10 +209,14 @@ def command(
     backbone: Annotated[str, typer.Option(help="the model that the heads sit on")] = "smollm2-135m",
 ) -> None:
     """Convert trained heads from one layout to another, and tell what was read and what was written."""
-    _require_layout(to)  # before a model is opened for nothing
-    model = load(backbone, backend="hf")
-    heads, report = load_trained_heads(path, model.network)
-    typer.echo(str(report))
-    for sentence in convert(heads, out, to):
-        typer.echo(f"  written: {sentence}")
+    # before a model is opened for nothing
+    if to not in LAYOUTS:
+        raise InputError(f"no layout {to[:80]!r}: {did_you_mean(to, list(LAYOUTS))}there are {', '.join(LAYOUTS)}")
+    open_heads(path)
+    require_free(out, to)
+    with closing(load(backbone, backend="hf")) as model:
+        heads, report = load_trained_heads(path, model.network)
+        typer.echo(str(report))
+        for sentence in convert(heads, out, to):
+            typer.echo(f"  written: {sentence}")
     typer.echo(f"written to {out}, layout {to}")

@@ -57,7 +57,7 @@ class Document(NamedTuple):
     text: str
 
 
-class Source(NamedTuple):
+class Package(NamedTuple):
     """One package to read, with its Python files by relative name."""
 
     package: str
@@ -72,7 +72,7 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
 
 
-def installed(packages: Iterable[str] = LICENCES) -> list[Source]:
+def installed(packages: Iterable[str] = LICENCES) -> list[Package]:
     """The installed ones among `packages`, which LICENCES knows, sorted by name."""
     sources = []
     for package in sorted(packages):
@@ -87,11 +87,11 @@ def installed(packages: Iterable[str] = LICENCES) -> list[Source]:
             version = distribution.version
             files = {file.as_posix(): Path(file.locate()) for file in distribution.files or () if file.suffix == ".py"}
         kept = sorted(item for item in files.items() if not SKIPPED_PARTS & set(item[0].split("/")))
-        sources.append(Source(package, version, LICENCES[package], kept))
+        sources.append(Package(package, version, LICENCES[package], kept))
     return sources
 
 
-def documents(sources: Iterable[Source]) -> list[Document]:
+def documents(sources: Iterable[Package]) -> list[Document]:
     """All documents of the sources in order."""
     texts = []
     for source in sources:

@@ -1,20 +1,22 @@
-"""What heads learn from: rows of text and their hidden states in a folder, and the examples that are cut from them.
+"""What heads learn from: rows of text that the backbone writes, and their hidden states, in a folder.
 
 Heads are to foretell what the backbone says, so they learn from what it says (Cai et al. 2401.10774, section 2.3.2).
-Rows are written batch by batch (`text`); the random numbers of a batch come from (seed, number), so a run that was
-stopped goes on behind the last one. Or texts are given, of which every token counts as a label. The backbone is frozen:
-its states are kept, in front of the final norm and in bfloat16.
+A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where the answer ends early or runs into a loop,
+a request that the backbone draws itself and answers again: nothing is padded. Or texts are given, of which every token
+counts as the backbone's own.
 
-An example is one position of one row. At position t the heads get the hidden state of token t. Head i is to say token
-t + 2 + i; Hydra's head i is shown the tokens t + 1 … t + 1 + i. An example exists where token t + 2 is the backbone's
-own choice, and head i has a label as far as all tokens from there on are: what a user or a template writes is not the
-backbone's to foretell.
+Seeds are of the kinds that people send: code and prose to go on with, and chat requests to explain, edit, summarise
+or extract, from the permissively licensed texts of `corpus`; and next to nothing, an opening of a few words or an
+empty request, from which the backbone draws the rest itself. Nothing of `data/prompts` is among them.
+
+Rows are written batch by batch, and the random numbers of a batch come from (seed, number): a run that was stopped goes
+on behind the last one. States are those in front of the final norm, in bfloat16.
 """
 
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,19 +29,165 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb.errors import InputError, MemoryShortError
-from specnb.io import file_digest, json_lines, write_atomic
+from specnb.io import file_digest, json_lines, project_dir, read_json, write_atomic
+from specnb.lm import chat
 from specnb.lm.base import LanguageModel
+from specnb.lm.hf.engine import cache_argument, new_cache
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa import corpus
-from specnb.medusa.nets import Heads, digest, draft_ids
-from specnb.medusa.text import OnTokens, Turns, Writer, Writing, seeds
+from specnb.medusa.corpus import Document
+from specnb.medusa.nets import digest
 
-FACTS_FILE, SPLITS = "facts.json", ("train", "held_out")
-MAX_TOKENS, HELD_OUT_EVERY = 1 << 28, 20
-"""Of given texts: most tokens that are read, and of how many rows one is held out."""
-FORWARD_ROWS = 4
-"""Rows of one forward: wide enough for matrix products, small enough for a cache."""
-NO_LABEL = -100
+# --- seeds: what the backbone writes from ---
+
+ASKED = "asked"
+"""The kind of seed that holds no request: the backbone writes one itself (Magpie, Xu et al. 2406.08464)."""
+KINDS = {"code": (0.1, 16), "prose": (0.1, 16), "opening": (0.2, 48), "request": (0.25, 12), ASKED: (0.35, 12)}
+"""The share of each kind, and the most tokens that are drawn before its greedy text, so that no two rows go on alike;
+half of the rows that need none have none."""
+SEEDS_FILE = "data/heads/seeds.json"
+"""Beginnings of texts of all kinds, and requests about a text."""
+EXCERPT_LINES = (2, 14)
+"""Lines of the excerpt, from and up to."""
+MARK = "\u0001"
+"""Stands for a message's text in a rendered chat; no template writes it itself."""
+
+
+class Turns(NamedTuple):
+    """The tokens a chat template puts before the first request, and behind each request and each answer."""
+
+    opening: tuple[int, ...]
+    to_answer: tuple[int, ...]
+    to_request: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> Self:
+        """Raises InputError when the template changes what it is given, or there is none."""
+        messages = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]
+        parts = chat.render(model.vocab, messages).split(MARK)
+        if len(parts) != 4:
+            raise InputError(f"the chat template of {model.name} does not write each message once: give plain texts")
+        opening, *others = (tuple(model.encode(part)) for part in parts[:3])
+        if not model.vocab.add_bos:
+            return cls(opening, *others)
+        # encode puts a BOS token in front of each part; it belongs in front of the chat alone, and there once
+        bos = (model.vocab.bos,)
+        return cls(opening[1:] if opening[:2] == bos * 2 else opening, *(part[1:] for part in others))
+
+
+class Seed(NamedTuple):
+    """Token ids to begin with, behind which `lead` tokens are drawn, not greedy.
+
+    The backbone goes on with a request where the kind is `asked`, else with an answer.
+    """
+
+    kind: str
+    ids: tuple[int, ...]
+    lead: int = 0
+
+
+def seeds(
+    model: LanguageModel, documents: Sequence[Document], *, longest: int, key: list[int], turns: Turns | None
+) -> Iterator[Seed]:
+    """Endless seeds of at most `longest` tokens, drawn with `key`; texts only without `turns`."""
+    openings, requests = read_json(project_dir() / SEEDS_FILE, 1 << 20).values()
+    texts = {kind: [d.text for d in documents if d.kind == kind] for kind in requests}
+    rng = np.random.default_rng(key)
+    shares = np.array([share if turns or kind not in ("request", ASKED) else 0 for kind, (share, _) in KINDS.items()])
+    while True:
+        kind = list(KINDS)[rng.choice(len(KINDS), p=shares / shares.sum())]
+        lead = _lead_of(kind, rng)
+        if kind == ASKED:
+            yield Seed(kind, turns.opening)
+            continue
+        if kind == "opening":
+            yield Seed(kind, tuple(model.encode(str(rng.choice(openings)), special=False)), lead)
+            continue
+        about = kind if kind in requests else ("code", "prose")[rng.integers(2)]
+        excerpt = _excerpt(texts[about], rng)
+        if kind == about:
+            yield Seed(kind, tuple(model.encode(excerpt, special=False))[:longest], lead)
+            continue
+        request = str(rng.choice(requests[about])).format(text=excerpt.strip("\n"))
+        ids = (*turns.opening, *model.encode(request, special=False), *turns.to_answer)
+        if len(ids) <= longest:  # a request cut in the middle would have no question
+            yield Seed(kind, ids, lead)
+
+
+def _lead_of(kind: str, rng: np.random.Generator) -> int:
+    """How many tokens are drawn before the greedy text of a seed of this kind."""
+    most = KINDS[kind][1]
+    if kind == "opening":
+        return int(rng.integers(most // 2, most + 1))
+    return int(rng.integers(1, most + 1)) * int(rng.integers(2))
+
+
+def _excerpt(texts: Sequence[str], rng: np.random.Generator) -> str:
+    """A few lines of a text, beginning where a paragraph does."""
+    lines = texts[rng.integers(len(texts))].split("\n")
+    begins = [i for i, line in enumerate(lines) if line.strip() and (i == 0 or not lines[i - 1].strip())]
+    start = begins[rng.integers(len(begins))]
+    return "\n".join(lines[start : start + int(rng.integers(*EXCERPT_LINES))]) + "\n"
+
+
+# --- rows: a seed, and what the backbone writes behind it ---
+
+DRAWING_TEMPERATURE = 0.8
+"""Of requests and of the first tokens of texts; the rest is greedy."""
+LONGEST_LOOP, LOOP_CHECK = 48, 8
+"""Tokens of the longest loop that is recognised, and how often one is looked for."""
+OnTokens = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How the text is written: rows of `length` tokens in batches of `batch_size`, seeds of at most `longest_seed`.
+
+    An answer is at most `longest_answer` tokens, a request that the backbone writes `longest_request`.
+    """
+
+    length: int = 256
+    batch_size: int = 64
+    longest_seed: int = 96
+    longest_answer: int = 144
+    longest_request: int = 40
+    seed: int = 0
+
+
+FORCED, OWN, DRAWN = 0, -1, -2
+"""What comes next in a row: from FORCED on a token id, else the backbone's best token, or one that is drawn."""
+
+
+def _row(
+    seed: Seed, turns: Turns | None, ends: Collection[int], writing: Writing, rng: np.random.Generator
+) -> Generator[int, int, None]:
+    """One row without end: yields what comes next, and is sent the token that came."""
+    forced, answering, lead = seed.ids, seed.kind != ASKED, seed.lead
+    while True:
+        for token in forced:
+            yield token
+        lead, written, over = min(lead, writing.longest_answer // 2), [], False
+        most = writing.longest_answer if answering else writing.longest_request
+        while not over:
+            token = yield OWN if answering and len(written) >= lead else DRAWN
+            written.append(token)
+            over = token in ends or len(written) >= most
+            over |= answering and len(written) % LOOP_CHECK == 0 and loops(written)
+            over &= turns is not None  # without a chat template there is nobody else
+        after = turns.to_request if answering else turns.to_answer
+        # the end token that was just written is the first of what the template puts behind a message
+        forced = after[1:] if token in ends and after and after[0] in ends else after
+        answering, lead = not answering, _lead_of(ASKED, rng)
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether the text ends in a loop of at most LONGEST_LOOP tokens: one that came twice and a little more."""
+    text = np.asarray(tokens)
+    for period in range(1, min(LONGEST_LOOP, (len(text) - 8) // 2) + 1):
+        seen = period + 8
+        if np.array_equal(text[-seen:], text[-seen - period : -period]):
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -69,15 +217,52 @@ class TextRows:
             return cls(arrays["tokens"], arrays["own"])
 
 
+@torch.inference_mode()
+def write_rows(
+    model: LanguageModel, seeds: Sequence[Seed], turns: Turns | None, writing: Writing, key: list[int],
+    on_tokens: OnTokens,
+) -> TextRows:  # fmt: skip
+    """Have the backbone go on behind `seeds`; `key` is that of the draws, `on_tokens` gets the tokens of each step."""
+    net, rng = model.network, np.random.default_rng([*key, 2])
+    generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
+    rows = [_row(seed, turns, model.vocab.eog, writing, rng) for seed in seeds]
+    following = [next(row) for row in rows]
+    tokens = np.zeros((len(rows), writing.length), np.int32)
+    own, state = np.zeros(tokens.shape, bool), {cache_argument(net): new_cache(net)}
+    known = min(len(seed.ids) for seed in seeds)
+    for at in range(writing.length):
+        if at >= known:
+            start = 0 if at == known else at - 1
+            logits = net(
+                input_ids=torch.from_numpy(tokens[:, start:at]).long().to(net.device),
+                position_ids=torch.arange(start, at, device=net.device)[None].expand(len(rows), -1),
+                use_cache=True, logits_to_keep=1, **state,
+            ).logits[:, -1]  # fmt: skip
+            best, drawing = logits.argmax(-1).tolist(), [i for i, kind in enumerate(following) if kind == DRAWN]
+            if drawing:
+                chances = (logits[drawing].float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
+                drawn = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
+                best = [drawn.pop(0) if i in drawing else token for i, token in enumerate(best)]
+            on_tokens(len(rows))
+        for i, kind in enumerate(following):
+            tokens[i, at], own[i, at] = kind if kind >= FORCED else best[i], kind == OWN
+            following[i] = rows[i].send(int(tokens[i, at]))
+    return TextRows(tokens, own)
+
+
+# --- a folder of rows and their states ---
+
+FACTS_FILE, SPLITS = "facts.json", ("train", "held_out")
+HELD_OUT_EVERY = 20
+"""Of how many rows of given texts one is held out."""
+FORWARD_ROWS = 4
+"""Rows of one forward: wide enough for matrix products, small enough for a cache."""
+
+
 def write(
-    model: LanguageModel,
-    folder: Path,
-    *,
-    batches: dict[str, int],
-    writing: Writing,
-    packages: Iterable[str] = corpus.LICENCES,
-    on_tokens: OnTokens = lambda n: None,
-) -> None:
+    model: LanguageModel, folder: Path, *, batches: dict[str, int], writing: Writing,
+    packages: Iterable[str] = corpus.LICENCES, on_tokens: OnTokens = lambda n: None,
+) -> None:  # fmt: skip
     """Have `model` write the batches of each split that are not in `folder` yet, and compute their hidden states.
 
     Seeds are of the `packages` that are installed. Raises InputError when the folder holds text of other settings.
@@ -95,7 +280,7 @@ def write(
             endless = seeds(model, documents[split], longest=writing.longest_seed, key=key, turns=turns)
             # the shortest first: the common part is read in one forward
             batch = sorted(islice(endless, writing.batch_size), key=lambda seed: len(seed.ids))
-            TextRows(*Writer(model, turns, writing, key).run(batch, on_tokens)).save(file)
+            write_rows(model, batch, turns, writing, key, on_tokens).save(file)
     _compute_states(model.network, folder)
 
 
@@ -107,7 +292,7 @@ def write_given(model: LanguageModel, texts: Path, folder: Path, *, length: int)
     """
     _require_same(folder, model, {"texts": file_digest(texts), "length": length})
     if not (folder / "train-00000.npz").is_file():
-        ids = np.fromiter(islice(_given_ids(model, texts), MAX_TOKENS), dtype=np.int32)
+        ids = np.fromiter(_given_ids(model, texts), dtype=np.int32)
         rows = ids[: len(ids) // length * length].reshape(-1, length)
         if len(rows) < HELD_OUT_EVERY:
             raise InputError(f"the texts have {len(ids)} tokens, at least {HELD_OUT_EVERY * length} are needed")
@@ -123,6 +308,15 @@ def _given_ids(model: LanguageModel, texts: Path) -> Iterator[int]:
             raise InputError(f'{texts}, line {number}: each line is {{"text": "…"}} and nothing else')
         yield from model.encode(line["text"], special=False)
         yield from sorted(model.vocab.eog)[:1]
+
+
+def _require_same(folder: Path, model: LanguageModel, settings: dict[str, Any]) -> None:
+    """Note in a new folder what its text is written with. Raises InputError where it holds text of other settings."""
+    settings |= {"backbone": digest(model.network), "model": model.name}
+    if not (folder / FACTS_FILE).is_file():
+        write_atomic(folder / FACTS_FILE, json.dumps(settings, indent=1).encode())
+    elif facts(folder) != json.loads(json.dumps(settings)):
+        raise InputError(f"{folder} holds text of other settings or another model ({FACTS_FILE}): use another folder")
 
 
 @torch.inference_mode()
@@ -148,6 +342,16 @@ def _states_of(file: Path) -> Path:
     return file.with_suffix(".hidden.npy")
 
 
+def files(folder: Path, split: str = "*") -> list[Path]:
+    """The files of a split, or of all, in order."""
+    return sorted(folder.glob(f"{split}-*.npz"))
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """What the text was written with: settings, model, digests of backbone and corpus."""
+    return json.loads((folder / FACTS_FILE).read_text())
+
+
 def read(folder: Path, split: str) -> TextRows:
     """All rows of a split."""
     parts = [TextRows.load(file) for file in files(folder, split)]
@@ -160,92 +364,12 @@ def read_states(folder: Path, split: str) -> Tensor:
     Raises MemoryShortError where they do not fit the memory.
     """
     parts = [np.load(_states_of(file), mmap_mode="r", allow_pickle=False) for file in files(folder, split)]
-    n_bytes, free = sum(part.nbytes for part in parts), psutil.virtual_memory().available
-    if n_bytes > free:
-        size = f"{n_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB of memory are free"
-        raise MemoryShortError(f"the hidden states of {split} take {size}: train on fewer batches")
+    needed, free = (n / 1e9 for n in (sum(part.nbytes for part in parts), psutil.virtual_memory().available))
+    if needed > free:
+        raise MemoryShortError(
+            f"the hidden states of {split} take {needed:.1f} GB, {free:.1f} GB are free: train on fewer batches"
+        )
     return torch.from_numpy(np.concatenate(parts)).view(torch.bfloat16)
-
-
-def files(folder: Path, split: str = "*") -> list[Path]:
-    """The files of a split, or of all, in order."""
-    return sorted(folder.glob(f"{split}-*.npz"))
-
-
-def facts(folder: Path) -> dict[str, Any]:
-    """What the text was written with: settings, model, digests of backbone and corpus."""
-    return json.loads((folder / FACTS_FILE).read_text())
-
-
-def _require_same(folder: Path, model: LanguageModel, settings: dict[str, Any]) -> None:
-    """Note in a new folder what its text is written with. Raises InputError where it holds text of other settings."""
-    settings |= {"backbone": digest(model.network), "model": model.name}
-    if not (folder / FACTS_FILE).is_file():
-        write_atomic(folder / FACTS_FILE, json.dumps(settings, indent=1).encode())
-    elif facts(folder) != json.loads(json.dumps(settings)):
-        raise InputError(f"{folder} holds text of other settings or another model ({FACTS_FILE}): use another folder")
-
-
-class Batch(NamedTuple):
-    """`hidden (batch, hidden)`, `ids (batch, n_heads)` the tokens since, `labels (batch, n_heads)` draft ids,
-    and, where asked for, `later (batch, n_heads, hidden)`, the states in which the backbone chose the labels."""
-
-    hidden: Tensor
-    ids: Tensor
-    labels: Tensor
-    later: Tensor | None
-
-
-class Examples:
-    """All examples of a split, drawn by step: the batch of step n is a function of (seed, n) alone."""
-
-    def __init__(
-        self, rows: TextRows, states: Tensor, *, n_heads: int, token_map: Tensor | None, vocab_size: int
-    ) -> None:
-        """`states (rows, length, hidden)` as of `read_states`."""
-        n_rows, length = rows.tokens.shape
-        self._hidden = states.flatten(0, 1)
-        self._tokens = torch.from_numpy(rows.tokens.astype(np.int64)).flatten()
-        self._n_heads = n_heads
-        last = length - 1 - n_heads  # positions whose every label lies in the row
-        is_own = np.stack([rows.own[:, 2 + i : 2 + i + last] for i in range(n_heads)], axis=-1)
-        known = torch.from_numpy(np.logical_and.accumulate(is_own, axis=-1)).flatten(0, 1)
-        places = torch.from_numpy(np.arange(n_rows)[:, None] * length + np.arange(last)).flatten()
-        usable = known[:, 0]
-        self._known, self._places = known[usable], places[usable]
-        self._draft_id = draft_ids(token_map, vocab_size)
-        self._order: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0))
-
-    @classmethod
-    def of(cls, folder: Path, split: str, heads: Heads) -> Self:
-        """The examples of a split of the text in `folder`, for these heads."""
-        token_map = None if heads.token_map is None else heads.token_map.cpu()
-        sizes = {"n_heads": heads.config.n_heads, "vocab_size": heads.config.vocab_size}
-        return cls(read(folder, split), read_states(folder, split), token_map=token_map, **sizes)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def at_step(self, step: int, *, batch_size: int, seed: int, later: bool = True) -> Batch:
-        """The batch of a step: each epoch visits every example at most once, in another order."""
-        if batch_size > len(self):
-            raise InputError(f"a batch of {batch_size} of {len(self)} examples: write more text")
-        epoch, place = divmod(step, len(self) // batch_size)
-        if self._order[0] != (seed, epoch):  # made once an epoch: it takes longer than a small step
-            self._order = ((seed, epoch), np.random.default_rng([seed, epoch]).permutation(len(self)))
-        return self.batch(torch.from_numpy(self._order[1][place * batch_size : (place + 1) * batch_size]), later=later)
-
-    def spread(self, n: int, *, later: bool = True) -> Batch:
-        """About `n` examples spread evenly over all."""
-        return self.batch(torch.arange(0, len(self), max(1, len(self) // n)), later=later)
-
-    def batch(self, chosen: Tensor, *, later: bool = True) -> Batch:
-        """The examples with these numbers; `later` are most of the bytes, and only soft targets need them."""
-        at = self._places[chosen]
-        since = at[:, None] + 1 + torch.arange(self._n_heads)
-        labels = self._draft_id[self._tokens[since + 1]]
-        labels = torch.where(self._known[chosen], labels, NO_LABEL)
-        return Batch(self._hidden[at], self._tokens[since], labels, self._hidden[since] if later else None)
 
 
 def most_frequent(rows: TextRows, n: int) -> Tensor:
@@ -263,4 +387,4 @@ def most_frequent(rows: TextRows, n: int) -> Tensor:
 
 def coverage(rows: TextRows, token_map: Tensor | None) -> float:
     """Share of the backbone's own tokens that the draft vocabulary holds."""
-    return 1.0 if token_map is None else float(np.isin(rows.tokens[rows.own], token_map.numpy()).mean())
+    return 1.0 if token_map is None else float(np.isin(rows.tokens[rows.own], token_map.cpu().numpy()).mean())

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Picker, Proposal
-from specnb.errors import InputError, LoadError, NonFiniteLogits
+from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CONTEXT
 from specnb.measure.curve import training_card
-from specnb.medusa.checkpoint import load_trained_heads, shipped
+from specnb.medusa.checkpoint import load_trained_heads, open_heads, shipped
 from specnb.medusa.layouts import CONFIG_FILE
 from specnb.medusa.nets import Heads, digest, network
-from specnb.medusa.tree import PUBLISHED, SIZES, WIDTHS, Candidate, TreePlan, candidates, fastest, grow, tree_curve
+from specnb.medusa.tree import PUBLISHED, SIZES, WIDTHS, TimedTree, TreePlan, candidates, fastest, grow, tree_curve
 
 
 class HeadsDrafter:
@@ -161,47 +161,35 @@ def drafting_s(target: LanguageModel, heads: Heads, depth: int, *, repeats: int 
     return float(np.median(samples[2:]))
 
 
-def timed_trees(target: LanguageModel, heads: Heads, accuracy: np.ndarray) -> list[Candidate]:
-    """Trees for heads of marginal `accuracy (heads, ranks)`, by size; the first is plain decoding.
-
-    Measures the target's cost of trees and the heads' for each depth. Raises InputError for a target without trees.
-    """
-    room = target.caps.n_ctx // 2
-    widest = min(target.caps.max_width, room)
-    if widest < 2:
-        raise InputError(f"{target.name} holds {target.caps.n_ctx} tokens: too few to verify drafts")
-    curve = tree_curve(target, widths=[n for n in WIDTHS if n <= widest], context=min(CONTEXT, room))
-    cost = {depth: drafting_s(target, heads, depth) for depth in range(1, len(accuracy) + 1)}
-    return candidates(accuracy, curve.seconds, cost.__getitem__, [n for n in SIZES if n < widest])
-
+# --- from what a user asks for to a drafter ---
 
 CHAIN, AUTO = "chain", "auto"
-TreeOption = str | int | TreePlan
+
+
+def check_heads(_target: str, *, heads_checkpoint: str | None = None, tree: str = CHAIN) -> None:
+    """Refuse what `heads_drafter` would, as far as it can be told before a model is opened. Raises InputError."""
+    tree_size(tree)
+    if heads_checkpoint is not None:
+        open_heads(heads_checkpoint)
 
 
 def heads_drafter(
-    target: LanguageModel,
-    *,
-    heads_checkpoint: str | Path | None = None,
-    tree: TreeOption = CHAIN,
+    target: LanguageModel, *, heads_checkpoint: str | Path | None = None, tree: str | int = CHAIN,
     translate: str = "auto",
-) -> HeadsDrafter:
+) -> HeadsDrafter:  # fmt: skip
     """Trained heads that draft for `target`; `heads_checkpoint` is a path, or the name of shipped ones.
 
-    Without it the shipped heads are taken that were trained on this target. `tree` is "chain", a number of nodes, a
-    `TreePlan`, or "auto", which measures what trees cost here and takes the one that pays by the accuracies on held-out
-    training text. `translate` is for draft models. Raises InputError, also for what the loader refuses.
+    Without it the shipped heads are taken that were trained on this target. `tree` is "chain", a number of nodes, or
+    "auto", which measures what trees cost here and takes the one that pays by the accuracies on held-out training text.
+    `translate` is for draft models. Raises InputError, also for what the loader refuses.
     """
     asked = tree_size(tree)
     network(target)
     path = fitting_checkpoint(target) if heads_checkpoint is None else heads_checkpoint
-    try:
-        heads, report = load_trained_heads(path, target.network)
-    except LoadError as error:  # wrong heads are a mistake; a fallback to plain decoding would hide it
-        raise InputError(str(error)) from error
+    heads, report = load_trained_heads(path, target.network)
     accuracy = accuracy_of(report.path)
     drafting = choose_drafts(target, heads, asked, accuracy)
-    notes = (drafting.says,) if asked == AUTO or (isinstance(asked, int) and accuracy is None) else ()
+    notes = (drafting.says,) if asked == AUTO or (asked != CHAIN and accuracy is None) else ()
     return HeadsDrafter(target, heads, drafting.plan, findings=(*report.findings, *notes))
 
 
@@ -211,32 +199,25 @@ class Drafting(NamedTuple):
     plan: TreePlan | None
     k: int
     says: str
-    candidates: Sequence[Candidate] = ()
+    candidates: Sequence[TimedTree] = ()
 
 
 def choose_drafts(
-    target: LanguageModel,
-    heads: Heads,
-    asked: TreeOption,
-    accuracy: np.ndarray | None,
+    target: LanguageModel, heads: Heads, asked: str | int, accuracy: np.ndarray | None,
     source: str = "that came with the heads",
-) -> Drafting:
+) -> Drafting:  # fmt: skip
     """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown."""
     n_heads = heads.config.n_heads
-    if isinstance(asked, TreePlan):
-        return Drafting(asked, len(asked), f"a tree of {len(asked)} nodes is drafted, as given")
     if isinstance(asked, int):
         plan = grow((PUBLISHED if accuracy is None else accuracy)[:n_heads], asked)[0]
         by = "published for Vicuna 7B, for these heads came without any" if accuracy is None else source
         return Drafting(plan, len(plan), f"a tree of {len(plan)} nodes is drafted, as asked for, by accuracies {by}")
-    why = ""
-    if asked == CHAIN:
-        why = "as asked for"
-    elif accuracy is None:
-        why = "the heads came without the accuracies that a tree is chosen by"
-    elif not target.caps.trees:
-        why = f"{target.name} cannot verify trees ({target.caps.trees_reason or target.caps.engine})"
-    if why:
+    reasons = {
+        "as asked for": asked == CHAIN,
+        "the heads came without the accuracies that a tree is chosen by": accuracy is None,
+        f"{target.name} cannot verify trees ({target.caps.trees_reason or target.caps.engine})": not target.caps.trees,
+    }
+    if why := next((reason for reason, applies in reasons.items() if applies), ""):
         return Drafting(None, n_heads, f"a chain is drafted: {why}")
     trees = timed_trees(target, heads, accuracy[:n_heads])
     best = fastest(trees)
@@ -247,9 +228,21 @@ def choose_drafts(
     return Drafting(best.plan, len(best.plan), says, trees)
 
 
-def tree_size(tree: TreeOption) -> TreeOption:
-    """What a user wrote as `--tree`, checked: a plan, a number of nodes, chain or auto."""
-    if isinstance(tree, TreePlan) or tree in (CHAIN, AUTO):
+def timed_trees(target: LanguageModel, heads: Heads, accuracy: np.ndarray) -> list[TimedTree]:
+    """Trees for heads of marginal `accuracy (heads, ranks)`, by size; the first is plain decoding.
+
+    Measures the target's cost of trees and the heads' for each depth. Raises InputError for a target without trees.
+    """
+    room = target.caps.n_ctx // 2
+    widest = min(target.caps.max_width, room)
+    curve = tree_curve(target, widths=[n for n in WIDTHS if n <= widest], context=min(CONTEXT, room))
+    cost = {depth: drafting_s(target, heads, depth) for depth in range(1, len(accuracy) + 1)}
+    return candidates(accuracy, curve.seconds, cost.__getitem__, [n for n in SIZES if n < widest])
+
+
+def tree_size(tree: str | int) -> str | int:
+    """What a user wrote as `--tree`, checked: a number of nodes, chain or auto."""
+    if tree in (CHAIN, AUTO):
         return tree
     if str(tree).isdecimal() and int(tree) > 0:
         return int(tree)

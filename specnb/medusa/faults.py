@@ -20,12 +20,11 @@ from specnb.measure import curve as training_curve
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import checkpoint, gates
-from specnb.medusa.accuracy import Trace, score, states
+from specnb.medusa.accuracy import HiddenTrace, score, states
 from specnb.medusa.checkpoint import LoadReport
-from specnb.medusa.data import Examples
 from specnb.medusa.nets import Backbone, Heads, ResidualBlock, network, new_heads
 from specnb.medusa.study import practise
-from specnb.medusa.train import Recipe
+from specnb.medusa.train import Examples, Recipe
 from specnb.prompts import Prompt
 
 STEPS, ALIVE, EVERY = 18, 12, 3
@@ -92,14 +91,9 @@ def rate_died(heads: Heads, backbone: Backbone, text: Path, *, peak_lr: float, s
 
 
 def judge(
-    target: LanguageModel,
-    planted: Sequence[Planted],
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int = 24,
-    seed: int = 0,
-    progress: Progress = silent,
-) -> pd.DataFrame:
+    target: LanguageModel, planted: Sequence[Planted], prompts: Sequence[Prompt], *, max_new_tokens: int = 24,
+    seed: int = 0, progress: Progress = silent,
+) -> pd.DataFrame:  # fmt: skip
     """The gates on each of `planted`. A row: fault, its fingerprint, `failed` gates, `diagnoses`, `named` (rightly).
 
     Columns of the fingerprint are those of `fingerprint`, alpha_1 with kept and tested drafts, and `tau` of a chain.
@@ -129,7 +123,7 @@ def judge(
 
 
 @torch.inference_mode()
-def fingerprint(heads: Heads, traces: Sequence[Trace]) -> dict[str, float]:
+def fingerprint(heads: Heads, traces: Sequence[HiddenTrace]) -> dict[str, float]:
     """What tells faults apart, along the backbone's own text.
 
     `right` is how often the first head is right as it is fed, `right_normed_once` how often it is when it is fed the

@@ -2,8 +2,7 @@
 
 The loader's report is clean; without what training added the heads are the backbone; acceptance beats that of the
 same heads with their weights shuffled; no other norm or label suits them better; what is served is what is right
-offline; and the learning rate lived to the end of the training. A gate that fails gives diagnoses in place of a
-number: `never loaded`, `double norm`, `missing norm`, `wrong lm_head`, `label shift`, `dead schedule`.
+offline; and the learning rate lived to the end of the training. A gate that fails gives diagnoses in place of a number.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +24,7 @@ from specnb.measure.bench import Interval, interval
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import accuracy
-from specnb.medusa.accuracy import NO_LABEL, Compared, Scores, States, Trace, score, share_interval, trace
+from specnb.medusa.accuracy import NO_LABEL, Compared, HiddenTrace, Scores, States, score, share_interval, trace
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.drafter import HeadsDrafter
 from specnb.medusa.nets import Backbone, Heads, network
@@ -40,18 +39,20 @@ EXACT = 1e-5
 HALF_UNEXPLAINED = 0.01
 """Share of rounds that may differ otherwise in 16-bit types, where a state may differ in many of its digits."""
 
-
+NORM_ONCE = (
+    "apply the final norm once: heads that are fed the state in front of it are pre_norm, those that are fed the state "
+    "behind it (hidden_states[-1] in transformers) are post_norm"
+)
 REMEDIES = {
     "never loaded": "load the trained checkpoint (--heads-checkpoint PATH); if these weights are it, train longer",
-    "double norm": "apply the final norm once: heads that are fed the state in front of it are pre_norm, those that "
-    "are fed the state behind it (hidden_states[-1] in transformers) are post_norm",
+    "double norm": NORM_ONCE,
+    "missing norm": NORM_ONCE,
     "wrong norm": "use the heads with the backbone whose norm they were trained on",
     "wrong lm_head": "use the heads with the backbone they were trained on, and its lm_head",
     "label shift": "train again: from the state of token t head i has to say token t + 2 + i",
     "dead schedule": "train again with a schedule that ends above zero at the last step (eta_min)",
     "served otherwise than scored": "look at the state, the tokens and the position that the drafter hands to heads",
 }
-REMEDIES["missing norm"] = REMEDIES["double norm"]
 """Every fault that is known by name, and what to do about it."""
 
 
@@ -79,10 +80,9 @@ class Gate(NamedTuple):
 
 @dataclass(frozen=True)
 class Checked:
-    """The gates, and what was measured on the way.
+    """The gates, and what was measured on the way: `accuracy_table`, `accuracy_by_head` and `served_alpha`.
 
-    `accuracy` is `accuracy_table` along the `plain` texts, whose states are the `traces`, `by_head` is
-    `accuracy_by_head`, `served` the alpha by position of the `chains`.
+    The first two are along the `plain` texts, whose states are the `traces`, the third of the `chains`.
     """
 
     gates: tuple[Gate, ...]
@@ -91,7 +91,7 @@ class Checked:
     served: pd.DataFrame
     plain: tuple[Generation, ...]
     chains: tuple[Generation, ...]
-    traces: tuple[Trace, ...] = ()
+    traces: tuple[HiddenTrace, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -116,7 +116,7 @@ class Evidence:
 
     heads: Heads
     backbone: Backbone
-    traces: Sequence[Trace]
+    traces: Sequence[HiddenTrace]
     scores: Sequence[Scores]
     probe: States
     curve: Curve | None
@@ -143,22 +143,14 @@ class Evidence:
 
 
 def run(
-    target: LanguageModel,
-    heads: Heads,
-    report: LoadReport | None,
-    prompts: Sequence[Prompt | Sequence[int]],
-    *,
-    curve: Curve | None,
-    max_new_tokens: int,
-    seed: int = 0,
-    before: Checked | None = None,
-    progress: Progress = silent,
-) -> Checked:
+    target: LanguageModel, heads: Heads, report: LoadReport | None, prompts: Sequence[Prompt | Sequence[int]], *,
+    curve: Curve | None, max_new_tokens: int, seed: int = 0, before: Checked | None = None, progress: Progress = silent,
+) -> Checked:  # fmt: skip
     """Measure and judge all gates. `report` is the loader's, None when nothing was loaded; `curve` the training's.
 
     Each of the prompts (FEWEST or more, for intervals) is continued greedily, plainly and with a chain of all heads.
     `before` judged other heads of this target on the same prompts: the plain texts and their states are taken from it.
-    `seed` is that of the shuffled weights. Raises what `generate` raises.
+    `seed` is that of the shuffled weights.
     """
     drafter, plain, chains, traces = HeadsDrafter(target, heads), [], [], []
     settings = {"k": heads.config.n_heads, "max_new_tokens": max_new_tokens}
@@ -218,21 +210,18 @@ def _acceptance(e: Evidence, seed: int) -> Gate:
     """
     shuffled = _shuffled(e.heads, e.backbone, seed)
     controls = [score(shuffled, along) for along in e.traces]
-    rows = [(_accepted(a), _accepted(b), len(a.rank)) for a, b in zip(e.scores, controls, strict=True)]
+    accepted = [
+        [np.logical_and.accumulate(s.rank == 0, axis=1).sum() for s in scores] for scores in (e.scores, controls)
+    ]
+    rows = [*zip(*accepted, [len(s.rank) for s in e.scores], strict=True)]
     gain = interval(rows, lambda data: float((data[:, 0] - data[:, 1]).sum() / data[:, 2].sum()), log=False)
     better, decided = sum(a > b for a, b, _ in rows), sum(a != b for a, b, _ in rows)
     by_chance = sum(comb(decided, i) for i in range(better, decided + 1)) / 2**decided
     mine, chance, n = np.sum(rows, axis=0)
-    measured = {
-        "accepted_per_round": mine / n, "shuffled_per_round": chance / n, "gain": gain.value, "low": gain.low,
-        "high": gain.high,
-    }  # fmt: skip
+    measured = {"accepted_per_round": mine / n, "shuffled_per_round": chance / n, "gain": gain.value}
+    measured |= {"low": gain.low, "high": gain.high}
     says = f"{mine / n:.3f} drafts of a chain accepted, {chance / n:.3f} with shuffled weights: gain {_shown(gain)}"
     return Gate("acceptance", gain.low > 0 or by_chance < 0.05, says, measured)
-
-
-def _accepted(scores: Scores) -> float:
-    return float(np.logical_and.accumulate(scores.rank == 0, axis=1).sum())
 
 
 def _shuffled(heads: Heads, backbone: Backbone, seed: int) -> Heads:
@@ -258,24 +247,24 @@ def _serving(target: LanguageModel, e: Evidence, plain: Sequence[Generation], ch
 
     Where rounding made a chain's text another than the plain one, the chain's own text is scored.
     """
-    rows, ties, same = [], accuracy.near_tie(target, e.heads), [a.token_ids for a in plain]
-    for ids, chain, scored in zip(same, chains, e.scores, strict=True):
-        own_scores = scored if chain.token_ids == ids else score(e.heads, trace(target, chain))
-        rows.append(accuracy.compare_rounds(chain, own_scores, ties))
+    rows, ties = [], accuracy.near_tie(target, e.heads)
+    same = [text.token_ids == chain.token_ids for text, chain in zip(plain, chains, strict=True)]
+    for is_same, chain, scored in zip(same, chains, e.scores, strict=True):
+        scored = scored if is_same else score(e.heads, trace(target, chain))
+        rows.append(accuracy.compare_rounds(chain, scored, ties))
     total = Compared(*map(sum, zip(*rows, strict=True)))
     alpha = share_interval([counts[0] for drafted in chains if len(counts := accuracy.served_counts(drafted))])
     offline = share_interval([(row.right, row.rounds) for row in rows])
     measured = total._asdict() | {
         "served_alpha_1": alpha.value, "low": alpha.low, "high": alpha.high, "offline_alpha_1": offline.value,
-        "identical": sum(ids == chain.token_ids for ids, chain in zip(same, chains, strict=True)),
+        "identical": sum(same),
     }  # fmt: skip
     says = (
         f"served alpha_1 {_shown(alpha)}, offline {offline.value:.3f} in the same rounds; {total.apart} of "
         f"{total.rounds} rounds accept otherwise than scored, {total.near_ties} more at near-ties"
     )
     allowed = 0 if target.caps.lossless_dtype else HALF_UNEXPLAINED * total.rounds
-    # an interval of too few prompts (NaN) excludes nothing
-    excluded = alpha.low > offline.value or alpha.high < offline.value
+    excluded = alpha.low > offline.value or alpha.high < offline.value  # of too few prompts (NaN) nothing is
     return Gate("serving", total.rounds > 0 and total.apart <= allowed and not excluded, says, measured)
 
 
@@ -309,12 +298,10 @@ def never_loaded(e: Evidence) -> Diagnosis | None:
     weights = [list(head.blocks.parameters()) for head in e.heads.heads]
     zero = [i for i, of_head in enumerate(weights) if not any(bool(w.any()) for w in of_head)]
     new = [i for i, of_head in enumerate(weights) if all(_like_new(w) for w in of_head if w.dim() > 1)]
-    if zero:
-        return _diagnosis("never loaded", f"the blocks of heads {zero} are all zero; {_copying(e)}")
-    if new:
-        evidence = f"the blocks of heads {new} are drawn as a new layer's are: uniform, within 1/sqrt(inputs)"
-        return _diagnosis("never loaded", f"{evidence}; {_copying(e)}")
-    return None
+    if not zero and not new:
+        return None
+    how = "all zero" if zero else "drawn as a new layer's are: uniform, within 1/sqrt(inputs)"
+    return _diagnosis("never loaded", f"the blocks of heads {zero or new} are {how}; {_copying(e)}")
 
 
 def wrong_norm(e: Evidence) -> Diagnosis | None:
@@ -338,8 +325,9 @@ def wrong_lm_head(e: Evidence) -> Diagnosis | None:
         shared, private = e.heads.shared_lm_head.float(), [head.lm_head.weight.float() for head in e.heads.heads]
         cosine = np.mean([F.cosine_similarity(weight.flatten(), shared.flatten(), 0).item() for weight in private])
         if cosine < FOREIGN:
-            evidence = f"the heads' own lm_heads have a cosine of {cosine:.2f} to the backbone's"
-            return _diagnosis("wrong lm_head", evidence)
+            return _diagnosis(
+                "wrong lm_head", f"the heads' own lm_heads have a cosine of {cosine:.2f} to the backbone's"
+            )
     return None
 
 
@@ -395,13 +383,13 @@ def diagnose(e: Evidence, failed: Collection[str]) -> list[Diagnosis]:
     tests = never_loaded, wrong_norm, wrong_lm_head, trained_under_another_norm, label_shift, dead_schedule
     if causes := [diagnosis for test in tests if (diagnosis := test(e)) is not None]:
         return causes
-    if "acceptance" in failed:
-        seen = "acceptance is no better than that of the same heads with their weights shuffled"
-        return [_diagnosis("never loaded", f"{seen}; neither norm, labels, lm_head, nor the schedule explain it")]
-    if "serving" in failed:
-        seen = "the heads are right along the plain text, but not in the rounds that were served"
-        return [_diagnosis("served otherwise than scored", seen)]
-    return []
+    by_gate = {
+        "acceptance": ("never loaded", "acceptance is no better than that of the same heads with their weights "
+                       "shuffled; neither norm, labels, lm_head, nor the schedule explain it"),
+        "serving": ("served otherwise than scored",
+                    "the heads are right along the plain text, but not in the rounds that were served"),
+    }  # fmt: skip
+    return [_diagnosis(*by_gate[gate]) for gate in by_gate if gate in failed][:1]
 
 
 def rates(scores: Sequence[Scores]) -> tuple[np.ndarray, np.ndarray]:

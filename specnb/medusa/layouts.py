@@ -74,33 +74,24 @@ class Layout:
 
     def names(self, config: HeadsConfig) -> dict[str, str]:
         """Our name of every weight of such heads -> the layout's."""
-        names = {
-            f"heads.{head}.blocks.{layer}.linear.{part}": self.block.format(head=head, layer=layer, part=part)
-            for head in range(config.n_heads)
-            for layer in range(config.n_layers)
-            for part in ("weight", "bias")[: 1 + config.bias]
-        }
+        heads, layers, parts = range(config.n_heads), range(config.n_layers), ("weight", "bias")[: 1 + config.bias]
+        places = [{"head": head, "layer": layer, "part": part} for head in heads for layer in layers for part in parts]
+        names = {BLOCK.format(**place): self.block.format(**place) for place in places}
         if config.lm_head == "private":
-            names |= {
-                f"heads.{head}.lm_head.weight": self.lm_head.format(head=head, n_layers=config.n_layers)
-                for head in range(config.n_heads)
-            }
+            lm_heads = {"n_layers": config.n_layers}
+            names |= {LM_HEAD.format(head=head): self.lm_head.format(head=head, **lm_heads) for head in heads}
         return names | ({MAP: MAP} if config.draft_vocab else {})
 
-    def facts(self, config: HeadsConfig) -> dict[str, Any]:
-        """What stands in the config.json of others."""
-        facts = dict(self.constants) | {key: getattr(config, name) for key, name in self.keys.items()}
-        return facts | {"base_model_name_or_path": config.backbone_name}
 
-
-BLOCK, ORIGINAL = "heads.{head}.blocks.{layer}.linear.{part}", "{head}.{layer}.linear.{part}"
+BLOCK, LM_HEAD = "heads.{head}.blocks.{layer}.linear.{part}", "heads.{head}.lm_head.weight"
+ORIGINAL = "{head}.{layer}.linear.{part}"
 COUNTS = {"medusa_num_heads": "n_heads", "medusa_num_layers": "n_layers"}
 VLLM = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "truncated_vocab_size": "draft_size",
         "num_heads": "n_heads", "num_hidden_layers": "n_layers", "medusa_fc_bias": "bias",
         "original_lm_head": "shares_lm_head"}  # fmt: skip
 LAYOUTS = {
-    OWN: Layout("heads.safetensors", BLOCK, "heads.{head}.lm_head.weight", ("shared", "private", "low_rank")),
-    "note": Layout("medusa_heads.pt", "heads.{head}.res_block.linear.{part}", "heads.{head}.lm_head.weight",
+    OWN: Layout("heads.safetensors", BLOCK, LM_HEAD, ("shared", "private", "low_rank")),
+    "note": Layout("medusa_heads.pt", "heads.{head}.res_block.linear.{part}", LM_HEAD,
                    ("private",), keys={"num_heads": "n_heads"}),
     "medusa-v1": Layout("medusa_lm_head.pt", ORIGINAL, "{head}.{n_layers}.weight", ("private",), keys=COUNTS),
     "medusa-v2": Layout("medusa_lm_head.safetensors", ORIGINAL, "{head}.{n_layers}.weight", ("shared",), keys=COUNTS,
@@ -120,33 +111,24 @@ def _pattern(template: str) -> re.Pattern[str]:
 class HeadsFile:
     """Weights that are being read: `tensors` by the names of the file, `config` of the config.json beside it.
 
-    `converted` are sentences on what was read otherwise than it lies there, `faults` on what cannot be used.
+    `settings` are the config that decides: all of it in our own layout. `converted` are sentences on what was read
+    otherwise than it lies there, `faults` on what cannot be used.
     """
 
     file: Path
+    layout: str
     config: Mapping[str, Any]
+    settings: HeadsConfig | ForeignConfig
     tensors: dict[str, Tensor]
     converted: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-
-    @property
-    def layout(self) -> str:
-        """The name of its layout. Raises InputError, with some of the names in it, when it has none."""
-        if self.file.name == LAYOUTS[OWN].file:
-            return OWN
-        for name, layout in LAYOUTS.items():
-            # v1 and v2 name blocks alike, and only v1 has lm_heads
-            if layout.blocks_in(self.tensors) and (name != "medusa-v1" or layout.lm_heads_in(self.tensors)):
-                return name
-        names = ", ".join(sorted(self.tensors)[:5])[:300]
-        raise InputError(f"{self.file} is in none of the layouts {', '.join(LAYOUTS)}: it has {names}, …")
 
 
 def open_file(path: Path) -> HeadsFile:
     """The weights at `path`: a file, or a folder with one of a layout's names in it, or with a single `.pt`.
 
-    A `.pt` is opened without running what is pickled in it, and mapped. Raises InputError where there is none, or it
-    cannot be read.
+    A `.pt` is opened without running what is pickled in it, and mapped. Raises InputError where there is none, it
+    cannot be read, is in no layout, or its config.json is none.
     """
     file = path if path.is_file() else _weights_in(path)
     beside = file.with_name(CONFIG_FILE)
@@ -158,7 +140,12 @@ def open_file(path: Path) -> HeadsFile:
             tensors = _state(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # a damaged file makes torch and safetensors raise what they like
         raise InputError(f"{file} cannot be read as a file of heads: {str(error)[:200]}") from error
-    return HeadsFile(file, config, {str(name).removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
+    tensors = {str(name).removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    layout = _layout_of(file, tensors)
+    if layout == OWN and not config:
+        raise InputError(f"no {CONFIG_FILE} beside {file}: without it nobody knows what the heads are fed")
+    settings = validated(HeadsConfig if layout == OWN else ForeignConfig, config, str(beside))
+    return HeadsFile(file, layout, config, settings, tensors)
 
 
 def _weights_in(folder: Path) -> Path:
@@ -183,49 +170,56 @@ def _state(loaded: Any) -> Mapping[str, Tensor]:
     return {f"heads.{i}.{name}": tensor for i, state in enumerate(states[0]) for name, tensor in _state(state).items()}
 
 
+def _layout_of(file: Path, tensors: Mapping[str, Tensor]) -> str:
+    if file.name == LAYOUTS[OWN].file:
+        return OWN
+    for name, layout in LAYOUTS.items():
+        # v1 and v2 name blocks alike, and only v1 has lm_heads
+        if layout.blocks_in(tensors) and (name != "medusa-v1" or layout.lm_heads_in(tensors)):
+            return name
+    names = ", ".join(sorted(tensors)[:5])[:300]
+    raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {names}, …")
+
+
 def read(stored: HeadsFile, backbone: Backbone) -> tuple[HeadsConfig, dict[str, str]]:
     """The config of the heads in a file, and our name of each weight -> that in the file.
 
     What lies otherwise there is put right in `stored`, which is told of it. Raises InputError where not even a config
     fits.
     """
-    name = stored.layout
-    if name == OWN:
-        if not stored.config:
-            raise InputError(f"no {CONFIG_FILE} beside {stored.file}: without it nobody knows what the heads are fed")
-        config = validated(HeadsConfig, stored.config, str(stored.file.with_name(CONFIG_FILE)))
+    if stored.layout == OWN:
+        config = stored.settings
         names = {key: key for key in expected_shapes(config)}
     else:
-        config = _foreign(stored, name, backbone)
-        names = LAYOUTS[name].names(config)
+        config = _foreign(stored, stored.settings, backbone)
+        names = LAYOUTS[stored.layout].names(config)
     known = set(names.values())
     stored.faults.extend(f"{there[:80]!r} is unexpected" for there in stored.tensors if there not in known)
     return config, names
 
 
-def _foreign(stored: HeadsFile, name: str, backbone: Backbone) -> HeadsConfig:
+def _foreign(stored: HeadsFile, foreign: ForeignConfig, backbone: Backbone) -> HeadsConfig:
     """What the weights of others say: counts from their names, sizes from the first of them."""
-    foreign, layout = validated(ForeignConfig, stored.config, str(stored.file.with_name(CONFIG_FILE))), LAYOUTS[name]
-    if name == "vllm":
+    layout, vllm = LAYOUTS[stored.layout], stored.layout == "vllm"
+    if vllm:
         _put_right_vllm(stored, foreign, backbone)
     blocks, lm_heads = layout.blocks_in(stored.tensors), layout.lm_heads_in(stored.tensors)
     n_heads = 1 + max(int(match["head"]) for match in blocks)
+    vocab_size = foreign.vocab_size or backbone.vocab_size
     values = {
         "n_heads": n_heads,
         "n_layers": 1 + max(int(match.groupdict().get("layer", 0)) for match in blocks),
         "bias": any(match["part"] == "bias" for match in blocks),
         "hidden_size": _rows(stored, [match[0] for match in blocks if match["part"] == "weight"], backbone.hidden_size),
-        "vocab_size": _rows(stored, lm_heads, backbone.vocab_size),
+        "vocab_size": vocab_size if vllm else _rows(stored, lm_heads, backbone.vocab_size),
+        "draft_vocab": len(stored.tensors.get(MAP, ())) if vllm else 0,
         "lm_head": "private" if lm_heads else "shared",
-        "input": "pre_norm" if name == "note" and _has_norms(stored, n_heads, backbone) else "post_norm",
+        "input": "pre_norm" if stored.layout == "note" and _has_norms(stored, n_heads, backbone) else "post_norm",
         "backbone_name": (foreign.base_model_name_or_path or "")[:300],
     }
-    if name == "vllm":
-        values["vocab_size"] = foreign.vocab_size or backbone.vocab_size
-        values["draft_vocab"] = len(stored.tensors.get(MAP, ()))
     config = validated(HeadsConfig, values, f"heads in {stored.file}")
-    for key, name_here in layout.keys.items():
-        there, here = stored.config.get(key), getattr(config, name_here)
+    for key, name in layout.keys.items():
+        there, here = stored.config.get(key), getattr(config, name)
         if there not in (None, here):
             stored.converted.append(
                 f"config.json has {key} {there!r:.80}, the weights have {here!r}: the weights count"
@@ -298,8 +292,8 @@ def _sort_by_map(stored: HeadsFile, foreign: ForeignConfig, vocab_size: int) -> 
     for name in [SHARED, *LAYOUTS["vllm"].lm_heads_in(tensors)]:
         n_rows = _rows(stored, [name] if name in tensors else [], -1)
         if n_rows in (len(token_map), vocab_size):
-            tensors[name] = tensors[name][order if n_rows == len(token_map) else tensors[MAP]]
-    return tensors[MAP]
+            tensors[name] = tensors[name][order if n_rows == len(token_map) else ascending]
+    return ascending
 
 
 def write(name: str, heads: Heads, folder: Path) -> list[str]:
@@ -313,7 +307,7 @@ def write(name: str, heads: Heads, folder: Path) -> list[str]:
         return []
     _require_room(name, heads)
     if layout.holds == ("private",) and config.lm_head == "shared":
-        state |= {f"heads.{i}.lm_head.weight": heads.shared_lm_head for i in range(config.n_heads)}
+        state |= {LM_HEAD.format(head=i): heads.shared_lm_head for i in range(config.n_heads)}
         sentences.append(f"the backbone's lm_head was written {config.n_heads} times: this layout has one a head")
         config = config.model_copy(update={"lm_head": "private"})
     if layout.biased and not config.bias:  # a loader that is not strict would leave them random
@@ -325,7 +319,8 @@ def write(name: str, heads: Heads, folder: Path) -> list[str]:
     if name == "vllm" and config.lm_head == "shared":
         tensors[SHARED] = heads.shared_lm_head
         sentences.append("the backbone's lm_head was written with the heads")
-    write_folder(folder, layout.file, tensors, layout.facts(config))
+    facts = dict(layout.constants) | {key: getattr(config, attribute) for key, attribute in layout.keys.items()}
+    write_folder(folder, layout.file, tensors, facts | {"base_model_name_or_path": config.backbone_name})
     return sentences
 
 

@@ -24,12 +24,11 @@ from specnb.lm.load import load
 from specnb.measure.experiment import Progress, models_of, record_of, silent
 from specnb.medusa import bench, data
 from specnb.medusa.bench import HeadsBench
-from specnb.medusa.checkpoint import LoadReport, load_trained_heads
-from specnb.medusa.data import SPLITS, Examples
+from specnb.medusa.checkpoint import LoadReport, load_trained_heads, open_heads
+from specnb.medusa.data import SPLITS, Writing
 from specnb.medusa.drafter import drafting_s
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
-from specnb.medusa.text import Writing
-from specnb.medusa.train import Recipe, evaluate, train
+from specnb.medusa.train import Examples, Recipe, evaluate, train
 from specnb.params import MedusaParams
 from specnb.records import RunRecord
 
@@ -84,8 +83,7 @@ def practise(run: str, heads: Heads, recipe: Recipe, text: Path, *, watch: Any =
 
     A `watch` is told by its `starts(run, steps, seconds_a_step)` and, of every step, its `step(run, report)`.
     """
-    examples, held_out = (Examples.of(text, split, heads) for split in SPLITS)
-    before, told_s = evaluate(heads.float(), recipe, held_out), 0.0
+    before, told_s = evaluate(heads.float(), recipe, Examples.of(text, "held_out", heads)), 0.0
 
     def on_start(seconds: float, left: int) -> None:
         nonlocal told_s
@@ -96,8 +94,7 @@ def practise(run: str, heads: Heads, recipe: Recipe, text: Path, *, watch: Any =
     began = perf_counter()
     with TemporaryDirectory(prefix="specnb-heads-") as folder:
         log = train(
-            heads, recipe, examples, held_out, Path(folder), data=data.read(text, "train").digest(),
-            save_every=save_every or recipe.steps, on_start=on_start,
+            heads, recipe, text, Path(folder), save_every=save_every or recipe.steps, on_start=on_start,
             on_step=lambda report: watch and watch.step(run, report),
         )  # fmt: skip
     columns = {"run": run, "head": range(heads.config.n_heads), "steps": recipe.steps, "told_s": told_s,
@@ -132,14 +129,9 @@ final norm as it is, which is what the Medusa note says it did."""
 
 
 def ablate(
-    target: LanguageModel,
-    config: HeadsConfig,
-    token_map: Tensor | None,
-    recipe: Recipe,
-    text: Path,
-    *,
+    target: LanguageModel, config: HeadsConfig, token_map: Tensor | None, recipe: Recipe, text: Path, *,
     progress: Progress = silent,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """Cost and train every variant of heads of `config` and `token_map` on the folder `text`; one row each.
 
     Columns: variant, kind, lm_head, draft_vocab, parameters, own_mb, shared_mb and read_mb (of 10^6 bytes; `read_mb`
@@ -181,7 +173,7 @@ def variant_heads(
     return new_heads(changed, backbone, token_map, seed)
 
 
-class Study:
+class HeadsStudy:
     """The opened target, its two sets of heads by kind, the prompts, and what was measured. `close` it in the end.
 
     `timed` and `judged` are prompts, `text` is the folder of the text to practise on.
@@ -201,6 +193,8 @@ class Study:
     @classmethod
     def open(cls, params: MedusaParams) -> Self:
         """Load the target and both checkpoints."""
+        for kind in KINDS:
+            open_heads(getattr(params, kind))  # before a model is opened for nothing
         return cls(params, load(params.target, backend="hf", dtype=params.dtype))
 
     def close(self) -> None:

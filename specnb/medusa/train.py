@@ -1,28 +1,105 @@
-"""The training loop of heads: recipe, loss, steps, checkpoints. The backbone is frozen, and never run here.
+"""Train heads: `specnb heads train --kind medusa --preset cpu`. Examples of a text, loss, checkpoints, export.
 
-A run that was killed goes on and ends with the same bits.
+Every stage goes on where it was stopped, and a run that was killed ends with the same bits. The backbone is frozen: it
+writes the text and computes its states once (`data`), and is not run while heads are trained.
 """
 
 import hashlib
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from specnb.errors import EngineError, InputError, NonFiniteLogits
-from specnb.medusa.data import NO_LABEL, Batch, Examples
-from specnb.medusa.nets import Heads
+from specnb.io import cache_dir, validated
+from specnb.lm.base import LanguageModel
+from specnb.lm.hf import attention as hf_attention
+from specnb.lm.load import load
+from specnb.medusa import checkpoint, data
+from specnb.medusa.data import SPLITS, TextRows, Writing
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, draft_ids, network, new_heads
 
-CHECKPOINT_FILE = "checkpoint.pt"
-HELD_OUT = 4096
-"""Held-out examples behind each logged accuracy."""
-TOP = 5
+# --- examples: a hidden state, and the tokens that heads have to say from it ---
+
+NO_LABEL = -100
+
+
+class Batch(NamedTuple):
+    """`hidden (batch, hidden)`, `ids (batch, n_heads)` the tokens since, `labels (batch, n_heads)` draft ids,
+    and, where asked for, `later (batch, n_heads, hidden)`, the states in which the backbone chose the labels."""
+
+    hidden: Tensor
+    ids: Tensor
+    labels: Tensor
+    later: Tensor | None
+
+
+class Examples:
+    """All examples of a split, drawn by step: the batch of step n is a function of (seed, n) alone.
+
+    An example is one position of one row. At position t the heads get the hidden state of token t. Head i is to say
+    token t + 2 + i; Hydra's head i is shown the tokens t + 1 … t + 1 + i. An example exists where token t + 2 is the
+    backbone's own choice, and head i has a label as far as all tokens from there on are: what a user or a template
+    writes is not the backbone's to foretell.
+    """
+
+    def __init__(self, rows: TextRows, states: Tensor, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
+        """`states (rows, length, hidden)` as of `data.read_states`."""
+        n_rows, length = rows.tokens.shape
+        self._hidden = states.flatten(0, 1)
+        self._tokens = torch.from_numpy(rows.tokens.astype(np.int64)).flatten()
+        self._n_heads = n_heads
+        last = length - 1 - n_heads  # positions whose every label lies in the row
+        is_own = np.stack([rows.own[:, 2 + i : 2 + i + last] for i in range(n_heads)], axis=-1)
+        known = torch.from_numpy(np.logical_and.accumulate(is_own, axis=-1)).flatten(0, 1)
+        places = torch.from_numpy(np.arange(n_rows)[:, None] * length + np.arange(last)).flatten()
+        usable = known[:, 0]
+        self._known, self._places = known[usable], places[usable]
+        self._draft_id = draft_ids(token_map, vocab_size)
+        self._order: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0))
+
+    @classmethod
+    def of(cls, folder: Path, split: str, heads: Heads) -> Self:
+        """The examples of a split of the text in `folder`, for these heads."""
+        rows, states, config = data.read(folder, split), data.read_states(folder, split), heads.config
+        return cls(rows, states, config.n_heads, heads.token_map, config.vocab_size)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def at_step(self, step: int, *, batch_size: int, seed: int, later: bool = True) -> Batch:
+        """The batch of a step: each epoch visits every example at most once, in another order."""
+        if batch_size > len(self):
+            raise InputError(f"a batch of {batch_size} of {len(self)} examples: write more text")
+        epoch, place = divmod(step, len(self) // batch_size)
+        if self._order[0] != (seed, epoch):  # made once an epoch: it takes longer than a small step
+            self._order = ((seed, epoch), np.random.default_rng([seed, epoch]).permutation(len(self)))
+        return self.batch(torch.from_numpy(self._order[1][place * batch_size : (place + 1) * batch_size]), later=later)
+
+    def spread(self, n: int, *, later: bool = True) -> Batch:
+        """About `n` examples spread evenly over all."""
+        return self.batch(torch.arange(0, len(self), max(1, len(self) // n)), later=later)
+
+    def batch(self, chosen: Tensor, *, later: bool) -> Batch:
+        """The examples with these numbers; `later` are most of the bytes, and only soft targets need them."""
+        at = self._places[chosen]
+        since = at[:, None] + 1 + torch.arange(self._n_heads)
+        labels = torch.where(self._known[chosen], self._draft_id[self._tokens[since + 1]], NO_LABEL)
+        return Batch(self._hidden[at], self._tokens[since], labels, self._hidden[since] if later else None)
+
+
+# --- the recipe, and the loss of a batch ---
 
 
 @dataclass(frozen=True)
@@ -71,6 +148,9 @@ PRESETS = {
 }
 """`report` is the Medusa note's, `reference` the same at the rate of the original repository; both are for a GPU.
 `cpu` takes about an hour on two cores, `minute` is for looking on."""
+HELD_OUT = 4096
+"""Held-out examples behind each logged accuracy."""
+TOP = 5
 
 
 def recipe(preset: str, **changed: Any) -> Recipe:
@@ -131,6 +211,13 @@ def rank_shares(heads: Heads, examples: Batch) -> Tensor:
     return torch.stack(hits) / there[:, None]
 
 
+@torch.no_grad()
+def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> dict[str, list[float]]:
+    """Return head_loss, top1 and top5 of each head, unweighted, on HELD_OUT examples spread evenly."""
+    _, measured = _measured(heads, recipe, held_out.spread(HELD_OUT, later=recipe.teacher > 0))
+    return {name: [round(float(x), 5) for x in values] for name, values in measured._asdict().items()}
+
+
 def _rows(heads: Heads, batch: Batch) -> Iterator[Tensor]:
     """Logits `(batch, draft_size)` of each head."""
     normed = heads.normed(heads.as_input(batch.hidden.to(heads.shared_lm_head.dtype)))
@@ -144,7 +231,23 @@ def _hits(rows: Tensor, labels: Tensor) -> Tensor:
     return (best == labels[:, None]) & (labels >= 0)[:, None]
 
 
-class Report(NamedTuple):
+def _measured(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measured]:
+    """`objective`, with matrix products in bfloat16 unless the backbone is float32; losses are float32."""
+    lm_head = heads.shared_lm_head
+    with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
+        return objective(heads, recipe, _on_device(batch, heads))
+
+
+def _on_device(batch: Batch, heads: Heads) -> Batch:
+    return Batch(*(None if part is None else part.to(heads.shared_lm_head.device) for part in batch))
+
+
+# --- the loop, and its checkpoints ---
+
+CHECKPOINT_FILE = "checkpoint.pt"
+
+
+class StepReport(NamedTuple):
     """A step: its number, its weighted loss, and the unweighted figures of each head on its batch."""
 
     step: int
@@ -153,32 +256,26 @@ class Report(NamedTuple):
 
 
 def train(
-    heads: Heads,
-    recipe: Recipe,
-    examples: Examples,
-    held_out: Examples,
-    folder: Path,
-    *,
-    data: str,
-    save_every: int = 100,
+    heads: Heads, recipe: Recipe, text: Path, folder: Path, *, save_every: int = 100,
     on_start: Callable[[float, int], None] = lambda seconds, left: None,
-    on_step: Callable[[Report], None] = lambda report: None,
-) -> list[dict[str, Any]]:
-    """Train `heads` in place to `recipe.steps`, from `folder`'s checkpoint if there is one; returns the log.
+    on_step: Callable[[StepReport], None] = lambda report: None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Train `heads` in place on the `text` of a folder, from `folder`'s checkpoint if there is one; returns the log.
 
-    Weights are float32 while they are trained. A checkpoint is gone on with only where `data` (the digest of the
-    text), recipe, config and token map are the same. `on_start` gets the seconds of a step, measured before the first,
-    and the steps that are left. A line of the log has step, examples, lr, the weighted loss, seconds, and what
-    `evaluate` returns; every `save_every` steps it and the checkpoint are written.
+    Weights are float32 while they are trained. A checkpoint is gone on with only where text, recipe, config and token
+    map are the same. `on_start` gets the seconds of a step, measured before the first, and the steps that are left. A
+    line of the log has step, examples, lr, the weighted loss, seconds, and what `evaluate` returns; every `save_every`
+    steps it and the checkpoint are written.
 
     Raises InputError (another run in the folder), NonFiniteLogits, EngineError (a gradient that is not finite).
     """
+    examples, held_out = (Examples.of(text, split, heads) for split in SPLITS)
     heads.float()
     try:
         optimizer = torch.optim.AdamW(heads.parameters(), lr=recipe.peak_lr, weight_decay=recipe.weight_decay)
         token_map = b"" if heads.token_map is None else heads.token_map.cpu().numpy().tobytes()
         run = {
-            "recipe": asdict(recipe), "heads": heads.config.model_dump(), "data": data,
+            "recipe": asdict(recipe), "heads": heads.config.model_dump(), "data": data.read(text, "train").digest(),
             "token_map": hashlib.sha256(token_map).hexdigest(),
         }  # fmt: skip
         step, log = _resume(folder, run, heads, optimizer)
@@ -203,20 +300,6 @@ def train(
     return log
 
 
-@torch.no_grad()
-def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> dict[str, list[float]]:
-    """Return head_loss, top1 and top5 of each head, unweighted, on HELD_OUT examples spread evenly."""
-    _, losses = _measured(heads, recipe, held_out.spread(HELD_OUT, later=recipe.teacher > 0))
-    return {name: [round(float(x), 5) for x in values] for name, values in losses._asdict().items()}
-
-
-def _measured(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measured]:
-    """`objective`, with matrix products in bfloat16 unless the backbone is float32; losses are float32."""
-    lm_head = heads.shared_lm_head
-    with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
-        return objective(heads, recipe, _on_device(batch, heads))
-
-
 def _loss(heads: Heads, recipe: Recipe, examples: Examples, step: int) -> tuple[Tensor, Measured]:
     batch = examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed, later=recipe.teacher > 0)
     return _measured(heads, recipe, batch)
@@ -231,7 +314,7 @@ def _seconds_of_a_step(heads: Heads, recipe: Recipe, examples: Examples, step: i
     return time.perf_counter() - began
 
 
-def _step(heads: Heads, recipe: Recipe, optimizer: torch.optim.Optimizer, examples: Examples, step: int) -> Report:
+def _step(heads: Heads, recipe: Recipe, optimizer: torch.optim.Optimizer, examples: Examples, step: int) -> StepReport:
     loss, measured = _loss(heads, recipe, examples, step)
     if not loss.isfinite():
         raise NonFiniteLogits(
@@ -250,11 +333,7 @@ def _step(heads: Heads, recipe: Recipe, optimizer: torch.optim.Optimizer, exampl
         for weight, old in zip(faster, before, strict=True):  # embedding_rate times as far as the others
             weight.copy_(torch.lerp(old, weight, recipe.embedding_rate))
     optimizer.zero_grad(set_to_none=True)
-    return Report(step + 1, float(loss.detach()), measured)
-
-
-def _on_device(batch: Batch, heads: Heads) -> Batch:
-    return Batch(*(None if part is None else part.to(heads.shared_lm_head.device) for part in batch))
+    return StepReport(step + 1, float(loss.detach()), measured)
 
 
 def _save(folder: Path, place: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer) -> None:
@@ -280,3 +359,108 @@ def _resume(
     heads.load_state_dict(saved["heads"])
     optimizer.load_state_dict(saved["optimizer"])
     return saved["step"], saved["log"]
+
+
+# --- the command ---
+
+TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
+HELD_OUT_BATCHES = 2
+PLACES = frozenset({"work", "out"})
+"""Options that say where, not what heads come out."""
+
+
+def command(
+    context: typer.Context,
+    kind: Annotated[Literal["medusa", "hydra"], typer.Option()] = "medusa",
+    preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}; the first two are for a GPU")] = "cpu",
+    target: Annotated[str, typer.Option(help="the backbone, a torch model")] = TARGET,
+    work: Annotated[Path | None, typer.Option(help="text, states and checkpoints [the cache]")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the heads [in --work]")] = None,
+    texts: Annotated[
+        Path | None, typer.Option(help="a .jsonl of texts to learn instead of the backbone's own", exists=True)
+    ] = None,
+    batches: Annotated[int, typer.Option(help="batches of 64 rows of text to write", min=1)] = 64,
+    n_heads: Annotated[int, typer.Option(min=1, max=16)] = 4,
+    n_layers: Annotated[int, typer.Option(min=1, max=8)] = 1,
+    draft_vocab: Annotated[int, typer.Option(help="most frequent tokens to draft from; 0: all", min=0)] = 8192,
+    steps: Annotated[int | None, typer.Option(help="instead of the preset's")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="positions a step, instead of the preset's")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="instead of the preset's")] = None,
+    teacher: Annotated[float | None, typer.Option(help="share of the soft loss, instead of the preset's")] = None,
+    seed: Annotated[int | None, typer.Option(help="of weights and order [0]")] = None,
+) -> None:
+    """Train heads for a frozen backbone. Stop it at any time: the same command goes on from the last checkpoint."""
+    options = {"kind": kind, "n_heads": n_heads, "n_layers": n_layers, "draft_vocab": draft_vocab}
+    changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher, "seed": seed}
+    home, settings = work or cache_dir() / "medusa", recipe(preset, **changed)
+    out, text = out or home / f"{kind}-{preset}-export", home / "text"
+    checkpoint.require_free(out, checkpoint.OWN)  # before a model is opened for nothing
+    with closing(load(target)) as model:
+        backbone = Backbone.of(network(model))
+        if model.caps.details.get("attention") == hf_attention.NAME:
+            raise InputError(f"{target!r} has row-wise attention, which takes no batches: add exact=False to it")
+        sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
+        names = {"backbone": backbone.digest, "backbone_name": model.name}
+        config = validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")
+        _write_text(model, text, batches, texts)
+        rows = data.read(text, "train")
+        typer.echo(f"text: {rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {text}")
+        heads = new_heads(
+            config, backbone, data.most_frequent(rows, draft_vocab) if draft_vocab else None, settings.seed
+        )
+        run, size = home / "runs" / "-".join(map(str, (preset, *options.values()))), settings.batch_size
+        with tqdm(desc="heads", total=settings.steps * size, unit="examples", unit_scale=True, mininterval=2) as bar:
+
+            def on_start(seconds: float, left: int) -> None:
+                bar.set_description(f"heads: {size / seconds:,.0f} examples/s, {left * seconds / 60:.0f} min left")
+
+            def on_step(report: StepReport) -> None:
+                top1 = " ".join(f"{share:.2f}" for share in report.heads.top1.tolist())
+                bar.set_postfix_str(f"loss {report.loss:.3f}, top-1 by head {top1}", refresh=False)
+                bar.update(report.step * size - bar.n)
+
+            log = train(heads, settings, text, run, on_start=on_start, on_step=on_step)
+        typer.echo(f"heads: step {log[-1]['step']}: held-out top-1 by head {log[-1]['top1']}")
+        facts = {"preset": preset, "command": _typed(context), "recipe": asdict(settings)}
+        checkpoint.save(heads, out, facts=facts | {"heads": config.model_dump(), "log": log} | _facts_of(heads, text))
+        typer.echo(f"export: {out}")
+
+
+def _write_text(target: LanguageModel, folder: Path, batches: int, texts: Path | None) -> None:
+    """The training text in `folder` with its states, written by the backbone or taken from `texts`."""
+    writing = Writing()
+    if texts is not None:
+        data.write_given(target, texts, folder, length=writing.length)
+        return
+    splits = {"held_out": HELD_OUT_BATCHES, "train": batches}
+    total = sum(splits.values()) * writing.batch_size * writing.length
+    with tqdm(desc="text", total=total, unit="tokens", unit_scale=True, mininterval=2) as bar:
+        data.write(target, folder, batches=splits, writing=writing, on_tokens=bar.update)
+    if (n := len(data.files(folder, "train"))) != batches:
+        raise InputError(f"{folder} holds {n} batches, {batches} were asked for: say --batches {n}")
+
+
+def _facts_of(heads: Heads, text: Path) -> dict[str, Any]:
+    """Facts of the training text, and the accuracies on held-out text that trees are grown from."""
+    rows = {split: data.read(text, split) for split in SPLITS}
+    held_out = Examples.of(text, "held_out", heads).spread(4 * HELD_OUT, later=False)
+    of_text = {
+        "digest": rows["train"].digest(), "coverage": round(data.coverage(rows["held_out"], heads.token_map), 5),
+        "tokens": {split: part.tokens.size for split, part in rows.items()},
+        "own": {split: part.n_own for split, part in rows.items()},
+    }  # fmt: skip
+    return {
+        "text": data.facts(text) | of_text,
+        "accuracy": [[round(share, 5) for share in row] for row in rank_shares(heads, held_out).tolist()],
+        "parameters": heads.cost()["parameters"], "torch": torch.__version__.split("+")[0],
+    }  # fmt: skip
+
+
+def _typed(context: typer.Context) -> str:
+    """The command that makes these heads from the beginning, in one go."""
+    words = ["specnb heads train"]
+    for option in context.command.params:
+        value = context.params.get(option.name)
+        if option.name not in PLACES and value is not None and value != option.default:
+            words.append(f"{option.opts[0]} {shlex.quote(str(value))}")
+    return " ".join(words)

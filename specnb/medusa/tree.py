@@ -92,8 +92,6 @@ def grow(accuracy: np.ndarray, n_nodes: int) -> tuple[TreePlan, float]:
     step adds the node of most worth whose parent is there: no other tree of the size has a larger sum, and every
     beginning of the plan is the best of its size. Nodes of no worth are left out.
     """
-    if not 0 <= n_nodes <= MAX_NODES:
-        raise InputError(f"a tree has 0 to {MAX_NODES} nodes, got {n_nodes}")
     orders = np.argsort(-accuracy, axis=1, kind="stable")  # a table is measured: a rank may beat the one before it
     parents, ranks, expected = [], [], 1.0
     waiting: list[tuple[float, int, int, int, int, float]] = []
@@ -115,7 +113,7 @@ def grow(accuracy: np.ndarray, n_nodes: int) -> tuple[TreePlan, float]:
     return TreePlan(tuple(parents), tuple(ranks)), expected
 
 
-class Candidate(NamedTuple):
+class TimedTree(NamedTuple):
     """A plan, the tokens a round is expected to commit with it, and what the round takes; no nodes: plain decoding."""
 
     plan: TreePlan
@@ -128,29 +126,24 @@ class Candidate(NamedTuple):
 
 
 def candidates(
-    accuracy: np.ndarray,
-    seconds: Callable[[int], float],
-    draft_s: Callable[[int], float] = lambda _depth: 0.0,
+    accuracy: np.ndarray, seconds: Callable[[int], float], draft_s: Callable[[int], float] = lambda _depth: 0.0,
     sizes: Iterable[int] = SIZES,
-) -> list[Candidate]:
+) -> list[TimedTree]:  # fmt: skip
     """The trees for heads of marginal `accuracy (heads, ranks)`, by size: of each the one of most tokens a second.
 
     `seconds(n)` is T(n), of a target forward of n tokens: a tree of n nodes takes T(n + 1). `draft_s(depth)` are
     seconds of drafting a round: Hydra drafts level by level, so that a shallower tree may win. Plain decoding, 1 token
     in T(1), is the first.
     """
-    trees = [Candidate(TreePlan((), ()), 1.0, seconds(1))]
+    trees = [TimedTree(TreePlan((), ()), 1.0, seconds(1))]
     for size in sorted(set(sizes) - {0}):
         grown = (grow(accuracy[:depth], size) for depth in range(1, len(accuracy) + 1))
-        timed = [
-            Candidate(plan, tokens, seconds(len(plan) + 1) + draft_s(plan.depth)) for plan, tokens in grown if len(plan)
-        ]
-        if timed:
-            trees.append(fastest(timed))
+        timed = [TimedTree(plan, t, seconds(len(plan) + 1) + draft_s(plan.depth)) for plan, t in grown if len(plan)]
+        trees += [fastest(timed)] if timed else []
     return trees
 
 
-def fastest(trees: Iterable[Candidate]) -> Candidate:
+def fastest(trees: Iterable[TimedTree]) -> TimedTree:
     """The one of most tokens a second."""
     return max(trees, key=lambda candidate: candidate.tokens_per_s)
 

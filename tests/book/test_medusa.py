@@ -13,7 +13,7 @@ from specnb.io import project_dir
 from specnb.medusa import bench, checkpoint, study
 from specnb.medusa.bench import HeadsBench
 from specnb.medusa.study import loaded_heads
-from specnb.medusa.train import Measured, Report
+from specnb.medusa.train import Measured, StepReport
 from specnb.prompts import Prompt
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB
@@ -152,7 +152,7 @@ def test_the_live_figure_grows_and_tells_the_time_before_the_first_step():
     for step, share in ((1, 0.1), (2, 0.25)):
         assert view.plot._traces == drawn
         three = torch.full((3,), share)
-        view.step("a", Report(step, 3.0 - share, Measured(3 * three, three, three)))
+        view.step("a", StepReport(step, 3.0 - share, Measured(3 * three, three, three)))
     assert told[1] == (1, 4, "a: about 2 s left") and view.plot._traces != drawn
     still, live = view.figure().data, view.plot.figure.data
     assert list(still[0].y) == pytest.approx([2.9, 2.75]) and list(still[1].y) == pytest.approx([10, 25])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from specnb.compat.predict import bound, chance_of, predict, reach_of
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
-from specnb.draft.token_map import Fit, Overlap, Way
+from specnb.draft.token_map import Fit, VocabularyOverlap, Way
 from specnb.draft.translate import TokenIntersection
 from specnb.lm import toy
 from tests.laws.vocabularies import model
@@ -66,4 +66,4 @@ def test_the_chance_counts_judged_drafts_only():
      (Way.STRINGS, 0.3, 1.0), (Way.NONE, 0.3, 0.0)],
 )  # fmt: skip
 def test_reach_is_what_the_way_lets_through(way, uses, reach):
-    assert reach_of(Fit(way, Overlap(5, 10, 10, uses, 0.5))) == reach
+    assert reach_of(Fit(way, VocabularyOverlap(5, 10, 10, uses, 0.5))) == reach

@@ -15,14 +15,10 @@ from tests.medusa import periodic
 from tests.tiny_models import VOCAB
 
 LAST = torch.arange(VOCAB - 24, VOCAB)
-KINDS = ("medusa", "hydra")
 
 
 def greedy(target, prompt, **options):
     return generate(target, prompt, max_new_tokens=24, ignore_eog=True, **options)
-
-
-# --- states ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 31, 40])
@@ -42,9 +38,6 @@ def test_states_are_those_of_the_last_rows_and_give_the_logits(tiny, n):
         accuracy.states(toy.cyclic(5), [1, 2], 1)
 
 
-# --- answers that are known -----------------------------------------------------------------------------------------
-
-
 def test_a_token_that_the_draft_vocabulary_lacks_is_a_miss(tiny):
     heads = periodic.randomised(periodic.new_heads(tiny, LAST))
     text = trace(tiny, greedy(tiny, [3, 4, 5]))
@@ -57,9 +50,6 @@ def test_a_token_that_the_draft_vocabulary_lacks_is_a_miss(tiny):
     heads.heads[1].blocks[0].linear.bias[0] = float("nan")
     with pytest.raises(NonFiniteLogits, match="head 1"):
         score(heads, text)
-
-
-# --- tables ---------------------------------------------------------------------------------------------------------
 
 
 def test_tables_by_hand():
@@ -80,9 +70,6 @@ def test_served_counts_by_hand():
         prompt_ids=(1,), token_ids=tuple(range(n)), rounds=tuple(rounds), wall_s=1.0, stop_reason="length"
     )
     assert accuracy.served_counts(text).tolist() == [[3, 4], [2, 3], [1, 1]]
-
-
-# --- served against scored ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

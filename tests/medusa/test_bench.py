@@ -90,9 +90,6 @@ def test_prompts_that_are_timed_and_judged_never_overlap():
             chosen_prompts(categories, most + 1)
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
-
-
 def generation(n_rounds, accepted, k, *, second):
     """A text whose every round accepts the same, each taking `second` for draft and three times it to verify."""
     n = accepted + 1

@@ -45,9 +45,6 @@ def sound(circles, fitted):
     return copied(circles, fitted["medusa"])
 
 
-# --- sound heads ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changed", [
     {"kind": "hydra"}, {"input": "post_norm", "lm_head": "low_rank", "rank": 8}, {"lm_head": "private", "n_layers": 2},
     {"n_heads": 1},
@@ -136,7 +133,6 @@ def test_a_planted_fault_is_named_and_no_other(circles, sound, name, plant, name
     assert not result.passed and failed(result) >= names
     assert [d.name for d in result.diagnoses] == [name]
     assert all(bool(gate.diagnoses) is not gate.passed for gate in result.gates)
-    assert all(d.evidence and d.remedy for d in result.diagnoses)
 
 
 def test_a_rate_that_decayed_to_zero_is_named(circles):
@@ -155,31 +151,23 @@ def test_a_single_head_that_learned_little_is_not_called_shifted(circles):
 def test_a_drafter_that_hands_over_other_states_is_told_from_bad_heads(circles, sound, monkeypatch):
     at = HiddenStates.at
     monkeypatch.setattr(HiddenStates, "at", lambda self, position: tuple(x.flip(0) for x in at(self, position)))
-    result = checked(circles, sound)
-    assert failed(result) == {"serving"} and [d.name for d in result.diagnoses] == ["served otherwise than scored"]
-
-
-def test_a_doubtful_load_is_no_speed(circles, sound):
     result = checked(circles, sound, report=SimpleNamespace(findings=("rounded twice",)))
-    assert failed(result) == {"loader"} and "rounded twice" in result.gates[0].says
+    assert failed(result) == {"loader", "serving"} and "rounded twice" in result.gates[0].says
+    assert [d.name for d in result.diagnoses] == ["served otherwise than scored"]
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------
 
-
-def cosine(n, end):
-    return end + (1 - end) * (1 + np.cos(np.pi * np.arange(n) / (n - 1))) / 2
-
-
-FALLING, FLAT = np.linspace(5, 3, 100), np.full(100, 3.0)
-EARLY = [*cosine(70, 0), *np.zeros(30)]
+FALLING, FLAT, SHORT = np.linspace(5, 3, 100), np.full(100, 3.0), [*np.linspace(5, 3, 70), *np.full(30, 3.0)]
+COSINE, EARLY = ((1 + np.cos(np.pi * np.arange(n) / (n - 1))) / 2 for n in (100, 70))
+EARLY = [*EARLY, *np.zeros(30)]
 
 
 @pytest.mark.parametrize(("rates", "losses", "dead", "falling"), [
-    (cosine(100, 1 / 30), FALLING, False, True), (cosine(100, 0), FALLING, False, True),  # zero at the last step only
-    (EARLY, [*np.linspace(5, 3, 70), *np.full(30, 3.0)], True, True), (EARLY, FLAT, True, False),
+    (COSINE + 1 / 30, FALLING, False, True), (COSINE, FALLING, False, True),  # zero at the last step only
+    (EARLY, SHORT, True, True), (EARLY, FLAT, True, False),
     ([1, 1, 0, 1], [4, 3, 2, 1], True, True),  # exactly zero in the middle
-    ([1e-4, 0.5, 1, 1], [4, 3, 2, 1], False, True), ([0, 0.5, 1, 1], [4, 3, 2, 1], False, True),  # a warm-up
+    ([0, 0.5, 1, 1], [4, 3, 2, 1], False, True),  # a warm-up
 ])  # fmt: skip
 def test_a_curve_knows_a_schedule_that_died(rates, losses, dead, falling):
     lines = enumerate(zip(rates, losses, strict=True), start=1)
@@ -187,20 +175,11 @@ def test_a_curve_knows_a_schedule_that_died(rates, losses, dead, falling):
     assert (curve.dead, curve.falling) == (dead, falling)
 
 
-@pytest.mark.parametrize("log", [
-    [], [{"step": 1}], [{"step": 1, "lr": -1, "loss": 1}], [{"step": 1, "lr": "a", "loss": 1}],
-    [{"step": 2, "lr": 1, "loss": 1}, {"step": 1, "lr": 1, "loss": 1}], [{"step": 1, "lr": 1, "loss": float("nan")}],
-    [{"step": 0, "lr": 1, "loss": 1}], [{"step": 1, "lr": 0, "loss": 1}],
-], ids=str)  # fmt: skip
-def test_bad_logs_are_refused(log):
-    with pytest.raises(InputError):
-        Curve.of(log)
-
-
 def test_a_log_is_read_beside_its_weights(tmp_path):
     assert read(tmp_path) is None
     (tmp_path / "training.json").write_text(json.dumps({"log": [{"step": 5, "lr": 1e-3, "loss": [2, 4]}]}))
     assert read(tmp_path).loss.tolist() == [3.0] and read(tmp_path / "heads.safetensors").step.tolist() == [5]
-    (tmp_path / "training.json").write_text('{"log": [{"step": 5}]}')
-    with pytest.raises(InputError, match=r"training\.json"):
-        read(tmp_path)
+    for line in ({"step": 5}, {"step": 1, "lr": "a", "loss": 1}, {"step": 1, "lr": 1, "loss": float("nan")}):
+        (tmp_path / "training.json").write_text(json.dumps({"log": [line]}))
+        with pytest.raises(InputError, match=r"training\.json"):
+            read(tmp_path)

@@ -86,37 +86,28 @@ def test_nodes_of_no_worth_are_left_out():
     assert grow(PUBLISHED, 0) == (TreePlan((), ()), 1.0)
 
 
-# --- choosing by time -----------------------------------------------------------------------------------------------
-
-
 def chosen(*costs, sizes=SIZES):
     """The fastest tree for the published accuracies, and its speed-up over plain decoding."""
     trees = candidates(PUBLISHED, *costs, sizes=sizes)
     return fastest(trees), fastest(trees).tokens_per_s / trees[0].tokens_per_s
 
 
-def test_where_width_is_free_the_largest_tree_wins_and_where_it_is_not_a_smaller_one():
+def test_the_size_follows_what_a_wider_forward_takes():
     free, gain = chosen(lambda n: 1.0, sizes=(1, 4, 16, 63))
     assert len(free.plan) == 63 and gain == pytest.approx(2.385, abs=1e-3)
     steep, gain = chosen(lambda n: 1.0 + 0.02 * (n - 1), sizes=range(64))
     by_hand = [grow(PUBLISHED, n)[1] / (1 + 0.02 * n) for n in range(64)]
-    assert len(steep.plan) == int(np.argmax(by_hand)) and 3 < len(steep.plan) < 40
-    assert gain == pytest.approx(max(by_hand)) and steep.tokens < free.tokens
+    assert len(steep.plan) == int(np.argmax(by_hand)) and gain == pytest.approx(max(by_hand))
     # eight tokens are one tile of the hardware: the ninth costs as much as all before it
     assert len(chosen(lambda n: float(np.ceil(n / 8)), sizes=range(1, 64))[0].plan) == 7
-
-
-def test_where_a_forward_takes_as_long_as_its_tokens_nothing_is_drafted():
-    trees = candidates(PUBLISHED, lambda n: 0.01 * n)
-    assert fastest(trees) is trees[0] and trees[0].tokens == 1.0 and trees[0].tokens_per_s == pytest.approx(100.0)
-    assert all(0 < len(c.plan) <= n for c, n in zip(trees[1:], SIZES, strict=True))
+    # as long as its tokens: nothing is drafted
+    plain, gain = chosen(lambda n: 0.01 * n)
+    assert not len(plain.plan) and plain.tokens_per_s == pytest.approx(100.0) and gain == 1
 
 
 def test_drafting_costs_time_and_may_cost_depth():
     """Heads that are run level by level: each costs half a plain step, and only the first is worth that."""
-    flat, _ = chosen(lambda n: 1.0, lambda depth: 0.5, sizes=(63,))
     deep, _ = chosen(lambda n: 1.0, lambda depth: 0.3 * depth, sizes=(63,))
-    assert flat.plan.depth == 4 and flat.tokens_per_s == pytest.approx(2.385 / 1.5, abs=1e-3)
     by_hand = {d: grow(PUBLISHED[:d], 63)[1] / (1 + 0.3 * d) for d in range(1, 6)}
     assert deep.plan.depth == max(by_hand, key=by_hand.get) < 4
     assert deep.tokens_per_s == pytest.approx(max(by_hand.values()))

@@ -68,7 +68,7 @@ def stream(tokenizer: "Tokenizer", texts: Iterable[str]) -> np.ndarray:
     return np.asarray(ids, dtype=np.uint16)
 
 
-def prepare(folder: Path, sources: Sequence[corpus.Source] | None = None) -> Data:
+def prepare(folder: Path, sources: Sequence[corpus.Package] | None = None) -> Data:
     """Read the corpus, train the tokenizer, write tokens and facts to `folder`; what is there already is opened.
 
     The documents are shuffled with a fixed seed, so that neighbouring windows are of different packages.

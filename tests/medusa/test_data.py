@@ -1,0 +1,181 @@
+"""Training text: the backbone's greedy choices, resumed to the bit, in turns; or a user's own."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specnb.errors import InputError
+from specnb.lm.vocab import Vocabulary
+from specnb.medusa import corpus, data
+from specnb.medusa.corpus import Document
+from specnb.medusa.data import Turns, Writing
+from tests.tiny_models import torch_model
+
+END, ROLE = 2, {"user": 3, "assistant": 4}
+TEMPLATE = (
+    "{% for m in messages %}{{ '\x10' if m.role == 'user' else '\x11' }}{{ m.content }}\x12{% endfor %}"
+    "{% if add_generation_prompt %}\x11{% endif %}"
+)
+CONTROL = {"\x10": ROLE["user"], "\x11": ROLE["assistant"], "\x12": END}
+WRITING = Writing(length=40, batch_size=3, longest_seed=16, longest_answer=8, longest_request=5)
+
+
+class Writer:
+    """A tokenizer of one token a character, over a tiny network's vocabulary."""
+
+    name = "writer"
+
+    def __init__(self, network=None, template: str | None = TEMPLATE) -> None:
+        pieces = (b"", b"", b"<end>", b"<user>", b"<assistant>", *(bytes([97 + i % 26]) for i in range(59)))
+        self.vocab = Vocabulary(pieces, eog=frozenset({END}), special=frozenset({END, 3, 4}), chat_template=template)
+        self.network = network
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return [CONTROL.get(c, 5 + ord(c) % 59) for c in text]
+
+
+@pytest.fixture(scope="module")
+def net():
+    return torch_model("llama", vocab_size=64, max_position_embeddings=128).eval()
+
+
+@pytest.fixture
+def documents(monkeypatch):
+    text = "first line {i}\nsecond\n\nthird {kind}\n"
+    texts = [Document(f"p/{i}", kind, text.format(i=i, kind=kind)) for i in range(6) for kind in ("code", "prose")]
+    monkeypatch.setattr(corpus, "installed", lambda _packages: [])
+    monkeypatch.setattr(corpus, "documents", lambda _packages: texts)
+    monkeypatch.setattr(corpus, "split", lambda documents: (documents, documents))
+
+
+def test_the_corpus_is_the_same_each_time_and_names_no_place_of_this_machine(monkeypatch):
+    monkeypatch.setattr(corpus, "DOCSTRINGS_ONLY", {"typer"})
+    texts = corpus.documents(corpus.installed(["rich", "typer"]))
+    training, held_out = corpus.split(texts)
+    assert {document.kind for document in texts} == {"code", "prose"}
+    assert len(training) + len(held_out) == len(texts) > 8 * len(held_out) > 0
+    assert not any(str(Path.home()) in document.text for document in texts) or str(Path.home()) == "/"
+    again = corpus.documents(corpus.installed(["typer", "rich"]))
+    assert corpus.corpus_digest(again) == corpus.corpus_digest(texts) != corpus.corpus_digest(training)
+
+
+def written(writer, folder, batches=2, **changed):
+    data.write(writer, folder, batches={"train": batches}, writing=WRITING, **changed)
+    return data.read(folder, "train")
+
+
+@torch.inference_mode()
+def logits_of(net, tokens):
+    return net(torch.from_numpy(tokens.astype(np.int64))).logits
+
+
+@pytest.mark.usefixtures("documents")
+@pytest.mark.parametrize("kind", ["llama", "mamba", "gpt2"])
+def test_own_tokens_are_the_greedy_choice(tmp_path, kind):
+    """Also of families that keep their state otherwise."""
+    net = torch_model(kind, vocab_size=64, max_position_embeddings=128).eval()
+    rows = written(Writer(net), tmp_path)
+    assert rows.tokens.shape == (6, WRITING.length) and 0 < rows.n_own < rows.tokens.size
+    logits = logits_of(net, rows.tokens)[:, :-1]
+    chosen = logits.gather(-1, torch.from_numpy(rows.tokens[:, 1:, None].astype(np.int64)))[..., 0]
+    assert (chosen - logits.amax(-1))[torch.from_numpy(rows.own[:, 1:])].min() > -1e-3
+
+
+@pytest.mark.usefixtures("documents")
+def test_turns_are_written_as_the_template_writes_them(net, tmp_path):
+    turns = Turns.of(Writer())
+    assert (turns.opening, turns.to_answer, turns.to_request) == ((3,), (END, 4), (END, 3))
+    rows = written(Writer(net), tmp_path)
+    roles = 0
+    for tokens, own in zip(rows.tokens, rows.own, strict=True):
+        for at in range(WRITING.longest_seed, WRITING.length - 1):  # END hands over, so what follows it is a role
+            if tokens[at - 1] == END and not own[at]:
+                roles += 1
+                assert tokens[at] in ROLE.values() and not (own[at + 1] and tokens[at] == ROLE["user"])
+    assert roles, "rows hold turns beside the first"
+
+
+def test_a_bos_token_stands_in_front_of_the_chat_only(monkeypatch):
+    monkeypatch.setattr(Writer, "encode", lambda self, text, encode=Writer.encode: [1, *encode(self, text)])
+    writer = Writer()
+    writer.vocab = replace(writer.vocab, bos=1, add_bos=True)
+    assert Turns.of(writer) == Turns((1, 3), (END, 4), (END, 3))
+
+
+@pytest.mark.usefixtures("documents")
+def test_a_stopped_run_goes_on_to_the_same_text(net, tmp_path):
+    whole, tokens = written(Writer(net), tmp_path / "whole", 3), []
+
+    def interrupt(n):
+        tokens.append(n)
+        if sum(tokens) > 100:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        written(Writer(net), tmp_path / "parts", 3, on_tokens=interrupt)
+    assert whole.digest() == written(Writer(net), tmp_path / "parts", 3).digest()
+    with pytest.raises(InputError, match="other settings"):
+        written(Writer(torch_model("llama", vocab_size=64, seed=9)), tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("documents")
+def test_states_are_those_in_front_of_the_final_norm_as_near_as_bfloat16_rounds(net, tmp_path):
+    rows = written(Writer(net), tmp_path, 1)
+    states, logits = data.read_states(tmp_path, "train").float(), logits_of(net, rows.tokens)
+    with torch.inference_mode():
+        from_states = net.lm_head(net.model.norm(states))
+    assert (from_states - logits).abs().max() < 0.02 * logits.abs().max()
+
+
+@pytest.mark.usefixtures("documents")
+def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, tmp_path, monkeypatch):
+    """No label among the drawn ones, as many as the seed says; without a chat template nobody else writes."""
+    lead, drawn = 4, 0
+    monkeypatch.setattr(data, "_lead_of", lambda kind, rng: lead)
+    rows = written(Writer(net, template=None), tmp_path, 3)
+    first = rows.own.argmax(axis=1)
+    for tokens, own, start in zip(rows.tokens, rows.own, first, strict=True):
+        assert own[start:].all() and not own[:start].any()
+        best = logits_of(net, tokens[None])[0].argmax(-1)
+        drawn += int((best[start - lead - 1 : start - 1].numpy() != tokens[start - lead : start]).sum())
+    assert drawn > len(first), "most of the drawn tokens are others than the best"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_loop"),
+    [
+        ([1, 2, 3, 4] * 5, True),
+        ([*range(40), *range(40)], False),  # once again is no loop yet
+        ([*range(60), *range(60), *range(60)], False),  # longer than what is looked for
+        ([1, 2, 3, 4] * 5 + [9], False),
+    ],
+)
+def test_loops(tokens, is_loop):
+    assert data.loops(tokens) is is_loop
+
+
+def test_given_text(net, tmp_path):
+    file, writer = tmp_path / "texts.jsonl", Writer(net)
+    file.write_text("".join(json.dumps({"text": "abcdefgh" * 20}) + "\n" for _ in range(10)))
+    for _ in range(2):
+        data.write_given(writer, file, tmp_path / "out", length=40)
+    train, held_out = (data.read(tmp_path / "out", split) for split in data.SPLITS)
+    assert train.own.all() and train.tokens.size + held_out.tokens.size == 10 * 161 // 40 * 40
+    for wrong in ('{"text": 1}', "[]", '{"text": "a", "more": 1}', "{", '{"text": "too little"}'):
+        file.write_text(wrong + "\n")
+        with pytest.raises(InputError):
+            data.write_given(writer, file, tmp_path / "other" / str(len(wrong)), length=40)
+
+
+def test_the_draft_vocabulary_is_what_the_backbone_wrote_most_often():
+    tokens = np.array([[5, 5, 5, 9, 9, 1, 7]], dtype=np.int32)
+    rows = data.TextRows(tokens, np.array([[True] * 6 + [False]]))
+    assert data.most_frequent(rows, 2).tolist() == [5, 9]
+    assert data.most_frequent(rows, 4).tolist() == [1, 5, 7, 9], "7 was not its own, but is in the text"
+    assert data.coverage(rows, torch.tensor([5, 9])) == 5 / 6
+    with pytest.raises(InputError, match="4 different"):
+        data.most_frequent(rows, 5)
