@@ -16,11 +16,10 @@ from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure.content import detect
 from specnb.measure.cost import NAMED, CostCurve, straight_curve, verify_costs
-from specnb.measure.experiment import Progress, check_prompts, models_of, prompts_of, record_of, saving_failures, silent
+from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.pair import CONTROLLERS, explain_draft
 from specnb.measure.recording import Recording, Trace, follow, require_followed
 from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk
@@ -54,42 +53,34 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
 
     What was generated before an error is saved as a failed run.
     """
-    started, chosen = Neighbours(), prompts_of(params, params.categories)
-    drafters: list[Drafter] = []
-    generations: list[Generation] = []
-    measured: dict[str, Any] = {}
-    with ExitStack() as opened:
-        target = opened.enter_context(closing(load(params.target)))
-
-        def recorded(error: BaseException | None = None) -> RunRecord:
-            models = models_of(target, drafters)
-            return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measured, error=error)
-
-        with saving_failures(generations, recorded):
-            for name in params.drafters:
-                drafters.append(opened.enter_context(closing(load_drafter(name, target, strict=True).drafter)))
-            require_followed(drafters)
-            asked = questions(params.conversations) if target.vocab.chat_template else ()
-            check_prompts(target, [*chosen, *asked], params.max_new_tokens)
-            curve, measured["c"] = verify_costs(target, drafters, params.k_max)
-            measured["verify_curve"] = curve.model_dump(mode="json")
-            costs = {name: Cost(curve, c) for name, c in measured["c"].items()}
-            recordings: list[Recording] = []
-            walkers = _Walkers(costs, params.k_max)
-            for at, prompt in enumerate((*chosen, *asked)):
-                progress(at, len(chosen) + len(asked), f"{prompt.id}: generate and follow")
-                generations.append(_plain(params, target, prompt))
-                recordings += follow(
-                    target, drafters, generations[-1], walking=walkers.along(_content(generations[-1])),
-                    k_max=params.k_max, max_new_tokens=params.max_new_tokens,
-                )  # fmt: skip
-            trace = Trace(tuple(recordings))
-            measured["replay"] = list(_replayed(trace, costs, params.k_max))
-            measured["draft_forks"] = []
-            for drafter, live in _live(params, target, drafters, costs, chosen, progress):
-                generations.append(live)
-                measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
-            return ControllerStudy(recorded(), trace)
+    study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
+    chosen, drafters, generations, measured = study.chosen, study.drafters, study.generations, study.measured
+    with ExitStack() as opened, study:
+        target = study.target = opened.enter_context(closing(load(params.target)))
+        for name in params.drafters:
+            drafters.append(opened.enter_context(closing(load_drafter(name, target, strict=True).drafter)))
+        require_followed(drafters)
+        asked = questions(params.conversations) if target.vocab.chat_template else ()
+        check_prompts(target, [*chosen, *asked], params.max_new_tokens)
+        curve, measured["c"] = verify_costs(target, drafters, params.k_max)
+        measured["verify_curve"] = curve.model_dump(mode="json")
+        costs = {name: Cost(curve, c) for name, c in measured["c"].items()}
+        recordings: list[Recording] = []
+        walkers = _Walkers(costs, params.k_max)
+        for at, prompt in enumerate((*chosen, *asked)):
+            progress(at, len(chosen) + len(asked), f"{prompt.id}: generate and follow")
+            generations.append(_plain(params, target, prompt))
+            recordings += follow(
+                target, drafters, generations[-1], walking=walkers.along(_content(generations[-1])),
+                k_max=params.k_max, max_new_tokens=params.max_new_tokens,
+            )  # fmt: skip
+        trace = Trace(tuple(recordings))
+        measured["replay"] = list(_replayed(trace, costs, params.k_max))
+        measured["draft_forks"] = []
+        for drafter, live in _live(params, target, drafters, costs, chosen, progress):
+            generations.append(live)
+            measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
+        return ControllerStudy(study.record(), trace)
 
 
 def _plain(params: AdaptiveKParams, target: LanguageModel, prompt: Prompt) -> Generation:

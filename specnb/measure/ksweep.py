@@ -14,10 +14,9 @@ from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure.cost import verify_costs
-from specnb.measure.experiment import Progress, check_prompts, models_of, prompts_of, record_of, saving_failures, silent
+from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.pair import fork_of
 from specnb.measure.recording import follow, require_followed
 from specnb.measure.replay import Cost, sweep
@@ -34,32 +33,24 @@ def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
     What was generated before an error or an interrupt is saved, as a record whose status is failed. A draft model that
     cannot be loaded ends the run: a sweep without its drafter answers nothing.
     """
-    started, chosen = Neighbours(), prompts_of(params, params.categories)
-    drafters: list[Drafter] = []
-    generations: list[Generation] = []
-    measured: dict[str, Any] = {}
-    with ExitStack() as opened:
-        target = opened.enter_context(closing(load(params.target, **_engine(params))))
-
-        def recorded(error: BaseException | None = None) -> RunRecord:
-            models = models_of(target, drafters)
-            return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measured, error=error)
-
-        with saving_failures(generations, recorded):
-            drafter = opened.enter_context(closing(load_drafter(params.drafter, target, strict=True).drafter))
-            drafters.append(drafter)
-            if params.rule == "token":
-                require_followed(drafters)
-            check_prompts(target, chosen, params.max_new_tokens)
-            curve, c = verify_costs(target, drafters, max(params.k_max, *params.ks))
-            measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c[drafter.name]}
-            for generation in _generations(params, target, drafter, chosen, progress):
-                generations.append(generation)  # one by one: what is there when the next fails is saved
-            measured["forks"] = list(_forks(target, generations))
-            if params.rule == "token":  # a lossy rule's text depends on the drafts, the block rule keeps more of them
-                measured["replay"] = _replay(params, target, drafter, generations, Cost(curve, measured["c"]))
-                measured["turns"] = list(_turns(params, target, drafter, Cost(curve, measured["c"])))
-            return recorded()
+    study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
+    with ExitStack() as opened, study:
+        target = study.target = opened.enter_context(closing(load(params.target, **_engine(params))))
+        drafter = opened.enter_context(closing(load_drafter(params.drafter, target, strict=True).drafter))
+        study.drafters.append(drafter)
+        if params.rule == "token":
+            require_followed(study.drafters)
+        check_prompts(target, study.chosen, params.max_new_tokens)
+        curve, c = verify_costs(target, study.drafters, max(params.k_max, *params.ks))
+        cost = Cost(curve, c[drafter.name])
+        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": cost.c}
+        for generation in _generations(params, target, drafter, study.chosen, progress):
+            study.generations.append(generation)  # one by one: what is there when the next fails is saved
+        study.measured["forks"] = list(_forks(target, study.generations))
+        if params.rule == "token":  # a lossy rule's text depends on the drafts, the block rule keeps more of them
+            study.measured["replay"] = _replay(params, target, drafter, study.generations, cost)
+            study.measured["turns"] = list(_turns(params, target, drafter, cost))
+        return study.record()
 
 
 def _generations(

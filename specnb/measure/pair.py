@@ -5,7 +5,7 @@ Where the two best tokens are closer than that, either may win. Anything else is
 rounding can do in the model's type: a block forward that is plainly wrong must not excuse itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -166,7 +166,11 @@ def run_pair(
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
         notes = (*getattr(drafter, "findings", ()), *([] if controller or k is None else _fewer(generation)))
         fields = generation.summary(step_s).model_dump() | {"notes": notes, "k_choice": k_choice}
-        fields |= _comparison(target, generation, baseline) if baseline else {}
+        if baseline:
+            speed, plain = generation.tokens_per_s, baseline.tokens_per_s
+            fields["speedup"] = speed / plain if speed and plain else None
+            fields["identical"] = generation.token_ids == baseline.token_ids
+            fields["fork"] = None if generation.temperature > 0 else fork_of(target, baseline, generation)
         summary = PairSummary(**fields, busy=contention.busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
     finally:
@@ -231,16 +235,6 @@ def _fewer(generation: Generation) -> list[str]:
     if not generation.drafter or most >= generation.k:
         return []
     return [f"K = {generation.k} was asked for, and no round drafted more than {most}: by length, context or drafter"]
-
-
-def _comparison(target: LanguageModel, generation: Generation, baseline: Generation) -> Mapping[str, Any]:
-    """The fields of a PairSummary that need a baseline."""
-    speed, plain = generation.tokens_per_s, baseline.tokens_per_s
-    return {
-        "speedup": speed / plain if speed and plain else None,
-        "identical": generation.token_ids == baseline.token_ids,
-        "fork": None if generation.temperature > 0 else fork_of(target, baseline, generation),
-    }
 
 
 def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> TextFork | None:
