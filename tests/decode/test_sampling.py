@@ -77,11 +77,8 @@ def test_top_p_keeps_the_smallest_leading_set_that_reaches_it(row, temperature, 
     assert mass[len(kept) - 1] < top_p * (1 + 1e-12)
     assert mass[len(kept)] > top_p * (1 - 1e-12)
     np.testing.assert_allclose(got, softmax(logits, temperature, kept), atol=1e-14)
-
-
-@pytest.mark.parametrize(("top_p", "kept"), [(0.5, [0, 1]), (0.51, [0, 1, 2]), (1e-9, [0])])
-def test_top_p_at_an_exact_edge_takes_no_further_token(top_p, kept):
-    assert np.flatnonzero(Sampling(1.0, top_p=top_p).probabilities(float32([0, 0, 0, 0]))).tolist() == kept
+    edge = Sampling(1.0, top_p=0.5).probabilities(float32([0, 0, 0, 0]))
+    assert np.flatnonzero(edge).tolist() == [0, 1], "at an exact edge no further token is taken"
 
 
 # --- what is never papered over -------------------------------------------------------------------------------------
