@@ -13,7 +13,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.draft.translate import model_drafter
 from specnb.errors import FetchError, InputError, LoadError, MemoryShortError, VocabularyMismatch
-from specnb.lm import toy
+from specnb.lm import toy, zoo
 from specnb.lm.gguf import binding
 
 
@@ -35,40 +35,32 @@ class Opening:
         self.closed += 1
 
 
-# --- the vocabulary -------------------------------------------------------------------------------------------------
+# --- who goes with whom ---------------------------------------------------------------------------------------------
 
 
-def test_a_draft_model_with_the_targets_vocabulary_is_taken(monkeypatch):
+def stuck():
+    model = toy.cyclic(5)
+    model.caps = replace(model.caps, rewind="none", rewind_depth=0, rewind_reason="it is recurrent")
+    return model
+
+
+def test_a_draft_model_with_the_targets_vocabulary_is_taken_and_one_that_cannot_draft_is_freed(monkeypatch):
     opening = Opening(monkeypatch, toy.cyclic(5))
     made = load_drafter("small.gguf", toy.cyclic(5), n_ctx=64)
     assert isinstance(made.drafter, ModelDrafter) and made.drafter.model is opening.model and made.fallback is None
     assert opening.asked == [("small.gguf", {"n_ctx": 64})] and opening.closed == 0
-
-
-def test_another_vocabulary_refused_raises_with_both_pieces_and_the_id(monkeypatch):
-    draft = toy.cyclic(5)
-    draft.vocab = replace(draft.vocab, pieces=(b"a", b"b", b"d", b"c", b"e"))
-    opening = Opening(monkeypatch, draft)
-    with pytest.raises(VocabularyMismatch, match=r"id 2 .*b'c' against b'd'"):
-        load_drafter("other", toy.cyclic(5), translate="refuse")
-    assert opening.closed == 1, "the draft model is freed"
-
-
-def test_a_model_that_cannot_go_back_cannot_draft(monkeypatch):
-    model = toy.cyclic(5)
-    model.caps = replace(model.caps, rewind="none", rewind_depth=0, rewind_reason="it has recurrent layers")
-    opening = Opening(monkeypatch, model)
-    with pytest.raises(InputError, match="cannot draft: it has recurrent layers"):
-        model_drafter("mamba", toy.cyclic(5))
-    assert opening.closed == 1
-
-
-# --- who goes with whom ---------------------------------------------------------------------------------------------
+    other = toy.cyclic(5)
+    other.vocab = replace(other.vocab, pieces=(b"a", b"b", b"d", b"c", b"e"))
+    cases = [(other, VocabularyMismatch, r"id 2 .*b'c' against b'd'"), (stuck(), InputError, "it is recurrent")]
+    for draft, error, value in cases:
+        opening = Opening(monkeypatch, draft)
+        with pytest.raises(error, match=value):
+            load_drafter("other", toy.cyclic(5), translate="refuse")
+        assert opening.closed == 1
 
 
 def test_drafters_that_cannot_go_with_a_target():
-    target, recurrent = toy.cyclic(5), toy.cyclic(5)
-    recurrent.caps = replace(recurrent.caps, rewind="none", rewind_depth=0, rewind_reason="it is recurrent")
+    target, recurrent = toy.cyclic(5), stuck()
     for drafter in (target, ModelDrafter(target)):
         with pytest.raises(InputError, match="its own drafter"):
             generate(target, [0], drafter=drafter)
@@ -125,11 +117,6 @@ def test_self_of_a_zoo_model_is_its_coarser_copy(monkeypatch, name):
     assert [asked for asked, _ in opening.asked] == ["smollm2-135m:q4_0", "smollm2-135m:q2_k"]
 
 
-def test_self_of_a_transformers_model_is_refused():
-    with pytest.raises(InputError, match="hf:ORG/NAME"):
-        load_drafter("self", named("hf:ORG/NAME"))
-
-
 def test_a_copy_of_a_file_is_kept_for_each_content_and_type(monkeypatch, tmp_path):
     calls, source = [], tmp_path / "m.gguf"
 
@@ -146,22 +133,20 @@ def test_a_copy_of_a_file_is_kept_for_each_content_and_type(monkeypatch, tmp_pat
     assert requantised_copy(str(source), "q8_0") != first
     source.write_bytes(b"GGUF two!")
     assert requantised_copy(str(source)) != first and calls == ["q4_0", "q8_0", "q4_0"]
-    with pytest.raises(InputError, match="q9"):
-        requantised_copy(str(source), "q9")
+    for refused in ((str(source), "q9"), ("hf:ORG/NAME",)):
+        with pytest.raises(InputError, match=refused[-1]):
+            requantised_copy(*refused)
 
 
 @pytest.mark.model
 def test_a_real_file_is_requantised_and_drafts_for_it(monkeypatch, opened, tmp_path):
-    from specnb.lm import zoo
-
-    source = tmp_path / "own.gguf"
+    source, target = tmp_path / "own.gguf", opened("smollm2-135m")
     source.symlink_to(zoo.path("smollm2-135m"))
     monkeypatch.setattr(load_module, "cache_dir", lambda: tmp_path)
     copied = Path(requantised_copy(str(source), "q8_0"))
     assert copied.stat().st_size > source.stat().st_size
-    with binding.header(copied) as header:
-        assert binding.vocabulary(header).digest == opened("smollm2-135m").vocab.digest
-    drafter = model_drafter(str(copied), opened("smollm2-135m"))
-    made = generate(opened("smollm2-135m"), "The capital of France is", drafter=drafter, k=3, max_new_tokens=12)
+    drafter = model_drafter(str(copied), target)
+    assert drafter.vocab.digest == target.vocab.digest
+    made = generate(target, "The capital of France is", drafter=drafter, k=3, max_new_tokens=12)
     drafter.close()
     assert made.acceptance_rate > 0.5
