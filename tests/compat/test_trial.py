@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from specnb.book import compat as figures
 from specnb.compat import trial
 from specnb.compat.description import Description, Family
 from specnb.lm import toy
@@ -88,14 +87,3 @@ def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models)
     assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None
     assert record.generations[-1].drafter == "e" and [m.closed for m in models.values()] == [1, 1, 1]
     assert own["predicted_rate"] is not None and "e" in json.dumps(record.provenance["models"])
-
-
-def test_the_figure_shows_each_vocabulary(models):
-    import pandas as pd
-
-    table = pd.DataFrame(trial.run(SMALL).measurements["trial"]).assign(text_shared=[1.0, 1.0, 0.5])
-    figure = figures.overlap_against_acceptance(table)
-    *marks, predicted = figure.data
-    assert [t.name.split(" (")[0] for t in marks] == table["vocabulary"].tolist()
-    assert predicted.name == "predicted from the first" and list(predicted.text) == [trial.UNCHANGED]
-    assert len(figures.overlap_against_acceptance(table.assign(predicted_rate=None)).data) == len(marks)

@@ -1,6 +1,8 @@
 """The K sweep on toys: what is run in which order, what is measured beside it, and what ends it early."""
 
 from dataclasses import replace
+from itertools import product
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,18 +58,12 @@ def record():
         return run(k_max=5)
 
 
-def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature(record):
-    runs = [(g.category, g.prompt_id, g.temperature, g.k) for g in record.generations]
-    assert len(set(runs)) == len(runs) == 4 * 2 * 3
-    assert {g.k for g in record.generations} == {0, 1, 3} and {g.category for g in record.generations} == {
-        "code",
-        "prose",
-    }
+def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature_and_the_checks_hold(record):
+    runs = {(g.category, g.prompt_id, g.temperature, g.k) for g in record.generations}
+    grid = product(("code", "prose"), ("01", "02"), (0.0, 0.7), (0, 1, 3))
+    assert runs == {(kind, f"{kind}-{n}", t, k) for kind, n, t, k in grid} and len(runs) == len(record.generations)
     assert all((g.drafter == "") == (g.k == 0) for g in record.generations)
-    assert all(max(r.k for r in g.rounds) <= g.k for g in record.generations)
-
-
-def test_the_record_says_what_was_asked_and_the_tables_and_their_checks_hold(record):
+    assert all(r.k <= g.k for g in record.generations for r in g.rounds)
     assert record.experiment == "01_k_sweep" and record.params["k_max"] == 5 and record.status == "completed"
     assert [m["role"] for m in record.provenance["models"]] == ["target"]
     assert record.provenance["extra"]["contention"]["n_forwards"] == sum(len(g.rounds) for g in record.generations)
@@ -120,26 +116,25 @@ def test_a_greedy_run_that_differs_is_followed_to_its_fork(house):
     assert tables.checks(record).loc[0, "hold"] == same + sum(f["near_tie"] for f in forks)
 
 
-def test_prompts_that_do_not_fit_are_told_before_anything_is_timed(house, monkeypatch):
+def test_what_cannot_be_run_is_told_before_anything_is_timed(house, monkeypatch):
     monkeypatch.setattr(ksweep, "verify_costs", lambda *_, **__: pytest.fail("timed"))
+    monkeypatch.setattr("specnb.draft.translate.load", Mock(side_effect=LoadError("damaged")))
+    with pytest.raises(LoadError, match="damaged"):
+        run(drafter="small.gguf")
+    assert house.closed == ["target"]
     n = len(house.target.encode(prompts("code")[0].text))
     house.target.caps = replace(house.target.caps, n_ctx=n + SMALL.max_new_tokens - 1)
     with pytest.raises(CapacityError, match=f"prompt code-01 has {n} tokens"):
         run()
-    house.target.encode = lambda text: (_ for _ in ()).throw(InputError("no token for it"))
+    house.target.encode = Mock(side_effect=InputError("no token for it"))
     with pytest.raises(InputError, match=r"prompt code-\S+ .*no token for it"):
         run()
 
 
-def test_without_its_drafter_a_sweep_answers_nothing(house, monkeypatch):
-    monkeypatch.setattr("specnb.draft.translate.load", lambda name, **_: (_ for _ in ()).throw(LoadError("damaged")))
-    with pytest.raises(LoadError, match="damaged"):
-        run(drafter="small.gguf")
-    assert house.closed == ["target"]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the kernel is full")], ids=repr)
-def test_what_was_generated_before_an_error_is_saved(house, monkeypatch, tmp_path, error):
+def test_what_was_generated_before_an_error_is_saved_and_what_cannot_be_saved_does_not_hide_it(
+    house, monkeypatch, tmp_path, error
+):
     def broken(done, total, what):
         if done == 3:
             raise error
@@ -151,12 +146,10 @@ def test_what_was_generated_before_an_error_is_saved(house, monkeypatch, tmp_pat
     saved = store.load(folder)
     assert saved.status == "failed" and len(saved.generations) == 3
     assert saved.error == f"{type(error).__name__}: {error}"
-
-
-def test_a_record_that_cannot_be_saved_does_not_hide_the_error_that_ended_the_run(monkeypatch):
-    monkeypatch.setattr(experiment, "save", lambda _: (_ for _ in ()).throw(InputError("the disk is full")))
-    with pytest.raises(ZeroDivisionError), experiment.saving_failures([1], lambda error: "results/x"):
-        raise ZeroDivisionError
+    monkeypatch.setattr(experiment, "save", Mock(side_effect=InputError("the disk is full")))
+    with pytest.raises(type(error)) as caught:
+        ksweep.run(SMALL, progress=broken)
+    assert "the disk is full" in caught.value.__notes__[-1]
 
 
 def test_a_lossy_rule_is_not_replayed(house):
