@@ -164,7 +164,10 @@ def run_pair(
         contention = neighbours.during(target.caps, [g for g in (baseline, generation) if g])
         generation = generation.model_copy(update={"fallback": fallback})
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
-        notes = (*getattr(drafter, "findings", ()), *([] if controller or k is None else _fewer(generation)))
+        notes, most = [*getattr(drafter, "findings", ())], max((r.k for r in generation.rounds), default=0)
+        if drafter and k is not None and not controller and most < generation.k:
+            reason = "by length, context or drafter"
+            notes.append(f"K = {generation.k} was asked for, and no round drafted more than {most}: {reason}")
         fields = generation.summary(step_s).model_dump() | {"notes": notes, "k_choice": k_choice}
         if baseline:
             speed, plain = generation.tokens_per_s, baseline.tokens_per_s
@@ -227,14 +230,6 @@ def _reason(cost: Cost, stretch: Generation) -> str:
     now = f"K = {stretch.rounds[-1].k}" if stretch.rounds[-1].k else "K = 0, plain decoding,"
     kept = f"{stretch.accepted_tokens} of {drafted} drafts were kept" if drafted else "nothing was drafted"
     return f"K is chosen round by round, 0 to {stretch.k}, from {now} on: {costs}, and {kept} in a first stretch"
-
-
-def _fewer(generation: Generation) -> list[str]:
-    """A note where no round drafted as much as was asked for."""
-    most = max((r.k for r in generation.rounds), default=0)
-    if not generation.drafter or most >= generation.k:
-        return []
-    return [f"K = {generation.k} was asked for, and no round drafted more than {most}: by length, context or drafter"]
 
 
 def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> TextFork | None:

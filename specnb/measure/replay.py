@@ -205,21 +205,16 @@ def _drafted(
         limit = controller.worth_copying(recording.support[at], limit)
     if not (controller.reads_drafts and recording.beliefs):
         return limit, limit
+    over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
     for j in range(limit):
-        if not controller.goes_on(j, _belief(recording, at, j, n_kept, behind)):
+        beyond = j - n_kept - (not over)
+        along = behind is None or beyond < 0
+        belief = recording.beliefs[min(at + j, len(recording.beliefs) - 1)] if along else behind(at + n_kept, beyond)
+        if not controller.goes_on(j, belief):
             return j, j + 1
         if controller.enough(j):
             return j + 1, j + 1
     return limit, limit
-
-
-def _belief(recording: "Recording", at: int, j: int, n_kept: int, behind: Behind | None) -> Belief:
-    """What the draft model's row for draft j says, in a round that starts after `at` tokens and keeps n_kept drafts."""
-    over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
-    beyond = j - n_kept - (not over)
-    if behind is None or beyond < 0:
-        return recording.beliefs[min(at + j, len(recording.beliefs) - 1)]
-    return behind(at + n_kept, beyond)
 
 
 def _recorded(recording: "Recording") -> Behind | None:

@@ -166,7 +166,6 @@ def test_a_matrix_of_shipped_vocabularies_and_its_figure():
     shown = dict(zip(figure.data[0].x, figure.data[0].text[figure.data[0].y.index("qwen2.5")], strict=True))
     assert shown["qwen2.5"] == "" and shown["qwen2"].startswith("S") and shown["mpt"].startswith("T")
 
-
     for models, value in (([PLAIN], "two"), ([PLAIN, PLAIN], "'m'")):
         with pytest.raises(InputError, match=value):
             matrix(models)

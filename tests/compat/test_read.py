@@ -16,6 +16,7 @@ from specnb.lm.gguf import binding
 from tests.compat.test_folder import byte_level_tokenizer, folder_of, line, tiktoken
 from tests.compat.test_gguf import bpe_file, letters_and
 
+
 def test_each_kind_of_source_finds_its_reader(tmp_path, monkeypatch):
     gguf = bpe_file(tmp_path, letters_and())
     folder = folder_of(tmp_path / "model", byte_level_tokenizer())

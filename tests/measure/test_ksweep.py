@@ -15,17 +15,11 @@ from specnb.lm import toy
 from specnb.measure import experiment, ksweep
 from specnb.params import KSweepParams
 from specnb.prompts import prompts
+from tests.measure.test_adaptive import Reading
 
 SMALL = KSweepParams(
     ks=[1, 3], temperatures=[0.0, 0.7], categories=["code", "prose"], prompts_per_category=2, max_new_tokens=6
 )
-
-
-class Reading(toy.ToyLM):
-    """Reads any text: each byte is a token, modulo its few."""
-
-    def encode(self, text, *, special=True):
-        return [b % self.vocab.size for b in text.encode()]
 
 
 class House:

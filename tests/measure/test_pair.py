@@ -87,13 +87,10 @@ def test_noise_counts_on_the_whole_way_to_the_fork_and_not_beyond():
         model.forward = partial(off_after, length)
         assert explain_fork(model, PROMPT, PLAIN, OTHER, width=3).noise == pytest.approx(noise)
 
-
-def test_a_fork_at_the_first_token_is_a_fault():
-    """Both runs take it from the same logits, those of the prefill: no noise excuses it."""
-    model = near(0.15, 0.1, at=2)
-    fork = explain_fork(model, PROMPT, (2, 1), (3, 1), width=4)
+    first = near(0.15, 0.1, at=2)  # both runs take the first token from the logits of the prefill
+    fork = explain_fork(first, PROMPT, (2, 1), (3, 1), width=4)
     assert (fork.position, fork.token_ids, fork.noise, fork.near_tie) == (0, (2, 3), 0.0, False)
-    assert model.widths == [2, 2]
+    assert first.widths == [2, 2]
 
 
 def drafted(model, n=24):

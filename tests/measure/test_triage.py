@@ -101,7 +101,6 @@ def test_a_lookup_that_rarely_is_right_is_no_fault_and_a_text_that_repeats_itsel
     zeros = run(target, Planted(truth, lambda ids, tokens: [0] * len(ids)), 250, prompt=(*(0,) * 600, 5, 6, 7))
     assert not {"same input", "constant draft"} & set(names(zeros)) and "near zero" in names(zeros)
 
-
     # one round of three right through, the others one token: no single input, for later drafts are kept
     stutter = planted(target, truth, lambda ids, tokens: ids[:1] * len(ids) if len(tokens) % 3 else ids, n=250)
     assert "same input" not in names(stutter)[:1]
