@@ -82,9 +82,6 @@ def changed(*path, to):
     return tokenizer
 
 
-# --- what a folder says ----------------------------------------------------------------------------------------------
-
-
 def test_every_field_that_a_folder_states(folder):
     d = describe(folder)
     assert (d.name, d.source, d.architecture, d.state) == (str(folder), str(folder), "qwen2", State.ATTENTION)
@@ -175,9 +172,6 @@ def test_the_dequantised_folder_is_its_gguf():
     assert folder.encode(text) == header.encode(text)
 
 
-# --- tiktoken --------------------------------------------------------------------------------------------------------
-
-
 def tiktoken(path, *lines):
     path.write_bytes(b"\n".join(lines))
     return path
@@ -195,9 +189,6 @@ def test_a_tiktoken_file_is_pieces_by_rank_or_one_error(tmp_path):
     for lines in ([line(b"a", 0), line(b"b", 0)], [b"YQ== -1"], [b"Y!Q== 0"], []):
         with pytest.raises(InputError, match="tiktoken"):
             read.tiktoken(tiktoken(path, *lines))
-
-
-# --- what cannot be --------------------------------------------------------------------------------------------------
 
 
 SOUND = byte_level_tokenizer()

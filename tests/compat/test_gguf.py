@@ -22,9 +22,6 @@ LETTERS = [*map(chr, (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100
 """The alphabet of byte-level BPE, in no particular order."""
 
 
-# --- headers written by hand, so that each field can be wrong --------------------------------------------------------
-
-
 def text(value):
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
@@ -78,9 +75,6 @@ def refused(path, value):
     assert str(path) in str(caught.value) and value in str(caught.value) and "\n" not in str(caught.value)
 
 
-# --- what a sound header says ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def written(tmp_path):
     """By gguf's own writer, with tensors of another width than the tokens."""
@@ -131,9 +125,6 @@ def test_only_the_header_is_needed(written):
     assert cut.vocab.raw_bytes(ids) == "the<|im_end|>é".encode()
     written.write_bytes(written.read_bytes()[:-1])
     refused(written, "ends inside")
-
-
-# --- the vocabulary -------------------------------------------------------------------------------------------
 
 
 def as_llama_cpp(path):
@@ -189,9 +180,6 @@ def test_the_real_header_is_what_llama_cpp_reads(opened):
     assert d.vocab.pieces == model.vocab.pieces and d.merges.count == 48900
     assert (d.n_tokens, d.vocab_size, d.n_ctx) == (49152, 49152, 8192)
     assert d.encode("Hello 12 é") == model.encode("Hello 12 é", special=False)
-
-
-# --- hostile files ---------------------------------------------------------------------------------------------------
 
 
 def test_a_special_id_out_of_range_is_llama_cpps_default(tmp_path):

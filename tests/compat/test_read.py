@@ -57,8 +57,6 @@ def test_what_can_be_run_is_told_from_what_only_describes(tmp_path):
     assert [opens(n) for n in ("gpt-2", "qwen3-0.6b", folder / "tokenizer.json", "o.tiktoken")] == [False] * 4
 
 
-# --- the hub ------------------------------------------------------------------------------------------------------
-
 LLAMA = "meta-llama/Llama-3.2-1B-Instruct"
 
 

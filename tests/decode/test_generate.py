@@ -27,9 +27,6 @@ def with_vocab(**changes):
     return model
 
 
-# --- prompts --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prompt", ["bcd", [1, 2, 3], np.array([1, 2, 3]), range(1, 4)], ids=str)
 def test_text_and_ids_are_the_same_prompt_and_one_of_the_collection_lends_its_name(prompt):
     generation = generate(toy.cyclic(5), prompt, max_new_tokens=3)
@@ -64,9 +61,6 @@ def test_what_is_no_prompt_is_refused_with_its_value(prompt, named):
         generate(with_vocab(bos=None), prompt)
 
 
-# --- limits ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("settings", "named"), [
     ({"k": -1}, "k must be .*-1"), ({"max_new_tokens": -2}, "max_new_tokens .*-2"), ({"top_p": 0}, "top_p .*0"),
     ({"rule": "tree"}, "'tree'"), ({"rule": "typical"}, "'typical'"), ({"stop": ("",)}, "stop string"),
@@ -90,8 +84,6 @@ def test_where_ids_and_text_end(drafter, settings, ids, text, reason):
     assert (generation.token_ids, generation.text, generation.stop_reason) == (ids, text, reason)
 
 
-# --- the record -----------------------------------------------------------------------------------------------------
-
 LOOKUP = "lookup(n=1..6,x4)"
 
 
@@ -109,9 +101,6 @@ def test_the_record_says_what_was_run(drafter, temperature, rule, recorded):
     assert 0 < g.prefill_s < g.wall_s
 
 
-# --- names: what is opened here is closed here ----------------------------------------------------------------------
-
-
 def test_models_given_by_name_are_closed_also_after_an_error_and_a_fallback_is_recorded(monkeypatch):
     closed, target, drafter = [], toy.cyclic(5), LookupDrafter()
     target.close, drafter.close = lambda: closed.append("target"), lambda: closed.append("drafter")
@@ -127,9 +116,6 @@ def test_models_given_by_name_are_closed_also_after_an_error_and_a_fallback_is_r
     alone = generate("t", "abc", drafter="d", k=5, max_new_tokens=4)
     assert alone.fallback == "LoadError: damaged" == alone.summary().fallback and alone.token_ids == (3, 4, 0, 1)
     assert (alone.drafter, alone.k, alone.rule) == ("", 0, "")
-
-
-# --- what a call shows ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stop", [(), ("é",), ("c",), ("éa", "cé"), ("never",)])

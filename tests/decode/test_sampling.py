@@ -40,9 +40,6 @@ class Scripted:
         return self.values.pop(0)
 
 
-# --- temperature ----------------------------------------------------------------------------------------------------
-
-
 @given(row=ROWS, temperature=TEMPERATURES, top_k=st.integers(0, 10))
 def test_temperature_divides_the_logits_of_the_softmax_and_top_k_keeps_the_first_by_rank(row, temperature, top_k):
     logits = float32(row).tolist()
@@ -81,9 +78,6 @@ def test_top_p_keeps_the_smallest_leading_set_that_reaches_it(row, temperature, 
     assert np.flatnonzero(edge).tolist() == [0, 1], "at an exact edge no further token is taken"
 
 
-# --- what is never papered over -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("size", [1, 64, 1000])
 @pytest.mark.parametrize("settings", [Sampling(), Sampling(0.7), Sampling(1.0, 2, 0.5)], ids=str)
@@ -105,9 +99,6 @@ def test_nan_and_infinity_raise_wherever_they_stand(bad, size, settings):
 def test_bad_settings_are_refused_with_the_value(name, value):
     with pytest.raises(InputError, match=f"{name} .*{value}"):
         Sampling(**{name: value})
-
-
-# --- draws ----------------------------------------------------------------------------------------------------------
 
 
 @given(

@@ -35,9 +35,6 @@ class Opening:
         self.closed += 1
 
 
-# --- who goes with whom ---------------------------------------------------------------------------------------------
-
-
 def stuck():
     model = toy.cyclic(5)
     model.caps = replace(model.caps, rewind="none", rewind_depth=0, rewind_reason="it is recurrent")
@@ -71,8 +68,6 @@ def test_drafters_that_cannot_go_with_a_target():
     assert len(generate(recurrent, [0], max_new_tokens=5).token_ids) == 5
 
 
-# --- fallback, and what is no reason for one ------------------------------------------------------------------------
-
 FAILURES = [LoadError("x.gguf is damaged"), MemoryShortError("needs 9 GB, 2 GB are free"), FetchError("no network")]
 
 
@@ -93,9 +88,6 @@ def test_a_file_that_is_no_gguf_is_a_fallback_and_a_name_of_nothing_a_mistake_wi
     for name, near in ((tmp_path / "y.gguf", "y.gguf"), ("lokup", "lookup"), ("smolm2", "smollm2-135m")):
         with pytest.raises(InputError, match=near):
             load_drafter(str(name), toy.cyclic(5))
-
-
-# --- lookup and self ------------------------------------------------------------------------------------------------
 
 
 def named(name):

@@ -37,8 +37,6 @@ def pairs(target, draft):
     return dict(zip(found.draft_ids.tolist(), found.target_ids.tolist(), strict=True))
 
 
-# --- the map --------------------------------------------------------------------------------------------------------
-
 ANY = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"\xf0\x9f", b"<s>", b""]), min_size=1, max_size=10)
 
 
@@ -123,9 +121,6 @@ def test_of_repeated_pieces_the_one_that_is_written_is_taken_else_the_smallest()
     assert pairs(spm, model([b"b", b"a"])) == {0: 5, 1: 4}
 
 
-# --- a draft model that speaks the target's ids -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("row", [[np.nan, 1, 0], [np.inf, 1, 0], [1, np.nan, 0], [-np.inf] * 3], ids=str)
 @pytest.mark.parametrize("make", [TokenIntersection, StringMatch])
 def test_a_broken_row_is_reported_wherever_it_is_broken_and_one_without_anything_shared_drafts(make, row):
@@ -137,9 +132,6 @@ def test_a_broken_row_is_reported_wherever_it_is_broken_and_one_without_anything
     draft._logits_of = lambda _: np.array([0.5, -np.inf, -np.inf])
     made = generate(target, [1, 1], drafter=TokenIntersection(draft, target), k=3, max_new_tokens=9)
     assert made.token_ids == generate(target, [1, 1], max_new_tokens=9).token_ids and made.total_draft_tokens > 0
-
-
-# --- text as tokens, bit by bit ---------------------------------------------------------------------------------------
 
 
 @given(st.binary(max_size=12), st.binary(max_size=4))
@@ -168,9 +160,6 @@ def test_written_is_exact_or_nothing():
     assert written(model([b"a", b"b"], eog=frozenset({1})), b"", b"ab") is None, "an end is never made from text"
 
 
-# --- strings --------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_proposed_is_the_drafted_text_in_the_targets_tokens():
     drafter, view = StringMatch(rising(b"abc", [b"b", b"c", b"a"]), model([b"ab", b"a", b"b", b"cab"])), TokenView([1])
     for k, ids in ((2, (2, 3)), (1, (2,))):  # bcab, and what cannot be spelled is waited for
@@ -188,9 +177,6 @@ def test_no_control_token_and_no_padding_is_drafted_as_text(control):
     drafter = StringMatch(draft, target)
     drafter.start(TokenView([0, 1]))
     assert drafter.propose(TokenView([0, 1]), 8, chooser()).ids == (0, 1)
-
-
-# --- which one is taken -----------------------------------------------------------------------------------------------
 
 
 def loading(monkeypatch, draft):

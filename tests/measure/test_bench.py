@@ -98,9 +98,6 @@ def test_tau_and_acceptance_come_with_our_methods_only(clock):
     assert frame["identical"].tolist() == [2, 2, 0]
 
 
-# --- the interval ---------------------------------------------------------------------------------------------------
-
-
 def prompts_at_random(rng, n, spread, length, tail):
     """Rows (tokens, seconds, tokens, plain seconds) of `n` prompts; log speed-ups spread by `spread` around 0."""
     log = {"normal": rng.standard_normal, "long": lambda size: rng.exponential(size=size) - 1}[tail](n) * spread

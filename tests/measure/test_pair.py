@@ -125,9 +125,6 @@ def test_a_draft_that_differs_live_is_found_and_judged(gap, noise, near_tie):
     assert explain_draft(model, *drafted(model)) is None
 
 
-# --- K as it is measured --------------------------------------------------------------------------------------------
-
-
 class Timed(toy.ToyLM):
     """A forward of n tokens takes `base + slope * n` seconds of a clock that nothing else moves."""
 

@@ -68,9 +68,6 @@ def test_rounds_and_texts_of_drafts_are_the_live_ones_in_narrow_forwards_too_and
     assert Trace.load(tmp_path / "old.parquet").recordings == (recording._replace(drafts=()),)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
-
-
 class Heads(LookupDrafter):
     reads_hidden = True
 
@@ -93,8 +90,6 @@ def test_drafters_and_generations_that_cannot_be_followed_are_refused():
             follow(target, [LookupDrafter()], generation, max_new_tokens=n)
     assert follow(target, [LookupDrafter()], old, max_new_tokens=9)  # a record from before it was kept
 
-
-# --- behind wrong drafts --------------------------------------------------------------------------------------------
 
 VERIFY = [0.0, *(1.0 + 0.05 * n for n in range(1, 26))]
 
