@@ -45,10 +45,9 @@ def pair(key, value):
     return key_value(key, ARRAY, struct.pack(f"<IQ{len(value)}{code}", kind, len(value), *value))
 
 
-def file_of(folder, *pairs, magic=b"GGUF", version=3, n_keys=None, n_tensors=0, rest=b""):
+def file_of(folder, *pairs, magic=b"GGUF", version=3, n_keys=None):
     path = folder / "model.gguf"
-    n = len(pairs) if n_keys is None else n_keys
-    path.write_bytes(magic + struct.pack("<IQQ", version, n_tensors, n) + b"".join(pairs) + rest)
+    path.write_bytes(magic + struct.pack("<IQQ", version, 0, n_keys or len(pairs)) + b"".join(pairs))
     return path
 
 
@@ -57,16 +56,11 @@ def ggml(**values):
     return [pair(f"tokenizer.ggml.{key}", value) for key, value in values.items()]
 
 
-def bpe_file(folder, tokens, *pairs, types=None, pre="gpt-2"):
-    """A byte-level BPE; `types` are normal where not given."""
-    types = types or [NORMAL] * len(tokens)
-    stated = ggml(model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=["a b"])
+def bpe_file(folder, tokens=(), *pairs, types=None, pre="gpt-2"):
+    """A byte-level BPE of all 256 letters, without which llama.cpp cannot load, and more tokens, normal by default."""
+    types = [NORMAL] * 256 + (types or [NORMAL] * len(tokens))
+    stated = ggml(model="gpt2", pre=pre, tokens=[*LETTERS, *tokens], token_type=types, merges=["a b"])
     return file_of(folder, pair("general.architecture", "llama"), *stated, *pairs)
-
-
-def letters_and(*more):
-    """All 256 letters, without which llama.cpp cannot load, then more tokens."""
-    return [*LETTERS, *more]
 
 
 def refused(path, value):
@@ -85,7 +79,7 @@ def written(tmp_path):
     out.add_context_length(4096)
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("qwen2")
-    tokens = letters_and("ĠtheĊ", "<|im_end|>", "<|im_start|>", "[PAD259]")
+    tokens = [*LETTERS, "ĠtheĊ", "<|im_end|>", "<|im_start|>", "[PAD259]"]
     out.add_token_list(tokens)
     out.add_token_types([NORMAL] * 257 + [CONTROL, CONTROL, UNUSED])
     out.add_token_scores([0.0] * len(tokens))
@@ -152,13 +146,12 @@ def as_llama_cpp(path):
     ([], [], ggml(add_bos_token=True, add_eos_token=True), None),
 ])  # fmt: skip
 def test_the_vocabulary_from_key_values_is_that_of_the_file(tmp_path, tokens, types, pairs, eot):
-    path = bpe_file(tmp_path, letters_and(*tokens), *pairs, types=[NORMAL] * 256 + types)
-    assert as_llama_cpp(path).eot == eot
+    assert as_llama_cpp(bpe_file(tmp_path, tokens, *pairs, types=types)).eot == eot
 
 
 def test_defaults_by_pre_tokenizer_are_llama_cpps(tmp_path):
     for pre, bos in (("llama-bpe", 11), ("glm4", None), ("gemma4", 11)):
-        d = as_llama_cpp(bpe_file(tmp_path, letters_and("▁a"), pre=pre))
+        d = as_llama_cpp(bpe_file(tmp_path, ["▁a"], pre=pre))
         assert d.add_bos == (bos is not None) and d.bos == bos
 
 
@@ -185,13 +178,18 @@ def test_the_real_header_is_what_llama_cpp_reads(opened):
 def test_a_special_id_out_of_range_is_llama_cpps_default(tmp_path):
     """Old converters wrote -1 or the number of tokens for "none"; llama.cpp opens these files, and so must we."""
     out = ggml(bos_token_id=256, padding_token_id=2**32 - 1, eos_token_id=2**32 - 1)
-    d = describe(bpe_file(tmp_path, letters_and(), *out))
+    d = describe(bpe_file(tmp_path, [], *out))
     assert (d.bos, d.pad, d.eos) == (11, None, 11)
 
 
 def shard(number):
     pairs = [key_value(f"split.{key}", 2, struct.pack("<H", n)) for key, n in (("no", number), ("count", 3))]
     return [*pairs, pair("general.architecture", "llama")]
+
+
+def test_a_first_shard_is_read_and_no_vocabulary_is_none(tmp_path):
+    described = describe(file_of(tmp_path, *shard(0)))
+    assert (described.architecture, described.vocab) == ("llama", None)
 
 
 SOUND = {"model": "gpt2", "tokens": LETTERS}
@@ -225,7 +223,7 @@ def test_a_header_that_cannot_be_is_one_error_with_the_value(tmp_path, value, pa
 @given(changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4), kept=st.floats(0, 1))
 def test_a_damaged_header_is_read_or_refused(tmp_path_factory, changes, kept):
     folder = tmp_path_factory.mktemp("damaged")
-    path = bpe_file(folder, letters_and("<|im_end|>"), pair("llama.vocab_size", 257))
+    path = bpe_file(folder, ["<|im_end|>"], pair("llama.vocab_size", 257))
     data = bytearray(path.read_bytes())
     for place, byte in changes:
         data[int(place * (len(data) - 1))] = byte

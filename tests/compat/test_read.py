@@ -14,11 +14,11 @@ from specnb.errors import FetchError, InputError
 from specnb.lm import zoo
 from specnb.lm.gguf import binding
 from tests.compat.test_folder import byte_level_tokenizer, folder_of, line, tiktoken
-from tests.compat.test_gguf import bpe_file, letters_and
+from tests.compat.test_gguf import bpe_file
 
 
 def test_each_kind_of_source_finds_its_reader(tmp_path, monkeypatch):
-    gguf = bpe_file(tmp_path, letters_and())
+    gguf = bpe_file(tmp_path)
     folder = folder_of(tmp_path / "model", byte_level_tokenizer())
     ranks = tiktoken(tmp_path / "o.tiktoken", line(b"a", 0))
     assert describe(gguf).vocab.size == 256
@@ -43,7 +43,7 @@ def test_what_is_nothing_of_these(name):
 
 
 def test_a_copy_of_another_type_is_not_made_to_read_its_header(tmp_path, monkeypatch):
-    shipped, asked = bpe_file(tmp_path, letters_and()), []
+    shipped, asked = bpe_file(tmp_path), []
     monkeypatch.setattr(zoo, "path", lambda name: asked.append(name) or shipped)
     monkeypatch.setattr(binding, "requantize", lambda *_: pytest.fail("a model was requantised"))
     copy, base = describe("smollm2-135m:q4_0"), describe("smollm2-135m")

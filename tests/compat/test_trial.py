@@ -6,6 +6,7 @@ import pytest
 
 from specnb.compat import trial
 from specnb.compat.description import Description, Family
+from specnb.errors import VocabularyMismatch
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 from specnb.params import CompatibilityParams
@@ -75,6 +76,8 @@ def test_a_draft_model_of_another_family_is_no_measure_of_itself(models, monkeyp
     monkeypatch.setitem(models, "d", trial.speaking(reading(sharpness=1.0), Family(FAMILIES["half"])))
     rows = trial.run(SMALL).measurements["trial"]
     assert rows[0]["translated"] == "tokens" and not any(r["predicted_rate"] for r in rows)
+    with pytest.raises(VocabularyMismatch, match="share not one token"):
+        trial.speaking(reading(), Family(family("cyrillic", "д", "ж")))
 
 
 def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models):
