@@ -68,10 +68,6 @@ def test_rounds_and_texts_of_drafts_are_the_live_ones_in_narrow_forwards_too_and
     assert Trace.load(tmp_path / "old.parquet").recordings == (recording._replace(drafts=()),)
 
 
-class Heads(LookupDrafter):
-    reads_hidden = True
-
-
 class Planned(LookupDrafter):
     tree_nodes = 5
 
@@ -80,7 +76,7 @@ def test_drafters_and_generations_that_cannot_be_followed_are_refused():
     target = toy.markov(4, order=2, seed=1)
     plain = generate(target, PROMPT, max_new_tokens=9)
     several = [LookupDrafter(), LookupDrafter()]
-    for drafters, named in (([Heads()], "hidden states"), ([Planned()], "trees of 5"), (several, "name of 2 drafters")):
+    for drafters, named in (([Planned()], "drafts trees"), (several, "name of 2 drafters")):
         with pytest.raises(InputError, match=named):
             follow(target, drafters, plain, max_new_tokens=9)
     drafted = generate(target, PROMPT, drafter=LookupDrafter(), k=3, max_new_tokens=9)
