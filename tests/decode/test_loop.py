@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specnb.decode import accept, loop
@@ -197,6 +197,8 @@ def stopping(n=100, *strings, ignore_eog=False):
 
 
 @given(IDS, st.lists(st.integers(1, 5), min_size=14, max_size=14), st.integers(1, 14), STRINGS, st.booleans())
+@example([3, 8], [1] * 14, 9, ["y", "x"], False)  # both are in one token: the text ends before the first
+@example([3, 2, 9, 5], [1] * 14, 9, ["ac"], False)  # a control token and an empty one between have no text
 def test_any_split_into_blocks_ends_at_the_first_prefix_that_satisfies_a_rule(ids, sizes, n, strings, ignore_eog):
     """Against the definition, which rereads the whole text after each token."""
 
