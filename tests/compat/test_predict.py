@@ -18,12 +18,11 @@ SHARE = st.floats(0, 1)
 @given(reach=SHARE, quality=SHARE, k=st.integers(1, 24))
 def test_a_prediction_is_a_mean_over_all_outcomes_and_within_the_bound(reach, quality, k):
     """A perfect draft reaches the bound: tokens out of reach each end a round, those between them are all drafted."""
-    made = predict(reach, k, quality)
-    a = made.alpha
+    made, a = predict(reach, k, quality), reach * quality
     outcomes = [a**n * (1 - a if n < k else 1) for n in range(k + 1)]  # P(n drafts are kept)
     kept = sum(n * p for n, p in enumerate(outcomes))
     assert made.tau == pytest.approx(1 + kept) and made.acceptance_rate == pytest.approx(kept / k)
-    assert made.tau <= made.tau_bound + 1e-9 and 0 <= made.acceptance_rate <= 1
+    assert made.tau <= bound(reach, k) + 1e-9 and 0 <= made.acceptance_rate <= 1
     n = 10_000
     out = round(n * (1 - reach))
     assert n / max(out, -(-n // (k + 1))) == pytest.approx(bound(1 - out / n, k), rel=0.01)

@@ -1,6 +1,7 @@
 """A draft model behind other vocabularies: what the trial counts, and that nothing is lost or left open."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,17 +26,9 @@ def family(name, *pieces):
 FAMILIES = {"turned": family("turned", *"gfedcba"), "half": family("half", *"abcdxyzuv")}
 
 
-class Closing(Reading):
-    closed = 0
-
-    def close(self):
-        self.closed += 1
-        super().close()
-
-
 def reading(order=2, sharpness=1.5, name="toy"):
     model = toy.markov(7, order=order, seed=1, sharpness=sharpness)
-    model.__class__, model.name = Closing, name
+    model.__class__, model.name, model.close = Reading, name, Mock()
     return model
 
 
@@ -54,7 +47,7 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     rows = record.measurements["trial"]
     assert [r["vocabulary"] for r in rows] == [trial.UNCHANGED, "turned", "half"]
     assert [done for done, _, _ in seen] == list(range(8)) and {total for _, total, _ in seen} == {8}
-    assert len(record.generations) == 2 * 4 and [m.closed for m in models.values()] == [1, 1, 0]
+    assert len(record.generations) == 2 * 4 and [m.close.call_count for m in models.values()] == [1, 1, 0]
     assert all(r["same_text"] and 0 <= r["accepted"] <= r["drafted"] for r in rows)
     own, turned, half = rows
     assert own["translated"] == "not needed" and own["pieces_shared"] == 1
@@ -84,5 +77,5 @@ def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models)
     record = trial.run(SMALL.model_copy(update={"draft": "e", "families": []}))
     own, other = record.measurements["trial"]
     assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None
-    assert record.generations[-1].drafter == "e" and [m.closed for m in models.values()] == [1, 1, 1]
+    assert record.generations[-1].drafter == "e" and [m.close.call_count for m in models.values()] == [1, 1, 1]
     assert own["predicted_rate"] is not None and "e" in json.dumps(record.provenance["models"])

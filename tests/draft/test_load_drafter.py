@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,22 +18,13 @@ from specnb.lm import toy, zoo
 from specnb.lm.gguf import binding
 
 
-class Opening:
-    """Stands for `specnb.load`: gives a toy model, or raises; remembers what was asked and closed."""
-
-    def __init__(self, monkeypatch, model=None, error=None):
-        self.model, self.error, self.asked, self.closed = model, error, [], 0
-        monkeypatch.setattr(module, "load", self)
-
-    def __call__(self, name, **options):
-        self.asked.append((name, options))
-        if self.error:
-            raise self.error
-        self.model.close = self._close
-        return self.model
-
-    def _close(self):
-        self.closed += 1
+def loading(monkeypatch, model=None, error=None):
+    """Stands for `specnb.load`: gives a toy model, or raises."""
+    load = Mock(return_value=model, side_effect=error)
+    if model is not None:
+        model.close = Mock()
+    monkeypatch.setattr(module, "load", load)
+    return load
 
 
 def stuck():
@@ -42,18 +34,19 @@ def stuck():
 
 
 def test_a_draft_model_with_the_targets_vocabulary_is_taken_and_one_that_cannot_draft_is_freed(monkeypatch):
-    opening = Opening(monkeypatch, toy.cyclic(5))
+    model, other = toy.cyclic(5), toy.cyclic(5)
+    load = loading(monkeypatch, model)
     made = load_drafter("small.gguf", toy.cyclic(5), n_ctx=64)
-    assert isinstance(made.drafter, ModelDrafter) and made.drafter.model is opening.model and made.fallback is None
-    assert opening.asked == [("small.gguf", {"n_ctx": 64})] and opening.closed == 0
-    other = toy.cyclic(5)
+    assert isinstance(made.drafter, ModelDrafter) and made.drafter.model is model and made.fallback is None
+    load.assert_called_once_with("small.gguf", n_ctx=64)
+    model.close.assert_not_called()
     other.vocab = replace(other.vocab, pieces=(b"a", b"b", b"d", b"c", b"e"))
     cases = [(other, VocabularyMismatch, r"id 2 .*b'c' against b'd'"), (stuck(), InputError, "it is recurrent")]
     for draft, error, value in cases:
-        opening = Opening(monkeypatch, draft)
+        loading(monkeypatch, draft)
         with pytest.raises(error, match=value):
             load_drafter("other", toy.cyclic(5), translate="refuse")
-        assert opening.closed == 1
+        draft.close.assert_called_once()
 
 
 def test_drafters_that_cannot_go_with_a_target():
@@ -73,7 +66,7 @@ FAILURES = [LoadError("x.gguf is damaged"), MemoryShortError("needs 9 GB, 2 GB a
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda e: type(e).__name__)
 def test_a_draft_model_that_cannot_be_had_is_a_fallback_that_says_why(monkeypatch, error):
-    Opening(monkeypatch, error=error)
+    loading(monkeypatch, error=error)
     loaded = load_drafter("x", toy.cyclic(5))
     assert loaded.drafter is None and loaded.fallback == f"{type(error).__name__}: {error}"
     with pytest.raises(type(error), match=str(error)):
@@ -90,18 +83,13 @@ def test_a_file_that_is_no_gguf_is_a_fallback_and_a_name_of_nothing_a_mistake_wi
             load_drafter(str(name), toy.cyclic(5))
 
 
-def named(name):
-    model = toy.cyclic(5)
-    model.name = name
-    return model
-
-
 @pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m:f16", "smollm2-135m?backend=hf&dtype=bfloat16"])
 def test_self_of_a_zoo_model_is_its_coarser_copy(monkeypatch, name):
-    opening = Opening(monkeypatch, toy.cyclic(5))
-    load_drafter("self", named(name))
-    load_drafter("self", named(name), type_name="q2_k")
-    assert [asked for asked, _ in opening.asked] == ["smollm2-135m:q4_0", "smollm2-135m:q2_k"]
+    load, target = loading(monkeypatch, toy.cyclic(5)), toy.cyclic(5)
+    target.name = name
+    load_drafter("self", target)
+    load_drafter("self", target, type_name="q2_k")
+    assert [asked.args for asked in load.call_args_list] == [("smollm2-135m:q4_0",), ("smollm2-135m:q2_k",)]
 
 
 def test_a_copy_of_a_file_is_kept_for_each_content_and_type(monkeypatch, tmp_path):

@@ -63,7 +63,8 @@ def test_a_bos_before_every_text_is_the_drafts_own_once_and_one_that_says_more_i
     assert mapped(target, draft).draft_of(0) == 1 and mapped(target, draft).draft_of(2) is None
     for ids in ([0, 1], [1]):
         made = TokenIntersection(draft, target)
-        made.forward(ids)
+        for token in ids:
+            made.forward([token])
         assert draft._ids == [1, 0] and made.n_past == len(ids)
         made.rewind(len(ids))
         assert draft._ids == []

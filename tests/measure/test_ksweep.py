@@ -22,23 +22,17 @@ SMALL = KSweepParams(
 )
 
 
-class House:
-    """The target and the drafter that the sweep opens; remembers what was opened and closed."""
-
-    def __init__(self, monkeypatch):
-        self.target, self.opened, self.closed = toy.markov(7, order=2, seed=1), [], []
-        self.target.__class__, self.target.name = Reading, "smollm2-135m?backend=hf"
-        self.target.close = lambda: self.closed.append("target")
-        monkeypatch.setattr(ksweep, "load", self.load)
-
-    def load(self, name, **options):
-        self.opened.append((name, options))
-        return self.target
+def opened(patch):
+    """The target that the sweep opens."""
+    model = toy.markov(7, order=2, seed=1)
+    model.__class__, model.name, model.close = Reading, "smollm2-135m?backend=hf", Mock()
+    patch.setattr(ksweep, "load", lambda name, **_: model)
+    return model
 
 
 @pytest.fixture
-def house(monkeypatch):
-    return House(monkeypatch)
+def target(monkeypatch):
+    return opened(monkeypatch)
 
 
 def run(**changes):
@@ -48,7 +42,7 @@ def run(**changes):
 @pytest.fixture(scope="module")
 def record():
     with pytest.MonkeyPatch.context() as patch:
-        House(patch)
+        opened(patch)
         return run(k_max=5)
 
 
@@ -82,26 +76,26 @@ def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
     assert failed["check"].tolist() == [check] and (failed["of"] - failed["hold"]).tolist() == [1]
 
 
-def test_a_draft_model_has_a_cost(house, monkeypatch):
+def test_a_draft_model_has_a_cost(target, monkeypatch):
     draft = toy.markov(7, seed=2)
     draft.caps, draft.name = replace(draft.caps, n_ctx=64), "smollm2-135m:q4_0"
-    draft.close = lambda: house.closed.append("drafter")
+    draft.close = Mock()
     monkeypatch.setattr(ksweep, "load_drafter", lambda *_, **__: LoadedDrafter(ModelDrafter(draft)))
     record = run()
-    assert record.measurements["c"] > 0 and house.closed == ["drafter", "target"]
+    assert record.measurements["c"] > 0 and draft.close.called and target.close.called
     assert [m["role"] for m in record.provenance["models"]] == ["target", "drafter"]
     assert record.measurements["verify_curve"]["context"] == 32  # what both hold
 
 
-def test_a_greedy_run_that_differs_is_followed_to_its_fork(house):
+def test_a_greedy_run_that_differs_is_followed_to_its_fork(target):
     """A target whose wider forwards are wrong: speculation then differs from plain decoding by more than rounding."""
-    forward = house.target.forward
+    forward = target.forward
 
     def wrong_when_wide(ids, n_logits=None):
         logits = forward(ids, n_logits)
         return -logits if len(ids) == 2 and len(logits) == 2 else logits
 
-    house.target.forward = wrong_when_wide
+    target.forward = wrong_when_wide
     record = run(temperatures=[0.0])
     forks = record.measurements["forks"]
     assert forks and {f["k"] for f in forks} <= {1, 3} and {"position", "margin", "noise", "near_tie"} <= set(forks[0])
@@ -110,24 +104,24 @@ def test_a_greedy_run_that_differs_is_followed_to_its_fork(house):
     assert tables.checks(record).loc[0, "hold"] == same + sum(f["near_tie"] for f in forks)
 
 
-def test_what_cannot_be_run_is_told_before_anything_is_timed(house, monkeypatch):
+def test_what_cannot_be_run_is_told_before_anything_is_timed(target, monkeypatch):
     monkeypatch.setattr(ksweep, "verify_costs", lambda *_, **__: pytest.fail("timed"))
     monkeypatch.setattr("specnb.draft.translate.load", Mock(side_effect=LoadError("damaged")))
     with pytest.raises(LoadError, match="damaged"):
         run(drafter="small.gguf")
-    assert house.closed == ["target"]
-    n = len(house.target.encode(prompts("code")[0].text))
-    house.target.caps = replace(house.target.caps, n_ctx=n + SMALL.max_new_tokens - 1)
+    target.close.assert_called_once()
+    n = len(target.encode(prompts("code")[0].text))
+    target.caps = replace(target.caps, n_ctx=n + SMALL.max_new_tokens - 1)
     with pytest.raises(CapacityError, match=f"prompt code-01 has {n} tokens"):
         run()
-    house.target.encode = Mock(side_effect=InputError("no token for it"))
+    target.encode = Mock(side_effect=InputError("no token for it"))
     with pytest.raises(InputError, match=r"prompt code-\S+ .*no token for it"):
         run()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the kernel is full")], ids=repr)
 def test_what_was_generated_before_an_error_is_saved_and_what_cannot_be_saved_does_not_hide_it(
-    house, monkeypatch, tmp_path, error
+    target, monkeypatch, tmp_path, error
 ):
     def broken(done, total, what):
         if done == 3:
@@ -146,13 +140,13 @@ def test_what_was_generated_before_an_error_is_saved_and_what_cannot_be_saved_do
     assert "the disk is full" in caught.value.__notes__[-1]
 
 
-def test_a_lossy_rule_is_not_replayed(house):
+def test_a_lossy_rule_is_not_replayed(target):
     record = run(rule="typical", temperatures=[0.7])
     assert "replay" not in record.measurements and set(tables.replayed(record)["k"]) == {0, 1, 3}
 
 
-def test_conversations_are_followed_turn_by_turn(house):
-    house.target.vocab = replace(house.target.vocab, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+def test_conversations_are_followed_turn_by_turn(target):
+    target.vocab = replace(target.vocab, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     frame = tables.turns(run(conversations=2))
     assert frame["turn"].tolist() == [1, 2, 3] and frame["conversations"].tolist() == [2, 2, 2]
     assert frame["prompt_tokens"].is_monotonic_increasing and (frame["drafted"] >= frame["accepted"]).all()

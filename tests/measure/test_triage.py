@@ -117,7 +117,7 @@ def test_a_change_of_content_is_no_change_with_time(target, truth):
 def test_a_text_that_leaves_plain_decoding_points_to_the_side_that_is_wrong(target, truth):
     perfect = planted(target, truth, lambda ids, tokens: ids)
     hard, tie = TextFork(**FORK, near_tie=False), FORK | {"near_tie": True}
-    assert names(perfect, forks=[hard, tie])[0] == "verify side" and not names(perfect, forks=[tie])
+    assert names(perfect, forks=[hard, tie]) == ["verify side"] and not names(perfect, forks=[tie])
     poor = run(target, ScriptedDrafter(truth, 0.5, vocab_size=SIZE))
     for drafter in (poor, poor.model_copy(update={"drafter": LookupDrafter().name})):
         assert names(drafter, forks=[hard]) == ["text differs"]
