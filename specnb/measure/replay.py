@@ -94,6 +94,7 @@ def sweep(recording: "Recording", ks: Sequence[int], cost: Cost) -> list[dict[st
     return [
         {
             "prompt_id": recording.prompt_id,
+            "drafter": recording.drafter,
             "category": recording.category,
             "temperature": recording.temperature,
             "k": k,

@@ -18,7 +18,13 @@ from specnb.prompts import prompts
 from tests.measure.test_adaptive import Reading
 
 SMALL = KSweepParams(
-    ks=[1, 3], temperatures=[0.0, 0.7], categories=["code", "prose"], prompts_per_category=2, max_new_tokens=6
+    ks=[1, 3],
+    temperatures=[0.0, 0.7],
+    categories=["code", "prose"],
+    prompts_per_category=2,
+    max_new_tokens=6,
+    live_prompts=2,
+    replayed=[],
 )
 
 
@@ -68,7 +74,7 @@ def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
     check = "greedy replays that make the rounds of their live run"
     assert tables.checks(record).set_index("check").loc[check, "of"] == 8
     assert (tables.sweep_time(record)[["replay_s", "live_s"]] > 0).all(axis=None)
-    assert "pay" in tables.verdict(tables.best_k(sweep.assign(busy=False)), tables.verify_cost(record))
+    assert "pay" in tables.verdict(tables.best_range(record).assign(verdict="undecided"), tables.verify_cost(record))
     wrong = record.model_copy(deep=True)
     for row in wrong.measurements["replay"]["rows"]:
         row["rounds"] += row["prompt_id"] == "code-01" and row["k"] == 3 and row["temperature"] == 0
@@ -85,6 +91,20 @@ def test_a_draft_model_has_a_cost(target, monkeypatch):
     assert record.measurements["c"] > 0 and draft.close.called and target.close.called
     assert [m["role"] for m in record.provenance["models"]] == ["target", "drafter"]
     assert record.measurements["verify_curve"]["context"] == 32  # what both hold
+
+
+def test_other_drafters_are_replayed_besides_and_what_does_not_fit_is_left_out_with_its_reason(target, monkeypatch):
+    load_drafter, draft = ksweep.load_drafter, ModelDrafter(toy.markov(7, seed=2))
+    given = {"model": LoadedDrafter(draft)}
+    monkeypatch.setattr(ksweep, "load_drafter", lambda name, *a, **o: given.get(name) or load_drafter(name, *a, **o))
+    record = run(replayed=["model", "lookup", "medusa"], live_prompts=1, max_new_tokens=12)
+    assert set(record.measurements["left_out"]) == {"lookup", "medusa"}
+    rows = tables.replay_rows(record)
+    assert rows["drafter"].value_counts().to_dict() == {"lookup(n=1..6,x4)": 384, draft.name: 384}
+    assert len({g.prompt_id for g in record.generations if g.k}) == 2  # one of each category
+    assert tables.checks(record)["ok"].all()
+    assert set(tables.best_range(record)["drafter"]) == {"lookup(n=1..6,x4)", draft.name}
+    assert set(tables.rates(record)["test"]) == {"prefill", "generation"}
 
 
 def test_a_greedy_run_that_differs_is_followed_to_its_fork(target):
