@@ -85,7 +85,7 @@ class NotebookParams(Params):
     `sizes` maps a field to its values at quick and at full; the field's default is that of normal.
 
     >>> [KSweepParams.checked(budget=budget, ks=[4]).prompts_per_category for budget in ("quick", "normal", "full")]
-    [3, 5, 12]
+    [2, 5, 12]
     """
 
     sizes: ClassVar[Mapping[str, tuple[Any, Any]]] = {}
@@ -136,8 +136,9 @@ class StartParams(NotebookParams):
 class KSweepParams(NotebookParams):
     """Notebook 01: which draft length K pays, per temperature and content?
 
-    A replay along each prompt's plain generation answers K = 1 to `k_max`; the K's of `ks` run live beside it as the
-    check. `conversations` are followed turn by turn.
+    A replay along each prompt's plain generation answers K = 1 to `k_max`, for `drafter` and for each of `replayed`
+    that fits the target. The K's of `ks` run live with `drafter` as the check, on `live_prompts` of each category.
+    `conversations` are followed turn by turn.
 
     >>> KSweepParams.checked(k_max=0)
     Traceback (most recent call last):
@@ -146,20 +147,23 @@ class KSweepParams(NotebookParams):
     """
 
     sizes = {
-        "ks": ([4], [4, 12]), "prompts_per_category": (3, 12), "max_new_tokens": (16, 32), "conversations": (1, 6),
+        "ks": ([4], [4, 12]), "prompts_per_category": (2, 12), "live_prompts": (1, 3), "max_new_tokens": (24, 128),
+        "conversations": (1, 6),
     }  # fmt: skip
 
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
     drafter: str = "lookup"
+    replayed: Annotated[list[str], Field(max_length=8)] = ["smollm2-135m:q4_0", "medusa"]
     k_max: int = Field(default=24, ge=1, le=64)
     ks: list[DraftLength] = Field(default=[4, 12], min_length=1, max_length=64)
     temperatures: Temperatures = [0.0, 0.7]
     prompts: str = ""
-    categories: Categories = ["code", "edit", "prose"]
+    categories: Categories = ["code", "edit", "json", "prose", "general"]
     prompts_per_category: Count = 5
-    max_new_tokens: Tokens = 24
+    live_prompts: Count = 1
+    max_new_tokens: Tokens = 128
     conversations: CountOrZero = 3
     rule: Literal["token", "block", "typical"] = "token"
 

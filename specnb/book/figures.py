@@ -41,6 +41,20 @@ def speedup_over_k(
     return figure.update_layout(title_text=title + lossy + _marked(sweep), legend_title_text="")
 
 
+def turns(table: pd.DataFrame) -> go.Figure:
+    """Acceptance by turn of a conversation (`tables.turns`), with its interval over conversations."""
+    figure = go.Figure()
+    bars = {"array": table["high"] - table["acceptance_rate"], "arrayminus": table["acceptance_rate"] - table["low"]}
+    labels = [f"{n} conversations" for n in table["conversations"]]
+    figure.add_scatter(
+        x=table["turn"], y=table["acceptance_rate"], error_y=bars, text=labels, mode="lines+markers",
+        hovertemplate="turn %{x}: %{y:.2f}<br>%{text}<extra></extra>", **series(0),
+    )  # fmt: skip
+    figure.update_xaxes(title_text="turn of the user", dtick=1)
+    figure.update_yaxes(title_text="accepted of drafted tokens", rangemode="tozero")
+    return figure.update_layout(template=template(), title_text="Acceptance as a conversation grows", showlegend=False)
+
+
 def _drafting(table: pd.DataFrame) -> pd.DataFrame:
     """The rows with drafts, by temperature and K, and the two arms of their intervals."""
     rows = table[table["k"] > 0].sort_values(["temperature", "k"], kind="stable")

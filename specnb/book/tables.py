@@ -90,8 +90,19 @@ def decode_speedup(drafted: Sequence[Generation], generations: Sequence[Generati
     return interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
 
 
+def replay_rows(record: RunRecord) -> pd.DataFrame:
+    """The replay: a row a drafter, prompt, temperature and K, category `all` for every prompt once more."""
+    rows = pd.DataFrame(record.measurements["replay"]["rows"])
+    if "drafter" not in rows:  # of a record from before several were replayed
+        rows["drafter"] = record.params["drafter"]
+    order = pd.CategoricalDtype([*rows["category"].unique(), ALL])
+    return pd.concat([rows, rows.assign(category=ALL)]).astype({"category": order})
+
+
 def replayed(record: RunRecord) -> pd.DataFrame:
     """One row per category, temperature and K of the replay, in the columns of `k_sweep`; `all` pools the contents.
+
+    Of several drafters the one that also ran live.
 
     Counts are expected values; intervals are over prompts. The speed-up is predicted from the measured costs, and
     tokens_per_s from it and the live rate of plain decoding: a step takes longer in a run than one measured hot. A
@@ -99,9 +110,8 @@ def replayed(record: RunRecord) -> pd.DataFrame:
     """
     if "replay" not in record.measurements:
         return k_sweep(record)
-    rows = pd.DataFrame(record.measurements["replay"]["rows"])
-    order = pd.CategoricalDtype([*rows["category"].unique(), ALL])
-    rows = pd.concat([rows, rows.assign(category=ALL)]).astype({"category": order})
+    rows = replay_rows(record)
+    rows = rows[rows["drafter"] == rows["drafter"].iloc[0]]
     groups = rows.groupby(["category", "temperature", "k"], observed=True)
     return pd.DataFrame([_replayed_row(key, group) for key, group in groups]).assign(busy=busy(record))
 
@@ -126,9 +136,10 @@ def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame) -> dict:
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
     """Live against replayed, for each K that ran live: tau and decoding speed, by temperature, over all prompts."""
-    live, replay = (
-        table[(table["category"] == ALL) & (table["k"] > 0)] for table in (k_sweep(record), replayed(record))
-    )
+    ran = {(g.prompt_id, g.temperature) for g in record.generations if g.k}
+    rows = [row for row in record.measurements["replay"]["rows"] if (row["prompt_id"], row["temperature"]) in ran]
+    same = record.model_copy(update={"measurements": record.measurements | {"replay": {"rows": rows}}})
+    live, replay = (table[(table["category"] == ALL) & (table["k"] > 0)] for table in (k_sweep(same), replayed(same)))
     both = live.merge(replay, on=["temperature", "k"], suffixes=("", "_replayed"))
     both = both.assign(
         tau_ratio=both["tau_replayed"] / both["tau"],
@@ -145,18 +156,61 @@ def sweep_time(record: RunRecord) -> pd.DataFrame:
 
 
 def turns(record: RunRecord) -> pd.DataFrame:
-    """Acceptance and tau by turn of the conversation (greedy, the largest live K)."""
+    """Acceptance, with its interval over conversations, and tau by turn (greedy, the largest live K)."""
     by_turn = pd.DataFrame(record.measurements["turns"]).groupby("turn")
     sums = by_turn[["drafted", "accepted", "rounds", "n_decoded"]].sum()
     table = pd.DataFrame({"conversations": by_turn.size(), "prompt_tokens": by_turn["prompt_tokens"].mean()})
     table = table.join(sums[["drafted", "accepted"]])
     rate = sums["accepted"] / sums["drafted"].where(sums["drafted"] > 0)
     tau = (sums["n_decoded"] + table["conversations"]) / sums["rounds"]
-    return table.assign(acceptance_rate=rate, tau=tau).reset_index()
+    ends = [
+        interval(group[["accepted", "drafted"]], lambda counts: float(np.divide(*counts.sum(axis=0))), log=False)[1:]
+        for _, group in by_turn
+    ]
+    low, high = np.transpose(ends)
+    return table.assign(acceptance_rate=rate, low=low, high=high, tau=tau).reset_index()
+
+
+def rates(record: RunRecord) -> pd.DataFrame:
+    """Tokens a second of prefill and of plain decoding, mean and standard deviation over repeats, as llama-bench's."""
+    return pd.DataFrame(record.measurements["plain_rates"]).drop(columns="samples")
+
+
+def best_range(record: RunRecord) -> pd.DataFrame:
+    """The best K of each drafter, content and temperature, and the range around it that cannot be told apart.
+
+    K = 0, plain decoding, is among the choices. A K is told apart where the interval over prompts of its time over the
+    best one's lies above 1. `longest` is the longest draft that was ever on offer: a larger K changes nothing.
+    verdict: `pays` when plain decoding is told apart, `does not pay` when it is the best and every other is, else
+    `undecided`; BUSY for a record that was made beside busy processes.
+    """
+    rows = replay_rows(record).query("n_decoded > 0")
+    table = []
+    for key, group in rows.groupby(["drafter", "category", "temperature"], sort=False, observed=True):
+        seconds = group.pivot(index="prompt_id", columns="k", values="seconds")
+        changed = [k for k in seconds if k == seconds.columns[0] or (seconds[k] != seconds[k - 1]).any()]
+        prompts = group.groupby("prompt_id").first()  # in the order of `seconds`
+        seconds.insert(0, 0, prompts["plain_s"])
+        best = seconds.sum().idxmin()
+        apart = [k for k in seconds if k != best and interval(seconds[[k, best]], rate).low > 1]
+        first = max((k + 1 for k in apart if k < best), default=0)
+        last = min((k - 1 for k in apart if k > best), default=seconds.columns[-1])
+        tokens = prompts["n_decoded"]
+        speedup = interval(np.column_stack([tokens, seconds[best], tokens, seconds[0]]), rate_ratio)
+        rounds = group.loc[group["k"] == best, "rounds"].sum()
+        row = dict(zip(("drafter", "category", "temperature"), key, strict=True)) | {
+            "k": best, "range": str(first) if first == last else f"{first}-{last}", "longest": changed[-1],
+            "speedup": speedup.value, "low": speedup.low, "high": speedup.high,
+            "tau": (tokens.sum() + len(tokens)) / rounds if best else 1.0,
+            "verdict": "pays" if 0 in apart else "does not pay" if best == last == 0 else "undecided",
+        }  # fmt: skip
+        table.append(row)
+    frame = pd.DataFrame(table)
+    return frame.assign(verdict=BUSY) if busy(record) else frame
 
 
 def verdict(best: pd.DataFrame, cost: pd.DataFrame) -> str:
-    """What `best_k` and the verify cost come to, in words: for each content, or why speculation does not pay."""
+    """What `best_range` and the verify cost come to, in words: what pays, or why speculation does not pay."""
     if (best["verdict"] == BUSY).any():
         return f"{BUSY} while this was measured, so there is no verdict: end the other processes and run it again"
     greedy = best[best["temperature"] == best["temperature"].min()]
@@ -170,7 +224,10 @@ def verdict(best: pd.DataFrame, cost: pd.DataFrame) -> str:
             f"round commits {top['tau']:.2f} tokens at the best K ({top['category']}, K = {top['k']}, speed-up "
             f"{top['speedup']:.2f})"
         )
-    lines = [f"{r.category}: K = {r.k}, {r.speedup:.2f} ({r.low:.2f} to {r.high:.2f})" for r in paying.itertuples()]
+    lines = [
+        f"{r.drafter}, {r.category}: K = {r.k} (of {r.range}), {r.speedup:.2f} ({r.low:.2f} to {r.high:.2f})"
+        for r in paying.itertuples()
+    ]
     return "speculation pays: " + "; ".join(lines)
 
 
@@ -221,7 +278,9 @@ def checks(record: RunRecord) -> pd.DataFrame:
         ("baselines with tau = 1", len(plain), sum(g.tau == 1 for g in plain)),
     ]
     if "replay" in record.measurements:
-        replay = {(r["prompt_id"], r["k"]): r for r in record.measurements["replay"]["rows"] if not r["temperature"]}
+        swept = record.measurements["replay"]["rows"]
+        first = [r for r in swept if not r["temperature"] and r.get("drafter") == swept[0].get("drafter")]
+        replay = {(r["prompt_id"], r["k"]): r for r in first}
         counts = [(len(g.rounds), g.total_draft_tokens, g.accepted_tokens) for g in same]
         replays = [tuple(replay[g.prompt_id, g.k][n] for n in ("rounds", "drafted", "accepted")) for g in same]
         equal = sum(live == replayed for live, replayed in zip(counts, replays, strict=True))

@@ -6,15 +6,14 @@ check(describe("smollm2-135m"), describe("qwen2.5-0.5b-instruct")).verdict   # n
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import permutations, zip_longest
-from types import MappingProxyType
 from typing import NamedTuple
 
 import pandas as pd
 
-from specnb.compat.description import Description, tokens_of
+from specnb.compat.description import Description
 from specnb.compat.findings import BESIDE_TOKENS, Finding, IdComparison, compare_ids, findings
 from specnb.compat.predict import predict, reach_of
-from specnb.draft.token_map import Fit, Tokens, VocabularyOverlap, Way, fit
+from specnb.draft.token_map import Fit, VocabularyOverlap, Way, fit
 from specnb.errors import InputError
 
 
@@ -28,16 +27,14 @@ class Verdict(StrEnum):
     UNKNOWN = "unknown"  # a tokenizer is not at hand
 
 
-OF_WAY = MappingProxyType(
-    {
-        Way.SAME: Verdict.DROP_IN,
-        Way.SLICING: Verdict.SLICING,
-        Way.TOKENS: Verdict.TRANSLATION,
-        Way.STRINGS: Verdict.TRANSLATION,
-        Way.NONE: Verdict.IMPOSSIBLE,
-        None: Verdict.UNKNOWN,
-    }
-)
+OF_WAY = {
+    Way.SAME: Verdict.DROP_IN,
+    Way.SLICING: Verdict.SLICING,
+    Way.TOKENS: Verdict.TRANSLATION,
+    Way.STRINGS: Verdict.TRANSLATION,
+    Way.NONE: Verdict.IMPOSSIBLE,
+    None: Verdict.UNKNOWN,
+}
 """The verdict on each way that `load_drafter` would take."""
 
 SIZE_DIFFERENCE = 128
@@ -124,12 +121,8 @@ class Report(NamedTuple):
 
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with its target. Only descriptions are read, no weights."""
-    return _report(target, draft, (tokens_of(target), tokens_of(draft)))
-
-
-def _report(target: Description, draft: Description, pair: tuple[Tokens | None, Tokens | None]) -> Report:
-    fitted, ids = (None, None) if None in pair else (fit(*pair), compare_ids(*pair))
-    way, overlap = fitted or (None, None)
+    pair = target.tokens, draft.tokens
+    (way, overlap), ids = ((None, None), None) if None in pair else (fit(*pair), compare_ids(*pair))
     return Report(
         target.name,
         draft.name,
@@ -153,8 +146,7 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
     repeated = next((n for n in names if names.count(n) > 1), None)
     if len(names) < 2 or repeated is not None:
         raise InputError(f"{repeated!r} is listed twice" if repeated else "a matrix needs two models or more")
-    pairs = permutations([(d, tokens_of(d)) for d in described], 2)
-    return pd.DataFrame([_row(_report(a, b, (of_a, of_b))) for (a, of_a), (b, of_b) in pairs])
+    return pd.DataFrame([_row(check(target, draft)) for target, draft in permutations(described, 2)])
 
 
 def _row(report: Report) -> dict[str, object]:

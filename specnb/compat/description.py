@@ -76,6 +76,11 @@ class Description:
     from_memory: tuple[str, ...] = ()
     encode: Callable[[str], list[int]] | None = None
 
+    @cached_property
+    def tokens(self) -> Tokens | None:
+        """To be compared with others'; None where only facts are published."""
+        return None if self.vocab is None else Tokens(Family(self))
+
 
 ARCHITECTURES = {
     State.RECURRENT: "mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7 falcon_mamba rwkv xlstm",
@@ -121,19 +126,10 @@ class Family:
     def __init__(self, described: Description) -> None:
         if described.vocab is None:
             raise InputError(f"the pieces of {described.name} are not at hand: take a name of data/vocab, or a file")
-        self.name: str = described.name
-        self.vocab: Vocabulary = described.vocab
-        self._encode = described.encode
-
-    @cached_property
-    def _longest(self) -> Longest:
-        return Longest(self)
+        self.name, self.vocab = described.name, described.vocab
+        longest = None if described.encode else Longest(self)
+        self._encode = described.encode or (lambda text: longest.spell(text.encode()))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Control tokens are not recognised in the text."""
-        return self._longest.spell(text.encode()) if self._encode is None else self._encode(text)
-
-
-def tokens_of(described: Description) -> Tokens | None:
-    """A description's tokens, to be compared with others'; None where only facts are published."""
-    return None if described.vocab is None else Tokens(Family(described))
+        return self._encode(text)

@@ -24,15 +24,10 @@ from specnb.records import Generation
 
 
 class Prediction(NamedTuple):
-    """`alpha` is the chance that a draft is kept, given that those before it were; `tau` tokens a target call.
+    """`tau` tokens a target call; `acceptance_rate` is accepted / drafted, where K are drafted each time."""
 
-    `acceptance_rate` is accepted / drafted, where K are drafted each time; `tau_bound` holds for every draft.
-    """
-
-    alpha: float
     tau: float
     acceptance_rate: float
-    tau_bound: float
 
 
 def reach_of(fit: Fit) -> float | None:
@@ -48,7 +43,7 @@ def predict(reach: float, k: int, quality: float = 1.0) -> Prediction:
     """The acceptance at draft length `k`, 1 or more; `reach` and `quality` are shares from 0 to 1."""
     alpha = reach * quality
     accepted = sum(alpha**j for j in range(1, k + 1))
-    return Prediction(alpha, 1 + accepted, accepted / k, bound(reach, k))
+    return Prediction(1 + accepted, accepted / k)
 
 
 def bound(reach: float, k: int) -> float:

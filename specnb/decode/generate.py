@@ -17,6 +17,7 @@ from specnb.decode.loop import Stopping, StopRules, require_text
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Drafter, model_of, tree_nodes
 from specnb.draft.load import load_drafter
+from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, room_for_both
@@ -215,8 +216,6 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
             f"{target.name} cannot verify drafts, for it cannot go back: {why}. Generate without a drafter"
         )
     if isinstance(drafter, LanguageModel):
-        from specnb.draft.model import ModelDrafter
-
         drafter = ModelDrafter(drafter)
     if model_of(drafter) is target:
         raise InputError(f"{target.name} cannot be its own drafter: it has one state. Load it a second time")

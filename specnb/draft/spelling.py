@@ -4,6 +4,7 @@ Tokenizers do more than spell: they add a leading space, a BOS token, or clean u
 its pieces are the bytes that were asked for; the rest is spelled from the vocabulary, longest piece first.
 """
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 
 from specnb.errors import InputError
@@ -47,12 +48,9 @@ def _last(model: LanguageModel, ids: Sequence[int], added: bytes) -> tuple[int, 
 
 def whole_characters(text: bytes) -> bytes:
     """`text` without an unfinished character at its end."""
-    for back in range(1, min(3, len(text)) + 1):
-        lead = text[-back]
-        if lead & 0xC0 != 0x80:
-            needs = 1 + (lead >= 0xC0) + (lead >= 0xE0) + (lead >= 0xF0)
-            return text[:-back] if needs > back else text
-    return text
+    decoder = getincrementaldecoder("utf-8")("ignore")
+    decoder.decode(text)
+    return text[: len(text) - len(decoder.getstate()[0])]
 
 
 class Longest:

@@ -16,11 +16,10 @@ from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure.content import detect
 from specnb.measure.cost import NAMED, CostCurve, straight_curve, verify_costs
-from specnb.measure.experiment import Progress, check_prompts, models_of, prompts_of, record_of, saving_failures, silent
+from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.pair import CONTROLLERS, explain_draft
 from specnb.measure.recording import Recording, Trace, follow, require_followed
 from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk
@@ -54,42 +53,34 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
 
     What was generated before an error is saved as a failed run.
     """
-    started, chosen = Neighbours(), prompts_of(params, params.categories)
-    drafters: list[Drafter] = []
-    generations: list[Generation] = []
-    measured: dict[str, Any] = {}
-    with ExitStack() as opened:
-        target = opened.enter_context(closing(load(params.target)))
-
-        def recorded(error: BaseException | None = None) -> RunRecord:
-            models = models_of(target, drafters)
-            return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measured, error=error)
-
-        with saving_failures(generations, recorded):
-            for name in params.drafters:
-                drafters.append(opened.enter_context(closing(load_drafter(name, target, strict=True).drafter)))
-            require_followed(drafters)
-            asked = questions(params.conversations) if target.vocab.chat_template else ()
-            check_prompts(target, [*chosen, *asked], params.max_new_tokens)
-            curve, measured["c"] = verify_costs(target, drafters, params.k_max)
-            measured["verify_curve"] = curve.model_dump(mode="json")
-            costs = {name: Cost(curve, c) for name, c in measured["c"].items()}
-            recordings: list[Recording] = []
-            walkers = _Walkers(costs, params.k_max)
-            for at, prompt in enumerate((*chosen, *asked)):
-                progress(at, len(chosen) + len(asked), f"{prompt.id}: generate and follow")
-                generations.append(_plain(params, target, prompt))
-                recordings += follow(
-                    target, drafters, generations[-1], walking=walkers.along(_content(generations[-1])),
-                    k_max=params.k_max, max_new_tokens=params.max_new_tokens,
-                )  # fmt: skip
-            trace = Trace(tuple(recordings))
-            measured["replay"] = list(_replayed(trace, costs, params.k_max))
-            measured["draft_forks"] = []
-            for drafter, live in _live(params, target, drafters, costs, chosen, progress):
-                generations.append(live)
-                measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
-            return ControllerStudy(recorded(), trace)
+    study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
+    chosen, drafters, generations, measured = study.chosen, study.drafters, study.generations, study.measured
+    with ExitStack() as opened, study:
+        target = study.target = opened.enter_context(closing(load(params.target)))
+        for name in params.drafters:
+            drafters.append(opened.enter_context(closing(load_drafter(name, target, strict=True).drafter)))
+        require_followed(drafters)
+        asked = questions(params.conversations) if target.vocab.chat_template else ()
+        check_prompts(target, [*chosen, *asked], params.max_new_tokens)
+        curve, measured["c"] = verify_costs(target, drafters, params.k_max)
+        measured["verify_curve"] = curve.model_dump(mode="json")
+        costs = {name: Cost(curve, c) for name, c in measured["c"].items()}
+        recordings: list[Recording] = []
+        sessions: Sessions = {}
+        for at, prompt in enumerate((*chosen, *asked)):
+            progress(at, len(chosen) + len(asked), f"{prompt.id}: generate and follow")
+            generations.append(_plain(params, target, prompt))
+            recordings += follow(
+                target, drafters, generations[-1], k_max=params.k_max, max_new_tokens=params.max_new_tokens,
+                walking=_walking(sessions, _content(generations[-1]), costs, params.k_max),
+            )  # fmt: skip
+        trace = Trace(tuple(recordings))
+        measured["replay"] = list(_replayed(trace, costs, params.k_max))
+        measured["draft_forks"] = []
+        for drafter, live in _live(params, target, drafters, costs, chosen, progress):
+            generations.append(live)
+            measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
+        return ControllerStudy(study.record(), trace)
 
 
 def _plain(params: AdaptiveKParams, target: LanguageModel, prompt: Prompt) -> Generation:
@@ -110,27 +101,24 @@ def _content(text: Generation | Recording) -> str:
     return SWITCHING if switches(text) else text.category
 
 
-class _Walkers:
-    """Who walks along while a drafter is followed: all that are replayed later, so that the trace holds what they ask.
+Sessions = dict[str, dict[str, list[Controller]]]
+"""Controllers that keep what they learn from one text of a content to the next: by content and drafter."""
+
+
+def _walking(sessions: Sessions, content: str, costs: Mapping[str, Cost], k_max: int) -> dict[str, list[Controller]]:
+    """Who walks along while drafters follow a text: all that are replayed later, so that the trace holds what they ask.
 
     Controllers of every machine go through all texts of a content, as in `_replayed`, and this machine's start anew
     for each text, as live.
     """
 
-    def __init__(self, costs: Mapping[str, Cost], k_max: int) -> None:
-        self._costs, self._k_max = costs, k_max
-        self._sessions: dict[tuple[str, str], list[Controller]] = {}
-
-    def along(self, content: str) -> dict[str, list[Controller]]:
-        """For the next text of a content, by drafter."""
-        for name, cost in self._costs.items():
-            if (content, name) not in self._sessions:
-                self._sessions[content, name] = self._readers(*machines(cost).values())
-        return {name: self._sessions[content, name] + self._readers(cost) for name, cost in self._costs.items()}
-
-    def _readers(self, *costs: Cost) -> list[Controller]:
-        fresh = [control for cost in costs for control in controllers(cost, self._k_max).values()]
+    def readers(*machine_costs: Cost) -> list[Controller]:
+        fresh = [control for cost in machine_costs for control in controllers(cost, k_max).values()]
         return [control for control in fresh if control.reads_drafts]
+
+    if content not in sessions:
+        sessions[content] = {name: readers(*machines(cost).values()) for name, cost in costs.items()}
+    return {name: sessions[content][name] + readers(cost) for name, cost in costs.items()}
 
 
 def _live(

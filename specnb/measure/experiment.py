@@ -1,10 +1,9 @@
 """What every experiment does alike: choose prompts, report progress, and put what was made into a record."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 
 from specnb.decode.generate import prompt_ids
 from specnb.draft.base import Drafter, model_of
@@ -50,22 +49,6 @@ def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[s
     return [{"role": role, "id": name, "sha256": _digest(name)} for role, name in names]
 
 
-@contextmanager
-def saving_failures(
-    generations: Sequence[Generation], recorded: Callable[[BaseException], RunRecord]
-) -> Iterator[None]:
-    """What ends with an error has its `generations` saved as the record of a failed run; the error goes on."""
-    try:
-        yield
-    except BaseException as error:
-        if generations:
-            try:
-                save(recorded(error))
-            except SpecnbError as unsaved:  # must not hide what ended the run
-                error.add_note(f"what was generated before is lost: {unsaved}")
-        raise
-
-
 def _digest(name: str) -> str | None:
     try:
         file = local_file(parse(name))
@@ -106,3 +89,38 @@ def record_of(
         status="completed" if error is None else "failed",
         error=None if error is None else f"{type(error).__name__}: {error}",
     )
+
+
+class Experiment:
+    """An experiment under way, begun now: what it is asked, what it runs, and what it has made so far.
+
+    As a context it saves what was generated before an error, as the record of a failed run; the error goes on.
+    """
+
+    target: LanguageModel
+    models: list[dict[str, Any]] | None = None
+    """As of `models_of`, where these are others than the target and the drafters'."""
+
+    def __init__(self, name: str, params: Params, chosen: Sequence[Prompt]) -> None:
+        self._name, self._params, self.chosen = name, params, chosen
+        self._started = Neighbours()
+        self.drafters: list[Drafter] = []
+        self.generations: list[Generation] = []
+        self.measured: dict[str, Any] = {}
+
+    def record(self, error: BaseException | None = None) -> RunRecord:
+        """The record of what was made up to now."""
+        return record_of(
+            self._name, self._params, self.chosen, self.target, self.models or models_of(self.target, self.drafters),
+            self._started, self.generations, self.measured, error=error,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and self.generations:
+            try:
+                save(self.record(error))
+            except SpecnbError as unsaved:  # must not hide what ended the run
+                error.add_note(f"what was generated before is lost: {unsaved}")

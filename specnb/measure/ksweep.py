@@ -3,7 +3,8 @@
 Live runs are interleaved with the plain ones. What a replay predicts is measured against them, and so is its time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import count
 from time import perf_counter
@@ -12,12 +13,11 @@ from typing import Any
 from specnb.decode.generate import generate, prompt_ids
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
-from specnb.errors import InputError
+from specnb.errors import InputError, SpecnbError
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
-from specnb.measure.cost import verify_costs
-from specnb.measure.experiment import Progress, check_prompts, models_of, prompts_of, record_of, saving_failures, silent
+from specnb.measure.cost import plain_rates, verify_costs
+from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.pair import fork_of
 from specnb.measure.recording import follow, require_followed
 from specnb.measure.replay import Cost, sweep
@@ -26,55 +26,72 @@ from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "01_k_sweep"
+RATE_REPEATS = {"quick": 1, "normal": 3, "full": 5}
 
 
 def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
     """Run the sweep; the record holds every generation, the verify cost curve, c, and the forks that were found.
 
-    What was generated before an error or an interrupt is saved, as a record whose status is failed. A draft model that
-    cannot be loaded ends the run: a sweep without its drafter answers nothing.
+    What was generated before an error or an interrupt is saved, as a record whose status is failed. A `drafter` that
+    cannot be loaded ends the run: a sweep without it answers nothing. One of `replayed` is left out, with its reason.
     """
-    started, chosen = Neighbours(), prompts_of(params, params.categories)
-    drafters: list[Drafter] = []
-    generations: list[Generation] = []
-    measured: dict[str, Any] = {}
-    with ExitStack() as opened:
-        target = opened.enter_context(closing(load(params.target, **_engine(params))))
+    study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
+    with ExitStack() as opened, study:
+        target = study.target = opened.enter_context(closing(load(params.target, **_engine(params))))
+        drafter = opened.enter_context(closing(load_drafter(params.drafter, target, strict=True).drafter))
+        study.drafters.append(drafter)
+        if params.rule == "token":
+            require_followed(study.drafters)
+            study.measured["left_out"] = _add_replayed(params, target, study.drafters, opened)
+        check_prompts(target, study.chosen, params.max_new_tokens)
+        curve, c = verify_costs(target, study.drafters, max(params.k_max, *params.ks))
+        cost = Cost(curve, c[drafter.name])
+        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": cost.c, "cs": c}
+        study.measured["plain_rates"] = plain_rates(target, repeats=RATE_REPEATS[params.budget])
+        for generation in _generations(params, target, drafter, study.chosen, progress):
+            study.generations.append(generation)  # one by one: what is there when the next fails is saved
+        study.measured["forks"] = list(_forks(target, study.generations))
+        if params.rule == "token":  # a lossy rule's text depends on the drafts, the block rule keeps more of them
+            costs = {name: Cost(curve, each) for name, each in c.items()}
+            study.measured["replay"] = _replay(params, target, study.drafters, study.generations, costs)
+            study.measured["turns"] = list(_turns(params, target, drafter, cost))
+        return study.record()
 
-        def recorded(error: BaseException | None = None) -> RunRecord:
-            models = models_of(target, drafters)
-            return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measured, error=error)
 
-        with saving_failures(generations, recorded):
-            drafter = opened.enter_context(closing(load_drafter(params.drafter, target, strict=True).drafter))
+def _add_replayed(
+    params: KSweepParams, target: LanguageModel, drafters: list[Drafter], opened: ExitStack
+) -> dict[str, str]:
+    """Open what is replayed besides, as far as it fits the target; why each of the others is left out."""
+    left_out = {}
+    for name in params.replayed:
+        try:
+            drafter = load_drafter(name, target, strict=True).drafter
+            opened.callback(drafter.close)
+            require_followed([*drafters, drafter])
+        except SpecnbError as error:
+            left_out[name] = str(error)
+        else:
             drafters.append(drafter)
-            if params.rule == "token":
-                require_followed(drafters)
-            check_prompts(target, chosen, params.max_new_tokens)
-            curve, c = verify_costs(target, drafters, max(params.k_max, *params.ks))
-            measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c[drafter.name]}
-            for generation in _generations(params, target, drafter, chosen, progress):
-                generations.append(generation)  # one by one: what is there when the next fails is saved
-            measured["forks"] = list(_forks(target, generations))
-            if params.rule == "token":  # a lossy rule's text depends on the drafts, the block rule keeps more of them
-                measured["replay"] = _replay(params, target, drafter, generations, Cost(curve, measured["c"]))
-                measured["turns"] = list(_turns(params, target, drafter, Cost(curve, measured["c"])))
-            return recorded()
+    return left_out
 
 
 def _generations(
     params: KSweepParams, target: LanguageModel, drafter: Drafter, chosen: list[Prompt], progress: Progress
 ) -> Iterator[Generation]:
-    """The baseline (k = 0) and every K on each prompt and temperature, the order rotating."""
-    ks = [0, *params.ks]
-    total = len(ks) * len(chosen) * len(params.temperatures)
+    """The baseline (k = 0) of each prompt and temperature, and every K on those that run live, the order rotating."""
+    seen = Counter()
+    todo: list[tuple[Prompt, list[int]]] = []
+    for prompt in chosen:
+        todo.append((prompt, [0, *params.ks] if seen[prompt.category] < params.live_prompts else [0]))
+        seen[prompt.category] += 1
+    total = sum(len(ks) for _, ks in todo) * len(params.temperatures)
     common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed, "rule": params.rule}
     warm = common | {"max_new_tokens": 8, "temperature": params.temperatures[0]}
-    for k in (0, max(ks)):  # warm-up, not recorded
+    for k in (0, max(params.ks)):  # warm-up, not recorded
         generate(target, chosen[0], drafter=drafter if k else None, k=k, **warm)
     done = count()
     for temperature in params.temperatures:
-        for at, prompt in enumerate(chosen):
+        for at, (prompt, ks) in enumerate(todo):
             for k in ks[at % len(ks) :] + ks[: at % len(ks)]:
                 progress(next(done), total, f"{prompt.id}, temperature {temperature}, K {k}")
                 yield generate(target, prompt, drafter=drafter if k else None, k=k, temperature=temperature, **common)
@@ -82,23 +99,31 @@ def _generations(
 
 
 def _replay(
-    params: KSweepParams, target: LanguageModel, drafter: Drafter, generations: list[Generation], cost: Cost
+    params: KSweepParams,
+    target: LanguageModel,
+    drafters: Sequence[Drafter],
+    generations: list[Generation],
+    costs: Mapping[str, Cost],
 ) -> dict[str, Any]:
-    """Every K along every plain generation, how long that took, and how long the live runs of as many K's take.
+    """Every drafter and K along every plain generation.
 
-    `live_s` scales the live runs' time from their K's to all. The plain generations are counted in neither.
+    `replay_s` is how long that took for the drafter that also runs live, `live_s` how long its live runs of as many
+    K's take: their mean time times their number. The plain generations are counted in neither.
     """
     ks = range(1, params.k_max + 1)
     wanted = sorted({*ks, *params.ks})
-    began = perf_counter()
+    plain, live = ([g for g in generations if bool(g.k) is drafted] for drafted in (False, True))
     rows: list[dict[str, Any]] = []
-    for generation in generations:
-        if generation.k == 0:
+    took = []
+    for drafter in drafters:
+        began = perf_counter()
+        for generation in plain:
             (recording,) = follow(target, [drafter], generation, k_max=wanted[-1], max_new_tokens=params.max_new_tokens)
-            rows += [row | {"live_plain_s": generation.decode_s} for row in sweep(recording, wanted, cost)]
-    replay_s = perf_counter() - began
-    live = [g.wall_s for g in generations if g.k]
-    return {"rows": rows, "replay_s": replay_s, "live_s": sum(live) / len(params.ks) * len(ks)}
+            swept = sweep(recording, wanted, costs[drafter.name])
+            rows += [row | {"live_plain_s": generation.decode_s} for row in swept]
+        took.append(perf_counter() - began)
+    live_s = sum(g.wall_s for g in live) / len(live) * len(plain) * len(ks)
+    return {"rows": rows, "replay_s": took[0], "live_s": live_s}
 
 
 def _turns(params: KSweepParams, target: LanguageModel, drafter: Drafter, cost: Cost) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ Where the two best tokens are closer than that, either may win. Anything else is
 rounding can do in the model's type: a block forward that is plainly wrong must not excuse itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -164,9 +164,16 @@ def run_pair(
         contention = neighbours.during(target.caps, [g for g in (baseline, generation) if g])
         generation = generation.model_copy(update={"fallback": fallback})
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
-        notes = (*getattr(drafter, "findings", ()), *([] if controller or k is None else _fewer(generation)))
+        notes, most = [*getattr(drafter, "findings", ())], max((r.k for r in generation.rounds), default=0)
+        if drafter and k is not None and not controller and most < generation.k:
+            reason = "by length, context or drafter"
+            notes.append(f"K = {generation.k} was asked for, and no round drafted more than {most}: {reason}")
         fields = generation.summary(step_s).model_dump() | {"notes": notes, "k_choice": k_choice}
-        fields |= _comparison(target, generation, baseline) if baseline else {}
+        if baseline:
+            speed, plain = generation.tokens_per_s, baseline.tokens_per_s
+            fields["speedup"] = speed / plain if speed and plain else None
+            fields["identical"] = generation.token_ids == baseline.token_ids
+            fields["fork"] = None if generation.temperature > 0 else fork_of(target, baseline, generation)
         summary = PairSummary(**fields, busy=contention.busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
     finally:
@@ -223,24 +230,6 @@ def _reason(cost: Cost, stretch: Generation) -> str:
     now = f"K = {stretch.rounds[-1].k}" if stretch.rounds[-1].k else "K = 0, plain decoding,"
     kept = f"{stretch.accepted_tokens} of {drafted} drafts were kept" if drafted else "nothing was drafted"
     return f"K is chosen round by round, 0 to {stretch.k}, from {now} on: {costs}, and {kept} in a first stretch"
-
-
-def _fewer(generation: Generation) -> list[str]:
-    """A note where no round drafted as much as was asked for."""
-    most = max((r.k for r in generation.rounds), default=0)
-    if not generation.drafter or most >= generation.k:
-        return []
-    return [f"K = {generation.k} was asked for, and no round drafted more than {most}: by length, context or drafter"]
-
-
-def _comparison(target: LanguageModel, generation: Generation, baseline: Generation) -> Mapping[str, Any]:
-    """The fields of a PairSummary that need a baseline."""
-    speed, plain = generation.tokens_per_s, baseline.tokens_per_s
-    return {
-        "speedup": speed / plain if speed and plain else None,
-        "identical": generation.token_ids == baseline.token_ids,
-        "fork": None if generation.temperature > 0 else fork_of(target, baseline, generation),
-    }
 
 
 def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> TextFork | None:

@@ -26,6 +26,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.io import write_atomic
 from specnb.lm.base import Capabilities, LanguageModel
+from specnb.lm.tree import COMMITTED, Tree
 from specnb.lm.vocab import Vocabulary
 from specnb.measure.replay import rounds
 from specnb.records import Generation
@@ -49,7 +50,10 @@ class Recording(NamedTuple):
       far as they were followed. Greedy only;
     * `pieces[i]`: the text of token i;
     * `drafts[i]`: the texts of the drafts on offer, of a greedy draft model up to the first wrong one. Empty where
-      drafts are drawn, and in files from before it was kept.
+      drafts are drawn, of trees, and in files from before it was kept;
+    * `head_beliefs[i][j]`: of trained heads, what the row of head j says, which depends on where the round starts;
+    * `parents`: of the tree that is drafted in every round (`lm.tree`); a smaller K takes its first nodes;
+    * `nodes[i]`: the nodes of the tree along the true tokens.
     """
 
     prompt_id: str
@@ -69,10 +73,34 @@ class Recording(NamedTuple):
     beliefs: tuple[Belief, ...] = ()
     astray: tuple[tuple[Belief, ...], ...] = ()
     drafts: tuple[tuple[bytes, ...], ...] = ()
+    head_beliefs: tuple[tuple[Belief, ...], ...] = ()
+    parents: tuple[int, ...] = ()
+    nodes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def n_tokens(self) -> int:
         return len(self.token_ids)
+
+    def offer(self, at: int, k: int) -> "Offer":
+        """What a round of at most `k` drafts offers that starts after `at` tokens."""
+        offered = min(k, self.offered[at])
+        if not self.parents:
+            return Offer(offered, offered, self.keep[at][:offered])
+        tree = Tree(self.parents)
+        room = self.max_new_tokens - 1 - at  # deeper nodes could not be committed, so they are not verified
+        grown = {node for node in range(offered) if tree.depths[node] < room}
+        path = [node for node in self.nodes[at] if node in grown]
+        tested = at + len(path) < self.n_tokens and not grown.isdisjoint(tree.children(path[-1] if path else COMMITTED))
+        levels = max((tree.depths[node] + 1 for node in range(offered)), default=0)
+        return Offer(len(grown), levels, (1.0,) * len(path) + (0.0,) * tested)
+
+
+class Offer(NamedTuple):
+    """Drafts that a round verifies, the drafter's steps for them, and the chances of those along the true tokens."""
+
+    drafted: int
+    steps: int
+    chances: tuple[float, ...]
 
 
 class Trace(NamedTuple):
@@ -123,16 +151,20 @@ _SCHEMA = pa.schema(
         "beliefs": _BELIEFS,
         "astray": pa.list_(_BELIEFS),
         "drafts": pa.list_(pa.list_(pa.binary())),
+        "head_beliefs": pa.list_(_BELIEFS),
+        "parents": pa.list_(pa.int64()),
+        "nodes": pa.list_(pa.list_(pa.int64())),
     }
 )
 
 
 def _recording(row: dict) -> Recording:
     beliefs = tuple(Belief(*b) for b in row.pop("beliefs"))
-    astray = tuple(tuple(Belief(*b) for b in path) for path in row.pop("astray"))
-    keep, drafts = (tuple(map(tuple, row.pop(name, ()))) for name in ("keep", "drafts"))
+    paths = ("astray", "head_beliefs")
+    said = {name: tuple(tuple(Belief(*b) for b in path) for path in row.pop(name, ())) for name in paths}
+    nested = {name: tuple(map(tuple, row.pop(name, ()))) for name in ("keep", "drafts", "nodes")}
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    return Recording(**plain, keep=keep, beliefs=beliefs, astray=astray, drafts=drafts)
+    return Recording(**plain, **said, **nested, beliefs=beliefs)
 
 
 # --- following drafters along a generation --------------------------------------------------------------------------
@@ -162,10 +194,8 @@ def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -
     for name, drafter in zip(names, drafters, strict=True):
         if names.count(name) > 1:
             raise InputError(f"{name} is the name of {names.count(name)} drafters: give each once")
-        if tree_nodes(drafter):
-            raise InputError(f"{name} drafts trees of {tree_nodes(drafter)} nodes, and only chains are replayed")
-        if getattr(drafter, "reads_hidden", False):
-            raise InputError(f"{name} reads the target's hidden states, which no recording holds: measure it live")
+        if tree_nodes(drafter) and not getattr(drafter, "reads_hidden", False):
+            raise InputError(f"{name} drafts trees: only chains, and trees of trained heads, are replayed")
         if not (only_k_max or getattr(drafter, "nested", True)):
             raise InputError(f"{name} drafts text, another one for each K: follow it with only_k_max, K by K")
 
@@ -203,7 +233,7 @@ def follow(
     require_followed(drafters, only_k_max=only_k_max)
     sampling = Sampling(generation.temperature, generation.top_k, generation.top_p)
     p_true = None
-    if not sampling.greedy and any(isinstance(drafter, ModelDrafter) for drafter in drafters):
+    if not sampling.greedy and any(map(_has_rows, drafters)):
         p_true = _true_probabilities(target, generation, sampling)
     n_prompt, widest = len(generation.prompt_ids), min(k_max, target.caps.max_width - 1)
     last = min(max_new_tokens - 1, target.caps.n_ctx - n_prompt)
@@ -216,6 +246,11 @@ def follow(
     recordings = []
     for drafter in drafters:
         recording = blank._replace(drafter=drafter.name)
+        if getattr(drafter, "reads_hidden", False):
+            heads = _Heads(drafter, target, generation, most)
+            trees = tree_nodes(drafter)
+            recordings.append(heads.trees(recording) if trees else heads.chains(sampling, p_true, recording))
+            continue
         if not isinstance(drafter, ModelDrafter):
             recordings.append(_follow_proposals(drafter, generation, most, recording, target.vocab))
             continue
@@ -247,6 +282,80 @@ def _greedy_drafts(
     return tuple(drafts)
 
 
+def _has_rows(drafter: Drafter) -> bool:
+    """Whether drafts may be drawn from rows of logits; the nodes of a tree are not."""
+    return isinstance(drafter, ModelDrafter) or (getattr(drafter, "reads_hidden", False) and not tree_nodes(drafter))
+
+
+class _Heads:
+    """Trained heads along a generation, from the hidden states of ONE pass of the target.
+
+    Live they see states of narrower forwards: the same where the engine gives all widths the same bits.
+    """
+
+    def __init__(self, drafter: Drafter, target: LanguageModel, generation: Generation, most: Sequence[int]) -> None:
+        self._drafter, self._target, self._generation, self._most = drafter, target, generation, most
+
+    def chains(self, sampling: Sampling, p_true: np.ndarray | None, recording: Recording) -> Recording:
+        """`recording` with the chain that starts at every position."""
+        true, keep, drafts, beliefs = self._generation.token_ids, [()], [()], [()]  # at first nothing is drafted
+        offered = [at and min(limit, self._drafter.n_heads) for at, limit in enumerate(self._most)]
+        for at, tokens in self._positions():
+            ahead, picker = true[at : at + offered[at]], _Greedy()
+            if sampling.greedy:
+                ids = (self._drafter.propose(tokens, offered[at], picker) if offered[at] else NOTHING).ids
+                kept = [float(draft == token) for draft, token in zip(ids, ahead, strict=False)]
+                shown = ids[: kept.index(0.0) + 1] if 0.0 in kept else ids
+                drafts.append(tuple(map(self._target.vocab.piece, shown)))
+            else:
+                rows = self._drafter.rows(tokens, ahead)
+                q = [float(sampling.probabilities(row)[x]) for row, x in zip(rows, ahead, strict=True)]
+                kept = [_kept(q_draft, p) for q_draft, p in zip(q, p_true[at:], strict=False)]
+                picker.beliefs += map(Belief.of, rows)
+            keep.append(tuple(kept))
+            beliefs.append(tuple(picker.beliefs))
+        rows = {"keep": tuple(keep), "drafts": tuple(drafts) if sampling.greedy else (), "head_beliefs": tuple(beliefs)}
+        return recording._replace(offered=tuple(offered), **rows)
+
+    def trees(self, recording: Recording) -> Recording:
+        """`recording` with the tree that is drafted at every position, and its nodes along the true tokens.
+
+        Nodes too deep to be committed are counted out by `Recording.offer`, as live after they are proposed.
+        """
+        true, caps, largest = self._generation.token_ids, self._target.caps, Tree(())
+        offered, nodes = [0], [()]
+        for at, tokens in self._positions():
+            limit = min(recording.k_max, caps.max_width - 1, caps.n_ctx - len(tokens)) if self._most[at] else 0
+            ids, _, _, tree = self._drafter.propose(tokens, limit, _NoChoice()) if limit else NOTHING
+            path = []
+            for token in true[at:] if tree else ():
+                children = tree.children(path[-1] if path else COMMITTED)
+                node = next((child for child in children if ids[child] == token), None)
+                if node is None:
+                    break
+                path.append(node)
+            offered.append(len(ids))
+            nodes.append(tuple(path))
+            largest = max(largest, tree or largest, key=len)
+        keep = ((),) * len(true)
+        return recording._replace(keep=keep, offered=tuple(offered), nodes=tuple(nodes), parents=largest.parents)
+
+    def _positions(self) -> Iterator[tuple[int, TokenView]]:
+        """Each generated token but the first: its place, and the text before it, whose states were just computed."""
+        prompt, true = self._generation.prompt_ids, self._generation.token_ids
+        tokens, width = [*prompt, *true], _pass_width(self._target.caps)
+        self._drafter.start(TokenView(list(prompt)))
+        self._target.reset()
+        self._target.forward(prompt, n_logits=1)
+        if len(true) > 1:
+            yield 1, TokenView(tokens[: len(prompt) + 1])
+        for start in range(2, len(true), width):
+            stop = min(start + width, len(true))
+            self._target.forward(true[start - 2 : stop - 2], n_logits=0)
+            for at in range(start, stop):
+                yield at, TokenView(tokens[: len(prompt) + at])
+
+
 def _follow_proposals(
     drafter: Drafter, generation: Generation, most: Sequence[int], recording: Recording, vocab: Vocabulary
 ) -> Recording:
@@ -267,6 +376,19 @@ def _follow_proposals(
     if None in support:  # without support and beliefs no controller that reads drafts is replayed
         support = []
     return recording._replace(keep=tuple(keep), offered=tuple(offered), support=tuple(support), drafts=tuple(drafts))
+
+
+class _Greedy:
+    """Takes the best token of each row, and notes what the row says."""
+
+    enough = False
+
+    def __init__(self) -> None:
+        self.beliefs: list[Belief] = []
+
+    def pick(self, logits: np.ndarray) -> tuple[int, None]:
+        self.beliefs.append(Belief.of(logits))
+        return argmax(logits), None
 
 
 class _NoChoice:
@@ -306,14 +428,18 @@ def _follow_model(
             kept.append(float(draft == token))
             wrong.append(None if draft == token else draft)
         else:
-            q_draft = float(sampling.probabilities(row)[token])
-            # p_target may be 0 where a block rounds otherwise than the step that drew the token: then q/p is above 1
-            kept.append(min(1.0, q_draft / float(p_true[at])) if p_true[at] > 0 else float(q_draft > 0))
+            kept.append(_kept(float(sampling.probabilities(row)[token]), p_true[at]))
         beliefs.append(Belief.of(row))
     room = model.caps.n_ctx + 1 - len(generation.prompt_ids)  # a draft model's smaller context ends drafting
     offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(most))
     keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
     return recording._replace(keep=keep, offered=offered, beliefs=tuple(beliefs)), wrong
+
+
+def _kept(q_draft: float, p_target: float) -> float:
+    """The chance that a draft is kept, given that its token is the true one (see `measure.replay`)."""
+    # p_target may be 0 where a block rounds otherwise than the step that drew the token: then q/p is above 1
+    return min(1.0, q_draft / float(p_target)) if p_target > 0 else float(q_draft > 0)
 
 
 def _true_probabilities(target: LanguageModel, generation: Generation, sampling: Sampling) -> np.ndarray:

@@ -39,8 +39,8 @@ class Cost(NamedTuple):
 class Counts(NamedTuple):
     """Expected counts of one generation (whole numbers when greedy).
 
-    `steps` are the draft model's forwards, `by_width[n]` target calls of n tokens, `tested[j]` rounds that reached
-    draft j and `kept[j]` those that kept it: alpha_j = kept[j] / tested[j].
+    `steps` are the draft model's forwards (of a tree its levels), `by_width[n]` target calls of n tokens, `tested[j]`
+    rounds that reached draft j and `kept[j]` those that kept it: alpha_j = kept[j] / tested[j].
     """
 
     n_tokens: int
@@ -70,22 +70,22 @@ def fixed_k(recording: "Recording", k: int) -> Counts:
     starts[0] = 1.0 if n else 0.0
     tested, kept = np.zeros(k), np.zeros(k)
     by_width: Counter[int] = Counter()
-    drafted = accepted = 0.0
+    drafted = steps = accepted = 0.0
     for i in range(n):
         if not starts[i]:
             continue
-        offered = min(k, recording.offered[i])
-        chances = recording.keep[i][:offered]
+        offered, n_steps, chances = recording.offer(i, k)
         reached = starts[i] * np.cumprod((1.0, *chances))  # reached[j]: the first j drafts are kept
         m = len(chances)
         tested[:m] += reached[:m]
         kept[:m] += reached[1:]
         drafted += starts[i] * offered
+        steps += starts[i] * n_steps
         accepted += reached[1:].sum()
         by_width[_width(i, offered)] += starts[i]
         starts[i + 1 : i + m + 1] += reached[:-1] - reached[1:]  # rejected at j: the correction is committed
         starts[min(i + m + 1, n)] += reached[-1]  # all kept: the bonus token, or the end
-    return Counts(n, float(starts[:n].sum()), drafted, accepted, drafted, dict(by_width), tuple(tested), tuple(kept))
+    return Counts(n, float(starts[:n].sum()), drafted, accepted, steps, dict(by_width), tuple(tested), tuple(kept))
 
 
 def sweep(recording: "Recording", ks: Sequence[int], cost: Cost) -> list[dict[str, Any]]:
@@ -94,6 +94,7 @@ def sweep(recording: "Recording", ks: Sequence[int], cost: Cost) -> list[dict[st
     return [
         {
             "prompt_id": recording.prompt_id,
+            "drafter": recording.drafter,
             "category": recording.category,
             "temperature": recording.temperature,
             "k": k,
@@ -137,7 +138,9 @@ def rounds(
 ) -> Iterator[Step]:
     """`walk`, a round at a time; `behind` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
-    if controller.reads_drafts and any(recording.offered) and not (recording.beliefs or recording.support):
+    _require_chain(recording)
+    rows = recording.beliefs or recording.head_beliefs or recording.support
+    if controller.reads_drafts and any(recording.offered) and not rows:
         raise InputError(f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows")
     behind = behind or _recorded(recording)
     controller.start(recording.prompt)
@@ -180,6 +183,7 @@ def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], f
     will be kept (greedy) or with what chance (sampling): a bound for every controller that chooses K before a round.
     """
     _require_k(recording, k_max)
+    _require_chain(recording)
     n = recording.n_tokens
     value, plan = np.zeros(n + 1), [0] * n
     for i in range(n - 1, -1, -1):
@@ -203,23 +207,22 @@ def _drafted(
     """Drafts of the round after the controller's own end of drafting, and the drafter's forwards for them."""
     if controller.reads_drafts and limit and recording.support and recording.support[at]:
         limit = controller.worth_copying(recording.support[at], limit)
-    if not (controller.reads_drafts and recording.beliefs):
+    if not (controller.reads_drafts and (recording.beliefs or recording.head_beliefs)):
         return limit, limit
+    over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
     for j in range(limit):
-        if not controller.goes_on(j, _belief(recording, at, j, n_kept, behind)):
+        beyond = j - n_kept - (not over)
+        along = behind is None or beyond < 0
+        if recording.head_beliefs:
+            belief = recording.head_beliefs[at][j]
+        else:
+            last = len(recording.beliefs) - 1
+            belief = recording.beliefs[min(at + j, last)] if along else behind(at + n_kept, beyond)
+        if not controller.goes_on(j, belief):
             return j, j + 1
         if controller.enough(j):
             return j + 1, j + 1
     return limit, limit
-
-
-def _belief(recording: "Recording", at: int, j: int, n_kept: int, behind: Behind | None) -> Belief:
-    """What the draft model's row for draft j says, in a round that starts after `at` tokens and keeps n_kept drafts."""
-    over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
-    beyond = j - n_kept - (not over)
-    if behind is None or beyond < 0:
-        return recording.beliefs[min(at + j, len(recording.beliefs) - 1)]
-    return behind(at + n_kept, beyond)
 
 
 def _recorded(recording: "Recording") -> Behind | None:
@@ -240,6 +243,11 @@ def _recorded(recording: "Recording") -> Behind | None:
 def _width(at: int, drafted: int) -> int:
     """Tokens in the target's forward: the first round finds the prompt's last token fed."""
     return drafted + (at > 0)
+
+
+def _require_chain(recording: "Recording") -> None:
+    if recording.parents:
+        raise InputError(f"{recording.drafter} drafts trees, whose size is fixed: no controller walks along them")
 
 
 def _require_k(recording: "Recording", k: int) -> None:

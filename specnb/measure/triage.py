@@ -100,11 +100,6 @@ class Profile:
         """Whether next to no first draft is kept."""
         return bool(self.alpha) and self.alpha[0].high < NEAR_ZERO
 
-    @property
-    def hard_forks(self) -> int:
-        """Greedy texts that leave plain decoding where it is no near-tie."""
-        return sum(not fork["near_tie"] for fork in self.forks)
-
     @cached_property
     def first(self) -> pd.DataFrame:
         """The first draft of each round that put one to the test: kept, position, generation, category.
@@ -120,46 +115,14 @@ class Profile:
         return pd.DataFrame(rows, columns=["kept", "position", "generation", "category"])
 
     @cached_property
-    def repeats(self) -> Share:
-        """Neighbouring drafts of a chain that are the same token: all of them where each was drawn from one input."""
-        return Share.equal([pair for r in self.rounds if not r.parents for pair in pairwise(r.draft_ids)])
-
-    @cached_property
-    def echoes(self) -> Share:
-        """Rounds whose first draft is the newest token of the text once more."""
-        return Share.equal([(newest, r.draft_ids[0]) for g in self.generations for _, newest, r in _drafting(g)])
+    def texts(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens of texts with drafts, prompts included."""
+        return tuple((*g.prompt_ids, *g.token_ids) for g in self.generations if any(r.k for r in g.rounds))
 
     @cached_property
     def text_repeats(self) -> Share:
-        """Neighbouring tokens of the texts, prompts included, that are the same: what a right drafter repeats."""
-        return Share.equal([pair for text in self._texts for pair in pairwise(text)])
-
-    @cached_property
-    def commonest(self) -> tuple[int, Share, Share]:
-        """The token that is most often the first draft, its share of the first drafts, and of the texts' tokens."""
-        counts = Counter(r.draft_ids[0] for r in self.rounds)
-        token, hits = counts.most_common(1)[0] if counts else (-1, 0)
-        tokens = [t for text in self._texts for t in text]
-        return token, Share.of(hits, counts.total()), Share.of(tokens.count(token), len(tokens))
-
-    @cached_property
-    def highest(self) -> int:
-        """The highest id that was drafted."""
-        return max((t for r in self.rounds for t in r.draft_ids), default=-1)
-
-    @cached_property
-    def beyond_drafted(self) -> Share:
-        """Generated tokens whose id is above every drafted id: none by chance, where ids are drafted from all."""
-        tokens = [t for g in self._drafted for t in g.token_ids]
-        return Share.of(sum(t > self.highest for t in tokens), len(tokens))
-
-    @cached_property
-    def _drafted(self) -> tuple[Generation, ...]:
-        return tuple(g for g in self.generations if any(r.k for r in g.rounds))
-
-    @cached_property
-    def _texts(self) -> tuple[tuple[int, ...], ...]:
-        return tuple((*g.prompt_ids, *g.token_ids) for g in self._drafted)
+        """Neighbouring tokens of the texts that are the same: what a right drafter repeats."""
+        return Share.equal([pair for text in self.texts for pair in pairwise(text)])
 
 
 def _drafting(generation: Generation) -> Iterator[tuple]:
@@ -223,7 +186,11 @@ def triage(
     suspects = tuple(Suspicion(name, mark, *CAUSES[name][1:]) for name, mark in marks.items() if mark)
     if suspects:
         return Triage("suspicious", suspects, profile)
-    reason = _too_little(profile, lookup)
+    alpha, reason = profile.alpha[0] if profile.alpha else Share.of(0, 0), ""
+    if not profile.rounds:
+        reason = "no round drafted anything"
+    elif not lookup and alpha.low < NEAR_ZERO <= alpha.high:
+        reason = f"{alpha} first drafts kept: anything from {alpha.low:.0%} to {alpha.high:.0%} fits; run more tokens"
     return Triage("inconclusive" if reason else "nothing suspicious", (), profile, reason)
 
 
@@ -250,15 +217,6 @@ def suspicion(result: "PairRun") -> str:
     return triage([result.generation], vocab_size=result.vocab_size, forks=[fork] if fork else []).line
 
 
-def _too_little(profile: Profile, lookup: bool) -> str:
-    if not profile.rounds:
-        return "no round drafted anything"
-    alpha = profile.alpha[0] if profile.alpha else Share.of(0, 0)
-    if not lookup and alpha.low < NEAR_ZERO <= alpha.high:
-        return f"{alpha} first drafts kept: anything from {alpha.low:.0%} to {alpha.high:.0%} fits; run more tokens"
-    return ""
-
-
 # --- the marks: what the rounds look like, in a sentence; "" where they do not --------------------------------------
 
 
@@ -267,36 +225,44 @@ def _above_text(drafts: Share, text: Share) -> bool:
 
 
 def _verify(p: Profile) -> str:
-    perfect = p.tested.low > PERFECT or 0 < p.tested.n == p.tested.hits
-    return f"{p.tested} drafts kept, but {_forked(p)}" if p.hard_forks and perfect else ""
+    return f"{p.tested} drafts kept, but {_forked(p)}" if _forked(p) and _perfect(p) else ""
 
 
 def _differs(p: Profile) -> str:
-    return f"{_forked(p)} ({p.tested} tested drafts kept)" if p.hard_forks and not _verify(p) else ""
+    return f"{_forked(p)} ({p.tested} tested drafts kept)" if _forked(p) and not _perfect(p) else ""
+
+
+def _perfect(p: Profile) -> bool:
+    return p.tested.low > PERFECT or 0 < p.tested.n == p.tested.hits
 
 
 def _forked(p: Profile) -> str:
-    return f"{p.hard_forks} greedy texts leave plain decoding where it is no near-tie"
+    hard = sum(not fork["near_tie"] for fork in p.forks)
+    return f"{hard} greedy texts leave plain decoding where it is no near-tie" if hard else ""
 
 
 def _constant(p: Profile) -> str:
-    token, drafted, text = p.commonest
+    counts, tokens = Counter(r.draft_ids[0] for r in p.rounds), [t for text in p.texts for t in text]
+    token, hits = counts.most_common(1)[0] if counts else (-1, 0)
+    drafted, text = Share.of(hits, counts.total()), Share.of(tokens.count(token), len(tokens))
     if not _above_text(drafted, text) or p.tested.rate > ALIVE:
         return ""
     return f"{drafted} first drafts are token {token}, which is {text} of the text"
 
 
 def _echo(p: Profile) -> str:
-    if not _above_text(p.echoes, p.text_repeats) or p.tested.rate > ALIVE:
+    echoes = Share.equal([(newest, r.draft_ids[0]) for g in p.generations for _, newest, r in _drafting(g)])
+    if not _above_text(echoes, p.text_repeats) or p.tested.rate > ALIVE:
         return ""
-    return f"{p.echoes} first drafts repeat the newest token, which the text does {p.text_repeats} times"
+    return f"{echoes} first drafts repeat the newest token, which the text does {p.text_repeats} times"
 
 
 def _same_input(p: Profile) -> str:
+    repeats = Share.equal([pair for r in p.rounds if not r.parents for pair in pairwise(r.draft_ids)])
     # where drafts behind the first are kept as drafts that know something are, the repeats are the text's
-    if not _above_text(p.repeats, p.text_repeats) or any(share.low > ALIVE for share in p.alpha[1:]):
+    if not _above_text(repeats, p.text_repeats) or any(share.low > ALIVE for share in p.alpha[1:]):
         return ""
-    return f"{p.repeats} neighbouring drafts are one token twice, of the text {p.text_repeats}"
+    return f"{repeats} neighbouring drafts are one token twice, of the text {p.text_repeats}"
 
 
 def _first_only(p: Profile) -> str:
@@ -307,9 +273,12 @@ def _first_only(p: Profile) -> str:
 
 
 def _narrow(p: Profile) -> str:
-    if not p.dead_start or p.beyond_drafted.low < 0.1:
+    highest = max((t for r in p.rounds for t in r.draft_ids), default=-1)
+    tokens = [t for g in p.generations if any(r.k for r in g.rounds) for t in g.token_ids]
+    beyond = Share.of(sum(t > highest for t in tokens), len(tokens))  # none by chance, where ids are drafted from all
+    if not p.dead_start or beyond.low < 0.1:
         return ""
-    return f"no drafted id is above {p.highest} of {p.vocab_size}, but {p.beyond_drafted} generated ids are"
+    return f"no drafted id is above {highest} of {p.vocab_size}, but {beyond} generated ids are"
 
 
 def _near_zero(p: Profile) -> str:

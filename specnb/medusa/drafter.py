@@ -38,7 +38,7 @@ class HeadsDrafter:
     """
 
     vocab = None
-    reads_hidden = True  # hidden states of the target, which no recording holds
+    reads_hidden = True  # hidden states of the target
 
     def __init__(
         self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None, *, findings: Sequence[str] = ()
@@ -50,23 +50,40 @@ class HeadsDrafter:
             raise InputError(f"the tree is {asked}, but there are {n_heads} heads that choose among {size} tokens")
         self.name = heads.config.kind
         self.target, self.heads = target, heads
+        self.n_heads = n_heads
         self.tree_nodes = len(plan) if plan else 0
         self.findings = tuple(findings)
         """What the reader of a result should know of these heads."""
         self._plan = plan
         self._states = target.watch_hidden()
+        self._n_prompt = 0
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Nothing to keep: what heads know of the text is in the target's state."""
+        """Note where the prompt ends; all else that heads know of the text is in the target's state."""
+        self._n_prompt = len(tokens)
 
     def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
-        first_round = self.target.n_past >= len(tokens)  # see above
+        first_round = len(tokens) == self._n_prompt  # see above
         if first_round or (self._plan is not None and not len(self._plan)):
             return Proposal(())
         with torch.inference_mode():
-            pre_norm, post_norm = self._states.at(len(tokens) - 2)
-            draft = _Draft(self.heads, pre_norm if self.heads.config.input == "pre_norm" else post_norm, tokens[-1])
+            draft = self._draft(tokens)
             return draft.chain(k, rng) if self._plan is None else draft.tree(self._plan.first(k))
+
+    def _draft(self, tokens: Sequence[int]) -> "_Draft":
+        pre_norm, post_norm = self._states.at(len(tokens) - 2)
+        return _Draft(self.heads, pre_norm if self.heads.config.input == "pre_norm" else post_norm, tokens[-1])
+
+    def rows(self, tokens: Sequence[int], ahead: Sequence[int]) -> list[np.ndarray]:
+        """Logits `(vocab,)` of each head after `tokens` and the start of `ahead`; -inf for what it cannot draft."""
+        with torch.inference_mode():
+            draft = self._draft(tokens)
+            return [draft.full_logits(head, list(ahead[:head])) for head in range(min(len(ahead), self.n_heads))]
+
+    def step_s(self) -> float:
+        """Median seconds of drafting one place ahead: of a chain of all heads, or of the levels of the tree."""
+        depth = self._plan.depth if self._plan else self.n_heads
+        return drafting_s(self.target, self.heads, depth) / depth
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Nothing to keep in step."""
@@ -130,6 +147,13 @@ class _Draft:
         full = np.zeros(self._heads.config.vocab_size)
         full[self._heads.token_map.cpu().numpy()] = row
         return full
+
+    def full_logits(self, head: int, path: list[int]) -> np.ndarray:
+        row = self._logits(head, [path])[0].float().cpu()
+        if self._heads.token_map is None:
+            return row.numpy()
+        full = torch.full((self._heads.config.vocab_size,), -torch.inf)
+        return full.index_copy(0, self._heads.token_map.cpu(), row).numpy()
 
     def _logits(self, head: int, paths: list[list[int]]) -> Tensor:
         """Logits of one head after each of `paths`, tokens drafted so far: `(paths, draft_size)`.

@@ -17,11 +17,10 @@ from specnb.errors import InputError, LoadError
 from specnb.io import cache_dir, digest, file_digest, json_lines, plain, read_json
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
 from specnb.lm.load import load, parse
 from specnb.lm.zoo import made_once
 from specnb.measure.bench import Method, compare
-from specnb.measure.experiment import Progress, record_of, saving_failures, silent
+from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.params import RollbackParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
@@ -47,30 +46,22 @@ def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
     attention only" is the same for an attention-only model of the same size. `measurements["drafters"]`: lookup and
     `draft` with the first target. Raises what `specnb.load` and `generate` raise; what was measured before is saved.
     """
-    started = Neighbours()
     n = params.passages
     chosen = prompts(limit=n, source=params.prompts) if params.prompts else passages(limit=n)
-    generations: list[Generation] = []
-    measured: dict[str, Any] = {"ways": [], "drafters": []}
-    with ExitStack() as opened:
+    study = Experiment(EXPERIMENT, params, chosen)
+    study.measured |= {"ways": [], "drafters": []}
+    with ExitStack() as opened, study:
         bench = [_Bench(name_in(params.target, engine), params, chosen, opened) for engine in params.engines]
-
-        def recorded(error: BaseException | None = None) -> RunRecord:
-            used = [{"role": "target", "id": model.name, "sha256": None} for model in bench]
-            return record_of(
-                EXPERIMENT, params, chosen, bench[0].plain, used, started, generations, measured, error=error
-            )
-
-        with saving_failures(generations, recorded):
-            for model in bench:
-                generations.extend(model.truths)
-            cells = list(product(bench, params.ks, params.acceptance))
-            for done, (model, k, rate) in enumerate(cells):
-                progress(done, len(cells) + 1, f"{model.name}, K = {k}, {rate:.0%} right")
-                measured["ways"] += model.rows(k, rate)
-            progress(len(cells), len(cells) + 1, "lookup and the draft model")
-            measured["drafters"] += list(_drafters(bench[0], params))
-            return recorded()
+        study.target = bench[0].plain
+        study.models = [{"role": "target", "id": model.name, "sha256": None} for model in bench]
+        study.generations += [truth for model in bench for truth in model.truths]
+        cells = list(product(bench, params.ks, params.acceptance))
+        for done, (model, k, rate) in enumerate(cells):
+            progress(done, len(cells) + 1, f"{model.name}, K = {k}, {rate:.0%} right")
+            study.measured["ways"] += model.rows(k, rate)
+        progress(len(cells), len(cells) + 1, "lookup and the draft model")
+        study.measured["drafters"] += list(_drafters(bench[0], params))
+        return study.record()
 
 
 def name_in(model: str, engine: str) -> str:

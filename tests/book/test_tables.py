@@ -1,6 +1,7 @@
 """Tables against numbers worked out by hand from hand-made records."""
 
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -191,3 +192,30 @@ def fork(near_tie):
 )
 def test_checks_hold_for_a_sound_record_and_catch_what_is_planted(generations, forks, ok):
     assert tables.checks(record(*generations, forks=forks))["ok"].tolist() == ok
+
+
+def test_the_best_k_is_the_range_that_cannot_be_told_apart_and_plain_decoding_is_among_the_choices():
+    """Five prompts; "copy" has K = 3 to 5 alike and offers no more than 4, "slow" never pays, "mixed" cannot be told."""
+    spread, times = (
+        [0.9, 0.95, 1.0, 1.05, 1.1],
+        {"copy": [0.8, 0.7, 0.5, 0.49, 0.49], "slow": [1.1, 1.2, 1.3, 1.4, 1.5]},
+    )
+    rows = [
+        {
+            "drafter": name, "category": "code", "temperature": 0.0, "prompt_id": str(i), "k": k, "n_decoded": 10,
+            "rounds": 5.0, "tau": 2.2, "seconds": scale * seconds[k - 1] * (1 + 0.02 * (i % 2) * (k == 3)),
+            "plain_s": scale,
+        }
+        for name, seconds in times.items() for i, scale in enumerate(spread) for k in range(1, 6)
+    ]  # fmt: skip
+    noisy = [
+        row | {"drafter": "mixed", "seconds": row["plain_s"] * (0.7 if row["prompt_id"] < "2" else 1.1)}
+        for row in rows[:25]
+    ]
+    record = SimpleNamespace(measurements={"replay": {"rows": rows + noisy}}, params={}, provenance={})
+    best = tables.best_range(record).query("category == 'code'").set_index("drafter")
+    assert best["range"].to_dict() == {"copy": "4-5", "slow": "0", "mixed": "0-5"}
+    assert best["k"].to_dict() == {"copy": 4, "slow": 0, "mixed": 1}
+    assert best["longest"].to_dict() == {"copy": 4, "slow": 5, "mixed": 1}
+    assert best["verdict"].to_dict() == {"copy": "pays", "slow": "does not pay", "mixed": "undecided"}
+    assert best.loc["copy", ["speedup", "tau"]].tolist() == pytest.approx([1 / 0.49, 55 / 25])

@@ -12,18 +12,14 @@ from hypothesis import strategies as st
 from specnb.compat.description import Description, State
 from specnb.compat.gguf import describe
 from specnb.errors import InputError
+from specnb.lm import zoo
 from specnb.lm.gguf import binding
 from tests.tiny_models import BYTES, sentencepiece_tokens
 
 U32, I32, F32, BOOL, STRING, ARRAY, U64 = 4, 5, 6, 7, 8, 9, 10
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-LETTERS = [chr(c) for c in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))] + [
-    chr(0x100 + i) for i in range(68)
-]
+LETTERS = [*map(chr, (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100 + 68)))]
 """The alphabet of byte-level BPE, in no particular order."""
-
-
-# --- headers written by hand, so that each field can be wrong --------------------------------------------------------
 
 
 def text(value):
@@ -49,39 +45,28 @@ def pair(key, value):
     return key_value(key, ARRAY, struct.pack(f"<IQ{len(value)}{code}", kind, len(value), *value))
 
 
-def file_of(folder, *pairs, magic=b"GGUF", version=3, n_keys=None, n_tensors=0, rest=b""):
+def file_of(folder, *pairs, magic=b"GGUF", version=3, n_keys=None):
     path = folder / "model.gguf"
-    n = len(pairs) if n_keys is None else n_keys
-    path.write_bytes(magic + struct.pack("<IQQ", version, n_tensors, n) + b"".join(pairs) + rest)
+    path.write_bytes(magic + struct.pack("<IQQ", version, 0, n_keys or len(pairs)) + b"".join(pairs))
     return path
 
 
-def bpe_file(folder, tokens, *pairs, types=None, merges=("a b",), pre="gpt-2", arch="llama"):
-    """A byte-level BPE; `types` are normal where not given."""
-    return file_of(
-        folder,
-        pair("general.architecture", arch),
-        pair("tokenizer.ggml.model", "gpt2"),
-        pair("tokenizer.ggml.pre", pre),
-        pair("tokenizer.ggml.tokens", tokens),
-        pair("tokenizer.ggml.token_type", types or [NORMAL] * len(tokens)),
-        pair("tokenizer.ggml.merges", list(merges)),
-        *pairs,
-    )
+def ggml(**values):
+    """The pairs of a tokenizer."""
+    return [pair(f"tokenizer.ggml.{key}", value) for key, value in values.items()]
 
 
-def letters_and(*more):
-    """All 256 letters, without which llama.cpp cannot load, then more tokens."""
-    return [*LETTERS, *more]
+def bpe_file(folder, tokens=(), *pairs, types=None, pre="gpt-2"):
+    """A byte-level BPE of all 256 letters, without which llama.cpp cannot load, and more tokens, normal by default."""
+    types = [NORMAL] * 256 + (types or [NORMAL] * len(tokens))
+    stated = ggml(model="gpt2", pre=pre, tokens=[*LETTERS, *tokens], token_type=types, merges=["a b"])
+    return file_of(folder, pair("general.architecture", "llama"), *stated, *pairs)
 
 
 def refused(path, value):
     with pytest.raises(InputError) as caught:
         describe(path)
     assert str(path) in str(caught.value) and value in str(caught.value) and "\n" not in str(caught.value)
-
-
-# --- what a sound header says ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -94,7 +79,7 @@ def written(tmp_path):
     out.add_context_length(4096)
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("qwen2")
-    tokens = letters_and("ĠtheĊ", "<|im_end|>", "<|im_start|>", "[PAD259]")
+    tokens = [*LETTERS, "ĠtheĊ", "<|im_end|>", "<|im_start|>", "[PAD259]"]
     out.add_token_list(tokens)
     out.add_token_types([NORMAL] * 257 + [CONTROL, CONTROL, UNUSED])
     out.add_token_scores([0.0] * len(tokens))
@@ -136,9 +121,6 @@ def test_only_the_header_is_needed(written):
     refused(written, "ends inside")
 
 
-# --- the vocabulary -------------------------------------------------------------------------------------------
-
-
 def as_llama_cpp(path):
     """What llama.cpp says of the file itself is what is described from its key-values alone."""
     d = describe(path)
@@ -154,26 +136,22 @@ def as_llama_cpp(path):
     return d
 
 
-@pytest.mark.parametrize(
-    ("tokens", "types", "pairs", "eot"),
-    [
-        (["<|im_end|>"], [NORMAL], [], 256),  # a control token that is not marked as such
-        (["<|im_end|>", "<|endoftext|>"], [CONTROL] * 2, [], None),  # either could be it
-        (["<|im_end|>", "<|eot_id|>"], [CONTROL] * 2, [pair("tokenizer.ggml.eot_token_id", 5)], 5),
-        (["<|im_end|>"], [UNUSED], [], 256),  # its piece is its text, not b""
-        (["<|unused1|>", "x y", "ÿ€", ""], [UNUSED, USER_DEFINED, UNKNOWN, NORMAL], [], None),
-        (["<|fim_pad|>", "<|repo_name|>", "</s>"], [NORMAL] * 3, [pair("tokenizer.chat_template", "{{ x }}")], None),
-        ([], [], [pair("tokenizer.ggml.add_bos_token", True), pair("tokenizer.ggml.add_eos_token", True)], None),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "types", "pairs", "eot"), [
+    (["<|im_end|>"], [NORMAL], [], 256),  # a control token that is not marked as such
+    (["<|im_end|>", "<|endoftext|>"], [CONTROL] * 2, [], None),  # either could be it
+    (["<|im_end|>", "<|eot_id|>"], [CONTROL] * 2, ggml(eot_token_id=5), 5),
+    (["<|im_end|>"], [UNUSED], [], 256),  # its piece is its text, not b""
+    (["<|unused1|>", "x y", "ÿ€", ""], [UNUSED, USER_DEFINED, UNKNOWN, NORMAL], [], None),
+    (["<|fim_pad|>", "<|repo_name|>", "</s>"], [NORMAL] * 3, [pair("tokenizer.chat_template", "{{ x }}")], None),
+    ([], [], ggml(add_bos_token=True, add_eos_token=True), None),
+])  # fmt: skip
 def test_the_vocabulary_from_key_values_is_that_of_the_file(tmp_path, tokens, types, pairs, eot):
-    path = bpe_file(tmp_path, letters_and(*tokens), *pairs, types=[NORMAL] * 256 + types)
-    assert as_llama_cpp(path).eot == eot
+    assert as_llama_cpp(bpe_file(tmp_path, tokens, *pairs, types=types)).eot == eot
 
 
 def test_defaults_by_pre_tokenizer_are_llama_cpps(tmp_path):
     for pre, bos in (("llama-bpe", 11), ("glm4", None), ("gemma4", 11)):
-        d = as_llama_cpp(bpe_file(tmp_path, letters_and("▁a"), pre=pre))
+        d = as_llama_cpp(bpe_file(tmp_path, ["▁a"], pre=pre))
         assert d.add_bos == (bos is not None) and d.bos == bos
 
 
@@ -182,38 +160,25 @@ def test_sentencepiece_and_wordpiece_are_llama_cpps(tmp_path, model):
     tokens = [t.decode() for t in sentencepiece_tokens(all_bytes=True)]
     kinds = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
     kinds |= {b.decode(): BYTE for b in BYTES} if model != "bert" else {}  # on these llama.cpp ends the process
-    path = file_of(
-        tmp_path,
-        pair("general.architecture", "llama"),
-        pair("tokenizer.ggml.model", model),
-        pair("tokenizer.ggml.tokens", tokens),
-        pair("tokenizer.ggml.scores", [float(i) for i in range(len(tokens))]),
-        pair("tokenizer.ggml.token_type", [kinds.get(t, NORMAL) for t in tokens]),
-    )
-    d = as_llama_cpp(path)
+    types, scores = [kinds.get(t, NORMAL) for t in tokens], [float(i) for i in range(len(tokens))]
+    stated = ggml(model=model, tokens=tokens, scores=scores, token_type=types)
+    d = as_llama_cpp(file_of(tmp_path, pair("general.architecture", "llama"), *stated))
     assert d.vocab.pieces[tokens.index("<0x0A>")] == (b"\n" if model != "bert" else b"<0x0A>")
     assert d.vocab.pieces[tokens.index("▁")] == b" "
 
 
 @pytest.mark.model
 def test_the_real_header_is_what_llama_cpp_reads(opened):
-    from specnb.lm import zoo
-
-    path = zoo.path("smollm2-135m")
-    d = as_llama_cpp(path)
-    assert d.vocab.pieces == opened("smollm2-135m").vocab.pieces
+    d, model = as_llama_cpp(zoo.path("smollm2-135m")), opened("smollm2-135m")
+    assert d.vocab.pieces == model.vocab.pieces and d.merges.count == 48900
     assert (d.n_tokens, d.vocab_size, d.n_ctx) == (49152, 49152, 8192)
-    assert d.merges.count == 48900
-    assert d.encode("Hello 12 é") == opened("smollm2-135m").encode("Hello 12 é", special=False)
-
-
-# --- hostile files ---------------------------------------------------------------------------------------------------
+    assert d.encode("Hello 12 é") == model.encode("Hello 12 é", special=False)
 
 
 def test_a_special_id_out_of_range_is_llama_cpps_default(tmp_path):
     """Old converters wrote -1 or the number of tokens for "none"; llama.cpp opens these files, and so must we."""
-    out = {"bos": 256, "padding": 2**32 - 1, "eos": 2**32 - 1}
-    d = describe(bpe_file(tmp_path, letters_and(), *(pair(f"tokenizer.ggml.{k}_token_id", i) for k, i in out.items())))
+    out = ggml(bos_token_id=256, padding_token_id=2**32 - 1, eos_token_id=2**32 - 1)
+    d = describe(bpe_file(tmp_path, [], *out))
     assert (d.bos, d.pad, d.eos) == (11, None, 11)
 
 
@@ -222,39 +187,35 @@ def shard(number):
     return [*pairs, pair("general.architecture", "llama")]
 
 
-def test_a_first_shard_is_read(tmp_path):
+def test_a_first_shard_is_read_and_no_vocabulary_is_none(tmp_path):
     described = describe(file_of(tmp_path, *shard(0)))
     assert (described.architecture, described.vocab) == ("llama", None)
 
 
-SOUND = (pair("tokenizer.ggml.model", "gpt2"), pair("tokenizer.ggml.tokens", LETTERS))
-BERT = (pair("tokenizer.ggml.model", "bert"), pair("tokenizer.ggml.tokens", ["<0x0A>"]))
+SOUND = {"model": "gpt2", "tokens": LETTERS}
 
 
-@pytest.mark.parametrize(
-    ("value", "pairs", "options"),
-    [
-        ("shard 2 of 3", shard(1), {}),
-        ("GGML", [], {"magic": b"GGML"}),
-        ("version 0x1", [], {"version": 1}),
-        ("0x3000000", [], {"version": 3 << 24}),  # big endian
-        ("ends inside", [], {"n_keys": 10**12}),
-        (str(10**12), [key_value("a", STRING, struct.pack("<Q", 10**12) + b"x")], {}),
-        ("ends inside", [key_value("a", ARRAY, struct.pack("<IQ", STRING, 10**11))], {}),
-        ("9", [key_value("a", ARRAY, struct.pack("<IQ", ARRAY, 1))], {}),
-        ("13", [key_value("a", 13, b"xxxx")], {}),
-        ("'a'", [pair("a", 1), pair("a", 2)], {}),
-        ("tokenizer.ggml.tokens", [SOUND[0]], {}),
-        ("b'a'", [SOUND[0], pair("tokenizer.ggml.tokens", ["a", "b", "a"])], {}),  # these end llama.cpp's process
-        ("1 int32", [*SOUND, pair("tokenizer.ggml.token_type", [1])], {}),
-        ("<0x0A>", [*BERT, pair("tokenizer.ggml.token_type", [BYTE])], {}),
-        ("merges is 1", [*SOUND, pair("tokenizer.ggml.merges", 1)], {}),
-        ("'magic'", [pair("tokenizer.ggml.model", "magic"), SOUND[1]], {}),  # and these are its errors
-        ("eos_token_id", [*SOUND, pair("tokenizer.ggml.eos_token_id", "2")], {}),
-        ("add_bos_token", [*SOUND, pair("tokenizer.ggml.add_bos_token", 1)], {}),
-        ("4294967295", [*SOUND, pair("None.vocab_size", 2**32 - 1)], {}),
-    ],
-)
+@pytest.mark.parametrize(("value", "pairs", "options"), [
+    ("shard 2 of 3", shard(1), {}),
+    ("GGML", [], {"magic": b"GGML"}),
+    ("version 0x1", [], {"version": 1}),
+    ("0x3000000", [], {"version": 3 << 24}),  # big endian
+    ("ends inside", [], {"n_keys": 10**12}),
+    (str(10**12), [key_value("a", STRING, struct.pack("<Q", 10**12) + b"x")], {}),
+    ("ends inside", [key_value("a", ARRAY, struct.pack("<IQ", STRING, 10**11))], {}),
+    ("9", [key_value("a", ARRAY, struct.pack("<IQ", ARRAY, 1))], {}),
+    ("13", [key_value("a", 13, b"xxxx")], {}),
+    ("'a'", [pair("a", 1), pair("a", 2)], {}),
+    ("tokenizer.ggml.tokens", ggml(model="gpt2"), {}),
+    ("b'a'", ggml(model="gpt2", tokens=["a", "b", "a"]), {}),  # these end llama.cpp's process
+    ("1 int32", ggml(**SOUND, token_type=[1]), {}),
+    ("<0x0A>", ggml(model="bert", tokens=["<0x0A>"], token_type=[BYTE]), {}),
+    ("merges is 1", ggml(**SOUND, merges=1), {}),
+    ("'magic'", ggml(model="magic", tokens=LETTERS), {}),  # and these are its errors
+    ("eos_token_id", ggml(**SOUND, eos_token_id="2"), {}),
+    ("add_bos_token", ggml(**SOUND, add_bos_token=1), {}),
+    ("4294967295", [*ggml(**SOUND), pair("None.vocab_size", 2**32 - 1)], {}),
+])  # fmt: skip
 def test_a_header_that_cannot_be_is_one_error_with_the_value(tmp_path, value, pairs, options):
     refused(file_of(tmp_path, *pairs, **options), value)
 
@@ -262,7 +223,7 @@ def test_a_header_that_cannot_be_is_one_error_with_the_value(tmp_path, value, pa
 @given(changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4), kept=st.floats(0, 1))
 def test_a_damaged_header_is_read_or_refused(tmp_path_factory, changes, kept):
     folder = tmp_path_factory.mktemp("damaged")
-    path = bpe_file(folder, letters_and("<|im_end|>"), pair("llama.vocab_size", 257))
+    path = bpe_file(folder, ["<|im_end|>"], pair("llama.vocab_size", 257))
     data = bytearray(path.read_bytes())
     for place, byte in changes:
         data[int(place * (len(data) - 1))] = byte

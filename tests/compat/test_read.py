@@ -1,6 +1,7 @@
 """One name, one reader: whatever a user may write is described or refused with what could be written instead."""
 
 from fnmatch import fnmatch
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -13,13 +14,11 @@ from specnb.errors import FetchError, InputError
 from specnb.lm import zoo
 from specnb.lm.gguf import binding
 from tests.compat.test_folder import byte_level_tokenizer, folder_of, line, tiktoken
-from tests.compat.test_gguf import bpe_file, letters_and
-
-REQUEST = httpx.Request("GET", "https://hub.invalid")
+from tests.compat.test_gguf import bpe_file
 
 
 def test_each_kind_of_source_finds_its_reader(tmp_path, monkeypatch):
-    gguf = bpe_file(tmp_path, letters_and())
+    gguf = bpe_file(tmp_path)
     folder = folder_of(tmp_path / "model", byte_level_tokenizer())
     ranks = tiktoken(tmp_path / "o.tiktoken", line(b"a", 0))
     assert describe(gguf).vocab.size == 256
@@ -33,10 +32,10 @@ def test_each_kind_of_source_finds_its_reader(tmp_path, monkeypatch):
     assert named.name == f"{gguf}?backend=hf" and named.source == str(gguf)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["nonsense", "", "?", "a/b", "a\0b", "~nobody-here/model", "smollm3", "absent.gguf", "smollm2-135m:q9"],
-)
+NOTHING = ["nonsense", "", "?", "a/b", "a\0b", "~nobody-here/model", "smollm3", "absent.gguf", "smollm2-135m:q9"]
+
+
+@pytest.mark.parametrize("name", NOTHING)
 def test_what_is_nothing_of_these(name):
     with pytest.raises(InputError) as caught:
         describe(name)
@@ -44,7 +43,7 @@ def test_what_is_nothing_of_these(name):
 
 
 def test_a_copy_of_another_type_is_not_made_to_read_its_header(tmp_path, monkeypatch):
-    shipped, asked = bpe_file(tmp_path, letters_and()), []
+    shipped, asked = bpe_file(tmp_path), []
     monkeypatch.setattr(zoo, "path", lambda name: asked.append(name) or shipped)
     monkeypatch.setattr(binding, "requantize", lambda *_: pytest.fail("a model was requantised"))
     copy, base = describe("smollm2-135m:q4_0"), describe("smollm2-135m")
@@ -58,51 +57,34 @@ def test_what_can_be_run_is_told_from_what_only_describes(tmp_path):
     assert [opens(n) for n in ("gpt-2", "qwen3-0.6b", folder / "tokenizer.json", "o.tiktoken")] == [False] * 4
 
 
-# --- the hub ------------------------------------------------------------------------------------------------------
-
 LLAMA = "meta-llama/Llama-3.2-1B-Instruct"
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """What is asked of the hub's library; it answers with the folder of a tokenizer."""
-    asked = []
     folder = folder_of(tmp_path / "snapshot", byte_level_tokenizer())
-
-    def download(repo, **options):
-        asked.append((repo, options))
-        return str(folder)
-
+    download = Mock(return_value=str(folder))
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    return asked
+    return download.call_args_list
 
 
 def test_a_tokenizer_is_fetched_at_its_revision_without_weights_and_without_code(hub):
     described = describe("hf:org/tiny?revision=older&backend=hf")
     assert described.vocab.size == 272 and described.name == "hf:org/tiny?revision=older&backend=hf"
-    ((repo, options),) = hub
+    (((repo,), options),) = hub
     assert (repo, options["revision"]) == ("org/tiny", "older")
     assert not any(fnmatch(name, p) for p in options["allow_patterns"] for name in ("model.safetensors", "modeling.py"))
 
 
-@pytest.mark.parametrize(
-    ("error", "remedy"),
-    [
-        (
-            GatedRepoError("403\nCannot access gated repo", response=httpx.Response(403, request=REQUEST)),
-            "hf auth login",
-        ),
-        (ConnectionError("no route"), "no route"),
-    ],
-)
-def test_what_the_hub_refuses_is_one_error_with_the_remedy(monkeypatch, error, remedy):
-    def refuse(*_, **__):
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(FetchError, match=f"hf:org/name.*{remedy}") as caught:
-        describe("hf:org/name")
-    assert "\n" not in str(caught.value)
+def test_what_the_hub_refuses_is_one_error_with_the_remedy(monkeypatch):
+    refused = httpx.Response(403, request=httpx.Request("GET", "https://hub.invalid"))
+    gated = GatedRepoError("403\nCannot access gated repo", response=refused)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=[gated, ConnectionError("no route")]))
+    for remedy in ("hf auth login", "no route"):
+        with pytest.raises(FetchError, match=f"hf:org/name.*{remedy}") as caught:
+            describe("hf:org/name")
+        assert "\n" not in str(caught.value)
 
 
 def test_a_family_that_may_not_be_shipped_is_compared_once_its_name_on_the_hub_is_given(hub):
@@ -112,4 +94,4 @@ def test_a_family_that_may_not_be_shipped_is_compared_once_its_name_on_the_hub_i
     (pieces,) = (f for f in report.findings if f.topic == "pieces")
     name = next(word for word in pieces.remedy.split() if word.startswith("hf:"))
     assert report.verdict is Verdict.UNKNOWN and name == f"hf:{LLAMA}"
-    assert check(describe(name), draft).verdict is Verdict.TRANSLATION and hub[0][0] == LLAMA
+    assert check(describe(name), draft).verdict is Verdict.TRANSLATION and hub[0].args == (LLAMA,)

@@ -1,16 +1,17 @@
 """A draft model behind other vocabularies: what the trial counts, and that nothing is lost or left open."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
-from specnb.book import compat as figures
 from specnb.compat import trial
 from specnb.compat.description import Description, Family
 from specnb.errors import VocabularyMismatch
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 from specnb.params import CompatibilityParams
+from tests.measure.test_adaptive import Reading
 
 SMALL = CompatibilityParams(
     target="t", draft="turned", draft_model="d", families=["half"], prompts_per_category=1, max_new_tokens=20
@@ -25,22 +26,9 @@ def family(name, *pieces):
 FAMILIES = {"turned": family("turned", *"gfedcba"), "half": family("half", *"abcdxyzuv")}
 
 
-class Reading(toy.ToyLM):
-    """Reads any text: each byte is a token, modulo its few."""
-
-    closed = 0
-
-    def encode(self, text, *, special=True):
-        return [b % self.vocab.size for b in text.encode()][-40:]
-
-    def close(self):
-        self.closed += 1
-        super().close()
-
-
 def reading(order=2, sharpness=1.5, name="toy"):
     model = toy.markov(7, order=order, seed=1, sharpness=sharpness)
-    model.__class__, model.name = Reading, name
+    model.__class__, model.name, model.close = Reading, name, Mock()
     return model
 
 
@@ -59,7 +47,7 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     rows = record.measurements["trial"]
     assert [r["vocabulary"] for r in rows] == [trial.UNCHANGED, "turned", "half"]
     assert [done for done, _, _ in seen] == list(range(8)) and {total for _, total, _ in seen} == {8}
-    assert len(record.generations) == 2 * 4 and [m.closed for m in models.values()] == [1, 1, 0]
+    assert len(record.generations) == 2 * 4 and [m.close.call_count for m in models.values()] == [1, 1, 0]
     assert all(r["same_text"] and 0 <= r["accepted"] <= r["drafted"] for r in rows)
     own, turned, half = rows
     assert own["translated"] == "not needed" and own["pieces_shared"] == 1
@@ -69,11 +57,6 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     assert record.generations[-1].drafter == "d as half"
     runs = record.generations[2:4]
     assert own["tau"] == pytest.approx(sum(g.tau * len(g.rounds) for g in runs) / sum(len(g.rounds) for g in runs))
-
-
-def test_what_was_predicted_stands_beside_what_came_of_it(models):
-    rows = trial.run(SMALL).measurements["trial"]
-    own, turned, half = rows
     assert all(0 <= r["in_reach"] <= 1 and r["tau"] <= r["tau_bound"] + 1e-9 for r in rows)
     assert own["predicted_rate"] == pytest.approx(own["acceptance_rate"], abs=0.1), "the same run, as one number"
     # no toy writes the ordinary text, so the share of it that is in reach is not known, and nothing is predicted
@@ -86,27 +69,13 @@ def test_a_draft_model_of_another_family_is_no_measure_of_itself(models, monkeyp
     monkeypatch.setitem(models, "d", trial.speaking(reading(sharpness=1.0), Family(FAMILIES["half"])))
     rows = trial.run(SMALL).measurements["trial"]
     assert rows[0]["translated"] == "tokens" and not any(r["predicted_rate"] for r in rows)
+    with pytest.raises(VocabularyMismatch, match="share not one token"):
+        trial.speaking(reading(), Family(family("cyrillic", "д", "ж")))
 
 
 def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models):
     record = trial.run(SMALL.model_copy(update={"draft": "e", "families": []}))
     own, other = record.measurements["trial"]
     assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None
-    assert record.generations[-1].drafter == "e" and [m.closed for m in models.values()] == [1, 1, 1]
+    assert record.generations[-1].drafter == "e" and [m.close.call_count for m in models.values()] == [1, 1, 1]
     assert own["predicted_rate"] is not None and "e" in json.dumps(record.provenance["models"])
-
-
-def test_a_family_with_nothing_in_common_is_refused():
-    with pytest.raises(VocabularyMismatch, match="share not one token"):
-        trial.speaking(reading(), Family(family("cyrillic", "д", "ж")))
-
-
-def test_the_figure_shows_each_vocabulary(models):
-    import pandas as pd
-
-    table = pd.DataFrame(trial.run(SMALL).measurements["trial"]).assign(text_shared=[1.0, 1.0, 0.5])
-    figure = figures.overlap_against_acceptance(table)
-    *marks, predicted = figure.data
-    assert [t.name.split(" (")[0] for t in marks] == table["vocabulary"].tolist()
-    assert predicted.name == "predicted from the first" and list(predicted.text) == [trial.UNCHANGED]
-    assert len(figures.overlap_against_acceptance(table.assign(predicted_rate=None)).data) == len(marks)

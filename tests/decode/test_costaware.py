@@ -21,22 +21,17 @@ def cost_aware(cost, **options):
     return CostAware([cost.curve.seconds(n) for n in range(K_MAX + 2)], cost.c * cost.curve.seconds(1), **options)
 
 
+DRAFTERS = {
+    "lookup": lambda seed: LookupDrafter(),
+    "same": lambda seed: ModelDrafter(toy.markov(4, order=2, seed=seed)),
+    "other": lambda seed: ModelDrafter(toy.markov(4, order=1, seed=seed + 50)),
+}
+
+
 def recordings(drafter, seeds=range(4), n=120):
-    recorded = []
-    for seed in seeds:
-        target = toy.markov(4, order=2, seed=seed)
-        chosen = {
-            "lookup": LookupDrafter(),
-            "same": ModelDrafter(toy.markov(4, order=2, seed=seed)),
-            "other": ModelDrafter(toy.markov(4, order=1, seed=seed + 50)),
-        }[drafter]
-        ((_, (recording,)),) = record(target, [chosen], [[0, 1, 2]], k_max=K_MAX, max_new_tokens=n, astray=True)
-        recorded.append(recording)
-    return recorded
-
-
-def seconds(group, control, cost):
-    return sum(counts_of(r, walk(r, control)).seconds(cost) for r in group)
+    limits = {"k_max": K_MAX, "max_new_tokens": n, "astray": True}
+    targets = [(toy.markov(4, order=2, seed=seed), DRAFTERS[drafter](seed)) for seed in seeds]
+    return [r for target, chosen in targets for _, (r,) in record(target, [chosen], [[0, 1, 2]], **limits)]
 
 
 def even(kept, top, entropy, n=200):
@@ -82,7 +77,8 @@ def test_it_comes_close_to_the_best_fixed_k_in_hindsight(drafter, cost):
     cost = cost if drafter != "lookup" else cost._replace(c=0.0)
     group = recordings(drafter)
     best = min(sum(fixed_k(r, k).seconds(cost) for r in group) for k in range(K_MAX + 1))
-    assert best / seconds(group, cost_aware(cost), cost) > 0.93
+    control = cost_aware(cost)
+    assert best / sum(counts_of(r, walk(r, control)).seconds(cost) for r in group) > 0.93
 
 
 def test_for_a_drafter_that_tells_nothing_k_is_the_best_by_position():

@@ -27,19 +27,13 @@ def with_vocab(**changes):
     return model
 
 
-# --- prompts --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prompt", ["bcd", [1, 2, 3], np.array([1, 2, 3]), range(1, 4)], ids=str)
-def test_text_and_ids_are_the_same_prompt(prompt):
+def test_text_and_ids_are_the_same_prompt_and_one_of_the_collection_lends_its_name(prompt):
     generation = generate(toy.cyclic(5), prompt, max_new_tokens=3)
     assert generation.prompt_ids == (1, 2, 3) and generation.token_ids == (4, 0, 1) and generation.text == "eab"
     assert all(type(i) is int for i in generation.prompt_ids)
-
-
-def test_a_prompt_of_the_collection_lends_its_name_and_category():
-    generation = generate(toy.cyclic(5), Prompt(id="p-1", category="code", text="ab"), max_new_tokens=1)
-    assert (generation.prompt_id, generation.category, generation.prompt_ids) == ("p-1", "code", (0, 1))
+    named = generate(toy.cyclic(5), Prompt(id="p-1", category="code", text="bcd"), max_new_tokens=3)
+    assert (named.prompt_id, named.category, named.prompt_ids) == ("p-1", "code", (1, 2, 3))
 
 
 def test_messages_go_through_the_chat_template_and_bos_is_not_added_again():
@@ -67,19 +61,6 @@ def test_what_is_no_prompt_is_refused_with_its_value(prompt, named):
         generate(with_vocab(bos=None), prompt)
 
 
-# --- limits ---------------------------------------------------------------------------------------------------------
-
-
-@EACH_DRAFTER
-@pytest.mark.parametrize("n", [0, 1, 2])
-def test_few_or_no_tokens_and_an_untouched_prompt(drafter, n):
-    prompt = [0, 1, 2, 3, 4, 0]
-    generation = generate(toy.cyclic(5), prompt, drafter=drafter, k=8, max_new_tokens=n)
-    assert generation.token_ids == (1, 2)[:n] and generation.text == "bc"[:n] and generation.stop_reason == "length"
-    assert generation.summary().n_tokens == n and generation.total_draft_tokens <= max(0, n - 1)
-    assert prompt == [0, 1, 2, 3, 4, 0]
-
-
 @pytest.mark.parametrize(("settings", "named"), [
     ({"k": -1}, "k must be .*-1"), ({"max_new_tokens": -2}, "max_new_tokens .*-2"), ({"top_p": 0}, "top_p .*0"),
     ({"rule": "tree"}, "'tree'"), ({"rule": "typical"}, "'typical'"), ({"stop": ("",)}, "stop string"),
@@ -91,23 +72,17 @@ def test_wrong_settings_are_refused_before_anything_is_loaded(settings, named, m
 
 
 @EACH_DRAFTER
-def test_the_end_token_is_kept_as_id_and_not_shown(drafter):
-    target = with_vocab(eog=frozenset({4}))
-    generation = generate(target, [0, 1, 2, 3, 4, 0], drafter=drafter)
-    assert (generation.token_ids, generation.text, generation.stop_reason) == ((1, 2, 3, 4), "bcd", "eog")
-    on = generate(target, [0, 1, 2, 3, 4, 0], drafter=drafter, max_new_tokens=6, ignore_eog=True)
-    assert (on.token_ids, on.text, on.stop_reason) == ((1, 2, 3, 4, 0, 1), "bcdab", "length")
+@pytest.mark.parametrize(("settings", "ids", "text", "reason"), [
+    ({}, (2, 3, 4), "cd", "eog"),  # kept as an id, and not shown
+    ({"max_new_tokens": 6, "ignore_eog": True}, (2, 3, 4, 0, 1, 2), "cdabc", "length"),
+    ({"max_new_tokens": 0}, (), "", "length"),
+    ({"stop": "da", "ignore_eog": True}, (2, 3, 4, 0), "c", "stop_string"),  # one string, not one for each letter
+    ({"stop": ("zz", "da"), "ignore_eog": True}, (2, 3, 4, 0), "c", "stop_string"),
+])  # fmt: skip
+def test_where_ids_and_text_end(drafter, settings, ids, text, reason):
+    generation = generate(with_vocab(eog=frozenset({4})), "ab", drafter=drafter, k=6, **settings)
+    assert (generation.token_ids, generation.text, generation.stop_reason) == (ids, text, reason)
 
-
-@EACH_DRAFTER
-@pytest.mark.parametrize("stop", ["ea", ("zz", "ea")], ids=str)
-def test_text_ends_before_the_stop_string_and_ids_with_the_token_that_completes_it(drafter, stop):
-    """A single text is one stop string, not one for each of its letters."""
-    generation = generate(toy.cyclic(5), "ab", drafter=drafter, k=6, stop=stop)
-    assert (generation.token_ids, generation.text, generation.stop_reason) == ((2, 3, 4, 0), "cd", "stop_string")
-
-
-# --- the record -----------------------------------------------------------------------------------------------------
 
 LOOKUP = "lookup(n=1..6,x4)"
 
@@ -126,46 +101,21 @@ def test_the_record_says_what_was_run(drafter, temperature, rule, recorded):
     assert 0 < g.prefill_s < g.wall_s
 
 
-# --- names: what is opened here is closed here ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def opening(monkeypatch):
-    """`opening(drafter, fallback)` lets names open a toy target and this drafter; the list that is returned fills with
-    what was closed."""
-
-    def opens(drafter, fallback=None):
-        closed, target = [], toy.cyclic(5)
-        target.close = lambda: closed.append("target")
-        if drafter:
-            drafter.close = lambda: closed.append("drafter")
-        monkeypatch.setattr(module, "load", lambda name: target)
-        monkeypatch.setattr(module, "load_drafter", lambda *_, **__: LoadedDrafter(drafter, fallback))
-        return closed
-
-    return opens
-
-
-def test_models_given_by_name_are_closed_also_after_an_error_and_opened_ones_stay_open(opening):
-    drafter = LookupDrafter()
-    closed = opening(drafter)
+def test_models_given_by_name_are_closed_also_after_an_error_and_a_fallback_is_recorded(monkeypatch):
+    closed, target, drafter = [], toy.cyclic(5), LookupDrafter()
+    target.close, drafter.close = lambda: closed.append("target"), lambda: closed.append("drafter")
+    loaded = iter([LoadedDrafter(drafter), LoadedDrafter(drafter), LoadedDrafter(None, "LoadError: damaged")])
+    monkeypatch.setattr(module, "load", lambda name: target)
+    monkeypatch.setattr(module, "load_drafter", lambda *_, **__: next(loaded))
     assert generate("t", "abc", drafter="d", max_new_tokens=4, strict=True).token_ids == (3, 4, 0, 1)
     with pytest.raises(SpecnbError):
         generate("t", "!", drafter="d")
     assert sorted(closed) == ["drafter"] * 2 + ["target"] * 2
     generate(toy.cyclic(5), "abc", drafter=drafter, max_new_tokens=4)
-    assert len(closed) == 4
-
-
-def test_a_fallback_is_recorded_and_equals_plain_decoding(opening):
-    opening(None, "LoadError: the file is damaged")
-    generation = generate("t", "abc", drafter="d", k=5, max_new_tokens=9)
-    assert generation.fallback == "LoadError: the file is damaged" == generation.summary().fallback
-    assert (generation.drafter, generation.k, generation.rule) == ("", 0, "")
-    assert generation.token_ids == generate(toy.cyclic(5), "abc", max_new_tokens=9).token_ids
-
-
-# --- what a call loads ----------------------------------------------------------------------------------------------
+    assert len(closed) == 4, "what was opened elsewhere stays open"
+    alone = generate("t", "abc", drafter="d", k=5, max_new_tokens=4)
+    assert alone.fallback == "LoadError: damaged" == alone.summary().fallback and alone.token_ids == (3, 4, 0, 1)
+    assert (alone.drafter, alone.k, alone.rule) == ("", 0, "")
 
 
 @pytest.mark.parametrize("stop", [(), ("é",), ("c",), ("éa", "cé"), ("never",)])

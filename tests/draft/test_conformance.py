@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from specnb.decode.generate import generate
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft import base
-from specnb.draft.base import Proposal, TokenView
+from specnb.draft.base import TokenView
 from specnb.draft.model import ModelDrafter
 from specnb.draft.translate import StringMatch, TokenIntersection
 from specnb.registry import DRAFTERS, resolve
 from tests.laws.vocabularies import model
 
-NEEDS_A_MODEL = {"self": "requantises the target's file", "medusa": "heads of one target"}
+NEEDS_A_MODEL = {"self", "medusa"}
 """Registered drafters that no toy target can have; their own tests hold them to the same laws."""
 PIECES = (b"a", b"b", b"ab", b"c", b"ba")
 LETTERS = (b"b", b"a", b"x")
@@ -69,27 +69,22 @@ def test_a_proposal_is_sound_and_what_a_fresh_drafter_would_propose(make, prompt
     drafter.start(view)
     for k, kept, following, cut in rounds:
         proposal = drafter.propose(view, k, chooser(temperature))
-        check(proposal, k, target.vocab.size)
+        rows, ids = proposal.q_draft, proposal.ids
+        assert len(ids) <= k and all(0 <= token < target.vocab.size for token in ids) and proposal.forward_s >= 0
+        if rows is not None:
+            assert rows.shape == (len(ids), target.vocab.size) and rows.dtype == np.float64 and (rows >= 0).all()
+            np.testing.assert_allclose(rows.sum(axis=1), 1, atol=1e-9)
+            assert (rows[range(len(ids)), ids] > 0).all()
         fresh = make(target)
         fresh.start(TokenView(list(tokens)))
         again = fresh.propose(view, k, chooser(temperature))
         assert proposal.ids == again.ids
-        if proposal.q_draft is not None:
-            np.testing.assert_array_equal(proposal.q_draft, again.q_draft)
+        if rows is not None:
+            np.testing.assert_array_equal(rows, again.q_draft)
         committed = [*proposal.ids[:kept], following]
         tokens += committed[: max(1, len(committed) - cut)]
         drafter.commit(view)
     drafter.close()
-
-
-def check(proposal: Proposal, k: int, vocab_size: int) -> None:
-    assert len(proposal.ids) <= k and all(0 <= token < vocab_size for token in proposal.ids)
-    assert proposal.forward_s >= 0
-    if proposal.q_draft is not None:
-        assert proposal.q_draft.shape == (len(proposal.ids), vocab_size) and proposal.q_draft.dtype == np.float64
-        np.testing.assert_allclose(proposal.q_draft.sum(axis=1), 1, atol=1e-9)
-        assert (proposal.q_draft >= 0).all()
-        assert all(row[token] > 0 for row, token in zip(proposal.q_draft, proposal.ids, strict=True))
 
 
 @every_drafter
@@ -103,7 +98,3 @@ def test_greedy_output_is_that_of_plain_decoding_and_a_drafter_serves_again(make
         assert drafted.token_ids == plain.token_ids
         assert generate(target, prompt, drafter=drafter, k=1, max_new_tokens=30).token_ids == plain.token_ids
     drafter.close()
-
-
-def test_drafters_that_are_left_out_are_registered():
-    assert NEEDS_A_MODEL.keys() <= DRAFTERS.keys()

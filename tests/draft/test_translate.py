@@ -37,8 +37,6 @@ def pairs(target, draft):
     return dict(zip(found.draft_ids.tolist(), found.target_ids.tolist(), strict=True))
 
 
-# --- the map --------------------------------------------------------------------------------------------------------
-
 ANY = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"\xf0\x9f", b"<s>", b""]), min_size=1, max_size=10)
 
 
@@ -59,10 +57,17 @@ def test_a_pair_has_equal_bytes_and_both_are_text_or_both_control(pieces, others
         assert len(made.draft_ids) == len(kinds[0] & kinds[1]), "nothing shared is left out"
 
 
-def test_a_bos_before_every_text_is_the_drafts_own_and_one_that_says_more_is_not():
+def test_a_bos_before_every_text_is_the_drafts_own_once_and_one_that_says_more_is_not():
     target = model([b"<s>", b"a", b"<u>"], special=frozenset({0, 2}), bos=0, add_bos=True)
-    draft = model([b"a", b"<b>", b"<", b"s", b"u", b">"], special=frozenset({1}), bos=1, eos=1)
+    draft = model([b"a", b"<b>", b"<", b"s", b"u", b">"], special=frozenset({1}), bos=1, eos=1, add_bos=True)
     assert mapped(target, draft).draft_of(0) == 1 and mapped(target, draft).draft_of(2) is None
+    for ids in ([0, 1], [1]):
+        made = TokenIntersection(draft, target)
+        for token in ids:
+            made.forward([token])
+        assert draft._ids == [1, 0] and made.n_past == len(ids)
+        made.rewind(len(ids))
+        assert draft._ids == []
     target.vocab = replace(target.vocab, add_bos=False)
     assert mapped(target, draft).draft_of(0) is None, "it is a mark among others, such as <|im_start|>"
 
@@ -117,50 +122,32 @@ def test_of_repeated_pieces_the_one_that_is_written_is_taken_else_the_smallest()
     assert pairs(spm, model([b"b", b"a"])) == {0: 5, 1: 4}
 
 
-# --- a draft model that speaks the target's ids -----------------------------------------------------------------------
-
-
-def test_a_draft_that_begins_with_bos_gets_it_once():
-    target = model([b"<s>", b"a", b"b"], special=frozenset({0}), bos=0)
-    draft = model([b"b", b"a", b"<b>"], special=frozenset({2}), bos=2, add_bos=True)
-    for ids in ([0, 1, 2], [1, 2]):
-        made = TokenIntersection(draft, target)
-        made.reset()
-        made.forward(ids)
-        assert draft._ids == [2, 1, 0] and made.n_past == len(ids)
-        made.rewind(len(ids))
-        assert draft._ids == []
-
-
-def test_a_row_that_excludes_everything_shared_still_drafts():
-    target = model([b"x", b"a", b"b"], order=2)
-    draft = toy.ToyLM(lambda _: np.array([0.5, -np.inf, -np.inf]), Vocabulary((b"z", b"a", b"x"), kind="toy"))
-    made = generate(target, [1, 1], drafter=TokenIntersection(draft, target), k=3, max_new_tokens=9)
-    assert made.token_ids == generate(target, [1, 1], max_new_tokens=9).token_ids and made.total_draft_tokens > 0
-
-
 @pytest.mark.parametrize("row", [[np.nan, 1, 0], [np.inf, 1, 0], [1, np.nan, 0], [-np.inf] * 3], ids=str)
 @pytest.mark.parametrize("make", [TokenIntersection, StringMatch])
-def test_a_broken_row_is_reported_wherever_it_is_broken(make, row):
+def test_a_broken_row_is_reported_wherever_it_is_broken_and_one_without_anything_shared_drafts(make, row):
     """The first of the draft's pieces is not shared."""
     target = model([b"x", b"a", b"b"], order=2)
     draft = toy.ToyLM(lambda _: np.array(row, dtype=float), Vocabulary((b"z", b"a", b"x"), kind="toy"))
     with pytest.raises(NonFiniteLogits, match="while drafting"):
         generate(target, [1, 1], drafter=make(draft, target), k=2, max_new_tokens=9)
+    draft._logits_of = lambda _: np.array([0.5, -np.inf, -np.inf])
+    made = generate(target, [1, 1], drafter=TokenIntersection(draft, target), k=3, max_new_tokens=9)
+    assert made.token_ids == generate(target, [1, 1], max_new_tokens=9).token_ids and made.total_draft_tokens > 0
 
 
-# --- text as tokens, bit by bit ---------------------------------------------------------------------------------------
-
-
-@given(st.binary(max_size=12))
-def test_any_bytes_are_spelled(text):
-    everything = model([bytes([i]) for i in range(256)] + [b"\xe2\x82", "€".encode(), b"ab"])
+@given(st.binary(max_size=12), st.binary(max_size=4))
+def test_any_bytes_are_spelled_and_a_control_token_parts_them(text, more):
+    pieces = [bytes([i]) for i in range(256)] + [b"\xe2\x82", "€".encode(), b"ab", b"<x>"]
+    everything = model(pieces, special=frozenset({259}))
     everything.encode = lambda text, special=True: Longest(everything).spell(text.encode())
-    assert everything.vocab.raw_bytes(Longest(everything).spell(text)) == text
     grown = GrowingSpelling(everything)
     for byte in text:
         grown.add(bytes([byte]))
-    assert everything.vocab.raw_bytes(grown.ids) == text
+    assert everything.vocab.raw_bytes(grown.ids) == text == everything.vocab.raw_bytes(Longest(everything).spell(text))
+    before = [*grown.ids, 259]
+    grown.add_control(259)
+    grown.add(more)
+    assert grown.ids[: len(before)] == before and everything.vocab.raw_bytes(grown.ids[len(before) :]) == more
 
 
 def test_written_is_exact_or_nothing():
@@ -174,28 +161,11 @@ def test_written_is_exact_or_nothing():
     assert written(model([b"a", b"b"], eog=frozenset({1})), b"", b"ab") is None, "an end is never made from text"
 
 
-def test_control_tokens_part_the_text():
-    grown = GrowingSpelling(model([b"a", b"b", b"ab", b"<x>"], special=frozenset({3})))
-    grown.add(b"a")
-    grown.add_control(3)
-    grown.add(b"b")
-    assert grown.ids == [0, 3, 1]
-    grown.add(b"ab")
-    assert grown.ids == [0, 3, 1, 2]
-
-
-# --- strings --------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_proposed_is_the_drafted_text_in_the_targets_tokens():
-    target = model([b"ab", b"a", b"b", b"cab"])
-    draft = rising(b"abc", [b"b", b"c", b"a"])
-    drafter = StringMatch(draft, target)
-    view = TokenView([1])
-    drafter.start(view)
-    assert drafter.propose(view, 2, chooser()).ids == (2, 3), "bcab, and what cannot be spelled is waited for"
-    drafter.start(view)
-    assert drafter.propose(view, 1, chooser()).ids == (2,)
+    drafter, view = StringMatch(rising(b"abc", [b"b", b"c", b"a"]), model([b"ab", b"a", b"b", b"cab"])), TokenView([1])
+    for k, ids in ((2, (2, 3)), (1, (2,))):  # bcab, and what cannot be spelled is waited for
+        drafter.start(view)
+        assert drafter.propose(view, k, chooser()).ids == ids
 
 
 @pytest.mark.parametrize("control", [b"<e>", b""])
@@ -208,9 +178,6 @@ def test_no_control_token_and_no_padding_is_drafted_as_text(control):
     drafter = StringMatch(draft, target)
     drafter.start(TokenView([0, 1]))
     assert drafter.propose(TokenView([0, 1]), 8, chooser()).ids == (0, 1)
-
-
-# --- which one is taken -----------------------------------------------------------------------------------------------
 
 
 def loading(monkeypatch, draft):
@@ -228,10 +195,8 @@ def readers(share):
 
 
 @pytest.mark.parametrize(("share", "translate", "expected"), [
-    (1.0, "auto", ("ModelDrafter", "tokens")),
-    (0.1, "auto", ("StringMatch", "strings")),
-    (0.0, "strings", ("StringMatch", "strings")),
-    (0.3, "tokens", ("ModelDrafter", "tokens")),
+    (1.0, "auto", ("ModelDrafter", "tokens")), (0.1, "auto", ("StringMatch", "strings")),
+    (0.0, "strings", ("StringMatch", "strings")), (0.3, "tokens", ("ModelDrafter", "tokens")),
 ])  # fmt: skip
 def test_the_overlap_decides_unless_asked_for(monkeypatch, share, translate, expected):
     target, draft = readers(share)
@@ -257,15 +222,9 @@ def test_not_a_piece_shared_but_text_that_both_write_goes_by_strings(monkeypatch
         load_drafter("draft", target)
 
 
-def without_tokenizer(n):
-    return toy.ToyLM(lambda _: np.zeros(n), Vocabulary((b"<0>", b"<1>", b"<2>")[:n], kind="none"))
-
-
 @pytest.mark.parametrize("translate", ["auto", "tokens", "strings"])
-def test_ids_without_a_tokenizer_mean_nothing_and_the_model_is_freed(monkeypatch, translate):
-    draft, closed = without_tokenizer(3), []
-    draft.close = lambda: closed.append(1)
-    loading(monkeypatch, draft)
+def test_ids_without_a_tokenizer_mean_nothing(monkeypatch, translate):
+    three, two = (toy.ToyLM(None, Vocabulary((b"<0>", b"<1>", b"<2>")[:n], kind="none")) for n in (3, 2))
+    loading(monkeypatch, three)
     with pytest.raises(VocabularyMismatch):
-        load_drafter("draft", without_tokenizer(2), translate=translate)
-    assert closed == [1]
+        load_drafter("draft", two, translate=translate)

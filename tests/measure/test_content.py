@@ -1,7 +1,6 @@
 """Content: what the detector promises for any text, and how often it is right on the labelled cases."""
 
 import json
-from pathlib import Path
 from time import perf_counter
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
+from specnb.io import project_dir
 from specnb.lm import toy
 from specnb.measure import content
 from specnb.measure.content import REPORT_K, REQUEST, TAIL, ContentK, detect
@@ -68,22 +68,15 @@ def test_fences_switches_and_requests(prompt, generated, kind):
     assert detect(prompt, generated) == kind
 
 
-def labelled():
-    """(prompt, generated, kind): the snippets, and the shipped prompts with nothing generated yet."""
-    lines = (Path(__file__).parents[2] / "data" / "content" / "snippets.jsonl").read_text(encoding="utf-8").splitlines()
-    snippets = [(case["prompt"], case["generated"], case["kind"]) for case in map(json.loads, lines)]
-    return snippets + [(_text(prompt), "", kind) for kind in REPORT_K for prompt in prompts(kind)]
+def text_of(prompt):
+    turns = "".join(f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in prompt.messages or ())
+    return f"{turns}<|im_start|>assistant\n" if turns else prompt.text
 
 
-def _text(prompt):
-    if prompt.messages is None:
-        return prompt.text
-    turns = (f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in prompt.messages)
-    return "".join(turns) + "<|im_start|>assistant\n"
-
-
-def test_the_detector_is_right_on_every_labelled_case():
-    cases = labelled()
+def test_the_detector_is_right_on_every_labelled_snippet_and_on_shipped_prompts_with_nothing_generated_yet():
+    lines = (project_dir() / "data" / "content" / "snippets.jsonl").read_text(encoding="utf-8").splitlines()
+    cases = [(case["prompt"], case["generated"], case["kind"]) for case in map(json.loads, lines)]
+    cases += [(text_of(prompt), "", kind) for kind in REPORT_K for prompt in prompts(kind)]
     assert len(cases) == 114 + 56 and [case for case in cases if detect(*case[:2]) != case[2]] == []
 
 

@@ -1,6 +1,8 @@
 """The K sweep on toys: what is run in which order, what is measured beside it, and what ends it early."""
 
 from dataclasses import replace
+from itertools import product
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,36 +15,30 @@ from specnb.lm import toy
 from specnb.measure import experiment, ksweep
 from specnb.params import KSweepParams
 from specnb.prompts import prompts
+from tests.measure.test_adaptive import Reading
 
 SMALL = KSweepParams(
-    ks=[1, 3], temperatures=[0.0, 0.7], categories=["code", "prose"], prompts_per_category=2, max_new_tokens=6
+    ks=[1, 3],
+    temperatures=[0.0, 0.7],
+    categories=["code", "prose"],
+    prompts_per_category=2,
+    max_new_tokens=6,
+    live_prompts=2,
+    replayed=[],
 )
 
 
-class Reading(toy.ToyLM):
-    """Reads any text: each byte is a token, modulo its few."""
-
-    def encode(self, text, *, special=True):
-        return [b % self.vocab.size for b in text.encode()]
-
-
-class House:
-    """The target and the drafter that the sweep opens; remembers what was opened and closed."""
-
-    def __init__(self, monkeypatch):
-        self.target, self.opened, self.closed = toy.markov(7, order=2, seed=1), [], []
-        self.target.__class__, self.target.name = Reading, "smollm2-135m?backend=hf"
-        self.target.close = lambda: self.closed.append("target")
-        monkeypatch.setattr(ksweep, "load", self.load)
-
-    def load(self, name, **options):
-        self.opened.append((name, options))
-        return self.target
+def opened(patch):
+    """The target that the sweep opens."""
+    model = toy.markov(7, order=2, seed=1)
+    model.__class__, model.name, model.close = Reading, "smollm2-135m?backend=hf", Mock()
+    patch.setattr(ksweep, "load", lambda name, **_: model)
+    return model
 
 
 @pytest.fixture
-def house(monkeypatch):
-    return House(monkeypatch)
+def target(monkeypatch):
+    return opened(monkeypatch)
 
 
 def run(**changes):
@@ -52,22 +48,16 @@ def run(**changes):
 @pytest.fixture(scope="module")
 def record():
     with pytest.MonkeyPatch.context() as patch:
-        House(patch)
+        opened(patch)
         return run(k_max=5)
 
 
-def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature(record):
-    runs = [(g.category, g.prompt_id, g.temperature, g.k) for g in record.generations]
-    assert len(set(runs)) == len(runs) == 4 * 2 * 3
-    assert {g.k for g in record.generations} == {0, 1, 3} and {g.category for g in record.generations} == {
-        "code",
-        "prose",
-    }
+def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature_and_the_checks_hold(record):
+    runs = {(g.category, g.prompt_id, g.temperature, g.k) for g in record.generations}
+    grid = product(("code", "prose"), ("01", "02"), (0.0, 0.7), (0, 1, 3))
+    assert runs == {(kind, f"{kind}-{n}", t, k) for kind, n, t, k in grid} and len(runs) == len(record.generations)
     assert all((g.drafter == "") == (g.k == 0) for g in record.generations)
-    assert all(max(r.k for r in g.rounds) <= g.k for g in record.generations)
-
-
-def test_the_record_says_what_was_asked_and_the_tables_and_their_checks_hold(record):
+    assert all(r.k <= g.k for g in record.generations for r in g.rounds)
     assert record.experiment == "01_k_sweep" and record.params["k_max"] == 5 and record.status == "completed"
     assert [m["role"] for m in record.provenance["models"]] == ["target"]
     assert record.provenance["extra"]["contention"]["n_forwards"] == sum(len(g.rounds) for g in record.generations)
@@ -84,7 +74,7 @@ def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
     check = "greedy replays that make the rounds of their live run"
     assert tables.checks(record).set_index("check").loc[check, "of"] == 8
     assert (tables.sweep_time(record)[["replay_s", "live_s"]] > 0).all(axis=None)
-    assert "pay" in tables.verdict(tables.best_k(sweep.assign(busy=False)), tables.verify_cost(record))
+    assert "pay" in tables.verdict(tables.best_range(record).assign(verdict="undecided"), tables.verify_cost(record))
     wrong = record.model_copy(deep=True)
     for row in wrong.measurements["replay"]["rows"]:
         row["rounds"] += row["prompt_id"] == "code-01" and row["k"] == 3 and row["temperature"] == 0
@@ -92,26 +82,40 @@ def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
     assert failed["check"].tolist() == [check] and (failed["of"] - failed["hold"]).tolist() == [1]
 
 
-def test_a_draft_model_has_a_cost(house, monkeypatch):
+def test_a_draft_model_has_a_cost(target, monkeypatch):
     draft = toy.markov(7, seed=2)
     draft.caps, draft.name = replace(draft.caps, n_ctx=64), "smollm2-135m:q4_0"
-    draft.close = lambda: house.closed.append("drafter")
+    draft.close = Mock()
     monkeypatch.setattr(ksweep, "load_drafter", lambda *_, **__: LoadedDrafter(ModelDrafter(draft)))
     record = run()
-    assert record.measurements["c"] > 0 and house.closed == ["drafter", "target"]
+    assert record.measurements["c"] > 0 and draft.close.called and target.close.called
     assert [m["role"] for m in record.provenance["models"]] == ["target", "drafter"]
     assert record.measurements["verify_curve"]["context"] == 32  # what both hold
 
 
-def test_a_greedy_run_that_differs_is_followed_to_its_fork(house):
+def test_other_drafters_are_replayed_besides_and_what_does_not_fit_is_left_out_with_its_reason(target, monkeypatch):
+    load_drafter, draft = ksweep.load_drafter, ModelDrafter(toy.markov(7, seed=2))
+    given = {"model": LoadedDrafter(draft)}
+    monkeypatch.setattr(ksweep, "load_drafter", lambda name, *a, **o: given.get(name) or load_drafter(name, *a, **o))
+    record = run(replayed=["model", "lookup", "medusa"], live_prompts=1, max_new_tokens=12)
+    assert set(record.measurements["left_out"]) == {"lookup", "medusa"}
+    rows = tables.replay_rows(record)
+    assert rows["drafter"].value_counts().to_dict() == {"lookup(n=1..6,x4)": 384, draft.name: 384}
+    assert len({g.prompt_id for g in record.generations if g.k}) == 2  # one of each category
+    assert tables.checks(record)["ok"].all()
+    assert set(tables.best_range(record)["drafter"]) == {"lookup(n=1..6,x4)", draft.name}
+    assert set(tables.rates(record)["test"]) == {"prefill", "generation"}
+
+
+def test_a_greedy_run_that_differs_is_followed_to_its_fork(target):
     """A target whose wider forwards are wrong: speculation then differs from plain decoding by more than rounding."""
-    forward = house.target.forward
+    forward = target.forward
 
     def wrong_when_wide(ids, n_logits=None):
         logits = forward(ids, n_logits)
         return -logits if len(ids) == 2 and len(logits) == 2 else logits
 
-    house.target.forward = wrong_when_wide
+    target.forward = wrong_when_wide
     record = run(temperatures=[0.0])
     forks = record.measurements["forks"]
     assert forks and {f["k"] for f in forks} <= {1, 3} and {"position", "margin", "noise", "near_tie"} <= set(forks[0])
@@ -120,26 +124,25 @@ def test_a_greedy_run_that_differs_is_followed_to_its_fork(house):
     assert tables.checks(record).loc[0, "hold"] == same + sum(f["near_tie"] for f in forks)
 
 
-def test_prompts_that_do_not_fit_are_told_before_anything_is_timed(house, monkeypatch):
+def test_what_cannot_be_run_is_told_before_anything_is_timed(target, monkeypatch):
     monkeypatch.setattr(ksweep, "verify_costs", lambda *_, **__: pytest.fail("timed"))
-    n = len(house.target.encode(prompts("code")[0].text))
-    house.target.caps = replace(house.target.caps, n_ctx=n + SMALL.max_new_tokens - 1)
+    monkeypatch.setattr("specnb.draft.translate.load", Mock(side_effect=LoadError("damaged")))
+    with pytest.raises(LoadError, match="damaged"):
+        run(drafter="small.gguf")
+    target.close.assert_called_once()
+    n = len(target.encode(prompts("code")[0].text))
+    target.caps = replace(target.caps, n_ctx=n + SMALL.max_new_tokens - 1)
     with pytest.raises(CapacityError, match=f"prompt code-01 has {n} tokens"):
         run()
-    house.target.encode = lambda text: (_ for _ in ()).throw(InputError("no token for it"))
+    target.encode = Mock(side_effect=InputError("no token for it"))
     with pytest.raises(InputError, match=r"prompt code-\S+ .*no token for it"):
         run()
 
 
-def test_without_its_drafter_a_sweep_answers_nothing(house, monkeypatch):
-    monkeypatch.setattr("specnb.draft.translate.load", lambda name, **_: (_ for _ in ()).throw(LoadError("damaged")))
-    with pytest.raises(LoadError, match="damaged"):
-        run(drafter="small.gguf")
-    assert house.closed == ["target"]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the kernel is full")], ids=repr)
-def test_what_was_generated_before_an_error_is_saved(house, monkeypatch, tmp_path, error):
+def test_what_was_generated_before_an_error_is_saved_and_what_cannot_be_saved_does_not_hide_it(
+    target, monkeypatch, tmp_path, error
+):
     def broken(done, total, what):
         if done == 3:
             raise error
@@ -151,21 +154,19 @@ def test_what_was_generated_before_an_error_is_saved(house, monkeypatch, tmp_pat
     saved = store.load(folder)
     assert saved.status == "failed" and len(saved.generations) == 3
     assert saved.error == f"{type(error).__name__}: {error}"
+    monkeypatch.setattr(experiment, "save", Mock(side_effect=InputError("the disk is full")))
+    with pytest.raises(type(error)) as caught:
+        ksweep.run(SMALL, progress=broken)
+    assert "the disk is full" in caught.value.__notes__[-1]
 
 
-def test_a_record_that_cannot_be_saved_does_not_hide_the_error_that_ended_the_run(monkeypatch):
-    monkeypatch.setattr(experiment, "save", lambda _: (_ for _ in ()).throw(InputError("the disk is full")))
-    with pytest.raises(ZeroDivisionError), experiment.saving_failures([1], lambda error: "results/x"):
-        raise ZeroDivisionError
-
-
-def test_a_lossy_rule_is_not_replayed(house):
+def test_a_lossy_rule_is_not_replayed(target):
     record = run(rule="typical", temperatures=[0.7])
     assert "replay" not in record.measurements and set(tables.replayed(record)["k"]) == {0, 1, 3}
 
 
-def test_conversations_are_followed_turn_by_turn(house):
-    house.target.vocab = replace(house.target.vocab, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+def test_conversations_are_followed_turn_by_turn(target):
+    target.vocab = replace(target.vocab, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     frame = tables.turns(run(conversations=2))
     assert frame["turn"].tolist() == [1, 2, 3] and frame["conversations"].tolist() == [2, 2, 2]
     assert frame["prompt_tokens"].is_monotonic_increasing and (frame["drafted"] >= frame["accepted"]).all()

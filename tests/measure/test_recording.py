@@ -32,18 +32,6 @@ DRAFTERS = {"lookup": LookupDrafter, "model": lambda: draft_model(4096), "short"
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_a_narrow_forward_bounds_replayed_drafts_as_it_bounds_live_ones(name, width):
-    target = toy.markov(4, order=2, seed=2)
-    target.caps = replace(target.caps, max_width=width)
-    (recording,) = follow(target, [DRAFTERS[name]()], generate(target, PROMPT, max_new_tokens=30), max_new_tokens=30)
-    for k in (1, 3, 6):
-        live = generate(target, PROMPT, drafter=DRAFTERS[name](), k=k, max_new_tokens=30)
-        replayed, counts = fixed_k(recording, k), (len(live.rounds), live.total_draft_tokens, live.accepted_tokens)
-        assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_k": 2}, {"top_p": 0.6}], ids=str)
 def test_top_k_and_top_p_are_replayed_as_they_were_sampled(name, cut):
     target, live, replayed = toy.markov(4, order=2, seed=2), [], []
@@ -57,52 +45,40 @@ def test_top_k_and_top_p_are_replayed_as_they_were_sampled(name, cut):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_the_texts_of_drafts_are_those_of_the_live_rounds_and_old_files_have_none(name, tmp_path):
+@pytest.mark.parametrize("width", [1, 2, 4, 4096])
+def test_rounds_and_texts_of_drafts_are_the_live_ones_in_narrow_forwards_too_and_old_files_have_no_texts(
+    name, width, tmp_path
+):
     target = toy.markov(4, order=2, seed=2)
+    target.caps = replace(target.caps, max_width=width)
     (recording,) = follow(target, [DRAFTERS[name]()], generate(target, PROMPT, max_new_tokens=30), max_new_tokens=30)
     for k in (1, 3, 6):
+        live = generate(target, PROMPT, drafter=DRAFTERS[name](), k=k, max_new_tokens=30)
+        replayed, counts = fixed_k(recording, k), (len(live.rounds), live.total_draft_tokens, live.accepted_tokens)
+        assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts
         at = 0
-        for live in generate(target, PROMPT, drafter=DRAFTERS[name](), k=k, max_new_tokens=30).rounds:
-            texts, known = list(map(target.vocab.piece, live.draft_ids)), list(recording.drafts[at][:k])
+        for r in live.rounds:
+            texts, known = list(map(target.vocab.piece, r.draft_ids)), list(recording.drafts[at][:k])
             assert known == texts[: len(known)]
-            assert len(known) == live.k if name == "lookup" else len(known) >= min(live.n_accepted + 1, live.k)
-            at += len(live.committed_ids)
+            assert len(known) == r.k if name == "lookup" else len(known) >= min(r.n_accepted + 1, r.k)
+            at += len(r.committed_ids)
     Trace((recording,)).save(tmp_path / "new.parquet")
     assert Trace.load(tmp_path / "new.parquet").recordings == (recording,)
     pq.write_table(pq.read_table(tmp_path / "new.parquet").drop_columns("drafts"), tmp_path / "old.parquet")
     assert Trace.load(tmp_path / "old.parquet").recordings == (recording._replace(drafts=()),)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
-
-
-class Heads(LookupDrafter):
-    """Reads hidden states of `target`."""
-
-    reads_hidden = True
-
-    def __init__(self):
-        super().__init__()
-        self.name = "medusa"
-
-
 class Planned(LookupDrafter):
     tree_nodes = 5
 
 
-@pytest.mark.parametrize(
-    ("drafters", "named"),
-    [([Heads()], "medusa"), ([Planned()], "trees of 5"), ([LookupDrafter(), LookupDrafter()], "name of 2 drafters")],
-)
-def test_drafters_that_cannot_be_followed_are_refused(drafters, named):
-    target = toy.markov(4, order=2, seed=1)
-    with pytest.raises(InputError, match=named):
-        follow(target, drafters, generate(target, PROMPT, max_new_tokens=9), max_new_tokens=9)
-
-
-def test_a_generation_of_another_target_length_or_drafter_is_refused():
+def test_drafters_and_generations_that_cannot_be_followed_are_refused():
     target = toy.markov(4, order=2, seed=1)
     plain = generate(target, PROMPT, max_new_tokens=9)
+    several = [LookupDrafter(), LookupDrafter()]
+    for drafters, named in (([Planned()], "drafts trees"), (several, "name of 2 drafters")):
+        with pytest.raises(InputError, match=named):
+            follow(target, drafters, plain, max_new_tokens=9)
     drafted = generate(target, PROMPT, drafter=LookupDrafter(), k=3, max_new_tokens=9)
     stranger, old = (plain.model_copy(update=u) for u in ({"target": "stranger"}, {"max_new_tokens": None}))
     for generation, n, named in [(stranger, 9, "stranger"), (plain, 10, "= 9"), (drafted, 9, "K = 3")]:
@@ -111,16 +87,12 @@ def test_a_generation_of_another_target_length_or_drafter_is_refused():
     assert follow(target, [LookupDrafter()], old, max_new_tokens=9)  # a record from before it was kept
 
 
-# --- behind wrong drafts --------------------------------------------------------------------------------------------
-
 VERIFY = [0.0, *(1.0 + 0.05 * n for n in range(1, 26))]
 
 
 def readers():
-    return [
-        ConfidenceStop(24, 0.4), ConfidenceStop(24, 0.2, cumulative=True), EntropyStop(24, gamma=0.3, threshold=0.45),
-        CostAware(VERIFY, 0.01, patience=3),
-    ]  # fmt: skip
+    sure, all_sure = ConfidenceStop(24, 0.4), ConfidenceStop(24, 0.2, cumulative=True)
+    return [sure, all_sure, EntropyStop(24, gamma=0.3, threshold=0.45), CostAware(VERIFY, 0.01, patience=3)]
 
 
 def followed(order, seed, walking=(), prompt=PROMPT, n=40, **options):

@@ -1,6 +1,7 @@
 """Heads as drafter, on tiny torch models: what they are fed, chains and trees of them, loading, the command line."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +17,12 @@ from specnb.lm import toy
 from specnb.lm.hf.model import HfModel
 from specnb.measure import pair
 from specnb.measure.cost import CostCurve
+from specnb.measure.recording import record
+from specnb.measure.replay import fixed_k, walk
 from specnb.medusa import checkpoint, drafter
 from specnb.medusa.drafter import HeadsDrafter, drafting_s, timed_trees
 from specnb.medusa.tree import PUBLISHED, TreePlan, fastest, grow, tree_curve
+from tests.laws.test_controllers import CONTROLLERS
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB, torch_model
 
@@ -244,3 +248,40 @@ def test_the_command_drafts_with_heads_and_says_what_there_is_to_know(monkeypatc
     assert "published" in note
     monkeypatch.setattr(pair, "load", lambda _name: pytest.fail("a model was opened"))
     assert specnb(*words, "--tree", "bush")[0] == 2
+
+
+# --- one recording answers for every K ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("token_map", [None, ODD], ids=["whole", "draft vocabulary"])
+@pytest.mark.parametrize("plan", [None, BUSH], ids=["chain", "tree"])
+@pytest.mark.parametrize("n", [1, 2, 3, 40, 90])
+def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, plan, n):
+    drafting = HeadsDrafter(tiny, random_heads(tiny, kind, token_map, scale=0.02), plan)
+    ((_, (recording,)),) = record(tiny, [drafting], [PROMPT], max_new_tokens=n)
+    for k in (1, 2, 3, 6):
+        live = generate(tiny, PROMPT, drafter=drafting, k=k, max_new_tokens=n)
+        replayed = fixed_k(recording, k)
+        assert replayed.by_width == Counter(r.width for r in live.rounds)
+        counts = len(live.rounds), live.total_draft_tokens, live.accepted_tokens
+        assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts
+    for control in CONTROLLERS.values() if plan is None else ():
+        live = generate(tiny, PROMPT, drafter=drafting, k=control(), max_new_tokens=n)
+        steps = [(step.drafted, step.n_accepted) for step in walk(recording, control())]
+        assert steps == [(r.k, r.n_accepted) for r in live.rounds], control().name
+
+
+@pytest.mark.parametrize(("kind", "plan"), [
+    ("hydra", None), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("medusa", None), ("hydra", BUSH)]),
+])  # fmt: skip
+def test_sampled_replay_is_the_mean_of_live_runs(tiny, kind, plan):
+    """The two means over as many seeds: same law, so same mean; of trees, whose nodes are not drawn, too."""
+    drafting = HeadsDrafter(tiny, random_heads(tiny, kind, scale=0.02), plan)
+    settings, live, replayed = {"temperature": 0.3, "max_new_tokens": 16}, [], []
+    for seed in range(60):
+        live.append(len(generate(tiny, PROMPT, drafter=drafting, k=6 if plan else 3, seed=seed, **settings).rounds))
+        ((_, (recording,)),) = record(tiny, [drafting], [PROMPT], seed=10_000 + seed, **settings)
+        replayed.append(fixed_k(recording, 6 if plan else 3).rounds)
+    spread = np.hypot(np.std(live), np.std(replayed)) / np.sqrt(len(live))
+    assert abs(np.mean(live) - np.mean(replayed)) < 2.576 * spread and np.mean(live) < 15
