@@ -1,4 +1,4 @@
-"""Published numbers beside what is measured: the speeds of a field report as a line of cost, and claims with verdicts."""
+"""Published numbers beside measured ones: a field report's speeds as a line of cost, and claims with verdicts."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -54,18 +54,20 @@ def round_cost(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
     figure.add_scatter(
         x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line=series(6)["line"]
     )
-    for at, (content, rows) in enumerate(table.groupby("content", sort=False)):
-        fitted = "" if content == "code" else ", not fitted"
-        speeds = [f"{speed:.1f}/s" for speed in rows["tokens_per_s"]]
+    marks = (("code", "top left", series(0)["marker"]), ("prose", "bottom right", series(1)["marker"]))
+    for content, side, marker in marks:
+        rows, fitted = table[table["content"] == content], content == "code"
+        look = marker if fitted else marker | {"symbol": "square-open", "size": 16}  # around the mark that it meets
         figure.add_scatter(
-            x=rows["k"].tolist(), y=(1000 * rows["round_s"]).tolist(), mode="markers+text", text=speeds,
-            textposition="top left" if content == "code" else "bottom right", name=f"{content}{fitted} (tokens/s beside)",
-            hovertemplate="K = %{x}<br>%{y:.0f} ms a round<br>%{text}", marker=series(at)["marker"],
+            x=rows["k"].tolist(), y=(1000 * rows["round_s"]).tolist(), mode="markers+text", marker=look,
+            text=[f"{speed:.2f}/s" for speed in rows["tokens_per_s"]], textposition=side,
+            name=content + ", tokens/s beside" if fitted else f"{content}, not fitted",
+            hovertemplate="K = %{x}<br>%{y:.0f} ms a round<br>%{text}",
         )  # fmt: skip
     plain = 1000 * float(table["plain_s"].iloc[0])
     figure.add_scatter(x=[0], y=[plain], mode="markers", name="a plain step", marker=series(2)["marker"])
-    figure.update_xaxes(title_text="draft length K (tokens)")
-    return figure.update_yaxes(title_text="a round (ms)", rangemode="tozero")
+    figure.update_xaxes(title_text="draft length K (tokens)", tickvals=[0, *sorted(table["k"].unique().tolist())])
+    return figure.update_yaxes(title_text="time of a round (ms)", rangemode="tozero")
 
 
 def claims(*rows: tuple[str, str, str | bool, str]) -> Markdown:
