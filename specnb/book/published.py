@@ -1,5 +1,6 @@
 """Published numbers beside measured ones: a field report's speeds as a line of cost, and claims with verdicts."""
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from IPython.display import Markdown
@@ -9,6 +10,7 @@ from specnb.errors import InputError
 from specnb.io import project_dir
 from specnb.measure.cost import RoundLine, implied_c
 
+LONGEST = 64
 VERDICTS = ("reproduced", "explained", "corrected", "not testable here")
 
 
@@ -34,15 +36,27 @@ def line(table: pd.DataFrame) -> RoundLine:
 
 
 def compared(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
-    """The rows of `runs` beside what the line predicts, with its relative error, for the drafter that it was fitted to.
+    """The rows of `runs` beside what the line predicts for the drafter that it was fitted to; empty for another.
 
-    Of another drafter the line knows nothing: its columns are empty there.
+    error is relative. alpha is the chance of every draft, were it constant, that gives a row's tau; best_k is the
+    fastest K up to LONGEST that alpha has on the line.
     """
     same = table["content"] != "self"
     predicted = cost.tokens_per_s(table["k"], table["acceptance_rate"]).where(same)
-    table = table.assign(in_fit=table["content"] == "code", round_ms=1000 * table["round_s"], predicted=predicted)
-    columns = ["content", "k", "acceptance_rate", "tau", "round_ms", "implied_c", "in_fit", "tokens_per_s", "predicted"]
-    return table[columns].assign(error=predicted / table["tokens_per_s"] - 1)
+    alphas = [_constant_alpha(row.k, row.tau) for row in table.itertuples()]
+    speeds = [[sum(a**i for i in range(k + 1)) / cost.seconds(k) for k in range(1, LONGEST + 1)] for a in alphas]
+    shown = table[["content", "k", "acceptance_rate", "tau"]].assign(
+        round_ms=1000 * table["round_s"], implied_c=table["implied_c"], in_fit=table["content"] == "code",
+        tokens_per_s=table["tokens_per_s"], predicted=predicted, error=predicted / table["tokens_per_s"] - 1,
+        alpha=alphas, best_k=1 + np.argmax(speeds, axis=1),
+    )  # fmt: skip
+    return shown.assign(best_k=shown["best_k"].astype("Int64").where(same))
+
+
+def _constant_alpha(k: int, tau: float) -> float:
+    """The positive root of 1 + a + ... + a^k = tau."""
+    roots = np.roots([1.0] * k + [1 - tau])
+    return float(max(root.real for root in roots if abs(root.imag) < 1e-9))
 
 
 def round_cost(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
