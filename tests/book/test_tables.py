@@ -195,11 +195,9 @@ def test_checks_hold_for_a_sound_record_and_catch_what_is_planted(generations, f
 
 
 def test_the_best_k_is_the_range_that_cannot_be_told_apart_and_plain_decoding_is_among_the_choices():
-    """Five prompts; "copy" has K = 3 to 5 alike and offers no more than 4, "slow" never pays, "mixed" cannot be told."""
-    spread, times = (
-        [0.9, 0.95, 1.0, 1.05, 1.1],
-        {"copy": [0.8, 0.7, 0.5, 0.49, 0.49], "slow": [1.1, 1.2, 1.3, 1.4, 1.5]},
-    )
+    """Five prompts; "copy" has 4 drafts at most, "slow" never pays, "mixed" pays for two prompts of five."""
+    spread = [0.9, 0.95, 1.0, 1.05, 1.1]
+    times = {"copy": [0.8, 0.7, 0.5, 0.49, 0.49], "slow": [1.1, 1.2, 1.3, 1.4, 1.5]}
     rows = [
         {
             "drafter": name, "category": "code", "temperature": 0.0, "prompt_id": str(i), "k": k, "n_decoded": 10,
