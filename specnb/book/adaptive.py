@@ -14,7 +14,7 @@ from specnb.records import RunRecord
 
 
 def against_best(record: RunRecord) -> pd.DataFrame:
-    """One row per machine, drafter and policy, one column per content: speed as a share of the best fixed K's.
+    """Index machine, drafter and policy, one column per content: speed as a share of the best fixed K's.
 
     The best K is chosen in hindsight for each content (K = 0, plain decoding, included); the row of the fixed K
     holds the speed-up over plain decoding itself.
@@ -31,16 +31,15 @@ def against_best(record: RunRecord) -> pd.DataFrame:
     index, contents = ["machine", "drafter", "policy"], list(dict.fromkeys(rows["content"]))
     order = rows[index].drop_duplicates()
     wide = rows.pivot(index=index, columns="content", values="value")
-    return wide.loc[list(order.itertuples(index=False, name=None)), contents].reset_index().rename_axis(columns=None)
+    return wide.loc[list(order.itertuples(index=False, name=None)), contents].rename_axis(columns=None)
 
 
 def worst(share: pd.DataFrame) -> pd.DataFrame:
     """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content."""
-    rows = share[~share["policy"].isin(["best fixed K: speed-up", "oracle"])]
-    rows = rows.set_index(["machine", "drafter", "policy"])
+    rows = share.drop(["best fixed K: speed-up", "oracle"], level="policy")
     contents = rows.drop(columns=SWITCHING, errors="ignore")
     table = pd.DataFrame({"worst": contents.min(axis=1), "content": contents.idxmin(axis=1)})
-    return table.join(rows.filter([SWITCHING])).reset_index()
+    return table.join(rows.filter([SWITCHING]))
 
 
 def live_check(study: ControllerStudy) -> pd.DataFrame:
@@ -93,9 +92,9 @@ def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}
     for at, (_, part) in enumerate(first.groupby(stretch)):
         figure.add_vline(x=int(part["token"].iloc[0]), line={"color": "#bbb", "width": 1, "dash": "dot"})
         figure.add_annotation(
-            x=int(part["token"].iloc[0]), y=1.0 - 0.05 * (at % 2), yref="paper", text=part["content"].iloc[0],
-            showarrow=False, xanchor="left", font={"size": 10},
+            x=int(part["token"].iloc[0]), y=1.0 + 0.04 * (at % 2), yref="paper", text=part["content"].iloc[0],
+            showarrow=False, xanchor="left", yanchor="bottom", font={"size": 11},
         )  # fmt: skip
     figure.update_xaxes(title_text="position in the answers (generated tokens)")
-    figure.update_yaxes(title_text="tokens drafted in the round", rangemode="tozero")
+    figure.update_yaxes(title_text="tokens drafted in the round (0: a plain step)", rangemode="tozero")
     return figure.update_layout(legend_title_text="")

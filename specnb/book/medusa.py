@@ -20,6 +20,8 @@ FINGERPRINT = {
     "copies": "equal to the backbone's own next token",
 }
 """Columns of `medusa.faults.judge` that tell faults apart, and what they are called."""
+NARROW = 4
+"""Percent of the time below which a part of a round is drawn without its name."""
 FEW = 10
 """Tested drafts below which a mark is drawn pale."""
 EVERY = 2
@@ -35,11 +37,11 @@ def faults(table: pd.DataFrame) -> go.Figure:
             marker=series(index)["marker"] | {"size": 11}, orientation="h", offsetgroup=label,
             hovertemplate=f"%{{y}}<br>{label}: %{{x:.1f}} %<extra></extra>",
         )  # fmt: skip
-    figure.update_xaxes(title_text="share of positions (%)", range=[-3, 103]).update_yaxes(autorange="reversed")
+    figure.update_xaxes(title_text="share of positions (%)", rangemode="tozero").update_yaxes(autorange="reversed")
+    title = "Planted faults of heads, and the shares that tell them apart"
     return figure.update_layout(
-        template=template(), title_text="The faults of the Medusa note", margin={"l": 150}, scattermode="group",
-        scattergap=0.3,
-    )  # fmt: skip
+        template=template(), title_text=title, margin={"l": 150}, scattermode="group", scattergap=0.3
+    )
 
 
 def speed(table: pd.DataFrame) -> go.Figure:
@@ -62,7 +64,8 @@ def speed(table: pd.DataFrame) -> go.Figure:
         shares = 100 * whole[f"{part}_share"].to_numpy(dtype=float)
         bar = go.Bar(
             x=shares.tolist(), y=whole["kind"].tolist(), base=before.tolist(), name=part, orientation="h",
-            marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(),
+            marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(), showlegend=False,
+            text=[f"{part} {share:.0f} %" if share >= NARROW else "" for share in shares], textposition="inside",
             hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>",
         )  # fmt: skip
         figure.add_trace(bar, row=1, col=2)
@@ -99,7 +102,7 @@ def trees(table: pd.DataFrame) -> go.Figure:
     """Predicted speed-up of the best tree of each size over plain decoding; the fastest of each kind is named."""
     plain = table[table["nodes"] == 0].set_index("kind")["seconds"]  # a token takes it
     times_less = table["kind"].map(plain) / table["seconds"]  # exactly 1 for plain decoding
-    rows = table.assign(nodes=table["nodes"].astype(str), speedup=table["tokens"] * times_less)
+    rows = table.assign(speedup=table["tokens"] * times_less).sort_values("nodes", kind="stable").astype({"nodes": str})
     figure = px.line(
         rows, x="nodes", y="speedup", hover_data=["depth", "tokens"], markers=True, template=template(),
         title="Which tree pays on this machine", **looks("kind", rows["kind"].unique().tolist()),
@@ -109,6 +112,7 @@ def trees(table: pd.DataFrame) -> go.Figure:
         figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=50, ay=40 * (-1) ** index)
     figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
     figure.update_xaxes(title_text="nodes of the tree, drafts a round (0: plain decoding)", type="category")
+    figure.update_xaxes(categoryorder="array", categoryarray=rows["nodes"].unique())
     figure.update_yaxes(title_text="predicted speed-up (plain = 1)", rangemode="tozero")
     return figure.update_layout(legend_title_text="")
 
@@ -150,7 +154,7 @@ class TrainingView:
     def figure(self) -> go.Figure:
         """Loss, top-1 and top-5 over steps, a row of panels for each run, a line for each head."""
         figure = make_subplots(
-            rows=len(self._runs), cols=3, shared_xaxes=True, horizontal_spacing=0.08, vertical_spacing=0.14,
+            rows=len(self._runs), cols=3, horizontal_spacing=0.08, vertical_spacing=0.14,
             subplot_titles=[t for run in self._runs for t in (f"{run}: loss", "top-1 of a batch", "top-5 of a batch")],
         )  # fmt: skip
         for row, run in enumerate(self._runs, start=1):
@@ -170,7 +174,8 @@ class TrainingView:
                 mode = "normal" if column == 1 else "tozero"
                 figure.update_yaxes(title_text=title, rangemode=mode, row=row, col=column)
         figure.update_xaxes(title_text="step", row=len(self._runs))
-        title = "Training heads" + "".join(f"<br><sup>{n}, foretold before the first step</sup>" for n in self._notes)
+        told = "; ".join(self._notes) + " (told before the first step)" if self._notes else ""
         return figure.update_layout(
-            template=template(), title_text=title, height=300 * len(self._runs) + 100, margin={"t": 130}
-        )
+            template=template(), title={"text": "Training heads", "subtitle_text": told}, legend_y=-0.12,
+            height=300 * len(self._runs) + 40, margin_t=100,
+        )  # fmt: skip

@@ -53,10 +53,11 @@ def series(index: int) -> dict[str, dict]:
 def looks(column: str, names: Sequence[str]) -> dict[str, Any]:
     """Arguments of plotly express that draw the values of `column` by colour, dash and marker.
 
-    `names` are all that may occur, in their order: each looks the same in every figure, as in `series`.
+    `names` are all that may occur, in their order: each looks the same in every figure, as in `series`. What pools
+    the others, `all`, is grey.
     """
     sequences = {"color_discrete_map": COLOURS, "line_dash_map": DASHES, "symbol_map": MARKERS}
-    maps = {key: dict(zip(names, cycle(values), strict=False)) for key, values in sequences.items()}
+    maps = {key: dict(zip(names, cycle(seq), strict=False)) | {"all": seq[-1]} for key, seq in sequences.items()}
     return {"color": column, "line_dash": column, "symbol": column, "category_orders": {column: list(names)}, **maps}
 
 

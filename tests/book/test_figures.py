@@ -23,17 +23,17 @@ CURVE = pd.DataFrame({"width": [1, 2, 9], "median_s": [0.05, 0.06, 0.1], "ratio"
 
 
 def lines_of(figure):
-    """The drawn lines, without the entry that names the break-even line."""
-    return [trace for trace in figure.data if trace.name != "break-even"]
+    """The drawn lines, without what is in the legend only."""
+    return [trace for trace in figure.data if trace.x[0] is not None]
 
 
 def test_one_line_a_category_in_one_panel_a_temperature_without_the_baseline():
     figure = figures.speedup_over_k(SWEEP)
     lines = lines_of(figure)
-    assert {(t.name, t.xaxis): (tuple(t.x), tuple(t.y)) for t in lines} == {
-        ("code", "x"): ((2, 8), (1.5, 1.2)),
-        ("prose", "x"): ((2,), (0.8,)),
-        ("prose", "x2"): ((2,), (0.7,)),
+    assert {(t.name, t.xaxis): (tuple(t.x), tuple(t.y)) for t in lines} == {  # their bars beside each other
+        ("code", "x"): ((1.925, 7.925), (1.5, 1.2)),
+        ("prose", "x"): ((2.075,), (0.8,)),
+        ("prose", "x2"): ((2.075,), (0.7,)),
     }
     assert [a.text for a in figure.layout.annotations] == ["temperature 0 (greedy)", "temperature 0.7"]
     for t in lines:  # bars are the intervals
@@ -59,10 +59,12 @@ def test_axes_name_their_units_begin_at_zero_and_show_break_even():
 
 def test_live_runs_lie_as_marks_with_bars_over_a_replayed_sweep():
     many = pd.concat([SWEEP.assign(k=SWEEP["k"] * n) for n in range(1, 8)]).query("temperature == 0")
-    *lines, code, prose, _ = figures.speedup_over_k(many, live=SWEEP.query("temperature == 0")).data
+    figure = figures.speedup_over_k(many, live=SWEEP.query("temperature == 0"))
+    *lines, code, prose = lines_of(figure)
+    assert "live" in figure.data[-1].name
     assert [(t.mode, t.error_y.array) for t in lines] == [("lines", None)] * 2
     assert [(t.name, t.mode, list(t.x)) for t in (code, prose)] == [
-        ("code, live", "markers", [2, 8]), ("prose, live", "markers", [2]),
+        ("code, live", "markers", [1.925, 7.925]), ("prose, live", "markers", [2.075]),
     ]  # fmt: skip
     assert [t.marker.color for t in (code, prose)] == [t.line.color for t in lines]
 

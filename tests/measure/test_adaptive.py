@@ -100,8 +100,8 @@ def test_a_content_of_which_nothing_was_decoded_has_no_row(study):
 def test_shares_are_of_the_best_fixed_k_and_none_beats_the_oracle_of_lengths(study):
     share = tables.against_best(study.record)
     assert len(share) == 3 * 2 * (1 + 6 + 1)
-    assert set(share["machine"]) == {adaptive.THIS_MACHINE, "memory-bound server", "laptop, compute-bound"}
-    oracle = share[share["policy"] == "oracle"][["code", "prose", SWITCHING]]
+    assert set(share.index.levels[0]) == {adaptive.THIS_MACHINE, "memory-bound server", "laptop, compute-bound"}
+    oracle = share.xs("oracle", level="policy")[["code", "prose", SWITCHING]]
     assert (oracle >= 1 - 1e-9).all(axis=None)  # it knows more than a K fixed in hindsight
 
 
