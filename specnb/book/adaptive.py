@@ -22,16 +22,12 @@ def against_best(record: RunRecord) -> pd.DataFrame:
     rows = pd.DataFrame(record.measurements["replay"])
     key = ["machine", "drafter", "content"]
     best = rows[rows["kind"] == "fixed"].set_index(key)["speedup"].rename("best")
-    rows = rows.join(best, on=key)
-    fixed = rows["kind"] == "fixed"
-    rows = rows.assign(
-        value=(rows["speedup"] / rows["best"]).where(~fixed, rows["speedup"]),
-        policy=rows["policy"].where(~fixed, "best fixed K: speed-up"),
-    )
-    index, contents = ["machine", "drafter", "policy"], list(dict.fromkeys(rows["content"]))
-    order = rows[index].drop_duplicates()
+    rows, fixed = rows.join(best, on=key), rows["kind"] == "fixed"
+    value = (rows["speedup"] / rows["best"]).where(~fixed, rows["speedup"])
+    rows = rows.assign(value=value, policy=rows["policy"].where(~fixed, "best fixed K: speed-up"))
+    index, contents = ["machine", "drafter", "policy"], rows["content"].unique()
     wide = rows.pivot(index=index, columns="content", values="value")
-    return wide.loc[list(order.itertuples(index=False, name=None)), contents].rename_axis(columns=None)
+    return wide.loc[rows.set_index(index).index.unique(), contents].rename_axis(columns=None)
 
 
 def worst(share: pd.DataFrame) -> pd.DataFrame:

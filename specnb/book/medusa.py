@@ -20,8 +20,6 @@ FINGERPRINT = {
     "copies": "equal to the backbone's own next token",
 }
 """Columns of `medusa.faults.judge` that tell faults apart, and what they are called."""
-NARROW = 4
-"""Percent of the time below which a part of a round is drawn without its name."""
 FEW = 10
 """Tested drafts below which a mark is drawn pale."""
 EVERY = 2
@@ -65,7 +63,7 @@ def speed(table: pd.DataFrame) -> go.Figure:
         bar = go.Bar(
             x=shares.tolist(), y=whole["kind"].tolist(), base=before.tolist(), name=part, orientation="h",
             marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(), showlegend=False,
-            text=[f"{part} {share:.0f} %" if share >= NARROW else "" for share in shares], textposition="inside",
+            text=[f"{part} {share:.0f} %" if share > 4 else "" for share in shares], textposition="inside",
             hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>",
         )  # fmt: skip
         figure.add_trace(bar, row=1, col=2)
@@ -174,8 +172,6 @@ class TrainingView:
                 mode = "normal" if column == 1 else "tozero"
                 figure.update_yaxes(title_text=title, rangemode=mode, row=row, col=column)
         figure.update_xaxes(title_text="step", row=len(self._runs))
-        told = "; ".join(self._notes) + " (told before the first step)" if self._notes else ""
-        return figure.update_layout(
-            template=template(), title={"text": "Training heads", "subtitle_text": told}, legend_y=-0.12,
-            height=300 * len(self._runs) + 40, margin_t=100,
-        )  # fmt: skip
+        title = {"text": "Training heads, timed before the first step", "subtitle_text": "; ".join(self._notes)}
+        look = {"height": 300 * len(self._runs) + 40, "margin_t": 100, "legend_y": -0.12}
+        return figure.update_layout(template=template(), title=title, **look)

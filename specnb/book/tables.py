@@ -19,7 +19,7 @@ NOTHING = "–"
 
 
 def compact(frame: pd.DataFrame) -> pd.DataFrame:
-    """A table to be read: two digits, a dash for nothing, an interval in the cell of the value that stands before it."""
+    """A table to be read: two digits, a dash for nothing, an interval in the cell of the value before it."""
     shown = frame.convert_dtypes().round(2).astype(object).where(frame.notna(), NOTHING)
     if "low" not in frame:
         return shown

@@ -43,6 +43,8 @@ CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
 """The set-ups of the case, and how its notes call them."""
 GALLERY = ("S0", "S1", "S2", "S3")
 """Set-ups that tell the planted faults apart."""
+
+
 COLOURS = {"DIVERGENT": "#b2182b", "SOUND": "#1b7837", "PRECISION_ONLY": "#1b7837", "INCONCLUSIVE": "#8a6d00"}
 SCORE = (
     "The score is a log-likelihood: the frequency of the class among 30 upstream cases, a convenience sample, and a "
@@ -261,12 +263,18 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
 # --- the page of an investigation -------------------------------------------------------------------------------------
 
 
-def write(investigation: Investigation, folder: Path, *, repro: "Repro | None" = None, slots: bool = False) -> Path:
+def write(
+    investigation: Investigation,
+    folder: Path,
+    *,
+    repro: "Repro | None" = None,
+    slots: bool = False,
+) -> Path:
     """Write `report.html`, `report.json`, `report.txt` and, of a `repro`, `repro/repro.py`; the path of the page.
 
-    `repro` is `divergence.repro.minimal`'s. `slots`: this is a report of the case, which the embedded pair stands for,
-    so its slot arithmetic is told, too. An older report in `folder` is replaced. Raises InputError where the folder
-    cannot be written.
+    `repro` is `divergence.repro.minimal`'s. `slots`: this is a report of
+    the case, which the embedded pair stands for, so its slot arithmetic is told, too. An older report in `folder` is
+    replaced. Raises InputError where the folder cannot be written.
     """
     answers = report.answers(investigation).items()
     answered = "".join(f"<dt>{html.escape(ask)}</dt><dd>{html.escape(answer)}</dd>" for ask, answer in answers)

@@ -96,9 +96,8 @@ def misleading(table: pd.DataFrame) -> go.Figure:
     for index, (name, values) in enumerate(shown.items()):
         look = series(index) | {"mode": "lines", "opacity": 0.7}
         if index > 3:  # what a module does by itself has nothing to do with the next one
-            colour, size = ("#888", 8) if index == 4 else (WRONG, 14)
-            cross = {"color": colour, "symbol": "x-thin", "size": size, "line": {"width": size / 4, "color": colour}}
-            look = {"marker": cross, "mode": "markers"}
+            line, size = ({"color": "#888", "width": 2}, 8) if index == 4 else ({"color": WRONG, "width": 4}, 14)
+            look = {"marker": {"symbol": "x-thin", "size": size, "line": line}, "mode": "markers"}
         figure.add_trace(
             go.Scatter(
                 x=list(range(len(table))), y=values.clip(lower=LEAST).tolist(), name=name,
