@@ -84,13 +84,10 @@ def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}
     del look["symbol"], look["symbol_map"]
     figure = px.line(frame, x="token", y="k", line_shape="hv", template=template(), title=title, **look)
     first = frame[frame["policy"] == frame["policy"].iloc[0]]
-    stretch = (first["content"] != first["content"].shift()).cumsum()
-    for at, (_, part) in enumerate(first.groupby(stretch)):
-        figure.add_vline(x=int(part["token"].iloc[0]), line={"color": "#bbb", "width": 1, "dash": "dot"})
-        figure.add_annotation(
-            x=int(part["token"].iloc[0]), y=1.0 + 0.04 * (at % 2), yref="paper", text=part["content"].iloc[0],
-            showarrow=False, xanchor="left", yanchor="bottom", font={"size": 11},
-        )  # fmt: skip
+    for at, start in enumerate(first[first["content"] != first["content"].shift()].itertuples()):
+        figure.add_vline(x=start.token, line={"color": "#bbb", "width": 1, "dash": "dot"})
+        place = {"x": start.token, "y": 1.0 + 0.04 * (at % 2), "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+        figure.add_annotation(text=start.content, showarrow=False, font_size=11, **place)
     figure.update_xaxes(title_text="position in the answers (generated tokens)")
-    figure.update_yaxes(title_text="tokens drafted in the round (0: a plain step)", rangemode="tozero")
+    figure.update_yaxes(title_text="tokens drafted (0: a plain step)", rangemode="tozero")
     return figure.update_layout(legend_title_text="")

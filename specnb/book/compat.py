@@ -45,9 +45,8 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(title_text="draft", tickangle=45, showgrid=False)
     figure.update_yaxes(title_text="target", autorange="reversed", showgrid=False)
     side = 180 + 38 * len(names)
-    title = "Which draft fits which target"
-    figure.update_layout(template=template(), title_text=title, width=side + 120, height=side + 60)
-    return figure.update_layout(margin={"l": 190, "b": 190}, legend={"y": 1.0, "yanchor": "bottom"})
+    figure.update_layout(title_text="Which draft fits which target", width=side + 120, height=side + 60)
+    return figure.update_layout(template=template(), margin_l=190, margin_b=190, legend={"y": 1.0, "yanchor": "bottom"})
 
 
 def _others(cell: tuple) -> str:
@@ -72,13 +71,12 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         error_y=spread(drawn["acceptance_rate"], ends["low"], ends["high"]), marker_size=11, showlegend=True,
         name="measured, with the interval of its counts", textposition="middle right",
     )  # fmt: skip
-    predicted = drawn.dropna(subset=["predicted_rate"])
     figure.add_scatter(
-        x=predicted["text_shared"], y=predicted["predicted_rate"], mode="markers", text=predicted["vocabulary"],
+        x=drawn["text_shared"], y=drawn["predicted_rate"], mode="markers", text=drawn["vocabulary"],
         marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the draft as it is",
         hovertemplate="%{text}<br>predicted %{y:.2f}<extra></extra>",
     )  # fmt: skip
     least = max(0.0, float(drawn["text_shared"].min()) - 0.01)
     title_x = "share of an ordinary text's tokens that both have"
-    figure.update_xaxes(title_text=title_x, range=[least, 1.01], tickformat=".0%")
+    figure.update_xaxes(title_text=title_x, range=[least, 1.0099], tickformat=".0%")
     return figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", rangemode="tozero")

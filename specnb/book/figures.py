@@ -8,7 +8,7 @@ from specnb.book.style import looks, series, template
 
 MANY = 8
 """More K's than this are drawn as a line without bars and marks, which would cover each other."""
-ASIDE = 0.15  # from one category's bar to the next one's, in tokens of the axis of K
+ASIDE = 0.2  # from one category's bar to the next one's, in tokens of the axis of K
 
 
 def speedup_over_k(
@@ -38,7 +38,7 @@ def speedup_over_k(
     # named in the legend, where it cannot lie across the data
     figure.add_scatter(x=[None], y=[None], mode="lines", name="break-even", line={"color": "#222", "width": 1})
     if live is not None:
-        figure.add_scatter(x=[None], y=[None], mode="markers", name="line: replayed; mark: ran live", marker_size=9)
+        figure.add_scatter(x=[None], y=[None], mode="markers", name="line: replay, mark: live", marker_color="#888")
     figure.update_xaxes(title_text="draft length K (tokens)", tickvals=ks if few else ks[3::4])
     figure.update_yaxes(rangemode="tozero").update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
     lossy = "" if drawn.get("lossless", pd.Series([True])).all() else " (lossy: not the target's distribution)"
@@ -66,7 +66,7 @@ def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.
     for index, (name, ys) in enumerate({"free width": [1, 1], "n single steps": ends}.items(), start=2):
         figure.add_scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"], hoverinfo="skip")
     figure.update_xaxes(title_text="tokens in one target forward, n", type="log", tickvals=widths)
-    figure.update_yaxes(title_text="T(n) / T(1): tokens a round must give", type="log", tickvals=[1, 2, 4, 8, 16, 32])
+    figure.update_yaxes(title_text="T(n) / T(1)", type="log", tickvals=[1, 2, 4, 8, 16, 32])
     return figure.update_layout(template=template(), title_text=title + _marked(curve))
 
 

@@ -1,10 +1,9 @@
 """Tables and the figure of notebook 08, from its record."""
 
 import pandas as pd
-import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import MARKERS, template
+from specnb.book.style import dots
 from specnb.records import RunRecord
 
 SUMS = {"z_acc": "drafts kept", "z_draft": "chance of drafts", "z_surp": "chance of committed tokens",
@@ -31,13 +30,10 @@ def planted(record: RunRecord) -> pd.DataFrame:
 
 def planted_figure(record: RunRecord) -> go.Figure:
     """The five sums of each planted fault: between the lines is chance."""
-    rows = planted(record).melt("planted", list(SUMS), var_name="sum", value_name="z")
-    look = {"color": "sum", "symbol": "sum", "symbol_sequence": MARKERS, "template": template()}
-    figure = px.scatter(rows, x="z", y="planted", orientation="h", **look).update_traces(marker_size=10)
-    figure.for_each_trace(lambda mark: mark.update(offsetgroup=mark.name, name=f"{mark.name}: {SUMS[mark.name]}"))
+    sums = {name: f"{name}: {says}" for name, says in SUMS.items()}
+    rows = planted(record).rename(columns=sums).melt("planted", [*sums.values()], var_name="sum", value_name="z")
+    figure = dots(rows, x="z", y="planted", by="sum", title="Planted faults of sampling: which sum sees which")
     for limit in (-CHANCE, CHANCE):
         figure.add_vline(x=limit, line={"color": "#222", "width": 1, "dash": "dot"})
-    figure.update_xaxes(title_text="z: standard deviations from what the rows promise (dotted: the limits of chance)")
-    figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
-    title = "Planted faults of sampling: which sum sees which"
-    return figure.update_layout(title_text=title, legend_title_text="", scattermode="group", scattergap=0.4)
+    title = "z: standard deviations from what the rows promise (dotted: the limits of chance)"
+    return figure.update_xaxes(title_text=title)

@@ -31,9 +31,9 @@ def test_one_line_a_category_in_one_panel_a_temperature_without_the_baseline():
     figure = figures.speedup_over_k(SWEEP)
     lines = lines_of(figure)
     assert {(t.name, t.xaxis): (tuple(t.x), tuple(t.y)) for t in lines} == {  # their bars beside each other
-        ("code", "x"): ((1.925, 7.925), (1.5, 1.2)),
-        ("prose", "x"): ((2.075,), (0.8,)),
-        ("prose", "x2"): ((2.075,), (0.7,)),
+        ("code", "x"): ((1.9, 7.9), (1.5, 1.2)),
+        ("prose", "x"): ((2.1,), (0.8,)),
+        ("prose", "x2"): ((2.1,), (0.7,)),
     }
     assert [a.text for a in figure.layout.annotations] == ["temperature 0 (greedy)", "temperature 0.7"]
     for t in lines:  # bars are the intervals
@@ -64,7 +64,7 @@ def test_live_runs_lie_as_marks_with_bars_over_a_replayed_sweep():
     assert "live" in figure.data[-1].name
     assert [(t.mode, t.error_y.array) for t in lines] == [("lines", None)] * 2
     assert [(t.name, t.mode, list(t.x)) for t in (code, prose)] == [
-        ("code, live", "markers", [1.925, 7.925]), ("prose, live", "markers", [2.075]),
+        ("code, live", "markers", [1.9, 7.9]), ("prose, live", "markers", [2.1]),
     ]  # fmt: skip
     assert [t.marker.color for t in (code, prose)] == [t.line.color for t in lines]
 
