@@ -76,7 +76,6 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the draft as it is",
         hovertemplate="%{text}<br>predicted %{y:.2f}<extra></extra>",
     )  # fmt: skip
-    least = max(0.0, float(drawn["text_shared"].min()) - 0.01)
     title_x = "share of an ordinary text's tokens that both have"
-    figure.update_xaxes(title_text=title_x, range=[least, 1.0099], tickformat=".0%")
+    figure.update_xaxes(title_text=title_x, range=[float(drawn["text_shared"].min()) - 0.01, 1.0099], tickformat=".0%")
     return figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", rangemode="tozero")

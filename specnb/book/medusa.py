@@ -57,7 +57,7 @@ def speed(table: pd.DataFrame) -> go.Figure:
             x=shares.tolist(), y=whole["kind"].tolist(), base=before.tolist(), name=part, orientation="h",
             marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(), showlegend=False,
             text=[f"{part} {share:.0f} %" if share > 4 else "" for share in shares], insidetextanchor="middle",
-            hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>",
+            hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>", textposition="inside",
         )  # fmt: skip
         figure.add_trace(bar, row=1, col=2)
         before = before + shares
@@ -166,5 +166,5 @@ class TrainingView:
         for column in (2, 3):
             figure.update_yaxes(title_text="share (%)", rangemode="tozero", col=column)
         title = {"text": "Training heads, timed before the first step", "subtitle_text": "; ".join(self._notes)}
-        look = {"height": 300 * len(self._runs) + 40, "margin_t": 100, "legend_y": -0.12}
-        return figure.update_layout(template=template(), title=title, **look)
+        height = 300 * len(self._runs) + 40
+        return figure.update_layout(template=template(), title=title, height=height, margin_t=100, legend_y=-0.12)

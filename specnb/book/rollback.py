@@ -81,13 +81,12 @@ def speed(table: pd.DataFrame, target: str) -> go.Figure:
 
 
 def trees(table: pd.DataFrame) -> go.Figure:
-    """How many times as long the serial rule along every path takes as one masked solve, over the number of nodes."""
+    """How many times as long the serial rule along every path takes as one masked solve, each tree named at its line."""
     figure = px.line(
         milliseconds(table), x="nodes", y="ratio", text="tree", hover_data=["solve_ms", "paths_ms"], markers=True,
         template=template(), title="Verifying a tree on one layer of Qwen3-Next-80B's shapes",
         **looks("tree", table["tree"].unique().tolist()),
     ).update_traces(textposition="top left")  # fmt: skip
-    # each line is named at its end, not in a legend
     figure.for_each_trace(lambda line: line.update(text=[""] * (len(line.x) - 1) + [line.name]))
     figure.update_xaxes(title_text="nodes (drafted tokens)", type="log", tickvals=sorted(table["nodes"].unique()))
     figure.update_yaxes(title_text="time path by path / time of one solve", rangemode="tozero")
