@@ -14,7 +14,7 @@ from specnb.records import RunRecord
 
 
 def against_best(record: RunRecord) -> pd.DataFrame:
-    """One row per machine, drafter and policy, one column per content: speed as a share of the best fixed K's.
+    """Index machine, drafter and policy, one column per content: speed as a share of the best fixed K's.
 
     The best K is chosen in hindsight for each content (K = 0, plain decoding, included); the row of the fixed K
     holds the speed-up over plain decoding itself.
@@ -22,25 +22,20 @@ def against_best(record: RunRecord) -> pd.DataFrame:
     rows = pd.DataFrame(record.measurements["replay"])
     key = ["machine", "drafter", "content"]
     best = rows[rows["kind"] == "fixed"].set_index(key)["speedup"].rename("best")
-    rows = rows.join(best, on=key)
-    fixed = rows["kind"] == "fixed"
-    rows = rows.assign(
-        value=(rows["speedup"] / rows["best"]).where(~fixed, rows["speedup"]),
-        policy=rows["policy"].where(~fixed, "best fixed K: speed-up"),
-    )
-    index, contents = ["machine", "drafter", "policy"], list(dict.fromkeys(rows["content"]))
-    order = rows[index].drop_duplicates()
+    rows, fixed = rows.join(best, on=key), rows["kind"] == "fixed"
+    value = (rows["speedup"] / rows["best"]).where(~fixed, rows["speedup"])
+    rows = rows.assign(value=value, policy=rows["policy"].where(~fixed, "best fixed K: speed-up"))
+    index, contents = ["machine", "drafter", "policy"], rows["content"].unique()
     wide = rows.pivot(index=index, columns="content", values="value")
-    return wide.loc[list(order.itertuples(index=False, name=None)), contents].reset_index().rename_axis(columns=None)
+    return wide.loc[rows.set_index(index).index.unique(), contents].rename_axis(columns=None)
 
 
 def worst(share: pd.DataFrame) -> pd.DataFrame:
     """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content."""
-    rows = share[~share["policy"].isin(["best fixed K: speed-up", "oracle"])]
-    rows = rows.set_index(["machine", "drafter", "policy"])
+    rows = share.drop(["best fixed K: speed-up", "oracle"], level="policy")
     contents = rows.drop(columns=SWITCHING, errors="ignore")
     table = pd.DataFrame({"worst": contents.min(axis=1), "content": contents.idxmin(axis=1)})
-    return table.join(rows.filter([SWITCHING])).reset_index()
+    return table.join(rows.filter([SWITCHING]))
 
 
 def live_check(study: ControllerStudy) -> pd.DataFrame:
@@ -89,13 +84,10 @@ def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}
     del look["symbol"], look["symbol_map"]
     figure = px.line(frame, x="token", y="k", line_shape="hv", template=template(), title=title, **look)
     first = frame[frame["policy"] == frame["policy"].iloc[0]]
-    stretch = (first["content"] != first["content"].shift()).cumsum()
-    for at, (_, part) in enumerate(first.groupby(stretch)):
-        figure.add_vline(x=int(part["token"].iloc[0]), line={"color": "#bbb", "width": 1, "dash": "dot"})
-        figure.add_annotation(
-            x=int(part["token"].iloc[0]), y=1.0 - 0.05 * (at % 2), yref="paper", text=part["content"].iloc[0],
-            showarrow=False, xanchor="left", font={"size": 10},
-        )  # fmt: skip
+    for at, start in enumerate(first[first["content"] != first["content"].shift()].itertuples()):
+        figure.add_vline(x=start.token, line={"color": "#bbb", "width": 1, "dash": "dot"})
+        place = {"x": start.token, "y": 1.0 + 0.04 * (at % 2), "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+        figure.add_annotation(text=start.content, showarrow=False, font_size=11, **place)
     figure.update_xaxes(title_text="position in the answers (generated tokens)")
-    figure.update_yaxes(title_text="tokens drafted in the round", rangemode="tozero")
+    figure.update_yaxes(title_text="tokens drafted (0: a plain step)", rangemode="tozero")
     return figure.update_layout(legend_title_text="")

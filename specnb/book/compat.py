@@ -4,8 +4,9 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import COLOURS, MARKERS, template
+from specnb.book.style import COLOURS, spread, template
 from specnb.compat.check import Verdict
+from specnb.measure.bench import NORMAL, wilson
 
 LOOKS = {
     Verdict.DROP_IN: ("D", COLOURS[2]),
@@ -44,9 +45,8 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(title_text="draft", tickangle=45, showgrid=False)
     figure.update_yaxes(title_text="target", autorange="reversed", showgrid=False)
     side = 180 + 38 * len(names)
-    title = "Which draft fits which target"
-    figure.update_layout(template=template(), title_text=title, width=side + 120, height=side + 60)
-    return figure.update_layout(margin={"l": 190, "b": 190}, legend={"y": 1.0, "yanchor": "bottom"})
+    figure.update_layout(title_text="Which draft fits which target", width=side + 120, height=side + 60)
+    return figure.update_layout(template=template(), margin_l=190, margin_b=190, legend={"y": 1.0, "yanchor": "bottom"})
 
 
 def _others(cell: tuple) -> str:
@@ -57,25 +57,25 @@ def _others(cell: tuple) -> str:
 
 
 def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
-    """Acceptance rate over the share of an ordinary text's tokens that the draft's vocabulary has, one mark each.
+    """Acceptance rate over the share of an ordinary text's tokens that the draft's vocabulary has, with its interval.
 
     Open circles are what the run of the same draft in its own vocabulary predicts.
     """
     drawn = trial.dropna(subset=["text_shared", "acceptance_rate"])
-    drawn = drawn.assign(run=drawn["vocabulary"] + " (" + drawn["translated"].astype(str) + ")")
+    ends = [wilson(row.acceptance_rate, row.drafted, NORMAL) for row in drawn.itertuples()]
+    ends = pd.DataFrame(ends, drawn.index, ["low", "high"])
     figure = px.scatter(
-        drawn, x="text_shared", y="acceptance_rate", color="run", symbol="run", symbol_sequence=MARKERS,
-        hover_data=["accepted", "drafted"], template=template(), title="The same draft model behind other vocabularies",
-    ).update_traces(marker_size=13)  # fmt: skip
-    predicted = drawn.dropna(subset=["predicted_rate"])
-    if not predicted.empty:
-        figure.add_scatter(
-            x=predicted["text_shared"], y=predicted["predicted_rate"], mode="markers", text=predicted["vocabulary"],
-            marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the first",
-            hovertemplate="%{text}<br>predicted %{y:.2f}<extra></extra>",
-        )  # fmt: skip
-    least = max(0.0, float(drawn["text_shared"].min()) - 0.05)
+        drawn, x="text_shared", y="acceptance_rate", hover_data=["translated", "accepted", "drafted"],
+        text="vocabulary", template=template(), title="The same draft model behind other vocabularies",
+    ).update_traces(
+        error_y=spread(drawn["acceptance_rate"], ends["low"], ends["high"]), marker_size=11, showlegend=True,
+        name="measured, with the interval of its counts", textposition="middle right",
+    )  # fmt: skip
+    figure.add_scatter(
+        x=drawn["text_shared"], y=drawn["predicted_rate"], mode="markers", text=drawn["vocabulary"],
+        marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the draft as it is",
+        hovertemplate="%{text}<br>predicted %{y:.2f}<extra></extra>",
+    )  # fmt: skip
     title_x = "share of an ordinary text's tokens that both have"
-    figure.update_xaxes(title_text=title_x, range=[least, 1.01], tickformat=".0%")
-    figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", range=[0, 1.05])
-    return figure.update_layout(legend_title_text="")
+    figure.update_xaxes(title_text=title_x, range=[float(drawn["text_shared"].min()) - 0.01, 1.0099], tickformat=".0%")
+    return figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", rangemode="tozero")

@@ -8,6 +8,7 @@ from specnb.book.style import looks, series, template
 
 MANY = 8
 """More K's than this are drawn as a line without bars and marks, which would cover each other."""
+ASIDE = 0.2  # from one category's bar to the next one's, in tokens of the axis of K
 
 
 def speedup_over_k(
@@ -18,23 +19,26 @@ def speedup_over_k(
     `sweep` is `tables.k_sweep` or `tables.replayed`; bars are its intervals, left out for more than MANY K's. `live`
     (`tables.k_sweep`) is drawn over a replayed sweep as marks. K = 0, the baseline, is the line at 1 and not drawn.
     """
-    drawn, ks = _drafting(sweep), sorted(sweep.loc[sweep["k"] > 0, "k"].unique())
+    ks = sorted(sweep.loc[sweep["k"] > 0, "k"].unique())
+    drawn = _drafting(sweep, ASIDE if (few := len(ks) <= MANY) else 0)
     look = looks("category", drawn["category"].unique().tolist())  # the same in every panel
     bars = {"error_y": "above", "error_y_minus": "below"}
-    axes = {"x": "k", "y": "speedup", "facet_col": "temperature", "hover_data": ["tokens_per_s", "accepted", "drafted"]}
-    few = len(ks) <= MANY
+    hover = {"at": False} | dict.fromkeys(["k", "tokens_per_s", "accepted", "drafted"], True)
+    axes = {"x": "at", "y": "speedup", "facet_col": "temperature", "hover_data": hover}
     figure = px.line(drawn, **axes, **look, **(bars if few else {}), template=template())
-    figure.update_traces(mode="lines+markers" if few else "lines")
+    figure.update_traces(mode="lines+markers" if few else "lines", error_y_thickness=1)
     if live is not None:
         del look["line_dash"], look["line_dash_map"]
-        marks = px.scatter(_drafting(live), **axes, **look, **bars).update_traces(showlegend=False)
-        figure.add_traces([mark.update(name=f"{mark.name}, live") for mark in marks.data])
+        marks = px.scatter(_drafting(live, ASIDE), **axes, **look, **bars).update_traces(showlegend=False)
+        figure.add_traces([mark.update(name=f"{mark.name}, live", error_y_thickness=1) for mark in marks.data])
     temperatures = sorted(drawn["temperature"].unique())
     for note, t in zip(figure.layout.annotations, temperatures, strict=False):  # one panel has no annotation
         note.text = f"temperature {t:g}" + (" (greedy)" if t == 0 else "")
     figure.add_hline(y=1.0, line={"color": "#222", "width": 1})
     # named in the legend, where it cannot lie across the data
     figure.add_scatter(x=[None], y=[None], mode="lines", name="break-even", line={"color": "#222", "width": 1})
+    if live is not None:
+        figure.add_scatter(x=[None], y=[None], mode="markers", name="line: replay, mark: live", marker_color="#888")
     figure.update_xaxes(title_text="draft length K (tokens)", tickvals=ks if few else ks[3::4])
     figure.update_yaxes(rangemode="tozero").update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
     lossy = "" if drawn.get("lossless", pd.Series([True])).all() else " (lossy: not the target's distribution)"
@@ -55,10 +59,12 @@ def turns(table: pd.DataFrame) -> go.Figure:
     return figure.update_layout(template=template(), title_text="Acceptance as a conversation grows", showlegend=False)
 
 
-def _drafting(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows with drafts, by temperature and K, and the two arms of their intervals."""
+def _drafting(table: pd.DataFrame, aside: float) -> pd.DataFrame:
+    """The rows with drafts, by temperature and K, `at` their place on the axis, and the two arms of their intervals."""
     rows = table[table["k"] > 0].sort_values(["temperature", "k"], kind="stable")
-    return rows.assign(above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"])
+    place, names = pd.factorize(rows["category"])
+    at = rows["k"] + aside * (place - (len(names) - 1) / 2)
+    return rows.assign(at=at, above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"])
 
 
 def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.Figure:
@@ -66,8 +72,9 @@ def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.
     widths = curve["width"].tolist()
     figure = go.Figure()
     figure.add_scatter(
-        x=widths, y=curve["ratio"].tolist(), text=(1000 * curve["median_s"]).round(1).tolist(), mode="lines+markers",
-        name="measured", hovertemplate="n = %{x}<br>T(n)/T(1) = %{y:.2f}<br>%{text} ms", **series(0),
+        x=widths, y=curve["ratio"].tolist(), text=(1000 * curve["median_s"]).round(1).tolist(),
+        mode="lines+markers+text", texttemplate="%{text} ms", textposition="top center", name="measured",
+        hovertemplate="n = %{x}<br>T(n)/T(1) = %{y:.2f}<br>%{text} ms", **series(0),
     )  # fmt: skip
     ends = [widths[0], widths[-1]]
     for index, (name, ys) in enumerate({"free width": [1, 1], "n single steps": ends}.items(), start=2):

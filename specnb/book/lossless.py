@@ -1,13 +1,14 @@
 """Tables and the figure of notebook 08, from its record."""
 
 import pandas as pd
-import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import MARKERS, template
-from specnb.divergence.sampling import STATISTICS
+from specnb.book.style import dots
 from specnb.records import RunRecord
 
+SUMS = {"z_acc": "drafts kept", "z_draft": "chance of drafts", "z_surp": "chance of committed tokens",
+        "z_dir": "lean to draft or target", "z_order": "order of ids"}  # fmt: skip
+"""Columns of the five sums, and what each looks at."""
 CHANCE = 4.0
 """Standard deviations that a sum of a sound run does not reach."""
 
@@ -29,14 +30,10 @@ def planted(record: RunRecord) -> pd.DataFrame:
 
 def planted_figure(record: RunRecord) -> go.Figure:
     """The five sums of each planted fault: between the lines is chance."""
-    rows = planted(record).melt("planted", list(STATISTICS), var_name="sum", value_name="z")
-    figure = px.scatter(
-        rows, x="z", y="planted", color="sum", symbol="sum", symbol_sequence=MARKERS, template=template()
-    )
-    figure.update_traces(marker_size=11)
+    sums = {name: f"{name}: {says}" for name, says in SUMS.items()}
+    rows = planted(record).rename(columns=sums).melt("planted", [*sums.values()], var_name="sum", value_name="z")
+    figure = dots(rows, x="z", y="planted", by="sum", title="Planted faults of sampling: which sum sees which")
     for limit in (-CHANCE, CHANCE):
         figure.add_vline(x=limit, line={"color": "#222", "width": 1, "dash": "dot"})
-    figure.update_xaxes(title_text="z: standard deviations from what the rows promise")
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    title = "Planted faults of sampling: which sum sees which"
-    return figure.update_layout(title_text=title, height=380, legend_title_text="")
+    title = "z: standard deviations from what the rows promise (dotted: the limits of chance)"
+    return figure.update_xaxes(title_text=title)

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.plot import Plot
-from specnb.book.style import COLOURS, MARKERS, looks, series, spread, template
+from specnb.book.style import COLOURS, MARKERS, dots, looks, series, spread, template
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS
 from specnb.medusa.train import StepReport
@@ -28,18 +28,11 @@ EVERY = 2
 
 def faults(table: pd.DataFrame) -> go.Figure:
     """The fingerprint of each fault, a mark for each share."""
-    figure = go.Figure()
-    for index, (column, label) in enumerate(FINGERPRINT.items()):
-        figure.add_scatter(
-            x=(100 * table[column].astype(float)).tolist(), y=table["fault"].tolist(), mode="markers", name=label,
-            marker=series(index)["marker"] | {"size": 11}, orientation="h", offsetgroup=label,
-            hovertemplate=f"%{{y}}<br>{label}: %{{x:.1f}} %<extra></extra>",
-        )  # fmt: skip
-    figure.update_xaxes(title_text="share of positions (%)", range=[-3, 103]).update_yaxes(autorange="reversed")
-    return figure.update_layout(
-        template=template(), title_text="The faults of the Medusa note", margin={"l": 150}, scattermode="group",
-        scattergap=0.3,
-    )  # fmt: skip
+    shares = 100 * table.set_index("fault")[[*FINGERPRINT]].astype(float).rename(columns=FINGERPRINT)
+    rows = shares.reset_index().melt("fault", var_name="share", value_name="percent")
+    title = "Planted faults of heads, and the shares that tell them apart"
+    figure = dots(rows, x="percent", y="fault", by="share", title=title)
+    return figure.update_xaxes(title_text="share of positions (%)", rangemode="tozero")
 
 
 def speed(table: pd.DataFrame) -> go.Figure:
@@ -62,8 +55,9 @@ def speed(table: pd.DataFrame) -> go.Figure:
         shares = 100 * whole[f"{part}_share"].to_numpy(dtype=float)
         bar = go.Bar(
             x=shares.tolist(), y=whole["kind"].tolist(), base=before.tolist(), name=part, orientation="h",
-            marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(),
-            hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>",
+            marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(), showlegend=False,
+            text=[f"{part} {share:.0f} %" if share > 4 else "" for share in shares], insidetextanchor="middle",
+            hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>", textposition="inside",
         )  # fmt: skip
         figure.add_trace(bar, row=1, col=2)
         before = before + shares
@@ -96,10 +90,11 @@ def alpha(table: pd.DataFrame) -> go.Figure:
 
 
 def trees(table: pd.DataFrame) -> go.Figure:
-    """Predicted speed-up of the best tree of each size over plain decoding; the fastest of each kind is named."""
+    """Predicted speed-up by size of the tree, without those a smaller one beats; the fastest of a kind is named."""
     plain = table[table["nodes"] == 0].set_index("kind")["seconds"]  # a token takes it
     times_less = table["kind"].map(plain) / table["seconds"]  # exactly 1 for plain decoding
-    rows = table.assign(nodes=table["nodes"].astype(str), speedup=table["tokens"] * times_less)
+    rows = table.assign(speedup=table["tokens"] * times_less).sort_values("nodes", kind="stable").astype({"nodes": str})
+    rows = rows[rows["tokens"] == rows.groupby("kind")["tokens"].cummax()]
     figure = px.line(
         rows, x="nodes", y="speedup", hover_data=["depth", "tokens"], markers=True, template=template(),
         title="Which tree pays on this machine", **looks("kind", rows["kind"].unique().tolist()),
@@ -109,6 +104,7 @@ def trees(table: pd.DataFrame) -> go.Figure:
         figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=50, ay=40 * (-1) ** index)
     figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
     figure.update_xaxes(title_text="nodes of the tree, drafts a round (0: plain decoding)", type="category")
+    figure.update_xaxes(categoryorder="array", categoryarray=rows["nodes"].unique())
     figure.update_yaxes(title_text="predicted speed-up (plain = 1)", rangemode="tozero")
     return figure.update_layout(legend_title_text="")
 
@@ -150,7 +146,7 @@ class TrainingView:
     def figure(self) -> go.Figure:
         """Loss, top-1 and top-5 over steps, a row of panels for each run, a line for each head."""
         figure = make_subplots(
-            rows=len(self._runs), cols=3, shared_xaxes=True, horizontal_spacing=0.08, vertical_spacing=0.14,
+            rows=len(self._runs), cols=3, horizontal_spacing=0.08, vertical_spacing=0.14,
             subplot_titles=[t for run in self._runs for t in (f"{run}: loss", "top-1 of a batch", "top-5 of a batch")],
         )  # fmt: skip
         for row, run in enumerate(self._runs, start=1):
@@ -166,11 +162,9 @@ class TrainingView:
                     showlegend=row == 1 and column < 3, hovertemplate=f"{name}, step %{{x}}: %{{y:.3g}}<extra></extra>",
                 )  # fmt: skip
                 figure.add_trace(line, row=row, col=column)
-            for column, title in enumerate(("loss (nats)", "top-1 (%)", "top-5 (%)"), start=1):
-                mode = "normal" if column == 1 else "tozero"
-                figure.update_yaxes(title_text=title, rangemode=mode, row=row, col=column)
-        figure.update_xaxes(title_text="step", row=len(self._runs))
-        title = "Training heads" + "".join(f"<br><sup>{n}, foretold before the first step</sup>" for n in self._notes)
-        return figure.update_layout(
-            template=template(), title_text=title, height=300 * len(self._runs) + 100, margin={"t": 130}
-        )
+        figure.update_xaxes(title_text="step", row=len(self._runs)).update_yaxes(title_text="loss (nats)", col=1)
+        for column in (2, 3):
+            figure.update_yaxes(title_text="share (%)", rangemode="tozero", col=column)
+        title = {"text": "Training heads, timed before the first step", "subtitle_text": "; ".join(self._notes)}
+        height = 300 * len(self._runs) + 40
+        return figure.update_layout(template=template(), title=title, height=height, margin_t=100, legend_y=-0.12)

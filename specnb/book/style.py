@@ -5,6 +5,7 @@ from itertools import cycle
 from typing import Any
 
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 
 # Okabe & Ito's colours, told apart by colour-blind readers
@@ -53,11 +54,20 @@ def series(index: int) -> dict[str, dict]:
 def looks(column: str, names: Sequence[str]) -> dict[str, Any]:
     """Arguments of plotly express that draw the values of `column` by colour, dash and marker.
 
-    `names` are all that may occur, in their order: each looks the same in every figure, as in `series`.
+    `names` are all that may occur, in their order: each looks the same in every figure, as in `series`; `all` is grey.
     """
     sequences = {"color_discrete_map": COLOURS, "line_dash_map": DASHES, "symbol_map": MARKERS}
-    maps = {key: dict(zip(names, cycle(values), strict=False)) for key, values in sequences.items()}
+    maps = {key: dict(zip(names, cycle(seq), strict=False)) | {"all": seq[-1]} for key, seq in sequences.items()}
     return {"color": column, "line_dash": column, "symbol": column, "category_orders": {column: list(names)}, **maps}
+
+
+def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, title: str) -> go.Figure:
+    """A mark for each row at `x`, on the line of its `y`; those of different `by` one below the other."""
+    look = {"color": by, "symbol": by, "symbol_sequence": MARKERS, "template": template()}
+    figure = px.scatter(rows, x=x, y=y, orientation="h", title=title, **look)
+    figure.for_each_trace(lambda marks: marks.update(offsetgroup=marks.name, marker_size=11))
+    figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
+    return figure.update_layout(scattermode="group", scattergap=0.3, legend_title_text="")
 
 
 def spread(value: pd.Series, low: pd.Series, high: pd.Series, scale: float = 1.0) -> dict | None:

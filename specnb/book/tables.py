@@ -19,15 +19,16 @@ NOTHING = "–"
 
 
 def compact(frame: pd.DataFrame) -> pd.DataFrame:
-    """A table to be read: two digits, the speed-up and its interval in one cell, a dash for what does not exist."""
+    """A table to be read: two digits, a dash for nothing, an interval in the cell of the value before it."""
     shown = frame.convert_dtypes().round(2).astype(object).where(frame.notna(), NOTHING)
-    if {"speedup", "low", "high"} <= set(frame):
-        cells = [
-            NOTHING if pd.isna(value) else f"{value:.2f}" + ("" if pd.isna(low) else f" [{low:.2f}, {high:.2f}]")
-            for value, low, high in frame[["speedup", "low", "high"]].itertuples(index=False)
-        ]
-        shown = shown.assign(speedup=cells).drop(columns=["low", "high"])
-    return shown
+    if "low" not in frame:
+        return shown
+    name = frame.columns[frame.columns.get_loc("low") - 1]
+    cells = [
+        NOTHING if pd.isna(value) else f"{value:.2f}" + ("" if pd.isna(low) else f" [{low:.2f}, {high:.2f}]")
+        for value, low, high in frame[[name, "low", "high"]].itertuples(index=False)
+    ]
+    return shown.assign(**{name: cells}).drop(columns=["low", "high"])
 
 
 def glance(sweep: pd.DataFrame) -> pd.DataFrame:

@@ -94,7 +94,9 @@ def test_the_published_score_has_the_lab_beside_the_tools_that_people_use():
 
 def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong):
     figure = divergence.heat(wrong)
-    table, (drawn,), (frame,) = wrong.heat(), figure.data, figure.layout.shapes
+    (drawn,), (frame,) = figure.data, figure.layout.shapes
+    table = wrong.heat().loc[list(drawn.y)]
+    assert len(table) < len(wrong.heat()) and not (wrong.heat().drop(table.index) > figures.LIMIT).any(axis=None)
     assert np.allclose(np.array(drawn.z, float), table.to_numpy(), atol=0.006)
     row = list(table.index).index(wrong.first.module)
     assert (frame.y0, frame.y1) == (row - 0.5, row + 0.5) and (frame.x0, frame.x1) == (-0.5, 12.5)
@@ -109,7 +111,7 @@ def test_of_many_modules_those_around_the_wrong_ones_are_drawn():
     values.loc["layers.321.mlp", 1] = 5.0
     figure = figures.heat(values, box=("layers.321.mlp", 1, 1), title="")
     assert list(figure.layout.yaxis.tickvals) == ["layers.320.mlp", "layers.321.mlp", "layers.322.mlp"]
-    assert "3 of 500" in figure.layout.title.text and figure.layout.shapes[0].y0 == 0.5
+    assert "3 of 500" in figure.layout.title.subtitle.text and figure.layout.shapes[0].y0 == 0.5
 
 
 # --- the page -------------------------------------------------------------------------------------------------------

@@ -147,7 +147,8 @@ def test_the_live_figure_grows_and_tells_the_time_before_the_first_step():
     told = []
     view = figures.TrainingView(["a", "b"], 3, progress=lambda *said: told.append(said))
     view.starts("a", 4, 0.5)
-    assert told == [(0, 4, "a: 4 steps of 0.50 s, about 2 s")] and "about 2 s" in view.figure().layout.title.text
+    note = "a: 4 steps of 0.50 s, about 2 s"
+    assert told == [(0, 4, note)] and note in view.figure().layout.title.subtitle.text
     drawn = view.plot._traces
     for step, share in ((1, 0.1), (2, 0.25)):
         assert view.plot._traces == drawn

@@ -79,3 +79,13 @@ def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models)
     assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None
     assert record.generations[-1].drafter == "e" and [m.close.call_count for m in models.values()] == [1, 1, 1]
     assert own["predicted_rate"] is not None and "e" in json.dumps(record.provenance["models"])
+
+
+def test_the_figure_shows_each_vocabulary(models):
+    import pandas as pd
+
+    table = pd.DataFrame(trial.run(SMALL).measurements["trial"]).assign(text_shared=[1.0, 1.0, 0.5])
+    figure = figures.overlap_against_acceptance(table)
+    measured, predicted = figure.data
+    assert list(measured.text) == table["vocabulary"].tolist() and min(measured.error_y.arrayminus) > 0
+    assert [name for name, y in zip(predicted.text, predicted.y, strict=True) if y == y] == [trial.UNCHANGED]

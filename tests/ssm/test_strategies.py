@@ -99,7 +99,7 @@ def test_trees_are_verified_as_path_by_path():
     assert (frame["max_error"] < 1e-5).all() and (frame[["solve_s", "paths_s"]] > 0).all(axis=None)
     shown = figures.milliseconds(frame)
     np.testing.assert_allclose(shown["solve_ms"], frame["solve_s"] * 1e3, atol=1e-3)
-    assert len(figures.trees(frame).data) == 6
+    assert len(figures.trees(frame).data) == 3
 
 
 @pytest.mark.parametrize(("model", "engine", "backend", "options"), [

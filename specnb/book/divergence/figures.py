@@ -14,13 +14,13 @@ from specnb.divergence.tolerances import TIMES_FLOOR
 LIMIT = float(np.log10(TIMES_FLOOR))
 """From here on a tensor counts as wrong."""
 LOW, HIGH = HEAT
-MOST_ROWS = 120
+MOST_ROWS = 40
 """Modules that a heat map shows; of more those that are wrong and their neighbours in time."""
 SCALE = [(0.0, "#ffffff"), (0.111, "#f4f7fa"), (0.164, "#d6e6f2"), (0.166, "#fdd49e"), (0.4, "#fc8d59"),
          (0.7, "#d7301f"), (1.0, "#67000d")]  # fmt: skip
 LEAST = 1e-8
 """What is less is drawn here on a logarithmic axis."""
-MISSING = "#bdbdbd"
+MISSING, WRONG = "#bdbdbd", "#b2182b"
 LEGEND = f"0: at the floor of sound runs; wrong from {LIMIT:.2f} on ({TIMES_FLOOR:g} times the floor)"
 
 
@@ -51,30 +51,31 @@ def heat(
     )  # fmt: skip
     few = "" if len(drawn) == len(table) else f"; {len(drawn)} of {len(table)} modules"
     return figure.update_layout(
-        template=template(), title_text=f"{html.escape(title)}<br><sup>{LEGEND}; grey: not compared{few}</sup>",
-        height=160 + 16 * max(len(drawn), 12), margin={"l": 60, "r": 20, "t": 80, "b": 60}, plot_bgcolor=MISSING,
+        template=template(), height=170 + 16 * max(len(drawn), 12), margin={"l": 60, "t": 90}, plot_bgcolor=MISSING,
+        title={"text": html.escape(title), "subtitle_text": f"{LEGEND}; grey: not compared{few}"},
     )  # fmt: skip
 
 
 def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
     """One strip for each row (a set-up, a fault): modules in order of time, the worst of all tokens.
 
-    `table`: rows by names, columns by modules. `marks`: of a row the module that is framed.
+    `table`: rows by names, columns by modules. `marks`: of a row the module that is framed and named.
     """
     modules = _named(table.columns)
     hover = "%{x}<br>%{y}<br>log10(error / floor) %{z:.2f}<extra></extra>"
     figure = go.Figure(_heatmap(table, x=modules, y=_named(table.index), ygap=3, hovertemplate=hover))
     for name, module in marks.items():
-        x = list(table.columns).index(module)
-        _frame(figure, x, x, list(table.index).index(name), half=0.42, width=2)
+        x, y = list(table.columns).index(module), list(table.index).index(name)
+        _frame(figure, x, x, y, half=0.42, width=2)
+        side = {"xanchor": "left", "xshift": 10} if x < 0.8 * len(modules) else {"xanchor": "right", "xshift": -10}
+        figure.add_annotation(x=x, y=y, text=modules[x].removeprefix("layers."), showarrow=False, font_size=11, **side)
     starts, labels = layer_ticks(table.columns)
     at = [modules[start] for start in starts]
     figure.update_xaxes(title_text="module, in order of time", tickvals=at, ticktext=labels, showgrid=False)
     figure.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
-    subtitle = f"{LEGEND}; framed: named first"
     return figure.update_layout(
-        template=template(), title_text=f"{html.escape(title)}<br><sup>{subtitle}</sup>", plot_bgcolor=MISSING,
-        height=190 + 26 * len(table), margin={"l": 60, "t": 80},
+        template=template(), plot_bgcolor=MISSING, height=200 + 26 * len(table), margin={"l": 60, "t": 90},
+        title={"text": html.escape(title), "subtitle_text": f"{LEGEND}; framed: the module named first"},
     )  # fmt: skip
 
 
@@ -88,16 +89,15 @@ def misleading(table: pd.DataFrame) -> go.Figure:
         "standard deviation: |ratio - 1|": (table["std_ratio"] - 1).abs(),
         "1 - cosine": 1 - table["cosine"],
         "relative L2": table["relative_l2"],
-        "relative L2 of the module by itself (shadow replay)": table["by_itself"],
+        "module by itself (shadow replay), sound": table["by_itself"].where(table["ratio"] <= TIMES_FLOOR),
+        "module by itself, wrong": table["by_itself"].where(table["ratio"] > TIMES_FLOOR),
     }
     figure = go.Figure()
     for index, (name, values) in enumerate(shown.items()):
-        if index < len(shown) - 1:
-            look = series(index) | {"mode": "lines+markers"}
-            look["marker"] |= {"size": 6}
-        else:  # what a module does by itself has nothing to do with the next one
-            cross = {"color": "#111", "symbol": "x-thin", "size": 9, "line": {"width": 2}}
-            look = {"marker": cross, "mode": "markers"}
+        look = series(index) | {"mode": "lines", "opacity": 0.7}
+        if index > 3:  # what a module does by itself has nothing to do with the next one
+            line, size = ({"color": "#888", "width": 2}, 8) if index == 4 else ({"color": WRONG, "width": 4}, 14)
+            look = {"marker": {"symbol": "x-thin", "size": size, "line": line}, "mode": "markers"}
         figure.add_trace(
             go.Scatter(
                 x=list(range(len(table))), y=values.clip(lower=LEAST).tolist(), name=name,
