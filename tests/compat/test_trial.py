@@ -3,8 +3,10 @@
 import json
 from unittest.mock import Mock
 
+import pandas as pd
 import pytest
 
+from specnb.book import compat as figures
 from specnb.compat import trial
 from specnb.compat.description import Description, Family
 from specnb.errors import VocabularyMismatch
@@ -82,8 +84,6 @@ def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models)
 
 
 def test_the_figure_shows_each_vocabulary(models):
-    import pandas as pd
-
     table = pd.DataFrame(trial.run(SMALL).measurements["trial"]).assign(text_shared=[1.0, 1.0, 0.5])
     figure = figures.overlap_against_acceptance(table)
     measured, predicted = figure.data
