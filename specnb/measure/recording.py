@@ -69,6 +69,8 @@ class Recording(NamedTuple):
     beliefs: tuple[Belief, ...] = ()
     astray: tuple[tuple[Belief, ...], ...] = ()
     drafts: tuple[tuple[bytes, ...], ...] = ()
+    p_target: tuple[float, ...] = ()
+    q_draft: tuple[float, ...] = ()
 
     @property
     def n_tokens(self) -> int:
@@ -123,6 +125,7 @@ _SCHEMA = pa.schema(
         "beliefs": _BELIEFS,
         "astray": pa.list_(_BELIEFS),
         "drafts": pa.list_(pa.list_(pa.binary())),
+        **dict.fromkeys(("p_target", "q_draft"), pa.list_(pa.float64())),
     }
 )
 
@@ -211,7 +214,7 @@ def follow(
     blank = Recording(
         generation.prompt_id, generation.category, generation.target, "", sampling.temperature, generation.seed, k_max,
         max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), generation.token_ids,
-        tuple(map(target.vocab.piece, generation.token_ids)), (), (),
+        tuple(map(target.vocab.piece, generation.token_ids)), (), (), p_target=() if p_true is None else tuple(p_true.tolist()),
     )  # fmt: skip
     recordings = []
     for drafter in drafters:
@@ -298,28 +301,31 @@ def _follow_model(
     recording: Recording,
 ) -> tuple[Recording, list[int | None]]:
     """`recording` along the true tokens, and for each of them the greedy draft where it is wrong."""
-    kept, beliefs, wrong = [], [], []
+    kept, beliefs, wrong, likely = [], [], [], []
     for at, row in _rows_along(model, generation, _pass_width(model.caps)):
         token = generation.token_ids[at]
+        beliefs.append(Belief.of(row))
         if sampling.greedy:
             draft = argmax(row)
             kept.append(float(draft == token))
             wrong.append(None if draft == token else draft)
+            likely.append(beliefs[-1].top * float(np.exp(float(row[token]) - float(row[draft]))))
         else:
             q_draft = float(sampling.probabilities(row)[token])
+            likely.append(q_draft)
             # p_target may be 0 where a block rounds otherwise than the step that drew the token: then q/p is above 1
             kept.append(min(1.0, q_draft / float(p_true[at])) if p_true[at] > 0 else float(q_draft > 0))
-        beliefs.append(Belief.of(row))
     room = model.caps.n_ctx + 1 - len(generation.prompt_ids)  # a draft model's smaller context ends drafting
     offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(most))
     keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
-    return recording._replace(keep=keep, offered=offered, beliefs=tuple(beliefs)), wrong
+    recording = recording._replace(keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely))
+    return recording, wrong
 
 
 def _true_probabilities(target: LanguageModel, generation: Generation, sampling: Sampling) -> np.ndarray:
     """p_target of each generated token, `(n_tokens,)`."""
     rows = _rows_along(target, generation, PASS_WIDTH)
-    return np.array([sampling.probabilities(row)[generation.token_ids[at]] for at, row in rows])
+    return np.array([sampling.probabilities(row)[generation.token_ids[at]] for at, row in rows], np.float64)
 
 
 def _pass_width(caps: Capabilities) -> int:
