@@ -214,7 +214,8 @@ def follow(
     blank = Recording(
         generation.prompt_id, generation.category, generation.target, "", sampling.temperature, generation.seed, k_max,
         max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), generation.token_ids,
-        tuple(map(target.vocab.piece, generation.token_ids)), (), (), p_target=() if p_true is None else tuple(p_true.tolist()),
+        tuple(map(target.vocab.piece, generation.token_ids)), (), (),
+        p_target=() if p_true is None else tuple(p_true.tolist()),
     )  # fmt: skip
     recordings = []
     for drafter in drafters:

@@ -41,9 +41,8 @@ target = toy.markov(6, order=2, seed=4, sharpness=3.0)
 prompt = Prompt(id="code-0", category="code", text="abcabca")
 
 def run_live(setting, progress):
-    for at, drafting in enumerate(({}, {"drafter": LookupDrafter(), "k": setting.k})):
-        progress(at, 2, prompt.id)
-        yield generate(target, prompt, max_new_tokens=40, **drafting)
+    return [generate(target, prompt, max_new_tokens=40, **drafting) for drafting in
+            ({}, {"drafter": LookupDrafter(), "k": setting.k})], False
 
 trace = Trace.load(Path("trace.parquet"))
 Explorer(trace, straight_curve("line", 1.4), {r.drafter: 0.2 for r in trace.recordings}, run_live=run_live)

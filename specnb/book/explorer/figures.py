@@ -12,7 +12,6 @@ from specnb.book.tables import BUSY
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Step
 
-
 Live = tuple[float, float, float, float, bool]
 
 

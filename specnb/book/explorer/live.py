@@ -65,18 +65,15 @@ class Workbench:
         Of a trace that is not recorded now, the parameters are those of its record. Raises what `stored`, `load` and
         `load_drafter` raise.
         """
-        asked = self.params.trace
-        earlier = self._earlier() if asked == "auto" else None if asked == "new" else asked
-        kept, trace, curve, c = self.record(progress) if earlier is None else stored(earlier)
-        if earlier is not None:
+        source = (self._earlier() or "new") if self.params.trace == "auto" else self.params.trace
+        kept, trace, curve, c = self.record(progress) if source == "new" else stored(source)
+        if source != "new":
             self.params = ExplorerParams.model_construct(**kept.params)
             self._recorded = {recording.prompt_id for recording in trace.recordings}
         took, cpu = (kept.ended - kept.started).total_seconds(), (kept.provenance.get("cpu") or {}).get("model")
-        recorded = "recorded now" if earlier is None else f"of {kept.ended:%Y-%m-%d %H:%M} UTC, taken again"
-        busy = "; the machine was busy while forwards were timed" if curve.busy else ""
-        n = len(trace.recordings)
-        line = f"run {kept.run_id} {recorded}: {n} recordings, {took:.0f} s on {cpu or 'an unknown processor'}{busy}"
-        return kept, trace, curve, c, line
+        when = f"of {kept.ended:%Y-%m-%d %H:%M} UTC, taken again" if source != "new" else "recorded now"
+        line = f"run {kept.run_id} {when}: {len(trace.recordings)} recordings in {took:.0f} s on {cpu}"
+        return kept, trace, curve, c, line + "; the machine was busy while forwards were timed" * bool(curve.busy)
 
     def _earlier(self) -> Path | None:
         """The folder of the newest run that asked the same of the same models and versions on such a machine."""
@@ -98,24 +95,21 @@ class Workbench:
 
         The last of the results holds c, T_draft(1)/T_target(1), for every drafter of the trace.
         """
-        p, started = self.params, Neighbours()
+        p, target, drafters, started = self.params, self.target, self.drafters, Neighbours()
         generations: list[Generation] = []
         recordings: list[Recording] = []
-        todo = [(temperature, prompt) for temperature in p.temperatures for prompt in self.chosen]
+        limits, total = {"k_max": p.k_max, "max_new_tokens": p.max_new_tokens}, len(p.temperatures) * len(self.chosen)
         with self._in_use:
-            curve, c = verify_costs(self.target, self.drafters, p.k_max)
-            for temperature, prompt in todo:
-                progress(len(generations), len(todo), f"{prompt.id}, temperature {temperature:g}")
-                ((generation, followed),) = record(
-                    self.target, self.drafters, [prompt], temperature=temperature, k_max=p.k_max,
-                    max_new_tokens=p.max_new_tokens, seed=p.seed,
-                )  # fmt: skip
-                generations.append(generation)
-                recordings += followed
-        progress(len(todo), len(todo), "done")
+            curve, c = verify_costs(target, drafters, p.k_max)
+            for t in p.temperatures:
+                progress(len(generations), total, f"temperature {t:g}")
+                for each in record(target, drafters, self.chosen, temperature=t, seed=p.seed, **limits):
+                    generations.append(each[0])
+                    recordings += each[1]
+                    progress(len(generations), total, f"temperature {t:g}, after {each[0].prompt_id}")
         measured = {"verify_curve": curve.model_dump(mode="json"), "c": c}
-        models = models_of(self.target, self.drafters)
-        kept = record_of(EXPERIMENT, p, self.chosen, self.target, models, started, generations, measured)
+        models = models_of(target, drafters)
+        kept = record_of(EXPERIMENT, p, self.chosen, target, models, started, generations, measured)
         return kept, Trace(tuple(recordings)), curve, c
 
     def run_live(self, setting: Setting, progress: Progress = silent) -> tuple[list[Generation], bool]:

@@ -58,8 +58,8 @@ class Status(anywidget.AnyWidget):
 class Explorer(widgets.VBox):
     """Sliders, figures and summary over `trace`.
 
-    `curve` is T(n) of the trace's machine, `c` T_draft(1)/T_target(1) for each drafter by its name. With `run_live` the setting
-    can be run for real, in the background. Raises InputError for what cannot be replayed.
+    `curve` is T(n) of the trace's machine, `c` T_draft(1)/T_target(1) for each drafter by its name. With
+    `run_live` the setting can be run for real, in the background. Raises InputError for what cannot be replayed.
     """
 
     def __init__(
@@ -220,7 +220,8 @@ class Explorer(widgets.VBox):
         return (
             f"Live, {show.label(setting)}, prompts: {len(drafted)}: speed-up {live.value:.2f} "
             f"on this machine; predicted for the same prompts: {predicted.speedup:.2f}."
-            + f" Measured while {BUSY}: run it again." * busy
+            + f" Measured while {BUSY}: run it again."
+            * busy
         )
 
     def _progressed(self, done: int, total: int, step: str) -> None:
