@@ -17,7 +17,7 @@ from specnb.book.style import CONFIG
 
 
 class Plot(anywidget.AnyWidget):
-    """A figure, drawn; `update` shows another in its place. A reader's zoom is kept."""
+    """A figure, drawn no wider than its place; `update` shows another. A reader's zoom is kept."""
 
     _esm = """
     function run(source) {
@@ -30,10 +30,16 @@ class Plot(anywidget.AnyWidget):
       const plotly = (globalThis.specnbPlotly ??= run(model.get("_plotly")));
       const figure = el.appendChild(document.createElement("div"));
       const now = (name) => JSON.parse(model.get(name));
-      const draw = () => plotly.react(figure, now("_traces"), now("_look"), CONFIG);
+      const draw = () => {
+        const { width = 960, height = 480, ...look } = now("_look");
+        Object.assign(el.style, { width: `${width}px`, maxWidth: "100%" });
+        return plotly.react(figure, now("_traces"), { ...look, height, autosize: true }, CONFIG);
+      };
+      const fitting = new ResizeObserver(() => figure.offsetParent && plotly.Plots.resize(figure));
       model.on("change:_traces", draw);
       draw();
-      return () => plotly.purge(figure);
+      fitting.observe(el);
+      return () => { fitting.disconnect(); plotly.purge(figure); };
     }
     export default { render };
     """.replace("CONFIG", json.dumps(CONFIG))

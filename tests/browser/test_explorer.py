@@ -149,6 +149,12 @@ def test_the_explorer_under_voila(home, page):
     with serving(home, "voila", options, f"/static/voila.js?token={TOKEN}") as address:
         page.goto(f"{address}/?token={TOKEN}")
         use(page)
+        for width in (480, 1200, 1920):
+            page.set_viewport_size({"width": width, "height": 1200})
+            page.wait_for_timeout(1500)
+            picture(page, str(width))
+            sizes = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+            assert sizes[0] <= sizes[1], f"wider than a page of {width}"
 
 
 def summary(page, nth: int = 0) -> str:
@@ -182,10 +188,7 @@ def until(page, read, wanted, limit_s: float = 15):
 
 
 def use(page) -> None:
-    """What a reader does: arrow keys, mouse, rounds, a live run.
-
-    A picture of the end is kept in $SPECNB_SCREENSHOTS, where that is set.
-    """
+    """What a reader does: arrow keys, mouse, rounds, a live run."""
     page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=1", timeout=COLD_MS)
     k = page.locator(".specnb-explorer .widget-slider", has_text="K (tokens)").first
     handle, number = k.locator(".noUi-handle"), k.locator(".widget-readout")
@@ -229,5 +232,10 @@ def use(page) -> None:
         speeds = re.search(r"speed-up ([\d.]+) on this machine; predicted for the same prompts: ([\d.]+)\.", line)
         assert speeds and float(speeds[1]) > 0
         until(page, run.is_enabled, bool)
+    picture(page, "end")
+
+
+def picture(page, name: str) -> None:
+    """Keep a picture of the whole page in $SPECNB_SCREENSHOTS, where that is set."""
     if shots := os.environ.get("SPECNB_SCREENSHOTS"):
-        page.screenshot(path=str(Path(shots) / f"{page.title()[:20]}.png"))
+        page.screenshot(path=str(Path(shots) / f"{page.title()[:20]}-{name}.png"), full_page=True)

@@ -123,7 +123,7 @@ class Explorer(widgets.VBox):
 
     def _add_controls(self) -> None:
         t = self._tables
-        slider = {"style": {"description_width": "120px"}, "layout": widgets.Layout(width="480px")}
+        slider = {"style": {"description_width": "120px"}, "layout": widgets.Layout(width="480px", max_width="100%")}
         fine = slider | {"readout_format": ".2f"}
         warmth = [(f"{x:g}" + " (greedy)" * (x == 0), x) for x in t.temperatures]
         contents = (ALL, *t.contents) if len(t.contents) > 1 else t.contents
