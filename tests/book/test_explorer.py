@@ -213,18 +213,26 @@ def test_each_control_changes_what_it_should(explorer, redraws):
         redraws.clear()
         control.value = value
         changed = {part for part, shown in drawn(explorer).items() if shown != before[part]}
+        assert explorer.k.disabled == (name == "policy"), "no policy but these two reads K"
         assert {"summary", *must.split()} <= changed and not changed & set(must_not.split()), name
         assert len(redraws) == 1, "one move, one redraw"
         control.value = original
 
 
-def test_what_is_drawn_is_what_is_computed(explorer):
+def test_what_is_drawn_is_what_is_computed_and_what_cannot_be_is_said(explorer, monkeypatch):
     explorer.content.value, explorer.k.value = "prose", 7
     p = explorer._tables.predict(explorer.setting())
     point = explorer.speedup.figure.data[2]
-    assert (point.x[0], point.y[0]) == (7, pytest.approx(p.speedup))
+    assert (point.x[0], point.y[0]) == (7, pytest.approx(p.speedup)) and f"{p.speedup:.2f}" in explorer.summary.lines[0]
     assert list(explorer.alpha.figure.data[0].y) == pytest.approx((p.kept[:7] / p.tested[:7]).tolist())
-    assert f"{p.speedup:.2f}" in explorer.summary.lines[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(explorer._tables, "predict", lambda setting: 1 / 0)
+        explorer.k.value = 3
+        assert "ZeroDivisionError" in explorer.summary.lines[0]
+    explorer.drafter.value, explorer.policy.value = MODEL, "confidence"
+    assert explorer.c.value == 0.3 and "confidence, K up to 3" in explorer.summary.lines[0]
+    explorer.drafter.value = LOOKUP
+    assert explorer.c.value == 0 and explorer.policy.value == FIXED and "entropy" not in explorer.policy.options
 
 
 def test_dragging_a_cost_makes_a_custom_curve_and_a_named_one_moves_the_sliders(explorer, redraws):
@@ -236,22 +244,6 @@ def test_dragging_a_cost_makes_a_custom_curve_and_a_named_one_moves_the_sliders(
     explorer.curve.value = "memory-bound server"
     assert explorer.at8.value == NAMED["memory-bound server"][0]
     assert explorer.setting().machine.name == "memory-bound server"
-
-
-def test_a_lookup_costs_nothing_and_offers_no_policy_that_reads_beliefs(explorer):
-    explorer.drafter.value, explorer.policy.value = MODEL, "confidence"
-    assert explorer.c.value == 0.3
-    explorer.drafter.value = LOOKUP
-    assert explorer.c.value == 0 and explorer.policy.value == FIXED and "entropy" not in explorer.policy.options
-
-
-def test_what_cannot_be_shown_is_said(explorer, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(explorer._tables, "predict", lambda setting: 1 / 0)
-        explorer.k.value = 3
-        assert "ZeroDivisionError" in explorer.summary.lines[0]
-    explorer.k.value = 4
-    assert "fixed K = 4" in explorer.summary.lines[0]
 
 
 def test_a_plot_starts_at_once_and_sends_what_json_can_hold_and_plotly():

@@ -12,6 +12,7 @@ from specnb.book.tables import BUSY
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Step
 
+FEW = 10
 Live = tuple[float, float, float, float, bool]
 
 
@@ -71,14 +72,15 @@ def speedup(v: View) -> go.Figure:
 
 
 def alpha(v: View) -> go.Figure:
-    """Return alpha_k over the positions in the block that were reached; counts in the hover text."""
+    """Return alpha_k over the positions in the block that were reached, pale by few rounds; counts in the hover."""
     p = v.predicted
     at = np.flatnonzero(p.tested > 1e-9)
     figure = go.Figure()
     figure.add_scatter(
         x=(at + 1).tolist(), y=(p.kept[at] / p.tested[at]).tolist(), mode="lines+markers",
         customdata=np.stack([p.kept[at], p.tested[at]], axis=1).round(1).tolist(),
-        line={"color": COLOURS[2], "width": 2}, marker={"symbol": "square", "size": 8},
+        line={"color": COLOURS[2], "width": 2},
+        marker={"symbol": "square", "size": 8, "opacity": np.where(p.tested[at] < FEW, 0.25, 1.0).tolist()},
         hovertemplate="draft %{x}: %{y:.2f}<br>kept %{customdata[0]} of %{customdata[1]}<extra></extra>",
     )  # fmt: skip
     figure.update_xaxes(title_text="position of the draft in its round", range=[0, len(v.sweep.speedup)], dtick=4)

@@ -13,7 +13,7 @@ import ipywidgets as widgets
 import traitlets
 
 from specnb.book.explorer import figures as show
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables, machines
+from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, machines
 from specnb.book.plot import Plot
 from specnb.book.tables import BUSY, decode_speedup
 from specnb.measure.cost import NAMED, CostCurve
@@ -85,6 +85,7 @@ class Explorer(widgets.VBox):
         super().__init__([*parts, self.strip])
         self.add_class("specnb-explorer")
         for control in self.controls.values():
+            control.tooltip = control.description  # without one its label says "null"
             control.observe(self._changed, names="value")
 
     def __repr__(self) -> str:
@@ -107,6 +108,7 @@ class Explorer(widgets.VBox):
                 return
             with self._silently():
                 self.round.max, self.round.value = len(view.steps), view.round
+                self.k.disabled = "k" not in POLICIES[view.setting.policy].depends
             self.speedup.update(show.speedup(view))
             self.alpha.update(show.alpha(view))
             self.strip.value, self.summary.lines = show.strip(view), show.summary(view)
