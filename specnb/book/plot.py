@@ -35,7 +35,7 @@ class Plot(anywidget.AnyWidget):
         Object.assign(el.style, { width: `${width}px`, maxWidth: "100%" });
         return plotly.react(figure, now("_traces"), { ...look, height, autosize: true }, CONFIG);
       };
-      const fitting = new ResizeObserver(() => figure.offsetParent && plotly.Plots.resize(figure));
+      const fitting = new ResizeObserver(() => figure.offsetParent && draw());
       model.on("change:_traces", draw);
       draw();
       fitting.observe(el);

@@ -53,7 +53,7 @@ def speedup(v: View) -> go.Figure:
     counts = f"tau {p.tau:.2f}<br>accepted {p.accepted:.0f} of {p.drafted:.0f}"
     figure.add_scatter(
         x=[v.setting.k if v.setting.policy == FIXED else float(p.drafted / p.rounds)], y=[float(p.speedup)],
-        mode="markers", name=f"chosen: {label(v.setting)}",
+        mode="markers", name=f"chosen: {label(v.setting)}", cliponaxis=False,
         marker={"color": COLOURS[1], "symbol": "diamond", "size": 14, "line": {"color": "#222", "width": 1}},
         hovertemplate=f"chosen: speed-up %{{y:.2f}}<br>{counts}<extra></extra>",
     )  # fmt: skip
@@ -67,7 +67,7 @@ def speedup(v: View) -> go.Figure:
         )  # fmt: skip
     figure.update_xaxes(title_text="draft length K (tokens a round)", range=[0, len(v.sweep.speedup)], dtick=4)
     figure.update_yaxes(title_text="decoding speed-up (plain = 1)", rangemode="tozero")
-    title = "Predicted speed-up over draft length" + _marked(v.setting.machine.busy)
+    title = "Predicted speed-up over draft length" + f"<br>({BUSY})" * v.setting.machine.busy
     return figure.update_layout(template=template(), title_text=title, width=580, height=430)
 
 
@@ -111,7 +111,7 @@ def summary(v: View) -> list[str]:
         f"predicted speed-up {p.speedup:.2f}, prompts: {p.n_prompts} ({about}); {verdict(p, machine)}.",
         f"tau {p.tau:.2f}, {p.accepted:.0f} of {p.drafted:.0f} drafts kept, {p.drafted / p.rounds:.1f} drafts a round. "
         f"Best fixed K: {best}.",
-        f"Costs: {machine.name}, T({AT})/T(1) = {machine.at8:.2f}, c = {machine.c:.2f}.",
+        f"Costs: {machine.name}, T({AT})/T(1) = {machine.at8:.2f}, c = {machine.c:.2f}{_marked(machine.busy)}.",
         round_line(v),
     ]
 

@@ -84,9 +84,8 @@ class Workbench:
         for file in (results_dir() / EXPERIMENT).glob("*/trace.parquet"):
             with suppress(InputError):  # a damaged run is recorded again
                 run = stored(file.parent)[0]
-                same = all(run.provenance[fact] == here[fact] for fact in SAME)
-                models = {model["sha256"] for model in run.provenance["models"]}
-                if same and digests <= models and _asked(run.params) == asked:
+                same = all(run.provenance.get(fact) == here[fact] for fact in SAME)
+                if same and digests <= {m["sha256"] for m in run.provenance["models"]} and _asked(run.params) == asked:
                     fitting.append((run.ended, file.parent))
         return max(fitting)[1] if fitting else None
 

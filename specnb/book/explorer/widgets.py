@@ -77,9 +77,10 @@ class Explorer(widgets.VBox):
         self.round.max = len(view.steps)
         self.speedup, self.alpha = Plot(show.speedup(view)), Plot(show.alpha(view))
         self.strip, self.summary = widgets.HTML(show.strip(view)), Status(lines=show.summary(view))
-        rows = widgets.Layout(display="flex", flex_flow="row wrap")
+        gaps = {"align_items": "center", "grid_gap": "0 8px", "max_width": "1010px"}  # two columns at most
+        rows = widgets.Layout(display="flex", flex_flow="row wrap", **gaps)
         above = [control for name, control in self.controls.items() if name not in ("prompt", "round")]
-        live = [] if run_live is None else [widgets.HBox([self.run, self.outcome])]
+        live = [] if run_live is None else [widgets.Box([self.run, self.outcome], layout=rows)]
         plots, below = widgets.Box([self.speedup, self.alpha], layout=rows), [self.prompt, self.round]
         parts = [widgets.Box(above, layout=rows), self.summary, plots, *live, widgets.Box(below, layout=rows)]
         super().__init__([*parts, self.strip])
