@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from specnb.book.explorer.live import Workbench
+from specnb.book.explorer.tables import TRACE
 from specnb.book.progress import ProgressBar
 from specnb.io import digest
 from specnb.measure.cost import verify_costs
@@ -42,7 +43,7 @@ def main() -> None:
         "provenance": record.provenance | {"extra": record.provenance["extra"] | facts},
     })  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        trace.save(save(record, Path(folder)) / "trace.parquet")
+        trace.save(save(record, Path(folder)) / TRACE)
         shutil.rmtree(FOLDER, ignore_errors=True)
         shutil.copytree(Path(folder) / EXPERIMENT / record.run_id, FOLDER, ignore=shutil.ignore_patterns(".*"))
     sums = [f"{digest(file)}  {FOLDER.name}/{file.name}\n" for file in sorted(FOLDER.iterdir())]

@@ -27,7 +27,7 @@ from specnb.measure.recording import Trace, record
 from specnb.measure.replay import Cost, counts_of, fixed_k, walk
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
-from specnb.store import save
+from specnb.store import folder_of
 
 CURVE = CostCurve(model="line", context=0, widths=(1, 9, 25), samples_s=((0.02,), (0.03,), (0.06,)))
 PRESET = Machine.measured(CURVE, 0.3, 24)
@@ -329,8 +329,7 @@ def test_a_trace_is_recorded_once_and_taken_again_by_those_who_ask_the_same(monk
     kept, trace, curve, c, line = workbench().trace()
     assert "recorded now" in line and kept.status == "completed" and len(trace.recordings) == 20
     assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25 and Tables(trace).contents == ("code", "prose")
-    folder = save(kept)
-    trace.save(folder / "trace.parquet")
+    folder = folder_of(kept)
 
     def recorded_by(**params):
         with monkeypatch.context() as patch:

@@ -8,10 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import nbformat
@@ -76,7 +74,7 @@ def home(tmp_path_factory) -> Path:
 
 
 @contextmanager
-def serving(home: Path, module: str, options: list[str], alive: str) -> Iterator[str]:
+def serving(home: Path, module: str, options: list[str]) -> Iterator[str]:
     """Start a server of Jupyter's on a free port, with settings of its own; its address."""
     own = {name: str(home / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
     own |= {"JUPYTER_DATA_DIR": str(home / "data"), "JUPYTERLAB_SETTINGS_DIR": str(home / "app")}
@@ -89,24 +87,17 @@ def serving(home: Path, module: str, options: list[str], alive: str) -> Iterator
         env = os.environ | own
         server = subprocess.Popen(command, cwd=home / "shelf", env=env, stdout=file, stderr=subprocess.STDOUT)
     try:
-        wait_for(f"http://127.0.0.1:{port}{alive}", server, log)
+        end = time.monotonic() + 30
+        while server.poll() is None and time.monotonic() < end:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+                break
+            time.sleep(0.2)
+        else:
+            pytest.fail(f"the server did not start:\n{log.read_text(errors='replace')[-2000:]}")
         yield f"http://127.0.0.1:{port}"
     finally:
         server.kill()
         server.wait()
-
-
-def wait_for(url: str, server: subprocess.Popen, log: Path, limit_s: float = 30) -> None:
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except urllib.error.HTTPError:
-            return  # it answers
-        except OSError:
-            time.sleep(0.2)
-    pytest.fail(f"the server did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
 
 @pytest.fixture
@@ -128,7 +119,7 @@ def page() -> Iterator[object]:
 def test_the_explorer_in_jupyterlab(home, page):
     options = ["--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}", "--LabApp.news_url=None"]
     options += ["--allow-root", "--ip=127.0.0.1", f"--ServerApp.root_dir={home / 'shelf'}"]
-    with serving(home, "jupyterlab", options, f"/api?token={TOKEN}") as address:
+    with serving(home, "jupyterlab", options) as address:
         page.goto(f"{address}/lab/workspaces/explorer/tree/small.ipynb?reset&token={TOKEN}")
         page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=COLD_MS)
 
@@ -146,7 +137,7 @@ def test_the_explorer_in_jupyterlab(home, page):
 def test_the_explorer_under_voila(home, page):
     pytest.importorskip("voila", reason="no Voila: `pip install -e .[app]`")
     options = [f"--Voila.token={TOKEN}", "--Voila.ip=127.0.0.1", str(home / "shelf" / "small.ipynb")]
-    with serving(home, "voila", options, f"/static/voila.js?token={TOKEN}") as address:
+    with serving(home, "voila", options) as address:
         page.goto(f"{address}/?token={TOKEN}")
         use(page)
         for width in (480, 1200, 1920):

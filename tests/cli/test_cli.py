@@ -144,13 +144,13 @@ def test_a_terminal_shows_the_text_as_it_comes_and_accepted_drafts_in_green(spec
 
 
 def test_a_prompt_from_a_file(specnb, models, tmp_path):
-    file = tmp_path / "prompt.txt"
-    file.write_text("abc")
-    code, out, _ = specnb("generate", "--target", "five", "--prompt-file", str(file), "--json")
-    assert code == 0 and json.loads(out)["generation"]["prompt_ids"] == [0, 1, 2]
-    file.write_bytes(b"\xff\xfe")
-    for words in (["--prompt-file", str(file)], ["--prompt-file", str(tmp_path / "absent")], []):
-        is_mistake(specnb("generate", "--target", "five", *words), words[-1] if words else "--prompt-file")
+    (tmp_path / "prompt").write_text("abc")
+    (tmp_path / "other").write_bytes(b"\xff\xfe")
+    words = ["generate", "--target", "five", "--json", "--prompt-file"]
+    assert json.loads(specnb(*words, str(tmp_path / "prompt"))[1])["generation"]["prompt_ids"] == [0, 1, 2]
+    for name in ("other", "absent"):
+        is_mistake(specnb(*words, str(tmp_path / name)), name)
+    is_mistake(specnb(*words[:-1]), "--prompt-file")
 
 
 def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb, models):
@@ -169,8 +169,7 @@ def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb,
 def test_a_draft_model_that_cannot_be_loaded_is_in_the_record(specnb, models):
     words = ["--target", "five", "--prompt", "ab", "--draft", "damaged", "--baseline", "--json"]
     document = json.loads(specnb("generate", *words)[1])
-    assert document["generation"]["fallback"].startswith("LoadError: damaged.gguf")
-    assert document["summary"]["fallback"] == document["generation"]["fallback"] and document["summary"]["identical"]
+    assert document["generation"]["fallback"].startswith("LoadError: damaged.gguf") and document["summary"]["identical"]
 
 
 def test_sampling_words_reach_the_record_and_without_json_the_text_and_a_table_are_printed(specnb, models):
@@ -269,23 +268,16 @@ def test_what_cannot_be_run_is_refused_before_a_kernel_starts(specnb, tmp_path, 
 # --- models, check, and the process itself --------------------------------------------------------------------------
 
 
-def test_the_zoo_as_json_and_as_a_table(specnb, monkeypatch, tmp_path):
+def test_the_zoo_is_listed_and_verify_names_the_damaged_file_and_ends_with_one(specnb, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
-    code, out, _ = specnb("models", "--json")
-    rows = json.loads(out)
-    assert code == 0 and rows[0]["name"] == "smollm2-135m" and rows[0]["present"] is False
+    rows = json.loads(specnb("models", "--json")[1])
+    assert rows[0]["name"] == "smollm2-135m" and rows[0]["present"] is False and "Apache-2.0" in specnb("models")[1]
     assert set(rows[0]) == {"name", "source", "licence", "n_bytes", "present", "path"}
-    assert "Apache-2.0" in specnb("models")[1]
-
-
-def test_verify_names_the_damaged_file_and_ends_with_one(specnb, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     file = made_once(tmp_path / "converted" / "tiny.gguf", lambda path: path.write_bytes(b"weights"), n_bytes=1)
     for content, ok in ((b"weights", True), (b"weightz", False)):
         file.write_bytes(content)
         code, out, _ = specnb("models", "verify", "--json")
-        assert code == int(not ok)
-        assert json.loads(out) == [{"name": "converted/tiny.gguf", "path": str(file), "ok": ok}]
+        assert (code, json.loads(out)) == (int(not ok), [{"name": "converted/tiny.gguf", "path": str(file), "ok": ok}])
     is_mistake(specnb("models", "fetch", "smollm3"), "smollm3")
 
 

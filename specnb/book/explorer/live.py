@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specnb.book.explorer.tables import ALL, POLICIES, Setting, stored
+from specnb.book.explorer.tables import ALL, POLICIES, TRACE, Setting, stored
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
@@ -24,7 +24,7 @@ from specnb.prompts import Prompt, digest
 from specnb.provenance import provenance
 from specnb.records import Generation, RunRecord
 from specnb.registry import DRAFTERS
-from specnb.store import results_dir
+from specnb.store import folder_of, results_dir, save
 
 EXPERIMENT = "09_explorer"
 SAME = ("specnb", "packages", "cpu", "prompts_digest")
@@ -62,14 +62,16 @@ class Workbench:
     def trace(self, progress: Progress = silent) -> tuple[RunRecord, Trace, CostCurve, dict[str, float], str]:
         """The trace that `params.trace` asks for, with its record, T(n) and c, and a line that says which it is.
 
-        Of a trace that is not recorded now, the parameters are those of its record. Raises what `stored`, `load` and
-        `load_drafter` raise.
+        Both lie in the results afterwards. The parameters become those of an earlier record. Raises what `stored`,
+        `save`, `load` and `load_drafter` raise.
         """
         source = (self._earlier() or "new") if self.params.trace == "auto" else self.params.trace
         kept, trace, curve, c = self.record(progress) if source == "new" else stored(source)
         if source != "new":
             self.params = ExplorerParams.model_construct(**kept.params)
             self._recorded = {recording.prompt_id for recording in trace.recordings}
+        if source == "new" or not (folder_of(kept) / TRACE).is_file():
+            trace.save(save(kept) / TRACE)
         took, cpu = (kept.ended - kept.started).total_seconds(), (kept.provenance.get("cpu") or {}).get("model")
         when = f"of {kept.ended:%Y-%m-%d %H:%M} UTC, taken again" if source != "new" else "recorded now"
         line = f"run {kept.run_id} {when}: {len(trace.recordings)} recordings in {took:.0f} s on {cpu}"
@@ -81,7 +83,7 @@ class Workbench:
         digests = {file_digest(file) for file in map(local_file, map(parse, named)) if file}
         here, asked = provenance(prompts_digest=digest(self.chosen)), _asked(self.params.model_dump(mode="json"))
         fitting = []
-        for file in (results_dir() / EXPERIMENT).glob("*/trace.parquet"):
+        for file in (results_dir() / EXPERIMENT).glob(f"*/{TRACE}"):
             with suppress(InputError):  # a damaged run is recorded again
                 run = stored(file.parent)[0]
                 same = all(run.provenance.get(fact) == here[fact] for fact in SAME)

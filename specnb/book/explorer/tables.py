@@ -33,6 +33,8 @@ AT = 8
 WALKS = 40
 """Recordings walked for one number: where a policy meets chance, few recordings are walked several times."""
 SEED = 0
+TRACE = "trace.parquet"
+"""The file of the trace, beside the record of its run."""
 
 
 class Machine(NamedTuple):
@@ -239,7 +241,7 @@ def stored(folder: str | Path) -> tuple[RunRecord, Trace, CostCurve, dict[str, f
     if not {"verify_curve", "c"} <= record.measurements.keys():
         raise InputError(f"{folder} is a run of {record.experiment}, which timed no forwards: give one of 09_explorer")
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
-    return record, Trace.load(folder / "trace.parquet"), curve, record.measurements["c"]
+    return record, Trace.load(folder / TRACE), curve, record.measurements["c"]
 
 
 def checks(tables: Tables) -> pd.DataFrame:
