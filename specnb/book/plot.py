@@ -2,7 +2,8 @@
 
 `plotly.graph_objects.FigureWidget` brings plotly.js as its own program (5 MB), and anywidget drops for good every
 later change of a widget whose program took over two seconds to start. Here the program is a few lines, which start at
-once; plotly.js comes as a text beside the figure and is run once a page.
+once; plotly.js comes as a text beside the figure and is run once a page, after a moment in which the page's other
+widgets start: it blocks them for seconds on a busy machine.
 """
 
 import json
@@ -26,7 +27,8 @@ class Plot(anywidget.AnyWidget):
       return module.exports;
     }
 
-    function render({ model, el }) {
+    async function render({ model, el }) {
+      await new Promise((others) => setTimeout(others, 500));
       const plotly = (globalThis.specnbPlotly ??= run(model.get("_plotly")));
       const figure = el.appendChild(document.createElement("div"));
       const now = (name) => JSON.parse(model.get(name));
@@ -35,7 +37,10 @@ class Plot(anywidget.AnyWidget):
         Object.assign(el.style, { width: `${width}px`, maxWidth: "100%" });
         return plotly.react(figure, now("_traces"), { ...look, height, autosize: true }, CONFIG);
       };
-      const fitting = new ResizeObserver(() => figure.offsetParent && draw());
+      let drawnWidth = 0;
+      const fitting = new ResizeObserver(() => {
+        if (figure.clientWidth !== drawnWidth && (drawnWidth = figure.clientWidth)) draw();
+      });
       model.on("change:_traces", draw);
       draw();
       fitting.observe(el);

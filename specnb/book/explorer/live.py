@@ -1,11 +1,9 @@
 """The explorer's trace and models: finds an earlier trace or records one, and runs a setting for real."""
 
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from specnb.book.explorer.tables import ALL, POLICIES, TRACE, Setting, stored
 from specnb.decode.generate import generate
@@ -81,13 +79,14 @@ class Workbench:
         """The folder of the newest run that asked the same of the same models and versions on such a machine."""
         named = (self.params.target, *(name for name in self.params.drafters if name not in DRAFTERS))
         digests = {file_digest(file) for file in map(local_file, map(parse, named)) if file}
-        here, asked = provenance(prompts_digest=digest(self.chosen)), _asked(self.params.model_dump(mode="json"))
+        asked = self.params.model_dump(mode="json", exclude={"trace", "budget"})  # the budget's sizes are in it
+        here = {fact: value for fact, value in provenance(prompts_digest=digest(self.chosen)).items() if fact in SAME}
         fitting = []
         for file in (results_dir() / EXPERIMENT).glob(f"*/{TRACE}"):
             with suppress(InputError):  # a damaged run is recorded again
                 run = stored(file.parent)[0]
-                same = all(run.provenance.get(fact) == here[fact] for fact in SAME)
-                if same and digests <= {m["sha256"] for m in run.provenance["models"]} and _asked(run.params) == asked:
+                same = here.items() <= run.provenance.items() and asked.items() <= run.params.items()
+                if same and digests <= {model["sha256"] for model in run.provenance["models"]}:
                     fitting.append((run.ended, file.parent))
         return max(fitting)[1] if fitting else None
 
@@ -134,8 +133,3 @@ class Workbench:
                 tokens = self.params.max_new_tokens
                 generations.append(generate(self.target, prompt, max_new_tokens=tokens, **common, **extra))
             return generations, started.during(self.target.caps, generations).busy
-
-
-def _asked(params: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides a trace: all parameters but where it comes from and the budget, whose sizes are among them."""
-    return {name: value for name, value in params.items() if name not in ("trace", "budget")}
