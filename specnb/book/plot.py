@@ -18,7 +18,7 @@ from specnb.book.style import CONFIG
 
 
 class Plot(anywidget.AnyWidget):
-    """A figure, drawn no wider than its place; `update` shows another. A reader's zoom is kept."""
+    """A figure, drawn no wider than its place; `update` shows another. A zoom is kept until the place changes."""
 
     _esm = """
     function run(source) {
@@ -39,7 +39,10 @@ class Plot(anywidget.AnyWidget):
       };
       let drawnWidth = 0;
       const fitting = new ResizeObserver(() => {
-        if (figure.clientWidth !== drawnWidth && (drawnWidth = figure.clientWidth)) draw();
+        if (figure.clientWidth === drawnWidth) return;
+        drawnWidth = figure.clientWidth;
+        plotly.purge(figure); // else the margin of a legend in more lines stays
+        draw();
       });
       model.on("change:_traces", draw);
       draw();
