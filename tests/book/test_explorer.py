@@ -163,22 +163,6 @@ def test_the_sweep_is_what_is_predicted_and_the_best_k_its_largest(tables):
     assert best.set_index(key)["speedup"].to_dict() == speeds.to_dict() and len(best) == 12 * (1 + len(NAMED))
 
 
-def test_costs_that_a_busy_machine_measured_are_marked_and_give_no_verdict(tables, trace, monkeypatch):
-    monkeypatch.setattr(widgets, "Tables", lambda _trace: tables)
-    disturbed, c = CURVE.model_copy(update={"busy": True}), {LOOKUP: 0.0, MODEL: 0.3}
-    explorer = Explorer(trace, disturbed, c)
-    for curve, marked in ((THIS_MACHINE, True), ("memory-bound server", False), (CUSTOM, False), (THIS_MACHINE, True)):
-        explorer.curve.value = curve
-        first, _, costs, _ = explorer.summary.lines
-        assert [BUSY in text for text in (costs, explorer.speedup.figure.layout.title.text)] == [marked] * 2
-        assert ("no verdict" in first) == marked and ("pay" in first) != marked
-    explorer.at8.value = 3.0
-    assert "no verdict" in explorer.summary.lines[0], "a custom curve that was bent from the measured one"
-    best = best_k(explorer_tables.sweep(tables, disturbed, c)).set_index("machine")["verdict"]
-    assert not explorer_tables.sweep(tables, CURVE, c)["busy"].any()
-    assert set(best[THIS_MACHINE]) == {BUSY} and BUSY not in set(best.drop(THIS_MACHINE))
-
-
 # --- the widget
 
 
@@ -252,6 +236,22 @@ def test_a_plot_starts_at_once_and_sends_what_json_can_hold_and_plotly():
     assert json.loads(plot._traces)[0]["y"] == [1.0, None] and "plotly.js v" in plot._plotly[:200]
     plot.update(go.Figure(go.Scatter(x=[1, 2], y=[3, 4])))
     assert json.loads(plot._traces)[0]["y"] == [3, 4] == list(plot.figure.data[0].y)
+
+
+def test_costs_that_a_busy_machine_measured_are_marked_and_give_no_verdict(tables, trace, monkeypatch):
+    monkeypatch.setattr(widgets, "Tables", lambda _trace: tables)
+    disturbed, c = CURVE.model_copy(update={"busy": True}), {LOOKUP: 0.0, MODEL: 0.3}
+    explorer = Explorer(trace, disturbed, c)
+    for curve, marked in ((THIS_MACHINE, True), ("memory-bound server", False), (CUSTOM, False), (THIS_MACHINE, True)):
+        explorer.curve.value = curve
+        first, _, costs, _ = explorer.summary.lines
+        assert [BUSY in text for text in (costs, explorer.speedup.figure.layout.title.text)] == [marked] * 2
+        assert ("no verdict" in first) == marked and ("pay" in first) != marked
+    explorer.at8.value = 3.0
+    assert "no verdict" in explorer.summary.lines[0], "a custom curve that was bent from the measured one"
+    best = best_k(explorer_tables.sweep(tables, disturbed, c)).set_index("machine")["verdict"]
+    assert not explorer_tables.sweep(tables, CURVE, c)["busy"].any()
+    assert set(best[THIS_MACHINE]) == {BUSY} and BUSY not in set(best.drop(THIS_MACHINE))
 
 
 # --- live runs
